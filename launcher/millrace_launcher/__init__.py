@@ -1,0 +1,1 @@
+"""The launcher: starts, watches and stops the router and the shards."""

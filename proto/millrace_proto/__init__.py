@@ -1,0 +1,1 @@
+"""Generated wire types of the contract in `generate.proto`; built by `proto/compile.py`, never committed."""

@@ -1,0 +1,1 @@
+"""The few operations that differ by device, behind one interface."""

@@ -1,0 +1,90 @@
+"""What a device has to offer a decoder: linear, norm, rope, paged attention. All else is plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from millrace_shard.ragged import RaggedBatch
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """Keys and values of one layer, `num_blocks` first; the rest of the layout is the kernels' own."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class Linear(Protocol):
+    """A weight in whatever form its kernels like best."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in] to [T, out], same dtype."""
+
+
+class Kernels(Protocol):
+    """One implementation per device; `plain` is the oracle of the others."""
+
+    name: str
+    block_size: int
+    """KV positions per block."""
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Take over `weight` [out, in] and `bias` [out]; the caller drops its own reference."""
+
+    def new_cache(
+        self, *, num_blocks: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> LayerCache:
+        """A layer's cache; memory is touched only as blocks are used."""
+
+    def zero_blocks(self, cache: LayerCache, blocks: Tensor) -> None:
+        """Clear `blocks` [n] int64 before their first use: a masked weight of 0 times a stale NaN is NaN."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Normalise the last axis in float32, cast back, then scale by `weight`, as Llama does."""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`residual += x` in place, rounded to its dtype; returns `rms_norm(residual)`. All [T, hidden]."""
+
+    def rope_store(
+        self,
+        qkv: Tensor,
+        rope: Tensor,
+        batch: RaggedBatch,
+        cache: LayerCache,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+    ) -> Tensor:
+        """Rotate queries and keys of `qkv` [T, (num_heads + 2 * num_kv_heads) * head_dim], store keys and values.
+
+        `rope` [positions, rotary_dim] float32 holds cosines in its first half and sines in the second, already
+        scaled; channels past rotary_dim pass unrotated, halves are paired as in Llama (i with i + rotary_dim / 2).
+        Returns the queries [T, num_heads, head_dim], a view into `qkv` where that is cheaper.
+        """
+
+    def store(self, keys: Tensor, values: Tensor, batch: RaggedBatch, cache: LayerCache) -> None:
+        """Store `keys` and `values` [T, num_kv_heads, head_dim] at `batch.cache_rows`."""
+
+    def attend(
+        self,
+        queries: Tensor,
+        batch: RaggedBatch,
+        cache: LayerCache,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Causal attention of `queries` [T, num_heads, head_dim] over the paged cache: [T, num_heads * head_dim].
+
+        A query at position p sees keys in (p - window, p], or all up to p. Key chunks lie on a fixed absolute
+        grid, so a row's bits depend neither on its batch mates nor on how its prompt was cut.
+        """
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """`silu(gate) * up` of [T, 2 * inter], gate first: [T, inter]."""
