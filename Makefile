@@ -1,0 +1,82 @@
+# Python 3.11 to 3.13, make, and nothing else. Every verb may be run from a clean clone, and again.
+#
+#   PYTHON=python3.12   the interpreter that .venv is made from
+#   TORCH_INDEX=URL     one more package index for pip; name PyTorch's CPU index here, where the
+#                       default index would bring the CUDA build of torch (pip's own
+#                       PIP_EXTRA_INDEX_URL and PIP_FIND_LINKS work as well)
+#   PORT=3000           where `make serve` listens
+#   MODEL=demo/model    what `make serve` serves: a folder or a hub name
+#   ARGS="--flag ..."   more flags for the launcher, pytest or the benchmark
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+PORT ?= 3000
+MODEL ?= demo/model
+ARGS ?=
+
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+PROTO := proto/millrace_proto/generate.proto
+GENERATED := proto/millrace_proto/generate_pb2.py
+PIP_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+.PHONY: help install serve test test-ecosystem check format bench proto clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make install          .venv with Millrace, editable, and its development tools"
+	@echo "make serve            the demo model on port $(PORT); MODEL=, PORT= and ARGS= change it"
+	@echo "make check            lint, format, types, import contracts"
+	@echo "make test             the tests that need Python alone"
+	@echo "make test-ecosystem   the tests against Prometheus, real clients and a C++ compiler"
+	@echo "make bench            load levels on this machine beside transformers, to bench/out"
+	@echo "make format           rewrite the sources in house style"
+	@echo "make proto            regenerate the protobuf code"
+	@echo "make clean            remove what these verbs made, but for the environments"
+
+install: $(INSTALLED) $(GENERATED)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 14) else \
+	"Millrace needs Python 3.11, 3.12 or 3.13, but %s is %d.%d: name another, as in make PYTHON=python3.12" \
+	% (sys.executable, *v))'
+	$(PYTHON) -m venv .venv
+
+$(INSTALLED): pyproject.toml constraints.txt proto/compile.py | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(GENERATED): $(PROTO) proto/compile.py | $(INSTALLED)
+	$(BIN)/python proto/compile.py
+	@touch $@
+
+proto: $(GENERATED)
+
+serve: install
+	@exec $(BIN)/millrace-launcher --model-id $(MODEL) --port $(PORT) $(ARGS)
+
+test: install
+	$(BIN)/python -m pytest -m "not ecosystem" $(ARGS)
+
+test-ecosystem: install
+	$(BIN)/python -m tests.ecosystem.prepare
+	$(BIN)/python -m pytest -m ecosystem tests/ecosystem $(ARGS)
+	$(BIN)/python -m pytest tests/shard/kernels $(ARGS)
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: install
+	$(BIN)/python -m bench $(ARGS)
+
+clean:
+	find proto router shard launcher tests bench demo -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+	rm -rf build dist bench/out bench/models .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -f proto/millrace_proto/*_pb2.py proto/millrace_proto/*_pb2.pyi proto/millrace_proto/*_pb2_grpc.py proto/millrace_proto/*_pb2_grpc.pyi

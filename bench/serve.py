@@ -1,0 +1,138 @@
+"""Our own server under load: starts the launcher, waits for it, runs levels, stops it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from bench.levels import Level, closed
+from bench.load import run_level
+from bench.machine import CpuMeter, family
+from bench.measurement import Measurement, summarise
+
+READY_SECONDS = 600.0
+STOP_SECONDS = 60.0
+POLL_SECONDS = 0.1
+WARM_UP = replace(closed(4, 128, 16, rounds=1), name="warm-up")
+
+
+class ServerError(Exception):
+    """The server did not start, or died; the message holds the end of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningServer:
+    """A launcher that answers `/health`."""
+
+    url: str
+    process: psutil.Process
+
+    def processes(self) -> list[psutil.Process]:
+        """Launcher, router and shards, as they are now."""
+        return family(self.process) if self.process.is_running() else []
+
+
+def free_port() -> int:
+    """A port that nobody listens on at this moment."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@contextmanager
+def serving(
+    model: Path,
+    *,
+    log: Path,
+    flags: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[RunningServer]:
+    """Run `millrace-launcher` on `model` for the length of the block; raises ServerError."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as scratch, log.open("wb") as output:
+        command = [
+            sys.executable,
+            "-m",
+            "millrace_launcher",
+            f"--model-id={model}",
+            "--hostname=127.0.0.1",
+            f"--port={port}",
+            f"--shard-uds-path={scratch}/shard",
+            f"--master-port={free_port()}",
+            *flags,
+        ]
+        launcher = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", **(environment or {})},
+            start_new_session=True,
+        )
+        server = RunningServer(f"http://127.0.0.1:{port}", psutil.Process(launcher.pid))
+        try:
+            _wait_until_healthy(server, launcher, log)
+            yield server
+        finally:
+            _stop(launcher, server)
+
+
+def _wait_until_healthy(server: RunningServer, launcher: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + READY_SECONDS
+    while time.monotonic() < deadline:
+        if launcher.poll() is not None:
+            raise ServerError(f"the launcher ended with {launcher.returncode}:\n{_tail(log)}")
+        try:
+            with urllib.request.urlopen(f"{server.url}/health", timeout=10):
+                return
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            time.sleep(POLL_SECONDS)
+    raise ServerError(f"no /health within {READY_SECONDS:.0f} s:\n{_tail(log)}")
+
+
+def _tail(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-30:])
+
+
+def _stop(launcher: subprocess.Popen[bytes], server: RunningServer) -> None:
+    """SIGTERM, and SIGKILL to whatever of the family is left after the grace."""
+    processes = server.processes()
+    if launcher.poll() is None:
+        launcher.send_signal(signal.SIGTERM)
+    _, alive = psutil.wait_procs(processes, timeout=STOP_SECONDS)
+    for process in alive:
+        process.kill()
+    launcher.wait()
+
+
+def measure(server: RunningServer, level: Level, *, name: str = "millrace") -> Measurement:
+    """Run one level against the server and reduce it, with the shares of the CPU."""
+    meter = CpuMeter(server.processes)
+    outcome = asyncio.run(run_level(server.url, level))
+    use = meter.stop()
+    measurement = summarise(name, level, outcome.timelines, failures=outcome.failures)
+    return replace(measurement, client_cores=use.client_cores, other_cores=use.other_cores)
+
+
+def measure_levels(
+    model: Path, levels: Sequence[Level], *, log: Path, flags: Sequence[str] = ()
+) -> list[Measurement]:
+    """A server of our own, warmed up, through all the levels in order."""
+    with serving(model, log=log, flags=flags) as server:
+        measure(server, WARM_UP)
+        return [measure(server, level) for level in levels]

@@ -1,0 +1,203 @@
+"""TGI's own JSON: requests as strict models, answers as plain dictionaries for the JSON writer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Annotated, NotRequired, TypedDict
+
+from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field
+
+from millrace_router.events import Finished, PromptLogprobs, Token, TokenEvent
+from millrace_router.float32 import rounded, shortest
+
+UINT32_MAX = 2**32 - 1
+UINT64_MAX = 2**64 - 1
+
+UInt32 = Annotated[int, Field(ge=0, le=UINT32_MAX)]
+UInt64 = Annotated[int, Field(ge=0, le=UINT64_MAX)]
+Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
+Float32 = Annotated[float, Field(allow_inf_nan=False), AfterValidator(rounded)]
+
+
+class RequestModel(BaseModel):
+    """Nothing is coerced, nothing changes later, unknown fields are ignored."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", protected_namespaces=())
+
+
+class GenerateParameters(RequestModel):
+    """How to generate. None means that the client left the choice to the server."""
+
+    best_of: UInt64 | None = None
+    temperature: Float32 | None = None
+    repetition_penalty: Float32 | None = None
+    frequency_penalty: Float32 | None = None
+    top_k: Int32 | None = None
+    top_p: Float32 | None = None
+    typical_p: Float32 | None = None
+    do_sample: bool = False
+    max_new_tokens: UInt32 | None = None
+    return_full_text: bool | None = None
+    stop: list[str] = Field(default_factory=list)
+    truncate: UInt64 | None = None
+    watermark: bool = False
+    details: bool = False
+    decoder_input_details: bool = False
+    seed: UInt64 | None = None
+    top_n_tokens: UInt32 | None = None
+    grammar: dict[str, object] | None = None
+    adapter_id: str | None = None
+    ignore_eos: bool = Field(
+        default=False, validation_alias=AliasChoices("ignore_eos", "ignore_eos_token")
+    )
+    """Not in TGI: generate `max_new_tokens` tokens whatever the model says; benchmarks ask for it."""
+
+
+class OpenAIParameters(GenerateParameters):
+    """What only the OpenAI routes can ask for; both penalties are over generated tokens."""
+
+    presence_penalty: Float32 = 0.0
+    occurrence_penalty: Float32 = 0.0
+
+
+def sampling_parameters() -> GenerateParameters:
+    """Stand in for absent `parameters`: TGI samples then, but not for an empty object."""
+    return GenerateParameters(do_sample=True)
+
+
+class GenerateRequest(RequestModel):
+    """Body of `/generate`, `/generate_stream` and `/tokenize`."""
+
+    inputs: str
+    parameters: GenerateParameters = Field(default_factory=sampling_parameters)
+
+
+class CompatGenerateRequest(GenerateRequest):
+    """Body of `POST /`."""
+
+    stream: bool = False
+
+
+class PrefillTokenJson(TypedDict):
+    """A prompt token; the first one of a prompt has no log probability."""
+
+    id: int
+    text: str
+    logprob: float | None
+
+
+class TokenJson(PrefillTokenJson):
+    """A generated token."""
+
+    special: bool
+
+
+class SequenceJson(TypedDict):
+    """What is told of any finished sequence."""
+
+    finish_reason: str
+    generated_tokens: int
+    seed: int | None
+    prefill: list[PrefillTokenJson]
+    tokens: list[TokenJson]
+    top_tokens: NotRequired[list[list[TokenJson]]]
+
+
+class BestOfSequenceJson(SequenceJson):
+    """A sequence that was not the best."""
+
+    generated_text: str
+
+
+class DetailsJson(SequenceJson):
+    """`details` of an answer in one piece."""
+
+    best_of_sequences: NotRequired[list[BestOfSequenceJson]]
+
+
+class GenerateResponse(TypedDict):
+    """Answer of `/generate`."""
+
+    generated_text: str
+    details: NotRequired[DetailsJson]
+
+
+class StreamDetailsJson(TypedDict):
+    """`details` of a stream's last event."""
+
+    finish_reason: str
+    generated_tokens: int
+    seed: int | None
+    input_length: int
+
+
+class StreamResponse(TypedDict):
+    """One event of a stream; the last one carries the text."""
+
+    index: int
+    token: TokenJson
+    top_tokens: NotRequired[list[TokenJson]]
+    generated_text: str | None
+    details: StreamDetailsJson | None
+
+
+class TokenSpanJson(TypedDict):
+    """One token of `/tokenize`; offsets are bytes of the UTF-8 text."""
+
+    id: int
+    text: str
+    start: int
+    stop: int
+
+
+def token_json(token: Token) -> TokenJson:
+    """Render one token."""
+    return {
+        "id": token.id,
+        "text": token.text,
+        "logprob": shortest(token.logprob),
+        "special": token.special,
+    }
+
+
+def prefill_json(
+    prompt: PromptLogprobs | None, texts: Iterable[str]
+) -> list[PrefillTokenJson]:
+    """Render the prompt's log probabilities; empty when they were not asked for."""
+    if prompt is None:
+        return []
+    return [
+        {"id": id_, "text": text, "logprob": shortest(logprob)}
+        for id_, text, logprob in zip(prompt.ids, texts, prompt.logprobs, strict=True)
+    ]
+
+
+def sequence_json(
+    tokens: Sequence[TokenEvent], finished: Finished, prefill: list[PrefillTokenJson]
+) -> SequenceJson:
+    """Render a finished sequence."""
+    sequence: SequenceJson = {
+        "finish_reason": finished.finish_reason,
+        "generated_tokens": finished.generated_tokens,
+        "seed": finished.seed,
+        "prefill": prefill,
+        "tokens": [token_json(event.token) for event in tokens],
+    }
+    if any(event.top_tokens for event in tokens):
+        sequence["top_tokens"] = [
+            [token_json(token) for token in event.top_tokens] for event in tokens
+        ]
+    return sequence
+
+
+def stream_json(event: TokenEvent) -> StreamResponse:
+    """Render one event of a stream, without its end."""
+    response: StreamResponse = {
+        "index": event.index,
+        "token": token_json(event.token),
+        "generated_text": None,
+        "details": None,
+    }
+    if event.top_tokens:
+        response["top_tokens"] = [token_json(token) for token in event.top_tokens]
+    return response

@@ -1,0 +1,104 @@
+"""Token ids to text, token by token. Pure; a character is emitted only when it is whole."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+from millrace_router.tokenizer import Tokenizer
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_NUM_CONTEXT_TOKENS = 5
+_MAX_WITHHELD_TOKENS = 4
+"""A character has at most four bytes: what four tokens have not finished is no character."""
+
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class _Steps(Protocol):
+    def step(self, token_id: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class IncrementalDetokenizer:
+    """Text of one generation as it grows, read as the continuation of its prompt.
+
+    A first word keeps its leading space. Bytes that can be no character become U+FFFD as soon as that is certain.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._steps: _Steps = (
+            _BytesSteps(tokenizer) if tokenizer.has_pieces else _WindowSteps(tokenizer, prompt_ids)
+        )
+        self._texts: list[str] = []
+
+    def step(self, token_id: int) -> str:
+        """Text that this token adds; "" while a character is unfinished."""
+        if self._tokenizer.is_special(token_id):
+            pending = self._steps.flush()
+            self._texts.append(pending)
+            return pending + self._steps.step(token_id)
+        text = self._steps.step(token_id)
+        self._texts.append(text)
+        return text
+
+    def flush(self) -> str:
+        """Text still withheld after the last token: what is there of a character, as U+FFFD."""
+        text = self._steps.flush()
+        self._texts.append(text)
+        return text
+
+    def final_text(self) -> str:
+        """Text of everything generated, special tokens left out; ends the generation."""
+        self.flush()
+        return "".join(self._texts)
+
+
+class _BytesSteps:
+    """For tokens that are byte strings: concatenate and decode."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._token_bytes = tokenizer.token_bytes
+        self._utf8 = _Utf8Decoder(errors="replace")
+
+    def step(self, token_id: int) -> str:
+        return self._utf8.decode(self._token_bytes(token_id))
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class _WindowSteps:
+    """For any decoder: what the text of a few tokens gains by one more (TGI's method, with bounds)."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._window = list(prompt_ids[-_NUM_CONTEXT_TOKENS:])
+        self._num_read = len(self._window)
+        self._num_chars = len(self._decode())
+
+    def step(self, token_id: int) -> str:
+        self._window.append(token_id)
+        text = self._decode()
+        num_withheld = len(self._window) - self._num_read
+        if text.endswith(_REPLACEMENT) and num_withheld < _MAX_WITHHELD_TOKENS:
+            return ""
+        return self._emit(text)
+
+    def flush(self) -> str:
+        return self._emit(self._decode()) if len(self._window) > self._num_read else ""
+
+    def _emit(self, text: str) -> str:
+        added = text[self._num_chars :]
+        # A token without text, such as one outside the vocabulary, gives the next one no context.
+        if added:
+            del self._window[: self._num_read]
+        self._num_read = len(self._window)
+        self._num_chars = len(self._decode()) if added else len(text)
+        return added
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._window, skip_special_tokens=False)

@@ -1,0 +1,146 @@
+"""A request inside the router, and the stream that carries its tokens home."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from millrace_router.detokenizer import IncrementalDetokenizer
+from millrace_router.errors import RouterError
+from millrace_router.events import Event, Finished, PromptLogprobs, Token, TokenEvent
+from millrace_router.request import FinishReason, ValidRequest
+from millrace_router.stopping import StopMatcher
+from millrace_router.tokenizer import Tokenizer
+
+
+class TokenStream:
+    """Events of one generation, in order, for one reader.
+
+    Ends after exactly one terminal event: `Finished`, or the error it raises. `close` is the only abort there is.
+    """
+
+    def __init__(self, on_close: Callable[[], None] | None = None) -> None:
+        self.queued_at = time.monotonic()
+        self.batched_at: float | None = None
+        self.first_token_at: float | None = None
+        self.finished_at: float | None = None
+        self.closed = False
+        self._on_close = on_close
+        self._events: deque[Event] = deque()
+        self._error: RouterError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the terminal event has been sent."""
+        return self.finished_at is not None
+
+    def send(self, event: Event) -> None:
+        """Hand an event to the reader; never blocks."""
+        if isinstance(event, Finished):
+            self.finished_at = time.monotonic()
+        self._events.append(event)
+        self._wake()
+
+    def fail(self, error: RouterError) -> None:
+        """End the stream with `error`, after the events already sent."""
+        if not self.ended:
+            self.finished_at = time.monotonic()
+            self._error = error
+            self._wake()
+
+    def close(self) -> None:
+        """Say that nobody reads any more. Idempotent; closing an ended stream changes nothing."""
+        if self.closed:
+            return
+        self.closed = True
+        if not self.ended and self._on_close is not None:
+            self._on_close()
+
+    def __aiter__(self) -> TokenStream:
+        return self
+
+    async def __anext__(self) -> Event:
+        while not self._events:
+            if self._error is not None:
+                raise self._error
+            if self.ended or self.closed:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._events.popleft()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Entry:
+    """One accepted request: what was asked, what has been generated, where the news goes.
+
+    Prompt and generated ids are kept, so that a sequence can be admitted again as a prompt of everything so far.
+    """
+
+    def __init__(
+        self,
+        request_id: int,
+        request: ValidRequest,
+        tokenizer: Tokenizer,
+        eos_token_ids: frozenset[int],
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.request = request
+        self.stream = TokenStream(on_close)
+        self.generated_ids: list[int] = []
+        self._tokenizer = tokenizer
+        self._eos_token_ids = frozenset() if request.ignore_eos else eos_token_ids
+        self._text = IncrementalDetokenizer(tokenizer, request.input_ids)
+        self._stop = StopMatcher(request.stop_sequences) if request.stop_sequences else None
+        self._prompt_logprobs: list[float] = []
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """KV positions the whole generation takes; the last token's are never needed."""
+        return len(self.request.input_ids) + self.request.max_new_tokens - 1
+
+    def accept_prompt_logprobs(self, logprobs: Sequence[float]) -> None:
+        """Collect a chunk's log probabilities; send them once the prompt is complete."""
+        self._prompt_logprobs.extend(logprobs)
+        ids = self.request.input_ids
+        if len(self._prompt_logprobs) == len(ids):
+            self.stream.send(PromptLogprobs(ids, tuple(self._prompt_logprobs)))
+
+    def accept(self, token_id: int, logprob: float, top: Sequence[tuple[int, float]]) -> bool:
+        """Take the next token, send its event, and say whether the generation has ended with it."""
+        stream = self.stream
+        if stream.first_token_at is None:
+            stream.first_token_at = time.monotonic()
+        self.generated_ids.append(token_id)
+        text = self._text.step(token_id)
+        top_tokens = tuple(self._token(id_, logprob_) for id_, logprob_ in top)
+        token = Token(token_id, text, logprob, self._tokenizer.is_special(token_id))
+        stream.send(TokenEvent(len(self.generated_ids), token, top_tokens))
+        reason = self._finish_reason(token_id, text)
+        if reason is None:
+            return False
+        seed = self.request.sampling.seed if self.request.sampling.samples else None
+        stream.send(Finished(reason, self._text.final_text(), len(self.generated_ids), seed))
+        return True
+
+    def _finish_reason(self, token_id: int, text: str) -> FinishReason | None:
+        """TGI's order: length before end of sequence before stop sequence."""
+        matched = self._stop is not None and self._stop.push(text) is not None
+        if len(self.generated_ids) >= self.request.max_new_tokens:
+            return FinishReason.LENGTH
+        if token_id in self._eos_token_ids:
+            return FinishReason.EOS_TOKEN
+        return FinishReason.STOP_SEQUENCE if matched else None
+
+    def _token(self, token_id: int, logprob: float) -> Token:
+        tokenizer = self._tokenizer
+        return Token(
+            token_id, tokenizer.token_text(token_id), logprob, tokenizer.is_special(token_id)
+        )

@@ -1,0 +1,177 @@
+"""What can go wrong with a request, as one tree; each leaf knows how HTTP is to say it.
+
+RouterError
+├── ValidationError           422  validation
+│   └── BodyError             400  validation         (the body is not JSON)
+│       ├── BodyShapeError    422  validation         (JSON of another shape)
+│       ├── MediaTypeError    415  validation
+│       └── BodySizeError     413  validation
+├── BatchSizeExceeded         422  batch size exceeded
+├── SuffixNotSupported        422  suffix not supported
+├── TemplateError             422  template_error
+├── ToolError                 422  tool_error
+├── GenerationError           424  generation
+├── Overloaded                429  overloaded
+├── IncompleteGeneration      500  incomplete_generation
+├── Unhealthy                 503  healthcheck
+└── ShuttingDown              503  unavailable
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class RouterError(Exception):
+    """A failure that its client is told about; `str(error)` is the whole message."""
+
+    status: ClassVar[int] = 500
+    error_type: ClassVar[str] = "internal"
+    failure_label: ClassVar[str | None] = None
+    """Value of `err` in `tgi_request_failure`; None is not counted there."""
+
+
+class ValidationError(RouterError):
+    """The request asks for something that is not to be had."""
+
+    status = 422
+    error_type = "validation"
+    failure_label = "validation"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"Input validation error: {message}")
+
+
+class BodyError(ValidationError):
+    """The body could not even be read as a request; the message carries no prefix."""
+
+    status = 400
+
+    def __init__(self, message: str) -> None:
+        RouterError.__init__(self, message)
+
+
+class BodyShapeError(BodyError):
+    """The body is JSON, but a field has the wrong type or is missing."""
+
+    status = 422
+
+
+class MediaTypeError(BodyError):
+    """The body does not claim to be JSON."""
+
+    status = 415
+
+    def __init__(self) -> None:
+        super().__init__("Expected request with `Content-Type: application/json`")
+
+
+class BodySizeError(BodyError):
+    """The body is longer than `--payload-limit`."""
+
+    status = 413
+
+    def __init__(self) -> None:
+        super().__init__("Failed to buffer the request body: length limit exceeded")
+
+
+class BatchSizeExceeded(RouterError):
+    """More prompts in one request than `--max-client-batch-size`."""
+
+    status = 422
+    error_type = "batch size exceeded"
+    failure_label = "validation"
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"Number of prompts exceeds the maximum allowed batch size of {limit}",
+        )
+
+
+class SuffixNotSupported(RouterError):
+    """`suffix` of a completion."""
+
+    status = 422
+    error_type = "suffix not supported"
+    failure_label = "validation"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "Suffix is not supported and can be achieved by preprocessing the prompt.",
+        )
+
+
+class TemplateError(RouterError):
+    """There is no chat template, or it refused the messages."""
+
+    status = 422
+    error_type = "template_error"
+    failure_label = "template"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"Template error: {message}")
+
+
+class ToolError(RouterError):
+    """A tool was asked for that does not exist, or its call could not be read."""
+
+    status = 422
+    error_type = "tool_error"
+    failure_label = "validation"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"Tool error: {message}")
+
+
+class GenerationError(RouterError):
+    """The shards failed this request."""
+
+    status = 424
+    error_type = "generation"
+    failure_label = "generation"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"Request failed during generation: Server error: {message}")
+
+
+class Overloaded(RouterError):
+    """No permit of `--max-concurrent-requests` is free."""
+
+    status = 429
+    error_type = "overloaded"
+    failure_label = "overloaded"
+
+    def __init__(self, *, retry_after_seconds: int = 1) -> None:
+        super().__init__("Model is overloaded")
+        self.retry_after_seconds = retry_after_seconds
+
+
+class IncompleteGeneration(RouterError):
+    """A stream ended without its terminal event: our mistake, never the client's."""
+
+    status = 500
+    error_type = "incomplete_generation"
+    failure_label = "incomplete"
+
+    def __init__(self) -> None:
+        super().__init__("Incomplete generation")
+
+
+class Unhealthy(RouterError):
+    """The shards do not answer, or do not generate."""
+
+    status = 503
+    error_type = "healthcheck"
+
+    def __init__(self) -> None:
+        super().__init__("unhealthy")
+
+
+class ShuttingDown(RouterError):
+    """The server drains: running requests finish, new ones must go elsewhere."""
+
+    status = 503
+    error_type = "unavailable"
+
+    def __init__(self) -> None:
+        super().__init__("Server is shutting down")

@@ -1,0 +1,20 @@
+"""What this server grants one request; known once the shards have warmed up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Upper bounds of a request, in TGI's names."""
+
+    max_input_tokens: int
+    max_total_tokens: int
+    max_concurrent_requests: int = 128
+    max_best_of: int = 2
+    max_stop_sequences: int = 4
+    max_top_n_tokens: int = 5
+    max_client_batch_size: int = 4
+    prefill_logprobs: bool = False
+    """Whether the shards report log probabilities of prompts."""

@@ -1,0 +1,89 @@
+"""Vocabulary pieces to bytes, for tokenizers whose tokens add the same bytes wherever they stand."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from tokenizers import Tokenizer as RustTokenizer
+
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's map: printable Latin-1 characters stand for themselves, the other bytes for U+0100 upwards."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(0x100) if byte not in shown]
+    alphabet = {chr(byte): byte for byte in shown}
+    return alphabet | {chr(0x100 + index): byte for index, byte in enumerate(hidden)}
+
+
+_ALPHABET = _byte_alphabet()
+
+_Step = Callable[[str | bytes], str | bytes]
+
+
+def _byte_level(piece: str | bytes) -> str | bytes:
+    if isinstance(piece, str) and all(char in _ALPHABET for char in piece):
+        return bytes([_ALPHABET[char] for char in piece])
+    return piece
+
+
+def _byte_fallback(piece: str | bytes) -> str | bytes:
+    if isinstance(piece, str) and (match := _BYTE_PIECE.fullmatch(piece)):
+        return bytes([int(match[1], 16)])
+    return piece
+
+
+def _replacement(old: str, new: str) -> _Step:
+    return lambda piece: piece.replace(old, new) if isinstance(piece, str) else piece
+
+
+class PieceDecoder:
+    """Applies a tokenizer's decoder to one piece, as if it stood in the middle of a text."""
+
+    def __init__(self, steps: list[_Step]) -> None:
+        self._steps = steps
+
+    @classmethod
+    def of(cls, rust: RustTokenizer) -> PieceDecoder | None:
+        """Read the decoder of `rust`; None if what a token adds can depend on its neighbours."""
+        description: dict[str, Any] | None = json.loads(rust.to_str())["decoder"]
+        steps = None if description is None else _steps(_flat(description))
+        return None if steps is None else cls(steps)
+
+    def decode(self, piece: str) -> bytes:
+        """Bytes that `piece` adds."""
+        result: str | bytes = piece
+        for step in self._steps:
+            result = step(result)
+        return result if isinstance(result, bytes) else result.encode()
+
+
+def _flat(description: dict[str, Any]) -> list[dict[str, Any]]:
+    if description["type"] != "Sequence":
+        return [description]
+    return [part for nested in description["decoders"] for part in _flat(nested)]
+
+
+def _steps(parts: list[dict[str, Any]]) -> list[_Step] | None:
+    steps: list[_Step] = []
+    fused = False
+    for part in parts:
+        kind = part["type"]
+        if kind == "ByteLevel":
+            steps.append(_byte_level)
+        elif kind == "ByteFallback":
+            steps.append(_byte_fallback)
+        elif kind == "Metaspace":
+            steps.append(_replacement(part["replacement"], " "))
+        elif kind == "Replace" and "String" in part["pattern"]:
+            steps.append(_replacement(part["pattern"]["String"], part["content"]))
+        elif kind == "Fuse":
+            fused = True
+        # After Fuse, Strip works on the ends of the whole text, never on a token in its middle.
+        elif not (kind == "Strip" and fused):
+            return None
+    return steps

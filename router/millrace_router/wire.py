@@ -1,0 +1,200 @@
+"""Between the router's own types and the messages of the wire, both ways and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from millrace_proto import generate_pb2 as pb
+from millrace_router.planner import Row, StepPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardInfo:
+    """What a shard group says of its model."""
+
+    model_type: str
+    dtype: str
+    device_type: str
+    vocab_size: int
+    max_position_embeddings: int
+    eos_token_ids: frozenset[int]
+    block_size: int
+    world_size: int
+    attention: str
+    deterministic: bool
+    prefill_logprobs: bool
+    window_size: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """What Warmup found; limits the user left open are filled in."""
+
+    num_blocks: int
+    max_batch_total_tokens: int
+    max_input_tokens: int
+    max_total_tokens: int
+    kv_bytes_per_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimings:
+    """Shard-side durations in seconds."""
+
+    forward: float
+    decode: float
+    total: float
+    concat: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedToken:
+    """One sampled token and the candidates beside it, most likely first."""
+
+    id: int
+    logprob: float
+    top: Sequence[tuple[int, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One step's news of one sequence."""
+
+    slot: int
+    tokens: Sequence[GeneratedToken]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """A step's answer, merged over the ranks."""
+
+    number: int
+    generations: Sequence[Generation]
+    prompt_logprobs: Sequence[tuple[int, Sequence[float]]]
+    """(slot, log probabilities of the prompt tokens computed in this step)."""
+    failed_slots: Sequence[int]
+    timings: StepTimings
+
+
+def info_from_pb(message: pb.InfoResponse) -> ShardInfo:
+    """Read a shard's self-description."""
+    return ShardInfo(
+        model_type=message.model_type,
+        dtype=message.dtype,
+        device_type=message.device_type,
+        vocab_size=message.vocab_size,
+        max_position_embeddings=message.max_position_embeddings,
+        eos_token_ids=frozenset(message.eos_token_ids),
+        block_size=message.block_size,
+        world_size=message.world_size,
+        attention=message.attention,
+        deterministic=message.deterministic,
+        prefill_logprobs=message.prefill_logprobs,
+        window_size=message.window_size if message.HasField("window_size") else None,
+    )
+
+
+def capacity_from_pb(messages: Sequence[pb.WarmupResponse]) -> Capacity:
+    """The smallest capacity any rank reports."""
+    return Capacity(
+        num_blocks=min(message.num_blocks for message in messages),
+        max_batch_total_tokens=min(message.max_batch_total_tokens for message in messages),
+        max_input_tokens=min(message.max_input_tokens for message in messages),
+        max_total_tokens=min(message.max_total_tokens for message in messages),
+        kv_bytes_per_token=max(message.kv_bytes_per_token for message in messages),
+    )
+
+
+def open_to_pb(epoch: int) -> pb.StepRequest:
+    """The message that begins an epoch."""
+    return pb.StepRequest(epoch=epoch, number=0, open=pb.Open())
+
+
+def plan_to_pb(plan: StepPlan, *, epoch: int, number: int, batch_id: int) -> pb.StepRequest:
+    """Write a step: Prefill when it computes prompt tokens, else Decode, else FilterBatch."""
+    message = pb.StepRequest(epoch=epoch, number=number)
+    if not plan.has_forward:
+        message.filter_batch.batch_id = batch_id
+        message.filter_batch.dropped_slots.extend(plan.dropped)
+        return message
+    step = message.prefill if plan.chunks else message.decode
+    step.batch_id = batch_id
+    step.decode_slots.extend(plan.decodes)
+    if plan.chunks:
+        message.prefill.chunk_slots.extend(slot for slot, _ in plan.chunks)
+        message.prefill.chunk_tokens.extend(num_tokens for _, num_tokens in plan.chunks)
+    change = step.change
+    change.dropped_slots.extend(plan.dropped)
+    change.grown_slots.extend(slot for slot, _ in plan.grown)
+    change.grown_blocks.extend(block for _, block in plan.grown)
+    change.admitted.extend(_sequence_to_pb(row) for row in plan.admitted)
+    return message
+
+
+def _sequence_to_pb(row: Row) -> pb.Sequence:
+    request = row.entry.request
+    sampling = request.sampling
+    return pb.Sequence(
+        slot=row.slot,
+        request_id=row.entry.request_id,
+        input_ids=request.input_ids,
+        parameters=pb.NextTokenChooserParameters(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            typical_p=sampling.typical_p,
+            do_sample=sampling.samples,
+            seed=sampling.seed,
+            repetition_penalty=sampling.repetition_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            presence_penalty=sampling.presence_penalty,
+            occurrence_penalty=sampling.occurrence_penalty,
+        ),
+        top_n_tokens=request.top_n_tokens,
+        prefill_logprobs=request.prefill_logprobs,
+        min_new_tokens=request.min_new_tokens,
+    )
+
+
+def result_from_pb(messages: Sequence[pb.StepResponse]) -> StepResult:
+    """Merge the answers of all ranks to one step: rank 0's tokens, the slowest rank's timings."""
+    first = messages[0]
+    slowest = max(messages, key=lambda message: message.timings.total_ns).timings
+    return StepResult(
+        number=first.number,
+        generations=tuple(_generations(first)),
+        prompt_logprobs=tuple(_prompt_logprobs(first)),
+        failed_slots=tuple({slot for message in messages for slot in message.failed_slots}),
+        timings=StepTimings(
+            forward=slowest.forward_ns / 1e9,
+            decode=slowest.decode_ns / 1e9,
+            total=slowest.total_ns / 1e9,
+            concat=slowest.concat_ns / 1e9 if slowest.HasField("concat_ns") else None,
+        ),
+    )
+
+
+def _generations(message: pb.StepResponse) -> Iterator[Generation]:
+    tokens = _tokens(message)
+    for slot, count in zip(message.slots, message.counts, strict=True):
+        yield Generation(slot, tuple(islice(tokens, count)))
+
+
+def _tokens(message: pb.StepResponse) -> Iterator[GeneratedToken]:
+    if not message.top_counts:
+        for token_id, logprob in zip(message.ids, message.logprobs, strict=True):
+            yield GeneratedToken(token_id, logprob, ())
+        return
+    top = zip(message.top_ids, message.top_logprobs, strict=True)
+    for token_id, logprob, count in zip(
+        message.ids, message.logprobs, message.top_counts, strict=True
+    ):
+        yield GeneratedToken(token_id, logprob, tuple(islice(top, count)))
+
+
+def _prompt_logprobs(message: pb.StepResponse) -> Iterator[tuple[int, Sequence[float]]]:
+    logprobs = iter(message.prefill_logprobs)
+    for slot, count in zip(message.prefill_slots, message.prefill_counts, strict=True):
+        yield slot, tuple(islice(logprobs, count))

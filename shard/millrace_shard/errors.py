@@ -1,0 +1,15 @@
+"""What can be wrong with a model before it serves: each is the operator's to mend, and says how."""
+
+from __future__ import annotations
+
+
+class ModelError(ValueError):
+    """The model in this folder cannot be served."""
+
+
+class UnsupportedModel(ModelError):
+    """Its architecture, or a field of its config, asks for what is not implemented."""
+
+
+class WeightsError(ModelError):
+    """Its weights are missing, damaged, or not those that its config describes."""

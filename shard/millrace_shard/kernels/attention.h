@@ -1,0 +1,239 @@
+// Ragged causal attention over the paged cache, online softmax over key chunks.
+//
+// Chunks start at multiples of kChunk from position 0, whatever the window, tile or batch, and every sum runs in the
+// order of positions, so the bits of a row depend on its own position and keys alone. Keys a row may not see get
+// weight 0, which needs finite pages: blocks are zeroed before their first use.
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/native/CPUBlas.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "pages.h"
+
+namespace millrace {
+
+constexpr int64_t kChunkPages = 4;
+constexpr int64_t kChunk = kChunkPages * kPage;
+constexpr int64_t kTileRows = 64;
+// One thread walks about this many pages in the time it takes to wake another.
+constexpr int64_t kGrainPages = 8;
+
+template <typename T>
+struct Attention {
+  T* out;
+  const T* queries;
+  const T* keys;
+  const T* values;
+  const int32_t* tables;
+  const int32_t* starts;
+  const int32_t* contexts;
+  Pages pages;
+  int64_t sequences, heads, query_stride, table_width;
+  int64_t window;  // 0: none
+  float scale, softcap;  // softcap 0: none
+
+  int64_t group() const { return heads / pages.heads; }
+  int64_t tile_tokens() const { return std::max<int64_t>(1, kTileRows / group()); }
+};
+
+// Query tokens [first, last) of one sequence with all query heads of one key head.
+struct Tile {
+  int64_t sequence, head, first, last;
+};
+
+// Working memory of one tile; rows are (token, query head of the group).
+template <typename T>
+struct Workspace {
+  int64_t rows, lane_dim;
+  float *scores, *sums, *row_max, *row_sum;
+  T *weights, *queries;
+
+  Workspace(Scratch& scratch, const Attention<T>& a)
+      : rows(round_up(a.tile_tokens() * a.group(), 16)), lane_dim(round_up(a.pages.dim, kLanes)) {
+    const int64_t floats = rows * (kChunk + lane_dim + 2);
+    const int64_t small = rows * (kChunk + a.pages.dim);
+    char* data = scratch.reserve(floats * sizeof(float) + small * sizeof(T));
+    scores = reinterpret_cast<float*>(data);
+    sums = scores + rows * kChunk;
+    row_max = sums + rows * lane_dim;
+    row_sum = row_max + rows;
+    weights = reinterpret_cast<T*>(row_sum + rows);
+    queries = weights + rows * kChunk;
+  }
+};
+
+struct Range {
+  int64_t low, high;
+};
+
+// Turns scores[low, high) of a chunk into weights [0, n) and rescales what the row has summed so far.
+template <typename T>
+void softmax_row(const Attention<T>& a, const Workspace<T>& w, int64_t row, Range seen, int64_t n) {
+  constexpr int64_t step = kLanes * kInterleave<T>;
+  float* scores = w.scores + row * kChunk;
+  T* weights = w.weights + row * kChunk;
+  const int64_t low = round_down(seen.low, step), high = round_up(seen.high, step);
+  std::fill(weights, weights + low, T(0));
+  std::fill(weights + high, weights + n, T(0));
+
+  float scale = a.scale;
+  if (a.softcap > 0.f) {
+    const Vec inner(scale / a.softcap), cap(a.softcap);
+    for (int64_t i = low; i < high; i += kLanes) save(scores + i, (load(scores + i) * inner).tanh() * cap);
+    scale = 1.f;
+  }
+  constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
+  std::fill(scores + low, scores + seen.low, minus_infinity);
+  std::fill(scores + seen.high, scores + high, minus_infinity);
+  Vec highest(minus_infinity);
+  for (int64_t i = low; i < high; i += kLanes) highest = at::vec::maximum(highest, load(scores + i));
+
+  // The fast exponential turns NaN into a large number; the maximum keeps it, and through it the whole row.
+  float top = max(highest) * scale;
+  if (!std::isfinite(top)) top = std::numeric_limits<float>::quiet_NaN();
+  const float before = w.row_max[row];
+  const float now = (top > before || std::isnan(top)) ? top : before;
+  const float keep = std::exp(before - now);
+
+  Vec total(0.f);
+  const Vec scales(scale), shift(now);
+  for (int64_t i = low; i < high; i += step) {
+    const Vec first = (load(scores + i) * scales - shift).exp_u20();
+    total = total + first;
+    if constexpr (kInterleave<T> == 2) {
+      const Vec second = (load(scores + i + kLanes) * scales - shift).exp_u20();
+      total = total + second;
+      at::vec::convert_from_float<T>(first, second).store(weights + i);
+    } else {
+      save(weights + i, first);
+    }
+  }
+  w.row_sum[row] = w.row_sum[row] * keep + sum(total);
+  w.row_max[row] = now;
+  if (keep != 1.f) {
+    float* sums = w.sums + row * w.lane_dim;
+    const Vec factor(keep);
+    for (int64_t i = 0; i < w.lane_dim; i += kLanes) save(sums + i, load(sums + i) * factor);
+  }
+}
+
+template <typename T>
+void attend_chunk(const Attention<T>& a, const Workspace<T>& w, const Tile& tile, int64_t chunk, int64_t end) {
+  namespace blas = at::native::cpublas;
+  constexpr bool interleaved = kInterleave<T> == 2;
+  const int64_t dim = a.pages.dim, group = a.group();
+  const int64_t used = (tile.last - tile.first) * group, rows = used <= 16 ? used : round_up(used, 16);
+  const int64_t before = a.contexts[tile.sequence] - (a.starts[tile.sequence + 1] - a.starts[tile.sequence]);
+  const int64_t num_pages = std::min(kChunkPages, (end - chunk + kPage - 1) / kPage);
+  const int32_t* table = a.tables + tile.sequence * a.table_width + chunk / kPage;
+
+  for (int64_t page = 0; page < num_pages; page++) {
+    TORCH_CHECK(table[page] >= 0 && table[page] < a.pages.blocks, "millrace: block out of range");
+    blas::brgemm(rows, kPage, dim, dim, kPage, kChunk, false, w.queries,
+                 a.keys + a.pages.offset(table[page], tile.head), w.scores + page * kPage, interleaved);
+  }
+  for (int64_t row = 0; row < used; row++) {
+    const int64_t position = before + tile.first + row / group;
+    const int64_t oldest = a.window > 0 ? std::max<int64_t>(0, position - a.window + 1) : 0;
+    const Range seen{std::max<int64_t>(0, oldest - chunk), std::min(num_pages * kPage, position + 1 - chunk)};
+    if (seen.low < seen.high) {
+      softmax_row(a, w, row, seen, num_pages * kPage);
+    } else {
+      std::fill_n(w.weights + row * kChunk, num_pages * kPage, T(0));
+    }
+  }
+  for (int64_t page = 0; page < num_pages; page++)
+    blas::brgemm(rows, dim, kPage, kChunk, dim, w.lane_dim, true, w.weights + page * kPage,
+                 a.values + a.pages.offset(table[page], tile.head), w.sums, interleaved);
+}
+
+template <typename T>
+void attend_tile(const Attention<T>& a, const Workspace<T>& w, const Tile& tile) {
+  const int64_t dim = a.pages.dim, group = a.group(), start = a.starts[tile.sequence];
+  const int64_t before = a.contexts[tile.sequence] - (a.starts[tile.sequence + 1] - start);
+  const int64_t rows = (tile.last - tile.first) * group;
+  for (int64_t token = tile.first; token < tile.last; token++)
+    std::memcpy(w.queries + (token - tile.first) * group * dim,
+                a.queries + (start + token) * a.query_stride + tile.head * group * dim, group * dim * sizeof(T));
+  std::fill_n(w.row_max, rows, -std::numeric_limits<float>::infinity());
+  std::fill_n(w.row_sum, rows, 0.f);
+  std::fill_n(w.sums, rows * w.lane_dim, 0.f);
+
+  const int64_t end = before + tile.last;
+  const int64_t oldest = a.window > 0 ? std::max<int64_t>(0, before + tile.first - a.window + 1) : 0;
+  for (int64_t chunk = round_down(oldest, kChunk); chunk < end; chunk += kChunk) attend_chunk(a, w, tile, chunk, end);
+
+  for (int64_t row = 0; row < rows; row++) {
+    const float inverse = 1.f / w.row_sum[row];
+    const float* sums = w.sums + row * w.lane_dim;
+    T* to = a.out + ((start + tile.first + row / group) * a.heads + tile.head * group + row % group) * dim;
+    int64_t i = 0;
+    for (; i + kLanes <= dim; i += kLanes) save(to + i, load(sums + i) * Vec(inverse));
+    for (; i < dim; i++) to[i] = static_cast<T>(sums[i] * inverse);
+  }
+}
+
+// Fills `tiles`, late tokens first since they have the most keys, and returns the pages they will read.
+template <typename T>
+int64_t plan_tiles(const Attention<T>& a, std::vector<Tile>& tiles) {
+  const int64_t step = a.tile_tokens();
+  int64_t num_pages = 0;
+  tiles.clear();
+  for (int64_t sequence = a.sequences - 1; sequence >= 0; sequence--) {
+    const int64_t tokens = a.starts[sequence + 1] - a.starts[sequence], context = a.contexts[sequence];
+    TORCH_CHECK(tokens >= 0 && tokens <= context && context <= a.table_width * kPage, "millrace: bad sequence lengths");
+    for (int64_t first = tokens == 0 ? -1 : (tokens - 1) / step * step; first >= 0; first -= step) {
+      for (int64_t head = 0; head < a.pages.heads; head++)
+        tiles.push_back({sequence, head, first, std::min(tokens, first + step)});
+      num_pages += a.pages.heads * (context / kPage + 1);
+    }
+  }
+  return num_pages;
+}
+
+template <typename T>
+void attend_all(const Attention<T>& a) {
+  static thread_local std::vector<Tile> planned;
+  const int64_t num_pages = plan_tiles(a, planned);
+  const std::vector<Tile>& tiles = planned;
+  const int64_t count = static_cast<int64_t>(tiles.size());
+  const int64_t workers = std::min({static_cast<int64_t>(at::get_num_threads()), count, num_pages / kGrainPages + 1});
+  std::atomic<int64_t> next{0};
+  at::parallel_for(0, workers, 1, [&](int64_t, int64_t) {
+    static thread_local Scratch scratch;
+    const Workspace<T> workspace(scratch, a);
+    for (int64_t i = next++; i < count; i = next++) attend_tile(a, workspace, tiles[i]);
+    at::native::cpublas::brgemm_release(kInterleave<T> == 2);
+  });
+}
+
+// queries [rows, heads, dim] strided by row; out [rows, heads * dim] contiguous; tables [B, width], starts [B + 1] and
+// contexts [B] int32.
+void attend(at::Tensor out, const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values,
+            const at::Tensor& tables, const at::Tensor& starts, const at::Tensor& contexts, double scale,
+            int64_t window, double softcap) {
+  const Pages pages(keys, values);
+  const int64_t heads = queries.size(1);
+  TORCH_CHECK(queries.size(2) == pages.dim && queries.stride(2) == 1 && queries.stride(1) == pages.dim);
+  TORCH_CHECK(heads % pages.heads == 0 && pages.dim % kInterleave<BFloat16> == 0);
+  TORCH_CHECK(out.is_contiguous() && out.numel() == queries.numel());
+  TORCH_CHECK(queries.scalar_type() == keys.scalar_type() && out.scalar_type() == keys.scalar_type());
+  TORCH_CHECK(starts.is_contiguous() && contexts.is_contiguous() && tables.stride(1) == 1);
+  TORCH_CHECK(starts.numel() == contexts.numel() + 1 && tables.size(0) == contexts.numel());
+  dispatch(queries, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    attend_all(Attention<T>{
+        out.mutable_data_ptr<T>(), queries.const_data_ptr<T>(), keys.const_data_ptr<T>(), values.const_data_ptr<T>(),
+        tables.const_data_ptr<int32_t>(), starts.const_data_ptr<int32_t>(), contexts.const_data_ptr<int32_t>(), pages,
+        contexts.numel(), heads, queries.stride(0), tables.stride(0), window, static_cast<float>(scale),
+        static_cast<float>(softcap)});
+  });
+}
+
+}  // namespace millrace

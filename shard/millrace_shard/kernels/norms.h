@@ -1,0 +1,136 @@
+// Root-mean-square norm with an optional residual sum, and the gated activation.
+#pragma once
+
+#include <ATen/Parallel.h>
+
+#include <cmath>
+
+#include "vectors.h"
+
+namespace millrace {
+
+// Rows are cheap: fewer values than this are not worth a second thread.
+constexpr int64_t kGrainValues = 16384;
+
+inline int64_t row_grain(int64_t width) { return std::max<int64_t>(1, kGrainValues / std::max<int64_t>(1, width)); }
+
+template <typename T>
+float sum_of_squares(const T* x, int64_t width) {
+  Vec total(0.f);
+  int64_t i = 0;
+  for (; i + kLanes <= width; i += kLanes) {
+    const Vec value = load(x + i);
+    total = at::vec::fmadd(value, value, total);
+  }
+  float result = sum(total);
+  for (; i < width; i++) result += static_cast<float>(x[i]) * static_cast<float>(x[i]);
+  return result;
+}
+
+template <typename T>
+void add_row(T* residual, const T* x, int64_t width) {
+  int64_t i = 0;
+  for (; i + kLanes <= width; i += kLanes) save(residual + i, load(residual + i) + load(x + i));
+  for (; i < width; i++) residual[i] = static_cast<T>(static_cast<float>(residual[i]) + static_cast<float>(x[i]));
+}
+
+// The normalised value is rounded to T before it is scaled, as Llama does.
+template <typename T>
+void scale_row(T* out, const T* x, const T* weight, float inverse, int64_t width) {
+  const Vec inverses(inverse);
+  int64_t i = 0;
+  for (; i + kLanes <= width; i += kLanes) {
+    save(out + i, load(x + i) * inverses);
+    save(out + i, load(out + i) * load(weight + i));
+  }
+  for (; i < width; i++) {
+    const T value = static_cast<T>(static_cast<float>(x[i]) * inverse);
+    out[i] = static_cast<T>(static_cast<float>(value) * static_cast<float>(weight[i]));
+  }
+}
+
+template <typename T>
+void norm_row(T* out, const T* x, const T* weight, float eps, int64_t width) {
+  const float mean = sum_of_squares(x, width) / static_cast<float>(width);
+  scale_row(out, x, weight, 1.f / std::sqrt(mean + eps), width);
+}
+
+// out [A, B, width] contiguous; x [A, B, width] with any strides but 1 for the last.
+void rms_norm(at::Tensor out, const at::Tensor& x, const at::Tensor& weight, double eps) {
+  const int64_t rows = x.size(0), parts = x.size(1), width = x.size(2);
+  TORCH_CHECK(x.stride(2) == 1 && weight.numel() == width && weight.scalar_type() == x.scalar_type());
+  TORCH_CHECK(out.is_contiguous() && out.scalar_type() == x.scalar_type() && out.numel() == x.numel());
+  dispatch(x, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    const T* from = x.const_data_ptr<T>();
+    const T* scale = weight.const_data_ptr<T>();
+    T* to = out.mutable_data_ptr<T>();
+    const int64_t outer = x.stride(0), inner = x.stride(1);
+    at::parallel_for(0, rows, row_grain(parts * width), [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; row++)
+        for (int64_t part = 0; part < parts; part++)
+          norm_row(to + (row * parts + part) * width, from + row * outer + part * inner, scale,
+                   static_cast<float>(eps), width);
+    });
+  });
+}
+
+// residual += x, out = norm(residual); all [rows, width] contiguous.
+void add_rms_norm(at::Tensor out, const at::Tensor& x, at::Tensor residual, const at::Tensor& weight, double eps) {
+  const int64_t rows = x.size(0), width = x.size(1);
+  const auto dtype = x.scalar_type();
+  TORCH_CHECK(x.is_contiguous() && residual.is_contiguous() && out.is_contiguous());
+  TORCH_CHECK(residual.sizes() == x.sizes() && out.sizes() == x.sizes() && weight.numel() == width);
+  TORCH_CHECK(residual.scalar_type() == dtype && out.scalar_type() == dtype && weight.scalar_type() == dtype);
+  dispatch(x, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    const T* added = x.const_data_ptr<T>();
+    const T* scale = weight.const_data_ptr<T>();
+    T* sums = residual.mutable_data_ptr<T>();
+    T* to = out.mutable_data_ptr<T>();
+    at::parallel_for(0, rows, row_grain(width), [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; row++) {
+        add_row(sums + row * width, added + row * width, width);
+        norm_row(to + row * width, sums + row * width, scale, static_cast<float>(eps), width);
+      }
+    });
+  });
+}
+
+// float32 takes the exact exponential: its outputs are compared token for token.
+template <typename T>
+Vec silu(const Vec& x) {
+  const Vec minus = x.neg();
+  if constexpr (std::is_same_v<T, float>) {
+    return x / (Vec(1.f) + minus.exp());
+  } else {
+    return x / (Vec(1.f) + minus.exp_u20());
+  }
+}
+
+// out [rows, width] = silu(gate_up[:, :width]) * gate_up[:, width:]; contiguous.
+void silu_mul(at::Tensor out, const at::Tensor& gate_up) {
+  const int64_t rows = out.size(0), width = out.size(1);
+  TORCH_CHECK(gate_up.is_contiguous() && out.is_contiguous() && out.scalar_type() == gate_up.scalar_type());
+  TORCH_CHECK(gate_up.size(0) == rows && gate_up.size(1) == 2 * width);
+  dispatch(gate_up, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    const T* from = gate_up.const_data_ptr<T>();
+    T* to = out.mutable_data_ptr<T>();
+    at::parallel_for(0, rows, row_grain(2 * width), [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; row++) {
+        const T* gate = from + row * 2 * width;
+        const T* up = gate + width;
+        T* result = to + row * width;
+        int64_t i = 0;
+        for (; i + kLanes <= width; i += kLanes) save(result + i, silu<T>(load(gate + i)) * load(up + i));
+        for (; i < width; i++) {
+          const float value = static_cast<float>(gate[i]);
+          result[i] = static_cast<T>(value / (1.f + std::exp(-value)) * static_cast<float>(up[i]));
+        }
+      }
+    });
+  });
+}
+
+}  // namespace millrace

@@ -1,0 +1,139 @@
+"""Kernels in plain torch, for any device: the oracle of the compiled ones and what runs without a compiler.
+
+In deterministic mode every matrix product has one fixed shape, whatever else is in the step, so a row's bits depend
+neither on its batch mates nor on how its prompt was cut.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from millrace_shard.kernels.base import LayerCache, Linear
+from millrace_shard.kernels.plain_attention import ScoreRule, attend_fast, attend_fixed
+from millrace_shard.ragged import RaggedBatch
+
+LINEAR_ROWS = 32
+
+
+class PlainLinear:
+    """`F.linear` over all rows at once."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight = weight
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in] to [T, out]."""
+        return F.linear(x, self._weight, self._bias)
+
+
+class FixedShapeLinear:
+    """`F.linear` over LINEAR_ROWS rows at a time, the last ones padded: libraries choose their kernel by rows."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight = weight
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in] to [T, out]."""
+        num_rows = x.shape[0]
+        if num_rows == 0:
+            return x.new_empty(0, self._weight.shape[0])
+        padded = F.pad(x, (0, 0, 0, -num_rows % LINEAR_ROWS))
+        tiles = [F.linear(rows, self._weight, self._bias) for rows in padded.split(LINEAR_ROWS)]
+        return (tiles[0] if len(tiles) == 1 else torch.cat(tiles))[:num_rows]
+
+
+class PlainKernels:
+    """Caches are [num_blocks, block_size, num_kv_heads, head_dim]."""
+
+    name = "plain"
+
+    def __init__(self, *, deterministic: bool, block_size: int = 16) -> None:
+        """`block_size` is a power of two up to 128, the length of the key chunks in deterministic mode."""
+        if block_size not in (1, 2, 4, 8, 16, 32, 64, 128):
+            raise ValueError(f"block_size must be a power of two up to 128, not {block_size}")
+        self.deterministic = deterministic
+        self.block_size = block_size
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Keep `weight` [out, in] and `bias` [out] as they are."""
+        return (FixedShapeLinear if self.deterministic else PlainLinear)(weight, bias)
+
+    def new_cache(
+        self,
+        *,
+        num_blocks: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> LayerCache:
+        """Uninitialised memory: nothing reads a position before it is stored."""
+        shape = (num_blocks, self.block_size, num_kv_heads, head_dim)
+        return LayerCache(
+            keys=torch.empty(shape, dtype=dtype, device=device),
+            values=torch.empty(shape, dtype=dtype, device=device),
+        )
+
+    def zero_blocks(self, cache: LayerCache, blocks: Tensor) -> None:
+        """Not needed by `attend`, which masks; done all the same, as the caller asks for it."""
+        cache.keys[blocks] = 0
+        cache.values[blocks] = 0
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Normalise the last axis in float32, cast back, then scale."""
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return (wide * scale).to(x.dtype) * weight
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`residual += x`, then its norm."""
+        residual += x
+        return self.rms_norm(residual, weight, eps)
+
+    def rope_store(
+        self,
+        qkv: Tensor,
+        rope: Tensor,
+        batch: RaggedBatch,
+        cache: LayerCache,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+    ) -> Tensor:
+        """Rotate in float32, in place; the queries returned are a view into `qkv`."""
+        heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
+        queries, keys, values = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+        rotated = heads[:, : num_heads + num_kv_heads, : rope.shape[1]]
+        cos, sin = rope[batch.positions].unsqueeze(1).chunk(2, dim=-1)
+        left, right = rotated.float().chunk(2, dim=-1)
+        rotated.copy_(torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1))
+        self.store(keys, values, batch, cache)
+        return queries
+
+    def store(self, keys: Tensor, values: Tensor, batch: RaggedBatch, cache: LayerCache) -> None:
+        """Store `keys` and `values` [T, num_kv_heads, head_dim] at `batch.cache_rows`."""
+        cache.keys.view(-1, *cache.keys.shape[2:])[batch.cache_rows] = keys
+        cache.values.view(-1, *cache.values.shape[2:])[batch.cache_rows] = values
+
+    def attend(
+        self,
+        queries: Tensor,
+        batch: RaggedBatch,
+        cache: LayerCache,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Causal attention of `queries` [T, num_heads, head_dim]: [T, num_heads * head_dim]."""
+        attend = attend_fixed if self.deterministic else attend_fast
+        return attend(queries, batch, cache, ScoreRule(scale, window, softcap))
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """`silu(gate) * up`, gate first."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up

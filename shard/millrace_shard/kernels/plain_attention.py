@@ -1,0 +1,218 @@
+"""Ragged paged attention in plain torch, twice: fast, and with one fixed shape for every product.
+
+Shapes: T tokens, H query heads, K key-value heads, G = H / K query heads to each, D head_dim, C keys.
+Neither ever multiplies what lies beyond a sequence's end: it is replaced by zeros first, since 0 times NaN is NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from millrace_shard.kernels.base import LayerCache
+from millrace_shard.ragged import RaggedBatch
+
+QUERY_TILE = 16
+"""Queries of one product in fixed mode; divides KEY_CHUNK, so that a tile ends inside one key chunk."""
+KEY_CHUNK = 128
+SCORE_QUERIES = 128
+"""Queries of one product where scores are held in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRule:
+    """What turns products of queries and keys into attention scores."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+
+    def scores(self, products: Tensor) -> Tensor:
+        """Scaled and capped."""
+        scores = products * self.scale
+        if self.softcap is None:
+            return scores
+        return torch.tanh(scores / self.softcap) * self.softcap
+
+    def sees(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        """Which queries (second to last axis) see which keys (last axis)."""
+        distance = query_positions.unsqueeze(-1) - key_positions.unsqueeze(-2)
+        seen = distance >= 0
+        return seen if self.window is None else seen & (distance < self.window)
+
+    def first_key(self, query_position: int) -> int:
+        """The first key that a query sees."""
+        return 0 if self.window is None else max(0, query_position - self.window + 1)
+
+
+def attend_fast(
+    queries: Tensor, batch: RaggedBatch, cache: LayerCache, rule: ScoreRule
+) -> Tensor:
+    """All single queries in one gather, every longer run of queries by itself: [T, H * D]."""
+    out = torch.empty_like(queries, memory_format=torch.contiguous_format)
+    singles = [b for b, count in enumerate(batch.num_queries) if count == 1]
+    if singles:
+        rows = torch.tensor(singles, device=queries.device)
+        tokens = batch.query_starts[rows].long()
+        longest = max(batch.num_context[b] for b in singles)
+        out[tokens] = _attend_singles(queries[tokens], batch, cache, rule, rows=rows, longest=longest)
+    start = 0
+    for sequence, count in enumerate(batch.num_queries):
+        if count > 1:
+            run = slice(start, start + count)
+            out[run] = _attend_run(queries[run], batch, cache, rule, sequence=sequence)
+        start += count
+    return out.flatten(1)
+
+
+def attend_fixed(
+    queries: Tensor, batch: RaggedBatch, cache: LayerCache, rule: ScoreRule
+) -> Tensor:
+    """Query tiles and key chunks on a grid of absolute positions, softmax carried along in float32: [T, H * D].
+
+    A query keeps its place in its tile and meets the same chunks in the same order however it comes.
+    """
+    out = torch.empty_like(queries, memory_format=torch.contiguous_format)
+    start = 0
+    for sequence, count in enumerate(batch.num_queries):
+        context = batch.num_context[sequence]
+        first = context - count
+        chunks = _KeyChunks(batch.block_tables[sequence], cache, context)
+        for tile in range(first // QUERY_TILE * QUERY_TILE, context, QUERY_TILE):
+            begin, end = max(tile, first), min(tile + QUERY_TILE, context)
+            rows = slice(start + begin - first, start + end - first)
+            padding = (0, 0, 0, 0, begin - tile, tile + QUERY_TILE - end)
+            attended = _attend_tile(F.pad(queries[rows], padding), tile, chunks, rule)
+            out[rows] = attended[begin - tile : end - tile]
+        start += count
+    return out.flatten(1)
+
+
+class _KeyChunks:
+    """KEY_CHUNK keys and values of one sequence at a time, [K, C, D] float32, zero beyond its end."""
+
+    def __init__(self, blocks: Tensor, cache: LayerCache, context: int) -> None:
+        self._blocks = blocks
+        self._cache = cache
+        self._context = context
+        self._chunks: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __getitem__(self, start: int) -> tuple[Tensor, Tensor]:
+        if start not in self._chunks:
+            end = min(start + KEY_CHUNK, self._context)
+            self._chunks[start] = (
+                self._read(self._cache.keys, start, end),
+                self._read(self._cache.values, start, end),
+            )
+        return self._chunks[start]
+
+    def _read(self, pages: Tensor, start: int, end: int) -> Tensor:
+        block_size = pages.shape[1]
+        blocks = self._blocks[start // block_size : -(-end // block_size)]
+        rows = pages[blocks].flatten(0, 1)[: end - start].float()
+        return F.pad(rows, (0, 0, 0, 0, 0, KEY_CHUNK - (end - start))).transpose(0, 1).contiguous()
+
+
+def _attend_tile(queries: Tensor, tile: int, chunks: _KeyChunks, rule: ScoreRule) -> Tensor:
+    """`queries` [QUERY_TILE, H, D] at positions `tile` and on; rows without a query come out as anything."""
+    num_heads, head_dim = queries.shape[1:]
+    positions = torch.arange(tile, tile + QUERY_TILE, device=queries.device)
+    num_kv_heads = chunks[tile // KEY_CHUNK * KEY_CHUNK][0].shape[0]
+    grouped = _fold_heads(queries.float(), num_kv_heads)
+    size = grouped.shape[:2]
+    top = grouped.new_full((*size, 1), -torch.inf)
+    total = grouped.new_zeros(*size, 1)
+    out = torch.zeros_like(grouped)
+    for start in range(rule.first_key(tile) // KEY_CHUNK * KEY_CHUNK, tile + 1, KEY_CHUNK):
+        keys, values = chunks[start]
+        key_positions = torch.arange(start, start + KEY_CHUNK, device=queries.device)
+        hidden = ~rule.sees(positions, key_positions).repeat(num_heads // num_kv_heads, 1)
+        scores = rule.scores(grouped @ keys.transpose(1, 2)).masked_fill(hidden, -torch.inf)
+        new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
+        # A row that has seen no key yet has no maximum to subtract.
+        shift = new_top.masked_fill(new_top == -torch.inf, 0)
+        weights = torch.exp(scores - shift)
+        carried = torch.exp(top - shift)
+        total = total * carried + weights.sum(-1, keepdim=True)
+        out = out * carried + weights @ values
+        top = new_top
+    return _unfold_heads((out / total).to(queries.dtype), QUERY_TILE)
+
+
+def _attend_singles(
+    queries: Tensor,
+    batch: RaggedBatch,
+    cache: LayerCache,
+    rule: ScoreRule,
+    *,
+    rows: Tensor,
+    longest: int,
+) -> Tensor:
+    """One query of each sequence in `rows`, [R, H, D]; `longest` is the longest context among them."""
+    block_size, num_kv_heads, head_dim = cache.keys.shape[1:]
+    last = batch.context_lengths[rows].long().unsqueeze(1) - 1
+    span = longest if rule.window is None else min(longest, rule.window + block_size - 1)
+    columns = torch.arange(-(-span // block_size), device=queries.device)
+    if rule.window is None:
+        columns = columns.expand(len(rows), -1)
+    else:
+        columns = columns + (last - rule.window + 1).clamp(min=0) // block_size
+    table = batch.block_tables[rows]
+    blocks = table.gather(1, columns.clamp(max=table.shape[1] - 1))
+    offsets = torch.arange(block_size, device=queries.device)
+    positions = (columns.unsqueeze(-1) * block_size + offsets).flatten(1)
+    seen = rule.sees(last, positions)
+    shape = (len(rows), -1, num_kv_heads, head_dim)
+    keys = cache.keys[blocks].view(shape).permute(0, 2, 3, 1).float()
+    values = cache.values[blocks].view(shape).masked_fill(~seen[:, 0, :, None, None], 0)
+    grouped = queries.view(len(rows), num_kv_heads, -1, head_dim).float()
+    scores = rule.scores(grouped @ keys).masked_fill(~seen.unsqueeze(1), -torch.inf)
+    attended = scores.softmax(-1) @ values.transpose(1, 2).float()
+    return attended.to(queries.dtype).view(queries.shape)
+
+
+def _attend_run(
+    queries: Tensor, batch: RaggedBatch, cache: LayerCache, rule: ScoreRule, *, sequence: int
+) -> Tensor:
+    """The last queries of one sequence, [n, H, D]."""
+    count, context = queries.shape[0], batch.num_context[sequence]
+    block_size = cache.keys.shape[1]
+    first = rule.first_key(context - count) // block_size * block_size
+    blocks = batch.block_tables[sequence, first // block_size : -(-context // block_size)]
+    keys, values = (
+        pages[blocks].flatten(0, 1)[: context - first].transpose(0, 1)
+        for pages in (cache.keys, cache.values)
+    )
+    positions = torch.arange(context - count, context, device=queries.device)
+    seen = rule.sees(positions, torch.arange(first, context, device=queries.device))
+    if rule.softcap is None:
+        attended = F.scaled_dot_product_attention(
+            queries.transpose(0, 1)[None],
+            keys[None],
+            values[None],
+            attn_mask=seen,
+            scale=rule.scale,
+            enable_gqa=True,
+        )
+        return attended[0].transpose(0, 1)
+    tiles = []
+    for tile, tile_seen in zip(queries.split(SCORE_QUERIES), seen.split(SCORE_QUERIES), strict=True):
+        grouped = _fold_heads(tile.float(), keys.shape[0])
+        hidden = ~tile_seen.repeat(grouped.shape[1] // tile.shape[0], 1)
+        scores = rule.scores(grouped @ keys.float().transpose(1, 2)).masked_fill(hidden, -torch.inf)
+        tiles.append(_unfold_heads(scores.softmax(-1) @ values.float(), tile.shape[0]))
+    return torch.cat(tiles).to(queries.dtype)
+
+
+def _fold_heads(queries: Tensor, num_kv_heads: int) -> Tensor:
+    """[n, H, D] to [K, G * n, D]: the heads that share keys are rows of one product."""
+    count, _, head_dim = queries.shape
+    return queries.transpose(0, 1).reshape(num_kv_heads, -1, head_dim)
+
+
+def _unfold_heads(attended: Tensor, count: int) -> Tensor:
+    """[K, G * n, D] back to [n, H, D]."""
+    return attended.reshape(-1, count, attended.shape[-1]).transpose(0, 1)

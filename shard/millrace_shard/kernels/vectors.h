@@ -1,0 +1,78 @@
+// Float vectors over rows of float32 or bfloat16; all arithmetic is float32.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace millrace {
+
+using at::BFloat16;
+using Vec = at::vec::Vectorized<float>;
+constexpr int64_t kLanes = Vec::size();
+
+// brgemm reads its right operand with this many consecutive rows interleaved.
+template <typename T>
+constexpr int64_t kInterleave = std::is_same_v<T, BFloat16> ? 2 : 1;
+
+inline Vec load(const float* from) { return Vec::loadu(from); }
+
+inline Vec load(const BFloat16* from) {
+  Vec value;
+  at::vec::load_fp32_from_bf16(from, value);
+  return value;
+}
+
+inline void save(float* to, const Vec& value) { value.store(to); }
+
+inline void save(BFloat16* to, const Vec& value) {
+  at::vec::convert_from_float<BFloat16>(value, value).store(to, kLanes);
+}
+
+inline float sum(const Vec& values) {
+  return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return a + b; }, values);
+}
+
+inline float max(const Vec& values) {
+  return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return at::vec::maximum(a, b); }, values);
+}
+
+inline int64_t round_down(int64_t value, int64_t step) { return value / step * step; }
+
+inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+
+// Calls body with a null pointer whose type is the tensor's element type.
+template <typename Body>
+void dispatch(const at::Tensor& tensor, Body body) {
+  if (tensor.scalar_type() == at::kBFloat16) {
+    body(static_cast<BFloat16*>(nullptr));
+  } else {
+    TORCH_CHECK(tensor.scalar_type() == at::kFloat, "millrace: float32 or bfloat16 expected");
+    body(static_cast<float*>(nullptr));
+  }
+}
+
+// 64-byte aligned memory that a thread keeps from call to call.
+class Scratch {
+ public:
+  ~Scratch() { std::free(data_); }
+
+  char* reserve(int64_t bytes) {
+    if (bytes > size_) {
+      std::free(data_);
+      size_ = round_up(bytes, 4096);
+      data_ = static_cast<char*>(std::aligned_alloc(64, size_));
+      TORCH_CHECK(data_ != nullptr, "millrace: out of memory");
+    }
+    return data_;
+  }
+
+ private:
+  char* data_ = nullptr;
+  int64_t size_ = 0;
+};
+
+}  // namespace millrace

@@ -1,0 +1,96 @@
+"""The ranks of one tensor-parallel model: collectives over torch.distributed, or nothing at all for a rank alone."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+COLLECTIVE_TIMEOUT = timedelta(seconds=120)
+
+
+class GroupError(RuntimeError):
+    """The ranks did not find each other."""
+
+
+class ProcessGroup:
+    """One rank's view of its group. Every method is a collective: all ranks call it, in the same order."""
+
+    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
+        if not 0 <= rank < world_size:
+            raise GroupError(f"rank {rank} is outside a group of {world_size}")
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+
+    @classmethod
+    def single(cls) -> ProcessGroup:
+        """A group of one, whose collectives return what they are given."""
+        return cls(0, 1, torch.device("cpu"))
+
+    @classmethod
+    def connect(
+        cls,
+        rank: int,
+        world_size: int,
+        *,
+        master_addr: str,
+        master_port: int,
+        device: torch.device,
+        timeout: timedelta = COLLECTIVE_TIMEOUT,
+    ) -> ProcessGroup:
+        """Wait for all ranks at rank 0's address; NCCL between CUDA devices, gloo otherwise.
+
+        `timeout` also bounds every later collective. Raises GroupError when ranks are missing.
+        """
+        group = cls(rank, world_size, device)
+        if world_size == 1:
+            return group
+        cuda = device.type == "cuda"
+        if cuda:
+            torch.cuda.set_device(device)
+        try:
+            store = dist.TCPStore(
+                master_addr, master_port, world_size, is_master=rank == 0, timeout=timeout
+            )
+            dist.init_process_group(
+                "nccl" if cuda else "gloo",
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                timeout=timeout,
+                device_id=device if cuda else None,
+            )
+        except (dist.DistError, RuntimeError, ValueError) as error:
+            place = f"{master_addr}:{master_port}"
+            raise GroupError(f"rank {rank} of {world_size} found no group at {place}: {error}") from error
+        return group
+
+    def all_reduce(self, t: Tensor) -> Tensor:
+        """Sum over the ranks, in place; every rank gets the same bits."""
+        if self.world_size > 1:
+            dist.all_reduce(t)
+        return t
+
+    def all_gather(self, t: Tensor) -> Tensor:
+        """Every rank's `t` side by side in the last dimension, rank 0 first."""
+        if self.world_size == 1:
+            return t
+        parts = [torch.empty_like(t, memory_format=torch.contiguous_format) for _ in range(self.world_size)]
+        dist.all_gather(parts, t.contiguous())
+        return torch.cat(parts, dim=-1)
+
+    def minimum(self, value: int) -> int:
+        """The smallest `value` of all ranks."""
+        if self.world_size == 1:
+            return value
+        smallest = torch.tensor(value, dtype=torch.int64, device=self.device)
+        dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+        return int(smallest)
+
+    def close(self) -> None:
+        """Leave the group; collectives still in flight elsewhere fail."""
+        if self.world_size > 1:
+            dist.destroy_process_group()

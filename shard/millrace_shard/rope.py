@@ -1,0 +1,93 @@
+"""The cosines and sines that rotate queries and keys, for every kind of RoPE that transformers knows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from millrace_shard.errors import UnsupportedModel
+
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+POSITIONS_PER_STEP = 8192
+
+
+def rope_table(config: PretrainedConfig, num_positions: int, *, long_context: bool = False) -> Tensor:
+    """[num_positions, rotary_dim] float32 on the CPU: cosines in the first half, sines in the second, both scaled.
+
+    Two kinds depend on a length. transformers takes the longest one in the batch, so that a sequence's keys change
+    with its company and with how it was cut. Here a row of the table depends on its position alone:
+
+    - dynamic: position p is rotated as transformers does in a sequence of p + 1 tokens. That equals `generate` for
+      prompts within `max_position_embeddings`, also where the generation runs past it.
+    - longrope: positions within `original_max_position_embeddings` take the short factors, later ones the long
+      factors, which equals `generate` for prompts within that length. With `long_context` all positions take the
+      long factors, which equals `generate` for prompts beyond it, and is what a server for long prompts wants.
+
+    Raises UnsupportedModel for any other kind, and for parameters that differ from layer to layer.
+    """
+    rope_type = rope_kind(config)
+    positions = torch.arange(num_positions)
+    chunks = [
+        _rotations(config, rope_type, chunk, long_context=long_context)
+        for chunk in positions.split(POSITIONS_PER_STEP)
+    ]
+    return torch.cat(chunks)
+
+
+def rope_kind(config: PretrainedConfig) -> str:
+    """The `rope_type`, one of ROPE_TYPES."""
+    parameters = config.rope_parameters
+    if not isinstance(parameters, dict) or "rope_type" not in parameters:
+        raise UnsupportedModel(f"rope_parameters {parameters!r} are not supported: one kind for all layers is")
+    kind = str(parameters["rope_type"])
+    if kind not in ROPE_TYPES:
+        raise UnsupportedModel(f"rope_type {kind!r} is not supported; these are: {', '.join(ROPE_TYPES)}")
+    return kind
+
+
+def longest_position(config: PretrainedConfig) -> int:
+    """How many positions the encoding supports: what was trained, stretched by the scaling."""
+    kind, trained = rope_kind(config), int(config.max_position_embeddings)
+    factor = float(config.rope_parameters.get("factor") or 1.0)
+    if kind in {"linear", "dynamic"}:
+        return int(trained * factor)
+    if kind == "yarn":
+        original = config.rope_parameters["original_max_position_embeddings"]
+        return max(trained, int(original * factor))
+    return trained
+
+
+def _rotations(
+    config: PretrainedConfig, kind: str, positions: Tensor, *, long_context: bool
+) -> Tensor:
+    """[P, rotary_dim] for `positions` [P]."""
+    frequencies, scaling = _frequencies(config, kind, positions, long_context=long_context)
+    angles = positions.float().unsqueeze(1) * frequencies
+    return torch.cat((angles.cos(), angles.sin()), dim=-1) * scaling
+
+
+def _frequencies(
+    config: PretrainedConfig, kind: str, positions: Tensor, *, long_context: bool
+) -> tuple[Tensor, float]:
+    """Inverse frequencies, one row for all positions or one each, and the scaling of cosines and sines."""
+    if kind == "default":
+        return _default_frequencies(config), 1.0
+    init = ROPE_INIT_FUNCTIONS[kind]
+    if kind == "dynamic":
+        return init(config, torch.device("cpu"), seq_len=(positions + 1).unsqueeze(1))
+    if kind == "longrope":
+        original = int(config.rope_parameters["original_max_position_embeddings"])
+        short, scaling = init(config, torch.device("cpu"), seq_len=original)
+        long, _ = init(config, torch.device("cpu"), seq_len=original + 1)
+        is_long = (positions >= original).unsqueeze(1) | long_context
+        return torch.where(is_long, long, short), scaling
+    return init(config, torch.device("cpu"))
+
+
+def _default_frequencies(config: PretrainedConfig) -> Tensor:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rotary_dim = int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+    steps = torch.arange(0, rotary_dim, 2, dtype=torch.float) / rotary_dim
+    return 1.0 / (float(config.rope_parameters["rope_theta"]) ** steps)

@@ -1,0 +1,22 @@
+"""Runs `async def` tests without a plugin."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+
+import pytest
+
+ASYNC_TEST_SECONDS = 60
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a coroutine test on a loop of its own, in debug mode and with a deadline."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    arguments = {name: pyfuncitem.funcargs[name] for name in names}
+    with asyncio.Runner() as runner:
+        runner.run(asyncio.wait_for(pyfuncitem.obj(**arguments), timeout=ASYNC_TEST_SECONDS))
+    return True

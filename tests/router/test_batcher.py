@@ -1,0 +1,220 @@
+"""The batcher over a fake shard that checks every step and whose tokens depend on the whole sequence."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from millrace_fakes_router import DirectShards, collect, ids_of, new_batcher, request, running
+from millrace_fakes_shard import EOS_TOKEN_ID, FakeShard, continuation
+
+from millrace_router.errors import GenerationError, ShuttingDown
+from millrace_router.events import Finished, PromptLogprobs, TokenEvent
+from millrace_router.request import FinishReason, ValidRequest
+
+requests = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 90), min_size=1, max_size=40),
+        st.integers(1, 12),
+        st.none() | st.integers(0, 6),
+    ),
+    min_size=1,
+    max_size=25,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(requests, st.integers(1, 24), st.integers(1, 16), st.integers(1, 3))
+def test_every_request_ends_once_with_its_own_tokens(
+    wanted: list[tuple[list[int], int, int | None]], prefill: int, rows: int, depth: int
+) -> None:
+    """Whoever shares the batch, leaves it, or waits: outputs are those of the request alone."""
+
+    async def run() -> None:
+        shard = FakeShard(num_blocks=32, block_size=4)
+        batcher = new_batcher(
+            DirectShards(shard), shard, max_batch_prefill_tokens=prefill + rows, max_batch_size=rows, depth=depth
+        )
+
+        async def client(ids: list[int], count: int, leave_after: int | None) -> None:
+            stream = batcher.submit(request(ids, count))
+            if leave_after is None:
+                assert ids_of(await collect(stream)) == continuation(ids, count)
+                return
+            seen: list[int] = []
+            while len(seen) < leave_after:
+                event = await anext(stream, None)
+                if not isinstance(event, TokenEvent):
+                    break
+                seen.append(event.token.id)
+            stream.close()
+            assert seen == continuation(ids, len(seen))
+
+        async with running(batcher):
+            await asyncio.gather(*(client(*one) for one in wanted))
+            await until_idle(shard)
+        assert shard.sequences == {}
+
+    asyncio.run(run())
+
+
+async def until_idle(shard: FakeShard) -> None:
+    """Let the loop turn until the shard has been told to drop everything."""
+    for _ in range(1000):
+        if not shard.sequences:
+            return
+        await asyncio.sleep(0)
+    pytest.fail(f"sequences left behind: {shard.sequences}")
+
+
+async def test_requests_join_while_others_decode_and_blocks_are_reused() -> None:
+    shard = FakeShard(num_blocks=6, block_size=4)
+    batcher = new_batcher(DirectShards(shard), shard)
+    async with running(batcher):
+        first = batcher.submit(request([1] * 5, 8))
+        await anext(first)
+        second = batcher.submit(request([2] * 5, 4))
+        third = batcher.submit(request([3] * 5, 4))
+        outputs = await asyncio.gather(*(collect(s) for s in (first, second, third)))
+    assert ids_of(outputs[1]) == continuation([2] * 5, 4)
+    assert ids_of(outputs[2]) == continuation([3] * 5, 4)
+    joined = [s for s in shard.steps if s.prefill.change.admitted and s.prefill.decode_slots]
+    assert joined, "the second request was not admitted beside a running decode"
+    grown = [
+        block
+        for step in shard.steps
+        for block in (*step.prefill.change.grown_blocks, *step.decode.change.grown_blocks)
+    ]
+    assert len(grown) > len(set(grown)), "five blocks served seven blocks' worth of sequences"
+
+
+async def test_two_steps_are_in_flight() -> None:
+    """Step n+1 is sent before n is answered, and names no token of it."""
+    shard = FakeShard()
+    shards = DirectShards(shard)
+    batcher = new_batcher(shards, shard)
+    depths: list[int] = []
+    receive = shards.receive
+
+    async def watched() -> object:
+        depths.append(shards.last_sent - len(depths))
+        return await receive()
+
+    shards.receive = watched  # type: ignore[method-assign,assignment]
+    async with running(batcher):
+        await collect(batcher.submit(request([1, 2, 3], 10)))
+    assert max(depths) == 2
+
+
+async def test_end_of_sequence_costs_at_most_one_discarded_token() -> None:
+    shard = FakeShard()
+    shard.eos_after[0] = 3
+    batcher = new_batcher(DirectShards(shard), shard)
+    async with running(batcher):
+        events = await collect(batcher.submit(request([5, 6], 50)))
+        await until_idle(shard)
+    assert ids_of(events) == [*continuation([5, 6], 3), EOS_TOKEN_ID]
+    assert isinstance(events[-1], Finished)
+    assert events[-1].finish_reason is FinishReason.EOS_TOKEN
+    forwards = [s for s in shard.steps if s.WhichOneof("work") in {"prefill", "decode"}]
+    assert len(forwards) <= 5
+
+
+async def test_ignore_eos_goes_on() -> None:
+    shard = FakeShard()
+    shard.eos_after[0] = 2
+    batcher = new_batcher(DirectShards(shard), shard)
+    async with running(batcher):
+        events = await collect(
+            batcher.submit(ValidRequest(input_ids=(5, 6), max_new_tokens=6, ignore_eos=True))
+        )
+    assert len(ids_of(events)) == 6
+
+
+async def test_a_stop_sequence_ends_and_stays_in_the_text() -> None:
+    shard = FakeShard()
+    expected = continuation([8], 6)
+    batcher = new_batcher(DirectShards(shard), shard)
+    async with running(batcher):
+        events = await collect(
+            batcher.submit(
+                ValidRequest(
+                    input_ids=(8,), max_new_tokens=20, stop_sequences=(f"w{expected[3]} w{expected[4]}",)
+                )
+            )
+        )
+    assert ids_of(events) == expected[:5]
+    finished = events[-1]
+    assert isinstance(finished, Finished)
+    assert finished.finish_reason is FinishReason.STOP_SEQUENCE
+    assert finished.generated_text.endswith(f"w{expected[3]} w{expected[4]}")
+
+
+async def test_a_failed_step_fails_what_is_in_flight_and_the_loop_goes_on() -> None:
+    shard = FakeShard()
+    batcher = new_batcher(DirectShards(shard), shard, max_batch_size=1)
+    async with running(batcher):
+        running_stream = batcher.submit(request([1, 2], 30))
+        waiting_stream = batcher.submit(request([3, 4], 5))
+        await anext(running_stream)
+        shard.fail_next = "the device caught fire"
+        with pytest.raises(GenerationError, match="the device caught fire"):
+            await collect(running_stream)
+        assert ids_of(await collect(waiting_stream)) == continuation([3, 4], 5)
+
+
+async def test_a_row_that_is_not_finite_fails_alone() -> None:
+    shard = FakeShard()
+    shard.not_finite.add(1)
+    batcher = new_batcher(DirectShards(shard), shard)
+    async with running(batcher):
+        good, bad = batcher.submit(request([1], 6)), batcher.submit(request([2], 6))
+        with pytest.raises(GenerationError, match="not finite"):
+            await collect(bad)
+        assert ids_of(await collect(good)) == continuation([1], 6)
+
+
+async def test_leaving_mid_prefill_and_while_queued_frees_everything() -> None:
+    shard = FakeShard(num_blocks=40)
+    batcher = new_batcher(DirectShards(shard), shard, max_batch_prefill_tokens=4, max_batch_size=1)
+    async with running(batcher):
+        long_prompt = batcher.submit(request([1] * 100, 5))
+        queued = batcher.submit(request([2], 5))
+        while not shard.sequences:
+            await asyncio.sleep(0)
+        queued.close()
+        long_prompt.close()
+        await until_idle(shard)
+        assert ids_of(await collect(batcher.submit(request([4] * 100, 5)))) == continuation([4] * 100, 5)
+    computed = sum(sum(s.prefill.chunk_tokens) for s in shard.steps)
+    assert computed < 200, "the abandoned prompt was computed to its end"
+
+
+async def test_prompt_logprobs_arrive_whole_before_the_first_token() -> None:
+    shard = FakeShard()
+    batcher = new_batcher(DirectShards(shard), shard, max_batch_prefill_tokens=3)
+    async with running(batcher):
+        events = await collect(
+            batcher.submit(
+                ValidRequest(input_ids=tuple(range(10)), max_new_tokens=2, prefill_logprobs=True)
+            )
+        )
+    assert isinstance(events[0], PromptLogprobs)
+    assert events[0].ids == tuple(range(10))
+    assert events[0].logprobs[1:] == tuple(-float(i) for i in range(1, 10))
+
+
+async def test_stopping_ends_every_stream() -> None:
+    shard = FakeShard()
+    batcher = new_batcher(DirectShards(shard), shard, max_batch_size=1)
+    async with running(batcher):
+        one, two = batcher.submit(request([1], 50)), batcher.submit(request([2], 50))
+        await anext(one)
+    with pytest.raises(GenerationError):
+        await collect(one)
+    with pytest.raises(ShuttingDown):
+        await collect(two)
+    with pytest.raises(ShuttingDown):
+        batcher.submit(request([3], 1))

@@ -1,0 +1,109 @@
+"""The wire client against fake shards behind real gRPC servers on unix sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from threading import Event
+
+import pytest
+from millrace_fakes_router import collect, ids_of, new_batcher, request, running
+from millrace_fakes_shard import FakeShard, continuation, serve_fake_shard
+
+from millrace_router.errors import GenerationError
+from millrace_router.shard_client import ShardedClient, ShardError
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return f"unix:{tmp_path}/shard"
+
+
+async def test_info_and_warmup(address: str) -> None:
+    with serve_fake_shard(address, FakeShard(num_blocks=9, block_size=4)):
+        shards = ShardedClient([address])
+        info = await shards.info()
+        capacity = await shards.warmup(
+            max_batch_prefill_tokens=16,
+            max_batch_size=4,
+            max_concurrent_requests=8,
+            max_input_tokens=None,
+            max_total_tokens=20,
+            max_batch_total_tokens=None,
+        )
+        await shards.health()
+        await shards.close()
+    assert (info.model_type, info.eos_token_ids, info.window_size) == ("fake", {96}, None)
+    assert (capacity.num_blocks, capacity.max_input_tokens, capacity.max_total_tokens) == (9, 19, 20)
+
+
+async def test_streams_over_a_real_socket(address: str) -> None:
+    shard = FakeShard()
+    with serve_fake_shard(address, shard):
+        shards = ShardedClient([address])
+        async with running(new_batcher(shards, shard)) as batcher:
+            streams = [batcher.submit(request([i, i + 1], 9)) for i in range(20)]
+            outputs = await asyncio.gather(*(collect(stream) for stream in streams))
+        await shards.close()
+    for i, events in enumerate(outputs):
+        assert ids_of(events) == continuation([i, i + 1], 9)
+
+
+async def test_a_shard_that_dies_fails_its_streams_and_the_next_epoch_serves(address: str) -> None:
+    shard = FakeShard()
+    shard.gate = Event()
+    shards = ShardedClient([address])
+    with serve_fake_shard(address, shard) as server:
+        async with running(new_batcher(shards, shard)) as batcher:
+            stream = batcher.submit(request([1, 2, 3], 5))
+            while len(shard.steps) < 2:
+                await asyncio.sleep(0.01)
+            stopped = server.stop(grace=None)
+            with pytest.raises(GenerationError):
+                await collect(stream)
+            shard.gate.set()
+            await asyncio.to_thread(stopped.wait)
+            fresh = FakeShard()
+            with serve_fake_shard(address, fresh):
+                events = await collect(batcher.submit(request([4, 5], 5)))
+            assert ids_of(events) == continuation([4, 5], 5)
+    await shards.close()
+
+
+async def test_every_rank_gets_every_step(tmp_path: Path) -> None:
+    addresses = [f"unix:{tmp_path}/{rank}" for rank in range(2)]
+    ranks = [FakeShard(), FakeShard()]
+    with (
+        serve_fake_shard(addresses[0], ranks[0], rank=0, world_size=2),
+        serve_fake_shard(addresses[1], ranks[1], rank=1, world_size=2),
+    ):
+        shards = ShardedClient(list(reversed(addresses)))
+        assert (await shards.info()).world_size == 2
+        async with running(new_batcher(shards, ranks[0])) as batcher:
+            events = await collect(batcher.submit(request([7], 6)))
+        await shards.close()
+    assert ids_of(events) == continuation([7], 6)
+    assert [step.SerializeToString() for step in ranks[0].steps] == [
+        step.SerializeToString() for step in ranks[1].steps
+    ]
+
+
+async def test_a_group_that_is_not_one_is_refused(tmp_path: Path) -> None:
+    addresses = [f"unix:{tmp_path}/{rank}" for rank in range(2)]
+    with (
+        serve_fake_shard(addresses[0], FakeShard(), rank=0, world_size=2),
+        serve_fake_shard(addresses[1], FakeShard(), rank=0, world_size=2),
+    ):
+        shards = ShardedClient(addresses)
+        with pytest.raises(ShardError, match="ranks"):
+            await shards.info()
+        await shards.close()
+
+
+async def test_an_absent_shard_is_an_error_not_a_hang(address: str) -> None:
+    shards = ShardedClient([address])
+    with pytest.raises(ShardError):
+        await shards.info(timeout=0.3)
+    with pytest.raises(ShardError):
+        await shards.health(timeout=0.3)
+    await shards.close()

@@ -1,0 +1,119 @@
+"""Parts for router tests: a tiny real tokenizer, and a batcher on a fake shard without sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import cast
+
+from millrace_fakes_shard import EOS_TOKEN_ID, VOCAB_SIZE, FakeShard
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as RustTokenizer
+
+from millrace_router.batcher import Batcher
+from millrace_router.blocks import BlockTable
+from millrace_router.events import Event, Finished, TokenEvent
+from millrace_router.metrics import Metrics
+from millrace_router.planner import Budgets, Planner, StepPlan
+from millrace_router.request import ValidRequest
+from millrace_router.shard_client import ShardedClient, ShardError
+from millrace_router.tokenizer import Tokenizer
+from millrace_router.wire import StepResult, open_to_pb, plan_to_pb, result_from_pb
+
+
+def tiny_tokenizer() -> Tokenizer:
+    """One token per word: ` w0` … ` w95`, and `</s>` as the end of sequence."""
+    vocab = {f"▁w{i}": i for i in range(VOCAB_SIZE - 1)} | {"</s>": EOS_TOKEN_ID}
+    rust = RustTokenizer(models.WordLevel(vocab, unk_token="▁w0"))
+    rust.pre_tokenizer = pre_tokenizers.Metaspace()
+    rust.decoder = decoders.Metaspace()
+    rust.add_special_tokens([AddedToken("</s>", special=True)])
+    return Tokenizer(rust)
+
+
+class DirectShards:
+    """A `ShardedClient` whose only shard is a fake in the same process."""
+
+    def __init__(self, shard: FakeShard) -> None:
+        self.shard = shard
+        self.last_sent = 0
+        self._epoch = 0
+        self._answers: deque[StepResult | ShardError] = deque()
+
+    async def open(self) -> None:
+        self._epoch += 1
+        self.last_sent = 0
+        self._answers.clear()
+        self.shard.step(open_to_pb(self._epoch))
+
+    async def send(self, plan: StepPlan) -> int:
+        self.last_sent += 1
+        message = plan_to_pb(plan, epoch=self._epoch, number=self.last_sent, batch_id=0)
+        answer = self.shard.step(message)
+        failed = answer.HasField("error")
+        self._answers.append(ShardError(answer.error.message) if failed else result_from_pb([answer]))
+        return self.last_sent
+
+    async def receive(self) -> StepResult:
+        await asyncio.sleep(0)
+        answer = self._answers.popleft()
+        if isinstance(answer, ShardError):
+            raise answer
+        return answer
+
+
+def new_batcher(
+    shards: ShardedClient | DirectShards,
+    shard: FakeShard,
+    *,
+    max_batch_prefill_tokens: int = 16,
+    max_batch_size: int | None = None,
+    depth: int = 2,
+) -> Batcher:
+    """A batcher over `shard`'s blocks."""
+    budgets = Budgets(
+        max_batch_prefill_tokens=max_batch_prefill_tokens,
+        max_batch_size=max_batch_size or shard.max_batch_size,
+    )
+    return Batcher(
+        shards=cast("ShardedClient", shards),
+        new_planner=lambda: Planner(budgets, BlockTable(shard.num_blocks, shard.block_size)),
+        tokenizer=tiny_tokenizer(),
+        eos_token_ids=frozenset({EOS_TOKEN_ID}),
+        metrics=Metrics(max_input_tokens=1000, max_total_tokens=1000),
+        depth=depth,
+    )
+
+
+@asynccontextmanager
+async def running(batcher: Batcher) -> AsyncIterator[Batcher]:
+    """`batcher.run` as a task for the length of the block."""
+    task = asyncio.create_task(batcher.run())
+    try:
+        yield batcher
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def collect(stream: AsyncIterator[Event]) -> list[Event]:
+    """Every event of a stream."""
+    return [event async for event in stream]
+
+
+def ids_of(events: list[Event]) -> list[int]:
+    """Token ids of a stream, after checking that indexes run 1, 2, 3 … and one terminal event ends it."""
+    tokens = [event for event in events if isinstance(event, TokenEvent)]
+    assert [token.index for token in tokens] == list(range(1, len(tokens) + 1))
+    assert [isinstance(event, Finished) for event in events].count(True) == 1
+    assert isinstance(events[-1], Finished)
+    assert events[-1].generated_tokens == len(tokens)
+    return [token.token.id for token in tokens]
+
+
+def request(ids: list[int], max_new_tokens: int) -> ValidRequest:
+    """A greedy request."""
+    return ValidRequest(input_ids=tuple(ids), max_new_tokens=max_new_tokens)

@@ -1,0 +1,216 @@
+"""A shard without a model: checks every step as strictly as a real one, and predicts tokens from whole sequences.
+
+The next token depends on every id before it, so a lost, repeated or misplaced token changes all that follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Event
+
+import grpc
+
+from millrace_proto import generate_pb2 as pb
+from millrace_proto import generate_pb2_grpc as pb_grpc
+
+VOCAB_SIZE = 97
+EOS_TOKEN_ID = 96
+
+
+def next_token(ids: list[int], seed: int = 0) -> int:
+    """The token this shard generates after `ids`; never the end of sequence."""
+    value = seed + 17
+    for id_ in ids:
+        value = (value * 31 + id_ + 7) % 1_000_003
+    return value % (VOCAB_SIZE - 1)
+
+
+def continuation(ids: list[int], count: int, seed: int = 0) -> list[int]:
+    """What a request for `count` tokens after `ids` has to yield."""
+    sequence = list(ids)
+    for _ in range(count):
+        sequence.append(next_token(sequence, seed))
+    return sequence[len(ids) :]
+
+
+@dataclass
+class FakeSequence:
+    """One slot's state."""
+
+    pb: pb.Sequence
+    ids: list[int]
+    num_computed: int
+    blocks: list[int] = field(default_factory=list)
+
+
+class FakeShard:
+    """Executes steps; raises AssertionError where the router breaks the rules of the wire."""
+
+    def __init__(self, *, num_blocks: int = 64, block_size: int = 4, max_batch_size: int = 16) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.max_batch_size = max_batch_size
+        self.sequences: dict[int, FakeSequence] = {}
+        self.steps: list[pb.StepRequest] = []
+        self.fail_next: str | None = None
+        self.not_finite: set[int] = set()
+        self.eos_after: dict[int, int] = {}
+        self.gate: Event | None = None
+        self._epoch = 0
+        self._number = 0
+
+    @property
+    def blocks_in_use(self) -> int:
+        """Blocks that live sequences own."""
+        return sum(len(sequence.blocks) for sequence in self.sequences.values())
+
+    def step(self, request: pb.StepRequest) -> pb.StepResponse:
+        """Check and execute one step."""
+        self.steps.append(request)
+        work = request.WhichOneof("work")
+        response = pb.StepResponse(epoch=request.epoch, number=request.number)
+        if work == "open":
+            self.sequences.clear()
+            self._epoch, self._number = request.epoch, 0
+            return response
+        assert (request.epoch, request.number) == (self._epoch, self._number + 1)
+        self._number += 1
+        if self.gate is not None:
+            assert self.gate.wait(30)
+        if self.fail_next is not None:
+            response.error.kind = pb.StepError.KIND_FAILED
+            response.error.message, self.fail_next = self.fail_next, None
+            return response
+        if work == "filter_batch":
+            for slot in request.filter_batch.dropped_slots:
+                del self.sequences[slot]
+        elif work == "clear_cache":
+            self.sequences.clear()
+        else:
+            self._forward(request, response)
+        return response
+
+    def _forward(self, request: pb.StepRequest, response: pb.StepResponse) -> None:
+        prefill = request.WhichOneof("work") == "prefill"
+        step = request.prefill if prefill else request.decode
+        self._change(step.change)
+        rows = 0
+        if prefill:
+            for slot, count in zip(request.prefill.chunk_slots, request.prefill.chunk_tokens, strict=True):
+                sequence = self.sequences[slot]
+                assert 0 < count <= len(sequence.ids) - sequence.num_computed
+                start = sequence.num_computed
+                sequence.num_computed += count
+                self._covered(sequence)
+                if sequence.pb.prefill_logprobs:
+                    response.prefill_slots.append(slot)
+                    response.prefill_counts.append(count)
+                    response.prefill_logprobs.extend(
+                        float("nan") if i == 0 else -float(i) for i in range(start, start + count)
+                    )
+                if sequence.num_computed == len(sequence.ids):
+                    self._sample(slot, sequence, response)
+                rows += 1
+        for slot in step.decode_slots:
+            sequence = self.sequences[slot]
+            assert sequence.num_computed == len(sequence.ids) - 1, "decodes a sequence with prompt left"
+            sequence.num_computed += 1
+            self._covered(sequence)
+            self._sample(slot, sequence, response)
+            rows += 1
+        assert 0 < rows <= self.max_batch_size
+
+    def _change(self, change: pb.BatchChange) -> None:
+        for slot in change.dropped_slots:
+            del self.sequences[slot]
+        for admitted in change.admitted:
+            assert admitted.slot not in self.sequences
+            assert admitted.slot < self.max_batch_size
+            self.sequences[admitted.slot] = FakeSequence(
+                admitted, list(admitted.input_ids), admitted.cached_tokens
+            )
+        owned = {block for sequence in self.sequences.values() for block in sequence.blocks}
+        for slot, block in zip(change.grown_slots, change.grown_blocks, strict=True):
+            assert 0 < block < self.num_blocks
+            assert block not in owned, f"block {block} has two owners"
+            owned.add(block)
+            self.sequences[slot].blocks.append(block)
+
+    def _covered(self, sequence: FakeSequence) -> None:
+        assert len(sequence.blocks) * self.block_size >= sequence.num_computed
+
+    def _sample(self, slot: int, sequence: FakeSequence, response: pb.StepResponse) -> None:
+        if sequence.pb.request_id in self.not_finite:
+            response.failed_slots.append(slot)
+            return
+        token = next_token(sequence.ids, sequence.pb.parameters.seed)
+        num_generated = len(sequence.ids) - len(sequence.pb.input_ids)
+        if self.eos_after.get(sequence.pb.request_id) == num_generated:
+            token = EOS_TOKEN_ID
+        sequence.ids.append(token)
+        response.slots.append(slot)
+        response.counts.append(1)
+        response.ids.append(token)
+        response.logprobs.append(-0.5)
+
+
+class FakeShardService(pb_grpc.ShardServiceServicer):
+    """The fake behind a real gRPC server."""
+
+    def __init__(self, shard: FakeShard, *, rank: int = 0, world_size: int = 1) -> None:
+        self.shard = shard
+        self._rank = rank
+        self._world_size = world_size
+
+    def Info(self, request: pb.InfoRequest, context: grpc.ServicerContext) -> pb.InfoResponse:
+        return pb.InfoResponse(
+            model_type="fake",
+            dtype="float32",
+            device_type="cpu",
+            vocab_size=VOCAB_SIZE,
+            max_position_embeddings=1024,
+            eos_token_ids=[EOS_TOKEN_ID],
+            block_size=self.shard.block_size,
+            rank=self._rank,
+            world_size=self._world_size,
+            attention="none",
+            prefill_logprobs=True,
+        )
+
+    def Health(self, request: pb.HealthRequest, context: grpc.ServicerContext) -> pb.HealthResponse:
+        return pb.HealthResponse()
+
+    def Warmup(self, request: pb.WarmupRequest, context: grpc.ServicerContext) -> pb.WarmupResponse:
+        capacity = (self.shard.num_blocks - 1) * self.shard.block_size
+        total = request.max_total_tokens or min(capacity, 1024)
+        return pb.WarmupResponse(
+            num_blocks=self.shard.num_blocks,
+            max_batch_total_tokens=capacity,
+            max_total_tokens=total,
+            max_input_tokens=request.max_input_tokens or total - 1,
+        )
+
+    def Steps(
+        self, request_iterator: Iterator[pb.StepRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.StepResponse]:
+        for request in request_iterator:
+            yield self.shard.step(request)
+
+
+@contextmanager
+def serve_fake_shard(
+    address: str, shard: FakeShard, *, rank: int = 0, world_size: int = 1
+) -> Iterator[grpc.Server]:
+    """A listening fake; `address` is a gRPC target such as `unix:/path`."""
+    server = grpc.server(ThreadPoolExecutor(8))
+    service = FakeShardService(shard, rank=rank, world_size=world_size)
+    pb_grpc.add_ShardServiceServicer_to_server(service, server)
+    server.add_insecure_port(address)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop(grace=None).wait()
