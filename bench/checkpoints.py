@@ -22,7 +22,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 MODELS_FOLDER = Path(__file__).parent / "models"
-END_TOKEN = "<|endoftext|>"  # noqa: S105
+END_TOKEN = "<|endoftext|>"
 INITIALIZER_RANGE = 0.02
 MAX_POSITIONS = 8192
 

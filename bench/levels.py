@@ -85,9 +85,7 @@ def parse_level(text: str) -> Level:
         if kind == "c":
             return closed(int(amount), prompt_tokens, new_tokens, rounds=int(count or 2))
         if kind == "r":
-            return poisson(
-                float(amount), prompt_tokens, new_tokens, num_requests=int(count or 100)
-            )
+            return poisson(float(amount), prompt_tokens, new_tokens, num_requests=int(count or 100))
     except (IndexError, ValueError) as error:
         raise ValueError(f"not a level: {text!r}; say c8:128+64x2 or r4:128+64x100") from error
     raise ValueError(f"not a level: {text!r}; it starts with c (closed) or r (open loop)")

@@ -81,7 +81,9 @@ class Measurement:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Measurement:
         """The inverse of `as_json`."""
-        quantiles = {key: Quantiles(**value[key]) for key in ("first_token_ms", "between_tokens_ms")}
+        quantiles = {
+            key: Quantiles(**value[key]) for key in ("first_token_ms", "between_tokens_ms")
+        }
         return cls(**{**value, **quantiles, "failures": tuple(value["failures"])})
 
 

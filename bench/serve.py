@@ -92,7 +92,9 @@ def serving(
             _stop(launcher, server)
 
 
-def _wait_until_healthy(server: RunningServer, launcher: subprocess.Popen[bytes], log: Path) -> None:
+def _wait_until_healthy(
+    server: RunningServer, launcher: subprocess.Popen[bytes], log: Path
+) -> None:
     deadline = time.monotonic() + READY_SECONDS
     while time.monotonic() < deadline:
         if launcher.poll() is not None:

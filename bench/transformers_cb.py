@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import psutil
 import torch
@@ -38,6 +38,35 @@ class PeerError(Exception):
     """The peer failed; the message is its own."""
 
 
+class Output(Protocol):
+    """What the peer's manager says of one request after a step."""
+
+    request_id: str
+    generated_tokens: list[int]
+    error: str | None
+
+    def is_finished(self) -> bool:
+        """Whether this is the request's last output."""
+
+
+class Manager(Protocol):
+    """The part of the peer's manager that a level uses."""
+
+    def add_request(
+        self,
+        input_ids: list[int],
+        request_id: str,
+        max_new_tokens: int,
+        *,
+        streaming: bool,
+        eos_token_id: int,
+    ) -> str:
+        """Queue a request; its name comes back."""
+
+    def get_result(self, *, timeout: float) -> Output | None:
+        """The next output of any request, None after the timeout."""
+
+
 def measure_levels(model: Path, levels: Sequence[Level], *, log: Path) -> list[Measurement]:
     """Run the peer in a subprocess through the closed-loop levels; raises PeerError."""
     wanted = [asdict(level) for level in levels if level.concurrency is not None]
@@ -54,13 +83,6 @@ def measure_levels(model: Path, levels: Sequence[Level], *, log: Path) -> list[M
         raise PeerError(f"ended with {answer.returncode}:\n{end}")
     last_line = answer.stdout.decode().strip().splitlines()[-1]
     return [Measurement.from_json(value) for value in json.loads(last_line)]
-
-
-def _load(model: Path) -> Any:
-    loaded = AutoModelForCausalLM.from_pretrained(
-        model, dtype=torch.bfloat16, attn_implementation="sdpa"
-    )
-    return loaded.eval()
 
 
 def _blocks_for(levels: Sequence[Level]) -> int:
@@ -82,7 +104,10 @@ def run_levels(model: Path, levels: Sequence[Level]) -> Iterator[Measurement]:
         allow_block_sharing=False,
     )
     generation = GenerationConfig(do_sample=False, eos_token_id=NO_TOKEN, pad_token_id=0)
-    with _load(model).continuous_batching_context_manager(
+    loaded = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.bfloat16, attn_implementation="sdpa"
+    )
+    with loaded.eval().continuous_batching_context_manager(
         generation_config=generation, continuous_batching_config=config
     ) as manager:
         _run_level(manager, tokenizer, WARM_UP)
@@ -93,7 +118,7 @@ def run_levels(model: Path, levels: Sequence[Level]) -> Iterator[Measurement]:
             yield replace(summarise(NAME, level, timelines), other_cores=use.other_cores)
 
 
-def _run_level(manager: Any, tokenizer: Tokenizer, level: Level) -> list[Timeline]:
+def _run_level(manager: Manager, tokenizer: Tokenizer, level: Level) -> list[Timeline]:
     """Keep `concurrency` requests in flight until all have ended."""
     prompts = [tokenizer.encode(text).ids for text in level.prompts()]
     timelines: dict[str, Timeline] = {}
@@ -102,8 +127,8 @@ def _run_level(manager: Any, tokenizer: Tokenizer, level: Level) -> list[Timelin
         due = time.perf_counter()
         name = manager.add_request(
             prompts[len(timelines)],
-            request_id=f"{level.name}/{len(timelines)}",
-            max_new_tokens=level.new_tokens,
+            f"{level.name}/{len(timelines)}",
+            level.new_tokens,
             streaming=True,
             eos_token_id=NO_TOKEN,
         )

@@ -93,11 +93,13 @@ class _WindowSteps:
 
     def _emit(self, text: str) -> str:
         added = text[self._num_chars :]
-        # A token without text, such as one outside the vocabulary, gives the next one no context.
-        if added:
-            del self._window[: self._num_read]
+        if not added:
+            # A token without text, such as one outside the vocabulary, is no context for the next.
+            del self._window[self._num_read :]
+            return ""
+        del self._window[: self._num_read]
         self._num_read = len(self._window)
-        self._num_chars = len(self._decode()) if added else len(text)
+        self._num_chars = len(self._decode())
         return added
 
     def _decode(self) -> str:

@@ -120,10 +120,12 @@ class Entry:
             stream.first_token_at = time.monotonic()
         self.generated_ids.append(token_id)
         text = self._text.step(token_id)
+        reason = self._finish_reason(token_id, text)
+        if reason is not None:
+            text += self._text.flush()
         top_tokens = tuple(self._token(id_, logprob_) for id_, logprob_ in top)
         token = Token(token_id, text, logprob, self._tokenizer.is_special(token_id))
         stream.send(TokenEvent(len(self.generated_ids), token, top_tokens))
-        reason = self._finish_reason(token_id, text)
         if reason is None:
             return False
         seed = self.request.sampling.seed if self.request.sampling.samples else None

@@ -1,4 +1,8 @@
-"""Stop sequences in growing text. Literal, found wherever they end, in bounded memory."""
+"""Stop sequences in growing text: literal, found wherever they stand, in bounded memory.
+
+Where several are there, the one that ends first counts, and of those that end together the longest: so the result
+does not depend on how the text is cut into tokens.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Watches accumulated text for the first stop sequence to appear."""
+    """Watches accumulated text for the first stop sequence to be completed."""
 
     def __init__(self, stop_sequences: Sequence[str]) -> None:
         self._stops = tuple(stop for stop in stop_sequences if stop)
@@ -14,13 +18,13 @@ class StopMatcher:
         self._tail = ""
 
     def push(self, text: str) -> str | None:
-        """Take more text; return the stop sequence that it completes first, if any."""
+        """Take more text; return the stop sequence it completes, if any. To be left alone after that."""
         if not text:
             return None
         seen = self._tail + text
         self._tail = seen[max(0, len(seen) - self._num_kept) :]
-        found = [(seen.find(stop) + len(stop), stop) for stop in self._stops if stop in seen]
-        return min(found)[1] if found else None
+        found = _first(seen, self._stops)
+        return None if found is None else found[1]
 
 
 class StopTrimmer:
@@ -32,24 +36,30 @@ class StopTrimmer:
         self.stopped = False
 
     def push(self, text: str) -> str:
-        """Take more text; return what is certain to stand before any stop sequence."""
-        if self.stopped:
+        """Take more text; return what certainly stands before any stop sequence, once each."""
+        if self.stopped or not text:
             return ""
         text = self._held + text
-        starts = [start for stop in self._stops if (start := text.find(stop)) >= 0]
-        if starts:
+        found = _first(text, self._stops)
+        if found is not None:
             self.stopped = True
             self._held = ""
-            return text[: min(starts)]
+            return text[: found[0]]
         num_held = max((_overlap(text, stop) for stop in self._stops), default=0)
-        safe = len(text) - num_held
-        self._held = text[safe:]
-        return text[:safe]
+        num_safe = len(text) - num_held
+        self._held = text[num_safe:]
+        return text[:num_safe]
 
     def finish(self) -> str:
         """Return what is held back: no more text comes."""
         held, self._held = self._held, ""
         return held
+
+
+def _first(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
+    """Start and text of the stop sequence that ends first."""
+    found = [(start, stop) for stop in stops if (start := text.find(stop)) >= 0]
+    return min(found, key=lambda hit: (hit[0] + len(hit[1]), hit[0]), default=None)
 
 
 def _overlap(text: str, stop: str) -> int:

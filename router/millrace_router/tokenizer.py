@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
+from tokenizers import Encoding
 from tokenizers import Tokenizer as RustTokenizer
 
 from millrace_router.pieces import PieceDecoder
@@ -61,7 +62,8 @@ class Tokenizer:
             raise TokenizerError(f"{path} does not exist: the model needs a fast tokenizer")
         try:
             rust = RustTokenizer.from_file(str(path))
-        except Exception as error:  # noqa: BLE001  (the binding raises bare Exception)
+        # The binding raises Exception itself.
+        except Exception as error:
             raise TokenizerError(f"{path} cannot be read: {error}") from error
         return cls(rust, validation_workers=validation_workers)
 
@@ -125,8 +127,8 @@ class Tokenizer:
         """Stop the worker threads once what they are at is done."""
         self._workers.shutdown(wait=False, cancel_futures=True)
 
-    def _encode(self, text: str, *, add_special_tokens: bool):  # type: ignore[no-untyped-def]
+    def _encode(self, text: str, *, add_special_tokens: bool) -> Encoding:
         try:
             return self._rust.encode(text, add_special_tokens=add_special_tokens)
-        except Exception as error:  # noqa: BLE001  (the binding raises bare Exception)
+        except Exception as error:
             raise TokenizerError(str(error)) from error

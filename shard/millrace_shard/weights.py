@@ -2,33 +2,52 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from millrace_shard.errors import WeightsError
 from millrace_shard.parallel import ProcessGroup
+from millrace_shard.safetensor_files import SafetensorFiles
 
-INDEX = "model.safetensors.index.json"
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Outputs of one projection: `units` of `unit_size` rows of its weight, dealt out to the ranks.
+
+    Fewer units than ranks are shared: neighbouring ranks hold the same one.
+    """
+
+    name: str
+    units: int
+    unit_size: int = 1
+
+    @property
+    def size(self) -> int:
+        """Rows of the whole weight."""
+        return self.units * self.unit_size
+
+    def span(self, rank: int, world_size: int) -> tuple[int, int]:
+        """First and last row (exclusive) of one rank."""
+        count = max(1, self.units // world_size)
+        first = rank * self.units // world_size
+        return first * self.unit_size, (first + count) * self.unit_size
 
 
 class Weights:
     """Tensors by name, in `dtype` on `device`, cut for this rank.
 
-    Names are given as the checkpoint's class has them (`model.layers.0…`); a file that leaves out or adds the leading
-    `model.` is read all the same. Shapes are those of the whole tensor and are checked. Every method raises
-    WeightsError, naming the tensor or the file.
+    Names are those of the transformers class (`model.layers.0…`); files that leave the leading `model.` out are read
+    all the same. `shape` is the whole tensor's and is checked. Methods raise WeightsError, naming tensor or file.
     """
 
     def __init__(
         self, folder: Path, *, dtype: torch.dtype, device: torch.device, group: ProcessGroup
     ) -> None:
-        self._files = _Files(folder)
+        self._files = SafetensorFiles(folder)
         self._dtype = dtype
         self._device = device
         self._rank = group.rank
@@ -37,17 +56,53 @@ class Weights:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
-    def replicated(self, name: str, shape: Sequence[int]) -> Tensor:
+    def close(self) -> None:
+        """Give the files back."""
+        self._files.close()
+
+    def replicated(self, name: str, *shape: int) -> Tensor:
         """The whole tensor."""
-        return self._read(name, shape, dim=0, spans=[(0, shape[0])])
+        out = self._new(*shape)
+        self._fill(out, name, shape, dim=0, span=(0, shape[0]))
+        return out
 
-    def columns(self, names: Sequence[str], shape: Sequence[int]) -> Tensor:
-        """This rank's part of the outputs (dim 0) of each of `names`, all of one `shape`, one under another."""
-        share = shape[0] // self._world_size
+    def columns(self, parts: Sequence[Columns], *inputs: int) -> Tensor:
+        """This rank's outputs of all `parts`, one under another; of weights [out, inputs] or, without it, biases."""
+        spans = [part.span(self._rank, self._world_size) for part in parts]
+        out = self._new(sum(end - start for start, end in spans), *inputs)
+        filled = 0
+        for part, (start, end) in zip(parts, spans, strict=True):
+            rows = out[filled : filled + end - start]
+            self._fill(rows, part.name, (part.size, *inputs), dim=0, span=(start, end))
+            filled += end - start
+        return out
+
+    def rows(self, name: str, outputs: int, inputs: int) -> Tensor:
+        """This rank's inputs: [outputs, inputs / world_size]."""
+        share = inputs // self._world_size
+        out = self._new(outputs, share)
         span = (self._rank * share, (self._rank + 1) * share)
-        return torch.cat([self._read(name, shape, dim=0, spans=[span]) for name in names])
+        self._fill(out, name, (outputs, inputs), dim=1, span=span)
+        return out
 
-    def rows(self, name: str, shape: Sequence[int]) -> Tensor:
-        """This rank's part of the inputs (dim 1)."""
-        share = shape[1] // self._world_size
-        return self._read(name, shape, dim=1, spans=[(self._rank * share, (self._rank + 1) * share)])
+    def vocabulary(self, name: str, vocab_size: int, hidden_size: int) -> Tensor:
+        """This rank's ids: [ceil(vocab_size / world_size), hidden_size], zeros past the last id."""
+        share = -(-vocab_size // self._world_size)
+        start = min(self._rank * share, vocab_size)
+        end = min(start + share, vocab_size)
+        out = self._new(share, hidden_size)
+        self._fill(out[: end - start], name, (vocab_size, hidden_size), dim=0, span=(start, end))
+        out[end - start :] = 0
+        return out
+
+    def _new(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
+
+    def _fill(
+        self, out: Tensor, name: str, shape: tuple[int, ...], *, dim: int, span: tuple[int, int]
+    ) -> None:
+        found = self._files.shape(name)
+        if found != shape:
+            raise WeightsError(f"tensor {name} has shape {list(found)}, its config says {list(shape)}")
+        if span[0] < span[1]:
+            out.copy_(self._files.read(name, dim=dim, span=span))

@@ -61,6 +61,8 @@ class FakeShard:
         self.gate: Event | None = None
         self._epoch = 0
         self._number = 0
+        self._failed = False
+        self._broken: set[int] = set()
 
     @property
     def blocks_in_use(self) -> int:
@@ -74,13 +76,18 @@ class FakeShard:
         response = pb.StepResponse(epoch=request.epoch, number=request.number)
         if work == "open":
             self.sequences.clear()
-            self._epoch, self._number = request.epoch, 0
+            self._epoch, self._number, self._failed = request.epoch, 0, False
             return response
         assert (request.epoch, request.number) == (self._epoch, self._number + 1)
         self._number += 1
         if self.gate is not None:
             assert self.gate.wait(30)
+        if self._failed:
+            response.error.kind = pb.StepError.KIND_REFUSED
+            response.error.message = "an earlier step failed"
+            return response
         if self.fail_next is not None:
+            self._failed = True
             response.error.kind = pb.StepError.KIND_FAILED
             response.error.message, self.fail_next = self.fail_next, None
             return response
@@ -116,6 +123,10 @@ class FakeShard:
                 rows += 1
         for slot in step.decode_slots:
             sequence = self.sequences[slot]
+            if slot in self._broken:
+                response.failed_slots.append(slot)
+                rows += 1
+                continue
             assert sequence.num_computed == len(sequence.ids) - 1, "decodes a sequence with prompt left"
             sequence.num_computed += 1
             self._covered(sequence)
@@ -125,6 +136,7 @@ class FakeShard:
 
     def _change(self, change: pb.BatchChange) -> None:
         for slot in change.dropped_slots:
+            self._broken.discard(slot)
             del self.sequences[slot]
         for admitted in change.admitted:
             assert admitted.slot not in self.sequences
@@ -144,6 +156,7 @@ class FakeShard:
 
     def _sample(self, slot: int, sequence: FakeSequence, response: pb.StepResponse) -> None:
         if sequence.pb.request_id in self.not_finite:
+            self._broken.add(slot)
             response.failed_slots.append(slot)
             return
         token = next_token(sequence.ids, sequence.pb.parameters.seed)

@@ -1,0 +1,196 @@
+"""The router's flags: each is declared here once, with its environment variable, default and meaning.
+
+Imported by the launcher too, so nothing here may be heavier than pydantic.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+ANY_ADDRESS = "0.0.0.0"  # noqa: S104
+LogLevel = Literal["trace", "debug", "info", "warning", "error"]
+
+
+class RouterConfig(BaseSettings):
+    """What the router is told; an environment variable is the field's name in capitals, the command line beats it."""
+
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="ignore",
+        env_ignore_empty=True,
+        cli_prog_name="millrace-router",
+        cli_kebab_case=True,
+        cli_implicit_flags="toggle",
+        cli_hide_none_type=True,
+        # No word a user can type may stand for None.
+        cli_parse_none_str="\0",
+        cli_shortcuts={"port": "p"},
+    )
+
+    model_folder: Path = Field(
+        description="Local folder with config.json, tokenizer.json and the chat template."
+    )
+    model_id: str = Field("", description="Name to report; the folder's name when absent.")
+    tokenizer_name: str | None = Field(
+        None, description="Local folder to take as --model-folder when that is absent."
+    )
+    revision: str | None = Field(
+        None, description="Commit of the model, reported as `model_sha` in /info."
+    )
+    shard_addresses: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        description="gRPC targets of the shards by rank, such as unix:/tmp/x-0; separated by commas.",
+    )
+    master_shard_uds_path: str = Field(
+        "/tmp/text-generation-server-0",  # noqa: S108
+        description="Unix socket of the only shard when --shard-addresses is absent.",
+    )
+
+    hostname: str = Field(
+        ANY_ADDRESS, description="IP address to listen on; a name other than localhost means any."
+    )
+    port: int = Field(3000, ge=0, le=65535, description="HTTP port.")
+    prometheus_port: int = Field(
+        9000, ge=0, le=65535, description="No effect: metrics are served on --port."
+    )
+    api_key: str | None = Field(None, description="Bearer token that clients must present.")
+    cors_allow_origin: Annotated[tuple[str, ...], NoDecode] = Field(
+        (), description="Origin that browsers may call from; repeatable; none means any."
+    )
+    payload_limit: int = Field(2_000_000, ge=1, description="Largest request body in bytes.")
+
+    max_concurrent_requests: int = Field(
+        128, ge=1, description="Requests accepted at once; more are answered 429."
+    )
+    max_best_of: int = Field(2, ge=1, description="Largest `best_of`.")
+    max_stop_sequences: int = Field(4, ge=0, description="Most stop sequences in one request.")
+    max_top_n_tokens: int = Field(5, ge=0, description="Largest `top_n_tokens`.")
+    max_client_batch_size: int = Field(4, ge=1, description="Most prompts in one completion call.")
+    max_input_tokens: int | None = Field(
+        None, ge=1, description="Longest prompt in tokens; inferred when absent."
+    )
+    max_total_tokens: int | None = Field(
+        None, ge=2, description="Most tokens of prompt and answer; inferred when absent."
+    )
+    max_batch_size: int | None = Field(None, description="Most sequences that run together.")
+    max_batch_prefill_tokens: int = Field(
+        4096, ge=1, description="Most prompt tokens that one step computes."
+    )
+    max_batch_total_tokens: int | None = Field(
+        None, ge=1, description="Upper bound of the KV capacity in tokens; measured when absent."
+    )
+    waiting_served_ratio: float = Field(
+        0.3, ge=0, description="Shown in /info; prompts are chunked, so no ratio is needed."
+    )
+    max_waiting_tokens: int = Field(
+        20, ge=0, description="Shown in /info; prompts are chunked, so none waits on it."
+    )
+    steps_in_flight: int = Field(
+        2, ge=1, le=2, description="Steps sent before the first is answered; 1 turns it off."
+    )
+
+    validation_workers: int = Field(2, description="Threads that tokenize prompts.")
+    tokenizer_config_path: Path | None = Field(
+        None, description="tokenizer_config.json to take the chat template from."
+    )
+    disable_grammar_support: bool = Field(
+        default=False, description="Refuse requests with a grammar or tools."
+    )
+    trust_remote_code: bool = Field(
+        default=False, description="Accepted; code from a model repository is never run."
+    )
+    max_image_fetch_size: int = Field(
+        1_073_741_824, ge=0, description="Largest image in bytes that is fetched."
+    )
+
+    graceful_termination_timeout: int = Field(
+        90, ge=0, description="Seconds that running requests get after SIGTERM."
+    )
+    json_output: bool = Field(default=False, description="Logs as JSON, one object a line.")
+    log_level: LogLevel = Field("info", description="Least severity that is logged.")
+    otlp_endpoint: str | None = Field(None, description="OTLP collector; not used yet.")
+    otlp_service_name: str = Field(
+        "text-generation-inference.router", description="Service name in traces."
+    )
+    usage_stats: Literal["on", "off", "no-stack"] = Field(
+        "on", description="No effect: no usage statistics are ever sent."
+    )
+    ngrok: bool = Field(default=False, description="Refused: tunnels are not supported.")
+    ngrok_authtoken: str | None = Field(None, description="No effect without --ngrok.")
+    ngrok_edge: str | None = Field(None, description="No effect without --ngrok.")
+
+    @classmethod
+    def from_args(cls, argv: Sequence[str]) -> Self:
+        """Read the command line and the environment; exit 2 with a message when either is wrong."""
+        try:
+            return cls(_cli_parse_args=list(argv))  # type: ignore[call-arg]
+        except ValidationError as error:
+            for problem in error.errors():
+                flag = "--" + "-".join(map(str, problem["loc"])).replace("_", "-")
+                sys.stderr.write(f"error: {flag}: {problem['msg']}\n")
+            raise SystemExit(2) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_names(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Let each of folder, name and addresses stand in for the ones that are missing."""
+        filled = dict(values)
+        if not filled.get("model_folder") and filled.get("tokenizer_name"):
+            filled["model_folder"] = filled["tokenizer_name"]
+        if not filled.get("model_id") and filled.get("model_folder"):
+            filled["model_id"] = filled.get("tokenizer_name") or Path(filled["model_folder"]).name
+        if not filled.get("shard_addresses"):
+            default = cls.model_fields["master_shard_uds_path"].default
+            filled["shard_addresses"] = f"unix:{filled.get('master_shard_uds_path') or default}"
+        return filled
+
+    @field_validator("shard_addresses", "cors_allow_origin", mode="before")
+    @classmethod
+    def _split_commas(cls, value: object) -> object:
+        return split_commas(value)
+
+    @field_validator("hostname")
+    @classmethod
+    def _resolve_hostname(cls, value: str) -> str:
+        """Containers export their own name as HOSTNAME; such a name means any address, as in TGI."""
+        return listen_address(value)
+
+    @field_validator("log_level", mode="before")
+    @classmethod
+    def _narrow_log_level(cls, value: object) -> object:
+        return log_level(value)
+
+
+def split_commas(value: object) -> object:
+    """Break each comma-separated string; other values are left to pydantic."""
+    if isinstance(value, str):
+        value = [value]
+    if isinstance(value, list | tuple):
+        return tuple(part for item in value for part in str(item).split(",") if part)
+    return value
+
+
+def listen_address(hostname: str) -> str:
+    """The IP address to bind for what the user called the host."""
+    if hostname == "localhost":
+        return "127.0.0.1"
+    try:
+        return str(ipaddress.ip_address(hostname))
+    except ValueError:
+        return ANY_ADDRESS
+
+
+def log_level(value: object) -> object:
+    """Map TGI's level words, and filter directives that name no level, onto ours."""
+    if not isinstance(value, str):
+        return value
+    word = value.strip().lower()
+    word = {"warn": "warning", "critical": "error"}.get(word, word)
+    return word if word in ("trace", "debug", "info", "warning", "error") else "info"

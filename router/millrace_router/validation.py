@@ -1,0 +1,215 @@
+"""From what a client wrote to a request that may be trusted: TGI's rules, in TGI's order and words."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from random import SystemRandom
+
+from millrace_router.api.native import GenerateParameters, GenerateRequest, OpenAIParameters
+from millrace_router.errors import ValidationError
+from millrace_router.limits import Limits
+from millrace_router.metrics import Metrics
+from millrace_router.request import SamplingParameters, ValidRequest
+from millrace_router.tokenizer import Tokenizer, TokenizerError, TokenSpan
+
+_random = SystemRandom()
+
+
+def random_seed() -> int:
+    """Any 64-bit number."""
+    return _random.getrandbits(64)
+
+
+@dataclass(frozen=True, slots=True)
+class Validated:
+    """A trusted request beside the text it came from, which `return_full_text` repeats."""
+
+    request: ValidRequest
+    inputs: str
+
+
+def check_best_of(parameters: GenerateParameters, limits: Limits) -> None:
+    """Check what the route decides for an answer in one piece; raises ValidationError."""
+    best_of = parameters.best_of or 1
+    if best_of == 1:
+        return
+    if limits.max_best_of == 1:
+        raise ValidationError("`best_of` != 1 is not allowed for this endpoint")
+    if best_of > limits.max_best_of:
+        raise ValidationError(
+            f"`best_of` must be > 0 and <= {limits.max_best_of}. Given: {best_of}"
+        )
+
+
+def check_stream(parameters: GenerateParameters) -> None:
+    """Check what the route decides for a stream; raises ValidationError."""
+    if parameters.best_of not in {None, 1}:
+        raise ValidationError("`best_of` != 1 is not supported when streaming tokens")
+    if parameters.decoder_input_details:
+        raise ValidationError(
+            "`decoder_input_details` == true is not supported when streaming tokens"
+        )
+
+
+def check_sampling(parameters: GenerateParameters) -> None:
+    """Check the ranges of everything that chooses tokens; raises ValidationError."""
+    temperature, top_k = parameters.temperature, parameters.top_k
+    top_p, typical_p = parameters.top_p, parameters.typical_p
+    repetition, frequency = parameters.repetition_penalty, parameters.frequency_penalty
+    samples = parameters.do_sample or any(
+        warper is not None for warper in (temperature, top_k, top_p, typical_p)
+    )
+    if (parameters.best_of or 1) > 1 and not samples:
+        raise ValidationError("you must use sampling when `best_of` is > 1")
+    if temperature is not None and temperature <= 0:
+        raise ValidationError("`temperature` must be strictly positive")
+    if repetition is not None and repetition <= 0:
+        raise ValidationError("`repetition_penalty` must be strictly positive")
+    if frequency is not None and not -2 <= frequency <= 2:
+        raise ValidationError("`frequency_penalty` must be >= -2.0 and <= 2.0")
+    if top_p is not None and not 0 < top_p < 1:
+        raise ValidationError("`top_p` must be > 0.0 and < 1.0")
+    if typical_p is not None and not 0 < typical_p < 1:
+        raise ValidationError("`typical_p` must be > 0.0 and < 1.0")
+    if top_k is not None and top_k <= 0:
+        raise ValidationError("`top_k` must be strictly positive")
+
+
+def check_extent(parameters: GenerateParameters, limits: Limits) -> None:
+    """Check how much is asked for, as far as that is known without tokens; raises ValidationError."""
+    if parameters.max_new_tokens == 0:
+        raise ValidationError("`max_new_tokens` must be strictly positive")
+    if len(parameters.stop) > limits.max_stop_sequences:
+        raise ValidationError(
+            f"`stop` supports up to {limits.max_stop_sequences} stop sequences. "
+            f"Given: {len(parameters.stop)}"
+        )
+    if parameters.seed is not None and (parameters.best_of or 1) > 1:
+        raise ValidationError("`seed` must not be set when `best_of` > 1")
+    top_n = parameters.top_n_tokens
+    if top_n is not None and top_n > limits.max_top_n_tokens:
+        raise ValidationError(
+            f"`top_n_tokens` must be >= 0 and <= {limits.max_top_n_tokens}. Given: {top_n}"
+        )
+
+
+def check_inputs(request: GenerateRequest, limits: Limits) -> None:
+    """Check the text before it is tokenized; raises ValidationError."""
+    if not request.inputs:
+        raise ValidationError("`inputs` cannot be empty")
+    truncate = request.parameters.truncate
+    if truncate is not None and not 0 < truncate <= limits.max_input_tokens:
+        raise ValidationError(
+            f"`truncate` must be strictly positive and less than {limits.max_input_tokens}. "
+            f"Given: {truncate}"
+        )
+
+
+def check_length(input_length: int, max_new_tokens: int, limits: Limits) -> None:
+    """Check the request against the context; raises ValidationError."""
+    if input_length + max_new_tokens > limits.max_total_tokens:
+        raise ValidationError(
+            f"`inputs` tokens + `max_new_tokens` must be <= {limits.max_total_tokens}. "
+            f"Given: {input_length} `inputs` tokens and {max_new_tokens} `max_new_tokens`"
+        )
+    if input_length > limits.max_input_tokens:
+        raise ValidationError(
+            f"`inputs` must have less than {limits.max_input_tokens} tokens. Given: {input_length}"
+        )
+
+
+def check_features(parameters: GenerateParameters) -> None:
+    """Refuse what would otherwise be ignored in silence; raises ValidationError."""
+    if parameters.grammar is not None:
+        raise ValidationError("grammar is not supported")
+    if parameters.watermark:
+        raise ValidationError("`watermark` is not supported")
+    if parameters.adapter_id is not None:
+        raise ValidationError(f"`adapter_id` is not known. Given: {parameters.adapter_id}")
+
+
+def sampling_from(parameters: GenerateParameters) -> SamplingParameters:
+    """Resolve the defaults; a seed is drawn where none is given."""
+    openai = parameters if isinstance(parameters, OpenAIParameters) else OpenAIParameters()
+    return SamplingParameters(
+        temperature=_default(parameters.temperature, 1.0),
+        top_k=parameters.top_k or 0,
+        top_p=_default(parameters.top_p, 1.0),
+        typical_p=_default(parameters.typical_p, 1.0),
+        do_sample=parameters.do_sample,
+        seed=random_seed() if parameters.seed is None else parameters.seed,
+        repetition_penalty=_default(parameters.repetition_penalty, 1.0),
+        frequency_penalty=_default(parameters.frequency_penalty, 0.0),
+        presence_penalty=openai.presence_penalty,
+        occurrence_penalty=openai.occurrence_penalty,
+    )
+
+
+def _default(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+class Validator:
+    """Checks requests and tokenizes them off the event loop, at most `workers` texts at a time."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, limits: Limits, metrics: Metrics, *, workers: int = 2
+    ) -> None:
+        self.limits = limits
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._workers = asyncio.Semaphore(workers)
+
+    async def validate(
+        self, request: GenerateRequest, *, add_special_tokens: bool = True
+    ) -> Validated:
+        """Check everything that does not depend on the route.
+
+        Raises:
+            ValidationError: with the first rule that is broken.
+
+        """
+        parameters, limits = request.parameters, self.limits
+        check_sampling(parameters)
+        check_extent(parameters, limits)
+        check_inputs(request, limits)
+        input_ids = await self._encode(request.inputs, add_special_tokens=add_special_tokens)
+        if parameters.truncate is not None:
+            input_ids = input_ids[-parameters.truncate :]
+        max_new_tokens = parameters.max_new_tokens
+        if max_new_tokens is None:
+            max_new_tokens = max(limits.max_total_tokens - len(input_ids), 0)
+        check_length(len(input_ids), max_new_tokens, limits)
+        self._metrics.request_input_length.observe(len(input_ids))
+        check_features(parameters)
+        self._metrics.request_max_new_tokens.observe(max_new_tokens)
+        valid = ValidRequest(
+            input_ids=input_ids,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling_from(parameters),
+            stop_sequences=tuple(parameters.stop),
+            ignore_eos=parameters.ignore_eos,
+            top_n_tokens=parameters.top_n_tokens or 0,
+            prefill_logprobs=parameters.decoder_input_details and limits.prefill_logprobs,
+        )
+        return Validated(valid, request.inputs)
+
+    async def tokenize(self, text: str) -> list[TokenSpan]:
+        """Split `text` into tokens with their places in it; raises ValidationError."""
+        async with self._workers:
+            try:
+                return await asyncio.to_thread(self._tokenizer.encode_with_offsets, text)
+            except TokenizerError as error:
+                raise ValidationError(f"tokenizer error {error}") from error
+
+    async def _encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        try:
+            input_ids = await self._tokenizer.encode_async(
+                text, add_special_tokens=add_special_tokens
+            )
+        except TokenizerError as error:
+            raise ValidationError(f"tokenizer error {error}") from error
+        if not input_ids:
+            raise ValidationError("`inputs` cannot be empty")
+        return input_ids

@@ -1,0 +1,163 @@
+"""The shard's flags: each is declared here once, with its environment variable, default and meaning.
+
+Imported by the launcher too, so nothing here may be heavier than pydantic.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import ByteSize, Field, ValidationError, field_validator, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    CliExplicitFlag,
+    CliPositionalArg,
+    NoDecode,
+    SettingsConfigDict,
+)
+
+LogLevel = Literal["trace", "debug", "info", "warning", "error"]
+Quantization = Literal[
+    "awq",
+    "compressed-tensors",
+    "eetq",
+    "exl2",
+    "gptq",
+    "marlin",
+    "bitsandbytes",
+    "bitsandbytes-nf4",
+    "bitsandbytes-fp4",
+    "fp8",
+]
+
+
+class ShardConfig(BaseSettings):
+    """What a shard is told; an environment variable is the field's name in capitals, the command line beats it."""
+
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="ignore",
+        env_ignore_empty=True,
+        # `model_folder` is a positional argument, never a field to be warned about.
+        protected_namespaces=(),
+        cli_prog_name="millrace-shard serve",
+        cli_kebab_case=True,
+        cli_implicit_flags="toggle",
+        cli_hide_none_type=True,
+        # No word a user can type may stand for None.
+        cli_parse_none_str="\0",
+    )
+
+    model_folder: CliPositionalArg[Path] = Field(
+        description="Local folder with config.json and safetensors, as download-weights prints it."
+    )
+
+    uds_path: str = Field(
+        "/tmp/text-generation-server",  # noqa: S108
+        description="Unix socket to serve on, without the rank that is appended to it.",
+    )
+    rank: int = Field(0, ge=0, description="This shard's place in its tensor-parallel group.")
+    world_size: int = Field(1, ge=1, description="Shards in the group.")
+    master_addr: str = Field("localhost", description="Where the group meets (torch.distributed).")
+    master_port: int = Field(
+        29500, ge=0, le=65535, description="Port where the group meets (torch.distributed)."
+    )
+
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Where the model runs; auto takes CUDA when there is any."
+    )
+    dtype: Literal["float16", "bfloat16", "float32"] | None = Field(
+        None, description="Type of weights and KV; the model's own, where the device has it."
+    )
+    deterministic: CliExplicitFlag[bool | None] = Field(
+        None, description="on: output never depends on batch mates; off: faster; absent: device's."
+    )
+    disable_custom_kernels: bool = Field(
+        default=False, description="Run on plain PyTorch operators only."
+    )
+    cpu_threads: int | None = Field(
+        None, ge=1, description="Threads of a forward pass on CPU; chosen by cores when absent."
+    )
+    kv_memory: ByteSize | None = Field(
+        None, description="Bytes for the KV cache on this shard, such as 2G or 512MiB."
+    )
+    cuda_memory_fraction: float = Field(
+        1.0, gt=0, le=1, description="Part of the GPU's memory that may be used."
+    )
+    cuda_graphs: Annotated[tuple[int, ...], NoDecode] = Field(
+        (1, 2, 4, 8, 16, 32),
+        description="Batch sizes captured as CUDA graphs, separated by commas; 0 for none.",
+    )
+    enable_prefill_logprobs: bool = Field(
+        default=False, description="Let requests ask for the log probabilities of their prompt."
+    )
+
+    trust_remote_code: bool = Field(
+        default=False, description="Accepted; code from a model repository is never run."
+    )
+    quantize: Quantization | None = Field(None, description="Refused until it is supported.")
+    speculate: int | None = Field(
+        None, ge=0, description="Tokens guessed ahead; above 0 refused until it is supported."
+    )
+    kv_cache_dtype: Literal["fp8_e4m3fn", "fp8_e5m2"] | None = Field(
+        None, description="Refused until it is supported."
+    )
+    rope_scaling: Literal["linear", "dynamic"] | None = Field(
+        None, description="Refused until it is supported; config.json's own scaling is applied."
+    )
+    rope_factor: float | None = Field(
+        None, gt=0, description="Factor of --rope-scaling; alone it implies linear."
+    )
+    lora_adapters: str | None = Field(None, description="Refused until it is supported.")
+    watermark_gamma: float | None = Field(None, description="No effect: nothing is watermarked.")
+    watermark_delta: float | None = Field(None, description="No effect: nothing is watermarked.")
+
+    json_output: bool = Field(default=False, description="Logs as JSON, one object a line.")
+    log_level: LogLevel = Field("info", description="Least severity that is logged.")
+
+    @property
+    def socket_path(self) -> Path:
+        """The unix socket of this rank."""
+        return Path(f"{self.uds_path}-{self.rank}")
+
+    @classmethod
+    def from_args(cls, argv: Sequence[str]) -> Self:
+        """Read the command line and the environment; exit 2 with a message when either is wrong."""
+        try:
+            return cls(_cli_parse_args=list(argv))  # type: ignore[call-arg]
+        except ValidationError as error:
+            for problem in error.errors():
+                flag = "--" + "-".join(map(str, problem["loc"])).replace("_", "-")
+                sys.stderr.write(f"error: {flag}: {problem['msg']}\n")
+            raise SystemExit(2) from None
+
+    @field_validator("cuda_graphs", mode="before")
+    @classmethod
+    def _split_commas(cls, value: object) -> object:
+        """Zeros mean no graph of that size."""
+        if isinstance(value, str):
+            value = [value]
+        if isinstance(value, list | tuple):
+            parts = [part.strip() for item in value for part in str(item).split(",")]
+            return tuple(part for part in parts if part not in ("", "0"))
+        return value
+
+    @field_validator("log_level", mode="before")
+    @classmethod
+    def _narrow_log_level(cls, value: object) -> object:
+        """Map TGI's level words, and filter directives that name no level, onto ours."""
+        if not isinstance(value, str):
+            return value
+        word = value.strip().lower()
+        word = {"warn": "warning", "critical": "error"}.get(word, word)
+        return word if word in ("trace", "debug", "info", "warning", "error") else "info"
+
+    @model_validator(mode="after")
+    def _check_rank(self) -> Self:
+        if self.rank >= self.world_size:
+            msg = f"`rank`({self.rank}) must be < `world_size`({self.world_size})"
+            raise ValueError(msg)
+        return self

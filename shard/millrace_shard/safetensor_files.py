@@ -1,0 +1,82 @@
+"""The safetensors files of a checkpoint, single or sharded, opened as they are needed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from millrace_shard.errors import WeightsError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+PREFIX = "model."
+
+
+class SafetensorFiles:
+    """Which file holds which tensor. Raises WeightsError for files that are missing or damaged, naming them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._open: dict[Path, Any] = {}
+        self._paths = self._find(folder)
+
+    def __contains__(self, name: str) -> bool:
+        return self._stored_name(name) is not None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The whole tensor's."""
+        return tuple(self._slice(name).get_shape())
+
+    def read(self, name: str, *, dim: int, span: tuple[int, int]) -> Tensor:
+        """Rows (dim 0) or columns (dim 1) `span` of a tensor, in the dtype of the file."""
+        rows = slice(*span)
+        found: Tensor = self._slice(name)[rows if dim == 0 else (slice(None), rows)]
+        return found
+
+    def close(self) -> None:
+        """Forget the open files; they are unmapped once nothing read from them is left."""
+        self._open.clear()
+
+    def _slice(self, name: str) -> Any:  # noqa: ANN401
+        stored = self._stored_name(name)
+        if stored is None:
+            raise WeightsError(f"tensor {name} is missing from the checkpoint")
+        try:
+            return self._file(self._paths[stored]).get_slice(stored)
+        except SafetensorError as error:
+            raise WeightsError(f"{self._paths[stored].name} has no tensor {stored}: {error}") from error
+
+    def _stored_name(self, name: str) -> str | None:
+        bare = name.removeprefix(PREFIX)
+        return next((n for n in (name, bare, PREFIX + name) if n in self._paths), None)
+
+    def _find(self, folder: Path) -> dict[str, Path]:
+        index = folder / INDEX
+        if index.is_file():
+            return _read_index(index)
+        single = folder / SINGLE
+        paths = [single] if single.is_file() else sorted(folder.glob("model*.safetensors"))
+        if not paths:
+            raise WeightsError(f"no {SINGLE} and no {INDEX} in {folder}")
+        return {name: path for path in paths for name in self._file(path).keys()}  # noqa: SIM118
+
+    def _file(self, path: Path) -> Any:  # noqa: ANN401
+        if path not in self._open:
+            if not path.is_file():
+                raise WeightsError(f"{path.name} is named by {INDEX} but not in {path.parent}")
+            try:
+                self._open[path] = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise WeightsError(f"{path} is damaged or incomplete: {error}") from error
+        return self._open[path]
+
+
+def _read_index(index: Path) -> dict[str, Path]:
+    try:
+        names = json.loads(index.read_bytes())["weight_map"]
+        return {str(name): index.parent / str(file) for name, file in names.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(f"{index} is damaged: {error!r}") from error
