@@ -40,7 +40,7 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 14) else \
 	"Millrace needs Python 3.11, 3.12 or 3.13, but %s is %d.%d: name another, as in make PYTHON=python3.12" \
 	% (sys.executable, *v))'
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv --clear .venv
 
 $(INSTALLED): pyproject.toml constraints.txt proto/compile.py | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[dev]'

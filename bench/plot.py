@@ -86,6 +86,10 @@ def _panel(
             )
             parts.append(
                 f"<text x='{x + bar / 2:.1f}' y='{floor - tall - 4:.1f}' {FONT}"
-                f" text-anchor='middle'>{value:.3g}</text>"
+                f" text-anchor='middle'>{_short(value)}</text>"
             )
     return parts
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

@@ -147,7 +147,6 @@ class Batcher:
         for slot in result.failed_slots:
             if slot in rows:
                 rows[slot].entry.stream.fail(GenerationError(NON_FINITE))
-                self._metrics.request_failure.labels(err="generation").inc()
                 self._planner.drop(rows[slot])
         for generation in result.generations:
             row = rows.get(generation.slot)
@@ -172,7 +171,6 @@ class Batcher:
     def _fail_running(self, message: str) -> None:
         for row in self._planner.rows.values():
             row.entry.stream.fail(GenerationError(message))
-            self._metrics.request_failure.labels(err="generation").inc()
         self._planner = self._new_planner()
         self._flights.clear()
 
@@ -190,7 +188,6 @@ class Batcher:
     def _on_close(self, entry: Entry) -> None:
         """A reader has left: a waiting entry goes at once, a running one with the next step."""
         if self._waiting.discard(entry):
-            self._metrics.request_failure.labels(err="dropped").inc()
             self._metrics.queue_size.set(len(self._waiting))
             self._metrics.requests_waiting.set(len(self._waiting))
         self._wake.set()

@@ -5,6 +5,7 @@ The client library's own writer cannot leave the suffix away, and the dashboards
 
 from __future__ import annotations
 
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
@@ -22,20 +23,24 @@ def render(registry: Collector) -> bytes:
     for metric in registry.collect():
         lines.append(f"# HELP {metric.name} {metric.documentation.translate(_ESCAPE_HELP)}")
         lines.append(f"# TYPE {metric.name} {metric.type}")
-        lines.extend(_line(sample) for sample in metric.samples if not _is_created(sample))
+        lines.extend(
+            _line(_bare_name(metric, sample), sample)
+            for sample in metric.samples
+            if sample.name != f"{metric.name}_created"
+        )
         lines.append("")
     return "\n".join(lines).encode()
 
 
-def _is_created(sample: Sample) -> bool:
-    return sample.name.endswith("_created")
+def _bare_name(metric: Metric, sample: Sample) -> str:
+    return metric.name if sample.name == f"{metric.name}_total" else sample.name
 
 
-def _line(sample: Sample) -> str:
+def _line(name: str, sample: Sample) -> str:
     if not sample.labels:
-        return f"{sample.name} {_value(sample.value)}"
+        return f"{name} {_value(sample.value)}"
     labels = ",".join(f'{key}="{text.translate(_ESCAPE)}"' for key, text in sample.labels.items())
-    return f"{sample.name}{{{labels}}} {_value(sample.value)}"
+    return f"{name}{{{labels}}} {_value(sample.value)}"
 
 
 def _value(value: float) -> str:

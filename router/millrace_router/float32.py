@@ -5,27 +5,33 @@ from __future__ import annotations
 from math import isfinite
 from struct import Struct
 
-_FLOAT32 = Struct("f")
+_FLOAT32 = Struct("<f")
 _pack = _FLOAT32.pack
+_SMALLEST_NORMAL = 2.0**-126
+_SHORTER = ("%.8g", "%.7g", "%.6g")
+"""What can be shorter than nine digits; below six, `%g` itself leaves zeros away."""
+_SHORTER_SUBNORMAL = (*_SHORTER, "%.5g", "%.4g", "%.3g", "%.2g", "%.1g")
 
 
 def shortest(value: float) -> float | None:
     """Return the double whose shortest decimal is the shortest one of `value` as a float32.
 
     A JSON writer prints -1.3242188 for it instead of the widened -1.32421875. None stands for NaN and infinity, which
-    JSON has not. `value` must lie within the range of float32.
+    JSON has not; OverflowError means a number beyond the range of float32.
     """
     if not isfinite(value):
         return None
+    if value == 0.0:
+        return value
     bits = _pack(value)
-    # A decimal of n digits is no farther away than one of n - 1, so the first failure downwards ends the search.
-    best = float(f"{value:.9g}")
-    for text in (f"{value:.8g}", f"{value:.7g}", f"{value:.6g}"):
-        shorter = float(text)
+    best: float | None = None
+    # A decimal of n digits is no farther away than one of n - 1: the first failure ends the search.
+    for form in _SHORTER if abs(value) >= _SMALLEST_NORMAL else _SHORTER_SUBNORMAL:
+        shorter = float(form % value)
         if _pack(shorter) != bits:
             break
         best = shorter
-    return best
+    return float(f"{value:.9g}") if best is None else best
 
 
 def rounded(value: float) -> float:

@@ -1,42 +1,198 @@
-"""Between routes and batcher: permits, validation, one generation or several, and what is counted of them."""
+"""Between routes and batcher: permits, validation, one generation or several of one prompt."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import Protocol, Self
+from dataclasses import replace
+from typing import Protocol
 
 from millrace_router.api.native import GenerateRequest
-from millrace_router.errors import (
-    GenerationError,
-    IncompleteGeneration,
-    Overloaded,
-    RouterError,
-    ShuttingDown,
-)
-from millrace_router.events import Event, Finished, PromptLogprobs, TokenEvent
+from millrace_router.errors import Overloaded, RouterError, ShuttingDown
+from millrace_router.generation import Collected, EventStream, Generation, RequestRecord
 from millrace_router.metrics import Metrics
 from millrace_router.request import ValidRequest
 from millrace_router.validation import Validated, Validator, check_best_of, random_seed
 
 
-class Stream(AsyncIterator[Event], Protocol):
-    """What the batcher answers with; times are of `time.monotonic`."""
-
-    queued_at: float
-    batched_at: float | None
-    finished_at: float | None
-
-    def close(self) -> None:
-        """Say that nobody reads any more."""
-
-
 class Batcher(Protocol):
     """Where valid requests go."""
 
-    def submit(self, request: ValidRequest, /) -> Stream:
+    def submit(self, request: ValidRequest, /) -> EventStream:
         """Queue a request; raises RouterError."""
+
+
+class Permits:
+    """How many generations may be in the house at once; nobody waits for one."""
+
+    def __init__(self, total: int) -> None:
+        self.free = total
+        self._total = total
+        self._all_free = asyncio.Event()
+        self._all_free.set()
+
+    def take(self, count: int = 1) -> None:
+        """Take `count` permits, or none and raise Overloaded."""
+        if self.free < count:
+            raise Overloaded
+        self.free -= count
+        self._all_free.clear()
+
+    def give(self, count: int = 1) -> None:
+        """Give `count` permits back."""
+        self.free += count
+        assert self.free <= self._total
+        if self.free == self._total:
+            self._all_free.set()
+
+    @property
+    def taken(self) -> int:
+        """How many generations are in the house."""
+        return self._total - self.free
+
+    async def all_free(self) -> None:
+        """Wait until nothing runs."""
+        await self._all_free.wait()
+
+
+def ignore(_: RouterError) -> None:
+    """Take no notice of a failure."""
+
+
+class Infer:
+    """Starts generations. Every permit taken is given back when its generation closes."""
+
+    def __init__(
+        self,
+        batcher: Batcher,
+        validator: Validator,
+        metrics: Metrics,
+        *,
+        on_failure: Callable[[RouterError], None] = ignore,
+    ) -> None:
+        self._batcher = batcher
+        self._validator = validator
+        self._metrics = metrics
+        self._on_failure = on_failure
+        self._draining = False
+        self.permits = Permits(validator.limits.max_concurrent_requests)
+
+    def drain(self) -> None:
+        """Accept nothing from now on; what runs goes on."""
+        self._draining = True
+
+    @property
+    def draining(self) -> bool:
+        """Whether new requests are refused."""
+        return self._draining
+
+    async def start(
+        self, request: GenerateRequest, *, add_special_tokens: bool = True
+    ) -> Generation:
+        """Validate and queue one generation; `best_of` is for `generate`.
+
+        Raises:
+            RouterError: the server drains, is overloaded, or the request is not valid.
+
+        """
+        record = self._new_record()
+        return await self._start(request, record, add_special_tokens=add_special_tokens)
+
+    async def generate(
+        self, request: GenerateRequest, *, add_special_tokens: bool = True
+    ) -> Collected:
+        """Generate to the end; with `best_of` several times, of which the likeliest wins.
+
+        Raises:
+            RouterError: as for `start`, or the generation failed.
+
+        """
+        record = self._new_record()
+        best_of = request.parameters.best_of or 1
+        if best_of == 1:
+            generation = await self._start(request, record, add_special_tokens=add_special_tokens)
+            async with generation:
+                return await generation.collect()
+        try:
+            check_best_of(request.parameters, self._validator.limits)
+            collected = await self._best_of(
+                request, record, best_of=best_of, add_special_tokens=add_special_tokens
+            )
+        except RouterError as error:
+            record.failed(error)
+            raise
+        except asyncio.CancelledError:
+            record.left()
+            raise
+        record.succeeded(collected.times, collected.finished.generated_tokens)
+        return collected
+
+    def _new_record(self) -> RequestRecord:
+        if self._draining:
+            raise ShuttingDown
+        return RequestRecord(self._metrics, self._on_failure)
+
+    async def _start(
+        self, request: GenerateRequest, record: RequestRecord, *, add_special_tokens: bool
+    ) -> Generation:
+        try:
+            self.permits.take()
+            with ExitStack() as undo:
+                undo.callback(self.permits.give)
+                validated = await self._validator.validate(
+                    request, add_special_tokens=add_special_tokens
+                )
+                generation = self._submit(validated, record, counted=True)
+                undo.pop_all()
+        except RouterError as error:
+            record.failed(error)
+            raise
+        except asyncio.CancelledError:
+            record.left()
+            raise
+        return generation
+
+    async def _best_of(
+        self,
+        request: GenerateRequest,
+        record: RequestRecord,
+        *,
+        best_of: int,
+        add_special_tokens: bool,
+    ) -> Collected:
+        """Submit all at once and read one after the other: their events wait in their streams."""
+        with ExitStack() as cleanup:
+            self.permits.take(best_of)
+            cleanup.callback(self.permits.give, best_of)
+            validated = await self._validator.validate(
+                request, add_special_tokens=add_special_tokens
+            )
+            generations = []
+            for _ in range(best_of):
+                generation = self._submit(_reseeded(validated), record, counted=False)
+                cleanup.callback(generation.close)
+                generations.append(generation)
+            collected = [await generation.collect() for generation in generations]
+        best = max(collected, key=lambda one: one.mean_logprob)
+        others = tuple(one for one in collected if one is not best)
+        return replace(best, others=others)
+
+    def _submit(self, validated: Validated, record: RequestRecord, *, counted: bool) -> Generation:
+        """Queue; a counted generation owns its permit, the others' belong to their request."""
+        return Generation(
+            validated,
+            self._batcher.submit(validated.request),
+            record=record,
+            counted=counted,
+            release=self.permits.give if counted else _nothing,
+        )
+
+
+def _nothing() -> None:
+    pass
+
+
+def _reseeded(validated: Validated) -> Validated:
+    sampling = replace(validated.request.sampling, seed=random_seed())
+    return replace(validated, request=replace(validated.request, sampling=sampling))

@@ -128,7 +128,7 @@ class Family(Collector, Generic[Instrument]):
         self.name = name
         self.documentation = documentation
         self.kind = make().kind
-        self._make = make
+        self._make: Callable[[], Instrument] = make
         self._label_names = labels
         self._series: dict[tuple[str, ...], Instrument] = {}
 

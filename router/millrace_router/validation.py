@@ -195,11 +195,13 @@ class Validator:
         )
         return Validated(valid, request.inputs)
 
-    async def tokenize(self, text: str) -> list[TokenSpan]:
+    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[TokenSpan]:
         """Split `text` into tokens with their places in it; raises ValidationError."""
         async with self._workers:
             try:
-                return await asyncio.to_thread(self._tokenizer.encode_with_offsets, text)
+                return await asyncio.to_thread(
+                    self._tokenizer.encode_with_offsets, text, add_special_tokens=add_special_tokens
+                )
             except TokenizerError as error:
                 raise ValidationError(f"tokenizer error {error}") from error
 

@@ -19,12 +19,36 @@ FAMILY = {
 }
 
 _HONOURED = frozenset(
-    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
-    "hidden_act max_position_embeddings rms_norm_eps tie_word_embeddings rope_parameters attention_bias mlp_bias "
-    "sliding_window use_sliding_window max_window_layers layer_types".split()
+    (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "hidden_act",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+        "rope_parameters",
+        "attention_bias",
+        "mlp_bias",
+        "sliding_window",
+        "use_sliding_window",
+        "max_window_layers",
+        "layer_types",
+    )
 )
 _WITHOUT_EFFECT = frozenset(
-    "attention_dropout initializer_range use_cache pad_token_id bos_token_id eos_token_id".split()
+    (
+        "attention_dropout",
+        "initializer_range",
+        "use_cache",
+        "pad_token_id",
+        "bos_token_id",
+        "eos_token_id",
+    )
 )
 # Fields that other code bases give such checkpoints, with the values that change nothing.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -120,24 +144,30 @@ class Architecture:
 
 def _refuse_unknown(config: PretrainedConfig) -> None:
     """Refuse values that would change the computation in ways the decoder does not know."""
-    for field, neutral in _NEUTRAL.items():
-        value = getattr(config, field, None)
+    for name, neutral in _NEUTRAL.items():
+        value = getattr(config, name, None)
         if value is not None and value not in neutral:
-            raise UnsupportedModel(f"{field}={value!r} is not supported for {config.model_type}")
+            raise UnsupportedModel(f"{name}={value!r} is not supported for {config.model_type}")
     classes = getattr(config, "architectures", None)
     if classes and classes != [FAMILY[config.model_type]]:
-        raise UnsupportedModel(f"architectures={classes!r} is not supported, only {FAMILY[config.model_type]}")
+        raise UnsupportedModel(
+            f"architectures={classes!r} is not supported, only {FAMILY[config.model_type]}"
+        )
     general = {field.name for field in dataclasses.fields(PretrainedConfig)}
     known = _HONOURED | _WITHOUT_EFFECT | _NEUTRAL.keys() | general
     for field in dataclasses.fields(type(config)):
         if field.name not in known and getattr(config, field.name) != _default(field):
             value = getattr(config, field.name)
-            raise UnsupportedModel(f"{field.name}={value!r} is not supported for {config.model_type}")
+            raise UnsupportedModel(
+                f"{field.name}={value!r} is not supported for {config.model_type}"
+            )
     rope_kind(config)
 
 
 def _default(field: dataclasses.Field[Any]) -> object:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return (
+        field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    )
 
 
 def _count(config: PretrainedConfig, field: str) -> int:
@@ -150,7 +180,9 @@ def _count(config: PretrainedConfig, field: str) -> int:
 def _kv_heads(config: PretrainedConfig) -> int:
     heads, kv_heads = config.num_attention_heads, _count(config, "num_key_value_heads")
     if heads % kv_heads:
-        raise UnsupportedModel(f"num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}")
+        raise UnsupportedModel(
+            f"num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}"
+        )
     return kv_heads
 
 
@@ -173,7 +205,9 @@ def _windows(config: PretrainedConfig) -> tuple[int | None, ...]:
     kinds = tuple(config.layer_types)
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if unknown or len(kinds) != num_layers:
-        raise UnsupportedModel(f"layer_types={kinds!r} must name one of two kinds for each of {num_layers} layers")
+        raise UnsupportedModel(
+            f"layer_types={kinds!r} must name one of two kinds for each of {num_layers} layers"
+        )
     if "sliding_attention" in kinds and window is None:
         raise UnsupportedModel("layer_types asks for sliding_attention, but sliding_window is off")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

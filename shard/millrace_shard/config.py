@@ -13,7 +13,6 @@ from typing import Annotated, Literal, Self
 from pydantic import ByteSize, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
-    CliExplicitFlag,
     CliPositionalArg,
     NoDecode,
     SettingsConfigDict,
@@ -59,6 +58,9 @@ class ShardConfig(BaseSettings):
         "/tmp/text-generation-server",  # noqa: S108
         description="Unix socket to serve on, without the rank that is appended to it.",
     )
+    address: str | None = Field(
+        None, description="TCP address to serve on in place of the socket, such as 0.0.0.0:50051."
+    )
     rank: int = Field(0, ge=0, description="This shard's place in its tensor-parallel group.")
     world_size: int = Field(1, ge=1, description="Shards in the group.")
     master_addr: str = Field("localhost", description="Where the group meets (torch.distributed).")
@@ -72,8 +74,9 @@ class ShardConfig(BaseSettings):
     dtype: Literal["float16", "bfloat16", "float32"] | None = Field(
         None, description="Type of weights and KV; the model's own, where the device has it."
     )
-    deterministic: CliExplicitFlag[bool | None] = Field(
-        None, description="on: output never depends on batch mates; off: faster; absent: device's."
+    deterministic: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="on: output never depends on batch mates; off: faster; auto: the device's default.",
     )
     disable_custom_kernels: bool = Field(
         default=False, description="Run on plain PyTorch operators only."
@@ -123,6 +126,11 @@ class ShardConfig(BaseSettings):
         """The unix socket of this rank."""
         return Path(f"{self.uds_path}-{self.rank}")
 
+    @property
+    def listen_target(self) -> str:
+        """What gRPC listens on: the TCP address when there is one, else this rank's socket."""
+        return self.address or f"unix:{self.socket_path}"
+
     @classmethod
     def from_args(cls, argv: Sequence[str]) -> Self:
         """Read the command line and the environment; exit 2 with a message when either is wrong."""
@@ -144,6 +152,15 @@ class ShardConfig(BaseSettings):
             parts = [part.strip() for item in value for part in str(item).split(",")]
             return tuple(part for part in parts if part not in ("", "0"))
         return value
+
+    @field_validator("deterministic", mode="before")
+    @classmethod
+    def _read_switch(cls, value: object) -> object:
+        """Take the words of boolean variables for on and off too."""
+        if not isinstance(value, str):
+            return value
+        word = value.strip().lower()
+        return {"true": "on", "1": "on", "false": "off", "0": "off"}.get(word, word)
 
     @field_validator("log_level", mode="before")
     @classmethod

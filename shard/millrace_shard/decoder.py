@@ -84,9 +84,7 @@ class Decoder:
         x = F.embedding(local.masked_fill(elsewhere, 0), self._embedding)
         return self._group.all_reduce(x.masked_fill_(elsewhere.unsqueeze(1), 0))
 
-    def _attention(
-        self, layer: Layer, x: Tensor, batch: RaggedBatch, cache: LayerCache
-    ) -> Tensor:
+    def _attention(self, layer: Layer, x: Tensor, batch: RaggedBatch, cache: LayerCache) -> Tensor:
         qkv = layer.qkv(x)
         if layer.query_norm is not None and layer.key_norm is not None:
             heads = qkv.view(qkv.shape[0], -1, self._arch.head_dim)
@@ -129,7 +127,7 @@ class LayerLoader:
         self._group = group
 
     def vocabulary(self, name: str) -> Tensor:
-        """This rank's rows of the embedding or the head."""
+        """The rank's rows of the embedding or the head."""
         return self._weights.vocabulary(name, self._arch.vocab_size, self._arch.hidden_size)
 
     def head(self, embedding: Tensor) -> Linear:
@@ -182,5 +180,6 @@ class LayerLoader:
         weight = self._weights.rows(f"{name}.weight", self._arch.hidden_size, inputs)
         adds = bias and self._group.rank == 0
         return self._kernels.linear(
-            weight, self._weights.replicated(f"{name}.bias", self._arch.hidden_size) if adds else None
+            weight,
+            self._weights.replicated(f"{name}.bias", self._arch.hidden_size) if adds else None,
         )

@@ -7,7 +7,7 @@ class ModelError(ValueError):
     """The model in this folder cannot be served."""
 
 
-class UnsupportedModel(ModelError):
+class UnsupportedModel(ModelError):  # noqa: N818
     """Its architecture, or a field of its config, asks for what is not implemented."""
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from millrace_shard.architecture import FAMILY, Architecture
 from millrace_shard.decoder import Decoder
@@ -16,8 +17,8 @@ from millrace_shard.errors import ModelError, UnsupportedModel
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.model import CausalModel, ModelInfo
 from millrace_shard.parallel import ProcessGroup
-from millrace_shard.rope import longest_position, rope_kind, rope_table
-from millrace_shard.transformers_backend import TransformersModel
+from millrace_shard.rope import longest_position, model_rope_table, rope_kind
+from millrace_shard.transformers_backend import TransformersModel, check_supported
 from millrace_shard.weights import Weights
 
 
@@ -49,12 +50,108 @@ def load_model(
     config = read_config(folder)
     if rope_override is not None:
         _override_rope(config, rope_override)
-    info = model_info(folder, config)
     if config.model_type not in FAMILY:
+        check_supported(config)
+        if group.world_size > 1:
+            raise UnsupportedModel(
+                f"{config.model_type} runs on one shard only; split over several are: {', '.join(FAMILY)}"
+            )
         return TransformersModel.load(
-            folder, config, info, dtype=dtype, kernels=kernels, group=group, device=device
+            folder,
+            config,
+            model_info(folder, config),
+            dtype=dtype,
+            kernels=kernels,
+            device=device,
+            max_total_tokens=max_total_tokens,
         )
     arch = Architecture.from_config(config)
     arch.check_split(group.world_size)
-    num_positions = min(info.max_position_embeddings, max_total_tokens or info.max_position_embeddings)
-    ...
+    weights = Weights(folder, dtype=dtype, device=device, group=group)
+    rope = model_rope_table(config, max_total_tokens).to(device)
+    info = model_info(folder, config)
+    model = Decoder(arch, info, rope, weights=weights, kernels=kernels, group=group)
+    weights.close()
+    return model
+
+
+def read_config(folder: Path) -> PretrainedConfig:
+    """The config of the checkpoint in `folder`, as transformers understands it; no code of the folder is run."""
+    raw = _read_json(folder / "config.json")
+    if raw is None:
+        raise ModelError(f"no config.json in {folder}")
+    kind = raw.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        raise UnsupportedModel(f"model_type={kind!r} in {folder / 'config.json'} is not known")
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        OSError,
+        StrictDataclassError,
+    ) as error:
+        raise ModelError(
+            f"{folder / 'config.json'} is not a valid {kind} config: {error}"
+        ) from error
+    return config
+
+
+def model_info(folder: Path, config: PretrainedConfig) -> ModelInfo:
+    """What the router is told of the model; the end-of-sequence ids are generation_config.json's, else the config's."""
+    generation = _read_json(folder / "generation_config.json") or {}
+    eos = generation.get("eos_token_id")
+    return ModelInfo(
+        model_type=config.model_type,
+        vocab_size=int(config.vocab_size),
+        max_position_embeddings=_longest_sequence(config),
+        eos_token_ids=_ids(config.eos_token_id if eos is None else eos),
+        window_size=Architecture.from_config(config).window
+        if config.model_type in FAMILY
+        else None,
+    )
+
+
+def _longest_sequence(config: PretrainedConfig) -> int:
+    if getattr(config, "rope_parameters", None):
+        return longest_position(config)
+    return int(config.max_position_embeddings)
+
+
+def _override_rope(config: PretrainedConfig, override: RopeOverride) -> None:
+    """As TGI does: the checkpoint's own scaling is replaced, its base and rotated share are kept."""
+    if override.kind not in {"linear", "dynamic"}:
+        raise UnsupportedModel(f"rope scaling {override.kind!r} is not one of: linear, dynamic")
+    if not override.factor >= 1:
+        raise UnsupportedModel(f"a rope factor is at least 1, not {override.factor}")
+    if not getattr(config, "rope_parameters", None):
+        raise UnsupportedModel(f"{config.model_type} has no rotary embedding to scale")
+    rope_kind(config)
+    kept = {
+        k: v
+        for k, v in config.rope_parameters.items()
+        if k in {"rope_theta", "partial_rotary_factor"}
+    }
+    config.rope_parameters = {"rope_type": override.kind, "factor": override.factor, **kept}
+
+
+def _ids(eos: object) -> tuple[int, ...]:
+    ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    if not all(isinstance(token, int) for token in ids):
+        raise ModelError(f"eos_token_id={eos!r} is neither a token id nor a list of them")
+    return tuple(dict.fromkeys(ids))
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """The object in `path`; None where there is no such file."""
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ModelError(f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{path} holds no object")
+    return found

@@ -29,6 +29,8 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     window_size: int | None
     """Set when every layer has this attention window."""
+    batch_invariant: bool = True
+    """Whether the model's own code keeps the promise of deterministic kernels: bits that do not depend on batch mates."""
 
 
 class CausalModel(Protocol):

@@ -52,12 +52,9 @@ class ProcessGroup:
         if cuda:
             torch.cuda.set_device(device)
         try:
-            store = dist.TCPStore(
-                master_addr, master_port, world_size, is_master=rank == 0, timeout=timeout
-            )
             dist.init_process_group(
                 "nccl" if cuda else "gloo",
-                store=store,
+                init_method=f"tcp://{master_addr}:{master_port}",
                 rank=rank,
                 world_size=world_size,
                 timeout=timeout,
@@ -65,7 +62,9 @@ class ProcessGroup:
             )
         except (dist.DistError, RuntimeError, ValueError) as error:
             place = f"{master_addr}:{master_port}"
-            raise GroupError(f"rank {rank} of {world_size} found no group at {place}: {error}") from error
+            raise GroupError(
+                f"rank {rank} of {world_size} found no group at {place}: {error}"
+            ) from error
         return group
 
     def all_reduce(self, t: Tensor) -> Tensor:
@@ -78,7 +77,10 @@ class ProcessGroup:
         """Every rank's `t` side by side in the last dimension, rank 0 first."""
         if self.world_size == 1:
             return t
-        parts = [torch.empty_like(t, memory_format=torch.contiguous_format) for _ in range(self.world_size)]
+        parts = [
+            torch.empty_like(t, memory_format=torch.contiguous_format)
+            for _ in range(self.world_size)
+        ]
         dist.all_gather(parts, t.contiguous())
         return torch.cat(parts, dim=-1)
 

@@ -10,10 +10,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from millrace_shard.errors import UnsupportedModel
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+LENGTH_DEPENDENT = ("dynamic", "longrope")
+"""Kinds whose frequencies transformers takes from the longest sequence in the batch."""
 POSITIONS_PER_STEP = 8192
 
 
-def rope_table(config: PretrainedConfig, num_positions: int, *, long_context: bool = False) -> Tensor:
+def rope_table(
+    config: PretrainedConfig, num_positions: int, *, long_context: bool = False
+) -> Tensor:
     """[num_positions, rotary_dim] float32 on the CPU: cosines in the first half, sines in the second, both scaled.
 
     Two kinds depend on a length. transformers takes the longest one in the batch, so that a sequence's keys change
@@ -31,19 +35,31 @@ def rope_table(config: PretrainedConfig, num_positions: int, *, long_context: bo
     positions = torch.arange(num_positions)
     chunks = [
         _rotations(config, rope_type, chunk, long_context=long_context)
-        for chunk in positions.split(POSITIONS_PER_STEP)
+        for chunk in torch.split(positions, POSITIONS_PER_STEP)
     ]
     return torch.cat(chunks)
+
+
+def model_rope_table(config: PretrainedConfig, max_total_tokens: int | None) -> Tensor:
+    """The table for a model that serves sequences of up to `max_total_tokens`, or as long as its encoding goes."""
+    longest = longest_position(config)
+    wanted = min(longest, max_total_tokens or longest)
+    trained = config.rope_parameters.get("original_max_position_embeddings", longest)
+    return rope_table(config, wanted, long_context=(max_total_tokens or 0) > trained)
 
 
 def rope_kind(config: PretrainedConfig) -> str:
     """The `rope_type`, one of ROPE_TYPES."""
     parameters = config.rope_parameters
     if not isinstance(parameters, dict) or "rope_type" not in parameters:
-        raise UnsupportedModel(f"rope_parameters {parameters!r} are not supported: one kind for all layers is")
+        raise UnsupportedModel(
+            f"rope_parameters {parameters!r} are not supported: one kind for all layers is"
+        )
     kind = str(parameters["rope_type"])
     if kind not in ROPE_TYPES:
-        raise UnsupportedModel(f"rope_type {kind!r} is not supported; these are: {', '.join(ROPE_TYPES)}")
+        raise UnsupportedModel(
+            f"rope_type {kind!r} is not supported; these are: {', '.join(ROPE_TYPES)}"
+        )
     return kind
 
 
@@ -74,16 +90,19 @@ def _frequencies(
     """Inverse frequencies, one row for all positions or one each, and the scaling of cosines and sines."""
     if kind == "default":
         return _default_frequencies(config), 1.0
-    init = ROPE_INIT_FUNCTIONS[kind]
+    init, cpu = ROPE_INIT_FUNCTIONS[kind], torch.device("cpu")
+    frequencies: Tensor
     if kind == "dynamic":
-        return init(config, torch.device("cpu"), seq_len=(positions + 1).unsqueeze(1))
-    if kind == "longrope":
+        frequencies, scaling = init(config, cpu, seq_len=(positions + 1).unsqueeze(1))
+    elif kind == "longrope":
         original = int(config.rope_parameters["original_max_position_embeddings"])
-        short, scaling = init(config, torch.device("cpu"), seq_len=original)
-        long, _ = init(config, torch.device("cpu"), seq_len=original + 1)
+        short, scaling = init(config, cpu, seq_len=original)
+        long, _ = init(config, cpu, seq_len=original + 1)
         is_long = (positions >= original).unsqueeze(1) | long_context
-        return torch.where(is_long, long, short), scaling
-    return init(config, torch.device("cpu"))
+        frequencies = torch.where(is_long, long, short)
+    else:
+        frequencies, scaling = init(config, cpu)
+    return frequencies, float(scaling)
 
 
 def _default_frequencies(config: PretrainedConfig) -> Tensor:

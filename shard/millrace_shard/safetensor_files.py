@@ -47,7 +47,9 @@ class SafetensorFiles:
         try:
             return self._file(self._paths[stored]).get_slice(stored)
         except SafetensorError as error:
-            raise WeightsError(f"{self._paths[stored].name} has no tensor {stored}: {error}") from error
+            raise WeightsError(
+                f"{self._paths[stored].name} has no tensor {stored}: {error}"
+            ) from error
 
     def _stored_name(self, name: str) -> str | None:
         bare = name.removeprefix(PREFIX)
@@ -77,6 +79,10 @@ class SafetensorFiles:
 def _read_index(index: Path) -> dict[str, Path]:
     try:
         names = json.loads(index.read_bytes())["weight_map"]
-        return {str(name): index.parent / str(file) for name, file in names.items()}
+        files = {str(name): str(file) for name, file in names.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(f"{index} is damaged: {error!r}") from error
+    for file in files.values():
+        if Path(file).name != file:
+            raise WeightsError(f"{index} names {file}, which is not a file beside it")
+    return {name: index.parent / file for name, file in files.items()}

@@ -67,7 +67,7 @@ class Weights:
         return out
 
     def columns(self, parts: Sequence[Columns], *inputs: int) -> Tensor:
-        """This rank's outputs of all `parts`, one under another; of weights [out, inputs] or, without it, biases."""
+        """The rank's outputs of all `parts`, one under another; of weights [out, inputs] or, without it, biases."""
         spans = [part.span(self._rank, self._world_size) for part in parts]
         out = self._new(sum(end - start for start, end in spans), *inputs)
         filled = 0
@@ -78,7 +78,7 @@ class Weights:
         return out
 
     def rows(self, name: str, outputs: int, inputs: int) -> Tensor:
-        """This rank's inputs: [outputs, inputs / world_size]."""
+        """The rank's inputs: [outputs, inputs / world_size]."""
         share = inputs // self._world_size
         out = self._new(outputs, share)
         span = (self._rank * share, (self._rank + 1) * share)
@@ -86,7 +86,7 @@ class Weights:
         return out
 
     def vocabulary(self, name: str, vocab_size: int, hidden_size: int) -> Tensor:
-        """This rank's ids: [ceil(vocab_size / world_size), hidden_size], zeros past the last id."""
+        """The rank's ids: [ceil(vocab_size / world_size), hidden_size], zeros past the last id."""
         share = -(-vocab_size // self._world_size)
         start = min(self._rank * share, vocab_size)
         end = min(start + share, vocab_size)
@@ -103,6 +103,8 @@ class Weights:
     ) -> None:
         found = self._files.shape(name)
         if found != shape:
-            raise WeightsError(f"tensor {name} has shape {list(found)}, its config says {list(shape)}")
+            raise WeightsError(
+                f"tensor {name} has shape {list(found)}, its config says {list(shape)}"
+            )
         if span[0] < span[1]:
             out.copy_(self._files.read(name, dim=dim, span=span))

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from millrace_router.tokenizer import Tokenizer
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as RustTokenizer
+
+from millrace_router.entry import Entry, TokenStream
+from millrace_router.errors import RouterError
+from millrace_router.request import ValidRequest
+from millrace_router.tokenizer import Tokenizer
 
 CORPUS = (
     "the quick brown fox jumps over the lazy dog and runs away",
     "hello world, hello there; what is deep learning?",
     "the cat sat on the mat. Don't stop now! 12345 67890",
-    "你好，世界。今天天气很好。深度学习是什么？",
+    "你好，世界。今天天气很好。深度学习是什么？",  # noqa: RUF001
     "¿Dónde está la biblioteca? Größe, naïve café, œuvre",
     "Привет, мир! Как дела? 😀😃👩‍💻 🎉🎉",
 ) * 4
@@ -104,3 +110,46 @@ def write_model(folder: Path, kind: str = "byte_level", **tokenizer_config: Any)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     return folder
+
+
+Plan = Sequence[int | RouterError]
+"""Token ids of a generation, or an error in the place of one."""
+
+
+class Generations:
+    """A script for the edge's fake batcher: generates planned ids through real entries, one each turn of the loop.
+
+    A plan that ends before its generation does leaves the stream open until it is closed.
+    """
+
+    def __init__(self, *plans: Plan, tokenizer: Tokenizer, eos_token_id: int = 0) -> None:
+        self.requests: list[ValidRequest] = []
+        self.streams: list[TokenStream] = []
+        self.candidates: list[tuple[int, float]] = []
+        self._plans = iter(plans)
+        self._tokenizer = tokenizer
+        self._eos_token_ids = frozenset({eos_token_id})
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __call__(self, request: ValidRequest, stream: TokenStream) -> None:
+        """Begin the next plan."""
+        self.requests.append(request)
+        self.streams.append(stream)
+        entry = Entry(len(self.requests), request, self._tokenizer, self._eos_token_ids)
+        entry.stream = stream
+        task = asyncio.create_task(self._feed(entry, next(self._plans)))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _feed(self, entry: Entry, plan: Plan) -> None:
+        stream = entry.stream
+        stream.batched_at = stream.queued_at
+        for item in plan:
+            await asyncio.sleep(0)
+            if stream.closed:
+                return
+            if isinstance(item, RouterError):
+                stream.fail(item)
+                return
+            if entry.accept(item, -0.5, self.candidates[: entry.request.top_n_tokens]):
+                return

@@ -109,17 +109,17 @@ class BestOfSequenceJson(SequenceJson):
     generated_text: str
 
 
-class DetailsJson(SequenceJson):
-    """`details` of an answer in one piece."""
+class BestOfDetailsJson(SequenceJson):
+    """`details` of the best one of several sequences."""
 
-    best_of_sequences: NotRequired[list[BestOfSequenceJson]]
+    best_of_sequences: list[BestOfSequenceJson]
 
 
 class GenerateResponse(TypedDict):
     """Answer of `/generate`."""
 
     generated_text: str
-    details: NotRequired[DetailsJson]
+    details: NotRequired[SequenceJson | BestOfDetailsJson]
 
 
 class StreamDetailsJson(TypedDict):
@@ -160,9 +160,7 @@ def token_json(token: Token) -> TokenJson:
     }
 
 
-def prefill_json(
-    prompt: PromptLogprobs | None, texts: Iterable[str]
-) -> list[PrefillTokenJson]:
+def prefill_json(prompt: PromptLogprobs | None, texts: Iterable[str]) -> list[PrefillTokenJson]:
     """Render the prompt's log probabilities; empty when they were not asked for."""
     if prompt is None:
         return []
@@ -192,12 +190,17 @@ def sequence_json(
 
 def stream_json(event: TokenEvent) -> StreamResponse:
     """Render one event of a stream, without its end."""
-    response: StreamResponse = {
+    if not event.top_tokens:
+        return {
+            "index": event.index,
+            "token": token_json(event.token),
+            "generated_text": None,
+            "details": None,
+        }
+    return {
         "index": event.index,
         "token": token_json(event.token),
+        "top_tokens": [token_json(token) for token in event.top_tokens],
         "generated_text": None,
         "details": None,
     }
-    if event.top_tokens:
-        response["top_tokens"] = [token_json(token) for token in event.top_tokens]
-    return response

@@ -75,10 +75,9 @@ struct Range {
 // Turns scores[low, high) of a chunk into weights [0, n) and rescales what the row has summed so far.
 template <typename T>
 void softmax_row(const Attention<T>& a, const Workspace<T>& w, int64_t row, Range seen, int64_t n) {
-  constexpr int64_t step = kLanes * kInterleave<T>;
   float* scores = w.scores + row * kChunk;
   T* weights = w.weights + row * kChunk;
-  const int64_t low = round_down(seen.low, step), high = round_up(seen.high, step);
+  const int64_t low = round_down(seen.low, kLanes), high = round_up(seen.high, kLanes);
   std::fill(weights, weights + low, T(0));
   std::fill(weights + high, weights + n, T(0));
 
@@ -103,16 +102,10 @@ void softmax_row(const Attention<T>& a, const Workspace<T>& w, int64_t row, Rang
 
   Vec total(0.f);
   const Vec scales(scale), shift(now);
-  for (int64_t i = low; i < high; i += step) {
-    const Vec first = (load(scores + i) * scales - shift).exp_u20();
-    total = total + first;
-    if constexpr (kInterleave<T> == 2) {
-      const Vec second = (load(scores + i + kLanes) * scales - shift).exp_u20();
-      total = total + second;
-      at::vec::convert_from_float<T>(first, second).store(weights + i);
-    } else {
-      save(weights + i, first);
-    }
+  for (int64_t i = low; i < high; i += kLanes) {
+    const Vec weight = (load(scores + i) * scales - shift).exp_u20();
+    total = total + weight;
+    save(weights + i, weight);
   }
   w.row_sum[row] = w.row_sum[row] * keep + sum(total);
   w.row_max[row] = now;

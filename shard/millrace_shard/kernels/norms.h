@@ -27,32 +27,34 @@ float sum_of_squares(const T* x, int64_t width) {
   return result;
 }
 
+// residual += x, rounded to T; returns the sum of squares of that.
 template <typename T>
-void add_row(T* residual, const T* x, int64_t width) {
+float add_row(T* residual, const T* x, int64_t width) {
+  Vec total(0.f);
   int64_t i = 0;
-  for (; i + kLanes <= width; i += kLanes) save(residual + i, load(residual + i) + load(x + i));
-  for (; i < width; i++) residual[i] = static_cast<T>(static_cast<float>(residual[i]) + static_cast<float>(x[i]));
+  for (; i + kLanes <= width; i += kLanes) {
+    const Vec value = save(residual + i, load(residual + i) + load(x + i));
+    total = at::vec::fmadd(value, value, total);
+  }
+  float result = sum(total);
+  for (; i < width; i++) {
+    residual[i] = static_cast<T>(static_cast<float>(residual[i]) + static_cast<float>(x[i]));
+    result += static_cast<float>(residual[i]) * static_cast<float>(residual[i]);
+  }
+  return result;
 }
 
 // The normalised value is rounded to T before it is scaled, as Llama does.
 template <typename T>
-void scale_row(T* out, const T* x, const T* weight, float inverse, int64_t width) {
+void norm_row(T* out, const T* x, const T* weight, float squares, float eps, int64_t width) {
+  const float inverse = 1.f / std::sqrt(squares / static_cast<float>(width) + eps);
   const Vec inverses(inverse);
   int64_t i = 0;
-  for (; i + kLanes <= width; i += kLanes) {
-    save(out + i, load(x + i) * inverses);
-    save(out + i, load(out + i) * load(weight + i));
-  }
+  for (; i + kLanes <= width; i += kLanes) save(out + i, save(out + i, load(x + i) * inverses) * load(weight + i));
   for (; i < width; i++) {
     const T value = static_cast<T>(static_cast<float>(x[i]) * inverse);
     out[i] = static_cast<T>(static_cast<float>(value) * static_cast<float>(weight[i]));
   }
-}
-
-template <typename T>
-void norm_row(T* out, const T* x, const T* weight, float eps, int64_t width) {
-  const float mean = sum_of_squares(x, width) / static_cast<float>(width);
-  scale_row(out, x, weight, 1.f / std::sqrt(mean + eps), width);
 }
 
 // out [A, B, width] contiguous; x [A, B, width] with any strides but 1 for the last.
@@ -68,9 +70,11 @@ void rms_norm(at::Tensor out, const at::Tensor& x, const at::Tensor& weight, dou
     const int64_t outer = x.stride(0), inner = x.stride(1);
     at::parallel_for(0, rows, row_grain(parts * width), [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; row++)
-        for (int64_t part = 0; part < parts; part++)
-          norm_row(to + (row * parts + part) * width, from + row * outer + part * inner, scale,
+        for (int64_t part = 0; part < parts; part++) {
+          const T* row_values = from + row * outer + part * inner;
+          norm_row(to + (row * parts + part) * width, row_values, scale, sum_of_squares(row_values, width),
                    static_cast<float>(eps), width);
+        }
     });
   });
 }
@@ -90,8 +94,8 @@ void add_rms_norm(at::Tensor out, const at::Tensor& x, at::Tensor residual, cons
     T* to = out.mutable_data_ptr<T>();
     at::parallel_for(0, rows, row_grain(width), [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; row++) {
-        add_row(sums + row * width, added + row * width, width);
-        norm_row(to + row * width, sums + row * width, scale, static_cast<float>(eps), width);
+        const float squares = add_row(sums + row * width, added + row * width, width);
+        norm_row(to + row * width, sums + row * width, scale, squares, static_cast<float>(eps), width);
       }
     });
   });

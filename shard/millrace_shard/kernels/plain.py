@@ -15,6 +15,7 @@ from millrace_shard.kernels.plain_attention import ScoreRule, attend_fast, atten
 from millrace_shard.ragged import RaggedBatch
 
 LINEAR_ROWS = 32
+ACTIVATION_ELEMENTS = 16384
 
 
 class PlainLinear:
@@ -42,7 +43,9 @@ class FixedShapeLinear:
         if num_rows == 0:
             return x.new_empty(0, self._weight.shape[0])
         padded = F.pad(x, (0, 0, 0, -num_rows % LINEAR_ROWS))
-        tiles = [F.linear(rows, self._weight, self._bias) for rows in padded.split(LINEAR_ROWS)]
+        tiles = [
+            F.linear(rows, self._weight, self._bias) for rows in torch.split(padded, LINEAR_ROWS)
+        ]
         return (tiles[0] if len(tiles) == 1 else torch.cat(tiles))[:num_rows]
 
 
@@ -106,7 +109,7 @@ class PlainKernels:
     ) -> Tensor:
         """Rotate in float32, in place; the queries returned are a view into `qkv`."""
         heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
-        queries, keys, values = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+        queries, keys, values = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
         rotated = heads[:, : num_heads + num_kv_heads, : rope.shape[1]]
         cos, sin = rope[batch.positions].unsqueeze(1).chunk(2, dim=-1)
         left, right = rotated.float().chunk(2, dim=-1)
@@ -136,4 +139,14 @@ class PlainKernels:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """`silu(gate) * up`, gate first."""
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return (_silu_in_chunks(gate) if self.deterministic else F.silu(gate)) * up
+
+
+def _silu_in_chunks(x: Tensor) -> Tensor:
+    """`F.silu` over ACTIVATION_ELEMENTS at a time: vector loops round their last few elements differently.
+
+    So many fill whole vectors and are too few to be split over threads.
+    """
+    flat = F.pad(x.reshape(-1), (0, -x.numel() % ACTIVATION_ELEMENTS))
+    chunks = [F.silu(chunk) for chunk in torch.split(flat, ACTIVATION_ELEMENTS)]
+    return torch.cat(chunks)[: x.numel()].view(x.shape) if chunks else x

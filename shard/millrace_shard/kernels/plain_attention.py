@@ -48,9 +48,7 @@ class ScoreRule:
         return 0 if self.window is None else max(0, query_position - self.window + 1)
 
 
-def attend_fast(
-    queries: Tensor, batch: RaggedBatch, cache: LayerCache, rule: ScoreRule
-) -> Tensor:
+def attend_fast(queries: Tensor, batch: RaggedBatch, cache: LayerCache, rule: ScoreRule) -> Tensor:
     """All single queries in one gather, every longer run of queries by itself: [T, H * D]."""
     out = torch.empty_like(queries, memory_format=torch.contiguous_format)
     singles = [b for b, count in enumerate(batch.num_queries) if count == 1]
@@ -58,7 +56,9 @@ def attend_fast(
         rows = torch.tensor(singles, device=queries.device)
         tokens = batch.query_starts[rows].long()
         longest = max(batch.num_context[b] for b in singles)
-        out[tokens] = _attend_singles(queries[tokens], batch, cache, rule, rows=rows, longest=longest)
+        out[tokens] = _attend_singles(
+            queries[tokens], batch, cache, rule, rows=rows, longest=longest
+        )
     start = 0
     for sequence, count in enumerate(batch.num_queries):
         if count > 1:
@@ -68,9 +68,7 @@ def attend_fast(
     return out.flatten(1)
 
 
-def attend_fixed(
-    queries: Tensor, batch: RaggedBatch, cache: LayerCache, rule: ScoreRule
-) -> Tensor:
+def attend_fixed(queries: Tensor, batch: RaggedBatch, cache: LayerCache, rule: ScoreRule) -> Tensor:
     """Query tiles and key chunks on a grid of absolute positions, softmax carried along in float32: [T, H * D].
 
     A query keeps its place in its tile and meets the same chunks in the same order however it comes.
@@ -118,7 +116,7 @@ class _KeyChunks:
 
 def _attend_tile(queries: Tensor, tile: int, chunks: _KeyChunks, rule: ScoreRule) -> Tensor:
     """`queries` [QUERY_TILE, H, D] at positions `tile` and on; rows without a query come out as anything."""
-    num_heads, head_dim = queries.shape[1:]
+    num_heads = queries.shape[1]
     positions = torch.arange(tile, tile + QUERY_TILE, device=queries.device)
     num_kv_heads = chunks[tile // KEY_CHUNK * KEY_CHUNK][0].shape[0]
     grouped = _fold_heads(queries.float(), num_kv_heads)
@@ -199,7 +197,9 @@ def _attend_run(
         )
         return attended[0].transpose(0, 1)
     tiles = []
-    for tile, tile_seen in zip(queries.split(SCORE_QUERIES), seen.split(SCORE_QUERIES), strict=True):
+    for tile, tile_seen in zip(
+        torch.split(queries, SCORE_QUERIES), torch.split(seen, SCORE_QUERIES), strict=True
+    ):
         grouped = _fold_heads(tile.float(), keys.shape[0])
         hidden = ~tile_seen.repeat(grouped.shape[1] // tile.shape[0], 1)
         scores = rule.scores(grouped @ keys.float().transpose(1, 2)).masked_fill(hidden, -torch.inf)
@@ -209,8 +209,7 @@ def _attend_run(
 
 def _fold_heads(queries: Tensor, num_kv_heads: int) -> Tensor:
     """[n, H, D] to [K, G * n, D]: the heads that share keys are rows of one product."""
-    count, _, head_dim = queries.shape
-    return queries.transpose(0, 1).reshape(num_kv_heads, -1, head_dim)
+    return queries.transpose(0, 1).reshape(num_kv_heads, -1, queries.shape[2])
 
 
 def _unfold_heads(attended: Tensor, count: int) -> Tensor:

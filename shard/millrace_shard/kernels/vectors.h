@@ -6,6 +6,7 @@
 #include <ATen/cpu/vec/vec.h>
 
 #include <cstdint>
+#include <cstdlib>
 #include <type_traits>
 
 namespace millrace {
@@ -26,11 +27,35 @@ inline Vec load(const BFloat16* from) {
   return value;
 }
 
-inline void save(float* to, const Vec& value) { value.store(to); }
-
-inline void save(BFloat16* to, const Vec& value) {
-  at::vec::convert_from_float<BFloat16>(value, value).store(to, kLanes);
+// Stores `value` and returns it as stored.
+inline Vec save(float* to, const Vec& value) {
+  value.store(to);
+  return value;
 }
+
+#if defined(CPU_CAPABILITY_AVX512)
+inline Vec save(BFloat16* to, const Vec& value) {
+#if defined(__AVX512BF16__)
+  const __m256i bits = (__m256i)_mm512_cvtneps_pbh(value);
+#else
+  const __m256i bits = at::vec::cvtfp32_bf16(__m512(value));
+#endif
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), bits);
+  __m512 stored;
+  at::vec::cvtbf16_fp32(bits, stored);
+  return stored;
+}
+#elif defined(CPU_CAPABILITY_AVX2)
+inline Vec save(BFloat16* to, const Vec& value) {
+  const __m128i bits = at::vec::cvtfp32_bf16(__m256(value));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bits);
+  __m256 stored;
+  at::vec::cvtbf16_fp32(bits, stored);
+  return stored;
+}
+#else
+#error "AVX2 or AVX512 expected"
+#endif
 
 inline float sum(const Vec& values) {
   return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return a + b; }, values);

@@ -1,0 +1,217 @@
+"""Trains the demo model from nothing but a seed: `python -m demo.train --output demo/model`."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch.nn import functional
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from demo import corpus, measure, vocabulary
+
+CONTEXT = 1024
+BATCH_TOKENS = 3072
+WINDOW = 8192
+PEAK_RATE = 1.8e-3
+FINAL_RATE = 2e-5
+WARMUP_STEPS = 100
+IGNORE = -100
+REPORT_STEPS = 50
+CHECKPOINT_STEPS = 500
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Token ids of a conversation and, for each, whether the model learns to write it."""
+
+    ids: list[int]
+    learned: list[bool]
+
+
+def main() -> None:
+    """Make the corpus, train tokenizer and model, save both."""
+    arguments = _arguments()
+    started = time.monotonic()
+    torch.manual_seed(arguments.seed)
+    torch.set_num_threads(arguments.threads)
+    conversations = corpus.generate(arguments.seed).train
+    tokenizer = vocabulary.train(
+        text
+        for item in conversations[:40_000]
+        for turn in item.turns
+        for text in (turn.question, turn.answer)
+    )
+    samples = encode(tokenizer, conversations)
+    model = LlamaForCausalLM(configuration(tokenizer))
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    tokens = sum(len(sample.ids) for sample in samples)
+    print(f"{weights} weights, {len(samples)} conversations, {tokens} tokens", flush=True)
+    deadline = started + 60 * arguments.minutes
+    train(model, samples, arguments, deadline, lambda: save(model, tokenizer, arguments.output))
+    save(model, tokenizer, arguments.output)
+    print(f"done in {(time.monotonic() - started) / 60:.1f} minutes", flush=True)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=measure.SEED)
+    parser.add_argument("--output", type=Path, default=measure.MODEL)
+    parser.add_argument("--steps", type=int, default=2800)
+    parser.add_argument("--minutes", type=float, default=60, help="stop early after this long")
+    parser.add_argument("--threads", type=int, default=2)
+    return parser.parse_args()
+
+
+def configuration(tokenizer: Tokenizer) -> LlamaConfig:
+    """Small, with grouped heads whose numbers divide by two, so that two shards can share it."""
+    return LlamaConfig(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.token_to_id(vocabulary.BOS),
+        eos_token_id=tokenizer.token_to_id(vocabulary.END),
+        pad_token_id=tokenizer.token_to_id(vocabulary.PAD),
+    )
+
+
+def encode(tokenizer: Tokenizer, conversations: Sequence[corpus.Conversation]) -> list[Sample]:
+    """Token ids of all conversations; each piece is encoded alone, as prompts are when serving."""
+    pieces = [vocabulary.segments(item) for item in conversations]
+    texts = [text for item in pieces for text, _ in item]
+    encoded = iter(tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+    samples = []
+    for item in pieces:
+        ids: list[int] = []
+        learned: list[bool] = []
+        for _, learn in item:
+            part = next(encoded).ids
+            ids += part
+            learned += [learn] * len(part)
+        samples.append(Sample(ids[:CONTEXT], learned[:CONTEXT]))
+    return samples
+
+
+def batches(samples: Sequence[Sample], seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Endless batches of inputs and targets; conversations of like length share one."""
+    rng = random.Random(seed)
+    while True:
+        order = rng.sample(range(len(samples)), len(samples))
+        for start in range(0, len(order), WINDOW):
+            window = sorted(
+                order[start : start + WINDOW], key=lambda index: len(samples[index].ids)
+            )
+            groups = list(_groups(window, samples))
+            rng.shuffle(groups)
+            for group in groups:
+                yield _tensors([samples[index] for index in group])
+
+
+def _groups(window: Sequence[int], samples: Sequence[Sample]) -> Iterator[list[int]]:
+    """Cut a window, sorted by length, so that no batch has more tokens than allowed."""
+    group: list[int] = []
+    for index in window:
+        if group and (len(group) + 1) * len(samples[index].ids) > BATCH_TOKENS:
+            yield group
+            group = []
+        group.append(index)
+    yield group
+
+
+def _tensors(group: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Padding is on the right, where causal attention never looks at it."""
+    width = max(len(sample.ids) for sample in group) - 1
+    inputs = torch.zeros(len(group), width, dtype=torch.long)
+    targets = torch.full((len(group), width), IGNORE)
+    for row, sample in enumerate(group):
+        size = len(sample.ids) - 1
+        ids = torch.tensor(sample.ids)
+        inputs[row, :size] = ids[:-1]
+        targets[row, :size] = torch.where(torch.tensor(sample.learned[1:]), ids[1:], IGNORE)
+    return inputs, targets
+
+
+def train(
+    model: LlamaForCausalLM,
+    samples: Sequence[Sample],
+    arguments: argparse.Namespace,
+    deadline: float,
+    checkpoint: Callable[[], None],
+) -> None:
+    """AdamW with a cosine schedule over a fixed number of steps, in bfloat16 where it is safe."""
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=PEAK_RATE, betas=(0.9, 0.98), fused=True)
+    model.train()
+    source = batches(samples, arguments.seed)
+    seen, total, started = 0, 0.0, time.monotonic()
+    for step in range(arguments.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step, arguments.steps)
+        inputs, targets = next(source)
+        value = loss(model, inputs, targets)
+        torch.autograd.backward(value)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen += inputs.numel()
+        total += value.item()
+        if (step + 1) % REPORT_STEPS == 0:
+            speed = seen / (time.monotonic() - started)
+            print(f"step {step + 1} loss {total / REPORT_STEPS:.4f} {speed:.0f} tok/s", flush=True)
+            total = 0.0
+        if (step + 1) % CHECKPOINT_STEPS == 0:
+            checkpoint()
+        if time.monotonic() > deadline:
+            print("out of time", flush=True)
+            return
+
+
+def rate(step: int, steps: int) -> float:
+    """The learning rate: a short linear rise, then a cosine down."""
+    if step < WARMUP_STEPS:
+        return PEAK_RATE * (step + 1) / WARMUP_STEPS
+    progress = (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS)
+    return FINAL_RATE + (PEAK_RATE - FINAL_RATE) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def loss(model: LlamaForCausalLM, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy over learned tokens; only their positions reach the vocabulary head."""
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = model.model(inputs, use_cache=False).last_hidden_state
+        chosen = targets != IGNORE
+        logits = model.lm_head(hidden[chosen])
+    return functional.cross_entropy(logits.float(), targets[chosen])
+
+
+def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
+    """Weights in bfloat16, configuration and tokenizer, as `from_pretrained` reads them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rounded = LlamaForCausalLM(model.config).to(torch.bfloat16)
+    rounded.load_state_dict(model.state_dict())
+    rounded.config.dtype = "bfloat16"
+    rounded.generation_config = GenerationConfig(
+        bos_token_id=model.config.bos_token_id,
+        eos_token_id=model.config.eos_token_id,
+        pad_token_id=model.config.pad_token_id,
+    )
+    rounded.save_pretrained(folder)
+    vocabulary.save(tokenizer, folder, CONTEXT)
+
+
+if __name__ == "__main__":
+    main()

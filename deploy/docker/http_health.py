@@ -1,0 +1,25 @@
+"""Container health check of router and launcher: exit 0 when `/health` on PORT answers 200."""
+
+from __future__ import annotations
+
+import os
+import sys
+import urllib.error
+import urllib.request
+
+TIMEOUT_SECONDS = 5
+
+
+def main() -> int:
+    """Ask once."""
+    url = f"http://127.0.0.1:{os.environ['PORT']}/health"
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as answer:
+            return 0 if answer.status == 200 else 1
+    except (urllib.error.URLError, TimeoutError) as error:
+        sys.stderr.write(f"{url}: {error}\n")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

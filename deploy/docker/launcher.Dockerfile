@@ -1,0 +1,45 @@
+# All in one, used as TGI's image is:
+#   docker build -f deploy/docker/launcher.Dockerfile -t millrace .
+#   docker run --shm-size 1g -p 8080:80 -v "$PWD/data:/data" millrace --model-id <hub name or folder>
+# Add --gpus all for NVIDIA GPUs. Without a TORCH_INDEX that names PyTorch's CPU builds, the default
+# build of torch runs on both kinds of machine.
+ARG PYTHON_IMAGE=python:3.12.11-slim-bookworm
+
+FROM ${PYTHON_IMAGE} AS build
+WORKDIR /src
+COPY constraints.txt LICENSE README.md pyproject.toml ./
+COPY demo/model demo/model
+COPY proto proto
+COPY launcher launcher
+COPY router router
+COPY shard shard
+RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
+    && python -m venv /opt/millrace
+ARG TORCH_INDEX=""
+RUN /opt/millrace/bin/pip install --no-cache-dir -c constraints.txt \
+    ${TORCH_INDEX:+--extra-index-url "${TORCH_INDEX}"} "$(echo /wheels/*.whl)[all]"
+
+FROM ${PYTHON_IMAGE}
+LABEL org.opencontainers.image.title="Millrace" \
+      org.opencontainers.image.description="Text-generation server: launcher, router and shards in one container" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="0.1.0"
+# The compiler builds the kernels for the processor that they run on. /data is writable for uid 10001
+# in a named volume; the default user stays root, because the folders that users mount there are root's.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --no-install-recommends --yes g++ \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --uid 10001 --create-home millrace \
+    && install --directory --owner=10001 /data
+COPY --from=build /opt/millrace /opt/millrace
+COPY deploy/docker/http_health.py /opt/millrace/http_health.py
+ENV PATH=/opt/millrace/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    HF_HOME=/data \
+    PORT=80
+WORKDIR /home/millrace
+EXPOSE 80
+HEALTHCHECK --interval=10s --timeout=6s --start-period=1800s --retries=3 \
+    CMD ["python", "/opt/millrace/http_health.py"]
+ENTRYPOINT ["millrace-launcher"]

@@ -1,0 +1,33 @@
+# The router alone: REST, scheduling and text, without torch.
+#   docker build -f deploy/docker/router.Dockerfile -t millrace-router .
+ARG PYTHON_IMAGE=python:3.12.11-slim-bookworm
+
+FROM ${PYTHON_IMAGE} AS build
+WORKDIR /src
+COPY constraints.txt LICENSE README.md pyproject.toml ./
+COPY demo/model demo/model
+COPY proto proto
+COPY launcher launcher
+COPY router router
+COPY shard shard
+RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
+    && python -m venv /opt/millrace
+RUN /opt/millrace/bin/pip install --no-cache-dir -c constraints.txt "$(echo /wheels/*.whl)[router]"
+
+FROM ${PYTHON_IMAGE}
+LABEL org.opencontainers.image.title="Millrace router" \
+      org.opencontainers.image.description="REST front and scheduler of the Millrace text-generation server" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="0.1.0"
+RUN useradd --uid 10001 --create-home millrace
+COPY --from=build /opt/millrace /opt/millrace
+COPY deploy/docker/http_health.py /opt/millrace/http_health.py
+ENV PATH=/opt/millrace/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    PORT=3000
+USER 10001
+WORKDIR /home/millrace
+EXPOSE 3000
+HEALTHCHECK --interval=10s --timeout=6s --start-period=300s --retries=3 \
+    CMD ["python", "/opt/millrace/http_health.py"]
+ENTRYPOINT ["millrace-router"]

@@ -1,0 +1,41 @@
+# One shard of a Millrace model on CPU; needs no other container but its group.
+#   docker build -f deploy/docker/shard-cpu.Dockerfile -t millrace-shard-cpu --build-arg TORCH_INDEX=... .
+ARG PYTHON_IMAGE=python:3.12.11-slim-bookworm
+
+FROM ${PYTHON_IMAGE} AS build
+WORKDIR /src
+COPY constraints.txt LICENSE README.md pyproject.toml ./
+COPY demo/model demo/model
+COPY proto proto
+COPY launcher launcher
+COPY router router
+COPY shard shard
+RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
+    && python -m venv /opt/millrace
+# PyTorch publishes its CPU builds in an index of its own; without it the CUDA build is taken.
+ARG TORCH_INDEX=""
+RUN /opt/millrace/bin/pip install --no-cache-dir -c constraints.txt \
+    ${TORCH_INDEX:+--extra-index-url "${TORCH_INDEX}"} "$(echo /wheels/*.whl)[shard]"
+
+FROM ${PYTHON_IMAGE}
+LABEL org.opencontainers.image.title="Millrace shard (CPU)" \
+      org.opencontainers.image.description="One shard of a Millrace model on CPU; needs no other container but its group." \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="0.1.0"
+# The CPU kernels are compiled for the processor they run on, when they first run.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --no-install-recommends --yes g++ \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --uid 10001 --create-home millrace
+COPY --from=build /opt/millrace /opt/millrace
+COPY deploy/docker/grpc_health.py /opt/millrace/grpc_health.py
+ENV PATH=/opt/millrace/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    ADDRESS=0.0.0.0:50051
+USER 10001
+WORKDIR /home/millrace
+EXPOSE 50051 29500
+HEALTHCHECK --interval=10s --timeout=6s --start-period=600s --retries=3 \
+    CMD ["python", "/opt/millrace/grpc_health.py"]
+ENTRYPOINT ["millrace-shard"]

@@ -1,0 +1,38 @@
+# One shard of a Millrace model on an NVIDIA GPU; torch brings the CUDA libraries, the host the driver.
+#   docker build -f deploy/docker/shard-cuda.Dockerfile -t millrace-shard-cuda .
+ARG PYTHON_IMAGE=python:3.12.11-slim-bookworm
+
+FROM ${PYTHON_IMAGE} AS build
+WORKDIR /src
+COPY constraints.txt LICENSE README.md pyproject.toml ./
+COPY demo/model demo/model
+COPY proto proto
+COPY launcher launcher
+COPY router router
+COPY shard shard
+RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
+    && python -m venv /opt/millrace
+RUN /opt/millrace/bin/pip install --no-cache-dir -c constraints.txt "$(echo /wheels/*.whl)[shard]"
+
+FROM ${PYTHON_IMAGE}
+LABEL org.opencontainers.image.title="Millrace shard (CUDA)" \
+      org.opencontainers.image.description="One shard of a Millrace model on an NVIDIA GPU; torch brings the CUDA libraries, the host the driver." \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="0.1.0"
+# Triton compiles its launchers with the host compiler.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --no-install-recommends --yes g++ \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --uid 10001 --create-home millrace
+COPY --from=build /opt/millrace /opt/millrace
+COPY deploy/docker/grpc_health.py /opt/millrace/grpc_health.py
+ENV PATH=/opt/millrace/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    ADDRESS=0.0.0.0:50051
+USER 10001
+WORKDIR /home/millrace
+EXPOSE 50051 29500
+HEALTHCHECK --interval=10s --timeout=6s --start-period=600s --retries=3 \
+    CMD ["python", "/opt/millrace/grpc_health.py"]
+ENTRYPOINT ["millrace-shard"]

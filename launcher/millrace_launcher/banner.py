@@ -1,0 +1,38 @@
+"""What is printed once the server answers: where it is, and requests to paste."""
+
+from __future__ import annotations
+
+import json
+
+PROMPT = "What is Deep Learning?"
+
+
+def url(hostname: str, port: int) -> str:
+    """Where a client on this machine reaches the server."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(hostname)  # noqa: S104
+    if host is None:
+        host = f"[{hostname}]" if ":" in hostname else hostname
+    return f"http://{host}:{port}"
+
+
+def closing_banner(base: str, *, model: str, needs_key: bool) -> str:
+    """URL, metrics URL, a curl command and two lines of Python, ready to paste."""
+    body = json.dumps(
+        {"inputs": PROMPT, "parameters": {"max_new_tokens": 20}}, separators=(",", ":")
+    )
+    key = ' -H "Authorization: Bearer $API_KEY"' if needs_key else ""
+    token = ', token="YOUR_API_KEY"' if needs_key else ""
+    return "\n".join(
+        (
+            "",
+            f"  {model} is served at {base}",
+            f"  metrics at {base}/metrics, API reference at {base}/docs",
+            "",
+            f"  curl {base}/generate -X POST -d '{body}' -H 'Content-Type: application/json'{key}",
+            "",
+            "  from huggingface_hub import InferenceClient",
+            f'  print(InferenceClient("{base}"{token}).text_generation("{PROMPT}", max_new_tokens=20))',
+            "",
+            "",
+        )
+    )

@@ -1,0 +1,89 @@
+"""Settings that contradict each other, ask for what does not exist, or are accepted without effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from millrace_launcher.arguments import Settings
+from millrace_launcher.errors import ArgumentValidation
+from millrace_launcher.flags import option_name
+
+UNSUPPORTED = ("quantize", "kv_cache_dtype", "rope_scaling", "rope_factor", "lora_adapters")
+WITHOUT_EFFECT = {
+    "usage_stats": "no usage statistics are ever sent",
+    "prometheus_port": "metrics are served on --port",
+    "otlp_endpoint": "traces are not exported yet",
+    "otlp_service_name": "traces are not exported yet",
+    "watermark_gamma": "nothing is watermarked",
+    "watermark_delta": "nothing is watermarked",
+    "ngrok_authtoken": "it is used with --ngrok only",
+    "ngrok_edge": "it is used with --ngrok only",
+    "waiting_served_ratio": "prompts are chunked, so running answers never wait for them; shown in /info",
+    "max_waiting_tokens": "prompts are chunked, so they never wait for running answers; shown in /info",
+    "trust_remote_code": "code from a model repository is never run; a model that needs it is refused",
+}
+
+
+def check(settings: Settings) -> None:
+    """Raise ArgumentValidation for the first thing that cannot be served."""
+    _refuse_unsupported(settings)
+    router, launcher = settings.router, settings.launcher
+    if launcher.max_input_length is not None and router.max_input_tokens is not None:
+        raise ArgumentValidation(
+            f"both `max_input_tokens`({router.max_input_tokens}) and `max_input_length`({launcher.max_input_length})"
+            " are set; `max_input_length` is the old name, keep `max_input_tokens`"
+        )
+    longest_input = router.max_input_tokens or launcher.max_input_length
+    total = router.max_total_tokens
+    if longest_input is not None and total is not None and longest_input >= total:
+        raise ArgumentValidation(
+            f"`max_input_tokens`({longest_input}) must be < `max_total_tokens`({total})"
+        )
+    if router.validation_workers < 1:
+        raise ArgumentValidation("`validation_workers` must be > 0")
+    if router.max_batch_size is not None and router.max_batch_size < 1:
+        raise ArgumentValidation("`max_batch_size` must be > 0")
+    capacity = router.max_batch_total_tokens
+    if capacity is not None:
+        if total is not None and total > capacity:
+            raise ArgumentValidation(
+                f"`max_total_tokens` must be <= `max_batch_total_tokens`. Given: {total} and {capacity}"
+            )
+        if router.max_batch_prefill_tokens > capacity and "max_batch_prefill_tokens" in _chosen(
+            settings
+        ):
+            raise ArgumentValidation(
+                "`max_batch_prefill_tokens` must be <= `max_batch_total_tokens`."
+                f" Given: {router.max_batch_prefill_tokens} and {capacity}"
+            )
+    if router.port == 0:
+        raise ArgumentValidation("`port` must be > 0")
+
+
+def notices(settings: Settings) -> Iterator[str]:
+    """A line for each flag that was set and changes nothing."""
+    for name in sorted(_chosen(settings) & WITHOUT_EFFECT.keys()):
+        yield f"{option_name(name)} has no effect: {WITHOUT_EFFECT[name]}"
+
+
+def _refuse_unsupported(settings: Settings) -> None:
+    for name in UNSUPPORTED:
+        value = getattr(settings.shard, name)
+        if value is not None:
+            raise ArgumentValidation(
+                f"{option_name(name)} {value} is not supported yet; start without it"
+            )
+    if settings.shard.speculate:
+        raise ArgumentValidation("--speculate is not supported yet; start without it or with 0")
+    router = settings.router
+    if router.ngrok:
+        if router.ngrok_authtoken is None:
+            raise ArgumentValidation("`ngrok-authtoken` must be set when using ngrok tunneling")
+        if router.ngrok_edge is None:
+            raise ArgumentValidation("`ngrok-edge` must be set when using ngrok tunneling")
+        raise ArgumentValidation("--ngrok is not supported; run the ngrok agent beside the server")
+
+
+def _chosen(settings: Settings) -> frozenset[str]:
+    """Fields that the user set, either way."""
+    return settings.given | settings.from_environment

@@ -1,0 +1,55 @@
+"""The launcher's own flags; those of router and shards are declared by their owners."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class LauncherConfig(BaseSettings):
+    """What concerns processes alone; an environment variable is the field's name in capitals, the flag beats it."""
+
+    model_config = SettingsConfigDict(
+        frozen=True, extra="ignore", env_ignore_empty=True, protected_namespaces=()
+    )
+
+    model_id: str | None = Field(
+        None,
+        description="Name on the Hugging Face hub or a local folder; the demo model when absent.",
+    )
+    revision: str | None = Field(None, description="Branch, tag or commit of the model on the hub.")
+    sharded: bool | None = Field(None, description="Whether to use more than one shard.")
+    num_shard: int | None = Field(
+        None, ge=0, description="Shards; the number of visible GPUs, else 1, when absent."
+    )
+    max_input_length: int | None = Field(None, ge=1, description="Old name of --max-input-tokens.")
+    shard_uds_path: str = Field(
+        "/tmp/text-generation-server",  # noqa: S108
+        description="Unix sockets of the shards, without the rank that is appended.",
+    )
+    huggingface_hub_cache: Path | None = Field(
+        None, description="Folder that models are downloaded to."
+    )
+    weights_cache_override: Path | None = Field(
+        None, description="Folder to take the model from instead of the hub's cache."
+    )
+    json_output: bool = Field(default=False, description="Logs as JSON, one object a line.")
+    log_level: Literal["trace", "debug", "info", "warning", "error"] = Field(
+        "info", description="Least severity that is logged."
+    )
+    log_colorize: bool | None = Field(
+        None, description="Colours in logs; only on a terminal when absent."
+    )
+
+    @field_validator("log_level", mode="before")
+    @classmethod
+    def _narrow_log_level(cls, value: object) -> object:
+        """Map TGI's level words, and filter directives that name no level, onto ours."""
+        if not isinstance(value, str):
+            return value
+        word = value.strip().lower()
+        word = {"warn": "warning", "critical": "error"}.get(word, word)
+        return word if word in ("trace", "debug", "info", "warning", "error") else "info"

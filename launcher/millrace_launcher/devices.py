@@ -1,0 +1,65 @@
+"""How many GPUs are visible, and how many shards that makes."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+
+from millrace_launcher.errors import ArgumentValidation, NotEnoughCUDADevices
+
+QUERY_SECONDS = 30
+
+
+def query_gpus(column: str) -> list[str]:
+    """One column of `nvidia-smi` by GPU, such as `uuid` or `name`; empty without a driver."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    command = [program, f"--query-gpu={column}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(  # noqa: S603
+            command, capture_output=True, text=True, timeout=QUERY_SECONDS, check=True
+        )
+    except (subprocess.SubprocessError, OSError):
+        return []
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()]
+
+
+def visible_devices(
+    environ: Mapping[str, str], query: Callable[[str], list[str]] = query_gpus
+) -> int | None:
+    """GPUs that the environment names; None when it names none, as on a bare host."""
+    cuda = environ.get("CUDA_VISIBLE_DEVICES")
+    if cuda is not None:
+        return _count(cuda)
+    nvidia = environ.get("NVIDIA_VISIBLE_DEVICES")
+    if nvidia is not None:
+        return len(query("uuid")) if nvidia.strip() in ("all", "void") else _count(nvidia)
+    intel = environ.get("ZE_AFFINITY_MASK")
+    return _count(intel) if intel is not None else None
+
+
+def shard_count(*, sharded: bool | None, num_shard: int | None, visible: int | None) -> int:
+    """TGI's table of `--sharded` and `--num-shard`.
+
+    Raises ArgumentValidation or NotEnoughCUDADevices where the flags ask for shards that there cannot be.
+    """
+    if sharded and num_shard is None:
+        if visible is None or visible <= 1:
+            raise NotEnoughCUDADevices(
+                f"`sharded` is true but only found {visible or 0} CUDA devices"
+            )
+        return visible
+    if sharded and num_shard is not None and num_shard <= 1:
+        raise ArgumentValidation("`sharded` is true but `num_shard` <= 1")
+    if num_shard is None:
+        return 1 if sharded is False else max(visible or 1, 1)
+    if num_shard < 1:
+        raise ArgumentValidation("`num_shard` cannot be < 1")
+    return num_shard
+
+
+def _count(devices: str) -> int:
+    """Entries of a comma-separated list; an empty list or -1 means none."""
+    return len([device for device in devices.split(",") if device.strip() not in ("", "-1")])

@@ -1,0 +1,126 @@
+"""Every flag a user of the launcher may give, collected from the three owners' declarations."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+from pydantic_settings import BaseSettings
+
+from millrace_launcher.config import LauncherConfig
+from millrace_router.config import RouterConfig
+from millrace_shard.config import ShardConfig
+
+OWNERS: Mapping[str, type[BaseSettings]] = {
+    "launcher": LauncherConfig,
+    "router": RouterConfig,
+    "shard": ShardConfig,
+}
+# What the launcher tells its children, and no user the launcher.
+WIRING: Mapping[str, frozenset[str]] = {
+    "launcher": frozenset(),
+    "router": frozenset(
+        {
+            "model_folder",
+            "model_id",
+            "tokenizer_name",
+            "revision",
+            "shard_addresses",
+            "master_shard_uds_path",
+            "json_output",
+            "log_level",
+        }
+    ),
+    "shard": frozenset(
+        {"model_folder", "uds_path", "address", "rank", "world_size", "json_output", "log_level"}
+    ),
+}
+SHORTS: Mapping[str, str] = {"port": "-p", "graceful_termination_timeout": "-g"}
+SECRETS = frozenset({"api_key", "ngrok_authtoken"})
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One flag, as its owner declares it."""
+
+    owner: str
+    name: str
+    field: FieldInfo
+
+    @property
+    def option(self) -> str:
+        """As typed: `--max-input-tokens`."""
+        return option_name(self.name)
+
+    @property
+    def variable(self) -> str:
+        """The environment variable."""
+        return self.name.upper()
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it takes no value on the command line."""
+        return self.field.annotation is bool
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether it may be given more than once."""
+        return get_origin(self.field.annotation) is tuple
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The words it takes, or nothing when it takes any."""
+        for kind in _alternatives(self.field.annotation):
+            if get_origin(kind) is Literal:
+                return tuple(map(str, get_args(kind)))
+        return ()
+
+    @property
+    def type_word(self) -> str:
+        """For --help: INT, STR, …"""
+        kinds = [kind for kind in _alternatives(self.field.annotation) if kind is not type(None)]
+        kind = get_args(kinds[0])[0] if get_origin(kinds[0]) is tuple else kinds[0]
+        words = {"ByteSize": "BYTES", "bool": "true|false"}
+        name = str(kind.__name__)
+        return words.get(name, name.upper())
+
+    @property
+    def default_text(self) -> str | None:
+        """The default as a user would type it; None when there is none."""
+        return as_text(self.field.default)
+
+
+def all_flags() -> Iterator[Flag]:
+    """By owner, in the order of declaration; a flag that two children share appears once."""
+    seen: set[str] = set()
+    for owner, config in OWNERS.items():
+        for name, field in config.model_fields.items():
+            if name not in WIRING[owner] and name not in seen:
+                seen.add(name)
+                yield Flag(owner, name, field)
+
+
+def option_name(name: str) -> str:
+    """The flag of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def as_text(value: Any) -> str | None:  # noqa: ANN401
+    """A field's value in the form that the command line and the environment take."""
+    if value is None or value is PydanticUndefined:
+        return None
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return str(value)
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:  # noqa: ANN401
+    if get_origin(annotation) in (Union, types.UnionType):
+        return get_args(annotation)
+    return (annotation,)

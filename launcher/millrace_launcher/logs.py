@@ -1,0 +1,118 @@
+"""The launcher's log, and its children's lines relayed into it: plain text, or one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+from millrace_launcher.config import LauncherConfig
+
+TRACE = 5
+LEVELS: Mapping[str, int] = {
+    "trace": TRACE,
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "success": logging.INFO,
+    "warn": logging.WARNING,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "critical": logging.ERROR,
+}
+WORDS = {TRACE: "TRACE", logging.DEBUG: "DEBUG", logging.INFO: "INFO", logging.WARNING: "WARN"}
+COLOURS = {"TRACE": "35", "DEBUG": "34", "INFO": "32", "WARN": "33", "ERROR": "31"}
+
+log = logging.getLogger("millrace_launcher")
+
+
+def setup(config: LauncherConfig, stream: TextIO | None = None) -> None:
+    """Send the log to `stream`, stdout when absent, in the format the user asked for."""
+    stream = sys.stdout if stream is None else stream
+    colour = config.log_colorize if config.log_colorize is not None else stream.isatty()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonFormatter() if config.json_output else PlainFormatter(colour=colour))
+    log.handlers = [handler]
+    log.propagate = False
+    log.setLevel(LEVELS[config.log_level])
+
+
+def relay(line: str, *, source: str, plain_level: int = logging.INFO) -> None:
+    """Log a child's line: a JSON object at the level it names, anything else at `plain_level`."""
+    record = _parse(line)
+    if record is None:
+        if line.strip():
+            log.log(plain_level, "%s", line, extra={"target": source})
+        return
+    level = LEVELS.get(str(record.get("level", "info")).lower(), logging.INFO)
+    fields = record["fields"]
+    extra = {
+        "target": record.get("target", source),
+        "timestamp": record.get("timestamp"),
+        "fields": fields,
+    }
+    log.log(level, "%s", fields.get("message", ""), extra=extra)
+
+
+class JsonFormatter(logging.Formatter):
+    """`{"timestamp", "level", "fields": {"message", …}, "target"}`, as TGI's `--json-output`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line."""
+        fields = {**getattr(record, "fields", {}), "message": record.getMessage()}
+        line = {
+            "timestamp": _timestamp(record),
+            "level": WORDS.get(record.levelno, "ERROR"),
+            "fields": fields,
+            "target": getattr(record, "target", record.name),
+        }
+        return json.dumps(line, ensure_ascii=False)
+
+
+class PlainFormatter(logging.Formatter):
+    """`time LEVEL target: message key=value`, coloured on a terminal."""
+
+    def __init__(self, *, colour: bool) -> None:
+        super().__init__()
+        self._colour = colour
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line."""
+        word = WORDS.get(record.levelno, "ERROR")
+        level = f"\x1b[{COLOURS[word]}m{word:>5}\x1b[0m" if self._colour else f"{word:>5}"
+        others = {k: v for k, v in getattr(record, "fields", {}).items() if k != "message"}
+        tail = "".join(f" {name}={value}" for name, value in others.items())
+        return f"{_timestamp(record)} {level} {getattr(record, 'target', record.name)}: {record.getMessage()}{tail}"
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    """A log object with fields, or None for any other line."""
+    if not line.startswith("{"):
+        return None
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(record, dict):
+        return None
+    if not isinstance(record.get("fields"), dict):
+        if "message" not in record and "event" not in record:
+            return None
+        known = ("timestamp", "level", "target")
+        fields = {name: value for name, value in record.items() if name not in known}
+        if "message" not in fields:
+            fields["message"] = fields.pop("event")
+        record["fields"] = fields
+    return record
+
+
+def _timestamp(record: logging.LogRecord) -> str:
+    """The child's own time where the line is relayed."""
+    given = getattr(record, "timestamp", None)
+    return (
+        str(given)
+        if given
+        else datetime.fromtimestamp(record.created, tz=UTC).isoformat(timespec="microseconds")
+    )

@@ -1,0 +1,76 @@
+"""Asks the children whether they are ready: shards by gRPC health, the router by GET /health."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from millrace_launcher.logs import log
+
+POLL_SECONDS = 0.1
+ASK_SECONDS = 5.0
+SAY_SECONDS = 10.0
+# The socket appears late; gRPC's own pauses between attempts grow to minutes.
+CHANNEL_OPTIONS = (
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 200),
+)
+
+
+async def shard_ready(socket_path: Path) -> None:
+    """Return once the shard on this socket says that it serves."""
+    async with grpc.aio.insecure_channel(f"unix:{socket_path}", options=CHANNEL_OPTIONS) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+
+        async def ask() -> bool:
+            try:
+                answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=ASK_SECONDS)
+            except grpc.aio.AioRpcError:
+                return False
+            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+        await _poll(ask, say="Waiting for shard to be ready...")
+
+
+async def router_ready(base: str) -> None:
+    """Return once `{base}/health` answers 200."""
+
+    async def ask() -> bool:
+        with contextlib.suppress(OSError, TimeoutError, ValueError, IndexError):
+            return await asyncio.wait_for(_status(f"{base}/health"), ASK_SECONDS) == 200
+        return False
+
+    await _poll(ask, say="Waiting for the router to be ready...")
+
+
+async def _poll(ask: Callable[[], Awaitable[bool]], *, say: str) -> None:
+    """Ask until the answer is yes; say so now and then meanwhile."""
+    said = time.monotonic()
+    while not await ask():
+        if time.monotonic() - said >= SAY_SECONDS:
+            log.info("%s", say)
+            said = time.monotonic()
+        await asyncio.sleep(POLL_SECONDS)
+
+
+async def _status(url: str) -> int:
+    """The status of a GET; raises OSError, ValueError or IndexError where there is none."""
+    parts = urlsplit(url)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    try:
+        request = f"GET {parts.path} HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n\r\n"
+        writer.write(request.encode())
+        await writer.drain()
+        return int((await reader.readline()).split()[1])
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()

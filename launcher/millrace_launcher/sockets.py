@@ -1,0 +1,51 @@
+"""Addresses that must be free before a start, and socket files that must not outlive a server."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from millrace_launcher.errors import ArgumentValidation
+
+
+def refuse_busy_port(hostname: str, port: int) -> None:
+    """Raise ArgumentValidation when the router could not listen there."""
+    family = socket.AF_INET6 if ":" in hostname else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((hostname, port))
+        except OSError as error:
+            raise ArgumentValidation(
+                f"cannot listen on {hostname} port {port} ({error.strerror}); choose another --port"
+            ) from error
+
+
+def clear_socket(path: Path) -> None:
+    """Remove the socket that a dead server left; raise ArgumentValidation when it is anything else."""
+    if not path.exists() and not path.is_symlink():
+        return
+    if not path.is_socket():
+        raise ArgumentValidation(f"{path} exists and is no socket; choose another --shard-uds-path")
+    try:
+        removed = remove_dead_socket(path)
+    except OSError as error:
+        raise ArgumentValidation(f"{path} cannot be taken over ({error.strerror})") from error
+    if not removed:
+        raise ArgumentValidation(
+            f"another server is listening on {path}; stop it or choose another --shard-uds-path"
+        )
+
+
+def remove_dead_socket(path: Path) -> bool:
+    """Unlink a socket nobody listens on; False when somebody does. True when there is none."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+        except FileNotFoundError:
+            return True
+        else:
+            return False
+    return True

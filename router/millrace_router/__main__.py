@@ -1,0 +1,126 @@
+"""`millrace-router`: parse, start, serve until told to stop, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+
+import structlog
+from aiohttp import web
+
+from millrace_router import logs
+from millrace_router.config import RouterConfig
+from millrace_router.infer import Infer
+from millrace_router.process import bind, die_with_parent
+from millrace_router.server import create_runner
+from millrace_router.startup import Running, StartupError, start
+
+EVENT_LOOP_MODULE = "uvloop" if find_spec("uvloop") else "asyncio"
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+log = structlog.get_logger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the router; return the exit status."""
+    config = RouterConfig.from_args(sys.argv[1:] if argv is None else argv)
+    logs.configure(config.log_level, json_output=config.json_output)
+    die_with_parent()
+    new_event_loop = import_module(EVENT_LOOP_MODULE).new_event_loop
+    try:
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            runner.run(serve(config))
+    except StartupError as error:
+        log.error(str(error))  # noqa: TRY400
+        return 1
+    return 0
+
+
+async def serve(config: RouterConfig) -> None:
+    """Start, serve, and return once everything has ended in good order; raises StartupError."""
+    stop = asyncio.Event()
+    # Before the long part of the start, so that a signal is heeded during it as well.
+    _listen_to_signals(stop)
+    with _reserve_port(config) as reserved:
+        running = await _start_unless(stop, config)
+        if running is None:
+            return
+        try:
+            await _serve_http(config, running, reserved, stop)
+        finally:
+            await running.stop()
+
+
+def _listen_to_signals(stop: asyncio.Event) -> None:
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        stop.set()
+        # The second one ends the process at once.
+        for number in STOP_SIGNALS:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
+
+    for number in STOP_SIGNALS:
+        loop.add_signal_handler(number, on_signal)
+
+
+def _reserve_port(config: RouterConfig) -> socket.socket:
+    try:
+        return bind(config.hostname, config.port)
+    except OSError as error:
+        where = f"{config.hostname}:{config.port}"
+        raise StartupError(
+            f"Cannot listen on {where}: {error.strerror}. Choose another with --port."
+        ) from error
+
+
+async def _start_unless(stop: asyncio.Event, config: RouterConfig) -> Running | None:
+    """Start, or return None as soon as `stop` is set."""
+    starting = asyncio.create_task(start(config))
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if starting.done():
+        return starting.result()
+    starting.cancel()
+    await asyncio.wait({starting})
+    return None
+
+
+async def _serve_http(
+    config: RouterConfig, running: Running, reserved: socket.socket, stop: asyncio.Event
+) -> None:
+    runner = create_runner(running.services)
+    await runner.setup()
+    try:
+        await web.SockSite(runner, reserved).start()
+        host, port = reserved.getsockname()[:2]
+        log.info("Connected", url=f"http://{host}:{port}")
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait({stopping, running.batcher_task}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not running.batcher_task.done():
+            await drain(running.services.infer, config.graceful_termination_timeout)
+    finally:
+        await runner.cleanup()
+
+
+async def drain(infer: Infer, seconds: float) -> None:
+    """Refuse what is new and wait for what runs, no longer than `seconds`."""
+    infer.drain()
+    log.info("Draining", running=infer.permits.taken)
+    try:
+        async with asyncio.timeout(seconds):
+            await infer.permits.all_free()
+    except TimeoutError:
+        log.warning("Requests are cut off", running=infer.permits.taken)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

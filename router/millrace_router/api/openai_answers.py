@@ -1,0 +1,144 @@
+"""OpenAI's answers as plain dictionaries for the JSON writer, in TGI's key order."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from millrace_router.errors import RouterError
+from millrace_router.events import Finished, Token, TokenEvent
+from millrace_router.float32 import shortest
+from millrace_router.request import FinishReason
+from millrace_router.stopping import StopTrimmer
+
+JsonObject = dict[str, Any]
+
+_FINISH_REASONS = {
+    FinishReason.LENGTH: "length",
+    FinishReason.EOS_TOKEN: "stop",
+    FinishReason.STOP_SEQUENCE: "stop",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one choice, or of several added up."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(
+            self.prompt_tokens + other.prompt_tokens,
+            self.completion_tokens + other.completion_tokens,
+        )
+
+    def json(self) -> JsonObject:
+        """Render."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one token adds to a choice; the last piece has a finish reason."""
+
+    text: str
+    finish_reason: str | None
+    num_tokens: int
+    """Tokens of the choice so far."""
+    logprobs: JsonObject | None
+
+
+class ChoiceText:
+    """Turns a generation's tokens into a choice: special tokens hidden, cut before a stop string."""
+
+    def __init__(self, stop_sequences: list[str], *, logprobs: bool = False) -> None:
+        self._trimmer = StopTrimmer(stop_sequences)
+        self._logprobs = logprobs
+
+    def push(self, event: TokenEvent, finished: Finished | None) -> Piece:
+        """Take the next token; nothing may follow a piece that has a finish reason."""
+        token = event.token
+        text = self._trimmer.push("" if token.special else token.text)
+        reason: str | None = None
+        if self._trimmer.stopped:
+            reason = "stop"
+        elif finished is not None:
+            reason = _FINISH_REASONS[finished.finish_reason]
+            text += self._trimmer.finish()
+        return Piece(text, reason, event.index, _logprobs(event) if self._logprobs else None)
+
+
+def _logprobs(event: TokenEvent) -> JsonObject:
+    entry = _token_logprob(event.token)
+    return {**entry, "top_logprobs": [_token_logprob(token) for token in event.top_tokens]}
+
+
+def _token_logprob(token: Token) -> JsonObject:
+    return {"token": token.text, "logprob": shortest(token.logprob)}
+
+
+class AnswerHead:
+    """The keys that every answer and chunk of one request begins with."""
+
+    def __init__(self, kind: str, id_prefix: str, *, model: str, fingerprint: str) -> None:
+        self._kind = kind
+        self._rest = {
+            "id": f"{id_prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": fingerprint,
+        }
+
+    def json(self, kind: str | None = None, **body: object) -> JsonObject:
+        """Render an answer; `kind` replaces the usual `object`."""
+        return {"object": kind or self._kind, **self._rest, **body}
+
+
+def chat_chunk(head: AnswerHead, piece: Piece) -> JsonObject:
+    """Render the chunk of one token."""
+    choice = {
+        "index": 0,
+        "delta": {"role": "assistant", "content": piece.text},
+        "logprobs": None if piece.logprobs is None else {"content": [piece.logprobs]},
+        "finish_reason": piece.finish_reason,
+    }
+    return head.json("chat.completion.chunk", choices=[choice], usage=None)
+
+
+def chat_answer(head: AnswerHead, pieces: list[Piece], usage: Usage) -> JsonObject:
+    """Render a chat completion in one piece."""
+    logprobs = [piece.logprobs for piece in pieces if piece.logprobs is not None]
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": "".join(piece.text for piece in pieces)},
+        "logprobs": {"content": logprobs} if logprobs else None,
+        "finish_reason": pieces[-1].finish_reason,
+    }
+    return head.json(choices=[choice], usage=usage.json())
+
+
+def completion_choice(index: int, text: str, finish_reason: str) -> JsonObject:
+    """Render a choice of a text completion; in a stream, `finish_reason` is "" until the last."""
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+
+
+def error_answer(error: RouterError) -> JsonObject:
+    """Render a failure for OpenAI's clients, which print `error.message`, and TGI's, which read `error_type`."""
+    detail = error_detail(error) | {"param": None, "code": None}
+    return {"error": detail, "error_type": error.error_type}
+
+
+def error_detail(error: RouterError) -> JsonObject:
+    """Render a failure for the middle of a stream."""
+    return {
+        "message": str(error),
+        "type": error.error_type,
+        "http_status_code": error.status,
+    }

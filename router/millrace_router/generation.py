@@ -1,0 +1,255 @@
+"""One running generation as its route sees it, and one that has been collected whole."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, Self
+
+from millrace_router.errors import IncompleteGeneration, RouterError
+from millrace_router.events import Event, Finished, PromptLogprobs, TokenEvent
+from millrace_router.metrics import Metrics
+from millrace_router.request import ValidRequest
+from millrace_router.validation import Validated
+
+
+class EventStream(Protocol):
+    """What the batcher answers with; times are of `time.monotonic`."""
+
+    queued_at: float
+    batched_at: float | None
+    finished_at: float | None
+
+    def close(self) -> None:
+        """Say that nobody reads any more."""
+
+    def __aiter__(self) -> AsyncIterator[Event]:
+        """Return the stream itself."""
+
+    async def __anext__(self) -> Event:
+        """Return the next event, at once if one is there or the stream has ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """Where a request's time went, in seconds."""
+
+    total: float
+    validation: float
+    queue: float
+    inference: float
+    per_token: float
+
+
+class RequestRecord:
+    """Counts one request: its tokens as they come, then exactly one ending."""
+
+    def __init__(self, metrics: Metrics, on_failure: Callable[[RouterError], None]) -> None:
+        self.arrived_at = time.monotonic()
+        self._metrics = metrics
+        self._on_failure = on_failure
+        self._last_token_at: float | None = None
+        self._ended = False
+        metrics.request_count.inc()
+
+    def token(self) -> None:
+        """Count a token that is handed to its reader now."""
+        now = time.monotonic()
+        if self._last_token_at is None:
+            self._metrics.time_to_first_token_seconds.observe(now - self.arrived_at)
+        else:
+            self._metrics.inter_token_latency_seconds.observe(now - self._last_token_at)
+        self._last_token_at = now
+
+    def succeeded(self, timings: Timings, generated_tokens: int) -> None:
+        """Count a normal end."""
+        self._ended = True
+        metrics = self._metrics
+        metrics.request_success.inc()
+        metrics.request_duration.observe(timings.total)
+        metrics.request_validation_duration.observe(timings.validation)
+        metrics.request_queue_duration.observe(timings.queue)
+        metrics.request_inference_duration.observe(timings.inference)
+        metrics.request_mean_time_per_token_duration.observe(timings.per_token)
+        metrics.request_generated_tokens.observe(generated_tokens)
+
+    def failed(self, error: RouterError) -> None:
+        """Count an error, once."""
+        if self._ended:
+            return
+        self._ended = True
+        if error.failure_label is not None:
+            self._metrics.request_failure.labels(err=error.failure_label).inc()
+        self._on_failure(error)
+
+    def left(self) -> None:
+        """Count a client that went before the end; nothing if the end has been."""
+        if not self._ended:
+            self._ended = True
+            self._metrics.request_failure.labels(err="dropped").inc()
+
+
+class Generation:
+    """An accepted request and its events.
+
+    As a context manager it closes the stream and gives its permit back, whatever happened inside.
+    """
+
+    def __init__(
+        self,
+        validated: Validated,
+        stream: EventStream,
+        *,
+        record: RequestRecord,
+        counted: bool,
+        release: Callable[[], None],
+    ) -> None:
+        self.valid: ValidRequest = validated.request
+        self.inputs: str = validated.inputs
+        self._stream = stream
+        self._record = record
+        self._counted = counted
+        self._release = release
+        self._closed = False
+        self.generated_tokens = 0
+        self._finished = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether all events are there: reading on will not wait."""
+        return self._stream.finished_at is not None
+
+    @property
+    def times(self) -> Timings:
+        """Durations until the end, or until now while there is none."""
+        stream = self._stream
+        end = stream.finished_at or time.monotonic()
+        batched = stream.batched_at or end
+        inference = end - batched
+        return Timings(
+            total=end - self._record.arrived_at,
+            validation=stream.queued_at - self._record.arrived_at,
+            queue=batched - stream.queued_at,
+            inference=inference,
+            per_token=inference / max(self.generated_tokens, 1),
+        )
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Event:
+        """Return the next event; raises RouterError if the generation failed."""
+        try:
+            event = await self._stream.__anext__()
+        except StopAsyncIteration:
+            if self._finished:
+                raise
+            raise self._fail(IncompleteGeneration()) from None
+        except RouterError as error:
+            raise self._fail(error) from None
+        if isinstance(event, TokenEvent):
+            self.generated_tokens = event.index
+            if self._counted:
+                self._record.token()
+        elif isinstance(event, Finished):
+            self._finished = True
+            if self._counted:
+                self._record.succeeded(self.times, event.generated_tokens)
+        return event
+
+    def _fail(self, error: RouterError) -> RouterError:
+        self._record.failed(error)
+        return error
+
+    async def tokens(self) -> AsyncGenerator[tuple[TokenEvent, Finished | None], None]:
+        """Yield each token, the last one together with the end, without holding any token back.
+
+        Raises:
+            RouterError: after every token that was there has been yielded.
+
+        """
+        held: TokenEvent | None = None
+        try:
+            async for event in self:
+                if isinstance(event, TokenEvent):
+                    if held is not None:
+                        yield held, None
+                    held = event if self.ended else None
+                    if held is None:
+                        yield event, None
+                elif isinstance(event, Finished) and held is not None:
+                    last, held = held, None
+                    yield last, event
+        except RouterError:
+            if held is not None:
+                yield held, None
+            raise
+
+    async def collect(self) -> Collected:
+        """Read to the end; raises RouterError."""
+        tokens: list[TokenEvent] = []
+        prompt: PromptLogprobs | None = None
+        finished: Finished | None = None
+        async for event in self:
+            if isinstance(event, TokenEvent):
+                tokens.append(event)
+            elif isinstance(event, PromptLogprobs):
+                prompt = event
+            else:
+                finished = event
+        assert finished is not None
+        return Collected(
+            valid=self.valid,
+            inputs=self.inputs,
+            tokens=tuple(tokens),
+            prompt=prompt,
+            finished=finished,
+            times=self.times,
+        )
+
+    def close(self) -> None:
+        """Stop reading. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._stream.close()
+        self._release()
+        if self._counted:
+            self._record.left()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """A generation that ended normally."""
+
+    valid: ValidRequest
+    inputs: str
+    tokens: tuple[TokenEvent, ...]
+    prompt: PromptLogprobs | None
+    finished: Finished
+    times: Timings
+    others: tuple[Collected, ...] = ()
+    """With `best_of`: the ones that were not the best."""
+
+    @property
+    def generated_tokens(self) -> int:
+        """How many tokens there are."""
+        return len(self.tokens)
+
+    @property
+    def mean_logprob(self) -> float:
+        """Average log probability of the tokens, by which `best_of` judges."""
+        return sum(event.token.logprob for event in self.tokens) / len(self.tokens)

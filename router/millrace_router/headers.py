@@ -1,0 +1,54 @@
+"""TGI's response headers: what was computed, and where the time went."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from millrace_router.generation import Timings
+
+
+def milliseconds(seconds: float) -> str:
+    """Write whole milliseconds, cut off as TGI does."""
+    return str(int(seconds * 1000))
+
+
+def answer_headers(
+    *,
+    compute_type: str,
+    num_characters: int,
+    prompt_tokens: int,
+    generated_tokens: int,
+    times: Timings,
+) -> dict[str, str]:
+    """Headers of an answer in one piece; `num_characters` counts the prompt's."""
+    return {
+        "x-compute-type": compute_type,
+        "x-compute-time": repr(times.total),
+        "x-compute-characters": str(num_characters),
+        "x-total-time": milliseconds(times.total),
+        "x-validation-time": milliseconds(times.validation),
+        "x-queue-time": milliseconds(times.queue),
+        "x-inference-time": milliseconds(times.inference),
+        "x-time-per-token": milliseconds(times.per_token),
+        "x-prompt-tokens": str(prompt_tokens),
+        "x-generated-tokens": str(generated_tokens),
+    }
+
+
+def stream_headers(*, compute_type: str, num_characters: int) -> dict[str, str]:
+    """Headers of a stream, sent before anything is known of its end."""
+    return {
+        "x-compute-type": compute_type,
+        "x-compute-characters": str(num_characters),
+    }
+
+
+def sum_of_times(times: Sequence[Timings]) -> Timings:
+    """Add up the durations of several generations of one request."""
+    return Timings(
+        total=sum(one.total for one in times),
+        validation=sum(one.validation for one in times),
+        queue=sum(one.queue for one in times),
+        inference=sum(one.inference for one in times),
+        per_token=sum(one.per_token for one in times),
+    )

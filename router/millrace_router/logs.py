@@ -1,0 +1,98 @@
+"""The router's log lines: for people, or as JSON in the shape of TGI's; other libraries' lines included."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import MutableMapping
+from typing import Any, BinaryIO
+
+import orjson
+import structlog
+
+LEVELS = {
+    "trace": logging.DEBUG,
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
+LEVEL_WORDS = {"warning": "WARN", "critical": "ERROR", "exception": "ERROR"}
+NOISY_LIBRARIES = ("asyncio", "aiohttp.access", "aiohttp.server")
+
+EventDict = MutableMapping[str, Any]
+
+
+class LineLogger:
+    """Writes finished lines to a binary file; remembers the module that logs."""
+
+    def __init__(self, target: str, file: BinaryIO) -> None:
+        self.target = target
+        self._file = file
+
+    def msg(self, line: bytes) -> None:
+        """Write one line at once, so that lines of several processes do not mix."""
+        self._file.write(line + b"\n")
+        self._file.flush()
+
+    debug = info = warning = error = critical = exception = msg
+
+
+class RelayHandler(logging.Handler):
+    """Passes on what other libraries log."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Log the record under its own logger's name."""
+        logger = structlog.get_logger(record.name)
+        logger.log(record.levelno, record.getMessage(), exc_info=record.exc_info)
+
+
+def configure(level: str, *, json_output: bool, file: BinaryIO | None = None) -> None:
+    """Set up logging for the process; lines go to standard output unless `file` is given."""
+    threshold = LEVELS[level]
+    output = sys.stdout.buffer if file is None else file
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.add_log_level,
+            structlog.processors.format_exc_info,
+            _add_target,
+            _render_json if json_output else _render_text,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(threshold),
+        logger_factory=lambda *names: LineLogger(names[0] if names else "millrace_router", output),
+        cache_logger_on_first_use=False,
+    )
+    root = logging.getLogger()
+    root.handlers = [RelayHandler()]
+    root.setLevel(threshold)
+    for name in NOISY_LIBRARIES:
+        logging.getLogger(name).setLevel(max(threshold, logging.WARNING))
+
+
+def _add_target(logger: LineLogger, _: str, event: EventDict) -> EventDict:
+    event["target"] = logger.target
+    return event
+
+
+def _render_json(_: LineLogger, __: str, event: EventDict) -> bytes:
+    level = event.pop("level")
+    line = {
+        "timestamp": event.pop("timestamp"),
+        "level": LEVEL_WORDS.get(level, level.upper()),
+        "fields": {"message": event.pop("event"), **event},
+        "target": event.pop("target"),
+    }
+    line["fields"].pop("target", None)
+    return orjson.dumps(line, default=str, option=orjson.OPT_NON_STR_KEYS)
+
+
+def _render_text(_: LineLogger, __: str, event: EventDict) -> bytes:
+    level = event.pop("level")
+    head = f"{event.pop('timestamp')} {LEVEL_WORDS.get(level, level.upper()):>5}"
+    target, message = event.pop("target"), event.pop("event")
+    traceback = event.pop("exception", None)
+    fields = "".join(f" {key}={value}" for key, value in event.items())
+    tail = f"\n{traceback}" if traceback else ""
+    return f"{head} {target}: {message}{fields}{tail}".encode(errors="backslashreplace")

@@ -1,0 +1,34 @@
+"""What the operating system has to know of this process."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import socket
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Have the kernel send SIGTERM when the process that started this one has died; Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+def bind(hostname: str, port: int) -> socket.socket:
+    """Reserve the address without listening: clients are refused until the server is ready.
+
+    Raises:
+        OSError: the address is taken or not ours.
+
+    """
+    family = socket.AF_INET6 if ":" in hostname else socket.AF_INET
+    reserved = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind((hostname, port))
+    except OSError:
+        reserved.close()
+        raise
+    return reserved

@@ -1,0 +1,152 @@
+"""TGI's own routes: generate, as one answer or as a stream, and tokenize."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+
+import orjson
+from aiohttp import web
+
+from millrace_router.access_log import watch
+from millrace_router.api.native import (
+    BestOfDetailsJson,
+    BestOfSequenceJson,
+    CompatGenerateRequest,
+    GenerateRequest,
+    GenerateResponse,
+    SequenceJson,
+    TokenSpanJson,
+    prefill_json,
+    sequence_json,
+    stream_json,
+)
+from millrace_router.bodies import json_response, read_model
+from millrace_router.generation import Collected, Generation
+from millrace_router.headers import answer_headers, stream_headers
+from millrace_router.services import SERVICES, Services
+from millrace_router.sse import event, respond
+from millrace_router.validation import check_stream
+
+
+def register(app: web.Application) -> None:
+    """Add the routes to `app`."""
+    app.router.add_post("/", compat_generate)
+    app.router.add_post("/generate", generate)
+    app.router.add_post("/generate_stream", generate_stream)
+    app.router.add_post("/tokenize", tokenize)
+
+
+async def generate(request: web.Request) -> web.StreamResponse:
+    """`POST /generate`."""
+    body = await read_model(request, GenerateRequest)
+    answer, collected = await _generate(request, body)
+    return json_response(answer, headers=_headers(request, collected))
+
+
+async def generate_stream(request: web.Request) -> web.StreamResponse:
+    """`POST /generate_stream`."""
+    return await _stream(request, await read_model(request, GenerateRequest))
+
+
+async def compat_generate(request: web.Request) -> web.StreamResponse:
+    """`POST /`: either of the two; an answer in one piece comes as a list of one."""
+    body = await read_model(request, CompatGenerateRequest)
+    services = request.app[SERVICES]
+    if body.parameters.return_full_text is None:
+        full_text = services.pipeline_tag in {None, "text-generation"}
+        parameters = body.parameters.model_copy(update={"return_full_text": full_text})
+        body = body.model_copy(update={"parameters": parameters})
+    if body.stream:
+        return await _stream(request, body)
+    answer, collected = await _generate(request, body)
+    return json_response([answer], headers=_headers(request, collected))
+
+
+async def tokenize(request: web.Request) -> web.StreamResponse:
+    """`POST /tokenize`."""
+    body = await read_model(request, GenerateRequest)
+    spans = await request.app[SERVICES].validator.tokenize(body.inputs)
+    return json_response(
+        [
+            TokenSpanJson(id=span.id, text=span.text, start=span.start, stop=span.stop)
+            for span in spans
+        ]
+    )
+
+
+async def _generate(
+    request: web.Request, body: GenerateRequest
+) -> tuple[GenerateResponse, Collected]:
+    services = request.app[SERVICES]
+    collected = await services.infer.generate(body)
+    watch(request, collected)
+    answer: GenerateResponse = {"generated_text": _full_text(body, collected)}
+    if body.parameters.details or body.parameters.decoder_input_details:
+        answer["details"] = _details(services, body, collected)
+    return answer, collected
+
+
+def _full_text(body: GenerateRequest, collected: Collected) -> str:
+    prefix = body.inputs if body.parameters.return_full_text else ""
+    return prefix + collected.finished.generated_text
+
+
+def _details(
+    services: Services, body: GenerateRequest, collected: Collected
+) -> SequenceJson | BestOfDetailsJson:
+    sequence = _sequence(services, collected)
+    if not collected.others:
+        return sequence
+    others = [
+        BestOfSequenceJson(generated_text=_full_text(body, one), **_sequence(services, one))
+        for one in collected.others
+    ]
+    return BestOfDetailsJson(**sequence, best_of_sequences=others)
+
+
+def _sequence(services: Services, collected: Collected) -> SequenceJson:
+    text_of = services.tokenizer.token_text
+    prefill = prefill_json(collected.prompt, map(text_of, collected.valid.input_ids))
+    return sequence_json(collected.tokens, collected.finished, prefill)
+
+
+def _headers(request: web.Request, collected: Collected) -> dict[str, str]:
+    return answer_headers(
+        compute_type=request.app[SERVICES].compute_type,
+        num_characters=len(collected.inputs),
+        prompt_tokens=len(collected.valid.input_ids),
+        generated_tokens=collected.finished.generated_tokens,
+        times=collected.times,
+    )
+
+
+async def _stream(request: web.Request, body: GenerateRequest) -> web.StreamResponse:
+    services = request.app[SERVICES]
+    check_stream(body.parameters)
+    async with await services.infer.start(body) as generation:
+        watch(request, generation)
+        return await respond(
+            request,
+            _events(generation, body),
+            headers=stream_headers(
+                compute_type=services.compute_type, num_characters=len(body.inputs)
+            ),
+            keep_alive_seconds=services.keep_alive_seconds,
+        )
+
+
+async def _events(generation: Generation, body: GenerateRequest) -> AsyncGenerator[bytes, None]:
+    """Frame each token; the last one carries the text and, if asked for, the details."""
+    prefix = body.inputs if body.parameters.return_full_text else ""
+    async for token, finished in generation.tokens():
+        json = stream_json(token)
+        if finished is not None:
+            json["generated_text"] = prefix + finished.generated_text
+            if body.parameters.details:
+                json["details"] = {
+                    "finish_reason": finished.finish_reason,
+                    "generated_tokens": finished.generated_tokens,
+                    "seed": finished.seed,
+                    "input_length": len(generation.valid.input_ids),
+                }
+        yield event(orjson.dumps(json))

@@ -1,0 +1,140 @@
+"""OpenAI's chat and model list, in TGI's shapes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import orjson
+from aiohttp import web
+
+from millrace_router.access_log import watch
+from millrace_router.api.native import GenerateRequest, TokenSpanJson
+from millrace_router.api.openai import ChatCompletionRequest
+from millrace_router.api.openai_answers import (
+    AnswerHead,
+    ChoiceText,
+    Piece,
+    Usage,
+    chat_answer,
+    chat_chunk,
+)
+from millrace_router.bodies import json_response, read_model
+from millrace_router.generation import Generation
+from millrace_router.headers import answer_headers, stream_headers
+from millrace_router.routes.completions import completions
+from millrace_router.routes.openai_edge import (
+    counting_refusals,
+    fingerprint,
+    model_name,
+    openai_errors,
+    stream_error,
+)
+from millrace_router.services import SERVICES, Services
+from millrace_router.sse import DONE, event, respond
+
+
+def register(app: web.Application) -> None:
+    """Add the routes to `app`."""
+    app.router.add_post("/v1/chat/completions", openai_errors(chat_completions))
+    app.router.add_post("/v1/completions", openai_errors(completions))
+    app.router.add_get("/v1/models", models)
+    app.router.add_post("/chat_tokenize", chat_tokenize)
+
+
+async def models(request: web.Request) -> web.StreamResponse:
+    """`GET /v1/models`: the one that is served."""
+    name = request.app[SERVICES].config.model_id
+    model = {"id": name, "object": "model", "created": 0, "owned_by": name}
+    return json_response({"object": "list", "data": [model]})
+
+
+async def chat_tokenize(request: web.Request) -> web.StreamResponse:
+    """`POST /chat_tokenize`: the prompt that a chat becomes, and its tokens."""
+    services = request.app[SERVICES]
+    prompt = await _render(services, await read_model(request, ChatCompletionRequest))
+    spans = await services.validator.tokenize(prompt, add_special_tokens=False)
+    tokens = [
+        TokenSpanJson(id=span.id, text=span.text, start=span.start, stop=span.stop)
+        for span in spans
+    ]
+    return json_response({"tokenize_response": tokens, "templated_text": prompt})
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    """`POST /v1/chat/completions`."""
+    services = request.app[SERVICES]
+    body = await read_model(request, ChatCompletionRequest)
+    with counting_refusals(services.metrics):
+        body.check()
+        prompt = await _render(services, body)
+    asked = GenerateRequest(inputs=prompt, parameters=body.parameters())
+    head = AnswerHead(
+        "chat.completion",
+        "chatcmpl",
+        model=model_name(services, body.model),
+        fingerprint=fingerprint(),
+    )
+    async with await services.infer.start(asked, add_special_tokens=False) as generation:
+        watch(request, generation)
+        if not body.stream:
+            return await _answer(services, body, generation, head)
+        return await respond(
+            request,
+            _chunks(body, generation, head),
+            headers=stream_headers(compute_type=services.compute_type, num_characters=len(prompt)),
+            keep_alive_seconds=services.keep_alive_seconds,
+            on_error=stream_error,
+        )
+
+
+async def _render(services: Services, body: ChatCompletionRequest) -> str:
+    return await services.template.render_async(
+        [message.for_template() for message in body.messages],
+        variables=body.chat_template_kwargs,
+    )
+
+
+async def _answer(
+    services: Services, body: ChatCompletionRequest, generation: Generation, head: AnswerHead
+) -> web.Response:
+    pieces = [piece async for piece in _pieces(body, generation)]
+    usage = _usage(generation, pieces[-1])
+    headers = answer_headers(
+        compute_type=services.compute_type,
+        num_characters=len(generation.inputs),
+        prompt_tokens=usage.prompt_tokens,
+        generated_tokens=usage.completion_tokens,
+        times=generation.times,
+    )
+    return json_response(chat_answer(head, pieces, usage), headers=headers)
+
+
+async def _chunks(
+    body: ChatCompletionRequest, generation: Generation, head: AnswerHead
+) -> AsyncGenerator[bytes, None]:
+    """Frame one chunk a token, then usage if asked for, then the end."""
+    piece: Piece | None = None
+    async with aclosing(_pieces(body, generation)) as pieces:
+        async for piece in pieces:
+            yield event(orjson.dumps(chat_chunk(head, piece)))
+    if body.includes_usage and piece is not None:
+        usage = _usage(generation, piece).json()
+        yield event(orjson.dumps(head.json("chat.completion.chunk", choices=[], usage=usage)))
+    yield DONE
+
+
+async def _pieces(
+    body: ChatCompletionRequest, generation: Generation
+) -> AsyncGenerator[Piece, None]:
+    text = ChoiceText(body.stop_sequences, logprobs=bool(body.logprobs))
+    async with aclosing(generation.tokens()) as tokens:
+        async for token, finished in tokens:
+            piece = text.push(token, finished)
+            yield piece
+            if piece.finish_reason is not None:
+                return
+
+
+def _usage(generation: Generation, last: Piece) -> Usage:
+    return Usage(len(generation.valid.input_ids), last.num_tokens)

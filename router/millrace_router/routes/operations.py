@@ -1,0 +1,70 @@
+"""Routes for those who run the server: health, description, metrics."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from millrace_router.bodies import json_response
+from millrace_router.errors import ShuttingDown
+from millrace_router.exposition import CONTENT_TYPE, render
+from millrace_router.services import SERVICES
+from millrace_router.version import VERSION
+
+
+def register(app: web.Application) -> None:
+    """Add the routes to `app`."""
+    for path in ("/", "/health", "/ping"):
+        app.router.add_get(path, health)
+    app.router.add_get("/info", info)
+    app.router.add_get("/metrics", metrics)
+
+
+async def health(request: web.Request) -> web.Response:
+    """`GET /health`: an empty 200, or 503."""
+    services = request.app[SERVICES]
+    if services.infer.draining:
+        raise ShuttingDown
+    await services.health.check()
+    return web.Response()
+
+
+async def info(request: web.Request) -> web.Response:
+    """`GET /info`: the model and every limit, with the fields that TGI 3 dropped."""
+    services = request.app[SERVICES]
+    config, shard, limits = services.config, services.shard, services.limits
+    return json_response(
+        {
+            "model_id": config.model_id,
+            "model_sha": config.revision,
+            "model_dtype": shard.dtype,
+            "model_device_type": shard.device_type,
+            "model_pipeline_tag": services.pipeline_tag,
+            "max_concurrent_requests": limits.max_concurrent_requests,
+            "max_best_of": limits.max_best_of,
+            "max_stop_sequences": limits.max_stop_sequences,
+            "max_top_n_tokens": limits.max_top_n_tokens,
+            "max_input_tokens": limits.max_input_tokens,
+            "max_input_length": limits.max_input_tokens,
+            "max_total_tokens": limits.max_total_tokens,
+            "waiting_served_ratio": config.waiting_served_ratio,
+            "max_batch_prefill_tokens": config.max_batch_prefill_tokens,
+            "max_batch_total_tokens": services.capacity.max_batch_total_tokens,
+            "max_waiting_tokens": config.max_waiting_tokens,
+            "max_batch_size": config.max_batch_size,
+            "validation_workers": config.validation_workers,
+            "max_client_batch_size": limits.max_client_batch_size,
+            "attention": shard.attention,
+            "deterministic": shard.deterministic,
+            "num_shard": shard.world_size,
+            "router": "text-generation-router",
+            "version": VERSION,
+            "sha": None,
+            "docker_label": None,
+        }
+    )
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """`GET /metrics` in Prometheus' text format."""
+    body = render(request.app[SERVICES].metrics.registry)
+    return web.Response(body=body, headers={"content-type": CONTENT_TYPE})

@@ -1,0 +1,43 @@
+"""What the HTTP handlers work with, put together once the shards have warmed up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from millrace_router.config import RouterConfig
+from millrace_router.health import Health
+from millrace_router.infer import Infer
+from millrace_router.limits import Limits
+from millrace_router.metrics import Metrics
+from millrace_router.template import ChatTemplate
+from millrace_router.tokenizer import Tokenizer
+from millrace_router.validation import Validator
+from millrace_router.wire import Capacity, ShardInfo
+
+KEEP_ALIVE_SECONDS = 15.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """Everything an application is made of."""
+
+    config: RouterConfig
+    shard: ShardInfo
+    capacity: Capacity
+    limits: Limits
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    validator: Validator
+    infer: Infer
+    metrics: Metrics
+    health: Health
+    pipeline_tag: str | None = "text-generation"
+    compute_type: str = "gpu+optimized"
+    """Value of the `x-compute-type` header."""
+    keep_alive_seconds: float = KEEP_ALIVE_SECONDS
+    """Silence after which a stream sends a comment."""
+
+
+SERVICES: web.AppKey[Services] = web.AppKey("services", Services)

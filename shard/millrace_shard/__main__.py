@@ -1,0 +1,29 @@
+"""`millrace-shard`: serve a model, download one, or convert one to safetensors."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "serve": "millrace_shard.serve",
+    "download-weights": "millrace_shard.hub",
+    "convert": "millrace_shard.convert",
+}
+USAGE = f"usage: millrace-shard {{{','.join(COMMANDS)}}} ...\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; its module is loaded only then, since not all of them need torch."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or arguments[0] not in COMMANDS:
+        wants_help = bool(arguments) and arguments[0] in ("-h", "--help")
+        (sys.stdout if wants_help else sys.stderr).write(USAGE)
+        return 0 if wants_help else 2
+    status: int = importlib.import_module(COMMANDS[arguments[0]]).main(arguments[1:])
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

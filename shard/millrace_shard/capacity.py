@@ -1,0 +1,127 @@
+"""How many tokens fit into the KV cache, and how long one sequence may be: arithmetic only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CPU_MEMORY_SHARE = 0.25
+CUDA_MEMORY_SHARE = 0.9
+"""Of the memory that is free after the largest prefill; fragments and small buffers need the rest."""
+
+
+class CapacityError(Exception):
+    """The limits asked for do not fit the memory or the model; the message is for the operator."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmupRequest:
+    """What the router plans with; None means: choose."""
+
+    max_batch_prefill_tokens: int
+    max_batch_size: int
+    max_concurrent_requests: int
+    max_input_tokens: int | None = None
+    max_total_tokens: int | None = None
+    max_batch_total_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVMemory:
+    """Bytes for keys and values."""
+
+    bytes: int
+    is_budget: bool
+    """Given by the user, or the device's own: to be filled. Otherwise shared, and no more is taken than can be used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheShape:
+    """What a block costs on this rank, and where positions end."""
+
+    block_size: int
+    bytes_per_token: int
+    max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """The answer to Warmup."""
+
+    num_blocks: int
+    """Block 0 included, which belongs to nobody."""
+    block_size: int
+    max_input_tokens: int
+    max_total_tokens: int
+    kv_bytes_per_token: int
+
+    @property
+    def max_batch_total_tokens(self) -> int:
+        """Tokens that fit into the cache."""
+        return (self.num_blocks - 1) * self.block_size
+
+
+def cpu_memory(*, available: int, kv_memory: int | None) -> KVMemory:
+    """`--kv-memory`, or a share of what is available: two servers on one host both start."""
+    if kv_memory is not None:
+        return KVMemory(bytes=kv_memory, is_budget=True)
+    return KVMemory(bytes=int(available * CPU_MEMORY_SHARE), is_budget=False)
+
+
+def cuda_memory(*, free: int, total: int, fraction: float, kv_memory: int | None) -> KVMemory:
+    """`--kv-memory`, or most of what is free when only `fraction` of the GPU may be used."""
+    if kv_memory is not None:
+        return KVMemory(bytes=kv_memory, is_budget=True)
+    usable = free - int((1 - fraction) * total)
+    return KVMemory(bytes=max(0, int(usable * CUDA_MEMORY_SHARE)), is_budget=True)
+
+
+def blocks_in(memory: KVMemory, shape: CacheShape) -> int:
+    """Usable blocks, the reserved one paid for."""
+    return max(0, memory.bytes // (shape.bytes_per_token * shape.block_size) - 1)
+
+
+def plan_capacity(
+    request: WarmupRequest, shape: CacheShape, *, fitting_blocks: int, is_budget: bool
+) -> Capacity:
+    """Limits and cache size for `fitting_blocks` usable blocks, the fewest any rank has.
+
+    Raises CapacityError where a limit given by the user cannot be kept.
+    """
+    size = shape.block_size
+    num_blocks = fitting_blocks
+    if request.max_batch_total_tokens is not None:
+        num_blocks = min(num_blocks, -(-request.max_batch_total_tokens // size))
+    max_total = request.max_total_tokens
+    if max_total is None:
+        max_total = min(num_blocks * size, shape.max_position_embeddings)
+    if max_total > shape.max_position_embeddings:
+        raise CapacityError(
+            f"`max_total_tokens`={max_total} is more than the model's {shape.max_position_embeddings} positions"
+        )
+    if max_total > num_blocks * size:
+        raise CapacityError(f"Not enough memory to handle `max_total_tokens`={max_total}")
+    if not is_budget and request.max_batch_total_tokens is None:
+        num_blocks = min(num_blocks, request.max_concurrent_requests * -(-max_total // size))
+    max_input = request.max_input_tokens
+    if max_input is None:
+        max_input = max_total - 1
+    if not 0 < max_input < max_total:
+        raise CapacityError(
+            f"`max_input_tokens` must be < `max_total_tokens`. Given: {max_input} and {max_total}"
+        )
+    return Capacity(
+        num_blocks=num_blocks + 1,
+        block_size=size,
+        max_input_tokens=max_input,
+        max_total_tokens=max_total,
+        kv_bytes_per_token=shape.bytes_per_token,
+    )
+
+
+def spread_prefill(num_tokens: int, *, max_rows: int, longest: int) -> list[int]:
+    """Lengths of the prompts that make up the largest prefill: as few and long ones as may be."""
+    lengths: list[int] = []
+    while num_tokens > 0 and len(lengths) < max_rows:
+        lengths.append(min(num_tokens, longest))
+        num_tokens -= lengths[-1]
+    return lengths

@@ -1,0 +1,115 @@
+"""Which files of a model repository are needed to serve it, and whether a folder has them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from millrace_shard.errors import ModelError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+TOKENIZER = "tokenizer.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+# What `transformers` reads to build a fast tokenizer where the repository has no tokenizer.json.
+TOKENIZER_SOURCES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece*.model",
+    "*.tiktoken",
+)
+METADATA = (
+    "config*.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    INDEX,
+    *TOKENIZER_SOURCES,
+)
+
+
+class PickledWeightsError(ModelError):
+    """The only weights are pickle files, which may run code when they are read."""
+
+
+class IncompleteModelError(ModelError):
+    """Files that serving needs are missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A file of a repository, by its path there; the size in bytes is 0 when the hub does not say."""
+
+    path: str
+    size: int
+
+
+def metadata_files(files: Iterable[RemoteFile]) -> list[RemoteFile]:
+    """The small files: configuration, tokenizer, chat template and the index of the weights."""
+    return [file for file in files if _matches(file.path, METADATA)]
+
+
+def weight_files(files: Sequence[RemoteFile], *, index: bytes | None) -> list[RemoteFile]:
+    """The safetensors files of the model itself: what the index names, else the single file, else all of them.
+
+    Raises PickledWeightsError when there are only pickles, IncompleteModelError when there are no weights at all.
+    """
+    if index is not None:
+        wanted = indexed_names(index)
+        return [file for file in files if file.path in wanted]
+    whole = [file for file in files if file.path == SINGLE]
+    found = whole or [file for file in files if fnmatchcase(file.path, "model*.safetensors")]
+    if not found:
+        refuse_without_weights(file.path for file in files)
+    return found
+
+
+def refuse_without_weights(names: Iterable[str]) -> None:
+    """Say why files of these names cannot be served; always raises."""
+    pickles = sorted(name for name in names if _matches(name, PICKLES))
+    if pickles:
+        raise PickledWeightsError(
+            f"the weights are pickle files ({', '.join(pickles[:3])}), which may run code when read"
+        )
+    raise IncompleteModelError(f"there is neither {SINGLE} nor {INDEX}")
+
+
+def missing_files(folder: Path) -> list[str]:
+    """What serving needs and this folder lacks; empty when the model is whole.
+
+    Raises PickledWeightsError where the only weights are pickles.
+    """
+    missing = [] if (folder / "config.json").is_file() else ["config.json"]
+    names = [path.name for path in folder.iterdir() if path.is_file()]
+    if not any(_matches(name, TOKENIZER_SOURCES) for name in names):
+        missing.append(TOKENIZER)
+    if INDEX in names:
+        wanted = indexed_names((folder / INDEX).read_bytes())
+        return missing + sorted(wanted - set(names))
+    weights = [name for name in names if fnmatchcase(name, "model*.safetensors")]
+    if SINGLE not in names and any("-of-" in name for name in weights):
+        missing.append(INDEX)
+    if not weights and not missing:
+        refuse_without_weights(names)
+    return missing if weights else [*missing, SINGLE]
+
+
+def indexed_names(index: bytes) -> set[str]:
+    """The files that an index spreads the tensors over."""
+    try:
+        return set(json.loads(index)["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{INDEX} is damaged: {error!r}") from error
+
+
+def _matches(path: str, patterns: Sequence[str]) -> bool:
+    return "/" not in path and any(fnmatchcase(path, pattern) for pattern in patterns)

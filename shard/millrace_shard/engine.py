@@ -1,0 +1,224 @@
+"""The engine: one thread that owns the device, the model, the KV cache and the batch, and does one thing at a time.
+
+Work is executed strictly in the order of submission. Other threads only submit and read counters, so a health check
+never waits for a forward pass.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import TypeVar
+
+import torch
+
+from millrace_shard.capacity import Capacity, WarmupRequest
+from millrace_shard.epoch import Epoch
+from millrace_shard.runner import LaunchedStep
+from millrace_shard.step import (
+    Clear,
+    FailureKind,
+    Filter,
+    Forward,
+    Open,
+    Step,
+    StepFailure,
+    StepInvalid,
+    StepReply,
+    StepResult,
+    Unknown,
+)
+from millrace_shard.warmup import LoadedModel, MemoryLimits, WarmedUp, is_out_of_memory, warm_up
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far the engine has come."""
+
+    last_step: int
+    """Number of the last step answered in the current epoch."""
+    pending_steps: int
+    idle_ns: int
+    """Since a step was last answered, or the engine started."""
+
+
+class Engine:
+    """Life: `start`, `submit(load).result()`, `attach`, `warm_up`, then steps, `close`."""
+
+    def __init__(
+        self, *, limits: MemoryLimits, cpu_threads: int | None = None, overlap: bool = False
+    ) -> None:
+        """`overlap` lets a step be launched while the tokens of the one before are copied to the host; for CUDA."""
+        self._limits = limits
+        self._cpu_threads = cpu_threads
+        self._overlap = overlap
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._copies: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._threads = [Thread(target=self._run, args=(self._work,), name="engine", daemon=True)]
+        if overlap:
+            self._threads.append(
+                Thread(target=self._run, args=(self._copies,), name="copies", daemon=True)
+            )
+        self._loaded: LoadedModel | None = None
+        self._warmed_up: WarmedUp | None = None
+        self._epoch = Epoch()
+        self._lock = Lock()
+        self._pending_steps = 0
+        self._last_answer_ns = time.monotonic_ns()
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The model; there is one once `attach` was called."""
+        assert self._loaded is not None, "no model is attached"
+        return self._loaded
+
+    def start(self) -> None:
+        """Begin to execute."""
+        for thread in self._threads:
+            thread.start()
+
+    def attach(self, loaded: LoadedModel) -> None:
+        """Take over a model; it was best loaded by `submit`, in the thread that will run it."""
+        self._loaded = loaded
+
+    def close(self) -> None:
+        """Finish what was submitted and end. Further work is never executed."""
+        self._work.put(None)
+        self._threads[0].join()
+        self._copies.put(None)
+        for thread in self._threads[1:]:
+            thread.join()
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """Execute `call` on the engine thread, after all that was submitted before."""
+        future: Future[T] = Future()
+        self._work.put(lambda: _resolve(future, call))
+        return future
+
+    def warm_up(self, request: WarmupRequest) -> Future[Capacity]:
+        """Allocate the KV cache and try the largest step; ends the current epoch. Raises CapacityError."""
+        return self.submit(lambda: self._warm_up(request))
+
+    def step(self, step: Step) -> Future[StepReply]:
+        """Execute a step; its reply says if it failed or was refused, the future itself never raises."""
+        future: Future[StepReply] = Future()
+        with self._lock:
+            self._pending_steps += 1
+        self._work.put(lambda: self._execute(step, future))
+        return future
+
+    def end_epoch(self, epoch: int) -> Future[None]:
+        """Drop the sequences of `epoch`, unless another one has begun since."""
+        return self.submit(lambda: self._end_epoch(epoch))
+
+    def progress(self) -> Progress:
+        """For health checks; from any thread, at any time."""
+        with self._lock:
+            return Progress(
+                last_step=self._epoch.last_answered,
+                pending_steps=self._pending_steps,
+                idle_ns=time.monotonic_ns() - self._last_answer_ns,
+            )
+
+    def is_alive(self) -> bool:
+        """Whether the engine's threads run."""
+        return all(thread.is_alive() for thread in self._threads)
+
+    def _run(self, work: SimpleQueue[Callable[[], None] | None]) -> None:
+        # OpenMP keeps its number of threads by thread: set elsewhere, it would not hold here.
+        if self._cpu_threads is not None:
+            torch.set_num_threads(self._cpu_threads)
+        with torch.inference_mode():
+            while (call := work.get()) is not None:
+                call()
+
+    def _warm_up(self, request: WarmupRequest) -> Capacity:
+        self._epoch.end()
+        self._warmed_up = None
+        self._warmed_up = warm_up(self.loaded, request, self._limits)
+        return self._warmed_up.capacity
+
+    def _end_epoch(self, epoch: int) -> None:
+        if self._epoch.is_current(epoch):
+            self._epoch.end()
+            if self._warmed_up is not None:
+                self._warmed_up.runner.batch.clear()
+
+    def _execute(self, step: Step, future: Future[StepReply]) -> None:
+        """The process edge of a step: whatever is raised below becomes its answer."""
+        refusal = self._epoch.refusal(step)
+        if refusal is not None:
+            self._answer(step, future, StepFailure(FailureKind.REFUSED, refusal))
+            return
+        try:
+            outcome = self._perform(step)
+        except Exception as error:  # noqa: BLE001
+            self._answer(step, future, self._failure(step, error))
+            return
+        if isinstance(outcome, StepResult):
+            self._answer(step, future, outcome)
+        elif self._overlap:
+            self._copies.put(lambda: self._finish(step, future, outcome))
+        else:
+            self._finish(step, future, outcome)
+
+    def _perform(self, step: Step) -> StepResult | LaunchedStep:
+        if self._warmed_up is None:
+            raise StepInvalid("no step before Warmup")
+        runner = self._warmed_up.runner
+        match step.work:
+            case Forward():
+                return runner.launch(step.work)
+            case Filter(dropped_slots):
+                runner.batch.drop(dropped_slots)
+            case Open() | Clear():
+                runner.batch.clear()
+            case Unknown():
+                raise StepInvalid("the step asks for nothing this shard knows")
+        return StepResult()
+
+    def _finish(self, step: Step, future: Future[StepReply], launched: LaunchedStep) -> None:
+        outcome: StepResult | StepFailure
+        try:
+            outcome = launched.finish()
+        except Exception as error:  # noqa: BLE001
+            outcome = self._failure(step, error)
+        self._answer(step, future, outcome)
+
+    def _failure(self, step: Step, error: Exception) -> StepFailure:
+        self._epoch.fail(step.epoch)
+        kind = FailureKind.OUT_OF_MEMORY if is_out_of_memory(error) else FailureKind.FAILED
+        if isinstance(error, StepInvalid):
+            logger.error("step %d is invalid: %s", step.number, error)
+        else:
+            logger.error("step %d failed", step.number, exc_info=error)
+        if kind is FailureKind.OUT_OF_MEMORY and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return StepFailure(kind, str(error) or type(error).__name__)
+
+    def _answer(
+        self, step: Step, future: Future[StepReply], outcome: StepResult | StepFailure
+    ) -> None:
+        with self._lock:
+            self._pending_steps -= 1
+            self._last_answer_ns = time.monotonic_ns()
+            self._epoch.answered(step)
+        future.set_result(StepReply(step.epoch, step.number, outcome))
+
+
+def _resolve(future: Future[T], call: Callable[[], T]) -> None:
+    """The process edge of other work."""
+    try:
+        result = call()
+    except BaseException as error:  # noqa: BLE001
+        future.set_exception(error)
+    else:
+        future.set_result(result)

@@ -1,0 +1,153 @@
+"""Compiles the CPU operators, once per machine and torch, into a cache folder, and loads them.
+
+The folder is $MILLRACE_CACHE, or millrace below $XDG_CACHE_HOME or ~/.cache. Processes that build at the same time
+wait for one another; a library appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+SOURCE = Path(__file__).with_name("cpu_ops.cpp")
+BUILD_SECONDS = 600
+ERROR_CHARS = 2000
+
+logger = logging.getLogger(__name__)
+
+
+class BuildError(Exception):
+    """The operators cannot be had on this machine; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Toolchain:
+    """A C++ compiler and the flags that suit the torch of this process."""
+
+    compiler: str
+    compile_flags: tuple[str, ...]
+    link_flags: tuple[str, ...]
+
+    @classmethod
+    def find(cls) -> Toolchain:
+        """$CXX or g++. Raises BuildError without one, or on a CPU that the operators are not for."""
+        capability = torch.backends.cpu.get_cpu_capability().split("_")[0]
+        if platform.machine() not in ("x86_64", "AMD64") or capability not in ("AVX2", "AVX512"):
+            raise BuildError(f"they need x86 with AVX2, not {platform.machine()} {capability}")
+        compiler = shutil.which(os.environ.get("CXX") or "g++")
+        if compiler is None:
+            raise BuildError("no C++ compiler: install g++, or name one in CXX")
+        root = Path(torch.__file__).parent
+        return cls(
+            compiler=compiler,
+            compile_flags=(
+                "-std=c++20",
+                "-O2",
+                "-fPIC",
+                "-fopenmp",
+                "-fno-math-errno",
+                "-march=native",
+                f"-DCPU_CAPABILITY={capability}",
+                f"-DCPU_CAPABILITY_{capability}",
+                f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+                "-isystem",
+                str(root / "include"),
+            ),
+            link_flags=(f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10", _openmp(root / "lib")),
+        )
+
+
+def compile_library(source: Path, folder: Path, toolchain: Toolchain) -> Path:
+    """The shared library of `source` and the headers beside it, from `folder` if it is there already.
+
+    Raises BuildError when the folder cannot be written or the compiler fails.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        library = folder / f"{source.stem}-{_key(source, toolchain)}.so"
+        with library.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not library.exists():
+                _build(source, library, toolchain)
+    except OSError as error:
+        raise BuildError(f"{error}; MILLRACE_CACHE names another folder") from error
+    return library
+
+
+@functools.cache
+def load_operators() -> None:
+    """Put the CPU operators into torch.ops.millrace, compiled first if they are not in the cache.
+
+    Raises BuildError when they cannot be compiled or loaded.
+    """
+    library = compile_library(SOURCE, cache_folder(), Toolchain.find())
+    try:
+        torch.ops.load_library(library)  # type: ignore[no-untyped-call]
+    except OSError as error:
+        raise BuildError(f"{library} does not load: {error}") from error
+
+
+def cache_folder() -> Path:
+    """Where libraries are kept. Raises BuildError when there is no home to keep them in."""
+    if explicit := os.environ.get("MILLRACE_CACHE"):
+        return Path(explicit) / "kernels"
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError as error:
+        raise BuildError(f"{error}; MILLRACE_CACHE names a folder to build in") from error
+    return Path(base) / "millrace" / "kernels"
+
+
+def _build(source: Path, library: Path, toolchain: Toolchain) -> None:
+    logger.info("compiling CPU kernels (once) into %s", library)
+    with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as scratch:
+        unit, linked = Path(scratch, "unit.o"), Path(scratch, "library.so")
+        _run((toolchain.compiler, *toolchain.compile_flags, "-c", str(source), "-o", str(unit)))
+        _run((toolchain.compiler, "-shared", "-o", str(linked), str(unit), *toolchain.link_flags))
+        linked.replace(library)
+
+
+def _run(command: Sequence[str]) -> None:
+    try:
+        subprocess.run(  # noqa: S603 - the compiler, on our own sources
+            command, check=True, capture_output=True, text=True, timeout=BUILD_SECONDS
+        )
+    except subprocess.CalledProcessError as error:
+        raise BuildError(f"{command[0]} failed: {error.stderr[:ERROR_CHARS]}") from error
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"{command[0]} took more than {BUILD_SECONDS} s") from error
+
+
+def _key(source: Path, toolchain: Toolchain) -> str:
+    """Changes with whatever could change the library: torch, sources, flags, compiler path and CPU."""
+    digest = hashlib.sha256(repr((torch.__version__, toolchain, _cpu())).encode())
+    for file in sorted([source, *source.parent.glob("*.h")]):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _cpu() -> str:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    first = {line.split(":")[0].strip(): line for line in reversed(lines)}
+    return first.get("model name", "") + first.get("flags", "")
+
+
+def _openmp(libraries: Path) -> str:
+    """The OpenMP runtime that torch brings, so that the process has one thread pool."""
+    return next((str(file) for file in sorted(libraries.glob("libgomp*.so*"))), "-lgomp")

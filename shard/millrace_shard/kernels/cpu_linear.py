@@ -1,0 +1,60 @@
+"""Weights packed for the CPU. Both forms give a row the same bits whatever rows come with it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from millrace_shard.kernels.base import Linear
+from millrace_shard.kernels.plain import FixedShapeLinear
+
+ROWS_HINT = 64
+"""Rows that oneDNN lays the weight out for; measured to matter little."""
+
+
+def pack(weight: Tensor, bias: Tensor | None) -> Linear:
+    """The packed form for this dtype and shape, else one in plain torch."""
+    if weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0:
+        return BlockedLinear(weight, bias)
+    if weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return ReorderedLinear(weight, bias)
+    return FixedShapeLinear(weight, bias)
+
+
+class BlockedLinear:
+    """bfloat16 by our own operator: whole sums over `in` (even), in one order."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._out = weight.shape[0]
+        self._packed = torch.ops.millrace.pack_linear(weight.contiguous())
+        self._bias = weight.new_empty(0) if bias is None else bias.contiguous()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in] to [T, out]."""
+        y = x.new_empty(*x.shape[:-1], self._out)
+        rows = x.reshape(-1, x.shape[-1])
+        torch.ops.millrace.packed_linear(y.view(-1, self._out), rows, self._packed, self._bias)
+        return y
+
+
+class ReorderedLinear:
+    """float32 by oneDNN, whose bits were found to depend on the number of rows only where that is one."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._out = weight.shape[0]
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS_HINT)  # noqa: SLF001
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in] to [T, out]."""
+        rows = x.reshape(-1, x.shape[-1])
+        num_rows = rows.shape[0]
+        if num_rows == 0:
+            return x.new_empty(*x.shape[:-1], self._out)
+        if num_rows == 1:
+            rows = F.pad(rows, (0, 0, 0, 1))
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(  # noqa: SLF001
+            rows, self._packed, self._bias, "none", [], ""
+        )
+        return y[:num_rows].view(*x.shape[:-1], self._out)

@@ -1,0 +1,66 @@
+"""The shard's log on standard output: JSON in the shape of TGI's lines for the launcher, text for people."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import TextIO
+
+LEVELS = {
+    "trace": logging.DEBUG,
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
+WORDS = {"WARNING": "WARN", "CRITICAL": "ERROR"}
+NOISY_LIBRARIES = ("transformers", "torch", "huggingface_hub", "asyncio", "filelock")
+
+
+def configure(level: str, *, json_output: bool, file: TextIO | None = None) -> None:
+    """Log everything of `level` and above, other libraries' warnings included, to `file` or standard output."""
+    threshold = LEVELS[level]
+    handler = logging.StreamHandler(sys.stdout if file is None else file)
+    handler.setFormatter(JsonFormatter() if json_output else TextFormatter())
+    logging.basicConfig(handlers=[handler], level=threshold, force=True)
+    logging.captureWarnings(capture=True)
+    for name in NOISY_LIBRARIES:
+        logging.getLogger(name).setLevel(max(threshold, logging.WARNING))
+
+
+class JsonFormatter(logging.Formatter):
+    """`{"timestamp", "level", "fields": {"message", …}, "target"}`, one line each."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line of JSON."""
+        fields = {"message": record.getMessage()}
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(
+            {
+                "timestamp": _timestamp(record),
+                "level": _level(record),
+                "fields": fields,
+                "target": record.name,
+            }
+        )
+
+
+class TextFormatter(logging.Formatter):
+    """Time, level, module, message; a traceback follows on lines of its own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line, more with a traceback."""
+        line = f"{_timestamp(record)} {_level(record):>5} {record.name}: {record.getMessage()}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def _timestamp(record: logging.LogRecord) -> str:
+    time = datetime.fromtimestamp(record.created, tz=UTC)
+    return time.isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def _level(record: logging.LogRecord) -> str:
+    return WORDS.get(record.levelname, record.levelname)

@@ -1,0 +1,64 @@
+"""What of the machine this process may still take: bytes of memory, cores."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+CGROUP = Path("/sys/fs/cgroup")
+MEMINFO = Path("/proc/meminfo")
+
+
+def available_memory(*, meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int:
+    """Host memory: what the kernel says is available, or less where a container's limit is nearer."""
+    available = _meminfo_available(meminfo)
+    left = _cgroup_left(cgroup)
+    return available if left is None else min(available, left)
+
+
+def free_cuda_memory(device: torch.device) -> tuple[int, int]:
+    """Free and total memory of a GPU; what torch keeps for reuse counts as taken."""
+    free, total = torch.cuda.mem_get_info(device)
+    return free, total
+
+
+def _meminfo_available(meminfo: Path) -> int:
+    try:
+        lines = meminfo.read_text().splitlines()
+    except OSError:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def _cgroup_left(cgroup: Path) -> int | None:
+    """Up to the limit of version 2 or 1; page cache is given back under pressure and does not count."""
+    for limit_name, usage_name, cache_field in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            limit = (cgroup / limit_name).read_text().strip()
+            usage = int((cgroup / usage_name).read_text())
+            stat = (cgroup / limit_name).with_name("memory.stat").read_text()
+        except OSError:
+            continue
+        if limit == "max":
+            return None
+        fields = dict(line.split() for line in stat.splitlines())
+        return max(0, int(limit) - usage + int(fields.get(cache_field, 0)))
+    return None
+
+
+def usable_cores(*, quota: Path = CGROUP / "cpu.max") -> int:
+    """Cores this process may run on, by affinity and by the container's quota, at least 1."""
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    try:
+        runtime, period = quota.read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return min(cores, max(1, int(runtime) // int(period))) if runtime.isdecimal() else cores

@@ -1,0 +1,114 @@
+"""What the engine is told of a sequence when it joins the batch, and how its next token is to be chosen."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace_shard.step import StepInvalid
+
+Ids = NDArray[np.int64]
+
+PARAMETERS = np.dtype(
+    [
+        ("temperature", np.float32),
+        ("top_p", np.float32),
+        ("typical_p", np.float32),
+        ("repetition_penalty", np.float32),
+        ("frequency_penalty", np.float32),
+        ("presence_penalty", np.float32),
+        ("occurrence_penalty", np.float32),
+        ("top_k", np.int64),
+        ("do_sample", np.bool_),
+        ("seed", np.uint64),
+        ("top_n_tokens", np.int64),
+        ("min_new_tokens", np.int64),
+        ("num_prompt", np.int64),
+    ]
+)
+"""One sequence's choice of tokens as a row of columns; `num_prompt` is where its generated tokens begin."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParameters:
+    """How the next token is chosen; the defaults are the neutral values of the wire."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    typical_p: float = 1.0
+    do_sample: bool = False
+    seed: int = 0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    occurrence_penalty: float = 0.0
+
+    def check(self) -> None:
+        """Raise StepInvalid for values that have no meaning."""
+        positive = (self.temperature, self.repetition_penalty, self.top_p, self.typical_p)
+        if not all(value > 0 and math.isfinite(value) for value in positive):
+            raise StepInvalid(
+                "temperature, repetition_penalty, top_p and typical_p have to be positive"
+            )
+        penalties = (self.frequency_penalty, self.presence_penalty, self.occurrence_penalty)
+        if not all(math.isfinite(value) for value in penalties):
+            raise StepInvalid("penalties have to be finite")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sequence:
+    """A sequence as admitted; the fields are those of the wire's message of this name."""
+
+    slot: int
+    request_id: int
+    input_ids: Ids
+    generated_tokens: int = 0
+    cached_tokens: int = 0
+    parameters: SamplingParameters = field(default_factory=SamplingParameters)
+    top_n_tokens: int = 0
+    prefill_logprobs: bool = False
+    min_new_tokens: int = 0
+
+    @property
+    def num_inputs(self) -> int:
+        """Tokens to be computed before the first sample."""
+        return len(self.input_ids)
+
+    def check(self, *, vocab_size: int, max_tokens: int) -> None:
+        """Raise StepInvalid unless the sequence is consistent and fits."""
+        if not 0 < self.num_inputs <= max_tokens:
+            raise StepInvalid(
+                f"request {self.request_id} has {self.num_inputs} tokens; 1 to {max_tokens} fit"
+            )
+        if self.input_ids.min() < 0 or self.input_ids.max() >= vocab_size:
+            raise StepInvalid(
+                f"request {self.request_id} has token ids beyond the vocabulary of {vocab_size}"
+            )
+        if not 0 <= self.cached_tokens < self.num_inputs:
+            raise StepInvalid(f"request {self.request_id} leaves no token to compute")
+        if not 0 <= self.generated_tokens < self.num_inputs:
+            raise StepInvalid(f"request {self.request_id} has no prompt")
+        self.parameters.check()
+
+    def columns(self) -> NDArray[np.void]:
+        """A row of PARAMETERS, of no dimension."""
+        p = self.parameters
+        row: NDArray[np.void] = np.zeros((), dtype=PARAMETERS)
+        row["temperature"] = p.temperature
+        row["top_p"] = min(p.top_p, 1.0)
+        row["typical_p"] = min(p.typical_p, 1.0)
+        row["repetition_penalty"] = p.repetition_penalty
+        row["frequency_penalty"] = p.frequency_penalty
+        row["presence_penalty"] = p.presence_penalty
+        row["occurrence_penalty"] = p.occurrence_penalty
+        row["top_k"] = p.top_k
+        row["do_sample"] = p.do_sample
+        row["seed"] = p.seed
+        row["top_n_tokens"] = self.top_n_tokens
+        row["min_new_tokens"] = self.min_new_tokens
+        row["num_prompt"] = self.num_inputs - self.generated_tokens
+        return row

@@ -1,0 +1,151 @@
+"""The command `serve`: loads the model, listens, and ends in order."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from queue import SimpleQueue
+
+import torch
+
+from millrace_shard.config import ShardConfig
+from millrace_shard.engine import Engine
+from millrace_shard.errors import ModelError
+from millrace_shard.kernels.choose import choose_kernels
+from millrace_shard.load import RopeOverride, load_model, read_config
+from millrace_shard.logs import configure
+from millrace_shard.parallel import GroupError, ProcessGroup
+from millrace_shard.parent import die_with_parent
+from millrace_shard.resources import usable_cores
+from millrace_shard.service import ShardService, new_server
+from millrace_shard.warmup import LoadedModel, MemoryLimits
+
+STOP_SECONDS = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT; 1 with a message when the model or the address cannot be had."""
+    config = ShardConfig.from_args(sys.argv[1:] if argv is None else argv)
+    configure(config.log_level, json_output=config.json_output)
+    try:
+        die_with_parent()
+        # Until it serves, there is nothing to stop in order.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        serve(config)
+    except (ModelError, GroupError, RuntimeError) as error:
+        logger.error("%s", error)  # noqa: TRY400
+        sys.stderr.write(f"Error: {error}\n")
+        return 1
+    return 0
+
+
+def serve(config: ShardConfig) -> None:
+    """Load, listen, wait for a signal, stop. Only a model that is loaded is listened for."""
+    device = choose_device(config)
+    threads = config.cpu_threads or max(1, usable_cores() // config.world_size)
+    engine = Engine(
+        limits=MemoryLimits(
+            kv_memory=config.kv_memory,
+            cuda_memory_fraction=config.cuda_memory_fraction,
+            prefill_logprobs=config.enable_prefill_logprobs,
+        ),
+        cpu_threads=threads if device.type == "cpu" else None,
+        overlap=device.type == "cuda",
+    )
+    engine.start()
+    loaded = engine.submit(lambda: load(config, device)).result()
+    engine.attach(loaded)
+    if not config.address:
+        config.socket_path.unlink(missing_ok=True)
+    service = ShardService(
+        engine,
+        deterministic=is_deterministic(config, device),
+        prefill_logprobs=config.enable_prefill_logprobs,
+    )
+    stops: SimpleQueue[int] = SimpleQueue()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda received, _: stops.put(received))
+    server = new_server(service, config.listen_target)
+    server.start()
+    shown = config.address or f"unix://{config.socket_path}"
+    logger.info("Server started at %s", shown)
+    logger.info("Stopping after %s", signal.Signals(stops.get()).name)
+    server.stop(grace=STOP_SECONDS).wait()
+    if not config.address:
+        config.socket_path.unlink(missing_ok=True)
+
+
+def load(config: ShardConfig, device: torch.device) -> LoadedModel:
+    """Meet the other ranks, then read this rank's weights."""
+    started = time.monotonic()
+    group = ProcessGroup.connect(
+        config.rank,
+        config.world_size,
+        master_addr=config.master_addr,
+        master_port=config.master_port,
+        device=device,
+    )
+    dtype = choose_dtype(config, device)
+    kernels = choose_kernels(
+        device,
+        dtype,
+        deterministic=is_deterministic(config, device),
+        head_dims=_head_dims(config.model_folder),
+        custom=not config.disable_custom_kernels,
+    )
+    model = load_model(
+        config.model_folder,
+        dtype=dtype,
+        kernels=kernels,
+        group=group,
+        device=device,
+        rope_override=_rope_override(config),
+    )
+    size = sum(path.stat().st_size for path in config.model_folder.glob("*.safetensors"))
+    seconds = time.monotonic() - started
+    logger.info("weights loaded in %.1f s, %.1f GB", seconds, size / 1e9)
+    return LoadedModel(model=model, kernels=kernels, group=group, device=device, dtype=dtype)
+
+
+def choose_device(config: ShardConfig) -> torch.device:
+    """As configured; `auto` takes CUDA when there is any. Ranks of one host take its GPUs in order."""
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ModelError("--device cuda, but no CUDA device is found")
+    return torch.device("cuda", config.rank % torch.cuda.device_count())
+
+
+def choose_dtype(config: ShardConfig, device: torch.device) -> torch.dtype:
+    """As configured, else the checkpoint's own; on CPU bfloat16 stands in for float16."""
+    if config.dtype is not None:
+        return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[
+            config.dtype
+        ]
+    own = read_config(config.model_folder).dtype
+    if own not in (torch.float16, torch.bfloat16):
+        return torch.float32
+    return torch.bfloat16 if device.type == "cpu" else own
+
+
+def is_deterministic(config: ShardConfig, device: torch.device) -> bool:
+    """As configured, else only where it costs next to nothing, on CPU."""
+    return config.deterministic == "on" or (config.deterministic == "auto" and device.type == "cpu")
+
+
+def _rope_override(config: ShardConfig) -> RopeOverride | None:
+    if config.rope_scaling is None and config.rope_factor is None:
+        return None
+    return RopeOverride(config.rope_scaling or "linear", config.rope_factor or 1.0)
+
+
+def _head_dims(folder: Path) -> tuple[int, ...]:
+    config = read_config(folder).get_text_config()
+    own = getattr(config, "head_dim", None)
+    return (own or config.hidden_size // config.num_attention_heads,)

@@ -1,0 +1,138 @@
+"""Steps as the engine sees them: what to do, what came of it, what went wrong. Host arrays only, no protobuf."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from millrace_shard.sequence import Sequence
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float32]
+
+
+class StepInvalid(Exception):  # noqa: N818
+    """A step contradicts the state of the batch or itself: the fault is the sender's."""
+
+
+def no_ints() -> Ints:
+    """An empty column."""
+    return np.empty(0, dtype=np.int64)
+
+
+def no_floats() -> Floats:
+    """An empty column."""
+    return np.empty(0, dtype=np.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BatchChange:
+    """What happens to the batch before a forward pass: first dropped, then admitted, then grown."""
+
+    dropped_slots: Ints = field(default_factory=no_ints)
+    admitted: tuple[Sequence, ...] = ()
+    grown_slots: Ints = field(default_factory=no_ints)
+    grown_blocks: Ints = field(default_factory=no_ints)
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Begins an epoch with an empty batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Forward:
+    """A forward pass: rows that compute prompt tokens, then rows that decode one token each."""
+
+    change: BatchChange = field(default_factory=BatchChange)
+    chunk_slots: Ints = field(default_factory=no_ints)
+    chunk_tokens: Ints = field(default_factory=no_ints)
+    decode_slots: Ints = field(default_factory=no_ints)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Filter:
+    """Drops sequences without a forward pass."""
+
+    dropped_slots: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Clear:
+    """Drops every sequence without a forward pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """Work this shard does not know: of a newer router, or none at all."""
+
+
+Work = Open | Forward | Filter | Clear | Unknown
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One numbered message of an epoch."""
+
+    epoch: int
+    number: int
+    work: Work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """Durations in nanoseconds; `concat_ns` is None when no sequence was admitted."""
+
+    forward_ns: int = 0
+    decode_ns: int = 0
+    total_ns: int = 0
+    concat_ns: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepResult:
+    """What a step yielded; columns by row, by candidate and by prompt token, as on the wire."""
+
+    slots: Ints = field(default_factory=no_ints)
+    ids: Ints = field(default_factory=no_ints)
+    logprobs: Floats = field(default_factory=no_floats)
+    top_counts: Ints = field(default_factory=no_ints)
+    """One per row, or empty when no row asked for candidates."""
+    top_ids: Ints = field(default_factory=no_ints)
+    top_logprobs: Floats = field(default_factory=no_floats)
+    prefill_slots: Ints = field(default_factory=no_ints)
+    prefill_counts: Ints = field(default_factory=no_ints)
+    prefill_logprobs: Floats = field(default_factory=no_floats)
+    failed_slots: Ints = field(default_factory=no_ints)
+    checksum: int = 0
+    timings: Timings = field(default_factory=Timings)
+
+
+class FailureKind(Enum):
+    """Why a step has no result."""
+
+    FAILED = auto()
+    OUT_OF_MEMORY = auto()
+    REFUSED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class StepFailure:
+    """A step that was not executed or raised; every later step of its epoch is refused."""
+
+    kind: FailureKind
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepReply:
+    """The one answer to a step."""
+
+    epoch: int
+    number: int
+    outcome: StepResult | StepFailure

@@ -1,0 +1,46 @@
+"""Marks in time on the device that does the work: CUDA events in its stream, or this thread's clock."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+
+class Stopwatch:
+    """Three marks of a step: taken, logits computed, tokens sampled."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._started = time.perf_counter_ns()
+        self._marks: list[int] = [self._started]
+        self._events: list[torch.cuda.Event] = []
+        self.concat_ns: int | None = None
+        if self._is_cuda:
+            self._record()
+
+    def mark(self) -> None:
+        """The work submitted so far ends here."""
+        self._marks.append(time.perf_counter_ns())
+        if self._is_cuda:
+            self._record()
+
+    def wait(self) -> None:
+        """Until the work before the last mark is done; without the interpreter lock."""
+        if self._is_cuda:
+            self._events[-1].synchronize()
+
+    def elapsed_ns(self, mark: int) -> int:
+        """From the start, or on CUDA from when the device got there, to mark `mark`, counted from 1."""
+        if self._is_cuda:
+            return int(self._events[0].elapsed_time(self._events[mark]) * 1e6)
+        return self._marks[mark] - self._started
+
+    def since_start_ns(self) -> int:
+        """Until now, as the host sees it."""
+        return time.perf_counter_ns() - self._started
+
+    def _record(self) -> None:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        self._events.append(event)

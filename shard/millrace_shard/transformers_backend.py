@@ -1,0 +1,194 @@
+"""Any class of transformers whose attention is pluggable, run on our paged KV cache by its own code."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from millrace_shard.errors import UnsupportedModel, WeightsError
+from millrace_shard.kernels.base import Kernels, LayerCache, Linear
+from millrace_shard.model import KVGeometry, ModelInfo
+from millrace_shard.paged_attention import NAME, PagedAttention, ShapeProbe, answering
+from millrace_shard.ragged import RaggedBatch
+from millrace_shard.rope import LENGTH_DEPENDENT, model_rope_table, rope_kind
+from millrace_shard.safetensor_files import SafetensorFiles
+
+_OWN_ROTARY = ("cohere", "olmo2")
+"""Classes whose rotary embedding is not laid out as Llama's."""
+
+SUPPORTED = (
+    "cohere",
+    "gemma2",
+    "glm4",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neox",
+    "granite",
+    "mixtral",
+    "olmo2",
+    "opt",
+    "phi3",
+    "qwen2_moe",
+    "smollm3",
+    "stablelm",
+    "starcoder2",
+)
+"""Each is checked against its own eager attention, logit by logit; a class that ignores the hook is silently wrong."""
+
+
+class TransformersModel:
+    """A CausalModel around a transformers class.
+
+    Its projections and attention are our kernels', the rest its own code, whose elementwise functions may give the
+    last bit by where an element lies in the step: it is not batch invariant.
+    """
+
+    def __init__(self, model: PreTrainedModel, info: ModelInfo, kernels: Kernels) -> None:
+        """Take over `model`, whose attention implementation is ours. Raises UnsupportedModel."""
+        self._model = model.eval().requires_grad_(requires_grad=False)
+        self._kernels = kernels
+        shapes = self._probe()
+        windows = set(shapes.windows.values())
+        self.info = replace(
+            info,
+            window_size=windows.pop() if len(windows) == 1 else None,
+            batch_invariant=False,
+        )
+        self.geometry = KVGeometry(tuple(shapes.layers[i] for i in range(len(shapes.layers))))
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        config: PretrainedConfig,
+        info: ModelInfo,
+        *,
+        dtype: torch.dtype,
+        kernels: Kernels,
+        device: torch.device,
+        max_total_tokens: int | None = None,
+    ) -> TransformersModel:
+        """Read the checkpoint in `folder` tensor by tensor. Raises UnsupportedModel or WeightsError."""
+        check_supported(config)
+        SafetensorFiles(folder).close()
+        try:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=copy.deepcopy(config),
+                dtype=dtype,
+                attn_implementation=NAME,
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+        except (OSError, SafetensorError, RuntimeError) as error:
+            raise WeightsError(f"the weights in {folder} cannot be read: {error}") from error
+        missing = sorted(report["missing_keys"])
+        if missing:
+            raise WeightsError(
+                f"tensor {missing[0]} is missing from the checkpoint ({len(missing)} in all)"
+            )
+        model.to(device)
+        _use_rope_table(model, max_total_tokens)
+        _use_linears(model, kernels)
+        return cls(model, info, kernels)
+
+    @torch.inference_mode()
+    def forward(self, batch: RaggedBatch, cache: Sequence[LayerCache]) -> Tensor:
+        """Logits of `batch.logit_rows` over the whole vocabulary, [R, vocab] float32."""
+        with answering(PagedAttention(self._kernels, batch, cache)):
+            return self._run(batch.ids, batch.positions, batch.logit_rows).float()
+
+    @torch.inference_mode()
+    def _probe(self) -> ShapeProbe:
+        """Run two tokens to learn the shapes; a config may say otherwise than its class does."""
+        probe = ShapeProbe()
+        tokens = torch.arange(2, device=self._model.device)
+        with answering(probe):
+            self._run(tokens, tokens, tokens)
+        if not probe.layers or sorted(probe.layers) != list(range(len(probe.layers))):
+            raise UnsupportedModel(f"{type(self._model).__name__} does not attend in every layer")
+        return probe
+
+    def _run(self, ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
+        output = self._model(
+            input_ids=ids.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=logit_rows,
+        )
+        logits: Tensor = output.logits[0]
+        return logits
+
+
+def check_supported(config: PretrainedConfig) -> None:
+    """Raises UnsupportedModel for architectures, quantised weights and RoPE that this path does not run."""
+    if config.model_type not in SUPPORTED:
+        raise UnsupportedModel(
+            f"model_type {config.model_type!r} is not supported; beside the Llama family these are: "
+            f"{', '.join(SUPPORTED)}"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedModel(f"quantization_config is not supported for {config.model_type}")
+    if _rope_depends_on_length(config) and config.model_type in _OWN_ROTARY:
+        raise UnsupportedModel(
+            f"rope_type {rope_kind(config)!r} is not supported for {config.model_type}"
+        )
+
+
+def _rope_depends_on_length(config: PretrainedConfig) -> bool:
+    return bool(getattr(config, "rope_parameters", None)) and rope_kind(config) in LENGTH_DEPENDENT
+
+
+class TableRotary(nn.Module):
+    """A class's rotary embedding, read from our table: its own would depend on the longest sequence in the batch."""
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self._table = table
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of `position_ids` [1, T], each repeated for both halves: [1, T, rotary_dim]."""
+        cos, sin = self._table[position_ids].to(x.dtype).chunk(2, dim=-1)
+        return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+
+
+class KernelLinear(nn.Module):
+    """A projection of any class, computed by our kernels."""
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        self._linear = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[…, in] to […, out]."""
+        return self._linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+
+def _use_rope_table(model: PreTrainedModel, max_total_tokens: int | None) -> None:
+    """Where the class would let a batch's longest sequence choose the rotation of all."""
+    if _rope_depends_on_length(model.config):
+        table = model_rope_table(model.config, max_total_tokens)
+        model.base_model.rotary_emb = TableRotary(table.to(model.device))
+
+
+def _use_linears(module: nn.Module, kernels: Kernels) -> None:
+    """Hand every plain projection below `module` to the kernels."""
+    for name, child in list(module.named_children()):
+        if type(child) not in {nn.Linear, Conv1D}:
+            _use_linears(child, kernels)
+            continue
+        own = dict(child.named_parameters(recurse=False))
+        weight = own["weight"].detach()
+        bias = own["bias"].detach() if "bias" in own else None
+        out_first = weight if type(child) is nn.Linear else weight.t().contiguous()
+        setattr(module, name, KernelLinear(kernels.linear(out_first, bias)))

@@ -1,0 +1,227 @@
+"""Finds the KV capacity, allocates the cache and runs the largest prefill once."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from millrace_shard.batch import Batch, BatchLimits
+from millrace_shard.capacity import (
+    CacheShape,
+    Capacity,
+    CapacityError,
+    KVMemory,
+    WarmupRequest,
+    blocks_in,
+    cpu_memory,
+    cuda_memory,
+    plan_capacity,
+    spread_prefill,
+)
+from millrace_shard.kernels.base import Kernels
+from millrace_shard.model import CausalModel
+from millrace_shard.parallel import ProcessGroup
+from millrace_shard.resources import available_memory, free_cuda_memory
+from millrace_shard.runner import StepRunner
+from millrace_shard.sequence import SamplingParameters, Sequence
+from millrace_shard.step import BatchChange, Forward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A rank's model and all that runs it."""
+
+    model: CausalModel
+    kernels: Kernels
+    group: ProcessGroup
+    device: torch.device
+    dtype: torch.dtype
+
+    def cache_shape(self) -> CacheShape:
+        """What a block of this rank's cache costs."""
+        elements = sum(
+            2 * num_heads * head_dim for num_heads, head_dim in self.model.geometry.layers
+        )
+        return CacheShape(
+            block_size=self.kernels.block_size,
+            bytes_per_token=elements * self.dtype.itemsize,
+            max_position_embeddings=self.model.info.max_position_embeddings,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLimits:
+    """What the operator grants this shard."""
+
+    kv_memory: int | None = None
+    cuda_memory_fraction: float = 1.0
+    prefill_logprobs: bool = False
+    """Whether prompts may ask for logprobs, which makes the largest step larger."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmedUp:
+    """A runner with its final cache, and the capacity that has."""
+
+    runner: StepRunner
+    capacity: Capacity
+
+
+def warm_up(loaded: LoadedModel, request: WarmupRequest, limits: MemoryLimits) -> WarmedUp:
+    """A collective: every rank calls it at the same time, and all agree on the capacity.
+
+    Whatever held an earlier cache has to be gone. Raises CapacityError.
+    """
+    shape = loaded.cache_shape()
+    on_cuda = loaded.device.type == "cuda"
+    trial_bytes = _try_largest_prefill(loaded, request, limits) if on_cuda else 0
+    memory = _kv_memory(loaded.device, limits, trial_bytes)
+    fitting = loaded.group.minimum(blocks_in(memory, shape))
+    _release_memory(loaded.device)
+    capacity = plan_capacity(request, shape, fitting_blocks=fitting, is_budget=memory.is_budget)
+    try:
+        runner = _new_runner(
+            loaded,
+            max_batch_size=request.max_batch_size,
+            max_tokens=capacity.max_total_tokens,
+            num_blocks=capacity.num_blocks,
+        )
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise CapacityError(
+            f"Not enough memory for a KV cache of {capacity.max_batch_total_tokens} tokens"
+        ) from error
+    if not on_cuda:
+        num_tokens = min(request.max_batch_prefill_tokens, capacity.max_batch_total_tokens)
+        lengths = spread_prefill(
+            num_tokens, max_rows=request.max_batch_size, longest=capacity.max_input_tokens
+        )
+        _run_prefill(runner, lengths, limits)
+    return WarmedUp(runner, capacity)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device or the host had no memory left; torch's CPU allocator raises a plain RuntimeError."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def _kv_memory(device: torch.device, limits: MemoryLimits, trial_bytes: int) -> KVMemory:
+    if device.type == "cuda":
+        free, total = free_cuda_memory(device)
+        return cuda_memory(
+            free=free + trial_bytes,
+            total=total,
+            fraction=limits.cuda_memory_fraction,
+            kv_memory=limits.kv_memory,
+        )
+    return cpu_memory(available=available_memory(), kv_memory=limits.kv_memory)
+
+
+def _try_largest_prefill(loaded: LoadedModel, request: WarmupRequest, limits: MemoryLimits) -> int:
+    """Leave in torch's allocator what the largest step needs, so that free memory is what it leaves over.
+
+    Returns the bytes of the cache it ran on, which are left there too but will be given back.
+    """
+    positions = loaded.model.info.max_position_embeddings
+    longest = min(request.max_total_tokens or positions, positions) - 1
+    longest = min(request.max_input_tokens or longest, longest)
+    lengths = spread_prefill(
+        request.max_batch_prefill_tokens, max_rows=request.max_batch_size, longest=longest
+    )
+    shape = loaded.cache_shape()
+    num_blocks = 1 + sum(-(-length // shape.block_size) for length in lengths)
+    try:
+        runner = _new_runner(
+            loaded,
+            max_batch_size=request.max_batch_size,
+            max_tokens=longest,
+            num_blocks=num_blocks,
+        )
+    except torch.OutOfMemoryError as error:
+        raise _prefill_too_large(sum(lengths)) from error
+    _run_prefill(runner, lengths, limits)
+    return num_blocks * shape.block_size * shape.bytes_per_token
+
+
+def _run_prefill(runner: StepRunner, lengths: list[int], limits: MemoryLimits) -> None:
+    """One step over prompts of these lengths that uses every part of sampling."""
+    size = runner.batch.limits.block_size
+    num_blocks = [-(-length // size) for length in lengths]
+    slots = np.arange(len(lengths))
+    step = Forward(
+        change=BatchChange(
+            admitted=tuple(_sequence(slot, length, limits) for slot, length in enumerate(lengths)),
+            grown_slots=np.repeat(slots, num_blocks),
+            grown_blocks=np.arange(1, 1 + sum(num_blocks)),
+        ),
+        chunk_slots=slots,
+        chunk_tokens=np.array(lengths, dtype=np.int64),
+    )
+    try:
+        runner.launch(step).finish()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise _prefill_too_large(sum(lengths)) from error
+    runner.batch.clear()
+
+
+def _sequence(slot: int, length: int, limits: MemoryLimits) -> Sequence:
+    return Sequence(
+        slot=slot,
+        request_id=0,
+        input_ids=np.zeros(length, dtype=np.int64),
+        parameters=SamplingParameters(
+            temperature=0.9,
+            top_k=10,
+            top_p=0.9,
+            typical_p=0.9,
+            do_sample=True,
+            repetition_penalty=1.2,
+            frequency_penalty=0.1,
+        ),
+        top_n_tokens=5,
+        prefill_logprobs=limits.prefill_logprobs,
+    )
+
+
+def _new_runner(
+    loaded: LoadedModel, *, max_batch_size: int, max_tokens: int, num_blocks: int
+) -> StepRunner:
+    cache = [
+        loaded.kernels.new_cache(
+            num_blocks=num_blocks,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=loaded.dtype,
+            device=loaded.device,
+        )
+        for num_kv_heads, head_dim in loaded.model.geometry.layers
+    ]
+    limits = BatchLimits(
+        max_batch_size=max_batch_size,
+        max_tokens=max_tokens,
+        num_blocks=num_blocks,
+        block_size=loaded.kernels.block_size,
+        vocab_size=loaded.model.info.vocab_size,
+    )
+    return StepRunner(loaded.model, loaded.kernels, cache, Batch(limits, loaded.device))
+
+
+def _prefill_too_large(num_tokens: int) -> CapacityError:
+    return CapacityError(
+        f"Not enough memory to handle {num_tokens} prefill tokens. "
+        "You need to decrease `--max-batch-prefill-tokens`"
+    )
+
+
+def _release_memory(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,55 @@
+"""Our Grafana dashboard asks only for metrics that the router has."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from millrace_router.metrics import Family, Metrics
+
+DASHBOARD: dict[str, Any] = json.loads(
+    (Path(__file__).parent.parent.parent / "deploy/grafana/dashboards/millrace.json").read_text()
+)
+NAME = re.compile(r"\b(?:tgi|millrace)_[a-z_]+")
+
+
+def series_names() -> set[str]:
+    """The names of all series that the router's metrics can show."""
+    names: set[str] = set()
+    for family in Metrics(max_input_tokens=10, max_total_tokens=20).registry._collector_to_names:
+        assert isinstance(family, Family)
+        (described,) = family.describe()
+        suffixes = ("_bucket", "_sum", "_count") if described.type == "histogram" else ("",)
+        names.update(described.name + suffix for suffix in suffixes)
+    return names
+
+
+def expressions() -> list[str]:
+    return [t["expr"] for panel in DASHBOARD["panels"] for t in panel.get("targets", [])]
+
+
+def test_every_metric_of_every_panel_exists() -> None:
+    asked = {name for expression in expressions() for name in NAME.findall(expression)}
+    assert len(asked) > 20
+    assert asked <= series_names()
+
+
+def test_the_variable_reads_a_metric_that_exists() -> None:
+    (variable,) = DASHBOARD["templating"]["list"]
+    assert set(NAME.findall(variable["definition"])) <= series_names()
+
+
+def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
+    panels = DASHBOARD["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    cells = [
+        (x, y)
+        for panel in panels
+        for box in [panel["gridPos"]]
+        for x in range(box["x"], box["x"] + box["w"])
+        for y in range(box["y"], box["y"] + box["h"])
+    ]
+    assert len(cells) == len(set(cells))
+    assert all(0 <= x < 24 for x, _ in cells)

@@ -1,0 +1,128 @@
+"""`huggingface_hub`'s InferenceClient against a base URL, as one points it at TGI."""
+
+from __future__ import annotations
+
+import asyncio
+
+from cases import MESSAGES, PROMPT, raised, run
+from huggingface_hub import AsyncInferenceClient, InferenceClient
+from huggingface_hub.errors import ValidationError
+
+
+def text_generation_gives_text(base_url: str) -> None:
+    text = InferenceClient(base_url).text_generation(PROMPT, max_new_tokens=8)
+    assert isinstance(text, str)
+    assert text
+    full = InferenceClient(base_url).text_generation(
+        PROMPT, max_new_tokens=8, return_full_text=True
+    )
+    assert full == PROMPT + text
+
+
+def details_agree_with_the_text(base_url: str) -> None:
+    answer = InferenceClient(base_url).text_generation(
+        PROMPT, max_new_tokens=8, details=True, decoder_input_details=True, top_n_tokens=2
+    )
+    details = answer.details
+    assert details.generated_tokens == len(details.tokens) <= 8
+    assert details.finish_reason in {"length", "eos_token"}
+    shown = "".join(token.text for token in details.tokens if not token.special)
+    assert shown.strip() == answer.generated_text.strip()
+    assert len(details.prefill) > 1
+    assert details.prefill[0].logprob is None
+    assert all(token.logprob <= 0 for token in details.prefill[1:])
+    assert len(details.top_tokens) == details.generated_tokens
+
+
+def a_stream_says_what_the_whole_answer_says(base_url: str) -> None:
+    client = InferenceClient(base_url)
+    whole = client.text_generation(PROMPT, max_new_tokens=10)
+    events = list(client.text_generation(PROMPT, max_new_tokens=10, stream=True, details=True))
+    assert [event.index for event in events] == list(range(1, len(events) + 1))
+    assert all(event.generated_text is None for event in events[:-1])
+    assert events[-1].generated_text == whole
+    assert events[-1].details.generated_tokens == len(events)
+    plain = list(client.text_generation(PROMPT, max_new_tokens=10, stream=True))
+    assert "".join(plain).strip() == whole.strip()
+
+
+def a_stop_sequence_stays_in_the_text(base_url: str) -> None:
+    client = InferenceClient(base_url)
+    whole = client.text_generation(PROMPT, max_new_tokens=16)
+    stop = whole[len(whole) // 2 :][:3]
+    answer = client.text_generation(PROMPT, max_new_tokens=16, stop=[stop], details=True)
+    assert stop in answer.generated_text
+    assert whole.startswith(answer.generated_text)
+    assert answer.details.finish_reason == "stop_sequence"
+
+
+def the_same_seed_samples_the_same(base_url: str) -> None:
+    client = InferenceClient(base_url)
+    answers = {
+        client.text_generation(
+            PROMPT, max_new_tokens=12, do_sample=True, temperature=1.2, top_k=20, seed=11
+        )
+        for _ in range(3)
+    }
+    assert len(answers) == 1
+
+
+def best_of_returns_the_others_too(base_url: str) -> None:
+    answer = InferenceClient(base_url).text_generation(
+        PROMPT, max_new_tokens=6, do_sample=True, best_of=2, details=True
+    )
+    assert len(answer.details.best_of_sequences) == 1
+
+
+def chat_answers_and_streams(base_url: str) -> None:
+    client = InferenceClient(base_url)
+    whole = client.chat_completion(MESSAGES, max_tokens=10)
+    assert whole.choices[0].message.role == "assistant"
+    chunks = client.chat_completion(MESSAGES, max_tokens=10, stream=True)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+
+
+def a_bad_request_raises_validation_error(base_url: str) -> None:
+    client = InferenceClient(base_url)
+    bad = {"repetition_penalty": -1.0}
+    whole = raised(ValidationError, lambda: client.text_generation(PROMPT, **bad))
+    assert "repetition_penalty" in str(whole)
+    streamed = raised(
+        ValidationError, lambda: list(client.text_generation(PROMPT, stream=True, **bad))
+    )
+    assert "repetition_penalty" in str(streamed)
+
+
+def info_and_health_answer(base_url: str) -> None:
+    client = InferenceClient(base_url)
+    info = client.get_endpoint_info()
+    assert {"model_id", "max_total_tokens", "max_input_tokens", "version"} <= info.keys()
+    assert client.health_check()
+
+
+def the_asynchronous_client_does_the_same(base_url: str) -> None:
+    async def both() -> tuple[str, str]:
+        client = AsyncInferenceClient(base_url)
+        stream = await client.text_generation(PROMPT, max_new_tokens=6, stream=True, details=True)
+        events = [event async for event in stream]
+        return events[-1].generated_text, await client.text_generation(PROMPT, max_new_tokens=6)
+
+    streamed, whole = asyncio.run(both())
+    assert streamed == whole
+
+
+run(
+    [
+        text_generation_gives_text,
+        details_agree_with_the_text,
+        a_stream_says_what_the_whole_answer_says,
+        a_stop_sequence_stays_in_the_text,
+        the_same_seed_samples_the_same,
+        best_of_returns_the_others_too,
+        chat_answers_and_streams,
+        a_bad_request_raises_validation_error,
+        info_and_health_answer,
+        the_asynchronous_client_does_the_same,
+    ]
+)

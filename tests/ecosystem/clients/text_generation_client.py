@@ -1,0 +1,76 @@
+"""TGI's own old client, `text-generation`: it sends every parameter, nulls included."""
+
+from __future__ import annotations
+
+import asyncio
+
+from cases import PROMPT, raised, run
+from text_generation import AsyncClient, Client
+from text_generation.errors import ValidationError
+
+TOO_MANY_STOPS = [f"stop {number}" for number in range(50)]
+
+
+def generate_gives_text_and_details(base_url: str) -> None:
+    answer = Client(base_url).generate(PROMPT, max_new_tokens=8, decoder_input_details=True)
+    assert answer.generated_text
+    assert answer.details.generated_tokens == len(answer.details.tokens) <= 8
+    assert answer.details.finish_reason.value in {"length", "eos_token"}
+    assert len(answer.details.prefill) > 1
+
+
+def a_stream_says_what_the_whole_answer_says(base_url: str) -> None:
+    client = Client(base_url)
+    whole = client.generate(PROMPT, max_new_tokens=8)
+    events = list(client.generate_stream(PROMPT, max_new_tokens=8))
+    assert events[-1].generated_text == whole.generated_text
+    assert [event.token.id for event in events] == [token.id for token in whole.details.tokens]
+
+
+def sampling_parameters_are_taken(base_url: str) -> None:
+    client = Client(base_url)
+    answers = {
+        client.generate(
+            PROMPT,
+            do_sample=True,
+            max_new_tokens=8,
+            temperature=0.9,
+            top_k=30,
+            top_p=0.9,
+            typical_p=0.95,
+            repetition_penalty=1.1,
+            seed=3,
+            truncate=4,
+        ).generated_text
+        for _ in range(2)
+    }
+    assert len(answers) == 1
+
+
+def a_bad_request_raises_validation_error(base_url: str) -> None:
+    client = Client(base_url)
+    error = raised(ValidationError, lambda: client.generate(PROMPT, stop_sequences=TOO_MANY_STOPS))
+    assert str(error).startswith("Input validation error")
+
+
+def the_asynchronous_client_does_the_same(base_url: str) -> None:
+    async def both() -> tuple[str | None, str]:
+        client = AsyncClient(base_url)
+        last = None
+        async for event in client.generate_stream(PROMPT, max_new_tokens=6):
+            last = event.generated_text
+        return last, (await client.generate(PROMPT, max_new_tokens=6)).generated_text
+
+    streamed, whole = asyncio.run(both())
+    assert streamed == whole
+
+
+run(
+    [
+        generate_gives_text_and_details,
+        a_stream_says_what_the_whole_answer_says,
+        sampling_parameters_are_taken,
+        a_bad_request_raises_validation_error,
+        the_asynchronous_client_does_the_same,
+    ]
+)

@@ -1,0 +1,20 @@
+"""One running server for all ecosystem tests: the launcher with the demo model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from bench.serve import RunningServer, serving
+
+ROOT = Path(__file__).parent.parent.parent
+DEMO_MODEL = ROOT / "demo" / "model"
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A launcher on a free port; on failure to start, the end of its log is the error."""
+    log = tmp_path_factory.mktemp("launcher") / "launcher.log"
+    with serving(DEMO_MODEL, log=log, flags=["--enable-prefill-logprobs"]) as running:
+        yield running

@@ -1,0 +1,95 @@
+"""`python -m tests.ecosystem.prepare`: install what the ecosystem tests talk to, where that is allowed.
+
+System packages are installed only by root; what stays missing makes its tests skip by name.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+VENVS = ROOT / ".venvs"
+CLIENTS = HERE / "clients"
+PROGRAMS = {
+    "g++": "g++",
+    "prometheus": "prometheus",
+    "promtool": "prometheus",
+    "docker-compose": "docker-compose",
+}
+"""Program and the Debian package that brings it."""
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"ecosystem: {text}\n")
+    sys.stdout.flush()
+
+
+def _run(command: Sequence[str], *, cwd: Path = ROOT) -> bool:
+    """Whether the command succeeded; its output is shown when not."""
+    answer = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    if answer.returncode:
+        _say(f"{' '.join(command)} failed:\n{answer.stdout[-2000:]}{answer.stderr[-2000:]}")
+    return answer.returncode == 0
+
+
+def prepare_programs() -> None:
+    """Debian packages of the programs that are missing."""
+    missing = sorted({package for name, package in PROGRAMS.items() if not shutil.which(name)})
+    if not missing:
+        return
+    if not shutil.which("apt-get") or os.geteuid() != 0:
+        _say(f"not installed, their tests skip: {', '.join(missing)}")
+        return
+    _run(["apt-get", "update", "--quiet"])
+    for package in missing:
+        command = ["apt-get", "install", "--yes", "--quiet", "--no-install-recommends", package]
+        if _run(command):
+            _say(f"installed {package}")
+
+
+def prepare_venv(requirements: Path) -> None:
+    """`.venvs/<name>` with the pinned packages, made anew when the pins changed."""
+    venv = VENVS / requirements.stem
+    stamp = venv / "requirements.txt"
+    wanted = requirements.read_text()
+    if stamp.exists() and stamp.read_text() == wanted:
+        return
+    shutil.rmtree(venv, ignore_errors=True)
+    made = _run([sys.executable, "-m", "venv", str(venv)])
+    pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "--quiet"]
+    if made and _run([*pip, "--requirement", str(requirements)]):
+        stamp.write_text(wanted)
+        _say(f"installed {requirements.stem}")
+
+
+def prepare_node() -> None:
+    """The JavaScript clients, under `clients/js/node_modules`."""
+    folder = CLIENTS / "js"
+    stamp = folder / "node_modules" / ".package.json"
+    wanted = (folder / "package.json").read_text()
+    if stamp.exists() and stamp.read_text() == wanted:
+        return
+    if not shutil.which("npm"):
+        _say("npm is missing: the JavaScript clients' tests skip")
+        return
+    if _run(["npm", "install", "--no-package-lock", "--no-audit", "--no-fund"], cwd=folder):
+        stamp.write_text(wanted)
+        _say("installed the JavaScript clients")
+
+
+def main() -> None:
+    """Everything; a failure is reported and leaves a skip behind, never an error."""
+    prepare_programs()
+    for requirements in sorted(CLIENTS.glob("*.txt")):
+        prepare_venv(requirements)
+    prepare_node()
+
+
+if __name__ == "__main__":
+    main()

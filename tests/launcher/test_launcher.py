@@ -1,0 +1,287 @@
+"""Every ending of a deployment, with stand-in children: exit code, message, order, no orphan, no socket."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+import millrace_fakes_children
+
+FAKES = str(Path(millrace_fakes_children.__file__))
+PR_SET_CHILD_SUBREAPER = 36
+SERVED = "is served at"
+
+
+@pytest.fixture(autouse=True)
+def adopt_orphans() -> Iterator[None]:
+    """Orphans become children of this process, so that their end can be waited for."""
+    prctl = ctypes.CDLL(None).prctl
+    assert prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+    yield
+    prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+@dataclass
+class Deployment:
+    process: asyncio.subprocess.Process
+    folder: Path
+    output: str = ""
+
+    async def until(self, text: str) -> None:
+        assert self.process.stdout is not None
+        while text not in self.output:
+            line = await self.process.stdout.readline()
+            assert line, f"ended before {text!r}:\n{self.output}"
+            self.output += line.decode()
+
+    async def end(self) -> tuple[int, str]:
+        """Exit code and stderr."""
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        rest, errors = await asyncio.gather(self.process.stdout.read(), self.process.stderr.read())
+        self.output += rest.decode()
+        return await self.process.wait(), errors.decode()
+
+    def pid(self, name: str) -> int:
+        return int((self.folder / f"{name}.pid").read_text())
+
+    def family(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def events(self) -> list[str]:
+        path = self.folder / "events"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def sockets(self) -> list[Path]:
+        return list(self.folder.glob("shard.sock-*"))
+
+    async def assert_gone(self, family: list[psutil.Process]) -> None:
+        _, alive = await asyncio.to_thread(psutil.wait_procs, family, 20)
+        assert alive == []
+        assert self.sockets() == []
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@asynccontextmanager
+async def deploy(folder: Path, *flags: str, **environment: str) -> AsyncIterator[Deployment]:
+    paths = os.pathsep.join(path for path in sys.path if path)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        FAKES,
+        "launcher",
+        "--model-id=some/model",
+        "--hostname=127.0.0.1",
+        f"--port={free_port()}",
+        f"--shard-uds-path={folder}/shard.sock",
+        *flags,
+        env={**os.environ, "PYTHONPATH": paths, "FAKE_DIR": str(folder), **environment},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    deployment = Deployment(process, folder)
+    try:
+        yield deployment
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await deployment.end()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+async def test_signal_ends_router_before_shards_and_exits_0(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    async with deploy(tmp_path, "--num-shard=2") as deployment:
+        await deployment.until(SERVED)
+        family = deployment.family()
+        assert len(deployment.sockets()) == 2
+        deployment.process.send_signal(number)
+        code, errors = await deployment.end()
+        assert (code, errors) == (0, "")
+        await deployment.assert_gone(family)
+        assert deployment.events()[0] == "router stopped"
+        assert sorted(deployment.events()[1:]) == ["shard-0 stopped", "shard-1 stopped"]
+
+
+async def test_router_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path) -> None:
+    async with deploy(tmp_path, "-g", "0", FAKE_ROUTER="deaf") as deployment:
+        await deployment.until(SERVED)
+        family = deployment.family()
+        deployment.process.send_signal(signal.SIGTERM)
+        code, _ = await deployment.end()
+        assert code == 0
+        assert "Killing router" in deployment.output
+        await deployment.assert_gone(family)
+        assert deployment.events() == ["shard-0 stopped"]
+
+
+async def test_second_interrupt_ends_at_once(tmp_path: Path) -> None:
+    async with deploy(tmp_path, FAKE_ROUTER="deaf") as deployment:
+        await deployment.until(SERVED)
+        family = deployment.family()
+        deployment.process.send_signal(signal.SIGINT)
+        await deployment.until("Waiting for router")
+        deployment.process.send_signal(signal.SIGINT)
+        code, _ = await deployment.end()
+        assert code == 0
+        await deployment.assert_gone(family)
+        assert deployment.events() == []
+
+
+async def test_shard_crash_takes_everything_down(tmp_path: Path) -> None:
+    async with deploy(tmp_path, "--num-shard=2") as deployment:
+        await deployment.until(SERVED)
+        family = deployment.family()
+        os.kill(deployment.pid("shard-1"), signal.SIGKILL)
+        code, errors = await deployment.end()
+        assert (code, errors) == (1, "Error: ShardFailed\n")
+        assert "Shard 1 crashed (killed by signal SIGKILL)" in deployment.output
+        await deployment.assert_gone(family)
+        assert deployment.events() == ["router stopped", "shard-0 stopped"]
+
+
+async def test_router_crash_takes_everything_down(tmp_path: Path) -> None:
+    async with deploy(tmp_path) as deployment:
+        await deployment.until(SERVED)
+        family = deployment.family()
+        os.kill(deployment.pid("router"), signal.SIGSEGV)
+        code, errors = await deployment.end()
+        assert (code, errors) == (1, "Error: WebserverFailed\n")
+        assert "Webserver Crashed (killed by signal SIGSEGV)" in deployment.output
+        await deployment.assert_gone(family)
+
+
+@pytest.mark.parametrize(
+    ("role", "variant", "words"),
+    [
+        ("download", "DownloadError", "Download encountered an error"),
+        ("shard", "ShardCannotStart", "Shard 0 failed to start"),
+        ("router", "WebserverCannotStart", "Webserver failed to start"),
+    ],
+)
+async def test_child_that_dies_at_start_is_reported_with_its_stderr(
+    tmp_path: Path, role: str, variant: str, words: str
+) -> None:
+    async with deploy(tmp_path, **{f"FAKE_{role.upper()}": "crash"}) as deployment:
+        code, errors = await deployment.end()
+        assert (code, errors) == (1, f"Error: {variant}\n")
+        assert f"{words} (exit code 7)" in deployment.output
+        assert "cannot find its feet" in deployment.output
+        assert deployment.sockets() == []
+        names = {path.stem for path in tmp_path.glob("*.pid")}
+        assert not any(psutil.pid_exists(deployment.pid(name)) for name in names)
+
+
+@pytest.mark.parametrize("role", ["shard", "router"])
+async def test_interrupt_while_a_child_is_not_ready(tmp_path: Path, role: str) -> None:
+    async with deploy(tmp_path, **{f"FAKE_{role.upper()}": "mute"}) as deployment:
+        await deployment.until("is mute")
+        family = deployment.family()
+        deployment.process.send_signal(signal.SIGINT)
+        code, errors = await deployment.end()
+        assert (code, errors) == (0, "")
+        await deployment.assert_gone(family)
+
+
+async def test_nothing_survives_kill_9_of_the_launcher(tmp_path: Path) -> None:
+    async with deploy(tmp_path, "--num-shard=2", FAKE_SHARD="", FAKE_ROUTER="deaf") as deployment:
+        await deployment.until(SERVED)
+        family = deployment.family()
+        # Two shards, the router and the guard.
+        assert len(family) == 4
+        deployment.process.kill()
+        code, _ = await deployment.end()
+        assert code == -signal.SIGKILL
+        await deployment.assert_gone(family)
+        assert deployment.events() == []
+
+
+async def test_socket_of_a_dead_server_is_taken_over(tmp_path: Path) -> None:
+    stale = tmp_path / "shard.sock-0"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(stale))
+    async with deploy(tmp_path) as deployment:
+        await deployment.until(SERVED)
+        deployment.process.send_signal(signal.SIGTERM)
+        assert (await deployment.end())[0] == 0
+
+
+async def test_socket_of_a_live_server_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "shard.sock-0"
+    with socket.socket(socket.AF_UNIX) as alive:
+        alive.bind(str(path))
+        alive.listen()
+        async with deploy(tmp_path) as deployment:
+            code, errors = await deployment.end()
+        assert code == 1
+        assert errors.startswith('Error: ArgumentValidation("another server is listening on')
+        assert path.is_socket()
+        assert not (tmp_path / "shard-0.pid").exists()
+
+
+async def test_busy_port_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = busy.getsockname()[1]
+        async with deploy(tmp_path, f"--port={port}") as deployment:
+            code, errors = await deployment.end()
+    assert code == 1
+    assert f"cannot listen on 127.0.0.1 port {port}" in errors
+    assert list(tmp_path.glob("*.pid")) == []
+
+
+async def test_json_logs_stay_json_and_levels_are_kept(tmp_path: Path) -> None:
+    async with deploy(tmp_path, "--json-output") as deployment:
+        await deployment.until(SERVED)
+        deployment.process.send_signal(signal.SIGTERM)
+        await deployment.end()
+    records = [json.loads(line) for line in deployment.output.splitlines()]
+    assert all({"timestamp", "level", "fields", "target"} <= record.keys() for record in records)
+    messages = [record["fields"]["message"] for record in records if record["target"] == "fake"]
+    assert messages == ["shard-0 serves"]
+
+
+async def test_values_reach_their_owner_and_secrets_stay_out_of_argv(tmp_path: Path) -> None:
+    environment = {
+        "MAX_TOTAL_TOKENS": "512",
+        "HF_API_TOKEN": "hf_x",
+        "LOG_LEVEL": "info",
+        "PORT": "1",
+    }
+    flags = ("--api-key=secret", "--dtype=float32", "--max-input-length=100", "--cuda-graphs=0")
+    async with deploy(tmp_path, *flags, **environment) as deployment:
+        await deployment.until(SERVED)
+        deployment.process.send_signal(signal.SIGTERM)
+        await deployment.end()
+    router = json.loads((tmp_path / "router.json").read_text())
+    shard = json.loads((tmp_path / "shard-0.json").read_text())
+    assert "--max-total-tokens=512" in router["argv"]
+    assert "--max-input-tokens=100" in router["argv"]
+    assert f"--shard-addresses=unix:{tmp_path}/shard.sock-0" in router["argv"]
+    assert "--model-id=some/model" in router["argv"]
+    assert router["environ"]["API_KEY"] == "secret"
+    assert "secret" not in " ".join(router["argv"] + shard["argv"])
+    assert "API_KEY" not in shard["environ"]
+    assert "--dtype=float32" in shard["argv"]
+    assert "--cuda-graphs=0" in shard["argv"]
+    assert not {"PORT", "MAX_TOTAL_TOKENS", "LOG_LEVEL"} & router["environ"].keys()
+    assert shard["environ"]["HF_TOKEN"] == "hf_x"
+    assert "secret" not in deployment.output

@@ -1,0 +1,169 @@
+"""What may arrive as a body: never a 500, always an envelope."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError as ShapeError
+
+from millrace_fakes_edge import serving
+from millrace_router.api.native import UINT32_MAX, CompatGenerateRequest, GenerateParameters
+from millrace_router.bodies import shape_message
+
+ROUTES = ("/", "/generate", "/generate_stream", "/tokenize")
+JSON = {"content-type": "application/json"}
+
+
+def complaint(body: object) -> str:
+    with pytest.raises(ShapeError) as caught:
+        CompatGenerateRequest.model_validate(body)
+    message = shape_message(caught.value)
+    prefix = "Failed to deserialize the JSON body into the target type: "
+    assert message.startswith(prefix)
+    return message.removeprefix(prefix)
+
+
+@pytest.mark.parametrize(
+    ("body", "start"),
+    [
+        ([], "Input should be a valid dictionary"),
+        ({}, "inputs: "),
+        ({"inputs": 5}, "inputs: "),
+        ({"inputs": "a", "stream": "true"}, "stream: "),
+        ({"inputs": "a", "parameters": None}, "parameters: "),
+        *(
+            ({"inputs": "a", "parameters": {name: value}}, f"parameters.{name}: ")
+            for name, value in [
+                ("top_k", "5"),
+                ("top_k", 2.0),
+                ("top_k", 2**31),
+                ("max_new_tokens", -1),
+                ("max_new_tokens", UINT32_MAX + 1),
+                ("seed", 2**64),
+                ("seed", -1),
+                ("temperature", "0.5"),
+                ("temperature", True),
+                ("temperature", 1e300),
+                ("do_sample", None),
+                ("do_sample", 1),
+                ("details", "yes"),
+                ("stop", None),
+                ("watermark", None),
+                ("grammar", "json"),
+            ]
+        ),
+        ({"inputs": "a", "parameters": {"stop": ["a", 1, 2]}}, "parameters.stop[1]: "),
+    ],
+)
+def test_the_message_names_the_place(body: object, start: str) -> None:
+    assert complaint(body).startswith(start)
+
+
+def test_integers_are_floats_and_big_ones_integers() -> None:
+    parameters = {"temperature": 2, "seed": 2**64 - 1, "max_new_tokens": UINT32_MAX}
+    request = CompatGenerateRequest.model_validate({"inputs": "a", "parameters": parameters})
+    assert request.parameters.temperature == 2.0
+    assert request.parameters.seed == 2**64 - 1
+    assert request.parameters.max_new_tokens == UINT32_MAX
+
+
+@pytest.mark.parametrize("name", ["ignore_eos", "ignore_eos_token"])
+def test_the_end_of_sequence_can_be_ignored(name: str) -> None:
+    body = {"inputs": "a", "parameters": {name: True}}
+    assert CompatGenerateRequest.model_validate(body).parameters.ignore_eos
+
+
+@pytest.mark.parametrize(
+    ("data", "headers", "status", "start"),
+    [
+        (b"{", JSON, 400, "Failed to parse the request body as JSON: "),
+        (b"", JSON, 400, "Failed to parse the request body as JSON: "),
+        (b'{"inputs":"\xff"}', JSON, 400, "Failed to parse the request body as JSON: "),
+        (b'{"inputs":NaN}', JSON, 400, "Failed to parse the request body as JSON: "),
+        (b'{"inputs":"\\ud800"}', JSON, 400, "Failed to parse the request body as JSON: "),
+        (b"[" * 10_000 + b"]" * 10_000, JSON, 400, "Failed to parse the request body as JSON: "),
+        (b'{"a":' * 10_000 + b"1" + b"}" * 10_000, JSON, 400, "Failed to parse"),
+        (b"{}", JSON, 422, "Failed to deserialize the JSON body into the target type: inputs: "),
+        (b"x" * 100_001, JSON, 413, "Failed to buffer the request body: length limit exceeded"),
+        (b"{}", {}, 415, "Expected request with `Content-Type: application/json`"),
+        (b"{}", {"content-type": "text/json"}, 415, "Expected request with"),
+    ],
+)
+async def test_unreadable_bodies(
+    data: bytes, headers: dict[str, str], status: int, start: str
+) -> None:
+    async with serving(payload_limit=100_000) as edge:
+        for route in ROUTES:
+            answer = await edge.post(route, data=data, headers=headers)
+            assert answer[0] == status
+            assert answer[1]["error"].startswith(start)
+            assert answer[1]["error_type"] == "validation"
+
+
+@pytest.mark.parametrize(
+    "content_type",
+    ["application/json; charset=utf-8", "application/vnd.api+json", "Application/JSON"],
+)
+async def test_content_types_that_are_json(content_type: str) -> None:
+    async with serving() as edge:
+        headers = {"content-type": content_type}
+        answer = await edge.post("/generate", data=b'{"inputs":"a"}', headers=headers)
+        assert answer[0] == 200
+
+
+async def test_the_limit_itself_is_allowed() -> None:
+    async with serving(payload_limit=20) as edge:
+        body = b'{"inputs":"a"}'
+        assert (await edge.post("/generate", data=body.ljust(20), headers=JSON))[0] == 200
+        assert (await edge.post("/generate", data=body.ljust(21), headers=JSON))[0] == 413
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**66), 2**66)
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["a", "hello world", ""]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+PARAMETERS = st.dictionaries(
+    st.sampled_from(list(GenerateParameters.model_fields)),
+    VALUES | st.integers(-1, 3) | st.floats(-1, 2),
+    max_size=5,
+)
+BODIES = VALUES | st.fixed_dictionaries(
+    {"inputs": st.text(max_size=12) | st.sampled_from(["a", "hello a"])},
+    optional={"parameters": PARAMETERS | VALUES, "stream": VALUES},
+)
+
+
+async def test_no_body_whatever_ends_in_a_500() -> None:
+    bodies: list[bytes] = []
+
+    @settings(
+        max_examples=400, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    )
+    @given(BODIES)
+    def gather(body: Any) -> None:
+        bodies.append(json.dumps(body).encode())
+
+    gather()
+    seen = set()
+    async with serving() as edge:
+        for number, data in enumerate(bodies):
+            route = ROUTES[number % len(ROUTES)]
+            status, answer, _ = await edge.post(route, data=data, headers=JSON)
+            seen.add(status)
+            assert status in {200, 400, 422}, (route, data, answer)
+            if status != 200:
+                assert answer.keys() == {"error", "error_type"}
+        assert edge.services.infer.permits.taken == 0
+    assert seen >= {200, 422}

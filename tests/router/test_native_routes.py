@@ -1,0 +1,197 @@
+"""TGI's own routes over real sockets: bodies, headers, bytes of streams."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from millrace_fakes_edge import echo, finished, limits_with, play, serving, token_event
+from millrace_router.entry import TokenStream
+from millrace_router.request import FinishReason, ValidRequest
+
+ASKED = {"inputs": "hello world", "parameters": {"max_new_tokens": 2}}
+
+
+def with_parameters(**parameters: Any) -> dict[str, Any]:
+    return {"inputs": "hello world", "parameters": {"max_new_tokens": 2, **parameters}}
+
+
+async def test_generate_answers_the_text_alone() -> None:
+    async with serving() as edge:
+        status, body, _ = await edge.post("/generate", ASKED)
+        assert (status, body) == (200, {"generated_text": " x x"})
+
+
+async def test_details_tell_of_every_token() -> None:
+    async with serving() as edge:
+        _, body, _ = await edge.post("/generate", with_parameters(details=True))
+    token = {"text": " x", "logprob": -0.5, "special": False}
+    assert body["details"] == {
+        "finish_reason": "length",
+        "generated_tokens": 2,
+        "seed": None,
+        "prefill": [],
+        "tokens": [{"id": 1, **token}, {"id": 2, **token}],
+    }
+
+
+async def test_prefill_is_told_where_the_shards_report_it() -> None:
+    asked = with_parameters(decoder_input_details=True)
+    async with serving(limits=limits_with(prefill_logprobs=True)) as edge:
+        _, body, _ = await edge.post("/generate", asked)
+    assert body["details"]["prefill"] == [
+        {"id": 2, "text": " hello", "logprob": None},
+        {"id": 3, "text": " world", "logprob": -1.0},
+    ]
+    async with serving() as edge:
+        _, body, _ = await edge.post("/generate", asked)
+    assert body["details"]["prefill"] == []
+
+
+async def test_compat_route_answers_a_list_and_repeats_the_prompt() -> None:
+    async with serving() as edge:
+        assert (await edge.post("/", ASKED))[1] == [{"generated_text": "hello world x x"}]
+        asked = with_parameters(return_full_text=False)
+        assert (await edge.post("/", asked))[1] == [{"generated_text": " x x"}]
+        _, text, response = await edge.post("/", {**ASKED, "stream": True})
+    assert response.content_type == "text/event-stream"
+    assert json.loads(text.split("\n\n")[1][6:])["generated_text"] == "hello world x x"
+
+
+@pytest.mark.parametrize(
+    ("body", "samples"),
+    [({"inputs": "a"}, True), ({"inputs": "a", "parameters": {}}, False)],
+)
+async def test_absent_parameters_sample_and_empty_ones_do_not(
+    body: dict[str, Any], samples: bool
+) -> None:
+    async with serving() as edge:
+        await edge.post("/generate", body)
+        assert edge.batcher.requests[0].sampling.do_sample is samples
+
+
+async def test_every_optional_parameter_may_be_null() -> None:
+    names = [
+        "best_of",
+        "temperature",
+        "repetition_penalty",
+        "frequency_penalty",
+        "top_k",
+        "top_p",
+        "typical_p",
+        "max_new_tokens",
+        "return_full_text",
+        "truncate",
+        "seed",
+        "top_n_tokens",
+        "grammar",
+        "adapter_id",
+    ]
+    async with serving() as edge:
+        asked = {"inputs": "a", "parameters": dict.fromkeys(names), "unknown": {"x": [1]}}
+        assert (await edge.post("/generate", asked))[0] == 200
+        request = edge.batcher.requests[0]
+        assert request.max_new_tokens == 15
+        assert not request.sampling.samples
+
+
+async def test_answer_headers() -> None:
+    async with serving() as edge:
+        _, _, response = await edge.post("/generate", ASKED)
+        headers = response.headers
+        assert headers["x-compute-type"] == "1-cpu"
+        assert headers["x-compute-characters"] == "11"
+        assert headers["x-prompt-tokens"] == "2"
+        assert headers["x-generated-tokens"] == "2"
+        assert float(headers["x-compute-time"]) > 0
+        for name in ("total", "validation", "queue", "inference"):
+            assert headers[f"x-{name}-time"].isdecimal()
+        assert headers["x-time-per-token"].isdecimal()
+
+
+async def test_stream_bytes_and_headers() -> None:
+    def script(request: ValidRequest, stream: TokenStream) -> None:
+        stream.batched_at = stream.queued_at
+        stream.send(token_event(1, "é", logprob=-1.3242188, q=-0.25))
+        stream.send(token_event(2, "</s>", logprob=float("nan")))
+        stream.send(finished("é", 2, reason=FinishReason.EOS_TOKEN, seed=2**64 - 1))
+
+    async with serving(script) as edge:
+        asked = with_parameters(details=True, top_n_tokens=1)
+        status, text, response = await edge.post("/generate_stream", asked)
+    assert status == 200
+    assert text == (
+        'data: {"index":1,"token":{"id":1,"text":"é","logprob":-1.3242188,"special":false},'
+        '"top_tokens":[{"id":9,"text":"q","logprob":-0.25,"special":false}],'
+        '"generated_text":null,"details":null}\n\n'
+        'data: {"index":2,"token":{"id":2,"text":"</s>","logprob":null,"special":true},'
+        '"generated_text":"é","details":{"finish_reason":"eos_token","generated_tokens":2,'
+        '"seed":18446744073709551615,"input_length":2}}\n\n'
+    )
+    assert response.headers["content-type"] == "text/event-stream"
+    assert response.headers["cache-control"] == "no-cache"
+    assert response.headers["x-accel-buffering"] == "no"
+    assert response.headers["x-compute-type"] == "1-cpu"
+    assert response.headers["x-compute-characters"] == "11"
+    assert "x-total-time" not in response.headers
+
+
+async def test_a_token_is_sent_before_the_next_is_there() -> None:
+    async with serving(None) as edge, asyncio.TaskGroup() as group:
+        posting = group.create_task(edge.client.post(f"{edge.url}/generate_stream", json=ASKED))
+        await edge.batcher.arrived.wait()
+        (stream,) = edge.batcher.streams
+        stream.send(token_event(1, "a"))
+        async with await posting as response:
+            line = await response.content.readuntil(b"\n\n")
+            assert json.loads(line[6:])["token"]["text"] == "a"
+            stream.send(token_event(2, "b"))
+            stream.send(finished("ab", 2))
+            rest = await response.content.read()
+        assert json.loads(rest[6:])["generated_text"] == "ab"
+
+
+async def test_best_of_returns_the_likeliest_and_the_others() -> None:
+    logprobs = iter((-2.0, -1.0))
+
+    def script(request: ValidRequest, stream: TokenStream) -> None:
+        play(stream, " y", logprob=next(logprobs), seed=request.sampling.seed)
+
+    async with serving(script) as edge:
+        asked = with_parameters(best_of=2, do_sample=True, details=True)
+        status, body, _ = await edge.post("/generate", asked)
+        first, second = (request.sampling.seed for request in edge.batcher.requests)
+        lines = await edge.exposition()
+        assert edge.services.infer.permits.taken == 0
+    assert status == 200
+    details = body["details"]
+    assert first != second
+    assert details["seed"] == second
+    assert details["tokens"][0]["logprob"] == -1.0
+    (other,) = details["best_of_sequences"]
+    assert other["generated_text"] == " y"
+    assert other["seed"] == first
+    assert "tgi_request_count 1" in lines
+    assert "tgi_request_success 1" in lines
+
+
+async def test_tokenize_counts_bytes_and_ignores_truncate() -> None:
+    async with serving() as edge:
+        asked = {"inputs": "wörld 日本 a", "parameters": {"truncate": 1}}
+        status, body, _ = await edge.post("/tokenize", asked)
+    assert status == 200
+    assert [(t["text"], t["start"], t["stop"]) for t in body] == [
+        ("wörld", 0, 6),
+        ("日本", 7, 13),
+        ("a", 14, 15),
+    ]
+
+
+async def test_truncate_keeps_the_last_tokens() -> None:
+    async with serving(echo) as edge:
+        await edge.post("/generate", {"inputs": "a b hello", "parameters": {"truncate": 2}})
+        whole = edge.services.tokenizer.encode("a b hello")
+        assert edge.batcher.requests[0].input_ids == whole[-2:]

@@ -1,0 +1,230 @@
+"""Every rule of TGI's validation: message, order, defaults."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+from millrace_fakes_edge import LIMITS, limits_with, word_tokenizer
+from millrace_router.api.native import GenerateParameters, GenerateRequest, OpenAIParameters
+from millrace_router.errors import ValidationError
+from millrace_router.limits import Limits
+from millrace_router.metrics import Metrics
+from millrace_router.validation import Validator, check_best_of, check_stream
+
+UINT64_MAX = 2**64 - 1
+NINE = " ".join(["a"] * 9)
+EIGHT = " ".join(["a"] * 8)
+
+
+def new_validator(limits: Limits = LIMITS) -> Validator:
+    metrics = Metrics(max_input_tokens=8, max_total_tokens=16)
+    return Validator(word_tokenizer(), limits, metrics)
+
+
+async def refusal(inputs: str, limits: Limits = LIMITS, **parameters: Any) -> str:
+    request = GenerateRequest(inputs=inputs, parameters=GenerateParameters(**parameters))
+    with pytest.raises(ValidationError) as caught:
+        await new_validator(limits).validate(request)
+    assert (caught.value.status, caught.value.error_type) == (422, "validation")
+    return str(caught.value).removeprefix("Input validation error: ")
+
+
+# In the order in which the rules are checked: each with a request that breaks it.
+RULES: list[tuple[dict[str, Any], str]] = [
+    ({"best_of": 2}, "you must use sampling when `best_of` is > 1"),
+    ({"temperature": 0.0}, "`temperature` must be strictly positive"),
+    ({"repetition_penalty": 0.0}, "`repetition_penalty` must be strictly positive"),
+    ({"frequency_penalty": 2.5}, "`frequency_penalty` must be >= -2.0 and <= 2.0"),
+    ({"top_p": 1.0}, "`top_p` must be > 0.0 and < 1.0"),
+    ({"typical_p": 1.0}, "`typical_p` must be > 0.0 and < 1.0"),
+    ({"top_k": 0}, "`top_k` must be strictly positive"),
+    ({"max_new_tokens": 0}, "`max_new_tokens` must be strictly positive"),
+    ({"stop": list("abcde")}, "`stop` supports up to 4 stop sequences. Given: 5"),
+    (
+        {"seed": 1, "best_of": 2, "do_sample": True},
+        "`seed` must not be set when `best_of` > 1",
+    ),
+    ({"top_n_tokens": 6}, "`top_n_tokens` must be >= 0 and <= 5. Given: 6"),
+    ({"inputs": ""}, "`inputs` cannot be empty"),
+    ({"truncate": 0}, "`truncate` must be strictly positive and less than 8. Given: 0"),
+    (
+        {"inputs": EIGHT, "max_new_tokens": 2000},
+        "`inputs` tokens + `max_new_tokens` must be <= 16. "
+        "Given: 8 `inputs` tokens and 2000 `max_new_tokens`",
+    ),
+    ({"inputs": NINE}, "`inputs` must have less than 8 tokens. Given: 9"),
+    ({"grammar": {"type": "json", "value": {}}}, "grammar is not supported"),
+    ({"watermark": True}, "`watermark` is not supported"),
+    ({"adapter_id": "mine"}, "`adapter_id` is not known. Given: mine"),
+]
+
+
+@pytest.mark.parametrize(("broken", "message"), RULES)
+async def test_each_rule_has_its_message(broken: dict[str, Any], message: str) -> None:
+    assert await refusal(**{"inputs": "hello", **broken}) == message
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ({"temperature": -1.0}, RULES[1][1]),
+        ({"repetition_penalty": -0.5}, RULES[2][1]),
+        ({"frequency_penalty": -2.0001}, RULES[3][1]),
+        ({"top_p": 0.0}, RULES[4][1]),
+        ({"top_p": 0.999999999999}, RULES[4][1]),
+        ({"typical_p": -0.1}, RULES[5][1]),
+        ({"top_k": -5}, RULES[6][1]),
+        ({"truncate": 9}, RULES[12][1].replace("Given: 0", "Given: 9")),
+        ({"inputs": "  "}, "`inputs` cannot be empty"),
+    ],
+)
+async def test_other_ways_to_break_a_rule(broken: dict[str, Any], message: str) -> None:
+    assert await refusal(**{"inputs": "hello", **broken}) == message
+
+
+SAMPLING = {"temperature", "top_p", "typical_p", "top_k", "do_sample"}
+# Rules that can be broken together: neither sets what the other needs, and nothing mends the first of all.
+PAIRS = [
+    (first, second)
+    for first, second in combinations(RULES, 2)
+    if not first[0].keys() & second[0].keys()
+    and not (first is RULES[0] and SAMPLING & second[0].keys())
+]
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+async def test_the_earlier_rule_wins(
+    first: tuple[dict[str, Any], str], second: tuple[dict[str, Any], str]
+) -> None:
+    assert await refusal(**{"inputs": "hello", **first[0], **second[0]}) == first[1]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "limits", "message"),
+    [
+        (
+            {"best_of": 2},
+            limits_with(max_best_of=1),
+            "`best_of` != 1 is not allowed for this endpoint",
+        ),
+        ({"best_of": 3}, LIMITS, "`best_of` must be > 0 and <= 2. Given: 3"),
+    ],
+)
+def test_best_of_of_an_answer(parameters: dict[str, Any], limits: Limits, message: str) -> None:
+    with pytest.raises(ValidationError, match="best_of") as caught:
+        check_best_of(GenerateParameters(**parameters), limits)
+    assert str(caught.value) == f"Input validation error: {message}"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        (
+            {"best_of": 2, "decoder_input_details": True},
+            "`best_of` != 1 is not supported when streaming tokens",
+        ),
+        ({"best_of": 0}, "`best_of` != 1 is not supported when streaming tokens"),
+        (
+            {"decoder_input_details": True},
+            "`decoder_input_details` == true is not supported when streaming tokens",
+        ),
+    ],
+)
+def test_what_a_stream_cannot_do(parameters: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        check_stream(GenerateParameters(**parameters))
+    assert str(caught.value) == f"Input validation error: {message}"
+    check_stream(GenerateParameters(best_of=1))
+    check_stream(GenerateParameters())
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"top_p": 0.99},
+        {"typical_p": 0.01},
+        {"frequency_penalty": -2.0},
+        {"frequency_penalty": 2.0},
+        {"top_n_tokens": 5},
+        {"top_n_tokens": 0},
+        {"truncate": 8},
+        {"best_of": 2, "top_k": 3},
+        {"best_of": 0},
+        {"seed": UINT64_MAX},
+        {"stop": ["a"] * 4},
+        {"max_new_tokens": 15},
+    ],
+)
+async def test_the_bounds_themselves_are_allowed(parameters: dict[str, Any]) -> None:
+    request = GenerateRequest(inputs="a", parameters=GenerateParameters(**parameters))
+    await new_validator().validate(request)
+
+
+async def test_defaults_are_neutral() -> None:
+    request = GenerateRequest(inputs="a b", parameters=GenerateParameters())
+    valid = (await new_validator().validate(request)).request
+    assert valid.max_new_tokens == 14
+    assert not valid.sampling.samples
+    assert (valid.top_n_tokens, valid.stop_sequences, valid.ignore_eos) == (0, (), False)
+    assert valid.sampling.repetition_penalty == 1.0
+    assert valid.sampling.frequency_penalty == 0.0
+
+
+async def test_values_are_passed_on() -> None:
+    parameters = OpenAIParameters(
+        temperature=0.5,
+        top_k=7,
+        top_p=0.25,
+        typical_p=0.75,
+        seed=UINT64_MAX,
+        repetition_penalty=1.5,
+        frequency_penalty=-0.5,
+        presence_penalty=0.125,
+        occurrence_penalty=0.0625,
+        stop=["x"],
+        ignore_eos=True,
+        decoder_input_details=True,
+        top_n_tokens=2,
+    )
+    validator = new_validator(limits_with(prefill_logprobs=True))
+    request = GenerateRequest(inputs="a", parameters=parameters)
+    valid = (await validator.validate(request)).request
+    sampling = valid.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.5, 7, 0.25)
+    assert (sampling.typical_p, sampling.seed, sampling.repetition_penalty) == (
+        0.75,
+        UINT64_MAX,
+        1.5,
+    )
+    assert (sampling.frequency_penalty, sampling.presence_penalty) == (-0.5, 0.125)
+    assert sampling.occurrence_penalty == 0.0625
+    assert valid.prefill_logprobs
+    assert valid.ignore_eos
+    assert (valid.stop_sequences, valid.top_n_tokens) == (("x",), 2)
+
+
+async def test_seeds_are_drawn_anew() -> None:
+    request = GenerateRequest(inputs="a", parameters=GenerateParameters(do_sample=True))
+    validator = new_validator()
+    seeds = {(await validator.validate(request)).request.sampling.seed for _ in range(8)}
+    assert len(seeds) == 8
+    assert all(0 <= seed <= UINT64_MAX for seed in seeds)
+
+
+async def test_truncated_prompts_count_by_what_is_left() -> None:
+    long = " ".join(["b"] * 500 + ["hello", "a"])
+    validator = new_validator()
+    request = GenerateRequest(inputs=long, parameters=GenerateParameters(truncate=2))
+    validated = await validator.validate(request)
+    assert validated.inputs == long
+    assert validated.request.input_ids == word_tokenizer().encode("hello a")
+    assert validated.request.max_new_tokens == 14
+
+
+async def test_tokenizer_failures_are_told() -> None:
+    request = GenerateRequest(inputs="\ud800", parameters=GenerateParameters())
+    with pytest.raises(ValidationError, match=r"^Input validation error: tokenizer error "):
+        await new_validator().validate(request)

@@ -1,0 +1,431 @@
+"""The engine over a model that reads its own KV back: order, epochs, failures, pipelining, replay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from threading import Event
+
+import numpy as np
+import pytest
+import torch
+from millrace_fakes_engine import BLOCK_SIZE, FakeKernels, FakeModel, greedy, logits_for
+
+from millrace_shard.capacity import WarmupRequest
+from millrace_shard.engine import Engine
+from millrace_shard.parallel import ProcessGroup
+from millrace_shard.sequence import SamplingParameters, Sequence
+from millrace_shard.step import (
+    BatchChange,
+    Clear,
+    FailureKind,
+    Filter,
+    Forward,
+    Open,
+    Step,
+    StepFailure,
+    StepResult,
+    Unknown,
+)
+from millrace_shard.warmup import LoadedModel, MemoryLimits
+
+PROMPT = [5, 9, 2, 44, 17, 3]
+SAMPLING = SamplingParameters(
+    do_sample=True, temperature=1.3, top_k=30, top_p=0.95, repetition_penalty=1.2, seed=11
+)
+
+
+class Driver:
+    """Numbers steps, grows block tables, and keeps what came back."""
+
+    def __init__(self, *, overlap: bool = False, prefill_logprobs: bool = True) -> None:
+        self.model = FakeModel()
+        self.kernels = FakeKernels()
+        self.engine = Engine(
+            limits=MemoryLimits(kv_memory=64 * BLOCK_SIZE * 8, prefill_logprobs=prefill_logprobs),
+            cpu_threads=1,
+            overlap=overlap,
+        )
+        self.engine.attach(
+            LoadedModel(
+                model=self.model,
+                kernels=self.kernels,
+                group=ProcessGroup.single(),
+                device=torch.device("cpu"),
+                dtype=torch.float32,
+            )
+        )
+        self.engine.start()
+        self.epoch = 100
+        self.number = 0
+        self.free = list(range(1, 64))
+
+    def warm_up(self) -> None:
+        request = WarmupRequest(
+            max_batch_prefill_tokens=32, max_batch_size=6, max_concurrent_requests=6
+        )
+        self.engine.warm_up(request).result(30)
+        self.model.batches.clear()
+        self.kernels.zeroed.clear()
+
+    def open(self):
+        self.epoch += 1
+        self.number = 0
+        return self.engine.step(Step(self.epoch, 0, Open())).result(30)
+
+    def send(self, work):
+        self.number += 1
+        return self.engine.step(Step(self.epoch, self.number, work))
+
+    def run(self, work) -> StepResult:
+        outcome = self.send(work).result(30).outcome
+        assert isinstance(outcome, StepResult), outcome
+        return outcome
+
+    def fail(self, work) -> StepFailure:
+        outcome = self.send(work).result(30).outcome
+        assert isinstance(outcome, StepFailure), outcome
+        return outcome
+
+    def admit(self, slot: int, ids=PROMPT, *, room: int = 8, **fields):
+        """Sequence and blocks for its prompt and `room` tokens more."""
+        blocks = -(-(len(ids) + room) // BLOCK_SIZE)
+        sequence = Sequence(
+            slot=slot, request_id=slot + 1000, input_ids=np.array(ids, dtype=np.int64), **fields
+        )
+        return sequence, [(slot, self.free.pop(0)) for _ in range(blocks)]
+
+
+def forward(*admitted, chunks=(), decodes=(), dropped=(), grown=()) -> Forward:
+    grown = [*grown, *(pair for _, pairs in admitted for pair in pairs)]
+    return Forward(
+        change=BatchChange(
+            dropped_slots=ints(dropped),
+            admitted=tuple(sequence for sequence, _ in admitted),
+            grown_slots=ints(slot for slot, _ in grown),
+            grown_blocks=ints(block for _, block in grown),
+        ),
+        chunk_slots=ints(slot for slot, _ in chunks),
+        chunk_tokens=ints(count for _, count in chunks),
+        decode_slots=ints(decodes),
+    )
+
+
+def ints(values):
+    return np.array(list(values), dtype=np.int64)
+
+
+def tokens(result: StepResult) -> dict[int, int]:
+    return dict(zip(result.slots.tolist(), result.ids.tolist(), strict=True))
+
+
+@pytest.fixture(params=[False, True], ids=["inline", "overlap"])
+def driver(request) -> Iterator[Driver]:
+    driver = Driver(overlap=request.param)
+    driver.warm_up()
+    driver.open()
+    yield driver
+    driver.engine.close()
+
+
+def generate(driver: Driver, slot: int, count: int, **fields) -> list[int]:
+    """A sequence alone, from admission to `count` tokens, then dropped."""
+    admitted = driver.admit(slot, room=count + 1, **fields)
+    ids = admitted[0].input_ids
+    found = [tokens(driver.run(forward(admitted, chunks=[(slot, len(ids))])))[slot]]
+    found += [tokens(driver.run(forward(decodes=[slot])))[slot] for _ in range(count - 1)]
+    driver.run(Filter(ints([slot])))
+    driver.free += [block for _, block in admitted[1]]
+    return found
+
+
+def test_greedy_tokens_follow_from_the_whole_context(driver: Driver) -> None:
+    assert generate(driver, 3, 7) == greedy(PROMPT, 7)
+
+
+def test_logprobs_and_timings(driver: Driver) -> None:
+    result = driver.run(forward(driver.admit(0), chunks=[(0, 6)]))
+    expected = logits_for(PROMPT).log_softmax(-1).max()
+    assert result.logprobs.tolist() == pytest.approx([float(expected)], abs=1e-6)
+    timings = result.timings
+    assert timings.concat_ns is not None
+    assert 0 < timings.forward_ns < timings.total_ns
+    assert timings.forward_ns + timings.decode_ns <= timings.total_ns
+    assert driver.run(forward(decodes=[0])).timings.concat_ns is None
+
+
+def test_chunks_beside_decodes_change_nothing(driver: Driver) -> None:
+    other = [7, 1, 1, 60, 80, 33, 21, 2, 2, 90]
+    first = driver.run(forward(driver.admit(0), chunks=[(0, 6)]))
+    assert tokens(first)[0] == greedy(PROMPT, 1)[0]
+    second = driver.run(forward(driver.admit(4, other), chunks=[(4, 3)], decodes=[0]))
+    assert tokens(second) == {0: greedy(PROMPT, 2)[1]}
+    third = driver.run(forward(chunks=[(4, 6)], decodes=[0]))
+    assert third.slots.tolist() == [0]
+    fourth = driver.run(forward(chunks=[(4, 1)], decodes=[0]))
+    assert tokens(fourth) == {4: greedy(other, 1)[0], 0: greedy(PROMPT, 4)[3]}
+    assert tokens(driver.run(forward(decodes=[0, 4])))[4] == greedy(other, 2)[1]
+
+
+def test_next_steps_are_sent_before_the_first_is_answered(driver: Driver) -> None:
+    gate, entered = Event(), Event()
+
+    def block(_) -> None:
+        entered.set()
+        assert gate.wait(30)
+
+    driver.model.before_forward = block
+    steps = [driver.send(forward(driver.admit(0), chunks=[(0, 6)]))]
+    steps += [driver.send(forward(decodes=[0])) for _ in range(3)]
+    assert entered.wait(30)
+    assert driver.engine.progress().pending_steps == 4
+    assert driver.engine.progress().last_step == 0
+    assert not any(step.done() for step in steps)
+    gate.set()
+    replies = [step.result(30) for step in steps]
+    assert [reply.number for reply in replies] == [1, 2, 3, 4]
+    assert [tokens(reply.outcome)[0] for reply in replies] == greedy(PROMPT, 4)
+    assert driver.engine.progress().pending_steps == 0
+    assert driver.engine.progress().last_step == 4
+
+
+def test_a_replayed_sequence_goes_on_with_the_same_samples(driver: Driver) -> None:
+    whole = generate(driver, 0, 8, parameters=SAMPLING)
+    for kept in (1, 4, 7):
+        rest = generate(
+            driver,
+            5,
+            8 - kept,
+            ids=[*PROMPT, *whole[:kept]],
+            generated_tokens=kept,
+            parameters=SAMPLING,
+        )
+        assert whole[:kept] + rest == whole
+    assert whole != generate(driver, 0, 8, parameters=SamplingParameters(do_sample=True, seed=12))
+
+
+def test_a_cached_prefix_is_read_and_not_cleared(driver: Driver) -> None:
+    sequence, pairs = driver.admit(0)
+    driver.run(forward((sequence, pairs), chunks=[(0, 6)]))
+    shared = pairs[0][1]
+    cached = Sequence(slot=1, request_id=1, input_ids=ints(PROMPT), cached_tokens=4)
+    own = driver.free.pop(0)
+    driver.kernels.zeroed.clear()
+    result = driver.run(forward((cached, [(1, shared), (1, own)]), chunks=[(1, 2)]))
+    assert tokens(result) == {1: greedy(PROMPT, 1)[0]}
+    assert driver.kernels.zeroed == [[own]]
+
+
+def test_blocks_are_granted_as_a_sequence_grows(driver: Driver) -> None:
+    driver.run(forward(driver.admit(0, room=0), chunks=[(0, 6)]))
+    found = []
+    for step in range(8):
+        grown = [(0, driver.free.pop(0))] if (6 + step) % BLOCK_SIZE == 0 else []
+        found.append(tokens(driver.run(forward(decodes=[0], grown=grown)))[0])
+    assert found == greedy(PROMPT, 9)[1:]
+
+
+def test_a_slot_and_its_blocks_are_free_again_once_dropped(driver: Driver) -> None:
+    sequence, pairs = driver.admit(2)
+    driver.run(forward((sequence, pairs), chunks=[(2, 6)]))
+    again = (Sequence(slot=2, request_id=9, input_ids=ints([1, 2, 3])), pairs)
+    result = driver.run(forward(again, chunks=[(2, 3)], dropped=[2]))
+    assert tokens(result) == {2: greedy([1, 2, 3], 1)[0]}
+
+
+@pytest.mark.parametrize(
+    ("work", "message"),
+    [
+        (lambda d: forward(decodes=[3]), "no sequence in slots"),
+        (lambda d: forward(decodes=[99]), "no sequence in slots"),
+        (lambda d: Filter(ints([3])), "no sequence in slots"),
+        (lambda d: forward(dropped=[0, 0]), "named twice"),
+        (lambda d: forward(d.admit(0), chunks=[(0, 1)]), "slot 0 is in use"),
+        (lambda d: forward(d.admit(6), chunks=[(6, 1)]), "slot 6 is not one of 6"),
+        (lambda d: forward(d.admit(1), chunks=[(1, 7)]), "more tokens than its prompt has left"),
+        (lambda d: forward(d.admit(1), chunks=[(1, 0)]), "or of none"),
+        (lambda d: forward(d.admit(1), decodes=[1]), "decode of an unfinished one"),
+        (lambda d: forward(chunks=[(0, 1)]), "chunk of a finished prompt"),
+        (lambda d: forward(d.admit(1, room=-3), chunks=[(1, 6)]), "block table too short"),
+        (lambda d: forward(decodes=[0], grown=[(0, 0)]), "blocks are numbered"),
+        (lambda d: forward(decodes=[0], grown=[(0, 64)]), "blocks are numbered"),
+        (lambda d: forward(decodes=[0], grown=[(1, 60)]), "no sequence in slots"),
+        (lambda d: forward(d.admit(1), grown=[(0, d.free[0] - 1)]), "another owner"),
+        (lambda d: forward(decodes=[0], grown=[(0, b) for b in d.free[:40]]), "over 17 blocks"),
+        (lambda d: forward(d.admit(1, ids=[97]), chunks=[(1, 1)]), "beyond the vocabulary"),
+        (lambda d: forward(d.admit(1, ids=[1] * 65), chunks=[(1, 1)]), "1 to 64 fit"),
+        (lambda d: forward(d.admit(1, cached_tokens=6), chunks=[(1, 1)]), "no token to compute"),
+        (lambda d: forward(d.admit(1, cached_tokens=3), chunks=[(1, 1)]), "do not fill"),
+        (lambda d: forward(d.admit(1, generated_tokens=6), chunks=[(1, 1)]), "no prompt"),
+        (
+            lambda d: forward(
+                d.admit(1, parameters=SamplingParameters(temperature=0.0)), chunks=[(1, 6)]
+            ),
+            "positive",
+        ),
+        (lambda d: forward(decodes=[0, 0]), "named twice"),
+        (lambda d: Unknown(), "nothing this shard knows"),
+    ],
+)
+def test_an_invalid_step_fails_and_names_the_reason(work, message: str) -> None:
+    driver = Driver()
+    driver.warm_up()
+    driver.open()
+    driver.run(forward(driver.admit(0), chunks=[(0, 6)]))
+    failure = driver.fail(work(driver))
+    assert failure.kind is FailureKind.FAILED
+    assert message in failure.message
+    assert driver.fail(Clear()).kind is FailureKind.REFUSED
+    driver.engine.close()
+
+
+def test_after_a_failure_nothing_runs_until_a_new_epoch_opens(driver: Driver) -> None:
+    driver.run(forward(driver.admit(0), chunks=[(0, 6)]))
+
+    def explode(_) -> None:
+        raise ValueError("boom")
+
+    driver.model.before_forward = explode
+    steps = [driver.send(forward(decodes=[0])) for _ in range(3)]
+    outcomes = [step.result(30).outcome for step in steps]
+    assert [outcome.kind for outcome in outcomes] == [
+        FailureKind.FAILED,
+        FailureKind.REFUSED,
+        FailureKind.REFUSED,
+    ]
+    assert outcomes[0].message == "boom"
+    assert len(driver.model.batches) == 2
+    driver.model.before_forward = lambda _: None
+    assert isinstance(driver.open().outcome, StepResult)
+    assert driver.fail(forward(decodes=[0])).kind is FailureKind.FAILED
+    driver.open()
+    driver.free = list(range(1, 64))
+    assert generate(driver, 0, 3) == greedy(PROMPT, 3)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 1 bytes"),
+        MemoryError(),
+    ],
+)
+def test_out_of_memory_is_told_apart(error: Exception) -> None:
+    driver = Driver()
+    driver.warm_up()
+    driver.open()
+
+    def run_out(_) -> None:
+        raise error
+
+    driver.model.before_forward = run_out
+    failure = driver.fail(forward(driver.admit(0), chunks=[(0, 6)]))
+    assert failure.kind is FailureKind.OUT_OF_MEMORY
+    assert failure.message
+    driver.engine.close()
+
+
+def test_steps_of_other_epochs_and_numbers_are_refused(driver: Driver) -> None:
+    def refused(epoch: int, number: int, work=None) -> bool:
+        outcome = driver.engine.step(Step(epoch, number, work or Clear())).result(30).outcome
+        return isinstance(outcome, StepFailure) and outcome.kind is FailureKind.REFUSED
+
+    assert refused(driver.epoch - 1, 1)
+    assert refused(driver.epoch, 0)
+    assert refused(driver.epoch, 2)
+    assert refused(driver.epoch, 0, Open())
+    assert refused(driver.epoch + 1, 1, Open())
+    assert isinstance(driver.run(Clear()), StepResult)
+    assert refused(driver.epoch, 1)
+
+
+def test_nothing_runs_before_warmup() -> None:
+    driver = Driver()
+    failure = driver.open().outcome
+    assert isinstance(failure, StepFailure)
+    assert "Warmup" in failure.message
+    driver.engine.close()
+
+
+def test_a_late_end_of_an_old_epoch_leaves_the_new_one(driver: Driver) -> None:
+    old = driver.epoch
+    driver.open()
+    driver.run(forward(driver.admit(0), chunks=[(0, 6)]))
+    driver.engine.end_epoch(old).result(30)
+    assert tokens(driver.run(forward(decodes=[0]))) == {0: greedy(PROMPT, 2)[1]}
+    driver.engine.end_epoch(driver.epoch).result(30)
+    assert driver.fail(forward(decodes=[0])).kind is FailureKind.REFUSED
+
+
+def test_warming_up_again_ends_the_epoch_and_starts_empty(driver: Driver) -> None:
+    driver.run(forward(driver.admit(0), chunks=[(0, 6)]))
+    driver.warm_up()
+    assert driver.fail(forward(decodes=[0])).kind is FailureKind.REFUSED
+    driver.open()
+    driver.free = list(range(1, 64))
+    assert generate(driver, 0, 4) == greedy(PROMPT, 4)
+
+
+def test_rows_that_are_not_finite_fail_alone_and_stay_failed(driver: Driver) -> None:
+    driver.model.poison = 90
+    healthy, sick = driver.admit(1), driver.admit(0, [4, 90, 8], top_n_tokens=2)
+    result = driver.run(forward(healthy, sick, chunks=[(1, 6), (0, 3)]))
+    assert result.failed_slots.tolist() == [0]
+    assert tokens(result) == {1: greedy(PROMPT, 1)[0]}
+    assert not len(result.top_ids)
+    driver.model.poison = None
+    again = driver.run(forward(decodes=[0, 1]))
+    assert again.failed_slots.tolist() == [0]
+    assert tokens(again) == {1: greedy(PROMPT, 2)[1]}
+    fresh = driver.run(forward(driver.admit(0, [4, 90, 8]), chunks=[(0, 3)], dropped=[0]))
+    assert tokens(fresh) == {0: greedy([4, 90, 8], 1)[0]}
+    assert not len(fresh.failed_slots)
+
+
+def test_the_checksum_tells_different_tokens_apart(driver: Driver) -> None:
+    first = driver.run(forward(driver.admit(0), chunks=[(0, 6)])).checksum
+    driver.run(Clear())
+    driver.free = list(range(1, 64))
+    assert driver.run(forward(driver.admit(0), chunks=[(0, 6)])).checksum == first
+    driver.run(Clear())
+    driver.free = list(range(1, 64))
+    assert driver.run(forward(driver.admit(0, [8]), chunks=[(0, 1)])).checksum != first
+
+
+@pytest.mark.parametrize("cuts", [[10], [1, 9], [4, 4, 2], [9, 1], [3, 3, 3, 1]])
+def test_prompt_logprobs_do_not_depend_on_chunks(driver: Driver, cuts: list[int]) -> None:
+    prompt = [7, 1, 1, 60, 80, 33, 21, 2, 2, 90]
+    expected = [
+        float(logits_for(prompt[:i]).log_softmax(-1)[prompt[i]]) for i in range(1, len(prompt))
+    ]
+    admitted = [driver.admit(5, [3, 4, 5]), driver.admit(2, prompt, prefill_logprobs=True)]
+    found: list[float] = []
+    for cut in cuts:
+        chunks = [(5, 3)] if admitted else []
+        result = driver.run(forward(*admitted, chunks=[*chunks, (2, cut)]))
+        assert result.prefill_slots.tolist() == [2]
+        assert result.prefill_counts.tolist() == [cut]
+        found += result.prefill_logprobs.tolist()
+        admitted = []
+    assert np.isnan(found[0])
+    assert found[1:] == pytest.approx(expected, abs=1e-5)
+    assert tokens(result)[2] == greedy(prompt, 1)[0]
+
+
+def test_candidates_come_beside_tokens_most_likely_first(driver: Driver) -> None:
+    first, second = driver.admit(0, top_n_tokens=3), driver.admit(1, [8, 8])
+    result = driver.run(forward(second, first, chunks=[(1, 2), (0, 6)]))
+    assert result.top_counts.tolist() == [0, 3]
+    best = logits_for(PROMPT).log_softmax(-1).topk(3)
+    assert result.top_ids.tolist() == best.indices.tolist()
+    assert result.top_logprobs.tolist() == pytest.approx(best.values.tolist(), abs=1e-6)
+
+
+def test_work_that_raises_reports_it_and_the_thread_lives_on(driver: Driver) -> None:
+    def explode() -> None:
+        raise KeyError("lost")
+
+    with pytest.raises(KeyError, match="lost"):
+        driver.engine.submit(explode).result(30)
+    assert driver.engine.submit(torch.get_num_threads).result(30) == 1
+    assert driver.engine.is_alive()

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from millrace_fakes_models import Run, logprobs, prompt_of, save_tiny
+from millrace_fakes_ranks import Job, generate, run_ranks, work_of_a_rank
+from millrace_shard.parallel import GroupError, ProcessGroup
+
+
+def test_a_group_of_one_returns_what_it_is_given() -> None:
+    group = ProcessGroup.single()
+    t = torch.arange(6.0).view(2, 3)
+    assert (group.rank, group.world_size) == (0, 1)
+    assert group.all_reduce(t) is t
+    assert group.all_gather(t) is t
+    assert group.minimum(5) == 5
+    group.close()
+
+
+def test_connecting_alone_needs_nobody() -> None:
+    group = ProcessGroup.connect(
+        0, 1, master_addr="nowhere.invalid", master_port=1, device=torch.device("cpu")
+    )
+    assert group.world_size == 1
+
+
+def test_a_rank_outside_its_group_is_refused() -> None:
+    with pytest.raises(GroupError, match="rank 2 is outside a group of 2"):
+        ProcessGroup(2, 2, torch.device("cpu"))
+
+
+def test_missing_ranks_are_reported() -> None:
+    with pytest.raises(GroupError, match=r"rank 1 of 2 found no group at 127\.0\.0\.1:9"):
+        ProcessGroup.connect(
+            1,
+            2,
+            master_addr="127.0.0.1",
+            master_port=9,
+            device=torch.device("cpu"),
+            timeout=timedelta(seconds=1),
+        )
+
+
+TENSOR_PARALLEL: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "one-kv-head-for-two-ranks": ("llama", {"num_key_value_heads": 1}),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "tied-even-vocabulary": ("llama", {"vocab_size": 200, "tie_word_embeddings": True}),
+    "window": ("mistral", {"sliding_window": 9, "head_dim": 20}),
+    "qkv-bias": ("qwen2", {}),
+    "qk-norm": ("qwen3", {"attention_bias": True}),
+}
+
+
+@dataclass(frozen=True)
+class TwoRanks:
+    """What two ranks returned, started once for all tests of this file."""
+
+    jobs: dict[str, Job]
+    by_rank: list[tuple[dict[str, Any], list[list[Run]]]]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> TwoRanks:
+    folder = tmp_path_factory.mktemp("ranks")
+    jobs = {}
+    for name, (model_type, overrides) in TENSOR_PARALLEL.items():
+        save_tiny(folder / name, model_type, **overrides)
+        prompts = [prompt_of(length, seed=length) for length in (3, 21)]
+        jobs[name] = Job(folder / name, prompts, num_tokens=6, chunk=8)
+    return TwoRanks(jobs, run_ranks(folder, 2, work_of_a_rank, list(jobs.values())))
+
+
+def test_collectives_of_two_ranks(two_ranks: TwoRanks) -> None:
+    for results, _ in two_ranks.by_rank:
+        assert results["sum"].tolist() == [[10, 12], [14, 16]]
+        assert results["gathered"].tolist() == [[0, 2, 10, 12], [1, 3, 11, 13]]
+        assert results["bf16"].tolist() == [2, 2, 2]
+        assert results["minimum"] == 6
+
+
+@pytest.mark.parametrize("name", TENSOR_PARALLEL)
+def test_two_ranks_generate_what_one_does(name: str, two_ranks: TwoRanks) -> None:
+    index = list(TENSOR_PARALLEL).index(name)
+    alone = generate(two_ranks.jobs[name], ProcessGroup.single())
+    first, second = (generated[index] for _, generated in two_ranks.by_rank)
+    for expected, run, other in zip(alone, first, second, strict=True):
+        assert run.ids == expected.ids
+        torch.testing.assert_close(logprobs(run), logprobs(expected), atol=1e-4, rtol=0)
+        # Ranks sample by themselves: a bit of difference would let them drift apart.
+        assert torch.equal(torch.stack(run.logits), torch.stack(other.logits))

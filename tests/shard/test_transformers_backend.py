@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AttentionInterface, AutoConfig
+
+from millrace_fakes_models import VOCAB, Driver, greedy, logprobs, prompt_of, save_tiny
+from millrace_shard.errors import UnsupportedModel, WeightsError
+from millrace_shard.kernels.plain import PlainKernels
+from millrace_shard.load import load_model
+from millrace_shard.paged_attention import NAME, ShapeProbe, answering
+from millrace_shard.parallel import ProcessGroup
+from millrace_shard.transformers_backend import SUPPORTED, check_supported
+
+CPU = torch.device("cpu")
+NUM_TOKENS = 5
+MIXTURES = {"mixtral", "qwen2_moe"}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def load(
+    folder: Path, *, deterministic: bool = False, max_total_tokens: int | None = None
+) -> Driver:
+    kernels = PlainKernels(deterministic=deterministic)
+    model = load_model(
+        folder,
+        dtype=torch.float32,
+        kernels=kernels,
+        group=ProcessGroup.single(),
+        device=CPU,
+        max_total_tokens=max_total_tokens,
+    )
+    return Driver(model, kernels, dtype=torch.float32)
+
+
+VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in SUPPORTED},
+    "gemma2-caps": (
+        "gemma2",
+        {"attn_logit_softcapping": 0.7, "final_logit_softcapping": 3.0, "num_hidden_layers": 3},
+    ),
+    "gpt2-scaling": (
+        "gpt2",
+        {"scale_attn_by_inverse_layer_idx": True, "scale_attn_weights": False},
+    ),
+    "gpt2-upcast": (
+        "gpt2",
+        {"reorder_and_upcast_attn": True, "scale_attn_by_inverse_layer_idx": True},
+    ),
+    "gpt_bigcode-many-kv-heads": ("gpt_bigcode", {"multi_query": False}),
+    "gpt_neox-sequential": (
+        "gpt_neox",
+        {"use_parallel_residual": False, "tie_word_embeddings": True},
+    ),
+    "opt-post-norm": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 24}),
+    "cohere-qk-norm": ("cohere", {"use_qk_norm": True}),
+    "mixtral-window": ("mixtral", {"sliding_window": 9}),
+    "phi3-window": ("phi3", {"sliding_window": 9}),
+    "phi3-partial": ("phi3", {"partial_rotary_factor": 0.5}),
+    "qwen2_moe-window": (
+        "qwen2_moe",
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
+    "smollm3-window": ("smollm3", {"use_sliding_window": True, "sliding_window": 9}),
+    "stablelm-parallel": ("stablelm", {"use_parallel_residual": True, "qk_layernorm": True}),
+    "starcoder2-full": ("starcoder2", {"sliding_window": None}),
+}
+
+
+@pytest.mark.parametrize("name", VARIATIONS)
+def test_greedy_output_equals_generate(name: str, tmp_path: Path) -> None:
+    model_type, overrides = VARIATIONS[name]
+    reference = save_tiny(tmp_path, model_type, **overrides)
+    prompts = [prompt_of(length, seed=length) for length in (4, 33, 17)]
+    expected = [greedy(reference, prompt, NUM_TOKENS) for prompt in prompts]
+    for chunk in (None, 7):
+        runs = load(tmp_path).generate(prompts, NUM_TOKENS, chunk=chunk)
+        for prompt, run, (tokens, probabilities) in zip(prompts, runs, expected, strict=True):
+            assert run.ids[len(prompt) :] == tokens
+            torch.testing.assert_close(logprobs(run), probabilities, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("model_type", [name for name in SUPPORTED if name not in MIXTURES])
+def test_deterministic_bits_depend_neither_on_company_nor_on_chunks(
+    model_type: str, tmp_path: Path
+) -> None:
+    save_tiny(tmp_path, model_type)
+    prompt, other = prompt_of(40, seed=1), prompt_of(9, seed=2)
+
+    def logits_of(prompts: list[list[int]], chunk: int | None = None) -> torch.Tensor:
+        driver = load(tmp_path, deterministic=True)
+        return torch.stack(driver.generate(prompts, 3, chunk=chunk)[0].logits)
+
+    alone = logits_of([prompt])
+    assert torch.equal(alone, logits_of([prompt, other]))
+    assert torch.equal(alone, logits_of([prompt, other], chunk=11))
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3, 1.5, 2.0, 2.5],
+    "long_factor": [1.0, 2.0, 4.0, 8.0, 9.0, 12.0],
+    "rope_theta": 1e4,
+}
+
+
+@pytest.mark.parametrize(("length", "max_total_tokens"), [(24, None), (40, 64)])
+def test_longrope_does_not_follow_the_longest_sequence_of_the_batch(
+    length: int, max_total_tokens: int | None, tmp_path: Path
+) -> None:
+    reference = save_tiny(
+        tmp_path, "phi3", rope_parameters=LONGROPE, original_max_position_embeddings=32
+    )
+    prompt = prompt_of(length)
+    tokens, expected = greedy(reference, prompt, NUM_TOKENS)
+    driver = load(tmp_path, max_total_tokens=max_total_tokens)
+    run, _ = driver.generate([prompt, prompt_of(50, seed=9)], NUM_TOKENS)
+    assert run.ids[length:] == tokens
+    torch.testing.assert_close(logprobs(run), expected, atol=1e-4, rtol=0)
+
+
+def test_shapes_come_from_the_model_not_from_its_config(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "gpt_neox", num_key_value_heads=1)
+    assert load(tmp_path).model.geometry.layers == ((4, 12), (4, 12))
+    save_tiny(tmp_path / "one", "gpt_bigcode")
+    assert load(tmp_path / "one").model.geometry.layers == ((1, 12), (1, 12))
+
+
+def test_the_window_is_reported_when_all_layers_have_it(tmp_path: Path) -> None:
+    windows = {"starcoder2": 12, "gemma2": None, "gpt2": None}
+    for model_type, window in windows.items():
+        save_tiny(tmp_path / model_type, model_type)
+        info = load(tmp_path / model_type).model.info
+        assert (info.model_type, info.window_size, info.vocab_size) == (model_type, window, VOCAB)
+
+
+@pytest.mark.parametrize("model_type", ["bloom", "gpt_oss", "deepseek_v3", "gptj", "falcon", "mpt"])
+def test_other_architectures_are_refused_with_the_list(model_type: str) -> None:
+    with pytest.raises(UnsupportedModel) as refusal:
+        check_supported(AutoConfig.for_model(model_type))
+    assert repr(model_type) in str(refusal.value)
+    assert all(name in str(refusal.value) for name in SUPPORTED)
+
+
+def test_rope_that_depends_on_the_batch_is_refused_where_it_cannot_be_replaced() -> None:
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    check_supported(AutoConfig.for_model("phi3", rope_parameters=dynamic))
+    with pytest.raises(UnsupportedModel, match="rope_type 'dynamic' is not supported for cohere"):
+        check_supported(AutoConfig.for_model("cohere", rope_parameters=dynamic))
+
+
+def test_several_ranks_are_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "gpt2")
+    with pytest.raises(
+        UnsupportedModel, match="gpt2 runs on one shard only; split over several are: llama"
+    ):
+        load_model(
+            tmp_path,
+            dtype=torch.float32,
+            kernels=PlainKernels(deterministic=False),
+            group=ProcessGroup(0, 2, CPU),
+            device=CPU,
+        )
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "phi3")
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.1.mlp.down_proj.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(WeightsError, match=r"layers\.1\.mlp\.down_proj\.weight is missing"):
+        load(tmp_path)
+
+
+def test_a_tensor_of_another_shape_is_an_error(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "phi3")
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"] = torch.ones(7)
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(WeightsError, match=r"model\.norm\.weight"):
+        load(tmp_path)
+
+
+def test_a_truncated_file_is_named(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "gpt2")
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(WeightsError, match=r"model\.safetensors is damaged or incomplete"):
+        load(tmp_path)
+
+
+def attend(**arguments: object) -> None:
+    module = nn.Module()
+    module.layer_idx = 0
+    shape = (1, 2, 3, 8)
+    q, k, v = torch.ones(shape), torch.ones(shape), torch.ones(shape)
+    with answering(ShapeProbe()):
+        AttentionInterface()[NAME](module, q, k, v, None, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"s_aux": torch.zeros(2)}, "s_aux"),
+        ({"position_bias": torch.zeros(2)}, "position_bias"),
+        ({"is_causal": False}, "is_causal=False"),
+    ],
+)
+def test_attention_that_the_kernels_lack_is_refused(
+    arguments: dict[str, object], named: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=named):
+        attend(**arguments)
+
+
+def test_arguments_without_effect_are_accepted() -> None:
+    attend(s_aux=None, dropout=0.0, is_causal=True, use_cache=False, softcap=None)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "values"), [((4, 8), (2, 8), (2, 6)), ((3, 8), (2, 8), (2, 8))]
+)
+def test_shapes_without_a_cache_are_refused(
+    queries: tuple[int, int], keys: tuple[int, int], values: tuple[int, int]
+) -> None:
+    module = nn.Module()
+    module.layer_idx = 0
+    q, k, v = (torch.ones(1, heads, 3, dim) for heads, dim in (queries, keys, values))
+    with pytest.raises(UnsupportedModel, match="is not supported"), answering(ShapeProbe()):
+        AttentionInterface()[NAME](module, q, k, v, None)

@@ -1,0 +1,226 @@
+"""The router's HTTP edge on a real socket, over a batcher that generates what a test tells it to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from tokenizers import AddedToken, models, pre_tokenizers
+from tokenizers import Tokenizer as RustTokenizer
+
+from millrace_router.config import RouterConfig
+from millrace_router.entry import TokenStream
+from millrace_router.errors import GenerationError
+from millrace_router.events import Finished, PromptLogprobs, Token, TokenEvent
+from millrace_router.health import Health
+from millrace_router.infer import Infer
+from millrace_router.limits import Limits
+from millrace_router.metrics import Metrics
+from millrace_router.request import FinishReason, ValidRequest
+from millrace_router.server import create_runner
+from millrace_router.services import Services
+from millrace_router.shard_client import ShardError
+from millrace_router.template import ChatTemplate
+from millrace_router.tokenizer import Tokenizer
+from millrace_router.validation import Validator
+from millrace_router.wire import Capacity, ShardInfo
+
+WORDS = ("hello", "world", "wörld", "日本", "a", "b")
+LIMITS = Limits(
+    max_input_tokens=8,
+    max_total_tokens=16,
+    max_concurrent_requests=4,
+    max_best_of=2,
+    max_stop_sequences=4,
+    max_top_n_tokens=5,
+)
+
+
+def word_tokenizer() -> Tokenizer:
+    """One token per word between spaces."""
+    vocab = {word: id_ for id_, word in enumerate(("[UNK]", "</s>", *WORDS))}
+    rust = RustTokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
+    rust.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    rust.add_special_tokens([AddedToken("</s>", special=True)])
+    return Tokenizer(rust)
+
+
+def token_event(index: int, text: str, *, logprob: float = -0.5, **top: float) -> TokenEvent:
+    """A generated token, and the candidates beside it."""
+    candidates = tuple(Token(9, name, value, special=False) for name, value in top.items())
+    return TokenEvent(index, Token(index, text, logprob, text == "</s>"), candidates)
+
+
+def finished(text: str, count: int, **other: Any) -> Finished:
+    """A normal end."""
+    return Finished(other.pop("reason", FinishReason.LENGTH), text, count, other.pop("seed", None))
+
+
+def play(stream: TokenStream, *texts: str, logprob: float = -0.5, seed: int | None = None) -> None:
+    """Send a whole generation: these tokens, then the end."""
+    stream.batched_at = stream.queued_at
+    for index, text in enumerate(texts, start=1):
+        stream.send(token_event(index, text, logprob=logprob))
+    stream.send(finished("".join(texts), len(texts), seed=seed))
+
+
+@dataclass
+class FakeBatcher:
+    """Keeps what is submitted; `script` says what happens to it, if anything."""
+
+    script: Callable[[ValidRequest, TokenStream], None] | None = None
+    requests: list[ValidRequest] = field(default_factory=list)
+    streams: list[TokenStream] = field(default_factory=list)
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def submit(self, request: ValidRequest) -> TokenStream:
+        stream = TokenStream(self.closed.set)
+        self.requests.append(request)
+        self.streams.append(stream)
+        self.arrived.set()
+        if self.script is not None:
+            self.script(request, stream)
+        return stream
+
+
+def echo(request: ValidRequest, stream: TokenStream) -> None:
+    """Generate as many ` x` as asked for, at most three."""
+    if request.prefill_logprobs:
+        rest = (-1.0,) * (len(request.input_ids) - 1)
+        stream.send(PromptLogprobs(request.input_ids, (float("nan"), *rest)))
+    seed = request.sampling.seed if request.sampling.samples else None
+    play(stream, *[" x"] * min(request.max_new_tokens, 3), seed=seed)
+
+
+def fail(_: ValidRequest, stream: TokenStream) -> None:
+    """Fail before the first token."""
+    stream.fail(GenerationError("out of luck"))
+
+
+@dataclass
+class FakeShards:
+    """A group of shards that is well until told otherwise."""
+
+    well: bool = True
+    asked: int = 0
+
+    async def health(self, *, timeout: float) -> None:
+        self.asked += 1
+        if not self.well:
+            raise ShardError("no answer")
+
+
+@dataclass
+class Edge:
+    """A running server and the fakes beneath it."""
+
+    url: str
+    batcher: FakeBatcher
+    shards: FakeShards
+    services: Services
+    client: aiohttp.ClientSession
+    runner: web.AppRunner
+
+    async def post(
+        self, path: str, body: object = None, **other: Any
+    ) -> tuple[int, Any, aiohttp.ClientResponse]:
+        """Post JSON; status, parsed answer, response."""
+        options: dict[str, Any] = {"json": body} if body is not None else {}
+        async with self.client.post(self.url + path, **options, **other) as response:
+            text = await response.text()
+            parsed = await response.json() if response.content_type == "application/json" else text
+            return response.status, parsed, response
+
+    async def get(self, path: str, **other: Any) -> tuple[int, bytes, aiohttp.ClientResponse]:
+        """Get; status, body, response."""
+        async with self.client.get(self.url + path, **other) as response:
+            return response.status, await response.read(), response
+
+    async def exposition(self) -> list[str]:
+        """Lines of /metrics."""
+        return (await self.get("/metrics"))[1].decode().splitlines()
+
+
+def services_over(
+    batcher: FakeBatcher,
+    shards: FakeShards,
+    *,
+    limits: Limits = LIMITS,
+    template: str | None = None,
+    keep_alive_seconds: float = 60.0,
+    **config: Any,
+) -> Services:
+    """Everything an application is made of, over fakes."""
+    tokenizer = word_tokenizer()
+    metrics = Metrics(
+        max_input_tokens=limits.max_input_tokens, max_total_tokens=limits.max_total_tokens
+    )
+    health = Health(shards, batcher)
+    validator = Validator(tokenizer, limits, metrics)
+    return Services(
+        config=RouterConfig(
+            **{"model_folder": Path("model"), "model_id": "org/tiny", "revision": "abc", **config}
+        ),
+        shard=ShardInfo(
+            model_type="llama",
+            dtype="float32",
+            device_type="cpu",
+            vocab_size=8,
+            max_position_embeddings=32,
+            eos_token_ids=frozenset({1}),
+            block_size=4,
+            world_size=1,
+            attention="plain",
+            deterministic=True,
+            prefill_logprobs=limits.prefill_logprobs,
+            window_size=None,
+        ),
+        capacity=Capacity(
+            num_blocks=9,
+            max_batch_total_tokens=32,
+            max_input_tokens=limits.max_input_tokens,
+            max_total_tokens=limits.max_total_tokens,
+            kv_bytes_per_token=1,
+        ),
+        limits=limits,
+        tokenizer=tokenizer,
+        template=ChatTemplate(template, special_tokens={}),
+        validator=validator,
+        infer=Infer(batcher, validator, metrics, on_failure=health.failed),
+        metrics=metrics,
+        health=health,
+        compute_type="1-cpu",
+        keep_alive_seconds=keep_alive_seconds,
+    )
+
+
+@asynccontextmanager
+async def serving(
+    script: Callable[[ValidRequest, TokenStream], None] | None = echo, **options: Any
+) -> AsyncIterator[Edge]:
+    """Serve on a free port for the length of the block."""
+    batcher, shards = FakeBatcher(script), FakeShards()
+    services = services_over(batcher, shards, **options)
+    runner = create_runner(services)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = runner.addresses[0][:2]
+    try:
+        async with aiohttp.ClientSession() as client:
+            yield Edge(f"http://{host}:{port}", batcher, shards, services, client, runner)
+    finally:
+        await runner.cleanup()
+        services.tokenizer.close()
+
+
+def limits_with(**changes: Any) -> Limits:
+    """The usual limits but for these."""
+    return replace(LIMITS, **changes)

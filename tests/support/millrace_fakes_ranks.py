@@ -1,0 +1,92 @@
+"""Ranks of a tensor-parallel group as processes of their own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from millrace_fakes_models import Driver, Run
+
+from millrace_shard.kernels.plain import PlainKernels
+from millrace_shard.load import load_model
+from millrace_shard.parallel import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every rank runs on one checkpoint."""
+
+    folder: Path
+    prompts: list[list[int]]
+    num_tokens: int
+    chunk: int | None = None
+
+
+def generate(job: Job, group: ProcessGroup) -> list[Run]:
+    """Generate on this rank."""
+    kernels = PlainKernels(deterministic=False)
+    model = load_model(
+        job.folder,
+        dtype=torch.float32,
+        kernels=kernels,
+        group=group,
+        device=torch.device("cpu"),
+    )
+    driver = Driver(model, kernels, dtype=torch.float32)
+    return driver.generate(job.prompts, job.num_tokens, chunk=job.chunk)
+
+
+def work_of_a_rank(group: ProcessGroup, jobs: list[Job]) -> tuple[dict[str, Any], list[list[Run]]]:
+    """One call of each collective, from values that tell the ranks apart; then all jobs."""
+    mine = torch.arange(4.0).view(2, 2) + 10 * group.rank
+    results = {
+        "sum": group.all_reduce(mine.clone()),
+        "gathered": group.all_gather(mine.t()),
+        "bf16": group.all_reduce(torch.ones(3, dtype=torch.bfloat16)),
+        "minimum": group.minimum(7 - group.rank),
+    }
+    return results, [generate(job, group) for job in jobs]
+
+
+def run_ranks(
+    folder: Path, world_size: int, work: Callable[[ProcessGroup, Any], Any], argument: Any
+) -> list[Any]:
+    """Run `work` in `world_size` processes that are one group; what each rank returned."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    ranks = [
+        context.Process(target=_rank, args=(rank, world_size, port, folder, work, argument))
+        for rank in range(world_size)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(timeout=100)
+        if process.exitcode != 0:
+            for other in ranks:
+                other.kill()
+            raise RuntimeError(f"a rank ended with {process.exitcode}")
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(world_size)]
+
+
+def _rank(
+    rank: int,
+    world_size: int,
+    port: int,
+    folder: Path,
+    work: Callable[[ProcessGroup, Any], Any],
+    argument: Any,
+) -> None:
+    torch.set_num_threads(1)
+    group = ProcessGroup.connect(
+        rank, world_size, master_addr="127.0.0.1", master_port=port, device=torch.device("cpu")
+    )
+    torch.save(work(group, argument), folder / f"rank{rank}.pt")
+    group.close()

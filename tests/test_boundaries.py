@@ -1,0 +1,35 @@
+"""What importing a plane loads, seen in a fresh interpreter; import-linter cannot see through dependencies."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROBE = """
+import importlib, pkgutil, sys
+package = importlib.import_module({package!r})
+for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+    importlib.import_module(module.name)
+print(*sorted({forbidden!r} & sys.modules.keys()))
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "forbidden"),
+    [
+        ("millrace_router", {"torch", "transformers", "numpy", "millrace_shard", "millrace_launcher"}),
+        ("millrace_launcher", {"torch", "transformers", "numpy", "aiohttp", "tokenizers", "uvloop"}),
+        ("millrace_shard.config", {"torch", "numpy", "grpc"}),
+        ("millrace_proto", {"torch", "aiohttp", "millrace_router", "millrace_shard"}),
+    ],
+)
+def test_loads_nothing_forbidden(package: str, forbidden: set[str]) -> None:
+    code = PROBE.format(package=package, forbidden=forbidden)
+    if package.count("."):
+        code = f"import sys, {package}\nprint(*sorted({forbidden!r} & sys.modules.keys()))"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    loaded = subprocess.check_output([sys.executable, "-c", code], env=env, text=True)
+    assert loaded.split() == []
