@@ -149,7 +149,7 @@ def bench_linears(shape: Shape, kinds: dict[str, Kernels]) -> None:
             getattr(torch.ops.mkldnn, op) for op in ("_reorder_linear_weight", "_linear_pointwise")
         )
         packed = [reorder(w, 64) for w in weights]
-        for rows in (1, 128, 512):
+        for rows in (1, 8, 32, 128, 512):
             x = torch.randn(rows, inputs, dtype=DTYPE)
             calls: dict[str, list[Call]] = {
                 kind: [partial(linear, x) for linear in each] for kind, each in linears.items()

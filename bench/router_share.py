@@ -85,7 +85,10 @@ def main() -> int:
             f"  {100 * seconds / total if total else 0:5.1f} % of the CPU"
             f"  {seconds / result.wall_seconds:5.2f} cores"
         )
-    if options.profile is not None and options.profile.exists():
+    if options.profile is not None:
+        if not options.profile.exists():
+            print(f"the router wrote no profile to {options.profile}", file=sys.stderr)
+            return 1
         print_profile(options.profile)
     return 0
 

@@ -6,6 +6,7 @@ import argparse
 import math
 import random
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,15 +26,28 @@ FINAL_RATE = 2e-5
 WARMUP_STEPS = 100
 IGNORE = -100
 REPORT_STEPS = 50
-CHECKPOINT_STEPS = 500
+CHECKPOINT_STEPS = 250
 
 
 @dataclass(frozen=True)
 class Sample:
     """Token ids of a conversation and, for each, whether the model learns to write it."""
 
-    ids: list[int]
-    learned: list[bool]
+    ids: array[int]
+    learned: array[int]
+
+
+@dataclass(frozen=True)
+class Clock:
+    """How far the training is: by steps, or by time on a machine too slow for all of them."""
+
+    steps: int
+    started: float
+    seconds: float
+
+    def progress(self, step: int) -> float:
+        """From 0 to 1."""
+        return max(step / self.steps, (time.monotonic() - self.started) / self.seconds)
 
 
 def main() -> None:
@@ -54,8 +68,8 @@ def main() -> None:
     weights = sum(parameter.numel() for parameter in model.parameters())
     tokens = sum(len(sample.ids) for sample in samples)
     print(f"{weights} weights, {len(samples)} conversations, {tokens} tokens", flush=True)
-    deadline = started + 60 * arguments.minutes
-    train(model, samples, arguments, deadline, lambda: save(model, tokenizer, arguments.output))
+    clock = Clock(arguments.steps, started, 60 * arguments.minutes)
+    train(model, samples, clock, arguments.seed, lambda: save(model, tokenizer, arguments.output))
     save(model, tokenizer, arguments.output)
     print(f"done in {(time.monotonic() - started) / 60:.1f} minutes", flush=True)
 
@@ -64,8 +78,10 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=measure.SEED)
     parser.add_argument("--output", type=Path, default=measure.MODEL)
-    parser.add_argument("--steps", type=int, default=2800)
-    parser.add_argument("--minutes", type=float, default=60, help="stop early after this long")
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument(
+        "--minutes", type=float, default=90, help="finish in fewer steps if time runs short"
+    )
     parser.add_argument("--threads", type=int, default=2)
     return parser.parse_args()
 
@@ -90,18 +106,18 @@ def configuration(tokenizer: Tokenizer) -> LlamaConfig:
 
 def encode(tokenizer: Tokenizer, conversations: Sequence[corpus.Conversation]) -> list[Sample]:
     """Token ids of all conversations; each piece is encoded alone, as prompts are when serving."""
-    pieces = [vocabulary.segments(item) for item in conversations]
-    texts = [text for item in pieces for text, _ in item]
-    encoded = iter(tokenizer.encode_batch_fast(texts, add_special_tokens=False))
     samples = []
-    for item in pieces:
-        ids: list[int] = []
-        learned: list[bool] = []
-        for _, learn in item:
-            part = next(encoded).ids
-            ids += part
-            learned += [learn] * len(part)
-        samples.append(Sample(ids[:CONTEXT], learned[:CONTEXT]))
+    for start in range(0, len(conversations), WINDOW):
+        pieces = [vocabulary.segments(item) for item in conversations[start : start + WINDOW]]
+        texts = [text for item in pieces for text, _ in item]
+        encoded = iter(tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+        for item in pieces:
+            ids, learned = array("H"), array("b")
+            for _, learn in item:
+                part = next(encoded).ids
+                ids.extend(part)
+                learned.extend([learn] * len(part))
+            samples.append(Sample(ids[:CONTEXT], learned[:CONTEXT]))
     return samples
 
 
@@ -138,31 +154,33 @@ def _tensors(group: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
     targets = torch.full((len(group), width), IGNORE)
     for row, sample in enumerate(group):
         size = len(sample.ids) - 1
-        ids = torch.tensor(sample.ids)
+        ids = torch.tensor(sample.ids, dtype=torch.long)
+        learned = torch.tensor(sample.learned, dtype=torch.bool)
         inputs[row, :size] = ids[:-1]
-        targets[row, :size] = torch.where(torch.tensor(sample.learned[1:]), ids[1:], IGNORE)
+        targets[row, :size] = torch.where(learned[1:], ids[1:], IGNORE)
     return inputs, targets
 
 
 def train(
     model: LlamaForCausalLM,
     samples: Sequence[Sample],
-    arguments: argparse.Namespace,
-    deadline: float,
+    clock: Clock,
+    seed: int,
     checkpoint: Callable[[], None],
 ) -> None:
-    """AdamW with a cosine schedule over a fixed number of steps, in bfloat16 where it is safe."""
+    """AdamW with a cosine schedule, in bfloat16 where it is safe."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=PEAK_RATE, betas=(0.9, 0.98), fused=True)
     model.train()
-    source = batches(samples, arguments.seed)
     seen, total, started = 0, 0.0, time.monotonic()
-    for step in range(arguments.steps):
+    for step, (inputs, targets) in enumerate(batches(samples, seed)):
+        progress = clock.progress(step)
+        if progress >= 1:
+            return
         for group in optimizer.param_groups:
-            group["lr"] = rate(step, arguments.steps)
-        inputs, targets = next(source)
+            group["lr"] = rate(step, progress)
         value = loss(model, inputs, targets)
         torch.autograd.backward(value)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -176,17 +194,12 @@ def train(
             total = 0.0
         if (step + 1) % CHECKPOINT_STEPS == 0:
             checkpoint()
-        if time.monotonic() > deadline:
-            print("out of time", flush=True)
-            return
 
 
-def rate(step: int, steps: int) -> float:
+def rate(step: int, progress: float) -> float:
     """The learning rate: a short linear rise, then a cosine down."""
-    if step < WARMUP_STEPS:
-        return PEAK_RATE * (step + 1) / WARMUP_STEPS
-    progress = (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS)
-    return FINAL_RATE + (PEAK_RATE - FINAL_RATE) * (1 + math.cos(math.pi * progress)) / 2
+    rise = min(1.0, (step + 1) / WARMUP_STEPS)
+    return rise * (FINAL_RATE + (PEAK_RATE - FINAL_RATE) * (1 + math.cos(math.pi * progress)) / 2)
 
 
 def loss(model: LlamaForCausalLM, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

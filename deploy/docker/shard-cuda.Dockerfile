@@ -26,7 +26,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --uid 10001 --create-home millrace
 COPY --from=build /opt/millrace /opt/millrace
-COPY deploy/docker/grpc_health.py /opt/millrace/grpc_health.py
+COPY deploy/docker/shard_health.py /opt/millrace/shard_health.py
 ENV PATH=/opt/millrace/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     ADDRESS=0.0.0.0:50051
@@ -34,5 +34,5 @@ USER 10001
 WORKDIR /home/millrace
 EXPOSE 50051 29500
 HEALTHCHECK --interval=10s --timeout=6s --start-period=600s --retries=3 \
-    CMD ["python", "/opt/millrace/grpc_health.py"]
+    CMD ["python", "/opt/millrace/shard_health.py"]
 ENTRYPOINT ["millrace-shard"]

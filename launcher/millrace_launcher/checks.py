@@ -8,7 +8,7 @@ from millrace_launcher.arguments import Settings
 from millrace_launcher.errors import ArgumentValidation
 from millrace_launcher.flags import option_name
 
-UNSUPPORTED = ("quantize", "kv_cache_dtype", "rope_scaling", "rope_factor", "lora_adapters")
+UNSUPPORTED = ("quantize", "kv_cache_dtype", "lora_adapters")
 WITHOUT_EFFECT = {
     "usage_stats": "no usage statistics are ever sent",
     "prometheus_port": "metrics are served on --port",

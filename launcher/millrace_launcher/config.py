@@ -17,31 +17,35 @@ class LauncherConfig(BaseSettings):
     )
 
     model_id: str | None = Field(
-        None,
+        default=None,
         description="Name on the Hugging Face hub or a local folder; the demo model when absent.",
     )
-    revision: str | None = Field(None, description="Branch, tag or commit of the model on the hub.")
-    sharded: bool | None = Field(None, description="Whether to use more than one shard.")
-    num_shard: int | None = Field(
-        None, ge=0, description="Shards; the number of visible GPUs, else 1, when absent."
+    revision: str | None = Field(
+        default=None, description="Branch, tag or commit of the model on the hub."
     )
-    max_input_length: int | None = Field(None, ge=1, description="Old name of --max-input-tokens.")
+    sharded: bool | None = Field(default=None, description="Whether to use more than one shard.")
+    num_shard: int | None = Field(
+        default=None, ge=0, description="Shards; the number of visible GPUs, else 1, when absent."
+    )
+    max_input_length: int | None = Field(
+        default=None, ge=1, description="Old name of --max-input-tokens."
+    )
     shard_uds_path: str = Field(
-        "/tmp/text-generation-server",  # noqa: S108
+        default="/tmp/text-generation-server",  # noqa: S108
         description="Unix sockets of the shards, without the rank that is appended.",
     )
     huggingface_hub_cache: Path | None = Field(
-        None, description="Folder that models are downloaded to."
+        default=None, description="Folder that models are downloaded to."
     )
     weights_cache_override: Path | None = Field(
-        None, description="Folder to take the model from instead of the hub's cache."
+        default=None, description="Folder to take the model from instead of the hub's cache."
     )
     json_output: bool = Field(default=False, description="Logs as JSON, one object a line.")
     log_level: Literal["trace", "debug", "info", "warning", "error"] = Field(
-        "info", description="Least severity that is logged."
+        default="info", description="Least severity that is logged."
     )
     log_colorize: bool | None = Field(
-        None, description="Colours in logs; only on a terminal when absent."
+        default=None, description="Colours in logs; only on a terminal when absent."
     )
 
     @field_validator("log_level", mode="before")

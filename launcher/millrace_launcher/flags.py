@@ -36,7 +36,15 @@ WIRING: Mapping[str, frozenset[str]] = {
         }
     ),
     "shard": frozenset(
-        {"model_folder", "uds_path", "address", "rank", "world_size", "json_output", "log_level"}
+        {
+            "model_folder",
+            "uds_path",
+            "address",
+            "rank",
+            "world_size",
+            "json_output",
+            "log_level",
+        }
     ),
 }
 SHORTS: Mapping[str, str] = {"port": "-p", "graceful_termination_timeout": "-g"}

@@ -111,8 +111,7 @@ def _parse(line: str) -> dict[str, Any] | None:
 def _timestamp(record: logging.LogRecord) -> str:
     """The child's own time where the line is relayed."""
     given = getattr(record, "timestamp", None)
-    return (
-        str(given)
-        if given
-        else datetime.fromtimestamp(record.created, tz=UTC).isoformat(timespec="microseconds")
-    )
+    if given:
+        return str(given)
+    moment = datetime.fromtimestamp(record.created, tz=UTC)
+    return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")

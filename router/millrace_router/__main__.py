@@ -53,7 +53,7 @@ async def serve(config: RouterConfig) -> None:
         try:
             await _serve_http(config, running, reserved, stop)
         finally:
-            await running.stop()
+            await running.close()
 
 
 def _listen_to_signals(stop: asyncio.Event) -> None:
@@ -108,7 +108,11 @@ async def _serve_http(
         if not running.batcher_task.done():
             await drain(running.services.infer, config.graceful_termination_timeout)
     finally:
-        await runner.cleanup()
+        try:
+            # Handlers that still wait for tokens have to hear of the end, to tell their clients.
+            await running.stop_batcher()
+        finally:
+            await runner.cleanup()
 
 
 async def drain(infer: Infer, seconds: float) -> None:

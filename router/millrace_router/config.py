@@ -37,68 +37,82 @@ class RouterConfig(BaseSettings):
     model_folder: Path = Field(
         description="Local folder with config.json, tokenizer.json and the chat template."
     )
-    model_id: str = Field("", description="Name to report; the folder's name when absent.")
+    model_id: str = Field(default="", description="Name to report; the folder's name when absent.")
     tokenizer_name: str | None = Field(
-        None, description="Local folder to take as --model-folder when that is absent."
+        default=None, description="Local folder to take as --model-folder when that is absent."
     )
     revision: str | None = Field(
-        None, description="Commit of the model, reported as `model_sha` in /info."
+        default=None, description="Commit of the model, reported as `model_sha` in /info."
     )
     shard_addresses: Annotated[tuple[str, ...], NoDecode] = Field(
-        (),
+        default=(),
         description="gRPC targets of the shards by rank, such as unix:/tmp/x-0; separated by commas.",
     )
     master_shard_uds_path: str = Field(
-        "/tmp/text-generation-server-0",  # noqa: S108
+        default="/tmp/text-generation-server-0",  # noqa: S108
         description="Unix socket of the only shard when --shard-addresses is absent.",
     )
 
     hostname: str = Field(
-        ANY_ADDRESS, description="IP address to listen on; a name other than localhost means any."
+        default=ANY_ADDRESS,
+        description="IP address to listen on; a name other than localhost means any.",
     )
-    port: int = Field(3000, ge=0, le=65535, description="HTTP port.")
+    port: int = Field(default=3000, ge=0, le=65535, description="HTTP port.")
     prometheus_port: int = Field(
-        9000, ge=0, le=65535, description="No effect: metrics are served on --port."
+        default=9000, ge=0, le=65535, description="No effect: metrics are served on --port."
     )
-    api_key: str | None = Field(None, description="Bearer token that clients must present.")
+    api_key: str | None = Field(default=None, description="Bearer token that clients must present.")
     cors_allow_origin: Annotated[tuple[str, ...], NoDecode] = Field(
-        (), description="Origin that browsers may call from; repeatable; none means any."
+        default=(), description="Origin that browsers may call from; repeatable; none means any."
     )
-    payload_limit: int = Field(2_000_000, ge=1, description="Largest request body in bytes.")
+    payload_limit: int = Field(
+        default=2_000_000, ge=1, description="Largest request body in bytes."
+    )
 
     max_concurrent_requests: int = Field(
-        128, ge=1, description="Requests accepted at once; more are answered 429."
+        default=128, ge=1, description="Requests accepted at once; more are answered 429."
     )
-    max_best_of: int = Field(2, ge=1, description="Largest `best_of`.")
-    max_stop_sequences: int = Field(4, ge=0, description="Most stop sequences in one request.")
-    max_top_n_tokens: int = Field(5, ge=0, description="Largest `top_n_tokens`.")
-    max_client_batch_size: int = Field(4, ge=1, description="Most prompts in one completion call.")
+    max_best_of: int = Field(default=2, ge=1, description="Largest `best_of`.")
+    max_stop_sequences: int = Field(
+        default=4, ge=0, description="Most stop sequences in one request."
+    )
+    max_top_n_tokens: int = Field(default=5, ge=0, description="Largest `top_n_tokens`.")
+    max_client_batch_size: int = Field(
+        default=4, ge=1, description="Most prompts in one completion call."
+    )
     max_input_tokens: int | None = Field(
-        None, ge=1, description="Longest prompt in tokens; inferred when absent."
+        default=None, ge=1, description="Longest prompt in tokens; inferred when absent."
     )
     max_total_tokens: int | None = Field(
-        None, ge=2, description="Most tokens of prompt and answer; inferred when absent."
+        default=None, ge=2, description="Most tokens of prompt and answer; inferred when absent."
     )
-    max_batch_size: int | None = Field(None, description="Most sequences that run together.")
+    max_batch_size: int | None = Field(
+        default=None, description="Most sequences that run together."
+    )
     max_batch_prefill_tokens: int = Field(
-        4096, ge=1, description="Most prompt tokens that one step computes."
+        default=4096, ge=1, description="Most prompt tokens that one step computes."
     )
     max_batch_total_tokens: int | None = Field(
-        None, ge=1, description="Upper bound of the KV capacity in tokens; measured when absent."
+        default=None,
+        ge=1,
+        description="Upper bound of the KV capacity in tokens; measured when absent.",
     )
     waiting_served_ratio: float = Field(
-        0.3, ge=0, description="Shown in /info; prompts are chunked, so no ratio is needed."
+        default=0.3, ge=0, description="Shown in /info; prompts are chunked, so no ratio is needed."
     )
     max_waiting_tokens: int = Field(
-        20, ge=0, description="Shown in /info; prompts are chunked, so none waits on it."
+        default=20, ge=0, description="Shown in /info; prompts are chunked, so none waits on it."
     )
     steps_in_flight: int = Field(
-        2, ge=1, le=2, description="Steps sent before the first is answered; 1 turns it off."
+        default=2,
+        ge=1,
+        le=2,
+        description="Steps sent before the first is answered; 1 turns it off.",
     )
 
-    validation_workers: int = Field(2, description="Threads that tokenize prompts.")
+    validation_workers: int = Field(default=2, description="Threads that tokenize prompts.")
     tokenizer_config_path: Path | None = Field(
-        None, description="tokenizer_config.json to take the chat template from."
+        default=None, description="tokenizer_config.json to take the chat template from."
     )
     disable_grammar_support: bool = Field(
         default=False, description="Refuse requests with a grammar or tools."
@@ -107,24 +121,24 @@ class RouterConfig(BaseSettings):
         default=False, description="Accepted; code from a model repository is never run."
     )
     max_image_fetch_size: int = Field(
-        1_073_741_824, ge=0, description="Largest image in bytes that is fetched."
+        default=1_073_741_824, ge=0, description="Largest image in bytes that is fetched."
     )
 
     graceful_termination_timeout: int = Field(
-        90, ge=0, description="Seconds that running requests get after SIGTERM."
+        default=90, ge=0, description="Seconds that running requests get after SIGTERM."
     )
     json_output: bool = Field(default=False, description="Logs as JSON, one object a line.")
-    log_level: LogLevel = Field("info", description="Least severity that is logged.")
-    otlp_endpoint: str | None = Field(None, description="OTLP collector; not used yet.")
+    log_level: LogLevel = Field(default="info", description="Least severity that is logged.")
+    otlp_endpoint: str | None = Field(default=None, description="OTLP collector; not used yet.")
     otlp_service_name: str = Field(
-        "text-generation-inference.router", description="Service name in traces."
+        default="text-generation-inference.router", description="Service name in traces."
     )
     usage_stats: Literal["on", "off", "no-stack"] = Field(
-        "on", description="No effect: no usage statistics are ever sent."
+        default="on", description="No effect: no usage statistics are ever sent."
     )
     ngrok: bool = Field(default=False, description="Refused: tunnels are not supported.")
-    ngrok_authtoken: str | None = Field(None, description="No effect without --ngrok.")
-    ngrok_edge: str | None = Field(None, description="No effect without --ngrok.")
+    ngrok_authtoken: str | None = Field(default=None, description="No effect without --ngrok.")
+    ngrok_edge: str | None = Field(default=None, description="No effect without --ngrok.")
 
     @classmethod
     def from_args(cls, argv: Sequence[str]) -> Self:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Protocol
 
@@ -13,7 +13,13 @@ from millrace_router.errors import Overloaded, RouterError, ShuttingDown
 from millrace_router.generation import Collected, EventStream, Generation, RequestRecord
 from millrace_router.metrics import Metrics
 from millrace_router.request import ValidRequest
-from millrace_router.validation import Validated, Validator, check_best_of, random_seed
+from millrace_router.validation import (
+    Validated,
+    Validator,
+    check_best_of,
+    check_stream,
+    random_seed,
+)
 
 
 class Batcher(Protocol):
@@ -90,14 +96,15 @@ class Infer:
     async def start(
         self, request: GenerateRequest, *, add_special_tokens: bool = True
     ) -> Generation:
-        """Validate and queue one generation; `best_of` is for `generate`.
+        """Validate and queue one generation, whose events are read as they come.
 
         Raises:
             RouterError: the server drains, is overloaded, or the request is not valid.
 
         """
-        record = self._new_record()
-        return await self._start(request, record, add_special_tokens=add_special_tokens)
+        with self._accounted() as record:
+            check_stream(request.parameters)
+            return await self._start(request, record, add_special_tokens=add_special_tokens)
 
     async def generate(
         self, request: GenerateRequest, *, add_special_tokens: bool = True
@@ -108,49 +115,47 @@ class Infer:
             RouterError: as for `start`, or the generation failed.
 
         """
-        record = self._new_record()
         best_of = request.parameters.best_of or 1
-        if best_of == 1:
-            generation = await self._start(request, record, add_special_tokens=add_special_tokens)
-            async with generation:
-                return await generation.collect()
-        try:
+        with self._accounted() as record:
+            if best_of == 1:
+                generation = await self._start(
+                    request, record, add_special_tokens=add_special_tokens
+                )
+                async with generation:
+                    return await generation.collect()
             check_best_of(request.parameters, self._validator.limits)
             collected = await self._best_of(
                 request, record, best_of=best_of, add_special_tokens=add_special_tokens
             )
+            record.succeeded(collected.times, collected.finished.generated_tokens)
+            return collected
+
+    @contextmanager
+    def _accounted(self) -> Iterator[RequestRecord]:
+        """Count a request from its arrival on, and its end if it ends in here."""
+        if self._draining:
+            raise ShuttingDown
+        record = RequestRecord(self._metrics, self._on_failure)
+        try:
+            yield record
         except RouterError as error:
             record.failed(error)
             raise
         except asyncio.CancelledError:
             record.left()
             raise
-        record.succeeded(collected.times, collected.finished.generated_tokens)
-        return collected
-
-    def _new_record(self) -> RequestRecord:
-        if self._draining:
-            raise ShuttingDown
-        return RequestRecord(self._metrics, self._on_failure)
 
     async def _start(
         self, request: GenerateRequest, record: RequestRecord, *, add_special_tokens: bool
     ) -> Generation:
-        try:
-            self.permits.take()
-            with ExitStack() as undo:
-                undo.callback(self.permits.give)
-                validated = await self._validator.validate(
-                    request, add_special_tokens=add_special_tokens
-                )
-                generation = self._submit(validated, record, counted=True)
-                undo.pop_all()
-        except RouterError as error:
-            record.failed(error)
-            raise
-        except asyncio.CancelledError:
-            record.left()
-            raise
+        self.permits.take()
+        with ExitStack() as undo:
+            undo.callback(self.permits.give)
+            validated = await self._validator.validate(
+                request, add_special_tokens=add_special_tokens
+            )
+            generation = self._submit(validated, record, counted=True)
+            undo.pop_all()
         return generation
 
     async def _best_of(

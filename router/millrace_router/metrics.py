@@ -247,7 +247,7 @@ class Metrics:
             "millrace_inter_token_latency_seconds", "Time between tokens of one request"
         )
         self.kv_blocks_in_use = gauge("millrace_kv_blocks_in_use", "KV blocks owned by sequences")
-        self.kv_blocks_total = gauge("millrace_kv_blocks_total", "KV blocks there are")
+        self.kv_blocks = gauge("millrace_kv_blocks", "KV blocks there are")
         self.requests_running = gauge("millrace_requests_running", "Requests in the batch")
         self.requests_waiting = gauge("millrace_requests_waiting", "Requests in the queue")
 

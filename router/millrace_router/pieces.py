@@ -50,8 +50,10 @@ class PieceDecoder:
     @classmethod
     def of(cls, rust: RustTokenizer) -> PieceDecoder | None:
         """Read the decoder of `rust`; None if what a token adds can depend on its neighbours."""
-        description: dict[str, Any] | None = json.loads(rust.to_str())["decoder"]
-        steps = None if description is None else _steps(_flat(description))
+        if rust.decoder is None:
+            return None
+        # The pickled form is the decoder's part of tokenizer.json, without the vocabulary's megabytes.
+        steps = _steps(_flat(json.loads(rust.decoder.__getstate__())))
         return None if steps is None else cls(steps)
 
     def decode(self, piece: str) -> bytes:

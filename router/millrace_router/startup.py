@@ -49,17 +49,20 @@ class StartupError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """What has to be stopped in the end: handlers first, then the batcher, then the shards' channels."""
+    """What has to be stopped in the end: the batcher first, then the handlers, then the shards' channels."""
 
     services: Services
     batcher_task: asyncio.Task[None]
     shards: ShardedClient
 
-    async def stop(self) -> None:
-        """End the batcher and let the shards go; they keep their weights."""
+    async def stop_batcher(self) -> None:
+        """End the batcher, and with it every stream that is still open."""
         self.batcher_task.cancel()
         with suppress(asyncio.CancelledError):
             await self.batcher_task
+
+    async def close(self) -> None:
+        """Let the shards go; they keep their weights."""
         await self.shards.close()
         self.services.tokenizer.close()
 
@@ -137,13 +140,14 @@ def _argument_error(message: str) -> StartupError:
 def report_flags_without_effect(config: RouterConfig) -> None:
     """Say of each such flag that was given why it changes nothing."""
     for name in WITHOUT_EFFECT:
-        if name in config.model_fields_set:
-            flag = "--" + name.replace("_", "-")
-            log.warning("%s: %s", flag, RouterConfig.model_fields[name].description)
+        field = RouterConfig.model_fields[name]
+        if getattr(config, name) != field.default:
+            log.warning("--%s: %s", name.replace("_", "-"), field.description)
 
 
 async def warm_up(config: RouterConfig, shards: ShardedClient) -> tuple[ShardInfo, Capacity]:
     """Learn what the shards have loaded, and have them make room; raises StartupError."""
+    log.info("Connecting to the shards", addresses=",".join(config.shard_addresses))
     try:
         info = await shards.info()
     except ShardError as error:
@@ -184,7 +188,7 @@ def assemble(
         max_input_tokens=limits.max_input_tokens, max_total_tokens=limits.max_total_tokens
     )
     metrics.batch_max_total_tokens.set(capacity.max_batch_total_tokens)
-    metrics.kv_blocks_total.set(capacity.num_blocks - 1)
+    metrics.kv_blocks.set(capacity.num_blocks - 1)
     budgets = Budgets(
         max_batch_prefill_tokens=config.max_batch_prefill_tokens,
         max_batch_size=batch_size(config),

@@ -39,6 +39,8 @@ class StopTrimmer:
         """Take more text; return what certainly stands before any stop sequence, once each."""
         if self.stopped or not text:
             return ""
+        if not self._stops:
+            return text
         text = self._held + text
         found = _first(text, self._stops)
         if found is not None:
@@ -58,8 +60,16 @@ class StopTrimmer:
 
 def _first(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
     """Start and text of the stop sequence that ends first."""
-    found = [(start, stop) for stop in stops if (start := text.find(stop)) >= 0]
-    return min(found, key=lambda hit: (hit[0] + len(hit[1]), hit[0]), default=None)
+    first: tuple[int, str] | None = None
+    for stop in stops:
+        start = text.find(stop)
+        if start >= 0 and (first is None or _order(start, stop) < _order(*first)):
+            first = start, stop
+    return first
+
+
+def _order(start: int, stop: str) -> tuple[int, int]:
+    return start + len(stop), start
 
 
 def _overlap(text: str, stop: str) -> int:

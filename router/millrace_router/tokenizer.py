@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
@@ -79,7 +80,8 @@ class Tokenizer:
             TokenizerError: the text is not valid Unicode, or the model knows no token for a part of it.
 
         """
-        return tuple(self._encode(text, add_special_tokens=add_special_tokens).ids)
+        encode = self._rust.encode_batch_fast
+        return tuple(_first_of(encode, text, special=add_special_tokens).ids)
 
     async def encode_async(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Do as `encode`, in one of the worker threads."""
@@ -88,7 +90,7 @@ class Tokenizer:
 
     def encode_with_offsets(self, text: str, *, add_special_tokens: bool = True) -> list[TokenSpan]:
         """Token ids of `text` with what they cover; special tokens that were added cover nothing."""
-        encoding = self._encode(text, add_special_tokens=add_special_tokens)
+        encoding = _first_of(self._rust.encode_batch, text, special=add_special_tokens)
         byte_at = list(accumulate((len(char.encode()) for char in text), initial=0))
         return [
             TokenSpan(id_, text[start:stop], byte_at[start], byte_at[stop])
@@ -127,8 +129,10 @@ class Tokenizer:
         """Stop the worker threads once what they are at is done."""
         self._workers.shutdown(wait=False, cancel_futures=True)
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> Encoding:
-        try:
-            return self._rust.encode(text, add_special_tokens=add_special_tokens)
-        except Exception as error:
-            raise TokenizerError(str(error)) from error
+
+def _first_of(encode: Callable[..., list[Encoding]], text: str, *, special: bool) -> Encoding:
+    """Encode a batch of one: of the binding's methods only those for batches let other threads run meanwhile."""
+    try:
+        return encode([text], add_special_tokens=special)[0]
+    except Exception as error:
+        raise TokenizerError(str(error)) from error

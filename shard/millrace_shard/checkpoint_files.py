@@ -69,18 +69,9 @@ def weight_files(files: Sequence[RemoteFile], *, index: bytes | None) -> list[Re
     whole = [file for file in files if file.path == SINGLE]
     found = whole or [file for file in files if fnmatchcase(file.path, "model*.safetensors")]
     if not found:
-        refuse_without_weights(file.path for file in files)
+        _refuse_pickles(file.path for file in files)
+        raise IncompleteModelError(f"there is neither {SINGLE} nor {INDEX}")
     return found
-
-
-def refuse_without_weights(names: Iterable[str]) -> None:
-    """Say why files of these names cannot be served; always raises."""
-    pickles = sorted(name for name in names if _matches(name, PICKLES))
-    if pickles:
-        raise PickledWeightsError(
-            f"the weights are pickle files ({', '.join(pickles[:3])}), which may run code when read"
-        )
-    raise IncompleteModelError(f"there is neither {SINGLE} nor {INDEX}")
 
 
 def missing_files(folder: Path) -> list[str]:
@@ -98,8 +89,8 @@ def missing_files(folder: Path) -> list[str]:
     weights = [name for name in names if fnmatchcase(name, "model*.safetensors")]
     if SINGLE not in names and any("-of-" in name for name in weights):
         missing.append(INDEX)
-    if not weights and not missing:
-        refuse_without_weights(names)
+    if not weights:
+        _refuse_pickles(names)
     return missing if weights else [*missing, SINGLE]
 
 
@@ -109,6 +100,14 @@ def indexed_names(index: bytes) -> set[str]:
         return set(json.loads(index)["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{INDEX} is damaged: {error!r}") from error
+
+
+def _refuse_pickles(names: Iterable[str]) -> None:
+    pickles = sorted(name for name in names if _matches(name, PICKLES))
+    if pickles:
+        raise PickledWeightsError(
+            f"the weights are pickle files ({', '.join(pickles[:3])}), which may run code when read"
+        )
 
 
 def _matches(path: str, patterns: Sequence[str]) -> bool:

@@ -55,43 +55,51 @@ class ShardConfig(BaseSettings):
     )
 
     uds_path: str = Field(
-        "/tmp/text-generation-server",  # noqa: S108
+        default="/tmp/text-generation-server",  # noqa: S108
         description="Unix socket to serve on, without the rank that is appended to it.",
     )
     address: str | None = Field(
-        None, description="TCP address to serve on in place of the socket, such as 0.0.0.0:50051."
+        default=None,
+        description="TCP address to serve on in place of the socket, such as 0.0.0.0:50051.",
     )
-    rank: int = Field(0, ge=0, description="This shard's place in its tensor-parallel group.")
-    world_size: int = Field(1, ge=1, description="Shards in the group.")
-    master_addr: str = Field("localhost", description="Where the group meets (torch.distributed).")
+    rank: int = Field(
+        default=0, ge=0, description="This shard's place in its tensor-parallel group."
+    )
+    world_size: int = Field(default=1, ge=1, description="Shards in the group.")
+    master_addr: str = Field(
+        default="localhost", description="Where the group meets (torch.distributed)."
+    )
     master_port: int = Field(
-        29500, ge=0, le=65535, description="Port where the group meets (torch.distributed)."
+        default=29500, ge=0, le=65535, description="Port where the group meets (torch.distributed)."
     )
 
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="Where the model runs; auto takes CUDA when there is any."
+        default="auto", description="Where the model runs; auto takes CUDA when there is any."
     )
     dtype: Literal["float16", "bfloat16", "float32"] | None = Field(
-        None, description="Type of weights and KV; the model's own, where the device has it."
+        default=None,
+        description="Type of weights and KV; the model's own, where the device has it.",
     )
     deterministic: Literal["auto", "on", "off"] = Field(
-        "auto",
+        default="auto",
         description="on: output never depends on batch mates; off: faster; auto: the device's default.",
     )
     disable_custom_kernels: bool = Field(
         default=False, description="Run on plain PyTorch operators only."
     )
     cpu_threads: int | None = Field(
-        None, ge=1, description="Threads of a forward pass on CPU; chosen by cores when absent."
+        default=None,
+        ge=1,
+        description="Threads of a forward pass on CPU; chosen by cores when absent.",
     )
     kv_memory: ByteSize | None = Field(
-        None, description="Bytes for the KV cache on this shard, such as 2G or 512MiB."
+        default=None, description="Bytes for the KV cache on this shard, such as 2G or 512MiB."
     )
     cuda_memory_fraction: float = Field(
-        1.0, gt=0, le=1, description="Part of the GPU's memory that may be used."
+        default=1.0, gt=0, le=1, description="Part of the GPU's memory that may be used."
     )
     cuda_graphs: Annotated[tuple[int, ...], NoDecode] = Field(
-        (1, 2, 4, 8, 16, 32),
+        default=(1, 2, 4, 8, 16, 32),
         description="Batch sizes captured as CUDA graphs, separated by commas; 0 for none.",
     )
     enable_prefill_logprobs: bool = Field(
@@ -101,25 +109,35 @@ class ShardConfig(BaseSettings):
     trust_remote_code: bool = Field(
         default=False, description="Accepted; code from a model repository is never run."
     )
-    quantize: Quantization | None = Field(None, description="Refused until it is supported.")
+    quantize: Quantization | None = Field(
+        default=None, description="Refused until it is supported."
+    )
     speculate: int | None = Field(
-        None, ge=0, description="Tokens guessed ahead; above 0 refused until it is supported."
+        default=None,
+        ge=0,
+        description="Tokens guessed ahead; above 0 refused until it is supported.",
     )
     kv_cache_dtype: Literal["fp8_e4m3fn", "fp8_e5m2"] | None = Field(
-        None, description="Refused until it is supported."
+        default=None, description="Refused until it is supported."
     )
     rope_scaling: Literal["linear", "dynamic"] | None = Field(
-        None, description="Refused until it is supported; config.json's own scaling is applied."
+        default=None, description="Scaling of the position encoding, in place of config.json's."
     )
     rope_factor: float | None = Field(
-        None, gt=0, description="Factor of --rope-scaling; alone it implies linear."
+        default=None,
+        gt=0,
+        description="Factor of --rope-scaling, 1.0 when absent; alone it implies linear.",
     )
-    lora_adapters: str | None = Field(None, description="Refused until it is supported.")
-    watermark_gamma: float | None = Field(None, description="No effect: nothing is watermarked.")
-    watermark_delta: float | None = Field(None, description="No effect: nothing is watermarked.")
+    lora_adapters: str | None = Field(default=None, description="Refused until it is supported.")
+    watermark_gamma: float | None = Field(
+        default=None, description="No effect: nothing is watermarked."
+    )
+    watermark_delta: float | None = Field(
+        default=None, description="No effect: nothing is watermarked."
+    )
 
     json_output: bool = Field(default=False, description="Logs as JSON, one object a line.")
-    log_level: LogLevel = Field("info", description="Least severity that is logged.")
+    log_level: LogLevel = Field(default="info", description="Least severity that is logged.")
 
     @property
     def socket_path(self) -> Path:

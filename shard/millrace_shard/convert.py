@@ -16,6 +16,18 @@ from millrace_shard.checkpoint_files import INDEX, SINGLE
 from millrace_shard.errors import ModelError
 
 MAX_FILE_BYTES = 5_000_000_000
+# What torch's restricted unpickler raises on bytes that are not a checkpoint; it checks no more than it must.
+UNREADABLE = (
+    pickle.UnpicklingError,
+    RuntimeError,
+    EOFError,
+    OSError,
+    LookupError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+)
 PICKLE_INDEX = "pytorch_model.bin.index.json"
 
 
@@ -83,7 +95,7 @@ def _groups(paths: Sequence[Path], max_bytes: int) -> Iterator[dict[str, torch.T
 def _read(path: Path) -> dict[str, torch.Tensor]:
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+    except UNREADABLE as error:
         raise ConversionError(f"{path} cannot be read as plain tensors: {error}") from error
     if not isinstance(found, dict):
         raise ConversionError(f"{path} holds a {type(found).__name__}, not named tensors")

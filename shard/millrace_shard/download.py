@@ -97,9 +97,16 @@ def _retried(attempt: Callable[[], T], *, what: str, wait: Callable[[float], Non
             if _is_final(error):
                 raise
             seconds = FIRST_WAIT_SECONDS * 2 ** (number - 1)
-            log.warning("%s: %s; try %d of %d in %g s", what, error, number + 1, TRIES, seconds)
+            log.warning(
+                "%s: %s; try %d of %d in %g s", what, first_line(error), number + 1, TRIES, seconds
+            )
             wait(seconds)
     return attempt()
+
+
+def first_line(error: BaseException) -> str:
+    """The hub client's messages go on with advice for Python programmers."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _is_final(error: BaseException) -> bool:
@@ -109,6 +116,12 @@ def _is_final(error: BaseException) -> bool:
     if isinstance(error, HfHubHTTPError):
         return getattr(error.response, "status_code", None) in FINAL_STATUSES
     return isinstance(error, EntryNotFoundError) and not isinstance(error, FileNotFoundError)
+
+
+def progress_line(there: int, total: int, *, new: int, seconds: float) -> str:
+    """Bytes `there` of `total`, and how long the rest takes at the rate of the `new` ones in `seconds`."""
+    left = f"{(total - there) * seconds / new:.0f} s left" if new > 0 else "waiting for data"
+    return f"downloaded {there / MIB:.0f} of {total / MIB:.0f} MiB, {left}"
 
 
 class _Progress:
@@ -134,9 +147,11 @@ class _Progress:
     def _report(self) -> None:
         while not self._done.wait(REPORT_SECONDS):
             there = min(self._bytes(), self._total)
-            rate = (there - self._first_bytes) / (time.monotonic() - self._started)
-            left = f"{(self._total - there) / rate:.0f} s left" if rate > 0 else "waiting for data"
-            log.info("downloaded %.0f of %.0f MiB, %s", there / MIB, self._total / MIB, left)
+            seconds = time.monotonic() - self._started
+            log.info(
+                "%s",
+                progress_line(there, self._total, new=there - self._first_bytes, seconds=seconds),
+            )
 
     def _bytes(self) -> int:
         """Bytes of the weights on disk, unfinished files included; small files are not worth telling apart."""

@@ -54,10 +54,16 @@ class Engine:
     """Life: `start`, `submit(load).result()`, `attach`, `warm_up`, then steps, `close`."""
 
     def __init__(
-        self, *, limits: MemoryLimits, cpu_threads: int | None = None, overlap: bool = False
+        self,
+        *,
+        limits: MemoryLimits,
+        device: torch.device,
+        cpu_threads: int | None = None,
+        overlap: bool = False,
     ) -> None:
         """`overlap` lets a step be launched while the tokens of the one before are copied to the host; for CUDA."""
         self._limits = limits
+        self._device = device
         self._cpu_threads = cpu_threads
         self._overlap = overlap
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -133,9 +139,11 @@ class Engine:
         return all(thread.is_alive() for thread in self._threads)
 
     def _run(self, work: SimpleQueue[Callable[[], None] | None]) -> None:
-        # OpenMP keeps its number of threads by thread: set elsewhere, it would not hold here.
+        # The number of OpenMP threads and the current GPU are kept by thread: set elsewhere, they would not hold here.
         if self._cpu_threads is not None:
             torch.set_num_threads(self._cpu_threads)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
         with torch.inference_mode():
             while (call := work.get()) is not None:
                 call()

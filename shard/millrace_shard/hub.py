@@ -28,7 +28,7 @@ from millrace_shard.checkpoint_files import (
     PickledWeightsError,
     missing_files,
 )
-from millrace_shard.download import TRANSIENT, HubAccess, download_snapshot
+from millrace_shard.download import TRANSIENT, HubAccess, download_snapshot, first_line
 from millrace_shard.errors import ModelError
 
 TRUE_WORDS = frozenset({"1", "true", "on", "yes"})
@@ -179,8 +179,9 @@ def _explain(
             )
         case IncompleteModelError():
             return f"the repository {model_id} cannot be served: {error}"
+    access = settings.access
     return (
-        f"{model_id} could not be downloaded from {settings.access.endpoint} to {settings.access.cache}: {error};"
+        f"{model_id} could not be downloaded from {access.endpoint} to {access.cache}: {first_line(error)};"
         " what has arrived is kept, start again to go on"
     )
 

@@ -84,7 +84,9 @@ def read_config(folder: Path) -> PretrainedConfig:
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise UnsupportedModel(f"model_type={kind!r} in {folder / 'config.json'} is not known")
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     except (
         ValueError,
         TypeError,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -165,12 +166,11 @@ class Sampler:
         return scores.index_copy_(0, index, change(scores[index]))
 
     def _index(self, values: Ints) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device, non_blocking=True)
+        return torch.from_numpy(values.copy()).to(self._device, non_blocking=True)
 
-    def _column(self, values: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device, non_blocking=True)[
-            :, None
-        ]
+    def _column(self, values: NDArray[Any]) -> Tensor:
+        # A copy, since numpy calls a field of one row contiguous whatever its stride.
+        return torch.from_numpy(values.copy()).to(self._device, non_blocking=True)[:, None]
 
 
 def _is_penalised(p: NDArray[np.void]) -> Mask:

@@ -27,7 +27,8 @@ PARAMETERS = np.dtype(
         ("top_n_tokens", np.int64),
         ("min_new_tokens", np.int64),
         ("num_prompt", np.int64),
-    ]
+    ],
+    align=True,
 )
 """One sequence's choice of tokens as a row of columns; `num_prompt` is where its generated tokens begin."""
 

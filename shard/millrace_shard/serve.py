@@ -55,6 +55,7 @@ def serve(config: ShardConfig) -> None:
             cuda_memory_fraction=config.cuda_memory_fraction,
             prefill_logprobs=config.enable_prefill_logprobs,
         ),
+        device=device,
         cpu_threads=threads if device.type == "cpu" else None,
         overlap=device.type == "cuda",
     )
@@ -83,7 +84,6 @@ def serve(config: ShardConfig) -> None:
 
 def load(config: ShardConfig, device: torch.device) -> LoadedModel:
     """Meet the other ranks, then read this rank's weights."""
-    started = time.monotonic()
     group = ProcessGroup.connect(
         config.rank,
         config.world_size,
@@ -99,6 +99,7 @@ def load(config: ShardConfig, device: torch.device) -> LoadedModel:
         head_dims=_head_dims(config.model_folder),
         custom=not config.disable_custom_kernels,
     )
+    started = time.monotonic()
     model = load_model(
         config.model_folder,
         dtype=dtype,

@@ -56,6 +56,7 @@ class TransformersModel:
         self._model = model.eval().requires_grad_(requires_grad=False)
         self._kernels = kernels
         shapes = self._probe()
+        _check_windows(model, shapes.windows)
         windows = set(shapes.windows.values())
         self.info = replace(
             info,
@@ -87,16 +88,18 @@ class TransformersModel:
                 attn_implementation=NAME,
                 use_safetensors=True,
                 local_files_only=True,
+                trust_remote_code=False,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
             )
         except (OSError, SafetensorError, RuntimeError) as error:
             raise WeightsError(f"the weights in {folder} cannot be read: {error}") from error
-        missing = sorted(report["missing_keys"])
-        if missing:
+        for name, found, expected in sorted(report["mismatched_keys"]):
             raise WeightsError(
-                f"tensor {missing[0]} is missing from the checkpoint ({len(missing)} in all)"
+                f"tensor {name} has shape {list(found)}, its config says {list(expected)}"
             )
+        for name in sorted(report["missing_keys"]):
+            raise WeightsError(f"tensor {name} is missing from the checkpoint")
         model.to(device)
         _use_rope_table(model, max_total_tokens)
         _use_linears(model, kernels)
@@ -147,6 +150,15 @@ def check_supported(config: PretrainedConfig) -> None:
 
 def _rope_depends_on_length(config: PretrainedConfig) -> bool:
     return bool(getattr(config, "rope_parameters", None)) and rope_kind(config) in LENGTH_DEPENDENT
+
+
+def _check_windows(model: PreTrainedModel, windows: dict[int, int | None]) -> None:
+    """Raises UnsupportedModel where a class keeps to itself what its config says of a layer's window."""
+    for layer, kind in enumerate(getattr(model.config, "layer_types", None) or ()):
+        if kind != ("full_attention" if windows[layer] is None else "sliding_attention"):
+            raise UnsupportedModel(
+                f"layer_types[{layer}]={kind!r}, but {type(model).__name__} attends with window {windows[layer]}"
+            )
 
 
 class TableRotary(nn.Module):

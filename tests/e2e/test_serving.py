@@ -88,7 +88,8 @@ def test_a_client_that_leaves_frees_its_blocks(server: Server) -> None:
     wait_for(lambda: blocks_in_use(server) == 0)
     body = {"inputs": "What is prefill?", "parameters": {"max_new_tokens": LONG, "ignore_eos": True}}
     with httpx.stream("POST", f"{server.url}/generate_stream", json=body, timeout=60) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()
+        next(lines)
         assert blocks_in_use(server) > 0
     wait_for(lambda: blocks_in_use(server) == 0)
     assert server.metrics()["millrace_requests_running"] == 0

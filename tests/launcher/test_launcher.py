@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,17 +19,7 @@ import pytest
 import millrace_fakes_children
 
 FAKES = str(Path(millrace_fakes_children.__file__))
-PR_SET_CHILD_SUBREAPER = 36
 SERVED = "is served at"
-
-
-@pytest.fixture(autouse=True)
-def adopt_orphans() -> Iterator[None]:
-    """Orphans become children of this process, so that their end can be waited for."""
-    prctl = ctypes.CDLL(None).prctl
-    assert prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
-    yield
-    prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 @dataclass

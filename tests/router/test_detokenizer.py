@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders
+from tokenizers import AddedToken, decoders, models
+from tokenizers import Tokenizer as RustTokenizer
 
 from millrace_fakes_text import KINDS, byte_level, tokenizer
 from millrace_router.detokenizer import IncrementalDetokenizer
@@ -150,6 +151,7 @@ def test_added_tokens_read_as_the_rust_decoder_reads_them() -> None:
 
 
 def test_unknown_decoders_are_read_through_a_window() -> None:
+    assert PieceDecoder.of(RustTokenizer(models.BPE())) is None
     rust = byte_level()
     assert PieceDecoder.of(rust) is not None
     for decoder in (

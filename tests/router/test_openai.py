@@ -272,7 +272,8 @@ async def test_nulls_unknown_fields_and_aliases_are_taken() -> None:
     assert answer["usage"]["completion_tokens"] == 9
 
 
-async def test_content_reaches_the_template_as_text() -> None:
+@pytest.mark.parametrize("arguments", ['{"a":1}', {"a": 1}])
+async def test_content_reaches_the_template_as_text(arguments: object) -> None:
     messages = [
         {
             "role": "system",
@@ -289,7 +290,7 @@ async def test_content_reaches_the_template_as_text() -> None:
             "role": "assistant",
             "content": None,
             "tool_calls": [
-                {"id": "0", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
+                {"id": "0", "type": "function", "function": {"name": "f", "arguments": arguments}}
             ],
         },
         {"role": "tool", "tool_call_id": "0", "content": "42"},
@@ -299,7 +300,7 @@ async def test_content_reaches_the_template_as_text() -> None:
     assert status == 200
     call = (
         '[{"id":"0","type":"function","function":'
-        '{"name":"f","arguments":"{\\"a\\":1}","description":null}}]'
+        '{"description":null,"name":"f","arguments":"{\\"a\\":1}"}}]'
     )
     assert answer["templated_text"] == (
         f"system Be kind user Whats in this image?![](https://h/i.png) assistant {call} tool 42 bot"

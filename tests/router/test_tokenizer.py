@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from pathlib import Path
 
@@ -138,3 +139,30 @@ class _RecordingTokenizer(Tokenizer):
         if threading.current_thread() is not threading.main_thread():
             self.threads.add(threading.get_ident())
         return super().encode(text, add_special_tokens=add_special_tokens)
+
+
+async def test_the_loop_goes_on_while_a_long_text_is_encoded() -> None:
+    """With no forced switch of threads, the loop turns only if the encoder lets it."""
+    turns = 0
+    during: list[int] = []
+
+    class Watched(Tokenizer):
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+            before = turns
+            ids = super().encode(text, add_special_tokens=add_special_tokens)
+            during.append(turns - before)
+            return ids
+
+    one = Watched(byte_level(), validation_workers=1)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(60.0)
+    try:
+        encoding = asyncio.ensure_future(one.encode_async(" ".join(CORPUS) * 200))
+        while not encoding.done():
+            turns += 1
+            await asyncio.sleep(0.0001)
+        assert len(await encoding) > 10_000
+        assert during[0] > 0
+    finally:
+        sys.setswitchinterval(interval)
+        one.close()

@@ -16,12 +16,22 @@ from millrace_shard.parallel import ProcessGroup
 CPU = torch.device("cpu")
 
 
-def load(folder: Path, *, dtype: torch.dtype = torch.float32, **options: Any) -> CausalModel:
-    options = {
-        "kernels": PlainKernels(deterministic=False),
-        "group": ProcessGroup.single(),
-    } | options
-    return load_model(folder, dtype=dtype, device=CPU, **options)
+def load(
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    kernels: PlainKernels | None = None,
+    group: ProcessGroup | None = None,
+    rope_override: RopeOverride | None = None,
+) -> CausalModel:
+    return load_model(
+        folder,
+        dtype=dtype,
+        kernels=kernels or PlainKernels(deterministic=False),
+        group=group or ProcessGroup.single(),
+        device=CPU,
+        rope_override=rope_override,
+    )
 
 
 def test_info(tmp_path: Path) -> None:
@@ -102,13 +112,46 @@ def test_rope_overrides_that_make_no_sense_are_refused(
 
 def test_rope_override_reaches_the_transformers_backend(tmp_path: Path) -> None:
     made_so = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    reference = save_tiny(tmp_path, "phi3", max_position_embeddings=32, rope_parameters=made_so)
+    reference = save_tiny(tmp_path, "granite", max_position_embeddings=32, rope_parameters=made_so)
     edit_json(tmp_path / "config.json", rope_parameters={"rope_type": "default", "rope_theta": 1e4})
     kernels = PlainKernels(deterministic=False)
     model = load(tmp_path, kernels=kernels, rope_override=RopeOverride("dynamic", 2.0))
     prompt = prompt_of(30)
     run = Driver(model, kernels, dtype=torch.float32).generate([prompt], 6)[0]
     assert run.ids[30:] == greedy(reference, prompt, 6)[0]
+
+
+LEGACY: dict[str, dict[str, Any]] = {
+    "linear": {"type": "linear", "factor": 3.0},
+    "dynamic": {"type": "dynamic", "factor": 3.0},
+    "yarn": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 24,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", LEGACY)
+def test_older_names_of_rope_settings(kind: str, tmp_path: Path) -> None:
+    rope = {"rope_type": kind, "rope_theta": 500.0} | LEGACY[kind]
+    reference = save_tiny(
+        tmp_path, "llama", rope_parameters={k: v for k, v in rope.items() if k != "type"}
+    )
+    edit_json(
+        tmp_path / "config.json", rope_parameters=None, rope_theta=500.0, rope_scaling=LEGACY[kind]
+    )
+    kernels = PlainKernels(deterministic=False)
+    prompt = prompt_of(30)
+    run = Driver(load(tmp_path, kernels=kernels), kernels, dtype=torch.float32).generate(
+        [prompt], 6
+    )[0]
+    tokens, expected = greedy(reference, prompt, 6)
+    assert run.ids[30:] == tokens
+    torch.testing.assert_close(logprobs(run), expected, atol=1e-4, rtol=0)
 
 
 def test_the_dtype_asked_for_is_that_of_the_computation(tmp_path: Path) -> None:

@@ -257,6 +257,19 @@ def test_silu_mul_takes_the_gate_first() -> None:
     torch.testing.assert_close(out.double(), expected, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_silu_mul_of_a_row_does_not_depend_on_where_it_lies(dtype: torch.dtype) -> None:
+    """With sizes that leave a rest to vector loops, and so many rows that threads would share them."""
+    kernels = PlainKernels(deterministic=True)
+    torch.set_num_threads(3)
+    for seed in range(40):
+        generator = torch.Generator().manual_seed(seed)
+        gate_up = torch.randn(611, 2 * 61, generator=generator).to(dtype) * 3
+        expected = kernels.silu_mul(gate_up)
+        for rows in (slice(0, 1), slice(600, 611), slice(150, 450), slice(2, 2)):
+            assert torch.equal(kernels.silu_mul(gate_up[rows].clone()), expected[rows])
+
+
 @pytest.mark.parametrize("rotary_dim", [16, 8, 2])
 def test_rope_store(rotary_dim: int) -> None:
     """Channel i pairs with i + rotary_dim / 2; channels past rotary_dim and values are left alone."""

@@ -54,9 +54,9 @@ def begin(name: str, role: str) -> threading.Event:
 
 
 def say(message: str, level: str = "INFO") -> None:
-    print(
-        json.dumps({"level": level, "fields": {"message": message}, "target": "fake"}), flush=True
-    )
+    line = {"level": level, "fields": {"message": message}, "target": "fake"}
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
 
 
 def shard(argv: list[str]) -> None:
@@ -97,7 +97,7 @@ class Health(BaseHTTPRequestHandler):
 
 def download(argv: list[str]) -> None:
     begin("download", "download")
-    print(json.dumps({"model_folder": str(FOLDER)}), flush=True)
+    sys.stdout.write(json.dumps({"model_folder": str(FOLDER)}) + "\n")
 
 
 def main() -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import aiohttp
+import structlog
 from aiohttp import web
 from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
+from millrace_router import logs
 from millrace_router.config import RouterConfig
 from millrace_router.entry import TokenStream
 from millrace_router.errors import GenerationError
@@ -219,6 +222,22 @@ async def serving(
     finally:
         await runner.cleanup()
         services.tokenizer.close()
+
+
+@contextmanager
+def logging_to(
+    output: BinaryIO, *, level: str = "debug", json_output: bool = True
+) -> Iterator[None]:
+    """Log to `output` for the length of the block."""
+    root = logging.getLogger()
+    handlers, threshold = root.handlers, root.level
+    logs.configure(level, json_output=json_output, file=output)
+    try:
+        yield
+    finally:
+        structlog.reset_defaults()
+        root.handlers = handlers
+        root.setLevel(threshold)
 
 
 def limits_with(**changes: Any) -> Limits:

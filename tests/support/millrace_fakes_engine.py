@@ -7,11 +7,12 @@ A wrong block table, position, cache row or missing token changes what follows, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from millrace_shard.kernels.base import LayerCache
+from millrace_shard.kernels.base import Kernels, LayerCache
 from millrace_shard.model import KVGeometry, ModelInfo
 from millrace_shard.ragged import RaggedBatch
 
@@ -72,6 +73,11 @@ class FakeKernels:
         self.zeroed.append(blocks.tolist())
         cache.keys[blocks] = 0
         cache.values[blocks] = 0
+
+
+def fake_kernels(fake: FakeKernels | None = None) -> Kernels:
+    """The fake as what the engine takes; the rest of the interface is the model's alone."""
+    return cast("Kernels", fake or FakeKernels())
 
 
 class FakeModel:

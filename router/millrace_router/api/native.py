@@ -38,7 +38,7 @@ class GenerateParameters(RequestModel):
     do_sample: bool = False
     max_new_tokens: UInt32 | None = None
     return_full_text: bool | None = None
-    stop: list[str] = Field(default_factory=list)
+    stop: list[str] = Field(default_factory=list, fail_fast=True)
     truncate: UInt64 | None = None
     watermark: bool = False
     details: bool = False

@@ -114,6 +114,12 @@ class FunctionCall(RequestModel):
     arguments: Any = Field(validation_alias=AliasChoices("arguments", "parameters"), default=None)
     description: str | None = None
 
+    def as_json(self) -> dict[str, Any]:
+        """Render as TGI does: arguments always as text."""
+        given = self.arguments
+        text = given if isinstance(given, str) else orjson.dumps(given).decode()
+        return {"description": self.description, "name": self.name, "arguments": text}
+
 
 class ToolCall(RequestModel):
     """Call in the history of a conversation."""
@@ -121,6 +127,10 @@ class ToolCall(RequestModel):
     id: str
     type: str = "function"
     function: FunctionCall
+
+    def as_json(self) -> dict[str, Any]:
+        """Render as TGI does."""
+        return {"id": self.id, "type": self.type, "function": self.function.as_json()}
 
 
 ContentPart = Annotated[TextPart | ImagePart, Field(discriminator="type")]
@@ -149,7 +159,7 @@ class ChatMessage(RequestModel):
 
     def _text(self) -> str:
         if self.tool_calls and not self.content:
-            return orjson.dumps([call.model_dump() for call in self.tool_calls]).decode()
+            return orjson.dumps([call.as_json() for call in self.tool_calls]).decode()
         if isinstance(self.content, str):
             return self.content
         return "".join(part.as_text() for part in self.content or [])

@@ -27,7 +27,9 @@ from millrace_router.routes.openai_edge import (
     counting_refusals,
     fingerprint,
     model_name,
+    pieces_of,
     stream_error,
+    usage_of,
 )
 from millrace_router.services import SERVICES, Services
 from millrace_router.sse import DONE, event, respond
@@ -76,10 +78,10 @@ async def _answer(
     """Read one generation after the other: the events of the others wait in their streams."""
     choices, usage = [], Usage(0, 0)
     for index, generation in enumerate(generations):
-        pieces = [piece async for piece in _pieces(body, generation)]
+        pieces = [piece async for piece in pieces_of(generation, ChoiceText(body.stop_sequences))]
         text = "".join(piece.text for piece in pieces)
         choices.append(completion_choice(index, text, pieces[-1].finish_reason or ""))
-        usage += _usage(generation, pieces[-1])
+        usage += usage_of(generation, pieces[-1])
     headers = answer_headers(
         compute_type=services.compute_type,
         num_characters=sum(map(len, body.prompts)),
@@ -105,7 +107,7 @@ async def _chunks(
             choice = completion_choice(index, piece.text, piece.finish_reason or "")
             chunk = head.json(choices=[choice])
             if piece.finish_reason is not None:
-                usage = _usage(generations[index], piece)
+                usage = usage_of(generations[index], piece)
                 total += usage
                 if not body.includes_usage:
                     chunk["usage"] = usage.json()
@@ -115,16 +117,6 @@ async def _chunks(
     yield DONE
 
 
-async def _pieces(body: CompletionRequest, generation: Generation) -> AsyncGenerator[Piece, None]:
-    text = ChoiceText(body.stop_sequences)
-    async with aclosing(generation.tokens()) as tokens:
-        async for token, finished in tokens:
-            piece = text.push(token, finished)
-            yield piece
-            if piece.finish_reason is not None:
-                return
-
-
 async def _merged(
     body: CompletionRequest, generations: list[Generation]
 ) -> AsyncGenerator[IndexedPiece, None]:
@@ -132,7 +124,7 @@ async def _merged(
     async with AsyncExitStack() as open_streams:
         streams: dict[int, AsyncIterator[Piece]] = {}
         for index, generation in enumerate(generations):
-            stream = _pieces(body, generation)
+            stream = pieces_of(generation, ChoiceText(body.stop_sequences))
             streams[index] = await open_streams.enter_async_context(aclosing(stream))
         if len(streams) == 1:
             async for piece in streams[0]:
@@ -160,7 +152,3 @@ async def _interleaved(
         for wait in waits:
             wait.cancel()
         await asyncio.gather(*waits, return_exceptions=True)
-
-
-def _usage(generation: Generation, last: Piece) -> Usage:
-    return Usage(len(generation.valid.input_ids), last.num_tokens)

@@ -25,7 +25,6 @@ from millrace_router.generation import Collected, Generation
 from millrace_router.headers import answer_headers, stream_headers
 from millrace_router.services import SERVICES, Services
 from millrace_router.sse import event, respond
-from millrace_router.validation import check_stream
 
 
 def register(app: web.Application) -> None:
@@ -122,7 +121,6 @@ def _headers(request: web.Request, collected: Collected) -> dict[str, str]:
 
 async def _stream(request: web.Request, body: GenerateRequest) -> web.StreamResponse:
     services = request.app[SERVICES]
-    check_stream(body.parameters)
     async with await services.infer.start(body) as generation:
         watch(request, generation)
         return await respond(

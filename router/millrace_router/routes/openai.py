@@ -15,7 +15,6 @@ from millrace_router.api.openai_answers import (
     AnswerHead,
     ChoiceText,
     Piece,
-    Usage,
     chat_answer,
     chat_chunk,
 )
@@ -28,7 +27,9 @@ from millrace_router.routes.openai_edge import (
     fingerprint,
     model_name,
     openai_errors,
+    pieces_of,
     stream_error,
+    usage_of,
 )
 from millrace_router.services import SERVICES, Services
 from millrace_router.sse import DONE, event, respond
@@ -98,8 +99,8 @@ async def _render(services: Services, body: ChatCompletionRequest) -> str:
 async def _answer(
     services: Services, body: ChatCompletionRequest, generation: Generation, head: AnswerHead
 ) -> web.Response:
-    pieces = [piece async for piece in _pieces(body, generation)]
-    usage = _usage(generation, pieces[-1])
+    pieces = [piece async for piece in pieces_of(generation, _choice_text(body))]
+    usage = usage_of(generation, pieces[-1])
     headers = answer_headers(
         compute_type=services.compute_type,
         num_characters=len(generation.inputs),
@@ -115,26 +116,14 @@ async def _chunks(
 ) -> AsyncGenerator[bytes, None]:
     """Frame one chunk a token, then usage if asked for, then the end."""
     piece: Piece | None = None
-    async with aclosing(_pieces(body, generation)) as pieces:
+    async with aclosing(pieces_of(generation, _choice_text(body))) as pieces:
         async for piece in pieces:
             yield event(orjson.dumps(chat_chunk(head, piece)))
     if body.includes_usage and piece is not None:
-        usage = _usage(generation, piece).json()
+        usage = usage_of(generation, piece).json()
         yield event(orjson.dumps(head.json("chat.completion.chunk", choices=[], usage=usage)))
     yield DONE
 
 
-async def _pieces(
-    body: ChatCompletionRequest, generation: Generation
-) -> AsyncGenerator[Piece, None]:
-    text = ChoiceText(body.stop_sequences, logprobs=bool(body.logprobs))
-    async with aclosing(generation.tokens()) as tokens:
-        async for token, finished in tokens:
-            piece = text.push(token, finished)
-            yield piece
-            if piece.finish_reason is not None:
-                return
-
-
-def _usage(generation: Generation, last: Piece) -> Usage:
-    return Usage(len(generation.valid.input_ids), last.num_tokens)
+def _choice_text(body: ChatCompletionRequest) -> ChoiceText:
+    return ChoiceText(body.stop_sequences, logprobs=bool(body.logprobs))

@@ -1,19 +1,20 @@
-"""What OpenAI's routes share at their edge: names, error envelopes, counting of what is refused early."""
+"""What OpenAI's routes share: names, error envelopes, choices out of generations."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 from functools import wraps
 
 import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from millrace_router.api.openai_answers import error_answer, error_detail
+from millrace_router.api.openai_answers import ChoiceText, Piece, Usage, error_answer, error_detail
 from millrace_router.bodies import error_response
 from millrace_router.errors import RouterError
+from millrace_router.generation import Generation
 from millrace_router.metrics import Metrics
 from millrace_router.services import Services
 from millrace_router.sse import DONE, event
@@ -63,3 +64,18 @@ def counting_refusals(metrics: Metrics) -> Iterator[None]:
         if error.failure_label is not None:
             metrics.request_failure.labels(err=error.failure_label).inc()
         raise
+
+
+async def pieces_of(generation: Generation, text: ChoiceText) -> AsyncGenerator[Piece, None]:
+    """Yield what each token adds to the choice, until it has a finish reason."""
+    async with aclosing(generation.tokens()) as tokens:
+        async for token, finished in tokens:
+            piece = text.push(token, finished)
+            yield piece
+            if piece.finish_reason is not None:
+                return
+
+
+def usage_of(generation: Generation, last: Piece) -> Usage:
+    """Token counts of a choice whose last piece is there."""
+    return Usage(len(generation.valid.input_ids), last.num_tokens)

@@ -36,22 +36,19 @@ class BuildError(Exception):
 class Toolchain:
     """A C++ compiler and the flags that suit the torch of this process."""
 
-    compiler: str
+    compiler: str | None
     compile_flags: tuple[str, ...]
     link_flags: tuple[str, ...]
 
     @classmethod
     def find(cls) -> Toolchain:
-        """$CXX or g++. Raises BuildError without one, or on a CPU that the operators are not for."""
+        """$CXX or g++, if there is one. Raises BuildError on a CPU that the operators are not for."""
         capability = torch.backends.cpu.get_cpu_capability().split("_")[0]
         if platform.machine() not in ("x86_64", "AMD64") or capability not in ("AVX2", "AVX512"):
             raise BuildError(f"they need x86 with AVX2, not {platform.machine()} {capability}")
-        compiler = shutil.which(os.environ.get("CXX") or "g++")
-        if compiler is None:
-            raise BuildError("no C++ compiler: install g++, or name one in CXX")
         root = Path(torch.__file__).parent
         return cls(
-            compiler=compiler,
+            compiler=shutil.which(os.environ.get("CXX") or "g++"),
             compile_flags=(
                 "-std=c++20",
                 "-O2",
@@ -72,7 +69,7 @@ class Toolchain:
 def compile_library(source: Path, folder: Path, toolchain: Toolchain) -> Path:
     """The shared library of `source` and the headers beside it, from `folder` if it is there already.
 
-    Raises BuildError when the folder cannot be written or the compiler fails.
+    Raises BuildError when the folder cannot be written, or there is no compiler, or it fails.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -111,11 +108,14 @@ def cache_folder() -> Path:
 
 
 def _build(source: Path, library: Path, toolchain: Toolchain) -> None:
+    compiler = toolchain.compiler
+    if compiler is None:
+        raise BuildError("no C++ compiler: install g++, or name one in CXX")
     logger.info("compiling CPU kernels (once) into %s", library)
     with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as scratch:
         unit, linked = Path(scratch, "unit.o"), Path(scratch, "library.so")
-        _run((toolchain.compiler, *toolchain.compile_flags, "-c", str(source), "-o", str(unit)))
-        _run((toolchain.compiler, "-shared", "-o", str(linked), str(unit), *toolchain.link_flags))
+        _run((compiler, *toolchain.compile_flags, "-c", str(source), "-o", str(unit)))
+        _run((compiler, "-shared", "-o", str(linked), str(unit), *toolchain.link_flags))
         linked.replace(library)
 
 
@@ -131,8 +131,9 @@ def _run(command: Sequence[str]) -> None:
 
 
 def _key(source: Path, toolchain: Toolchain) -> str:
-    """Changes with whatever could change the library: torch, sources, flags, compiler path and CPU."""
-    digest = hashlib.sha256(repr((torch.__version__, toolchain, _cpu())).encode())
+    """Changes with what decides whether the library works: torch, sources, flags and CPU."""
+    flags = (toolchain.compile_flags, toolchain.link_flags)
+    digest = hashlib.sha256(repr((torch.__version__, flags, _cpu())).encode())
     for file in sorted([source, *source.parent.glob("*.h")]):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]

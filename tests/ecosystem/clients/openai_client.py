@@ -23,8 +23,8 @@ def models_lists_what_is_served(base_url: str) -> None:
 
 def chat_answers_once(base_url: str) -> None:
     create = client(base_url).chat.completions.create
-    first = create(model=MODEL, messages=MESSAGES, max_tokens=8)
-    second = create(model="any/name", messages=MESSAGES, max_tokens=8)
+    first = create(model=MODEL, messages=MESSAGES, temperature=0, max_tokens=8)
+    second = create(model="any/name", messages=MESSAGES, temperature=0, max_tokens=8)
     choice = first.choices[0]
     assert choice.message.role == "assistant"
     assert choice.message.content
@@ -38,10 +38,11 @@ def chat_answers_once(base_url: str) -> None:
 
 def chat_stream_says_what_the_whole_answer_says(base_url: str) -> None:
     create = client(base_url).chat.completions.create
-    whole = create(model=MODEL, messages=MESSAGES, max_completion_tokens=12)
+    whole = create(model=MODEL, messages=MESSAGES, temperature=0, max_completion_tokens=12)
     stream = create(
         model=MODEL,
         messages=MESSAGES,
+        temperature=0,
         max_completion_tokens=12,
         stream=True,
         stream_options={"include_usage": True},
@@ -60,14 +61,14 @@ def chat_stream_says_what_the_whole_answer_says(base_url: str) -> None:
 def chat_takes_content_in_parts(base_url: str) -> None:
     create = client(base_url).chat.completions.create
     parts = [{"role": "user", "content": [{"type": "text", "text": MESSAGES[0]["content"]}]}]
-    plain = create(model=MODEL, messages=MESSAGES, max_tokens=6)
-    in_parts = create(model=MODEL, messages=parts, max_tokens=6)
+    plain = create(model=MODEL, messages=MESSAGES, temperature=0, max_tokens=6)
+    in_parts = create(model=MODEL, messages=parts, temperature=0, max_tokens=6)
     assert plain.choices[0].message.content == in_parts.choices[0].message.content
 
 
 def chat_gives_log_probabilities(base_url: str) -> None:
     answer = client(base_url).chat.completions.create(
-        model=MODEL, messages=MESSAGES, max_tokens=3, logprobs=True, top_logprobs=2
+        model=MODEL, messages=MESSAGES, temperature=0, max_tokens=3, logprobs=True, top_logprobs=2
     )
     entries = answer.choices[0].logprobs.content
     assert len(entries) == answer.usage.completion_tokens
@@ -79,31 +80,39 @@ def chat_gives_log_probabilities(base_url: str) -> None:
 
 def a_stop_string_is_cut(base_url: str) -> None:
     create = client(base_url).chat.completions.create
-    whole = create(model=MODEL, messages=MESSAGES, max_tokens=16).choices[0].message.content
+    whole = (
+        create(model=MODEL, messages=MESSAGES, temperature=0, max_tokens=16)
+        .choices[0]
+        .message.content
+    )
     stop = whole[len(whole) // 2 :][:3]
-    cut = create(model=MODEL, messages=MESSAGES, max_tokens=16, stop=[stop]).choices[0]
+    cut = create(model=MODEL, messages=MESSAGES, temperature=0, max_tokens=16, stop=[stop]).choices[
+        0
+    ]
     assert cut.message.content == whole[: whole.index(stop)]
     assert cut.finish_reason == "stop"
-    chunks = create(model=MODEL, messages=MESSAGES, max_tokens=16, stop=[stop], stream=True)
+    chunks = create(
+        model=MODEL, messages=MESSAGES, temperature=0, max_tokens=16, stop=[stop], stream=True
+    )
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == cut.message.content
 
 
 def completions_answers_and_streams(base_url: str) -> None:
     create = client(base_url).completions.create
-    whole = create(model=MODEL, prompt=PROMPT, max_tokens=10)
+    whole = create(model=MODEL, prompt=PROMPT, temperature=0, max_tokens=10)
     assert whole.choices[0].text
     assert whole.usage.completion_tokens <= 10
-    stream = create(model=MODEL, prompt=PROMPT, max_tokens=10, stream=True)
+    stream = create(model=MODEL, prompt=PROMPT, temperature=0, max_tokens=10, stream=True)
     text = "".join(chunk.choices[0].text for chunk in stream if chunk.choices)
     assert text == whole.choices[0].text
 
 
 def completions_takes_several_prompts(base_url: str) -> None:
     create = client(base_url).completions.create
-    both = create(model=MODEL, prompt=[PROMPT, "Once"], max_tokens=4)
+    both = create(model=MODEL, prompt=[PROMPT, "Once"], temperature=0, max_tokens=4)
     assert [choice.index for choice in both.choices] == [0, 1]
-    alone = create(model=MODEL, prompt="Once", max_tokens=4)
+    alone = create(model=MODEL, prompt="Once", temperature=0, max_tokens=4)
     assert both.choices[1].text == alone.choices[0].text
 
 
@@ -149,10 +158,14 @@ def streams_run_side_by_side(base_url: str) -> None:
 
 def a_client_that_leaves_disturbs_nobody(base_url: str) -> None:
     create = client(base_url).chat.completions.create
-    stream = create(model=MODEL, messages=MESSAGES, max_tokens=200, stream=True)
+    stream = create(model=MODEL, messages=MESSAGES, temperature=0, max_tokens=200, stream=True)
     next(iter(stream))
     stream.close()
-    assert create(model=MODEL, messages=MESSAGES, max_tokens=4).choices[0].message.content
+    assert (
+        create(model=MODEL, messages=MESSAGES, temperature=0, max_tokens=4)
+        .choices[0]
+        .message.content
+    )
 
 
 run(

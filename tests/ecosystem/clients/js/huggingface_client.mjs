@@ -15,9 +15,10 @@ await run({
   },
 
   async chatStreamSaysWhatTheWholeAnswerSays(baseUrl) {
-    const whole = await endpoint(baseUrl).chatCompletion({ messages: MESSAGES, max_tokens: 8 });
+    const request = { messages: MESSAGES, max_tokens: 8, temperature: 0 };
+    const whole = await endpoint(baseUrl).chatCompletion(request);
     let text = "";
-    for await (const chunk of endpoint(baseUrl).chatCompletionStream({ messages: MESSAGES, max_tokens: 8 })) {
+    for await (const chunk of endpoint(baseUrl).chatCompletionStream(request)) {
       text += chunk.choices[0]?.delta?.content ?? "";
     }
     assert.equal(text, whole.choices[0].message.content);

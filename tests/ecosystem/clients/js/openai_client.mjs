@@ -9,7 +9,7 @@ const client = (baseUrl) => new OpenAI({ baseURL: `${baseUrl}/v1`, apiKey: "-", 
 await run({
   async chatStreamSaysWhatTheWholeAnswerSays(baseUrl) {
     const create = (more) =>
-      client(baseUrl).chat.completions.create({ model, messages: MESSAGES, max_tokens: 10, ...more });
+      client(baseUrl).chat.completions.create({ model, messages: MESSAGES, temperature: 0, max_tokens: 10, ...more });
     const whole = await create({});
     let text = "";
     let usage = null;

@@ -1,0 +1,91 @@
+"""Conflicts, refusals and notices, by TGI's texts."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from millrace_launcher.arguments import read_settings
+from millrace_launcher.checks import check, notices
+from millrace_launcher.errors import ArgumentValidation
+from millrace_launcher.flags import all_flags
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for flag in all_flags():
+        monkeypatch.delenv(flag.variable, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            "--max-input-tokens=5 --max-input-length=5",
+            "both `max_input_tokens`(5) and `max_input_length`(5)",
+        ),
+        (
+            "--max-input-tokens=9 --max-total-tokens=9",
+            "`max_input_tokens`(9) must be < `max_total_tokens`(9)",
+        ),
+        (
+            "--max-input-length=10 --max-total-tokens=9",
+            "`max_input_tokens`(10) must be < `max_total_tokens`(9)",
+        ),
+        ("--validation-workers=0", "`validation_workers` must be > 0"),
+        ("--max-batch-size=0", "`max_batch_size` must be > 0"),
+        (
+            "--max-total-tokens=20 --max-batch-total-tokens=10",
+            "`max_total_tokens` must be <= `max_batch_total_tokens`. Given: 20 and 10",
+        ),
+        (
+            "--max-batch-prefill-tokens=20 --max-batch-total-tokens=10",
+            "`max_batch_prefill_tokens` must be <= `max_batch_total_tokens`. Given: 20 and 10",
+        ),
+        ("--ngrok", "`ngrok-authtoken` must be set when using ngrok tunneling"),
+        ("--ngrok --ngrok-authtoken=a", "`ngrok-edge` must be set when using ngrok tunneling"),
+        ("--ngrok --ngrok-authtoken=a --ngrok-edge=b", "--ngrok is not supported"),
+        ("--quantize=gptq", "--quantize gptq is not supported yet"),
+        ("--kv-cache-dtype=fp8_e5m2", "--kv-cache-dtype fp8_e5m2 is not supported yet"),
+        ("--lora-adapters=a", "--lora-adapters a is not supported yet"),
+        ("--speculate=2", "--speculate is not supported yet"),
+        ("--port=0", "`port` must be > 0"),
+    ],
+)
+def test_refused(argv: str, message: str) -> None:
+    with pytest.raises(ArgumentValidation, match=re.escape(message)) as error:
+        check(read_settings(argv.split()))
+    assert str(error.value).startswith('ArgumentValidation("')
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "",
+        "--speculate=0",
+        "--max-input-tokens=8 --max-total-tokens=9",
+        "--max-total-tokens=10 --max-batch-total-tokens=10",
+        "--ngrok-edge=b",
+        "--rope-scaling=linear --rope-factor=2",
+    ],
+)
+def test_accepted(argv: str) -> None:
+    check(read_settings(argv.split()))
+
+
+def test_quotes_are_escaped_as_in_tgi() -> None:
+    assert str(ArgumentValidation('say "no"')) == 'ArgumentValidation("say \\"no\\"")'
+
+
+def test_flags_without_effect_are_told_once_each_and_only_when_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert list(notices(read_settings([]))) == []
+    monkeypatch.setenv("WATERMARK_GAMMA", "0.5")
+    found = list(notices(read_settings(["--usage-stats=off", "--prometheus-port=9001"])))
+    assert [line.split()[0] for line in found] == [
+        "--prometheus-port",
+        "--usage-stats",
+        "--watermark-gamma",
+    ]

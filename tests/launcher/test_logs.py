@@ -1,0 +1,82 @@
+"""Children's lines keep their level, time and fields; JSON stays JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from typing import Literal
+
+import pytest
+
+from millrace_launcher import logs
+from millrace_launcher.config import LauncherConfig
+
+Level = Literal["info", "debug", "error"]
+
+
+def relayed(
+    *lines: str, json_output: bool = False, level: Level = "info", colour: bool | None = None
+) -> str:
+    stream = io.StringIO()
+    config = LauncherConfig(json_output=json_output, log_level=level, log_colorize=colour)
+    logs.setup(config, stream)
+    for line in lines:
+        logs.relay(line, source="shard-0")
+    return stream.getvalue()
+
+
+LINE = json.dumps(
+    {
+        "timestamp": "T1",
+        "level": "WARN",
+        "fields": {"message": "hot", "rows": 3},
+        "target": "engine",
+    }
+)
+
+
+def test_json_line_is_re_emitted_at_its_level() -> None:
+    assert relayed(LINE) == "T1  WARN engine: hot rows=3\n"
+    assert json.loads(relayed(LINE, json_output=True)) == json.loads(LINE)
+    assert relayed(LINE, level="error") == ""
+
+
+@pytest.mark.parametrize("line", ["plain words", "{not json", '["a list"]', '{"no": "message"}'])
+def test_other_lines_are_shown_as_they_are(line: str) -> None:
+    assert relayed(line).endswith(f"INFO shard-0: {line}\n")
+    record = json.loads(relayed(line, json_output=True))
+    assert record["fields"] == {"message": line}
+    assert record["target"] == "shard-0"
+
+
+def test_percent_signs_and_empty_lines() -> None:
+    assert "100 %s done" in relayed("100 %s done")
+    assert relayed("", "  ") == ""
+
+
+def test_stderr_is_for_those_who_debug() -> None:
+    stream = io.StringIO()
+    logs.setup(LauncherConfig(log_level="debug"), stream)
+    logs.relay("careful", source="shard-0", plain_level=logging.DEBUG)
+    assert "DEBUG shard-0: careful" in stream.getvalue()
+
+
+def test_colours_only_when_wanted() -> None:
+    assert "\x1b" not in relayed(LINE)
+    assert "\x1b[33m WARN\x1b[0m" in relayed(LINE, colour=True)
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("WARN", "warning"),
+        ("Debug", "debug"),
+        ("error", "error"),
+        ("text_generation=trace", "info"),
+        ("", "info"),
+    ],
+)
+def test_log_level_words(word: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOG_LEVEL", word)
+    assert LauncherConfig().log_level == expected

@@ -1,0 +1,58 @@
+"""Router and shards never compute with more threads than there are cores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from millrace_launcher.threads import plan_threads
+
+INTEL = Path("/lib/libiomp5.so")
+
+
+@pytest.mark.parametrize(
+    ("cores", "shards", "requested", "intel", "environ", "threads"),
+    [
+        (2, 1, None, None, {}, 1),
+        (8, 1, None, None, {}, 7),
+        (8, 2, None, None, {}, 3),
+        (1, 1, None, None, {}, 1),
+        (4, 16, None, INTEL, {}, 1),
+        (2, 1, None, INTEL, {}, 2),
+        (8, 2, None, INTEL, {}, 4),
+        (2, 1, 6, None, {"OMP_NUM_THREADS": "3"}, 6),
+        (8, 1, None, INTEL, {"OMP_NUM_THREADS": "3"}, 3),
+        (8, 1, None, INTEL, {"LD_PRELOAD": "/other.so"}, 7),
+    ],
+)
+def test_threads(
+    cores: int,
+    shards: int,
+    requested: int | None,
+    intel: Path | None,
+    environ: dict[str, str],
+    threads: int,
+) -> None:
+    plan = plan_threads(
+        cores=cores, shards=shards, requested=requested, intel_openmp=intel, environ=environ
+    )
+    assert plan.threads == threads
+    assert {**environ, **plan.environment}["OMP_NUM_THREADS"] == str(threads)
+
+
+def test_intel_runtime_sleeps_soon_and_user_variables_stay() -> None:
+    plan = plan_threads(
+        cores=4, shards=1, requested=None, intel_openmp=INTEL, environ={"KMP_BLOCKTIME": "200"}
+    )
+    assert plan.environment["LD_PRELOAD"] == str(INTEL)
+    assert "KMP_BLOCKTIME" not in plan.environment
+    plan = plan_threads(cores=4, shards=1, requested=None, intel_openmp=INTEL, environ={})
+    assert plan.environment["KMP_BLOCKTIME"] == "1"
+    assert plan.environment["THP_MEM_ALLOC_ENABLE"] == "1"
+
+
+def test_nothing_is_preloaded_without_the_runtime_or_over_the_users_own() -> None:
+    for intel, environ in ((None, {}), (INTEL, {"LD_PRELOAD": "/other.so"})):
+        plan = plan_threads(cores=4, shards=1, requested=None, intel_openmp=intel, environ=environ)
+        assert not {"LD_PRELOAD", "KMP_BLOCKTIME"} & plan.environment.keys()

@@ -1,0 +1,226 @@
+"""The router as a process, over a shard without a model: start, serve, drain, and how a start fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from millrace_fakes_router import tiny_tokenizer
+from millrace_fakes_shard import FakeShard, serve_fake_shard
+
+SECONDS = 30
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {
+    "PATH": os.environ["PATH"],
+    "PYTHONPATH": os.pathsep.join(str(ROOT / plane) for plane in ("proto", "router")),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tiny_tokenizer()._rust.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text('{"model_type": "fake"}')
+    return tmp_path
+
+
+@pytest.fixture
+def shard() -> FakeShard:
+    return FakeShard(num_blocks=600, max_batch_size=128)
+
+
+def command(folder: Path, *flags: str) -> list[str]:
+    """A router's command line on a free port."""
+    return [
+        *(sys.executable, "-m", "millrace_router", "--json-output", "--port=0"),
+        *("--hostname=127.0.0.1", f"--model-folder={folder}"),
+        *(f"--shard-addresses=unix:{folder}/shard", "--max-batch-prefill-tokens=64", *flags),
+    ]
+
+
+class Router:
+    """The process, its log so far, and where it listens."""
+
+    def __init__(self, command: list[str]) -> None:
+        self.lines: list[str] = []
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=ENVIRONMENT,
+            text=True,
+        )
+
+    def wait_for(self, message: str) -> dict[str, str]:
+        """Fields of the next log line with this message."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+            fields: dict[str, str] = json.loads(line)["fields"]
+            if fields["message"].startswith(message):
+                return fields
+        raise AssertionError("".join(self.lines))
+
+    def end(self) -> int:
+        """Exit status, once the process has ended by itself."""
+        output, _ = self.process.communicate(timeout=SECONDS)
+        self.lines.append(output)
+        return self.process.returncode
+
+
+@contextmanager
+def started(folder: Path, shard: FakeShard, *flags: str) -> Iterator[Router]:
+    """A router that may or may not come to serve."""
+    with serve_fake_shard(f"unix:{folder}/shard", shard):
+        router = Router(command(folder, *flags))
+        try:
+            yield router
+        finally:
+            router.process.kill()
+            router.process.communicate()
+
+
+@contextmanager
+def routing(folder: Path, shard: FakeShard, *flags: str) -> Iterator[tuple[Router, str]]:
+    """A router that serves, and its URL."""
+    with started(folder, shard, *flags) as router:
+        yield router, router.wait_for("Connected")["url"]
+
+
+ASKED = {"inputs": "w1 w2", "parameters": {"max_new_tokens": 3}}
+
+
+def test_it_serves_and_ends_on_sigterm(folder: Path, shard: FakeShard) -> None:
+    with routing(folder, shard, "--usage-stats=off") as (router, url):
+        assert httpx.get(f"{url}/health").status_code == 200
+        body = httpx.post(f"{url}/generate", json=ASKED).json()
+        assert len(body["generated_text"].split()) == 3
+        assert httpx.get(f"{url}/info").json()["max_batch_total_tokens"] == 599 * 4
+        text = httpx.get(f"{url}/metrics").text
+        assert "\ntgi_batch_max_total_tokens 2396\n" in text
+        assert "\ntgi_request_success 1\n" in text
+        assert any("Setting max batch total tokens to 2396" in line for line in router.lines)
+        assert any("--usage-stats: No effect" in line for line in router.lines)
+        router.process.send_signal(signal.SIGTERM)
+        assert router.end() == 0
+
+
+class Gate(threading.Event):
+    """Holds the shard inside a step, and tells when one has come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.reached.set()
+        return super().wait(timeout)
+
+
+@contextmanager
+def held_stream(url: str, shard: FakeShard) -> Iterator[tuple[Gate, Future[httpx.Response]]]:
+    """A streaming request whose first step the shard is at."""
+    gate = shard.gate = Gate()
+    with ThreadPoolExecutor(1) as threads:
+        try:
+            answer = threads.submit(
+                httpx.post, f"{url}/generate_stream", json=ASKED, timeout=SECONDS
+            )
+            assert gate.reached.wait(SECONDS)
+            yield gate, answer
+        finally:
+            gate.set()
+
+
+def test_sigterm_lets_streams_finish_and_refuses_new_requests(
+    folder: Path, shard: FakeShard
+) -> None:
+    with routing(folder, shard) as (router, url), held_stream(url, shard) as (gate, answer):
+        router.process.send_signal(signal.SIGTERM)
+        router.wait_for("Draining")
+        refused = httpx.post(f"{url}/generate", json=ASKED)
+        assert refused.status_code == 503
+        assert refused.json()["error_type"] == "unavailable"
+        gate.set()
+        assert answer.result(SECONDS).text.count("data: ") == 3
+        assert router.end() == 0
+
+
+def test_the_second_signal_ends_it_at_once(folder: Path, shard: FakeShard) -> None:
+    with routing(folder, shard) as (router, url), held_stream(url, shard) as (_, answer):
+        router.process.send_signal(signal.SIGTERM)
+        router.wait_for("Draining")
+        router.process.send_signal(signal.SIGINT)
+        assert router.end() == -signal.SIGINT
+        assert isinstance(answer.exception(SECONDS), httpx.HTTPError)
+
+
+def test_what_outlasts_the_grace_is_cut_off(folder: Path, shard: FakeShard) -> None:
+    with (
+        routing(folder, shard, "--graceful-termination-timeout=0") as (router, url),
+        held_stream(url, shard) as (_, answer),
+    ):
+        router.process.send_signal(signal.SIGTERM)
+        assert router.end() == 0
+        assert answer.result(SECONDS).status_code == 424
+
+
+def test_a_start_that_cannot_succeed(folder: Path, shard: FakeShard) -> None:
+    with started(folder, shard, "--max-total-tokens=9000") as router:
+        assert router.end() == 1
+        message = (
+            "Argument validation error: `max_total_tokens` must be <= `max_batch_total_tokens`. "
+        )
+        assert f"{message}Given: 9000 and 2396" in router.lines[-1]
+
+
+def test_a_port_that_is_taken(folder: Path, shard: FakeShard) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with started(folder, shard, f"--port={port}") as router:
+            assert router.end() == 1
+            assert f"Cannot listen on 127.0.0.1:{port}: Address already in use" in router.lines[-1]
+
+
+def test_it_goes_with_its_parent(folder: Path, shard: FakeShard) -> None:
+    script = (
+        "import subprocess, sys; "
+        "child = subprocess.Popen(sys.argv[1:], stdout=subprocess.PIPE); "
+        "line = next(l for l in child.stdout if b'Connected' in l); "
+        "print(line.decode(), flush=True); sys.stdin.read()"
+    )
+    with serve_fake_shard(f"unix:{folder}/shard", shard):
+        parent = subprocess.Popen(
+            [sys.executable, "-c", script, *command(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=ENVIRONMENT,
+        )
+        assert parent.stdout is not None
+        url = json.loads(parent.stdout.readline())["fields"]["url"]
+        assert httpx.get(f"{url}/health").status_code == 200
+        parent.kill()
+        parent.communicate()
+        assert not answers(url, until=time.monotonic() + SECONDS)
+
+
+def answers(url: str, *, until: float) -> bool:
+    """Whether the server still answers when the time is over."""
+    while time.monotonic() < until:
+        try:
+            httpx.get(f"{url}/health")
+        except httpx.HTTPError:
+            return False
+    return True

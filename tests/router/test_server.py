@@ -1,0 +1,199 @@
+"""What holds for every route: keys, browsers, names of requests, log lines, health."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+
+import orjson
+import pytest
+
+from millrace_fakes_edge import echo, fail, logging_to, play, serving
+
+ASKED = {"inputs": "a", "parameters": {"max_new_tokens": 2}}
+POSTS = ("/", "/generate", "/generate_stream", "/tokenize", "/v1/chat/completions")
+
+
+@pytest.mark.parametrize(
+    "given", [None, "Bearer SECRET", "Bearer  secret", "secret", "bearer secret"]
+)
+async def test_without_the_key_nothing_is_generated(given: str | None) -> None:
+    headers = {} if given is None else {"authorization": given}
+    async with serving(api_key="secret") as edge:
+        for path in (*POSTS, "/chat_tokenize"):
+            status, body, _ = await edge.post(path, ASKED, headers=headers)
+            assert (status, body) == (401, "")
+        for path in ("/", "/health", "/ping", "/metrics", "/info", "/v1/models"):
+            assert (await edge.get(path, headers=headers))[0] == 200
+        assert (await edge.get("/nothing"))[0] == 404
+        assert edge.batcher.requests == []
+
+
+async def test_the_key_opens() -> None:
+    async with serving(api_key="sécret") as edge:
+        headers = {"authorization": "Bearer sécret"}
+        assert (await edge.post("/generate", ASKED, headers=headers))[0] == 200
+
+
+async def test_unknown_paths_and_methods_are_empty() -> None:
+    async with serving() as edge:
+        assert (await edge.get("/nothing"))[:2] == (404, b"")
+        status, body, response = await edge.get("/generate")
+        assert (status, body, response.headers["allow"]) == (405, b"", "POST")
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/anything"])
+async def test_preflight(path: str) -> None:
+    async with (
+        serving(api_key="secret") as edge,
+        edge.client.options(edge.url + path, headers={"origin": "http://ui"}) as response,
+    ):
+        assert response.status == 200
+        assert response.headers["access-control-allow-origin"] == "*"
+        assert response.headers["access-control-allow-methods"] == "GET,POST"
+        assert response.headers["access-control-allow-headers"] == "content-type,authorization"
+
+
+@pytest.mark.parametrize(
+    ("allowed", "origin", "answer"),
+    [
+        ((), "http://a", "*"),
+        (("*",), "http://a", "*"),
+        (("http://a", "http://b"), "http://b", "http://b"),
+        (("http://a",), "http://b", None),
+        (("http://a",), None, None),
+    ],
+)
+async def test_origins(allowed: tuple[str, ...], origin: str | None, answer: str | None) -> None:
+    async with serving(cors_allow_origin=allowed) as edge:
+        headers = {} if origin is None else {"origin": origin}
+        for path in ("/generate", "/generate_stream"):
+            _, _, response = await edge.post(path, ASKED, headers=headers)
+            assert response.headers.get("access-control-allow-origin") == answer
+            assert "origin" in response.headers["vary"]
+
+
+async def test_request_ids_are_echoed_or_made() -> None:
+    async with serving() as edge:
+        for path in ("/generate", "/generate_stream", "/nothing"):
+            _, _, response = await edge.post(path, ASKED, headers={"x-request-id": "mine 1"})
+            assert response.headers["x-request-id"] == "mine 1"
+            made = {(await edge.post(path, ASKED))[2].headers["x-request-id"] for _ in range(2)}
+            assert len(made) == 2
+        _, _, response = await edge.post("/generate", ASKED, headers={"x-request-id": "x" * 129})
+        assert response.headers["x-request-id"] != "x" * 129
+
+
+async def test_info_has_the_fields_of_every_version() -> None:
+    async with serving() as edge:
+        _, body, _ = await edge.get("/info")
+    info = orjson.loads(body)
+    expected = {
+        "model_id": "org/tiny",
+        "model_sha": "abc",
+        "model_dtype": "float32",
+        "model_device_type": "cpu",
+        "model_pipeline_tag": "text-generation",
+        "max_concurrent_requests": 4,
+        "max_best_of": 2,
+        "max_stop_sequences": 4,
+        "max_input_tokens": 8,
+        "max_total_tokens": 16,
+        "max_batch_total_tokens": 32,
+        "validation_workers": 2,
+        "max_client_batch_size": 4,
+        "router": "text-generation-router",
+    }
+    assert {name: info[name] for name in expected} == expected
+    assert info.keys() >= {
+        "waiting_served_ratio", "max_waiting_tokens", "max_batch_size", "version", "sha", "docker_label"
+    }  # fmt: skip
+
+
+async def test_health_asks_the_shards() -> None:
+    async with serving() as edge:
+        for path in ("/", "/health", "/ping"):
+            assert (await edge.get(path))[:2] == (200, b"")
+        assert edge.shards.asked == 3
+        edge.shards.well = False
+        status, body, _ = await edge.get("/health")
+        assert status == 503
+        assert orjson.loads(body) == {"error": "unhealthy", "error_type": "healthcheck"}
+        edge.shards.well = True
+        assert (await edge.get("/health"))[0] == 200
+
+
+async def test_after_a_failure_only_a_generation_restores_health() -> None:
+    async with serving(fail) as edge:
+        assert (await edge.post("/generate", ASKED))[0] == 424
+        assert (await edge.get("/health"))[0] == 503
+        assert edge.batcher.requests[-1].max_new_tokens == 1
+        assert edge.shards.asked == 0
+        edge.batcher.script = echo
+        assert (await edge.get("/health"))[0] == 200
+        assert edge.batcher.streams[-1].closed
+        edge.batcher.script = fail
+        assert (await edge.get("/health"))[0] == 200
+        assert "tgi_request_count 1" in await edge.exposition()
+
+
+async def test_many_probes_are_one_check() -> None:
+    async with serving(fail) as edge:
+        await edge.post("/generate", ASKED)
+        edge.batcher.script = None
+        edge.batcher.arrived.clear()
+        probes = [asyncio.create_task(edge.get("/health")) for _ in range(5)]
+        await edge.batcher.arrived.wait()
+        probes[0].cancel()
+        play(edge.batcher.streams[-1], "x")
+        assert [(await probe)[0] for probe in probes[1:]] == [200] * 4
+        assert len(edge.batcher.streams) == 2
+
+
+async def test_a_megabyte_does_not_stop_health() -> None:
+    async with serving() as edge:
+        long = {"inputs": "a " * 500_000}
+        post = asyncio.create_task(edge.post("/generate", long))
+        while not post.done():
+            assert (await edge.get("/health"))[0] == 200
+        status, body, _ = await post
+    assert status == 422
+    assert "500000 `inputs` tokens and 0 `max_new_tokens`" in body["error"]
+
+
+async def test_draining_refuses_with_503_and_lets_streams_finish() -> None:
+    async with serving(None) as edge:
+        running = asyncio.create_task(edge.post("/generate_stream", ASKED))
+        await edge.batcher.arrived.wait()
+        edge.services.infer.drain()
+        for path in ("/", "/generate", "/generate_stream"):
+            status, body, _ = await edge.post(path, ASKED)
+            assert (status, body["error_type"]) == (503, "unavailable")
+        assert (await edge.get("/health"))[0] == 503
+        play(edge.batcher.streams[0], "x", "y")
+        status, text, _ = await running
+        assert status == 200
+        assert orjson.loads(text.split("\n\n")[1][6:])["generated_text"] == "xy"
+
+
+async def test_one_line_a_request_without_its_text() -> None:
+    output = io.BytesIO()
+    with logging_to(output):
+        async with serving() as edge:
+            await edge.post("/generate", {"inputs": "hello world"}, headers={"x-request-id": "r1"})
+            await edge.post("/generate_stream", ASKED, headers={"x-request-id": "r2"})
+            await edge.get("/nothing", headers={"x-request-id": "r3"})
+    assert b"hello" not in output.getvalue()
+    assert b" x" not in output.getvalue()
+    lines = {}
+    for line in map(orjson.loads, output.getvalue().splitlines()):
+        if line["fields"]["message"] == "request":
+            assert line.keys() == {"timestamp", "level", "fields", "target"}
+            lines[line["fields"]["request_id"]] = line["fields"]
+    assert lines.keys() == {"r1", "r2", "r3"}
+    assert lines["r1"]["route"] == "/generate"
+    assert lines["r1"]["status"] == 200
+    assert (lines["r1"]["prompt_tokens"], lines["r1"]["generated_tokens"]) == (2, 3)
+    assert {"queue_time", "inference_time", "time_per_token", "total_time"} <= lines["r1"].keys()
+    assert (lines["r2"]["prompt_tokens"], lines["r2"]["generated_tokens"]) == (1, 2)
+    assert lines["r3"]["status"] == 404

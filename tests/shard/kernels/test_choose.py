@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from millrace_shard.kernels import choose
+from millrace_shard.kernels.agreement import TOLERANCE, largest_difference
+from millrace_shard.kernels.build import BuildError, load_operators
+from millrace_shard.kernels.choose import choose_kernels
+from millrace_shard.kernels.cpu import CpuKernels
+from millrace_shard.kernels.plain import PlainKernels
+
+CPU = torch.device("cpu")
+
+
+def chosen(dtype: torch.dtype = torch.float32, head_dim: int = 64) -> str:
+    return choose_kernels(CPU, dtype, deterministic=True, head_dims=[head_dim]).name
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, difference: float | RuntimeError) -> None:
+    """Operators that load, and then differ from plain by so much, or fail."""
+
+    def measured(*_: object, **__: object) -> float:
+        if isinstance(difference, RuntimeError):
+            raise difference
+        return difference
+
+    monkeypatch.setattr(choose, "load_operators", lambda: None)
+    monkeypatch.setattr(choose, "largest_difference", measured)
+
+
+def test_kernels_that_agree_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, 0.0)
+    assert chosen() == "cpu"
+    assert chosen(torch.bfloat16, 80) == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("difference", "reason"),
+    [(0.5, "differ by 0.5"), (float("inf"), "differ by inf"), (RuntimeError("no AMX"), "no AMX")],
+)
+def test_kernels_that_do_not_agree_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    difference: float | RuntimeError,
+    reason: str,
+) -> None:
+    pretend(monkeypatch, difference)
+    assert chosen() == "plain"
+    assert [reason in record.message for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float16, 64), (torch.bfloat16, 20)])
+def test_what_they_cannot_do_runs_on_plain(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, head_dim: int
+) -> None:
+    pretend(monkeypatch, 0.0)
+    assert chosen(dtype, head_dim) == "plain"
+
+
+def test_other_devices_and_the_flag_choose_plain_in_silence(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pretend(monkeypatch, 0.0)
+    cuda = torch.device("cuda")
+    kernels = choose_kernels(cuda, torch.float32, deterministic=False, head_dims=[64])
+    assert kernels.name == "plain"
+    kernels = choose_kernels(CPU, torch.float32, deterministic=True, head_dims=[64], custom=False)
+    assert kernels.name == "plain"
+    assert not caplog.records
+
+
+def test_without_a_compiler_plain_is_chosen_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("MILLRACE_CACHE", str(tmp_path))
+    # Past the cache: the operators may be loaded already.
+    monkeypatch.setattr(choose, "load_operators", load_operators.__wrapped__)
+    with caplog.at_level(logging.INFO):
+        assert chosen() == "plain"
+    assert len(caplog.records) == 1
+    with pytest.raises(BuildError):
+        load_operators.__wrapped__()
+
+
+class Broken(PlainKernels):
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return super().silu_mul(gate_up) * 1.2
+
+
+class BlindToWindow(PlainKernels):
+    def attend(self, queries, batch, cache, *, scale, window=None, softcap=None):  # type: ignore[no-untyped-def]
+        return super().attend(queries, batch, cache, scale=scale, softcap=softcap)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_agreement_tells_right_from_wrong(dtype: torch.dtype) -> None:
+    oracle = PlainKernels(deterministic=False)
+    same = PlainKernels(deterministic=True, block_size=64)
+    assert largest_difference(same, oracle, dtype=dtype, head_dim=32) < TOLERANCE[dtype]
+    for kind in (Broken, BlindToWindow):
+        wrong = kind(deterministic=False)
+        assert largest_difference(wrong, oracle, dtype=dtype, head_dim=32) > TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim"), [(torch.float16, 64), (torch.bfloat16, 20)], ids=["fp16", "odd"]
+)
+def test_caches_that_it_has_no_operators_for_are_refused(dtype: torch.dtype, dim: int) -> None:
+    with pytest.raises(ValueError, match="no CPU cache"):
+        CpuKernels().new_cache(num_blocks=2, num_kv_heads=1, head_dim=dim, dtype=dtype, device=CPU)

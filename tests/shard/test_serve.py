@@ -1,0 +1,193 @@
+"""The command line: a real process with a small random Llama."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from millrace_proto import generate_pb2 as pb
+from millrace_proto import generate_pb2_grpc as pb_grpc
+from millrace_shard.__main__ import main
+from millrace_shard.config import ShardConfig
+from millrace_shard.serve import choose_device, choose_dtype, is_deterministic
+
+SECONDS = 120.0
+PROMPT = [5, 9, 2, 44, 17, 3]
+NUM_TOKENS = 6
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        eos_token_id=127,
+        dtype="float32",
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def folder(model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    model.save_pretrained(path)
+    return path
+
+
+@contextmanager
+def process(folder: Path, sockets: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A shard of its own process; killed at the end if it still runs."""
+    command = [sys.executable, "-m", "millrace_shard", "serve", str(folder)]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "OMP_NUM_THREADS": "1",
+    }
+    shard = subprocess.Popen(
+        [
+            *(*command, f"--uds-path={sockets}/shard", "--device=cpu", "--cpu-threads=1"),
+            *("--disable-custom-kernels", "--json-output", *arguments),
+        ],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield shard
+    finally:
+        if shard.poll() is None:
+            shard.kill()
+        shard.communicate()
+
+
+def steps() -> Iterator[pb.StepRequest]:
+    """Greedy tokens for PROMPT, all sent at once."""
+    yield pb.StepRequest(epoch=9, number=0, open=pb.Open())
+    change = pb.BatchChange(
+        admitted=[pb.Sequence(slot=0, input_ids=PROMPT)], grown_slots=[0], grown_blocks=[1]
+    )
+    prefill = pb.Prefill(change=change, chunk_slots=[0], chunk_tokens=[len(PROMPT)])
+    yield pb.StepRequest(epoch=9, number=1, prefill=prefill)
+    for number in range(2, NUM_TOKENS + 1):
+        yield pb.StepRequest(epoch=9, number=number, decode=pb.Decode(decode_slots=[0]))
+
+
+WARMUP = pb.WarmupRequest(max_batch_prefill_tokens=64, max_batch_size=2, max_concurrent_requests=2)
+
+
+def test_it_serves_the_models_own_tokens_and_stops_on_sigterm(
+    model: LlamaForCausalLM, folder: Path, tmp_path: Path
+) -> None:
+    with process(folder, tmp_path) as shard:
+        with grpc.insecure_channel(f"unix:{tmp_path}/shard-0") as channel:
+            stub = pb_grpc.ShardServiceStub(channel)
+            info = stub.Info(pb.InfoRequest(), wait_for_ready=True, timeout=SECONDS)
+            assert (info.model_type, info.vocab_size, info.dtype) == ("llama", 128, "float32")
+            assert list(info.eos_token_ids) == [127]
+            capacity = stub.Warmup(WARMUP, timeout=SECONDS)
+            assert capacity.max_total_tokens == 64
+            assert capacity.max_batch_total_tokens == 128
+            answers = list(stub.Steps(steps(), timeout=SECONDS))
+        expected = model.generate(
+            torch.tensor([PROMPT]), max_new_tokens=NUM_TOKENS, do_sample=False, pad_token_id=0
+        )
+        assert [answer.ids[0] for answer in answers[1:]] == expected[0, len(PROMPT) :].tolist()
+        shard.send_signal(signal.SIGTERM)
+        output, _ = shard.communicate(timeout=SECONDS)
+    assert shard.returncode == 0
+    assert not (tmp_path / "shard-0").exists()
+    messages = [json.loads(line)["fields"]["message"] for line in output.splitlines()]
+    assert f"Server started at unix://{tmp_path}/shard-0" in messages
+    assert any(message.startswith("weights loaded in ") for message in messages)
+
+
+def test_two_ranks_sample_alike(folder: Path, tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with ExitStack() as stack:
+        group = ("--world-size=2", "--master-addr=127.0.0.1", f"--master-port={port}")
+        for rank in range(2):
+            stack.enter_context(process(folder, tmp_path, f"--rank={rank}", *group))
+        channels = [
+            stack.enter_context(grpc.insecure_channel(f"unix:{tmp_path}/shard-{rank}"))
+            for rank in range(2)
+        ]
+        stubs = [pb_grpc.ShardServiceStub(channel) for channel in channels]
+        for rank, stub in enumerate(stubs):
+            assert stub.Info(pb.InfoRequest(), wait_for_ready=True, timeout=SECONDS).rank == rank
+        warmups = [stub.Warmup.future(WARMUP, timeout=SECONDS) for stub in stubs]
+        assert warmups[0].result() == warmups[1].result()
+        calls = [stub.Steps(steps(), timeout=SECONDS) for stub in stubs]
+        answers = [list(call) for call in calls]
+    assert [a.checksum for a in answers[0]] == [a.checksum for a in answers[1]]
+    assert all(answer.ids for answer in answers[0][1:])
+    assert not any(answer.ids for answer in answers[1])
+
+
+def test_a_folder_without_a_model_ends_with_a_message(tmp_path: Path) -> None:
+    with process(tmp_path, tmp_path) as shard:
+        output, _ = shard.communicate(timeout=SECONDS)
+    assert shard.returncode == 1
+    assert f"Error: no config.json in {tmp_path}" in output
+
+
+def test_it_ends_with_its_parent(folder: Path, tmp_path: Path) -> None:
+    """A parent that starts a shard and dies by SIGKILL once the shard listens; the pipe closes with the last holder."""
+    script = "import subprocess, sys; subprocess.Popen(sys.argv[1:]); sys.stdin.readline()"  # dies on kill
+    read_end, write_end = os.pipe()
+    parent = subprocess.Popen(
+        [
+            *(sys.executable, "-c", script, sys.executable, "-m", "millrace_shard", "serve"),
+            *(str(folder), f"--uds-path={tmp_path}/shard", "--device=cpu", "--cpu-threads=1"),
+            "--disable-custom-kernels",
+        ],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdin=subprocess.PIPE,
+        stdout=write_end,
+    )
+    os.close(write_end)
+    with os.fdopen(read_end) as output:
+        for line in output:
+            if "Server started" in line:
+                parent.kill()
+        # Only reached when no process holds the other end any more.
+    parent.communicate()
+
+
+def test_commands_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert main(["guess"]) == 2
+    assert "serve,download-weights,convert" in capsys.readouterr().err
+    assert main(["--help"]) == 0
+    assert "serve,download-weights,convert" in capsys.readouterr().out
+
+
+def test_defaults_by_device(folder: Path) -> None:
+    config = ShardConfig.from_args([str(folder), "--device=cpu"])
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert choose_device(config) == cpu
+    assert choose_dtype(config, cpu) is torch.float32
+    assert is_deterministic(config, cpu)
+    assert not is_deterministic(config, cuda)
+    given = ShardConfig.from_args([str(folder), "--dtype=float16", "--deterministic=on"])
+    assert choose_dtype(given, cpu) is torch.float16
+    assert is_deterministic(given, cuda)

@@ -1,0 +1,144 @@
+"""A model hub on a local port, as far as downloading needs one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+REPO = "org/model"
+
+
+@dataclass
+class Hub:
+    """One repository at one commit, named main; `port` is where it is served."""
+
+    files: Mapping[str, bytes]
+    port: int = 0
+    token: str | None = None
+    """What the repository asks for, with status 403 and `gated` without it."""
+    hidden: bool = False
+    """Answer 401 RepoNotFound, as for private and missing repositories."""
+    drop_after: dict[str, int] = field(default_factory=dict)
+    """Cut the connection once after this many bytes of a file."""
+    failures: list[int] = field(default_factory=list)
+    """Statuses to answer the next requests for the repository's description with."""
+    requests: list[str] = field(default_factory=list)
+    ranges: list[str] = field(default_factory=list)
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+@contextmanager
+def serve(hub: Hub) -> Iterator[Hub]:
+    handler = type("BoundHandler", (_Handler,), {"hub": hub})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    hub.port = server.server_address[1]
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: ClassVar[Hub]
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def log_message(self, *_: object) -> None: ...
+
+    def _answer(self, *, with_body: bool) -> None:
+        path = self.path.partition("?")[0]
+        self.hub.requests.append(f"{self.command} {path}")
+        if REPO not in path or self.hub.hidden:
+            return self._fail(401, "RepoNotFound", with_body=with_body)
+        wanted = self.hub.token
+        if wanted is not None and self.headers.get("Authorization") != f"Bearer {wanted}":
+            return self._fail(403, "GatedRepo", with_body=with_body)
+        api = f"/api/models/{REPO}"
+        if path.startswith(api):
+            return self._describe(path.removeprefix(api), with_body=with_body)
+        revision, _, name = path.removeprefix(f"/{REPO}/resolve/").partition("/")
+        if revision not in ("main", COMMIT):
+            return self._fail(404, "RevisionNotFound", with_body=with_body)
+        if name not in self.hub.files:
+            return self._fail(404, "EntryNotFound", with_body=with_body)
+        return self._file(name, with_body=with_body)
+
+    def _describe(self, rest: str, *, with_body: bool) -> None:
+        if self.hub.failures:
+            return self._fail(self.hub.failures.pop(0), "", with_body=with_body)
+        if rest not in ("", "/revision/main", f"/revision/{COMMIT}"):
+            return self._fail(404, "RevisionNotFound", with_body=with_body)
+        siblings = [{"rfilename": name, "size": len(body)} for name, body in self.hub.files.items()]
+        body = {
+            "id": REPO,
+            "modelId": REPO,
+            "sha": COMMIT,
+            "private": False,
+            "siblings": siblings,
+            "tags": [],
+        }
+        return self._send(
+            200,
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+            with_body=with_body,
+        )
+
+    def _file(self, name: str, *, with_body: bool) -> None:
+        body = self.hub.files[name]
+        headers = {
+            "ETag": f'"{hashlib.sha256(body).hexdigest()}"',
+            "X-Repo-Commit": COMMIT,
+            "Accept-Ranges": "bytes",
+        }
+        start, status = 0, 200
+        asked = self.headers.get("Range")
+        if asked and with_body:
+            self.hub.ranges.append(f"{name} {asked}")
+            start, status = int(asked.removeprefix("bytes=").partition("-")[0]), 206
+            headers["Content-Range"] = f"bytes {start}-{len(body) - 1}/{len(body)}"
+        cut = self.hub.drop_after.pop(name, None) if with_body else None
+        self._send(status, body[start:], headers, with_body=with_body, cut=cut)
+
+    def _fail(self, status: int, code: str, *, with_body: bool) -> None:
+        headers = {"X-Error-Code": code, "X-Error-Message": f"{code} {status}"}
+        self._send(status, b'{"error": "no"}', headers, with_body=with_body)
+
+    def _send(
+        self,
+        status: int,
+        body: bytes,
+        headers: Mapping[str, str],
+        *,
+        with_body: bool,
+        cut: int | None = None,
+    ) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if with_body:
+            self.wfile.write(body[:cut])
+        if cut is not None:
+            self.close_connection = True
