@@ -1,8 +1,10 @@
 """Microseconds of each operation and of a whole decoder step, plain torch against the CPU kernels.
 
+The CPU kernels run deterministic and not, which differ in linears alone.
+
     python bench/kernels.py [threads] [135M,1B]
 
-Both kinds run in turn and medians are printed: thread CPU time with one thread, so that a busy machine matters little,
+All run in turn and medians are printed: thread CPU time with one thread, so that a busy machine matters little,
 wall clock with more.
 """
 
@@ -140,21 +142,16 @@ def medians(calls: dict[str, list[Call]]) -> str:
 
 
 def bench_linears(shape: Shape, kinds: dict[str, Kernels]) -> None:
-    """Every weight of a layer at several row counts, rotated out of the caches; oneDNN packed is the yardstick."""
+    """Every weight of a layer at several row counts, rotated out of the caches."""
     for name, (out, inputs) in shape.linears().items():
         copies = max(1, min(40, int(ROTATED_BYTES / (2 * out * inputs))))
         weights = [weight(out, inputs) for _ in range(copies)]
         linears = {kind: [each.linear(w) for w in weights] for kind, each in kinds.items()}
-        reorder, multiply = (
-            getattr(torch.ops.mkldnn, op) for op in ("_reorder_linear_weight", "_linear_pointwise")
-        )
-        packed = [reorder(w, 64) for w in weights]
         for rows in (1, 8, 32, 128, 512):
             x = torch.randn(rows, inputs, dtype=DTYPE)
             calls: dict[str, list[Call]] = {
                 kind: [partial(linear, x) for linear in each] for kind, each in linears.items()
             }
-            calls["onednn"] = [partial(multiply, x, w, None, "none", [], "") for w in packed]
             print(f"  {name:8} rows {rows:4}  {medians(calls)}")
 
 
@@ -214,7 +211,11 @@ def main() -> None:
     torch.set_grad_enabled(False)
     torch.set_num_threads(int(sys.argv[1]) if len(sys.argv) > 1 else 1)
     load_operators()
-    kinds: dict[str, Kernels] = {"plain": PlainKernels(deterministic=False), "cpu": CpuKernels()}
+    kinds: dict[str, Kernels] = {
+        "plain": PlainKernels(deterministic=False),
+        "cpu": CpuKernels(deterministic=True),
+        "cpu fast": CpuKernels(deterministic=False),
+    }
     for name in (sys.argv[2] if len(sys.argv) > 2 else "135M,1B").split(","):
         print(f"{name}, {torch.get_num_threads()} threads, median µs")
         bench_linears(SHAPES[name], kinds)

@@ -102,8 +102,11 @@ def _wait_until_healthy(
         try:
             with urllib.request.urlopen(f"{server.url}/health", timeout=10):
                 return
+        except urllib.error.HTTPError as refusal:
+            refusal.close()
         except (urllib.error.URLError, ConnectionError, TimeoutError):
-            time.sleep(POLL_SECONDS)
+            pass
+        time.sleep(POLL_SECONDS)
     raise ServerError(f"no /health within {READY_SECONDS:.0f} s:\n{_tail(log)}")
 
 

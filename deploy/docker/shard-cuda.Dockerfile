@@ -11,8 +11,8 @@ COPY launcher launcher
 COPY router router
 COPY shard shard
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
-    && python -m venv /opt/millrace
-RUN /opt/millrace/bin/pip install --no-cache-dir -c constraints.txt "$(echo /wheels/*.whl)[shard]"
+    && python -m venv /opt/millrace \
+    && /opt/millrace/bin/pip install --no-cache-dir -c constraints.txt "$(echo /wheels/*.whl)[shard]"
 
 FROM ${PYTHON_IMAGE}
 LABEL org.opencontainers.image.title="Millrace shard (CUDA)" \

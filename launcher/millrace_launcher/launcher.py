@@ -30,8 +30,8 @@ from millrace_launcher.readiness import router_ready, shard_ready
 from millrace_launcher.sockets import clear_socket, refuse_busy_port
 
 DOWNLOAD_GRACE_SECONDS = 10.0
-# The router ends its streams itself when the grace is over; it gets this long to say so.
-ROUTER_MARGIN_SECONDS = 3.0
+# Children end what is running themselves when the grace is over; they get this long to say so.
+EXIT_MARGIN_SECONDS = 5.0
 GUARD_SECONDS = 12.0
 
 
@@ -191,9 +191,9 @@ class Launcher:
         """Router first, so that requests drain while the shards live; then shards; then sockets."""
         if self._download is not None and self._download.is_running:
             await self._download.terminate(DOWNLOAD_GRACE_SECONDS)
-        grace = float(self._settings.router.graceful_termination_timeout)
+        grace = self._settings.router.graceful_termination_timeout + EXIT_MARGIN_SECONDS
         if self._router is not None:
-            await self._router.terminate(grace + ROUTER_MARGIN_SECONDS)
+            await self._router.terminate(grace)
         await asyncio.gather(*(shard.terminate(grace) for shard in self._shards))
         if self._guard is not None:
             self._tell_guard(DONE)

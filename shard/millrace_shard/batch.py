@@ -150,8 +150,8 @@ class Batch:
         if not len(slots):
             return
         if slots.min() < 0 or slots.max() >= len(self._in_use) or not self._in_use[slots].all():
-            known = np.flatnonzero(self._in_use)
-            raise StepInvalid(f"no sequence in slots {sorted(set(slots) - set(known))}")
+            unknown = set(slots.tolist()) - set(np.flatnonzero(self._in_use).tolist())
+            raise StepInvalid(f"no sequence in slots {sorted(unknown)}")
         if len(np.unique(slots)) != len(slots):
             raise StepInvalid("a slot is named twice")
 

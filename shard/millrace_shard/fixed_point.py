@@ -31,7 +31,8 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     """
     num_rows, size = weights.shape
     padding = -size % BLOCK
-    blocks = torch.nn.functional.pad(weights, (0, padding)).view(num_rows, -1, BLOCK)
+    whole = torch.nn.functional.pad(weights, (0, padding)) if padding else weights
+    blocks = whole.view(num_rows, -1, BLOCK)
     sums = blocks.sum(-1)
     ends = sums.cumsum(-1)
     target = (uniforms * ends[:, -1]) >> UNIFORM_BITS

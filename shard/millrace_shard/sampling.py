@@ -6,7 +6,7 @@ so a row's token, log probability and candidates are the same bits in any compan
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,9 @@ from millrace_shard.step import Ints
 from millrace_shard.warpers import apply_temperature, keep_top_k, keep_top_p, keep_typical
 
 Mask = NDArray[np.bool_]
+
+TILE_ELEMENTS = 1 << 19
+"""Scores worked on at a time on CPU, so that what each pass leaves is still in the cache for the next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -76,6 +79,17 @@ class Sampler:
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Sampled:
         """Choose one token a row from `logits` [R, V] float32, which this overwrites."""
+        num_rows, size = logits.shape
+        height = max(1, TILE_ELEMENTS // size)
+        if self._device.type != "cpu" or num_rows <= height:
+            return self._sample(logits, rows)
+        starts = range(0, num_rows, height)
+        tiles = [np.arange(start, min(start + height, num_rows)) for start in starts]
+        return _join(
+            [self._sample(logits[t[0] : t[-1] + 1], rows.select(t)) for t in tiles], starts
+        )
+
+    def _sample(self, logits: Tensor, rows: SamplingRows) -> Sampled:
         best = logits.max(-1)
         ids = best.indices
         scores = self._process(logits, rows)
@@ -171,6 +185,26 @@ class Sampler:
     def _column(self, values: NDArray[Any]) -> Tensor:
         # A copy, since numpy calls a field of one row contiguous whatever its stride.
         return torch.from_numpy(values.copy()).to(self._device, non_blocking=True)[:, None]
+
+
+def _join(parts: list[Sampled], starts: Iterable[int]) -> Sampled:
+    """One above the other; `starts` are the first rows of the parts."""
+    tops = [(part.top, start) for part, start in zip(parts, starts, strict=True) if part.top]
+    top = (
+        TopTokens(
+            torch.cat([top.rows + start for top, start in tops]),
+            torch.cat([top.ids for top, _ in tops]),
+            torch.cat([top.logprobs for top, _ in tops]),
+        )
+        if tops
+        else None
+    )
+    return Sampled(
+        ids=torch.cat([part.ids for part in parts]),
+        logprobs=torch.cat([part.logprobs for part in parts]),
+        failed=torch.cat([part.failed for part in parts]),
+        top=top,
+    )
 
 
 def _is_penalised(p: NDArray[np.void]) -> Mask:

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+from transformers.utils.logging import disable_progress_bar
 
 from millrace_shard.errors import UnsupportedModel, WeightsError
 from millrace_shard.kernels.base import Kernels, LayerCache, Linear
@@ -80,6 +81,7 @@ class TransformersModel:
         """Read the checkpoint in `folder` tensor by tensor. Raises UnsupportedModel or WeightsError."""
         check_supported(config)
         SafetensorFiles(folder).close()
+        disable_progress_bar()
         try:
             model, report = AutoModelForCausalLM.from_pretrained(
                 folder,

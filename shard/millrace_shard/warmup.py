@@ -204,6 +204,10 @@ def _new_runner(
         )
         for num_kv_heads, head_dim in loaded.model.geometry.layers
     ]
+    # Block 0 fills up short block tables: it is never written, and may be read where it weighs nothing.
+    reserved = torch.zeros(1, dtype=torch.int64, device=loaded.device)
+    for layer in cache:
+        loaded.kernels.zero_blocks(layer, reserved)
     limits = BatchLimits(
         max_batch_size=max_batch_size,
         max_tokens=max_tokens,

@@ -16,7 +16,7 @@ NEGATIVE_INFINITY = float("-inf")
 
 def apply_temperature(scores: Tensor, temperature: Tensor) -> Tensor:
     """Divide by `temperature` [n, 1]; the best score becomes 0 first, so that nothing overflows upwards."""
-    return (scores - scores.amax(-1, keepdim=True)) / temperature
+    return (scores - scores.amax(-1, keepdim=True)).div_(temperature)
 
 
 def keep_top_k(scores: Tensor, k: Tensor, largest_k: int) -> Tensor:

@@ -59,6 +59,9 @@ def poll(probe: Callable[[], Any], *, what: str) -> Any:
         try:
             if answer := probe():
                 return answer
+        except urllib.error.HTTPError as error:
+            last = error.code
+            error.close()
         except (urllib.error.URLError, ConnectionError, TimeoutError) as error:
             last = error
         time.sleep(0.1)

@@ -16,9 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-import millrace_fakes_children
+import millrace_fakes_launcher
 
-FAKES = str(Path(millrace_fakes_children.__file__))
+LAUNCHER = str(Path(millrace_fakes_launcher.__file__))
 SERVED = "is served at"
 
 
@@ -73,8 +73,7 @@ async def deploy(folder: Path, *flags: str, **environment: str) -> AsyncIterator
     paths = os.pathsep.join(path for path in sys.path if path)
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        FAKES,
-        "launcher",
+        LAUNCHER,
         "--model-id=some/model",
         "--hostname=127.0.0.1",
         f"--port={free_port()}",

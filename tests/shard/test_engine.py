@@ -441,12 +441,14 @@ def test_prompt_logprobs_do_not_depend_on_chunks(driver: Driver, cuts: list[int]
 
 
 def test_candidates_come_beside_tokens_most_likely_first(driver: Driver) -> None:
-    first, second = driver.admit(0, top_n_tokens=3), driver.admit(1, [8, 8])
-    result = driver.run(forward(second, first, chunks=[(1, 2), (0, 6)]))
-    assert result.top_counts.tolist() == [0, 3]
-    best = logits_for(PROMPT).log_softmax(-1).topk(3)
-    assert result.top_ids.tolist() == best.indices.tolist()
-    assert result.top_logprobs.tolist() == pytest.approx(best.values.tolist(), abs=1e-6)
+    rows = {0: (PROMPT, 9), 1: ([8, 8], 0), 2: ([4, 4, 4], 5)}
+    admitted = [driver.admit(slot, ids, top_n_tokens=n, room=2) for slot, (ids, n) in rows.items()]
+    result = driver.run(forward(*admitted, chunks=[(2, 3), (1, 2), (0, 6)]))
+    assert result.top_counts.tolist() == [5, 0, 9]
+    best = [logits_for(ids).log_softmax(-1).topk(n) for ids, n in (rows[2], rows[0])]
+    assert result.top_ids.tolist() == torch.cat([each.indices for each in best]).tolist()
+    expected = torch.cat([each.values for each in best]).tolist()
+    assert result.top_logprobs.tolist() == pytest.approx(expected, abs=1e-6)
 
 
 def test_work_that_raises_reports_it_and_the_thread_lives_on(driver: Driver) -> None:

@@ -1,4 +1,4 @@
-"""Stand-ins for the launcher's children, and the launcher that starts them; run as `python FILE ROLE ARGUMENT…`.
+"""Stand-ins for the launcher's children; run as `python FILE ROLE ARGUMENT…`.
 
 They write `{FAKE_DIR}/{name}.pid` and append to `{FAKE_DIR}/events`; `FAKE_{ROLE}` says how one misbehaves:
 `crash` ends at once with a line on stderr, `deaf` ignores SIGTERM, `mute` never becomes ready.
@@ -18,9 +18,6 @@ from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
-
-from millrace_launcher.__main__ import main as launch
-from millrace_launcher.commands import Programs
 
 FOLDER = Path(os.environ.get("FAKE_DIR", "."))
 
@@ -102,9 +99,6 @@ def download(argv: list[str]) -> None:
 
 def main() -> None:
     role, *argv = sys.argv[1:]
-    if role == "launcher":
-        this = (sys.executable, __file__)
-        sys.exit(launch(argv, Programs(shard=(*this, "shard"), router=(*this, "router"))))
     if role == "router":
         router(argv)
     elif argv[0] == "download-weights":

@@ -26,19 +26,20 @@ def choose_kernels(
 ) -> Kernels:
     """Compiled kernels when they build, fit and agree with plain torch on this machine, else plain.
 
-    The compiled ones are deterministic either way. The first call on a machine compiles, which takes seconds.
+    The first call on a machine compiles, which takes seconds.
     """
     plain = PlainKernels(deterministic=deterministic)
     if not custom or device.type != "cpu":
         return plain
-    reason = _refusal(dtype, head_dims)
+    compiled = CpuKernels(deterministic=deterministic)
+    reason = _refusal(compiled, dtype, head_dims)
     if reason is not None:
         logger.warning("running on plain torch, slower than compiled kernels: %s", reason)
         return plain
-    return CpuKernels()
+    return compiled
 
 
-def _refusal(dtype: torch.dtype, head_dims: Sequence[int]) -> str | None:
+def _refusal(kernels: Kernels, dtype: torch.dtype, head_dims: Sequence[int]) -> str | None:
     """Why the CPU kernels cannot be used, or None."""
     if dtype not in DTYPES:
         return f"they have no {dtype}"
@@ -51,7 +52,7 @@ def _refusal(dtype: torch.dtype, head_dims: Sequence[int]) -> str | None:
     for size in set(head_dims):
         try:
             difference = largest_difference(
-                CpuKernels(), PlainKernels(deterministic=False), dtype=dtype, head_dim=size
+                kernels, PlainKernels(deterministic=False), dtype=dtype, head_dim=size
             )
         except RuntimeError as error:
             return f"they fail on this CPU: {error}"

@@ -1,6 +1,7 @@
 """Kernels for x86 CPUs: compiled operators over pages of 64 positions, in bfloat16 or float32.
 
-A row's bits depend neither on its batch mates, nor on how its prompt was cut, nor on the number of threads. One engine
+In deterministic mode a row's bits depend neither on its batch mates, nor on how its prompt was cut, nor on the
+number of threads; otherwise bfloat16 linears are oneDNN's, whose bits change with the number of rows. One engine
 thread may call them; torch.set_num_threads says how many threads share a call.
 """
 
@@ -23,9 +24,12 @@ class CpuKernels:
     name = "cpu"
     block_size = 64
 
+    def __init__(self, *, deterministic: bool) -> None:
+        self.deterministic = deterministic
+
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Pack `weight` [out, in] and keep `bias` [out]."""
-        return cpu_linear.pack(weight, bias)
+        return cpu_linear.pack(weight, bias, deterministic=self.deterministic)
 
     def new_cache(
         self,

@@ -27,14 +27,22 @@ struct PackedLayer {
   int64_t in, out, block, blocks;
 
   int64_t step() const { return in > kLongSum ? kSumStep : in; }
-  int64_t tile() const { return in > kLongSum ? 64 : 128; }
+  int64_t tile() const { return in > kLongSum || block > 64 ? 64 : 128; }
 };
+
+// Wide blocks reuse rows better; there must be enough of them to share out. The width does not change any bit.
+inline int64_t block_width(int64_t out) {
+  const int64_t enough = std::max<int64_t>(8, 4 * at::get_num_threads());
+  for (const int64_t width : {128, 64})
+    if ((out % width == 0 || out >= 32 * width) && out / width >= enough) return width;
+  return 32;
+}
 
 // weight [out, in] bfloat16, in even -> [ceil(out / block), in / 2, block, 2], missing outputs zero.
 at::Tensor pack_linear(const at::Tensor& weight) {
   TORCH_CHECK(weight.scalar_type() == at::kBFloat16 && weight.is_contiguous() && weight.size(1) % 2 == 0);
   const int64_t out = weight.size(0), in = weight.size(1);
-  const int64_t block = out < 768 ? 32 : 64, blocks = (out + block - 1) / block;
+  const int64_t block = block_width(out), blocks = (out + block - 1) / block;
   at::Tensor packed = at::zeros({blocks, in / 2, block, 2}, weight.options());
   const BFloat16* from = weight.const_data_ptr<BFloat16>();
   BFloat16* to = packed.mutable_data_ptr<BFloat16>();

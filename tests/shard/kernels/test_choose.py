@@ -39,6 +39,17 @@ def test_kernels_that_agree_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen(torch.bfloat16, 80) == "cpu"
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_determinism_is_handed_on(monkeypatch: pytest.MonkeyPatch, deterministic: bool) -> None:
+    pretend(monkeypatch, 0.0)
+    for custom in (True, False):
+        kernels = choose_kernels(
+            CPU, torch.float32, deterministic=deterministic, head_dims=[64], custom=custom
+        )
+        assert isinstance(kernels, (CpuKernels, PlainKernels))
+        assert kernels.deterministic is deterministic
+
+
 @pytest.mark.parametrize(
     ("difference", "reason"),
     [(0.5, "differ by 0.5"), (float("inf"), "differ by inf"), (RuntimeError("no AMX"), "no AMX")],
@@ -114,4 +125,6 @@ def test_agreement_tells_right_from_wrong(dtype: torch.dtype) -> None:
 )
 def test_caches_that_it_has_no_operators_for_are_refused(dtype: torch.dtype, dim: int) -> None:
     with pytest.raises(ValueError, match="no CPU cache"):
-        CpuKernels().new_cache(num_blocks=2, num_kv_heads=1, head_dim=dim, dtype=dtype, device=CPU)
+        CpuKernels(deterministic=True).new_cache(
+            num_blocks=2, num_kv_heads=1, head_dim=dim, dtype=dtype, device=CPU
+        )

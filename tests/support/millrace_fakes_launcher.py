@@ -1,0 +1,15 @@
+"""The launcher itself with stand-in children; run as `python FILE FLAG…`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from millrace_launcher.__main__ import main
+from millrace_launcher.commands import Programs
+
+CHILDREN = (sys.executable, str(Path(__file__).with_name("millrace_fakes_children.py")))
+
+if __name__ == "__main__":
+    programs = Programs(shard=(*CHILDREN, "shard"), router=(*CHILDREN, "router"))
+    sys.exit(main(sys.argv[1:], programs))
