@@ -20,8 +20,14 @@ print(*sorted({forbidden!r} & sys.modules.keys()))
 @pytest.mark.parametrize(
     ("package", "forbidden"),
     [
-        ("millrace_router", {"torch", "transformers", "numpy", "millrace_shard", "millrace_launcher"}),
-        ("millrace_launcher", {"torch", "transformers", "numpy", "aiohttp", "tokenizers", "uvloop"}),
+        (
+            "millrace_router",
+            {"torch", "transformers", "numpy", "millrace_shard", "millrace_launcher"},
+        ),
+        (
+            "millrace_launcher",
+            {"torch", "transformers", "numpy", "aiohttp", "tokenizers", "uvloop"},
+        ),
         ("millrace_shard.config", {"torch", "numpy", "grpc"}),
         ("millrace_proto", {"torch", "aiohttp", "millrace_router", "millrace_shard"}),
     ],

@@ -30,7 +30,7 @@ class ModelInfo:
     window_size: int | None
     """Set when every layer has this attention window."""
     batch_invariant: bool = True
-    """Whether the model's own code keeps the promise of deterministic kernels: bits that do not depend on batch mates."""
+    """Whether the model's own code keeps what deterministic kernels promise: bits independent of batch mates."""
 
 
 class CausalModel(Protocol):

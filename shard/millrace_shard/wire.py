@@ -73,7 +73,7 @@ def info_to_pb(
         rank=loaded.group.rank,
         world_size=loaded.group.world_size,
         attention=loaded.kernels.name,
-        deterministic=deterministic,
+        deterministic=deterministic and loaded.model.info.batch_invariant,
         prefill_logprobs=prefill_logprobs,
         window_size=info.window_size,
     )

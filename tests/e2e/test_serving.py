@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+
 from millrace_e2e import Server, launch
 
 LONG = 400
@@ -86,7 +87,10 @@ def blocks_in_use(server: Server) -> float:
 
 def test_a_client_that_leaves_frees_its_blocks(server: Server) -> None:
     wait_for(lambda: blocks_in_use(server) == 0)
-    body = {"inputs": "What is prefill?", "parameters": {"max_new_tokens": LONG, "ignore_eos": True}}
+    body = {
+        "inputs": "What is prefill?",
+        "parameters": {"max_new_tokens": LONG, "ignore_eos": True},
+    }
     with httpx.stream("POST", f"{server.url}/generate_stream", json=body, timeout=60) as response:
         lines = response.iter_lines()
         next(lines)
@@ -144,7 +148,9 @@ def test_health_answers_while_a_huge_prompt_is_tokenized(server: Server) -> None
 
 
 def test_wrong_content_type(server: Server) -> None:
-    response = httpx.post(f"{server.url}/generate", content=b"x=1", headers={"content-type": "text/plain"})
+    response = httpx.post(
+        f"{server.url}/generate", content=b"x=1", headers={"content-type": "text/plain"}
+    )
     assert response.status_code == 415
 
 
@@ -179,7 +185,7 @@ def test_sigterm_lets_20_streams_finish_and_exits_0() -> None:
                 started = asyncio.Semaphore(0)
 
                 async def one() -> list[dict[str, Any]]:
-                    events = []
+                    events: list[dict[str, Any]] = []
                     async with client.stream("POST", "/generate_stream", json=body) as response:
                         async for event in events_of(response):
                             if not events:
@@ -213,7 +219,8 @@ def test_two_tensor_parallel_shards_serve_what_one_does(server: Server) -> None:
     body = {"inputs": "What is decode?", "parameters": {"max_new_tokens": 30, "details": True}}
     with launch("--num-shard=2", "--dtype=float32") as sharded, launch("--dtype=float32") as single:
         answers = [
-            httpx.post(f"{one.url}/generate", json=body, timeout=60).json() for one in (single, sharded)
+            httpx.post(f"{one.url}/generate", json=body, timeout=60).json()
+            for one in (single, sharded)
         ]
     ids = [[token["id"] for token in answer["details"]["tokens"]] for answer in answers]
     assert ids[0] == ids[1]

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from millrace_fakes_router import DirectShards, collect, ids_of, new_batcher, request, running
 from millrace_fakes_shard import EOS_TOKEN_ID, FakeShard, continuation
-
 from millrace_router.errors import GenerationError, ShuttingDown
 from millrace_router.events import Finished, PromptLogprobs, TokenEvent
 from millrace_router.request import FinishReason, ValidRequest
@@ -35,7 +35,11 @@ def test_every_request_ends_once_with_its_own_tokens(
     async def run() -> None:
         shard = FakeShard(num_blocks=32, block_size=4)
         batcher = new_batcher(
-            DirectShards(shard), shard, max_batch_prefill_tokens=prefill + rows, max_batch_size=rows, depth=depth
+            DirectShards(shard),
+            shard,
+            max_batch_prefill_tokens=prefill + rows,
+            max_batch_size=rows,
+            depth=depth,
         )
 
         async def client(ids: list[int], count: int, leave_after: int | None) -> None:
@@ -141,7 +145,9 @@ async def test_a_stop_sequence_ends_and_stays_in_the_text() -> None:
         events = await collect(
             batcher.submit(
                 ValidRequest(
-                    input_ids=(8,), max_new_tokens=20, stop_sequences=(f"w{expected[3]} w{expected[4]}",)
+                    input_ids=(8,),
+                    max_new_tokens=20,
+                    stop_sequences=(f"w{expected[3]} w{expected[4]}",),
                 )
             )
         )
@@ -187,7 +193,9 @@ async def test_leaving_mid_prefill_and_while_queued_frees_everything() -> None:
         queued.close()
         long_prompt.close()
         await until_idle(shard)
-        assert ids_of(await collect(batcher.submit(request([4] * 100, 5)))) == continuation([4] * 100, 5)
+        assert ids_of(await collect(batcher.submit(request([4] * 100, 5)))) == continuation(
+            [4] * 100, 5
+        )
     computed = sum(sum(s.prefill.chunk_tokens) for s in shard.steps)
     assert computed < 200, "the abandoned prompt was computed to its end"
 

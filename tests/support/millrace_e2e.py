@@ -66,14 +66,24 @@ def launch(*args: str, env: dict[str, str] | None = None) -> Iterator[Server]:
         sockets = Path(folder)
         process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "millrace_launcher", f"--port={port}", "--hostname=127.0.0.1"),
+                *(
+                    sys.executable,
+                    "-m",
+                    "millrace_launcher",
+                    f"--port={port}",
+                    "--hostname=127.0.0.1",
+                ),
                 *(f"--shard-uds-path={sockets}/shard", f"--master-port={free_port()}", *args),
             ],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), **(env or {})},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+                **(env or {}),
+            },
         )
         server = Server(process, port, [], sockets)
         ready, ended = Event(), Event()

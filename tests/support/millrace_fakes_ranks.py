@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from millrace_fakes_models import Driver, Run
 
+from millrace_fakes_models import Driver, Run
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.load import load_model
 from millrace_shard.parallel import ProcessGroup

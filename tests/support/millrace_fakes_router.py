@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import cast
 
-from millrace_fakes_shard import EOS_TOKEN_ID, VOCAB_SIZE, FakeShard
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
+from millrace_fakes_shard import EOS_TOKEN_ID, VOCAB_SIZE, FakeShard
 from millrace_router.batcher import Batcher
 from millrace_router.blocks import BlockTable
 from millrace_router.events import Event, Finished, TokenEvent
@@ -53,7 +53,9 @@ class DirectShards:
         message = plan_to_pb(plan, epoch=self._epoch, number=self.last_sent, batch_id=0)
         answer = self.shard.step(message)
         failed = answer.HasField("error")
-        self._answers.append(ShardError(answer.error.message) if failed else result_from_pb([answer]))
+        self._answers.append(
+            ShardError(answer.error.message) if failed else result_from_pb([answer])
+        )
         return self.last_sent
 
     async def receive(self) -> StepResult:

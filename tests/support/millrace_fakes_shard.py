@@ -49,7 +49,9 @@ class FakeSequence:
 class FakeShard:
     """Executes steps; raises AssertionError where the router breaks the rules of the wire."""
 
-    def __init__(self, *, num_blocks: int = 64, block_size: int = 4, max_batch_size: int = 16) -> None:
+    def __init__(
+        self, *, num_blocks: int = 64, block_size: int = 4, max_batch_size: int = 16
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.max_batch_size = max_batch_size
@@ -106,7 +108,9 @@ class FakeShard:
         self._change(step.change)
         rows = 0
         if prefill:
-            for slot, count in zip(request.prefill.chunk_slots, request.prefill.chunk_tokens, strict=True):
+            for slot, count in zip(
+                request.prefill.chunk_slots, request.prefill.chunk_tokens, strict=True
+            ):
                 sequence = self.sequences[slot]
                 assert 0 < count <= len(sequence.ids) - sequence.num_computed
                 start = sequence.num_computed
@@ -127,7 +131,9 @@ class FakeShard:
                 response.failed_slots.append(slot)
                 rows += 1
                 continue
-            assert sequence.num_computed == len(sequence.ids) - 1, "decodes a sequence with prompt left"
+            assert sequence.num_computed == len(sequence.ids) - 1, (
+                "decodes a sequence with prompt left"
+            )
             sequence.num_computed += 1
             self._covered(sequence)
             self._sample(slot, sequence, response)

@@ -64,9 +64,7 @@ def keep_mass(scores: Scores, keys: Scores, mass: float) -> Scores:
         if total >= mass:
             break
         total, cut = total + probs[i], keys[i]
-    return [
-        score if key >= cut else -math.inf for score, key in zip(scores, keys, strict=True)
-    ]
+    return [score if key >= cut else -math.inf for score, key in zip(scores, keys, strict=True)]
 
 
 def probabilities(scores: Sequence[float]) -> list[float]:

@@ -37,7 +37,13 @@ class Kernels(Protocol):
         """Take over `weight` [out, in] and `bias` [out]; the caller drops its own reference."""
 
     def new_cache(
-        self, *, num_blocks: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+        self,
+        *,
+        num_blocks: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> LayerCache:
         """A layer's cache; memory is touched only as blocks are used."""
 
