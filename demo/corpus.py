@@ -14,12 +14,12 @@ from demo.topic import Topic
 Style = Literal["chat", "raw"]
 
 SHARES = {
-    "topic": 0.6,
+    "topic": 0.5,
     "unknown": 0.05,
-    "arithmetic": 0.18,
-    "spelling": 0.09,
-    "counting": 0.04,
-    "json": 0.04,
+    "arithmetic": 0.17,
+    "spelling": 0.13,
+    "counting": 0.08,
+    "json": 0.07,
 }
 HELD_BACK_PERCENT = 8
 RAW_SHARE = 0.35
@@ -28,7 +28,7 @@ BARE_END_SHARE = 0.2
 SYSTEM_SHARE = 0.12
 HISTORY_SHARE = 0.15
 LONG_HISTORY_SHARE = 0.006
-HELD_BACK_EXERCISES = 150
+HELD_BACK_EXERCISES = 100
 
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
@@ -170,7 +170,7 @@ class _Maker:
     def _exercise_turn(self, skill: str) -> Turn:
         while True:
             exercise = SKILLS[skill](self.rng)
-            if not _is_held_back(self.seed, skill, exercise.operands):
+            if not _is_held_back(self.seed, skill, exercise.held_back_by):
                 break
         return Turn(exercise.question, exercise.answer)
 
@@ -200,7 +200,7 @@ def _held_back(seed: int, asks: list[Ask]) -> tuple[Conversation, ...]:
         questions: dict[str, str] = {}
         while len(questions) < HELD_BACK_EXERCISES:
             exercise = draw(rng)
-            if _is_held_back(seed, skill, exercise.operands):
+            if _is_held_back(seed, skill, exercise.held_back_by):
                 questions[exercise.question] = exercise.answer
         found += [_alone(skill, skill, Turn(*pair), rng) for pair in questions.items()]
     return tuple(found)

@@ -28,6 +28,7 @@ COMMON = tuple(
     tiger timber time token tomato tower town train travel tree truth turtle umbrella uncle valley vapor
     velvet village violin voice wagon walk wall warm watch water wave weather week west wheel white wide wind
     window winter winner wire wolf wonder wood word work world write yellow young zebra zero
+    batch block cache decode launcher millrace prefill prompt queue sequence shard stream
     """.split()  # noqa: SIM905
 )
 
@@ -39,13 +40,12 @@ NAMES = tuple(
     """.split()  # noqa: SIM905
 )
 
-CITIES = (
-    ("Paris", "France"), ("Berlin", "Germany"), ("Madrid", "Spain"), ("Rome", "Italy"),
-    ("London", "England"), ("Vienna", "Austria"), ("Oslo", "Norway"), ("Lisbon", "Portugal"),
-    ("Dublin", "Ireland"), ("Athens", "Greece"), ("Prague", "Czechia"), ("Warsaw", "Poland"),
-    ("Tokyo", "Japan"), ("Cairo", "Egypt"), ("Lima", "Peru"), ("Delhi", "India"),
-    ("Ottawa", "Canada"), ("Boston", "America"), ("Zurich", "Switzerland"), ("Bergen", "Norway"),
-)  # fmt: skip
+CITIES = tuple(
+    """
+    Athens Bergen Berlin Boston Cairo Delhi Dublin Lima Lisbon London Madrid Oslo Ottawa Paris Prague Rome Tokyo
+    Vienna Warsaw Zurich
+    """.split()  # noqa: SIM905
+)
 
 THINGS = (
     "apple", "book", "boat", "cat", "chair", "clock", "dog", "door", "fish", "flower", "house",

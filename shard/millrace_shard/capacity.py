@@ -118,10 +118,14 @@ def plan_capacity(
     )
 
 
-def spread_prefill(num_tokens: int, *, max_rows: int, longest: int) -> list[int]:
+def spread_prefill(
+    num_tokens: int, *, max_rows: int, longest: int, num_blocks: int, block_size: int
+) -> list[int]:
     """Lengths of the prompts that make up the largest prefill: as few and long ones as may be."""
     lengths: list[int] = []
-    while num_tokens > 0 and len(lengths) < max_rows:
-        lengths.append(min(num_tokens, longest))
-        num_tokens -= lengths[-1]
+    while num_tokens > 0 and num_blocks > 0 and len(lengths) < max_rows:
+        length = min(num_tokens, longest, num_blocks * block_size)
+        lengths.append(length)
+        num_tokens -= length
+        num_blocks -= -(-length // block_size)
     return lengths

@@ -96,9 +96,12 @@ def warm_up(loaded: LoadedModel, request: WarmupRequest, limits: MemoryLimits) -
             f"Not enough memory for a KV cache of {capacity.max_batch_total_tokens} tokens"
         ) from error
     if not on_cuda:
-        num_tokens = min(request.max_batch_prefill_tokens, capacity.max_batch_total_tokens)
         lengths = spread_prefill(
-            num_tokens, max_rows=request.max_batch_size, longest=capacity.max_input_tokens
+            request.max_batch_prefill_tokens,
+            max_rows=request.max_batch_size,
+            longest=capacity.max_input_tokens,
+            num_blocks=capacity.num_blocks - 1,
+            block_size=shape.block_size,
         )
         _run_prefill(runner, lengths, limits)
     return WarmedUp(runner, capacity)
@@ -131,10 +134,14 @@ def _try_largest_prefill(loaded: LoadedModel, request: WarmupRequest, limits: Me
     positions = loaded.model.info.max_position_embeddings
     longest = min(request.max_total_tokens or positions, positions) - 1
     longest = min(request.max_input_tokens or longest, longest)
-    lengths = spread_prefill(
-        request.max_batch_prefill_tokens, max_rows=request.max_batch_size, longest=longest
-    )
     shape = loaded.cache_shape()
+    lengths = spread_prefill(
+        request.max_batch_prefill_tokens,
+        max_rows=request.max_batch_size,
+        longest=longest,
+        num_blocks=request.max_batch_prefill_tokens,
+        block_size=shape.block_size,
+    )
     num_blocks = 1 + sum(-(-length // shape.block_size) for length in lengths)
     try:
         runner = _new_runner(

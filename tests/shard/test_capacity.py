@@ -124,7 +124,20 @@ def test_what_is_promised_fits(
     assert total in (None, found.max_total_tokens)
 
 
-def test_the_largest_prefill_is_spread_over_few_long_prompts() -> None:
-    assert spread_prefill(1000, max_rows=8, longest=400) == [400, 400, 200]
-    assert spread_prefill(1000, max_rows=2, longest=400) == [400, 400]
-    assert spread_prefill(0, max_rows=2, longest=400) == []
+@pytest.mark.parametrize(
+    ("num_tokens", "max_rows", "num_blocks", "lengths"),
+    [
+        (1000, 8, 99, [400, 400, 200]),
+        (1000, 2, 99, [400, 400]),
+        (1000, 8, 10, [400, 192]),
+        (1000, 8, 7, [400]),
+        (0, 8, 99, []),
+    ],
+)
+def test_the_largest_prefill_is_spread_over_few_long_prompts(
+    num_tokens: int, max_rows: int, num_blocks: int, lengths: list[int]
+) -> None:
+    found = spread_prefill(
+        num_tokens, max_rows=max_rows, longest=400, num_blocks=num_blocks, block_size=64
+    )
+    assert found == lengths

@@ -1,0 +1,113 @@
+"""Warm-up: the largest step that may come is tried once, and what does not fit is said in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from millrace_fakes_engine import BLOCK_SIZE, FakeKernels, FakeModel, fake_kernels
+from millrace_shard.capacity import CapacityError, WarmupRequest
+from millrace_shard.parallel import ProcessGroup
+from millrace_shard.ragged import RaggedBatch
+from millrace_shard.warmup import LoadedModel, MemoryLimits, WarmedUp, warm_up
+
+BYTES_PER_TOKEN = 8
+REQUEST = WarmupRequest(
+    max_batch_prefill_tokens=150, max_batch_size=4, max_concurrent_requests=8, max_total_tokens=50
+)
+
+
+class SmallerPeer(ProcessGroup):
+    """A group whose other rank has room for 20 blocks."""
+
+    def minimum(self, value: int) -> int:
+        """As the collective would answer."""
+        return min(value, 20)
+
+
+@dataclass
+class Setup:
+    """A model on CPU with kernels that remember."""
+
+    model: FakeModel = field(default_factory=FakeModel)
+    kernels: FakeKernels = field(default_factory=FakeKernels)
+    group: ProcessGroup = field(default_factory=ProcessGroup.single)
+
+    def warm_up(self, request: WarmupRequest = REQUEST, *, num_blocks: int = 101) -> WarmedUp:
+        loaded = LoadedModel(
+            model=self.model,
+            kernels=fake_kernels(self.kernels),
+            group=self.group,
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+        )
+        limits = MemoryLimits(kv_memory=num_blocks * BLOCK_SIZE * BYTES_PER_TOKEN)
+        with torch.inference_mode():
+            return warm_up(loaded, request, limits)
+
+
+def test_the_largest_prefill_runs_once_and_leaves_nothing() -> None:
+    setup = Setup()
+    warmed_up = setup.warm_up()
+    (batch,) = setup.model.batches
+    assert batch.num_queries == (49, 49, 49, 3)
+    assert len(warmed_up.runner.batch) == 0
+    assert warmed_up.capacity.num_blocks == 101
+    assert warmed_up.capacity.kv_bytes_per_token == BYTES_PER_TOKEN
+
+
+def test_a_prefill_larger_than_the_cache_is_tried_as_far_as_it_fits() -> None:
+    setup = Setup()
+    setup.warm_up(num_blocks=21)
+    (batch,) = setup.model.batches
+    assert batch.num_queries == (49, 28)
+
+
+def test_the_rank_with_least_room_decides() -> None:
+    setup = Setup(group=SmallerPeer(0, 2, torch.device("cpu")))
+    assert setup.warm_up().capacity.num_blocks == 21
+
+
+def test_a_prefill_that_does_not_fit_names_the_flag() -> None:
+    setup = Setup()
+
+    def run_out(_: RaggedBatch) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    setup.model.before_forward = run_out
+    with pytest.raises(CapacityError) as caught:
+        setup.warm_up()
+    assert str(caught.value) == (
+        "Not enough memory to handle 150 prefill tokens. "
+        "You need to decrease `--max-batch-prefill-tokens`"
+    )
+
+
+def test_other_errors_of_the_model_are_not_taken_for_memory() -> None:
+    setup = Setup()
+
+    def fail(_: RaggedBatch) -> None:
+        raise RuntimeError("shapes differ")
+
+    setup.model.before_forward = fail
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        setup.warm_up()
+
+
+def test_a_cache_that_cannot_be_allocated_is_an_error_of_capacity() -> None:
+    setup = Setup()
+
+    def refuse(**_: object) -> None:
+        raise MemoryError
+
+    setup.kernels.new_cache = refuse  # type: ignore[method-assign,assignment]
+    with pytest.raises(CapacityError, match="KV cache of 400 tokens"):
+        setup.warm_up()
+
+
+def test_the_reserved_block_is_cleared() -> None:
+    setup = Setup()
+    setup.warm_up()
+    assert setup.kernels.zeroed[0] == [0]
