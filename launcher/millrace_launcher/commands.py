@@ -57,6 +57,7 @@ class Commands:
                 "rank": rank,
                 "world_size": self.num_shard,
                 "cpu_threads": self.threads.threads,
+                "max_total_tokens": self.settings.router.max_total_tokens,
                 "json_output": True,
                 "log_level": self.settings.launcher.log_level,
             }

@@ -42,6 +42,7 @@ WIRING: Mapping[str, frozenset[str]] = {
             "address",
             "rank",
             "world_size",
+            "max_total_tokens",
             "json_output",
             "log_level",
         }

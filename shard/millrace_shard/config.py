@@ -80,6 +80,9 @@ class ShardConfig(BaseSettings):
         default=None,
         description="Type of weights and KV; the model's own, where the device has it.",
     )
+    max_total_tokens: int | None = Field(
+        None, ge=2, description="Longest sequence that will be asked for; RoPE is laid out for it."
+    )
     deterministic: Literal["auto", "on", "off"] = Field(
         default="auto",
         description="on: output never depends on batch mates; off: faster; auto: the device's default.",

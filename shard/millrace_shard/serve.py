@@ -107,6 +107,7 @@ def load(config: ShardConfig, device: torch.device) -> LoadedModel:
         group=group,
         device=device,
         rope_override=_rope_override(config),
+        max_total_tokens=config.max_total_tokens,
     )
     size = sum(path.stat().st_size for path in config.model_folder.glob("*.safetensors"))
     seconds = time.monotonic() - started

@@ -67,7 +67,7 @@ def ints(values: Iterable[int]) -> Ints:
 
 
 def generate(runner: StepRunner, chosen: list[int], chunk: int) -> dict[int, Found]:
-    """(token, bits of its logprob) of the sequences `chosen`, each step computing at most `chunk` prompt tokens a row."""
+    """(token, bits of its logprob) of the sequences `chosen`, whose prompts are cut into chunks of at most `chunk`."""
     blocks = count(1)
     admitted, grown = [], []
     left = {}
