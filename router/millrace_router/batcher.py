@@ -11,7 +11,7 @@ from itertools import count
 import structlog
 
 from millrace_router.entry import Entry, TokenStream
-from millrace_router.errors import GenerationError, ShuttingDown
+from millrace_router.errors import GenerationError, RouterError, ShuttingDown
 from millrace_router.metrics import Metrics
 from millrace_router.planner import PlannerFactory, StepPlan
 from millrace_router.request import ValidRequest
@@ -22,6 +22,7 @@ from millrace_router.wire import StepResult
 
 NON_FINITE = "the model's output is not finite"
 REOPEN_SECONDS = 0.5
+UNREACHABLE_SECONDS = 60.0
 
 log = structlog.get_logger(__name__)
 
@@ -101,8 +102,7 @@ class Batcher:
         finally:
             self._stopped = True
             self._fail_running("the server is shutting down")
-            while len(self._waiting):
-                self._waiting.pop().stream.fail(ShuttingDown())
+            self._fail_waiting(ShuttingDown())
 
     async def _turn(self) -> None:
         """Keep the shards busy, then take one answer."""
@@ -152,8 +152,8 @@ class Batcher:
             row = rows.get(generation.slot)
             if row is None:
                 continue
+            self._metrics.request_skipped_tokens.observe(len(generation.tokens) - 1)
             for token in generation.tokens:
-                self._metrics.request_skipped_tokens.observe(len(generation.tokens) - 1)
                 if row.entry.accept(token.id, token.logprob, token.top):
                     self._planner.drop(row)
                     break
@@ -175,15 +175,23 @@ class Batcher:
         self._flights.clear()
 
     async def _open(self) -> None:
+        """Begin an epoch, however long that takes; who waits longer than UNREACHABLE_SECONDS is told so."""
         self._last_answered = 0
+        started_at = time.monotonic()
         while True:
             try:
                 await self._shards.open()
             except ShardError as error:
                 log.warning("cannot open a stream to the shards", error=str(error))
+                if time.monotonic() - started_at > UNREACHABLE_SECONDS:
+                    self._fail_waiting(GenerationError(str(error)))
                 await asyncio.sleep(REOPEN_SECONDS)
             else:
                 return
+
+    def _fail_waiting(self, error: RouterError) -> None:
+        while len(self._waiting):
+            self._waiting.pop().stream.fail(error)
 
     def _on_close(self, entry: Entry) -> None:
         """A reader has left: a waiting entry goes at once, a running one with the next step."""

@@ -83,8 +83,9 @@ class Planner:
     """Decides admission, chunks, decodes and drops; owns slots and blocks.
 
     A step decodes every row that can, then spends what is left of the prefill budget on prompts in order of
-    arrival: first those already admitted, then new ones while slots and blocks last. The first entry that does not
-    fit stops admission. A dropped row's slot and blocks are reused only once every step that named them is answered.
+    arrival: first those already admitted, of which the first gets a block's worth whatever is left, then new ones
+    while slots and blocks last. The first entry that does not fit stops admission. A dropped row's slot and blocks
+    are reused only once every step that named them is answered.
     """
 
     def __init__(self, budgets: Budgets, blocks: BlockTable) -> None:
@@ -94,6 +95,7 @@ class Planner:
         self._free_slots = list(range(budgets.max_batch_size - 1, -1, -1))
         self._to_drop: list[Row] = []
         self._retired: deque[tuple[int, int]] = deque()
+        self._least_chunk = min(blocks.block_size, budgets.max_batch_prefill_tokens)
 
     def drop(self, row: Row) -> None:
         """Take `row` out of the batch; the shards hear of it with the next step."""
@@ -140,9 +142,11 @@ class Planner:
     def _plan_prompts(self, waiting: WaitingQueue, draft: _Draft) -> None:
         budget = self.budgets.max_batch_prefill_tokens - len(draft.decodes)
         for row in self.rows.values():
-            if budget <= 0:
-                return
-            budget -= self._chunk(row, budget, draft)
+            if row.num_prompt_left:
+                # Decodes may take the whole budget, but what has been admitted must go on.
+                budget -= self._chunk(row, max(budget, self._least_chunk), draft)
+                if budget <= 0:
+                    return
         while budget > 0 and (admitted := self._admit(waiting)) is not None:
             draft.admitted.append(admitted)
             budget -= self._chunk(admitted, budget, draft)

@@ -28,6 +28,8 @@ CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.use_local_subchannel_pool", 1),
 )
+STUCK_SECONDS = 120
+"""Longer than any step should take, and than the time-out of a group's collectives."""
 STREAM_ERRORS = (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError)
 
 T = TypeVar("T")
@@ -72,7 +74,7 @@ class ShardClient:
         """The oldest answer that has not been read.
 
         Raises:
-            ShardError: the stream has ended.
+            ShardError: the step failed, or the stream has ended.
 
         """
         if self._steps is None:
@@ -80,6 +82,8 @@ class ShardClient:
         answer = await self._steps.read()
         if not isinstance(answer, pb.StepResponse):
             raise ShardError(f"shard {self.address} ended its stream of steps")
+        if answer.HasField("error"):
+            raise ShardError(answer.error.message)
         return answer
 
     async def reset(self) -> None:
@@ -103,6 +107,8 @@ class ShardedClient:
         self._epoch = 0
         self._number = 0
         self._batch_id = 0
+        self._warmup: pb.WarmupRequest | None = None
+        self._capacity: Capacity | None = None
 
     @property
     def last_sent(self) -> int:
@@ -125,8 +131,10 @@ class ShardedClient:
         return info_from_pb(min(infos, key=lambda info: info.rank))
 
     async def health(self, *, timeout: float = 5.0) -> None:
-        """Ask every rank; raises ShardError unless all answer."""
-        await self._all(shard.health(timeout=timeout) for shard in self._shards)
+        """Ask every rank; raises ShardError unless all answer and none sits on a step."""
+        for state in await self._all(shard.health(timeout=timeout) for shard in self._shards):
+            if state.pending_steps and state.idle_ns > STUCK_SECONDS * 1e9:
+                raise ShardError(f"no step has ended for {state.idle_ns / 1e9:.0f} s")
 
     async def warmup(
         self,
@@ -147,10 +155,28 @@ class ShardedClient:
             max_total_tokens=max_total_tokens,
             max_batch_total_tokens=max_batch_total_tokens,
         )
-        return capacity_from_pb(await self._all(shard.warmup(request) for shard in self._shards))
+        self._warmup = request
+        self._capacity = await self._warm_up(request)
+        return self._capacity
 
     async def open(self) -> None:
-        """Begin a new epoch with an empty batch on every rank."""
+        """Begin a new epoch with an empty batch on every rank.
+
+        Shards that were started anew have no KV cache yet, and are warmed up again.
+        """
+        try:
+            await self._open()
+        except ShardError:
+            if self._warmup is None:
+                raise
+            if await self._warm_up(self._warmup) != self._capacity:
+                raise ShardError("the shards came back with another KV capacity") from None
+            await self._open()
+
+    async def _warm_up(self, request: pb.WarmupRequest) -> Capacity:
+        return capacity_from_pb(await self._all(shard.warmup(request) for shard in self._shards))
+
+    async def _open(self) -> None:
         if self._epoch:
             for shard in self._shards:
                 await shard.reset()
@@ -184,9 +210,6 @@ class ShardedClient:
 
     async def _answers(self) -> list[pb.StepResponse]:
         answers = await self._all(shard.read() for shard in self._shards)
-        for answer in answers:
-            if answer.HasField("error"):
-                raise ShardError(answer.error.message)
         first = answers[0]
         if any((a.number, a.checksum) != (first.number, first.checksum) for a in answers):
             raise ShardError("the ranks of the group disagree about a step")

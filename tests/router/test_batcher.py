@@ -200,6 +200,44 @@ async def test_leaving_mid_prefill_and_while_queued_frees_everything() -> None:
     assert computed < 200, "the abandoned prompt was computed to its end"
 
 
+async def test_leaving_a_running_stream_frees_its_blocks_within_the_steps_in_flight() -> None:
+    shard = FakeShard()
+    batcher = new_batcher(DirectShards(shard), shard)
+    async with running(batcher):
+        leaver = batcher.submit(request([1, 2, 3], 40))
+        stayer = batcher.submit(request([4, 5, 6], 40))
+        for _ in range(5):
+            await anext(leaver)
+        slot = shard.steps[1].prefill.change.admitted[0].slot
+        leaver.close()
+        seen = len(shard.steps)
+        assert ids_of(await collect(stayer)) == continuation([4, 5, 6], 40)
+    after = shard.steps[seen:]
+    dropped_in = next(i for i, s in enumerate(after) if slot in s.decode.change.dropped_slots)
+    assert dropped_in <= 1, "a step was sent with a row that nobody reads"
+    assert all(slot not in step.decode.decode_slots for step in after[dropped_in:])
+
+
+async def test_a_prompt_goes_on_beside_decodes_that_use_up_the_budget() -> None:
+    shard = FakeShard(num_blocks=64, block_size=4)
+    batcher = new_batcher(DirectShards(shard), shard, max_batch_prefill_tokens=4, max_batch_size=8)
+    async with running(batcher):
+        short = [batcher.submit(request([i], 60)) for i in range(3)]
+        for stream in short:
+            await anext(stream)
+        long_prompt = batcher.submit(request([9] * 40, 2))
+        while not any(
+            s.prefill.change.admitted and len(s.prefill.decode_slots) == 3 for s in shard.steps
+        ):
+            await asyncio.sleep(0)
+        admitted_at = len(shard.steps)
+        events = await collect(long_prompt)
+        assert ids_of(events) == continuation([9] * 40, 2)
+        assert len(shard.steps) - admitted_at < 20, "the prompt crawled one token a step"
+        for stream in short:
+            stream.close()
+
+
 async def test_prompt_logprobs_arrive_whole_before_the_first_token() -> None:
     shard = FakeShard()
     batcher = new_batcher(DirectShards(shard), shard, max_batch_prefill_tokens=3)

@@ -74,6 +74,37 @@ async def test_a_shard_that_dies_fails_its_streams_and_the_next_epoch_serves(add
     await shards.close()
 
 
+async def test_shards_started_anew_are_warmed_up_again(address: str) -> None:
+    shards = ShardedClient([address])
+    limits = {"max_input_tokens": None, "max_total_tokens": 20, "max_batch_total_tokens": None}
+    sizes = {"max_batch_prefill_tokens": 16, "max_batch_size": 4, "max_concurrent_requests": 8}
+    with serve_fake_shard(address, FakeShard()):
+        await shards.warmup(**sizes, **limits)  # type: ignore[arg-type]
+        await shards.open()
+    cold = FakeShard()
+    cold.is_warm = False
+    with serve_fake_shard(address, cold):
+        await shards.open()
+    assert cold.is_warm
+    smaller = FakeShard(num_blocks=5)
+    smaller.is_warm = False
+    with serve_fake_shard(address, smaller), pytest.raises(ShardError, match="another KV capacity"):
+        await shards.open()
+    await shards.close()
+
+
+async def test_a_shard_that_sits_on_a_step_is_not_healthy(address: str) -> None:
+    shard = FakeShard()
+    with serve_fake_shard(address, shard):
+        shards = ShardedClient([address])
+        shard.stuck_seconds = 10.0
+        await shards.health()
+        shard.stuck_seconds = 1000.0
+        with pytest.raises(ShardError, match="no step has ended for 1000 s"):
+            await shards.health()
+        await shards.close()
+
+
 async def test_every_rank_gets_every_step(tmp_path: Path) -> None:
     addresses = [f"unix:{tmp_path}/{rank}" for rank in range(2)]
     ranks = [FakeShard(), FakeShard()]

@@ -61,6 +61,8 @@ class FakeShard:
         self.not_finite: set[int] = set()
         self.eos_after: dict[int, int] = {}
         self.gate: Event | None = None
+        self.is_warm = True
+        self.stuck_seconds = 0.0
         self._epoch = 0
         self._number = 0
         self._failed = False
@@ -76,6 +78,10 @@ class FakeShard:
         self.steps.append(request)
         work = request.WhichOneof("work")
         response = pb.StepResponse(epoch=request.epoch, number=request.number)
+        if not self.is_warm:
+            response.error.kind = pb.StepError.KIND_FAILED
+            response.error.message = "no step before Warmup"
+            return response
         if work == "open":
             self.sequences.clear()
             self._epoch, self._number, self._failed = request.epoch, 0, False
@@ -200,9 +206,11 @@ class FakeShardService(pb_grpc.ShardServiceServicer):
         )
 
     def Health(self, request: pb.HealthRequest, context: grpc.ServicerContext) -> pb.HealthResponse:
-        return pb.HealthResponse()
+        stuck = self.shard.stuck_seconds
+        return pb.HealthResponse(pending_steps=int(stuck > 0), idle_ns=int(stuck * 1e9))
 
     def Warmup(self, request: pb.WarmupRequest, context: grpc.ServicerContext) -> pb.WarmupResponse:
+        self.shard.is_warm = True
         capacity = (self.shard.num_blocks - 1) * self.shard.block_size
         total = request.max_total_tokens or min(capacity, 1024)
         return pb.WarmupResponse(
