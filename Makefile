@@ -5,13 +5,13 @@
 #                       default index would bring the CUDA build of torch (pip's own
 #                       PIP_EXTRA_INDEX_URL and PIP_FIND_LINKS work as well)
 #   PORT=3000           where `make serve` listens
-#   MODEL=demo/model    what `make serve` serves: a folder or a hub name
+#   MODEL=NAME          what `make serve` serves: a folder or a hub name; the demo model when empty
 #   ARGS="--flag ..."   more flags for the launcher, pytest or the benchmark
 
 PYTHON ?= python3
 TORCH_INDEX ?=
 PORT ?= 3000
-MODEL ?= demo/model
+MODEL ?=
 ARGS ?=
 
 BIN := .venv/bin
@@ -43,7 +43,9 @@ $(BIN)/python:
 	$(PYTHON) -m venv --clear .venv
 
 $(INSTALLED): pyproject.toml constraints.txt proto/compile.py | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
+	@echo "Installing Millrace into .venv: a few minutes the first time"
+	@test -t 1 || quiet=--quiet; \
+	$(BIN)/python -m pip install $$quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
 	@touch $@
 
 $(GENERATED): $(PROTO) proto/compile.py | $(INSTALLED)
@@ -53,7 +55,7 @@ $(GENERATED): $(PROTO) proto/compile.py | $(INSTALLED)
 proto: $(GENERATED)
 
 serve: install
-	@exec $(BIN)/millrace-launcher --model-id $(MODEL) --port $(PORT) $(ARGS)
+	@exec $(BIN)/millrace-launcher $(if $(MODEL),--model-id $(MODEL)) --port $(PORT) $(ARGS)
 
 test: install
 	$(BIN)/python -m pytest -m "not ecosystem" $(ARGS)

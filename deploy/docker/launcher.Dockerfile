@@ -33,7 +33,7 @@ RUN apt-get update \
     && useradd --uid 10001 --create-home millrace \
     && install --directory --owner=10001 /data
 COPY --from=build /opt/millrace /opt/millrace
-COPY deploy/docker/http_health.py /opt/millrace/http_health.py
+COPY --chmod=644 deploy/docker/http_health.py /opt/millrace/http_health.py
 ENV PATH=/opt/millrace/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     HF_HOME=/data \

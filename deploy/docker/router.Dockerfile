@@ -21,7 +21,7 @@ LABEL org.opencontainers.image.title="Millrace router" \
       org.opencontainers.image.version="0.1.0"
 RUN useradd --uid 10001 --create-home millrace
 COPY --from=build /opt/millrace /opt/millrace
-COPY deploy/docker/http_health.py /opt/millrace/http_health.py
+COPY --chmod=644 deploy/docker/http_health.py /opt/millrace/http_health.py
 ENV PATH=/opt/millrace/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     PORT=3000

@@ -26,7 +26,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --uid 10001 --create-home millrace
 COPY --from=build /opt/millrace /opt/millrace
-COPY deploy/docker/shard_health.py /opt/millrace/shard_health.py
+COPY --chmod=644 deploy/docker/shard_health.py /opt/millrace/shard_health.py
 ENV PATH=/opt/millrace/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     ADDRESS=0.0.0.0:50051

@@ -6,10 +6,12 @@ import asyncio
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from millrace_launcher import logs
 from millrace_launcher.arguments import Settings, read_settings
 from millrace_launcher.checks import check, notices
+from millrace_launcher.claims import claimed_port, claimed_sockets
 from millrace_launcher.commands import Commands, Programs
 from millrace_launcher.demo import DEMO_NAME, demo_folder
 from millrace_launcher.devices import query_gpus, shard_count, visible_devices
@@ -25,8 +27,9 @@ def main(argv: Sequence[str] | None = None, programs: Programs | None = None) ->
     settings = read_settings(sys.argv[1:] if argv is None else argv)
     logs.setup(settings.launcher)
     try:
-        commands = _prepare(settings, programs or Programs())
-        asyncio.run(_launch(commands))
+        with ExitStack() as claims:
+            commands = _prepare(settings, programs or Programs(), claims)
+            asyncio.run(_launch(commands))
     except LaunchError as error:
         sys.stderr.write(f"Error: {error}\n")
         return 1
@@ -37,23 +40,21 @@ async def _launch(commands: Commands) -> None:
     await Launcher(commands).run()
 
 
-def _prepare(settings: Settings, programs: Programs) -> Commands:
-    """Say what will be run, refuse what cannot be, and decide shards and threads. Raises LaunchError."""
-    log.info("Millrace %s", millrace_version())
-    if settings.show_env:
-        log.info("%s", runtime_info(os.environ))
-    rows = settings.configured()
-    chosen = [f"{name}={value} ({origin})" for name, value, origin in rows if origin != "default"]
-    log.info("Set: %s", ", ".join(chosen) or "nothing")
-    log.info("Defaults: %s", ", ".join(f"{n}={v}" for n, v, origin in rows if origin == "default"))
+def _prepare(settings: Settings, programs: Programs, claims: ExitStack) -> Commands:
+    """Say what will be run, refuse what cannot be, and decide shards, sockets and threads. Raises LaunchError.
+
+    What is claimed for this deployment is let go of by `claims`.
+    """
+    _say_settings(settings)
     check(settings)
-    for notice in notices(settings):
+    launcher, device = settings.launcher, settings.shard.device
+    gpus = query_gpus("name")
+    on_cpu = device == "cpu" or (device == "auto" and not gpus)
+    for notice in notices(settings, on_cpu=on_cpu):
         log.info("%s", notice)
-    launcher = settings.launcher
     num_shard = shard_count(
         sharded=launcher.sharded, num_shard=launcher.num_shard, visible=visible_devices(os.environ)
     )
-    gpus = query_gpus("name")
     threads = plan_threads(
         cores=usable_cores(),
         shards=num_shard,
@@ -69,16 +70,41 @@ def _prepare(settings: Settings, programs: Programs) -> Commands:
     )
     if launcher.model_id is None:
         log.info("No --model-id, so the demo model is served")
+    uds_path = claims.enter_context(
+        claimed_sockets(
+            launcher.shard_uds_path,
+            num_shard=num_shard,
+            may_move="shard_uds_path" not in settings.chosen,
+        )
+    )
+    master_port = claims.enter_context(
+        claimed_port(
+            settings.shard.master_port,
+            may_move=num_shard > 1 and "master_port" not in settings.chosen,
+        )
+    )
     return Commands(
         settings=settings,
         model_id=launcher.model_id or str(demo_folder()),
         model_name=launcher.model_id or DEMO_NAME,
         num_shard=num_shard,
+        shard_uds_path=uds_path,
+        master_port=master_port,
         threads=threads,
         environ=os.environ,
         programs=programs,
         compute_type=f"{num_shard}-{gpus[0].lower().replace(' ', '-')}" if gpus else None,
     )
+
+
+def _say_settings(settings: Settings) -> None:
+    log.info("Millrace %s", millrace_version())
+    if settings.show_env:
+        log.info("%s", runtime_info(os.environ))
+    rows = settings.configured()
+    chosen = [f"{name}={value} ({origin})" for name, value, origin in rows if origin != "default"]
+    log.info("Set: %s", ", ".join(chosen) or "nothing")
+    log.info("Defaults: %s", ", ".join(f"{n}={v}" for n, v, origin in rows if origin == "default"))
 
 
 if __name__ == "__main__":

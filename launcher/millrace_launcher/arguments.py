@@ -45,6 +45,11 @@ class Settings:
     """Fields that came from the environment."""
     show_env: bool = False
 
+    @property
+    def chosen(self) -> frozenset[str]:
+        """Fields that the user set, either way."""
+        return self.given | self.from_environment
+
     def configured(self) -> list[tuple[str, str, str]]:
         """(field, value, origin) of every flag, secrets hidden; the origin is flag, environment or default."""
         configs: Mapping[str, BaseSettings] = {

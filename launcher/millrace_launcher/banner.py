@@ -26,7 +26,7 @@ def closing_banner(base: str, *, model: str, needs_key: bool) -> str:
         (
             "",
             f"  {model} is served at {base}",
-            f"  metrics at {base}/metrics, API reference at {base}/docs",
+            f"  metrics at {base}/metrics",
             "",
             f"  curl {base}/generate -X POST -d '{body}' -H 'Content-Type: application/json'{key}",
             "",

@@ -20,7 +20,13 @@ WITHOUT_EFFECT = {
     "ngrok_edge": "it is used with --ngrok only",
     "waiting_served_ratio": "prompts are chunked, so running answers never wait for them; shown in /info",
     "max_waiting_tokens": "prompts are chunked, so they never wait for running answers; shown in /info",
+    "cuda_graphs": "no CUDA graphs are captured yet",
+    "disable_grammar_support": "grammars are not supported yet, so requests with one are refused anyway",
+    "max_image_fetch_size": "no images are fetched; requests with one are refused",
     "trust_remote_code": "code from a model repository is never run; a model that needs it is refused",
+}
+WITHOUT_EFFECT_ON_CPU = {
+    "cuda_memory_fraction": "the model runs on CPU; --kv-memory bounds the KV cache"
 }
 
 
@@ -49,8 +55,9 @@ def check(settings: Settings) -> None:
             raise ArgumentValidation(
                 f"`max_total_tokens` must be <= `max_batch_total_tokens`. Given: {total} and {capacity}"
             )
-        if router.max_batch_prefill_tokens > capacity and "max_batch_prefill_tokens" in _chosen(
-            settings
+        if (
+            router.max_batch_prefill_tokens is not None
+            and router.max_batch_prefill_tokens > capacity
         ):
             raise ArgumentValidation(
                 "`max_batch_prefill_tokens` must be <= `max_batch_total_tokens`."
@@ -60,10 +67,11 @@ def check(settings: Settings) -> None:
         raise ArgumentValidation("`port` must be > 0")
 
 
-def notices(settings: Settings) -> Iterator[str]:
+def notices(settings: Settings, *, on_cpu: bool) -> Iterator[str]:
     """A line for each flag that was set and changes nothing."""
-    for name in sorted(_chosen(settings) & WITHOUT_EFFECT.keys()):
-        yield f"{option_name(name)} has no effect: {WITHOUT_EFFECT[name]}"
+    reasons = WITHOUT_EFFECT | (WITHOUT_EFFECT_ON_CPU if on_cpu else {})
+    for name in sorted(settings.chosen & reasons.keys()):
+        yield f"{option_name(name)} has no effect: {reasons[name]}"
 
 
 def _refuse_unsupported(settings: Settings) -> None:
@@ -82,8 +90,3 @@ def _refuse_unsupported(settings: Settings) -> None:
         if router.ngrok_edge is None:
             raise ArgumentValidation("`ngrok-edge` must be set when using ngrok tunneling")
         raise ArgumentValidation("--ngrok is not supported; run the ngrok agent beside the server")
-
-
-def _chosen(settings: Settings) -> frozenset[str]:
-    """Fields that the user set, either way."""
-    return settings.given | settings.from_environment

@@ -11,6 +11,7 @@ from pathlib import Path
 from pydantic_settings import BaseSettings
 
 from millrace_launcher.arguments import Settings
+from millrace_launcher.claims import socket_paths
 from millrace_launcher.flags import OWNERS, SECRETS, as_text, option_name
 from millrace_launcher.process import Command
 from millrace_launcher.threads import ThreadPlan
@@ -36,6 +37,8 @@ class Commands:
     model_id: str
     model_name: str
     num_shard: int
+    shard_uds_path: str
+    master_port: int
     threads: ThreadPlan
     environ: Mapping[str, str]
     compute_type: str | None = None
@@ -52,7 +55,8 @@ class Commands:
         """One rank of the tensor-parallel group."""
         config = self.settings.shard.model_copy(
             update={
-                "uds_path": self.settings.launcher.shard_uds_path,
+                "uds_path": self.shard_uds_path,
+                "master_port": self.master_port,
                 "address": None,
                 "rank": rank,
                 "world_size": self.num_shard,
@@ -103,8 +107,7 @@ class Commands:
 
     def socket_paths(self) -> list[Path]:
         """The shards' sockets by rank."""
-        prefix = self.settings.launcher.shard_uds_path
-        return [Path(f"{prefix}-{rank}") for rank in range(self.num_shard)]
+        return socket_paths(self.shard_uds_path, self.num_shard)
 
     def _environment(self) -> dict[str, str]:
         """The launcher's, less what is forwarded as flags, plus what the hub's client reads."""

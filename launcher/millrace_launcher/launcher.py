@@ -27,11 +27,12 @@ from millrace_launcher.guard import DONE
 from millrace_launcher.logs import log, relay
 from millrace_launcher.process import Command, ManagedProcess
 from millrace_launcher.readiness import router_ready, shard_ready
-from millrace_launcher.sockets import clear_socket, refuse_busy_port
+from millrace_launcher.sockets import refuse_busy_port
+from millrace_router.config import listen_address
 
 DOWNLOAD_GRACE_SECONDS = 10.0
-# Children end what is running themselves when the grace is over; they get this long to say so.
-EXIT_MARGIN_SECONDS = 5.0
+# When the grace is over, the router still cuts off what runs and gives its last answers 5 s to be sent.
+EXIT_MARGIN_SECONDS = 10.0
 GUARD_SECONDS = 12.0
 
 
@@ -74,9 +75,7 @@ class Launcher:
 
     async def _serve(self) -> None:
         router = self._settings.router
-        refuse_busy_port(router.hostname, router.port)
-        for path in self._commands.socket_paths():
-            clear_socket(path)
+        refuse_busy_port(listen_address(router.hostname), router.port)
         folder = await self._resolve_model()
         await self._start_shards(folder)
         base = await self._start_router(folder)
@@ -130,7 +129,7 @@ class Launcher:
         """The router's base URL, once it answers there."""
         log.info("Starting Webserver")
         router = self._settings.router
-        base = url(router.hostname, router.port)
+        base = url(listen_address(router.hostname), router.port)
         self._router = await self._start(self._commands.router(folder))
         await self._until([router_ready(base)], shards=ShardFailed, webserver=WebserverCannotStart)
         return base

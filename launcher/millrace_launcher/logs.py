@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -24,6 +25,9 @@ LEVELS: Mapping[str, int] = {
 }
 WORDS = {TRACE: "TRACE", logging.DEBUG: "DEBUG", logging.INFO: "INFO", logging.WARNING: "WARN"}
 COLOURS = {"TRACE": "35", "DEBUG": "34", "INFO": "32", "WARN": "33", "ERROR": "31"}
+
+# Control characters but the tab, line separators, marks of direction, and halves of UTF-16 pairs.
+UNSAFE = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 log = logging.getLogger("millrace_launcher")
 
@@ -68,7 +72,8 @@ class JsonFormatter(logging.Formatter):
             "fields": fields,
             "target": getattr(record, "target", record.name),
         }
-        return json.dumps(line, ensure_ascii=False)
+        # Half of a UTF-16 pair, which JSON can say and UTF-8 cannot, stays escaped.
+        return json.dumps(line, ensure_ascii=False).encode(errors="backslashreplace").decode()
 
 
 class PlainFormatter(logging.Formatter):
@@ -82,9 +87,26 @@ class PlainFormatter(logging.Formatter):
         """One line."""
         word = WORDS.get(record.levelno, "ERROR")
         level = f"\x1b[{COLOURS[word]}m{word:>5}\x1b[0m" if self._colour else f"{word:>5}"
-        others = {k: v for k, v in getattr(record, "fields", {}).items() if k != "message"}
-        tail = "".join(f" {name}={value}" for name, value in others.items())
-        return f"{_timestamp(record)} {level} {getattr(record, 'target', record.name)}: {record.getMessage()}{tail}"
+        fields = {k: v for k, v in getattr(record, "fields", {}).items() if k != "message"}
+        traceback = fields.pop("exception", None)
+        target, message = getattr(record, "target", None), record.getMessage()
+        # Only the launcher's own messages are trusted with more lines than one.
+        text = _indented(message) if target is None else _one_line(message)
+        tail = "".join(f" {_one_line(name)}={_one_line(value)}" for name, value in fields.items())
+        if traceback is not None:
+            tail += f"\n    {_indented(traceback)}"
+        head = f"{_one_line(_timestamp(record))} {level} {_one_line(target or record.name)}"
+        return f"{head}: {text}{tail}"
+
+
+def _one_line(text: object) -> str:
+    """Nothing in it moves a terminal's cursor, ends the line or turns the direction of writing."""
+    return UNSAFE.sub(lambda found: repr(found.group())[1:-1], str(text))
+
+
+def _indented(text: object) -> str:
+    """Its lines, none of which can pass for the start of a record."""
+    return "\n    ".join(map(_one_line, str(text).split("\n")))
 
 
 def _parse(line: str) -> dict[str, Any] | None:

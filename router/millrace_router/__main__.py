@@ -17,13 +17,14 @@ import structlog
 from aiohttp import web
 
 from millrace_router import logs
-from millrace_router.config import RouterConfig
+from millrace_router.config import ANY_ADDRESS, RouterConfig, listen_address
 from millrace_router.infer import Infer
 from millrace_router.process import bind, die_with_parent
 from millrace_router.server import create_runner
 from millrace_router.startup import Running, StartupError, start
 
 EVENT_LOOP_MODULE = "uvloop" if find_spec("uvloop") else "asyncio"
+BACKLOG = 128
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 log = structlog.get_logger(__name__)
@@ -88,13 +89,18 @@ def _listen_to_signals(stop: asyncio.Event) -> None:
 
 
 def _reserve_port(config: RouterConfig) -> socket.socket:
+    address = listen_address(config.hostname)
+    if address == ANY_ADDRESS != config.hostname:
+        log.warning("--hostname is no IP address: listening on all", hostname=config.hostname)
     try:
-        return bind(config.hostname, config.port)
+        return bind(address, config.port)
     except OSError as error:
-        where = f"{config.hostname}:{config.port}"
-        raise StartupError(
-            f"Cannot listen on {where}: {error.strerror}. Choose another with --port."
-        ) from error
+        raise _cannot_listen(config, error) from error
+
+
+def _cannot_listen(config: RouterConfig, error: OSError) -> StartupError:
+    where = f"{listen_address(config.hostname)}:{config.port}"
+    return StartupError(f"Cannot listen on {where}: {error.strerror}. Choose another with --port.")
 
 
 async def _start_unless(stop: asyncio.Event, config: RouterConfig) -> Running | None:
@@ -116,7 +122,12 @@ async def _serve_http(
     runner = create_runner(running.services)
     await runner.setup()
     try:
-        await web.SockSite(runner, reserved).start()
+        try:
+            # Another may have reserved the same; uvloop would not say so.
+            reserved.listen(BACKLOG)
+            await web.SockSite(runner, reserved, backlog=BACKLOG).start()
+        except OSError as error:
+            raise _cannot_listen(config, error) from error
         host, port = reserved.getsockname()[:2]
         log.info("Connected", url=f"http://{host}:{port}")
         stopping = asyncio.create_task(stop.wait())

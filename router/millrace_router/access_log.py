@@ -64,7 +64,7 @@ def _log(request: web.Request, status: int, seconds: float) -> None:
     write(
         "request",
         method=request.method,
-        route=request.path[:200],
+        route=request.rel_url.raw_path[:200],
         status=status,
         total_time=round(seconds, 6),
         **_summary(request[_GENERATIONS]),

@@ -11,7 +11,7 @@ from itertools import count
 import structlog
 
 from millrace_router.entry import Entry, TokenStream
-from millrace_router.errors import GenerationError, RouterError, ShuttingDown
+from millrace_router.errors import GenerationError, NonFiniteOutput, RouterError, ShuttingDown
 from millrace_router.metrics import Metrics
 from millrace_router.planner import PlannerFactory, StepPlan
 from millrace_router.request import ValidRequest
@@ -20,7 +20,6 @@ from millrace_router.tokenizer import Tokenizer
 from millrace_router.waiting import WaitingQueue
 from millrace_router.wire import StepResult
 
-NON_FINITE = "the model's output is not finite"
 REOPEN_SECONDS = 0.5
 UNREACHABLE_SECONDS = 60.0
 
@@ -146,7 +145,7 @@ class Batcher:
                 rows[slot].entry.accept_prompt_logprobs(logprobs)
         for slot in result.failed_slots:
             if slot in rows:
-                rows[slot].entry.stream.fail(GenerationError(NON_FINITE))
+                rows[slot].entry.stream.fail(NonFiniteOutput())
                 self._planner.drop(rows[slot])
         for generation in result.generations:
             row = rows.get(generation.slot)

@@ -6,8 +6,10 @@ Imported by the launcher too, so nothing here may be heavier than pydantic.
 from __future__ import annotations
 
 import ipaddress
+import os
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -89,8 +91,10 @@ class RouterConfig(BaseSettings):
     max_batch_size: int | None = Field(
         default=None, description="Most sequences that run together."
     )
-    max_batch_prefill_tokens: int = Field(
-        default=4096, ge=1, description="Most prompt tokens that one step computes."
+    max_batch_prefill_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Most prompt tokens that one step computes; 4096, or what fits, when absent.",
     )
     max_batch_total_tokens: int | None = Field(
         default=None,
@@ -143,8 +147,11 @@ class RouterConfig(BaseSettings):
     @classmethod
     def from_args(cls, argv: Sequence[str]) -> Self:
         """Read the command line and the environment; exit 2 with a message when either is wrong."""
+        # Empty values count as absent everywhere else.
+        empty_key = "--api-key=" in argv or ("--api-key", "") in pairwise(argv)
+        values: dict[str, Any] = {"api_key": ""} if empty_key else {}
         try:
-            return cls(_cli_parse_args=list(argv))  # type: ignore[call-arg]
+            return cls(_cli_parse_args=list(argv), **values)  # type: ignore[call-arg]
         except ValidationError as error:
             for problem in error.errors():
                 flag = "--" + "-".join(map(str, problem["loc"])).replace("_", "-")
@@ -163,6 +170,8 @@ class RouterConfig(BaseSettings):
         if not filled.get("shard_addresses"):
             default = cls.model_fields["master_shard_uds_path"].default
             filled["shard_addresses"] = f"unix:{filled.get('master_shard_uds_path') or default}"
+        if filled.get("api_key") is None and os.environ.get("API_KEY") == "":
+            filled["api_key"] = ""
         return filled
 
     @field_validator("shard_addresses", "cors_allow_origin", mode="before")
@@ -170,11 +179,13 @@ class RouterConfig(BaseSettings):
     def _split_commas(cls, value: object) -> object:
         return split_commas(value)
 
-    @field_validator("hostname")
+    @field_validator("api_key")
     @classmethod
-    def _resolve_hostname(cls, value: str) -> str:
-        """Containers export their own name as HOSTNAME; such a name means any address, as in TGI."""
-        return listen_address(value)
+    def _refuse_empty_key(cls, value: str | None) -> str | None:
+        """Whoever sets a key wants one: an empty one must not open the server."""
+        if value is not None and not value.strip():
+            raise ValueError("is empty; give a key, or unset API_KEY to serve without one")
+        return value
 
     @field_validator("log_level", mode="before")
     @classmethod
@@ -192,7 +203,10 @@ def split_commas(value: object) -> object:
 
 
 def listen_address(hostname: str) -> str:
-    """The IP address to bind for what the user called the host."""
+    """The IP address to bind for what the user called the host.
+
+    Containers export their own name as HOSTNAME; such a name means any address, as in TGI.
+    """
     if hostname == "localhost":
         return "127.0.0.1"
     try:

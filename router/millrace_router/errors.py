@@ -5,14 +5,17 @@ RouterError
 │   └── BodyError             400  validation         (the body is not JSON)
 │       ├── BodyShapeError    422  validation         (JSON of another shape)
 │       ├── MediaTypeError    415  validation
+│       ├── EncodingError     415  validation
 │       └── BodySizeError     413  validation
 ├── BatchSizeExceeded         422  batch size exceeded
 ├── SuffixNotSupported        422  suffix not supported
 ├── TemplateError             422  template_error
 ├── ToolError                 422  tool_error
 ├── GenerationError           424  generation
+│   └── NonFiniteOutput       424  generation         (this request's own doing)
 ├── Overloaded                429  overloaded
 ├── IncompleteGeneration      500  incomplete_generation
+│   └── IncompleteGenerationStream     incomplete_generation_stream (after the status was sent)
 ├── Unhealthy                 503  healthcheck
 └── ShuttingDown              503  unavailable
 """
@@ -64,6 +67,15 @@ class MediaTypeError(BodyError):
 
     def __init__(self) -> None:
         super().__init__("Expected request with `Content-Type: application/json`")
+
+
+class EncodingError(BodyError):
+    """The body is compressed in a way that is not known here."""
+
+    status = 415
+
+    def __init__(self, encoding: str) -> None:
+        super().__init__(f"`Content-Encoding: {encoding}` is not supported")
 
 
 class BodySizeError(BodyError):
@@ -134,6 +146,16 @@ class GenerationError(RouterError):
         super().__init__(f"Request failed during generation: Server error: {message}")
 
 
+NON_FINITE = "the model's output is not finite"
+
+
+class NonFiniteOutput(GenerationError):
+    """The model has no finite scores for this request; others are not concerned."""
+
+    def __init__(self) -> None:
+        super().__init__(NON_FINITE)
+
+
 class Overloaded(RouterError):
     """No permit of `--max-concurrent-requests` is free."""
 
@@ -155,6 +177,15 @@ class IncompleteGeneration(RouterError):
 
     def __init__(self) -> None:
         super().__init__("Incomplete generation")
+
+
+class IncompleteGenerationStream(IncompleteGeneration):
+    """The same once a client has been sent events."""
+
+    error_type = "incomplete_generation_stream"
+
+    def __init__(self) -> None:
+        RouterError.__init__(self, "Incomplete generation stream")
 
 
 class Unhealthy(RouterError):

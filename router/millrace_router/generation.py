@@ -46,10 +46,16 @@ class Timings:
 class RequestRecord:
     """Counts one request: its tokens as they come, then exactly one ending."""
 
-    def __init__(self, metrics: Metrics, on_failure: Callable[[RouterError], None]) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        on_failure: Callable[[RouterError], None],
+        on_token: Callable[[], None],
+    ) -> None:
         self.arrived_at = time.monotonic()
         self._metrics = metrics
         self._on_failure = on_failure
+        self._on_token = on_token
         self._last_token_at: float | None = None
         self._ended = False
         metrics.request_count.inc()
@@ -62,10 +68,12 @@ class RequestRecord:
         else:
             self._metrics.inter_token_latency_seconds.observe(now - self._last_token_at)
         self._last_token_at = now
+        self._on_token()
 
     def succeeded(self, timings: Timings, generated_tokens: int) -> None:
         """Count a normal end."""
         self._ended = True
+        self._on_token()
         metrics = self._metrics
         metrics.request_success.inc()
         metrics.request_duration.observe(timings.total)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import structlog
 
-from millrace_router.errors import GenerationError, RouterError, Unhealthy
+from millrace_router.errors import GenerationError, NonFiniteOutput, RouterError, Unhealthy
 from millrace_router.events import Finished
 from millrace_router.infer import Batcher
 from millrace_router.request import ValidRequest
@@ -27,7 +27,7 @@ class Shards(Protocol):
 
 
 class Health:
-    """A flag that a failed generation takes down and only a real generation puts up again.
+    """A flag that a failed generation takes down, and only generated tokens put up again.
 
     However many clients ask at once, the shards are asked once.
     """
@@ -36,13 +36,18 @@ class Health:
         self._shards = shards
         self._batcher = batcher
         self._timeout_seconds = timeout_seconds
-        self._generates = True
+        self._generates = asyncio.Event()
+        self._generates.set()
         self._check: asyncio.Task[bool] | None = None
 
     def failed(self, error: RouterError) -> None:
         """Take notice of a request's failure."""
-        if isinstance(error, GenerationError):
-            self._generates = False
+        if isinstance(error, GenerationError) and not isinstance(error, NonFiniteOutput):
+            self._generates.clear()
+
+    def generated(self) -> None:
+        """Take notice of a token that reached its request."""
+        self._generates.set()
 
     async def check(self) -> None:
         """Ask the shards; raises Unhealthy."""
@@ -55,21 +60,41 @@ class Health:
     async def _run(self) -> bool:
         try:
             async with asyncio.timeout(self._timeout_seconds):
-                if self._generates:
+                if self._generates.is_set():
                     await self._shards.health(timeout=self._timeout_seconds)
                 else:
-                    await self._generate()
-                    self._generates = True
+                    await self._generation()
         except (ShardError, RouterError, TimeoutError) as error:
             log.warning("health check failed", error=repr(error))
             return False
+        except asyncio.CancelledError:
+            # A channel that is reset cancels its calls, though nobody cancelled this task.
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            log.warning("health check failed", error="the channel to the shards was reset")
+            return False
         return True
 
-    async def _generate(self) -> None:
+    async def _generation(self) -> None:
+        """Wait for a token, whoever's: our own probe may stand behind a full queue."""
+        probe = asyncio.create_task(self._probe())
+        others = asyncio.create_task(self._generates.wait())
+        try:
+            await asyncio.wait({probe, others}, return_when=asyncio.FIRST_COMPLETED)
+            if not self._generates.is_set():
+                probe.result()
+        finally:
+            probe.cancel()
+            others.cancel()
+            await asyncio.gather(probe, others, return_exceptions=True)
+
+    async def _probe(self) -> None:
         stream = self._batcher.submit(PROBE)
         try:
             async for event in stream:
                 if isinstance(event, Finished):
+                    self._generates.set()
                     return
             raise Unhealthy
         finally:

@@ -66,6 +66,10 @@ def ignore(_: RouterError) -> None:
     """Take no notice of a failure."""
 
 
+def _nothing() -> None:
+    pass
+
+
 class Infer:
     """Starts generations. Every permit taken is given back when its generation closes."""
 
@@ -76,11 +80,13 @@ class Infer:
         metrics: Metrics,
         *,
         on_failure: Callable[[RouterError], None] = ignore,
+        on_token: Callable[[], None] = _nothing,
     ) -> None:
         self._batcher = batcher
         self._validator = validator
         self._metrics = metrics
         self._on_failure = on_failure
+        self._on_token = on_token
         self._draining = False
         self.permits = Permits(validator.limits.max_concurrent_requests)
 
@@ -92,6 +98,17 @@ class Infer:
     def draining(self) -> bool:
         """Whether new requests are refused."""
         return self._draining
+
+    @contextmanager
+    def permit(self) -> Iterator[None]:
+        """Hold a permit for work that is not a generation; raises ShuttingDown or Overloaded."""
+        if self._draining:
+            raise ShuttingDown
+        self.permits.take()
+        try:
+            yield
+        finally:
+            self.permits.give()
 
     async def start(
         self, request: GenerateRequest, *, add_special_tokens: bool = True
@@ -135,7 +152,7 @@ class Infer:
         """Count a request from its arrival on, and its end if it ends in here."""
         if self._draining:
             raise ShuttingDown
-        record = RequestRecord(self._metrics, self._on_failure)
+        record = RequestRecord(self._metrics, self._on_failure, self._on_token)
         try:
             yield record
         except RouterError as error:
@@ -192,10 +209,6 @@ class Infer:
             counted=counted,
             release=self.permits.give if counted else _nothing,
         )
-
-
-def _nothing() -> None:
-    pass
 
 
 def _reseeded(validated: Validated) -> Validated:

@@ -11,6 +11,8 @@ class Limits:
 
     max_input_tokens: int
     max_total_tokens: int
+    vocab_size: int
+    """Tokens that the model knows: ids are smaller than this."""
     max_concurrent_requests: int = 128
     max_best_of: int = 2
     max_stop_sequences: int = 4

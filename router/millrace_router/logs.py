@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import sys
+import traceback
 from collections.abc import MutableMapping
 from typing import Any, BinaryIO
 
 import orjson
 import structlog
+from structlog.typing import ExcInfo
 
 LEVELS = {
     "trace": logging.DEBUG,
@@ -19,6 +21,11 @@ LEVELS = {
 }
 LEVEL_WORDS = {"warning": "WARN", "critical": "ERROR", "exception": "ERROR"}
 NOISY_LIBRARIES = ("asyncio", "aiohttp.access", "aiohttp.server")
+
+CONTROL_CHARACTERS = {
+    code: f"\\u{code:04x}" for code in (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029)
+}
+"""Nobody else may start a line or move the cursor."""
 
 EventDict = MutableMapping[str, Any]
 
@@ -44,7 +51,13 @@ class RelayHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Log the record under its own logger's name."""
         logger = structlog.get_logger(record.name)
-        logger.log(record.levelno, record.getMessage(), exc_info=record.exc_info)
+        if record.name.partition(".")[0] == "aiohttp":
+            # Its messages and errors quote what clients sent.
+            kind = record.exc_info[0] if record.exc_info else None
+            error = kind.__name__ if kind else None
+            logger.log(record.levelno, "an HTTP connection failed", error=error)
+        else:
+            logger.log(record.levelno, record.getMessage(), exc_info=record.exc_info)
 
 
 def configure(level: str, *, json_output: bool, file: BinaryIO | None = None) -> None:
@@ -56,7 +69,7 @@ def configure(level: str, *, json_output: bool, file: BinaryIO | None = None) ->
             structlog.contextvars.merge_contextvars,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.add_log_level,
-            structlog.processors.format_exc_info,
+            structlog.processors.ExceptionRenderer(_format_exception),
             _add_target,
             _render_json if json_output else _render_text,
         ],
@@ -69,6 +82,11 @@ def configure(level: str, *, json_output: bool, file: BinaryIO | None = None) ->
     root.setLevel(threshold)
     for name in NOISY_LIBRARIES:
         logging.getLogger(name).setLevel(max(threshold, logging.WARNING))
+
+
+def _format_exception(exc_info: ExcInfo) -> str:
+    """Plain, because local variables may hold prompts and keys."""
+    return "".join(traceback.format_exception(*exc_info)).rstrip("\n")
 
 
 def _add_target(logger: LineLogger, _: str, event: EventDict) -> EventDict:
@@ -92,7 +110,8 @@ def _render_text(_: LineLogger, __: str, event: EventDict) -> bytes:
     level = event.pop("level")
     head = f"{event.pop('timestamp')} {LEVEL_WORDS.get(level, level.upper()):>5}"
     target, message = event.pop("target"), event.pop("event")
-    traceback = event.pop("exception", None)
+    lines = str(event.pop("exception", "")).splitlines()
     fields = "".join(f" {key}={value}" for key, value in event.items())
-    tail = f"\n{traceback}" if traceback else ""
-    return f"{head} {target}: {message}{fields}{tail}".encode(errors="backslashreplace")
+    shown = [f"{head} {target}: {message}{fields}", *(f"  {line}" for line in lines)]
+    escaped = (line.translate(CONTROL_CHARACTERS) for line in shown)
+    return "\n".join(escaped).encode(errors="backslashreplace")

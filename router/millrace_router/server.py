@@ -48,6 +48,8 @@ def create_runner(services: Services) -> web.AppRunner:
         create_app(services),
         handler_cancellation=True,
         access_log=None,
+        # `bodies` does it, to answer what cannot be decompressed as any other mistake.
+        auto_decompress=False,
         shutdown_timeout=RESPONSE_SECONDS,
     )
 

@@ -27,6 +27,8 @@ class Services:
     shard: ShardInfo
     capacity: Capacity
     limits: Limits
+    max_batch_prefill_tokens: int
+    """Resolved: what the flag says, or what fits."""
     tokenizer: Tokenizer
     template: ChatTemplate
     validator: Validator

@@ -26,19 +26,7 @@ from millrace_router.tokenizer import Tokenizer, TokenizerError
 from millrace_router.validation import Validator
 from millrace_router.wire import Capacity, ShardInfo
 
-WITHOUT_EFFECT = (
-    "prometheus_port",
-    "trust_remote_code",
-    "otlp_endpoint",
-    "otlp_service_name",
-    "usage_stats",
-    "waiting_served_ratio",
-    "max_waiting_tokens",
-    "max_image_fetch_size",
-    "ngrok_authtoken",
-    "ngrok_edge",
-)
-"""Flags of TGI that are taken so that its command lines work."""
+DEFAULT_PREFILL_TOKENS = 4096
 
 log = structlog.get_logger(__name__)
 
@@ -70,7 +58,6 @@ class Running:
 async def start(config: RouterConfig) -> Running:
     """Bring everything up but the HTTP listener; raises StartupError."""
     check_arguments(config)
-    report_flags_without_effect(config)
     try:
         files = ModelFiles.load(
             config.model_folder, tokenizer_config_path=config.tokenizer_config_path
@@ -116,7 +103,7 @@ def check_capacity(config: RouterConfig, capacity: Capacity) -> None:
     """Check the limits against what the shards have room for; raises StartupError."""
     _check_lengths(capacity.max_input_tokens, capacity.max_total_tokens)
     prefill, available = config.max_batch_prefill_tokens, capacity.max_batch_total_tokens
-    if prefill > available:
+    if prefill is not None and prefill > available:
         raise _argument_error(
             "`max_batch_prefill_tokens` must be <= `max_batch_total_tokens`. "
             f"Given: {prefill} and {available}"
@@ -137,12 +124,16 @@ def _argument_error(message: str) -> StartupError:
     return StartupError(f"Argument validation error: {message}")
 
 
-def report_flags_without_effect(config: RouterConfig) -> None:
-    """Say of each such flag that was given why it changes nothing."""
-    for name in WITHOUT_EFFECT:
-        field = RouterConfig.model_fields[name]
-        if getattr(config, name) != field.default:
-            log.warning("--%s: %s", name.replace("_", "-"), field.description)
+def prefill_tokens(config: RouterConfig, info: ShardInfo, capacity: Capacity | None = None) -> int:
+    """Prompt tokens of one step: what was asked for, or the default as far as there is room, once that is known."""
+    if config.max_batch_prefill_tokens is not None:
+        return config.max_batch_prefill_tokens
+    room = capacity.max_batch_total_tokens if capacity else config.max_batch_total_tokens
+    return min(
+        DEFAULT_PREFILL_TOKENS,
+        info.max_position_embeddings or DEFAULT_PREFILL_TOKENS,
+        room or DEFAULT_PREFILL_TOKENS,
+    )
 
 
 async def warm_up(config: RouterConfig, shards: ShardedClient) -> tuple[ShardInfo, Capacity]:
@@ -155,7 +146,7 @@ async def warm_up(config: RouterConfig, shards: ShardedClient) -> tuple[ShardInf
     log.info("Warming up model")
     try:
         capacity = await shards.warmup(
-            max_batch_prefill_tokens=config.max_batch_prefill_tokens,
+            max_batch_prefill_tokens=prefill_tokens(config, info),
             max_batch_size=batch_size(config),
             max_concurrent_requests=config.max_concurrent_requests,
             max_input_tokens=config.max_input_tokens,
@@ -190,7 +181,7 @@ def assemble(
     metrics.batch_max_total_tokens.set(capacity.max_batch_total_tokens)
     metrics.kv_blocks.set(capacity.num_blocks - 1)
     budgets = Budgets(
-        max_batch_prefill_tokens=config.max_batch_prefill_tokens,
+        max_batch_prefill_tokens=prefill_tokens(config, info, capacity),
         max_batch_size=batch_size(config),
     )
     batcher = Batcher(
@@ -202,16 +193,23 @@ def assemble(
         depth=config.steps_in_flight,
     )
     health = Health(shards, batcher)
-    validator = Validator(tokenizer, limits, metrics, workers=config.validation_workers)
+    validator = Validator(tokenizer, limits, metrics)
     services = Services(
         config=config,
         shard=info,
         capacity=capacity,
         limits=limits,
+        max_batch_prefill_tokens=budgets.max_batch_prefill_tokens,
         tokenizer=tokenizer,
         template=template,
         validator=validator,
-        infer=Infer(batcher, validator, metrics, on_failure=health.failed),
+        infer=Infer(
+            batcher,
+            validator,
+            metrics,
+            on_failure=health.failed,
+            on_token=health.generated,
+        ),
         metrics=metrics,
         health=health,
         compute_type=os.environ.get("COMPUTE_TYPE", "gpu+optimized"),
@@ -224,6 +222,7 @@ def limits_from(config: RouterConfig, info: ShardInfo, capacity: Capacity) -> Li
     return Limits(
         max_input_tokens=capacity.max_input_tokens,
         max_total_tokens=capacity.max_total_tokens,
+        vocab_size=info.vocab_size,
         max_concurrent_requests=config.max_concurrent_requests,
         max_best_of=config.max_best_of,
         max_stop_sequences=config.max_stop_sequences,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from random import SystemRandom
 
@@ -11,7 +10,7 @@ from millrace_router.errors import ValidationError
 from millrace_router.limits import Limits
 from millrace_router.metrics import Metrics
 from millrace_router.request import SamplingParameters, ValidRequest
-from millrace_router.tokenizer import Tokenizer, TokenizerError, TokenSpan
+from millrace_router.tokenizer import Tokenizer, TokenizerError
 
 _random = SystemRandom()
 
@@ -119,6 +118,15 @@ def check_length(input_length: int, max_new_tokens: int, limits: Limits) -> None
         )
 
 
+def check_vocabulary(input_ids: tuple[int, ...], limits: Limits) -> None:
+    """Check that the model knows what the tokenizer made of the text; raises ValidationError."""
+    highest = max(input_ids)
+    if highest >= limits.vocab_size:
+        raise ValidationError(
+            f"`inputs` contains token id {highest}, but the model knows only {limits.vocab_size}"
+        )
+
+
 def check_features(parameters: GenerateParameters) -> None:
     """Refuse what would otherwise be ignored in silence; raises ValidationError."""
     if parameters.grammar is not None:
@@ -151,15 +159,12 @@ def _default(value: float | None, default: float) -> float:
 
 
 class Validator:
-    """Checks requests and tokenizes them off the event loop, at most `workers` texts at a time."""
+    """Checks requests and tokenizes them off the event loop."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, limits: Limits, metrics: Metrics, *, workers: int = 2
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, limits: Limits, metrics: Metrics) -> None:
         self.limits = limits
         self._tokenizer = tokenizer
         self._metrics = metrics
-        self._workers = asyncio.Semaphore(workers)
 
     async def validate(
         self, request: GenerateRequest, *, add_special_tokens: bool = True
@@ -181,6 +186,7 @@ class Validator:
         if max_new_tokens is None:
             max_new_tokens = max(limits.max_total_tokens - len(input_ids), 0)
         check_length(len(input_ids), max_new_tokens, limits)
+        check_vocabulary(input_ids, limits)
         self._metrics.request_input_length.observe(len(input_ids))
         check_features(parameters)
         self._metrics.request_max_new_tokens.observe(max_new_tokens)
@@ -195,15 +201,14 @@ class Validator:
         )
         return Validated(valid, request.inputs)
 
-    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[TokenSpan]:
-        """Split `text` into tokens with their places in it; raises ValidationError."""
-        async with self._workers:
-            try:
-                return await asyncio.to_thread(
-                    self._tokenizer.encode_with_offsets, text, add_special_tokens=add_special_tokens
-                )
-            except TokenizerError as error:
-                raise ValidationError(f"tokenizer error {error}") from error
+    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> bytes:
+        """Split `text` into tokens with their places in it, as a JSON array; raises ValidationError."""
+        try:
+            return await self._tokenizer.spans_json_async(
+                text, add_special_tokens=add_special_tokens
+            )
+        except TokenizerError as error:
+            raise ValidationError(f"tokenizer error {error}") from error
 
     async def _encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         try:

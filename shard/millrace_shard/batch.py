@@ -6,7 +6,8 @@ puts them. So a step can be built before the host has seen the tokens of the one
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,7 +17,9 @@ from torch import Tensor
 from millrace_shard.ragged import RaggedBatch
 from millrace_shard.sampling import SamplingRows
 from millrace_shard.sequence import PARAMETERS, Sequence
-from millrace_shard.step import BatchChange, Forward, Ints, StepInvalid
+from millrace_shard.step import BatchChange, Forward, Ints, StepInvalid, no_ints
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +69,7 @@ class Batch:
         self.limits = limits
         self.device = device
         self._in_use = np.zeros(size, dtype=np.bool_)
+        self._is_invalid = np.zeros(size, dtype=np.bool_)
         self._num_inputs = np.zeros(size, dtype=np.int64)
         self._num_tokens = np.zeros(size, dtype=np.int64)
         self._num_computed = np.zeros(size, dtype=np.int64)
@@ -89,13 +93,24 @@ class Batch:
 
     def clear(self) -> None:
         """Drop every sequence."""
-        self.drop(np.flatnonzero(self._in_use))
+        self._in_use[:] = False
+        self._num_blocks[:] = 0
+        self._num_owners[:] = 0
 
     def apply(self, change: BatchChange) -> Ints:
-        """Drop, admit, grow, in this order; returns the blocks to be cleared before they are used."""
+        """Drop, admit, grow, in this order; returns the blocks to be cleared before they are used.
+
+        A sequence that is invalid by itself holds its slot until it is dropped, and has neither tokens nor blocks.
+        """
+        faults = [self._fault(sequence) for sequence in change.admitted]
         self.drop(change.dropped_slots)
-        for sequence in change.admitted:
-            self._admit(sequence)
+        for sequence, fault in zip(change.admitted, faults, strict=True):
+            self._take_slot(sequence.slot)
+            self._is_invalid[sequence.slot] = fault is not None
+            if fault is None:
+                self._admit(sequence)
+            else:
+                logger.error("a sequence is invalid, and fails alone: %s", fault)
         return self._grow(change.grown_slots, change.grown_blocks)
 
     def drop(self, slots: Ints) -> None:
@@ -106,16 +121,41 @@ class Batch:
         self._in_use[slots] = False
         self._num_blocks[slots] = 0
 
-    def _admit(self, sequence: Sequence) -> None:
-        slot, num_inputs = sequence.slot, sequence.num_inputs
+    def without_invalid(self, step: Forward) -> tuple[Forward, Ints]:
+        """`step` without the rows of invalid sequences, and their slots."""
+        if not (self._in_use & self._is_invalid).any():
+            return step, no_ints()
+        named = self._rows_of(step)[0]
+        chunks, decodes = np.split(~self._is_invalid[named], [len(step.chunk_slots)])
+        valid = replace(
+            step,
+            chunk_slots=step.chunk_slots[chunks],
+            chunk_tokens=step.chunk_tokens[chunks],
+            decode_slots=step.decode_slots[decodes],
+        )
+        return valid, named[self._is_invalid[named]]
+
+    def _fault(self, sequence: Sequence) -> StepInvalid | None:
+        limits = self.limits
+        try:
+            sequence.check(
+                vocab_size=limits.vocab_size,
+                max_tokens=limits.max_tokens,
+                block_size=limits.block_size,
+            )
+        except StepInvalid as error:
+            return error
+        return None
+
+    def _take_slot(self, slot: int) -> None:
         if not 0 <= slot < self.limits.max_batch_size:
             raise StepInvalid(f"slot {slot} is not one of {self.limits.max_batch_size}")
         if self._in_use[slot]:
             raise StepInvalid(f"slot {slot} is in use")
-        sequence.check(vocab_size=self.limits.vocab_size, max_tokens=self.limits.max_tokens)
-        if sequence.cached_tokens % self.limits.block_size:
-            raise StepInvalid(f"{sequence.cached_tokens} cached tokens do not fill their blocks")
         self._in_use[slot] = True
+
+    def _admit(self, sequence: Sequence) -> None:
+        slot, num_inputs = sequence.slot, sequence.num_inputs
         self._num_inputs[slot] = self._num_tokens[slot] = num_inputs
         self._num_computed[slot] = self._num_cached[slot] = sequence.cached_tokens
         self._prompt_logprobs[slot] = sequence.prefill_logprobs
@@ -127,18 +167,22 @@ class Batch:
     def _grow(self, slots: Ints, blocks: Ints) -> Ints:
         if len(slots) != len(blocks):
             raise StepInvalid(f"{len(slots)} slots grow by {len(blocks)} blocks")
+        self._check_slots(np.unique(slots))
+        valid = ~self._is_invalid[slots]
+        slots, blocks = slots[valid], blocks[valid]
         if not len(slots):
             return blocks
-        self._check_slots(np.unique(slots))
         if blocks.min() < 1 or blocks.max() >= self.limits.num_blocks:
             raise StepInvalid(f"blocks are numbered 1 to {self.limits.num_blocks - 1}")
         columns = self._num_blocks[slots] + _occurrence(slots)
         if columns.max() >= self.limits.table_width:
             raise StepInvalid(f"a sequence of over {self.limits.table_width} blocks")
         private = columns * self.limits.block_size >= self._num_cached[slots]
-        np.add.at(self._num_owners, blocks, 1)
-        if (self._num_owners[blocks[private]] > 1).any():
+        distinct, places, counts = np.unique(blocks, return_inverse=True, return_counts=True)
+        num_owners = self._num_owners[distinct] + counts
+        if (num_owners[places[private]] > 1).any():
             raise StepInvalid("a block to be written has another owner")
+        self._num_owners[distinct] = num_owners
         self._tables[slots, columns] = blocks
         np.add.at(self._num_blocks, slots, 1)
         index = self.to_device(np.stack([slots, columns, blocks]))
@@ -155,9 +199,16 @@ class Batch:
         if len(np.unique(slots)) != len(slots):
             raise StepInvalid("a slot is named twice")
 
+    def _rows_of(self, step: Forward) -> tuple[Ints, Ints]:
+        if len(step.chunk_slots) != len(step.chunk_tokens):
+            raise StepInvalid("chunks without lengths")
+        slots = np.concatenate([step.chunk_slots, step.decode_slots])
+        self._check_slots(slots)
+        return slots, np.concatenate([step.chunk_tokens, np.ones_like(step.decode_slots)])
+
     def prepare(self, step: Forward) -> PreparedStep:
         """Lay out the rows of a forward pass. At least one row is asked for; nothing changes here."""
-        slots, counts = self._rows(step)
+        slots, counts = self._ready_rows(step)
         starts = self._num_computed[slots]
         ends = starts + counts
         bounds = np.concatenate([[0], counts.cumsum()])
@@ -190,12 +241,8 @@ class Batch:
             prompt_targets=targets[is_prompt],
         )
 
-    def _rows(self, step: Forward) -> tuple[Ints, Ints]:
-        if len(step.chunk_slots) != len(step.chunk_tokens):
-            raise StepInvalid("chunks without lengths")
-        slots = np.concatenate([step.chunk_slots, step.decode_slots])
-        counts = np.concatenate([step.chunk_tokens, np.ones_like(step.decode_slots)])
-        self._check_slots(slots)
+    def _ready_rows(self, step: Forward) -> tuple[Ints, Ints]:
+        slots, counts = self._rows_of(step)
         left = self._num_tokens[slots] - self._num_computed[slots]
         is_prompt = self._num_computed[slots] < self._num_inputs[slots]
         num_chunks = len(step.chunk_slots)

@@ -19,6 +19,7 @@ import torch
 
 from millrace_shard.capacity import Capacity, WarmupRequest
 from millrace_shard.epoch import Epoch
+from millrace_shard.parallel import CollectiveError
 from millrace_shard.runner import LaunchedStep
 from millrace_shard.step import (
     Clear,
@@ -79,6 +80,8 @@ class Engine:
         self._lock = Lock()
         self._pending_steps = 0
         self._last_answer_ns = time.monotonic_ns()
+        self._has_ended = False
+        self._when_ended: list[Callable[[], None]] = []
 
     @property
     def loaded(self) -> LoadedModel:
@@ -134,6 +137,14 @@ class Engine:
                 idle_ns=time.monotonic_ns() - self._last_answer_ns,
             )
 
+    def when_ended(self, call: Callable[[], None]) -> None:
+        """Call `call` once a thread of the engine ends, for whatever reason; at once if one has ended."""
+        with self._lock:
+            self._when_ended.append(call)
+            has_ended = self._has_ended
+        if has_ended:
+            call()
+
     def is_alive(self) -> bool:
         """Whether the engine's threads run."""
         return all(thread.is_alive() for thread in self._threads)
@@ -144,9 +155,19 @@ class Engine:
             torch.set_num_threads(self._cpu_threads)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        with torch.inference_mode():
-            while (call := work.get()) is not None:
-                call()
+        try:
+            with torch.inference_mode():
+                while (call := work.get()) is not None:
+                    call()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        with self._lock:
+            calls = [] if self._has_ended else tuple(self._when_ended)
+            self._has_ended = True
+        for call in calls:
+            call()
 
     def _warm_up(self, request: WarmupRequest) -> Capacity:
         self._epoch.end()
@@ -208,6 +229,9 @@ class Engine:
             logger.error("step %d is invalid: %s", step.number, error)
         else:
             logger.error("step %d failed", step.number, exc_info=error)
+        if isinstance(error, CollectiveError):
+            logger.critical("the process group cannot be used any more: the engine ends")
+            self._work.put(None)
         if kind is FailureKind.OUT_OF_MEMORY and torch.cuda.is_available():
             torch.cuda.empty_cache()
         return StepFailure(kind, str(error) or type(error).__name__)

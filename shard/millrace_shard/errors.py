@@ -13,3 +13,7 @@ class UnsupportedModel(ModelError):  # noqa: N818
 
 class WeightsError(ModelError):
     """Its weights are missing, damaged, or not those that its config describes."""
+
+
+class EngineEnded(Exception):  # noqa: N818
+    """The thread that runs the model is no more."""

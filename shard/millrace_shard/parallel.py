@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -15,8 +17,15 @@ class GroupError(RuntimeError):
     """The ranks did not find each other."""
 
 
+class CollectiveError(GroupError):
+    """A collective failed or timed out. Ranks no longer know where the others are: the group is of no more use."""
+
+
 class ProcessGroup:
-    """One rank's view of its group. Every method is a collective: all ranks call it, in the same order."""
+    """One rank's view of its group. Every method is a collective: all ranks call it, in the same order.
+
+    They raise CollectiveError when another rank is gone or does not come in time.
+    """
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
         if not 0 <= rank < world_size:
@@ -70,7 +79,8 @@ class ProcessGroup:
     def all_reduce(self, t: Tensor) -> Tensor:
         """Sum over the ranks, in place; every rank gets the same bits."""
         if self.world_size > 1:
-            dist.all_reduce(t)
+            with _failing_as_group():
+                dist.all_reduce(t)
         return t
 
     def all_gather(self, t: Tensor) -> Tensor:
@@ -81,7 +91,9 @@ class ProcessGroup:
             torch.empty_like(t, memory_format=torch.contiguous_format)
             for _ in range(self.world_size)
         ]
-        dist.all_gather(parts, t.contiguous())
+        whole = t.contiguous()
+        with _failing_as_group():
+            dist.all_gather(parts, whole)
         return torch.cat(parts, dim=-1)
 
     def minimum(self, value: int) -> int:
@@ -89,10 +101,20 @@ class ProcessGroup:
         if self.world_size == 1:
             return value
         smallest = torch.tensor(value, dtype=torch.int64, device=self.device)
-        dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+        with _failing_as_group():
+            dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
         return int(smallest)
 
     def close(self) -> None:
         """Leave the group; collectives still in flight elsewhere fail."""
         if self.world_size > 1:
             dist.destroy_process_group()
+
+
+@contextmanager
+def _failing_as_group() -> Iterator[None]:
+    """What torch raises: gloo a plain RuntimeError, NCCL a kind of it."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CollectiveError(f"the ranks have lost each other: {error}") from error

@@ -31,7 +31,10 @@ class History:
 
 
 def penalise(scores: Tensor, history: History, penalties: Penalties) -> Tensor:
-    """Scores [n, V] float32 after repetition, frequency, presence and occurrence penalty, in this order."""
+    """Scores [n, V] float32 after repetition, frequency, presence and occurrence penalty, in this order.
+
+    They are finite where the scores given were, however large a penalty is.
+    """
     columns = torch.arange(history.ids.shape[1], device=scores.device)
     held = columns < history.lengths
     # Where a row has no token its first one is repeated, which changes nothing.
@@ -39,15 +42,23 @@ def penalise(scores: Tensor, history: History, penalties: Penalties) -> Tensor:
     scores = _repetition(scores, ids, penalties.repetition)
     ones = held.to(torch.float32)
     counts = torch.zeros_like(scores).scatter_add_(1, ids, ones)
-    scores = scores - penalties.frequency * counts / history.lengths
+    scores = _finite(scores - penalties.frequency * counts / history.lengths)
     generated = ones * (columns >= history.num_prompt)
     counts = torch.zeros_like(scores).scatter_add_(1, ids, generated)
-    return scores - penalties.presence * (counts > 0) - penalties.occurrence * counts
+    scores = _finite(scores - penalties.presence * (counts > 0))
+    return _finite(scores - penalties.occurrence * counts)
+
+
+def _finite(scores: Tensor) -> Tensor:
+    """Overflow undone, in place; NaN stays what it is."""
+    limits = torch.finfo(scores.dtype)
+    return scores.clamp_(limits.min, limits.max)
 
 
 def _repetition(scores: Tensor, ids: Tensor, penalty: Tensor) -> Tensor:
     seen = scores.gather(1, ids)
-    return scores.scatter(1, ids, torch.where(seen < 0, seen * penalty, seen / penalty))
+    penalised = torch.where(seen < 0, seen * penalty, seen / penalty)
+    return scores.scatter(1, ids, _finite(penalised))
 
 
 def forbid(scores: Tensor, rows: Tensor, ids: Tensor) -> None:

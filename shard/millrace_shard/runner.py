@@ -28,9 +28,12 @@ class LaunchedStep:
         *,
         sampled: Sampled | None = None,
         prompts: PromptLogprobs | None = None,
+        invalid_slots: Ints,
     ) -> None:
+        """`invalid_slots` were to run, but hold sequences that cannot."""
         self._prepared = prepared
         self._watch = watch
+        self._invalid_slots = invalid_slots
         self._prompts = prompts
         self._top = sampled.top if sampled else None
         self._tokens = _to_host(_pack(sampled)) if sampled else torch.empty(3, 0, dtype=torch.int32)
@@ -41,7 +44,7 @@ class LaunchedStep:
         """The tokens. Waits for the device without holding the interpreter."""
         self._watch.wait()
         if self._prepared is None:
-            return StepResult(timings=self._timings())
+            return StepResult(failed_slots=self._invalid_slots, timings=self._timings())
         ids, logprobs, failed = self._tokens.numpy()
         rows = np.flatnonzero(failed == 0)
         slots = self._prepared.sampled
@@ -60,7 +63,7 @@ class LaunchedStep:
             prefill_logprobs=no_floats()
             if self._prompt_values is None
             else self._prompt_values.numpy(),
-            failed_slots=slots[failed != 0],
+            failed_slots=np.concatenate([slots[failed != 0], self._invalid_slots]),
             checksum=_checksum(slots[rows], result_ids),
             timings=self._timings(),
         )
@@ -106,15 +109,18 @@ class StepRunner:
         self._clear_blocks(self.batch.apply(step.change))
         if step.change.admitted:
             watch.concat_ns = watch.since_start_ns()
+        step, invalid_slots = self.batch.without_invalid(step)
         if not len(step.chunk_slots) and not len(step.decode_slots):
             watch.mark()
-            return LaunchedStep(None, watch)
+            return LaunchedStep(None, watch, invalid_slots=invalid_slots)
         prepared = self.batch.prepare(step)
         logits = self._model.forward(prepared.ragged, self._cache)
         watch.mark()
         prompts = prompt_logprobs(logits, prepared, self.batch)
         sampled = self._sample(logits, prepared) if len(prepared.sampled) else None
-        launched = LaunchedStep(prepared, watch, sampled=sampled, prompts=prompts)
+        launched = LaunchedStep(
+            prepared, watch, sampled=sampled, prompts=prompts, invalid_slots=invalid_slots
+        )
         self.batch.commit(prepared)
         return launched
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from millrace_shard.step import StepInvalid
 
 Ids = NDArray[np.int64]
+FLOAT32 = np.finfo(np.float32)
 
 PARAMETERS = np.dtype(
     [
@@ -79,7 +80,7 @@ class Sequence:
         """Tokens to be computed before the first sample."""
         return len(self.input_ids)
 
-    def check(self, *, vocab_size: int, max_tokens: int) -> None:
+    def check(self, *, vocab_size: int, max_tokens: int, block_size: int) -> None:
         """Raise StepInvalid unless the sequence is consistent and fits."""
         if not 0 < self.num_inputs <= max_tokens:
             raise StepInvalid(
@@ -91,6 +92,10 @@ class Sequence:
             )
         if not 0 <= self.cached_tokens < self.num_inputs:
             raise StepInvalid(f"request {self.request_id} leaves no token to compute")
+        if self.cached_tokens % block_size:
+            raise StepInvalid(
+                f"request {self.request_id}: {self.cached_tokens} cached tokens do not fill blocks"
+            )
         if not 0 <= self.generated_tokens < self.num_inputs:
             raise StepInvalid(f"request {self.request_id} has no prompt")
         self.parameters.check()
@@ -102,7 +107,8 @@ class Sequence:
         row["temperature"] = p.temperature
         row["top_p"] = min(p.top_p, 1.0)
         row["typical_p"] = min(p.typical_p, 1.0)
-        row["repetition_penalty"] = p.repetition_penalty
+        # In float32 a tiny one would be 0, and 0 divided by it no number.
+        row["repetition_penalty"] = np.clip(p.repetition_penalty, FLOAT32.tiny, FLOAT32.max)
         row["frequency_penalty"] = p.frequency_penalty
         row["presence_penalty"] = p.presence_penalty
         row["occurrence_penalty"] = p.occurrence_penalty

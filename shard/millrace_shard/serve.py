@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from queue import SimpleQueue
+from typing import NoReturn
 
 import torch
 
 from millrace_shard.config import ShardConfig
 from millrace_shard.engine import Engine
-from millrace_shard.errors import ModelError
+from millrace_shard.errors import EngineEnded, ModelError
 from millrace_shard.kernels.choose import choose_kernels
 from millrace_shard.load import RopeOverride, load_model, read_config
 from millrace_shard.logs import configure
@@ -22,6 +24,7 @@ from millrace_shard.parallel import GroupError, ProcessGroup
 from millrace_shard.parent import die_with_parent
 from millrace_shard.resources import usable_cores
 from millrace_shard.service import ShardService, new_server
+from millrace_shard.socket_file import SocketFile
 from millrace_shard.warmup import LoadedModel, MemoryLimits
 
 STOP_SECONDS = 5.0
@@ -29,8 +32,8 @@ STOP_SECONDS = 5.0
 logger = logging.getLogger(__name__)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM or SIGINT; 1 with a message when the model or the address cannot be had."""
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Serve until SIGTERM or SIGINT; 1 with a message when model or address cannot be had, or the engine dies."""
     config = ShardConfig.from_args(sys.argv[1:] if argv is None else argv)
     configure(config.log_level, json_output=config.json_output)
     try:
@@ -38,15 +41,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Until it serves, there is nothing to stop in order.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         serve(config)
-    except (ModelError, GroupError, RuntimeError) as error:
+    except (ModelError, GroupError, EngineEnded, RuntimeError) as error:
         logger.error("%s", error)  # noqa: TRY400
         sys.stderr.write(f"Error: {error}\n")
-        return 1
-    return 0
+        end_process(1)
+    end_process(0)
+
+
+def end_process(status: int) -> NoReturn:
+    """End at once: torch takes seconds to be torn down, and a thread that waits for ever would be waited for."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def serve(config: ShardConfig) -> None:
-    """Load, listen, wait for a signal, stop. Only a model that is loaded is listened for."""
+    """Load, listen, wait for a signal, stop. Only a model that is loaded is listened for.
+
+    Raises EngineEnded when the engine ends by itself.
+    """
+    socket = None if config.address else SocketFile(config.socket_path)
+    if socket is not None:
+        socket.check_free()
     device = choose_device(config)
     threads = config.cpu_threads or max(1, usable_cores() // config.world_size)
     engine = Engine(
@@ -62,24 +79,30 @@ def serve(config: ShardConfig) -> None:
     engine.start()
     loaded = engine.submit(lambda: load(config, device)).result()
     engine.attach(loaded)
-    if not config.address:
-        config.socket_path.unlink(missing_ok=True)
     service = ShardService(
         engine,
         deterministic=is_deterministic(config, device),
         prefill_logprobs=config.enable_prefill_logprobs,
     )
-    stops: SimpleQueue[int] = SimpleQueue()
+    stops: SimpleQueue[int | None] = SimpleQueue()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _: stops.put(received))
-    server = new_server(service, config.listen_target)
+    engine.when_ended(lambda: stops.put(None))
+    server = new_server(service, f"unix:{socket.private}" if socket else config.listen_target)
     server.start()
+    if socket is not None:
+        socket.publish()
     shown = config.address or f"unix://{config.socket_path}"
     logger.info("Server started at %s", shown)
-    logger.info("Stopping after %s", signal.Signals(stops.get()).name)
+    received = stops.get()
+    if received is not None:
+        logger.info("Stopping after %s", signal.Signals(received).name)
+    service.end_streams()
     server.stop(grace=STOP_SECONDS).wait()
-    if not config.address:
-        config.socket_path.unlink(missing_ok=True)
+    if socket is not None:
+        socket.remove()
+    if received is None:
+        raise EngineEnded("the engine has ended")
 
 
 def load(config: ShardConfig, device: torch.device) -> LoadedModel:
@@ -111,8 +134,13 @@ def load(config: ShardConfig, device: torch.device) -> LoadedModel:
     )
     size = sum(path.stat().st_size for path in config.model_folder.glob("*.safetensors"))
     seconds = time.monotonic() - started
-    logger.info("weights loaded in %.1f s, %.1f GB", seconds, size / 1e9)
+    logger.info("weights loaded in %.1f s, %s", seconds, readable_size(size))
     return LoadedModel(model=model, kernels=kernels, group=group, device=device, dtype=dtype)
+
+
+def readable_size(num_bytes: int) -> str:
+    """In GB, or in MB below one."""
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
 
 
 def choose_device(config: ShardConfig) -> torch.device:

@@ -42,28 +42,29 @@ class ShardService(pb_grpc.ShardServiceServicer):
     """One method per call of the wire. A stream of steps occupies one worker and a thread that reads ahead."""
 
     def __init__(self, engine: Engine, *, deterministic: bool, prefill_logprobs: bool) -> None:
-        self._engine = engine
+        self.engine = engine
+        self._streams: set[Replies] = set()
         self._deterministic = deterministic
         self._prefill_logprobs = prefill_logprobs
 
     def Info(self, request: pb.InfoRequest, context: grpc.ServicerContext) -> pb.InfoResponse:
         """What the loaded model is."""
         return info_to_pb(
-            self._engine.loaded,
+            self.engine.loaded,
             deterministic=self._deterministic,
             prefill_logprobs=self._prefill_logprobs,
         )
 
     def Health(self, request: pb.HealthRequest, context: grpc.ServicerContext) -> pb.HealthResponse:
         """Counters alone; the engine is not asked."""
-        if not self._engine.is_alive():
+        if not self.engine.is_alive():
             context.abort(grpc.StatusCode.UNAVAILABLE, "the engine has ended")
-        return progress_to_pb(self._engine.progress())
+        return progress_to_pb(self.engine.progress())
 
     def Warmup(self, request: pb.WarmupRequest, context: grpc.ServicerContext) -> pb.WarmupResponse:
         """Wait for the engine to find and allocate the KV capacity."""
         try:
-            capacity = self._engine.warm_up(warmup_from_pb(request)).result()
+            capacity = self.engine.warm_up(warmup_from_pb(request)).result()
         except CapacityError as error:
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         logger.info("KV cache of %d tokens", capacity.max_batch_total_tokens)
@@ -74,13 +75,22 @@ class ShardService(pb_grpc.ShardServiceServicer):
     ) -> Iterator[pb.StepResponse]:
         """Answer each step once, in order; the next ones are handed to the engine meanwhile."""
         replies: Replies = SimpleQueue()
+        self._streams.add(replies)
         reader = Thread(
             target=self._read, args=(request_iterator, replies), name="steps", daemon=True
         )
         reader.start()
-        with_tokens = self._engine.loaded.group.rank == 0
-        while (reply := replies.get()) is not None:
-            yield reply_to_pb(reply.result(), with_tokens=with_tokens)
+        with_tokens = self.engine.loaded.group.rank == 0
+        try:
+            while (reply := replies.get()) is not None:
+                yield reply_to_pb(reply.result(), with_tokens=with_tokens)
+        finally:
+            self._streams.discard(replies)
+
+    def end_streams(self) -> None:
+        """Let every stream end once the steps it has sent so far are answered."""
+        for replies in tuple(self._streams):
+            replies.put(None)
 
     def _read(self, requests: Iterator[pb.StepRequest], replies: Replies) -> None:
         """Hand over the steps of a stream until it ends, however it does; its epochs end with it."""
@@ -90,12 +100,12 @@ class ShardService(pb_grpc.ShardServiceServicer):
                 if request.number == 0:
                     epochs.add(request.epoch)
                 step = step_from_pb(request, prefill_logprobs=self._prefill_logprobs)
-                replies.put(self._engine.step(step))
+                replies.put(self.engine.step(step))
         except grpc.RpcError:
             logger.info("a stream of steps broke")
         finally:
             for epoch in epochs:
-                self._engine.end_epoch(epoch)
+                self.engine.end_epoch(epoch)
             replies.put(None)
 
 
@@ -112,6 +122,7 @@ def new_server(service: ShardService, address: str) -> grpc.Server:
     states = health.HealthServicer()
     for name in ("", SERVICE_NAME):
         states.set(name, health_pb2.HealthCheckResponse.SERVING)
+    service.engine.when_ended(states.enter_graceful_shutdown)
     health_pb2_grpc.add_HealthServicer_to_server(states, server)
     names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)

@@ -70,14 +70,22 @@ class WarmedUp:
     capacity: Capacity
 
 
-def warm_up(loaded: LoadedModel, request: WarmupRequest, limits: MemoryLimits) -> WarmedUp:
+def warm_up(
+    loaded: LoadedModel,
+    request: WarmupRequest,
+    limits: MemoryLimits,
+    *,
+    rehearse: bool | None = None,
+) -> WarmedUp:
     """A collective: every rank calls it at the same time, and all agree on the capacity.
 
+    To `rehearse` is to run the largest steps before memory is measured, by default on CUDA.
     Whatever held an earlier cache has to be gone. Raises CapacityError.
     """
     shape = loaded.cache_shape()
-    on_cuda = loaded.device.type == "cuda"
-    trial_bytes = _try_largest_prefill(loaded, request, limits) if on_cuda else 0
+    if rehearse is None:
+        rehearse = loaded.device.type == "cuda"
+    trial_bytes = _try_largest_steps(loaded, request, limits) if rehearse else 0
     memory = _kv_memory(loaded.device, limits, trial_bytes)
     fitting = loaded.group.minimum(blocks_in(memory, shape))
     _release_memory(loaded.device)
@@ -95,7 +103,7 @@ def warm_up(loaded: LoadedModel, request: WarmupRequest, limits: MemoryLimits) -
         raise CapacityError(
             f"Not enough memory for a KV cache of {capacity.max_batch_total_tokens} tokens"
         ) from error
-    if not on_cuda:
+    if not rehearse:
         lengths = spread_prefill(
             request.max_batch_prefill_tokens,
             max_rows=request.max_batch_size,
@@ -103,7 +111,7 @@ def warm_up(loaded: LoadedModel, request: WarmupRequest, limits: MemoryLimits) -
             num_blocks=capacity.num_blocks - 1,
             block_size=shape.block_size,
         )
-        _run_prefill(runner, lengths, limits)
+        _run_prefill(runner, lengths, limits, _prefill_too_large(sum(lengths)))
     return WarmedUp(runner, capacity)
 
 
@@ -126,8 +134,8 @@ def _kv_memory(device: torch.device, limits: MemoryLimits, trial_bytes: int) -> 
     return cpu_memory(available=available_memory(), kv_memory=limits.kv_memory)
 
 
-def _try_largest_prefill(loaded: LoadedModel, request: WarmupRequest, limits: MemoryLimits) -> int:
-    """Leave in torch's allocator what the largest step needs, so that free memory is what it leaves over.
+def _try_largest_steps(loaded: LoadedModel, request: WarmupRequest, limits: MemoryLimits) -> int:
+    """Leave in torch's allocator what the largest prefill and decode need, so that free memory is what they leave over.
 
     Returns the bytes of the cache it ran on, which are left there too but will be given back.
     """
@@ -143,6 +151,7 @@ def _try_largest_prefill(loaded: LoadedModel, request: WarmupRequest, limits: Me
         block_size=shape.block_size,
     )
     num_blocks = 1 + sum(-(-length // shape.block_size) for length in lengths)
+    num_blocks = max(num_blocks, 1 + request.max_batch_size)
     try:
         runner = _new_runner(
             loaded,
@@ -152,12 +161,17 @@ def _try_largest_prefill(loaded: LoadedModel, request: WarmupRequest, limits: Me
         )
     except torch.OutOfMemoryError as error:
         raise _prefill_too_large(sum(lengths)) from error
-    _run_prefill(runner, lengths, limits)
+    _run_prefill(runner, lengths, limits, _prefill_too_large(sum(lengths)))
+    # Prompts of one token are sampled from as decodes are, all of them at once.
+    single = [1] * request.max_batch_size
+    _run_prefill(runner, single, limits, _batch_too_large(request.max_batch_size))
     return num_blocks * shape.block_size * shape.bytes_per_token
 
 
-def _run_prefill(runner: StepRunner, lengths: list[int], limits: MemoryLimits) -> None:
-    """One step over prompts of these lengths that uses every part of sampling."""
+def _run_prefill(
+    runner: StepRunner, lengths: list[int], limits: MemoryLimits, too_large: CapacityError
+) -> None:
+    """One step over prompts of these lengths that uses every part of sampling; `too_large` where memory ends."""
     size = runner.batch.limits.block_size
     num_blocks = [-(-length // size) for length in lengths]
     slots = np.arange(len(lengths))
@@ -175,7 +189,7 @@ def _run_prefill(runner: StepRunner, lengths: list[int], limits: MemoryLimits) -
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise _prefill_too_large(sum(lengths)) from error
+        raise too_large from error
     runner.batch.clear()
 
 
@@ -229,6 +243,13 @@ def _prefill_too_large(num_tokens: int) -> CapacityError:
     return CapacityError(
         f"Not enough memory to handle {num_tokens} prefill tokens. "
         "You need to decrease `--max-batch-prefill-tokens`"
+    )
+
+
+def _batch_too_large(num_rows: int) -> CapacityError:
+    return CapacityError(
+        f"Not enough memory to choose the tokens of {num_rows} sequences at once. "
+        "You need to decrease `--max-batch-size`"
     )
 
 

@@ -2,46 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
+from tests.deploy.containers import (
+    COMPOSE,
+    DEFAULT,
+    OURS,
+    ROOT,
+    command_of,
+    dockerfile_of,
+    entrypoint,
+    environment,
+    instructions,
+)
 
 from millrace_launcher.arguments import read_settings
+from millrace_launcher.launcher import EXIT_MARGIN_SECONDS
 from millrace_router.config import RouterConfig
 from millrace_shard.config import ShardConfig
 
-ROOT = Path(__file__).parent.parent.parent
 DOCKERFILES = sorted((ROOT / "deploy" / "docker").glob("*.Dockerfile"))
-COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
-OURS = {name: value for name, value in COMPOSE["services"].items() if "build" in value}
-DEFAULT = re.compile(r"\$\{\w+:-([^}]*)\}")
-
-
-def instructions(dockerfile: Path) -> Iterator[tuple[str, str]]:
-    """(instruction, arguments) in order, continuation lines joined, comments left out."""
-    lines = [line for line in dockerfile.read_text().splitlines() if not line.startswith("#")]
-    for line in "\n".join(lines).replace("\\\n", " ").splitlines():
-        if line.strip():
-            word, _, rest = line.partition(" ")
-            yield word, rest.strip()
-
-
-def last(dockerfile: Path, instruction: str) -> str:
-    """The arguments of the instruction's last use."""
-    return [rest for word, rest in instructions(dockerfile) if word == instruction][-1]
-
-
-def environment(dockerfile: Path) -> dict[str, str]:
-    """What ENV sets in the final stage."""
-    pairs = (part.partition("=") for part in shlex.split(last(dockerfile, "ENV")))
-    return {name: value for name, _, value in pairs}
 
 
 def shard_from_args(arguments: list[str]) -> object:
@@ -60,13 +44,12 @@ PARSERS: dict[str, Callable[[list[str]], object]] = {
 def test_every_command_is_one_our_program_takes(
     service: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dockerfile = ROOT / OURS[service]["build"]["dockerfile"]
+    dockerfile = dockerfile_of(service)
     for name, value in environment(dockerfile).items():
         if name != "PATH":
             monkeypatch.setenv(name, value)
-    (program,) = json.loads(last(dockerfile, "ENTRYPOINT"))
-    command = [DEFAULT.sub(r"\1", argument) for argument in OURS[service]["command"]]
-    PARSERS[program](command)
+    program = entrypoint(dockerfile)
+    PARSERS[program](command_of(service))
 
 
 def test_the_split_profile_joins_its_parts() -> None:
@@ -98,7 +81,8 @@ def test_every_copied_file_exists_and_is_in_the_build_context(dockerfile: Path) 
     ]
     for word, rest in instructions(dockerfile):
         if word == "COPY" and not rest.startswith("--from"):
-            *sources, _ = rest.split()
+            sources = [part for part in rest.split()[:-1] if not part.startswith("--")]
+            assert sources
             for source in sources:
                 assert (ROOT / source).exists(), source
                 assert any(
@@ -138,3 +122,18 @@ def test_the_router_image_has_no_torch() -> None:
     text = (ROOT / "deploy" / "docker" / "router.Dockerfile").read_text()
     assert "[router]" in text
     assert "[shard]" not in text
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.stem)
+def test_what_is_copied_into_the_image_is_readable_by_its_user(dockerfile: Path) -> None:
+    copies = [rest for word, rest in instructions(dockerfile) if word == "COPY"]
+    final = copies[next(i for i, rest in enumerate(copies) if "--from" in rest) + 1 :]
+    assert final
+    assert all(rest.startswith("--chmod=644 ") for rest in final)
+
+
+@pytest.mark.parametrize("service", ["launcher", "router"])
+def test_containers_may_drain_before_they_are_killed(service: str) -> None:
+    grace = RouterConfig.model_fields["graceful_termination_timeout"].default
+    allowed = int(OURS[service]["stop_grace_period"].removesuffix("s"))
+    assert allowed > grace + EXIT_MARGIN_SECONDS

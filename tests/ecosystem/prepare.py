@@ -21,6 +21,8 @@ PROGRAMS = {
     "prometheus": "prometheus",
     "promtool": "prometheus",
     "docker-compose": "docker-compose",
+    "node": "nodejs",
+    "npm": "npm",
 }
 """Program and the Debian package that brings it."""
 

@@ -36,8 +36,8 @@ TGI_FLAGS = [
     ("--cuda-graphs", "0,1,8", "shard", (1, 8)),
     ("--cuda-graphs", "0", "shard", ()),
     ("--hostname", "127.0.0.2", "router", "127.0.0.2"),
-    ("--hostname", "4f2a9c", "router", "0.0.0.0"),
-    ("--hostname", "localhost", "router", "127.0.0.1"),
+    ("--hostname", "4f2a9c", "router", "4f2a9c"),
+    ("--hostname", "localhost", "router", "localhost"),
     ("--port", "8080", "router", 8080),
     ("--prometheus-port", "9001", "router", 9001),
     ("--shard-uds-path", "/tmp/x", "launcher", "/tmp/x"),
@@ -158,6 +158,15 @@ def test_command_line_beats_environment(monkeypatch: pytest.MonkeyPatch) -> None
     assert origins["hostname"] == ("0.0.0.0", "default")
 
 
+@pytest.mark.parametrize("origin", ["flag", "environment", "default"])
+def test_hostname_is_shown_as_given(origin: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if origin == "environment":
+        monkeypatch.setenv("HOSTNAME", "4f2a9c")
+    settings = read_settings(["--hostname=4f2a9c"] if origin == "flag" else [])
+    shown = {name: (value, source) for name, value, source in settings.configured()}["hostname"]
+    assert shown == ("0.0.0.0" if origin == "default" else "4f2a9c", origin)
+
+
 def test_origins_are_repeatable_and_comma_separated() -> None:
     settings = read_settings(["--cors-allow-origin=a", "--cors-allow-origin", "b,c"])
     assert settings.router.cors_allow_origin == ("a", "b", "c")
@@ -190,6 +199,8 @@ def test_false_words(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--trust-remote-code=true"], "--trust-remote-code"),
         (["--cuda-graphs=a"], "'--cuda-graphs'"),
         (["--kv-memory=lots"], "'--kv-memory'"),
+        (["--api-key="], "invalid value '***' for '--api-key': Value error, is empty"),
+        (["--api-key", ""], "invalid value '***' for '--api-key': Value error, is empty"),
     ],
 )
 def test_usage_errors(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

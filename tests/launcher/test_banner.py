@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import shlex
+from urllib.parse import urlsplit
 
 import pytest
 
 from millrace_launcher.banner import closing_banner, url
+
+# Of the router's.
+ROUTES = {"/", "/generate", "/generate_stream", "/health", "/info", "/metrics", "/v1/models"}
 
 
 @pytest.mark.parametrize(
@@ -38,3 +43,10 @@ def test_curl_and_python_parse(needs_key: bool) -> None:
     tree = ast.parse("\n".join(lines[start:]))
     assert len(tree.body) == 2
     assert "http://127.0.0.1:3917/metrics" in text
+
+
+def test_every_url_is_one_the_router_answers() -> None:
+    text = closing_banner("http://127.0.0.1:3917", model="a/b", needs_key=False)
+    paths = [urlsplit(found).path or "/" for found in re.findall(r"http://[^\s\",]+", text)]
+    assert len(paths) >= 4
+    assert set(paths) <= ROUTES

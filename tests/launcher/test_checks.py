@@ -78,14 +78,35 @@ def test_quotes_are_escaped_as_in_tgi() -> None:
     assert str(ArgumentValidation('say "no"')) == 'ArgumentValidation("say \\"no\\"")'
 
 
-def test_flags_without_effect_are_told_once_each_and_only_when_set(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert list(notices(read_settings([]))) == []
+# Each with a value; "" marks a switch.
+WITHOUT_EFFECT = {
+    "--cuda-graphs": "1,2",
+    "--disable-grammar-support": "",
+    "--max-image-fetch-size": "10",
+    "--max-waiting-tokens": "3",
+    "--ngrok-authtoken": "t",
+    "--ngrok-edge": "e",
+    "--otlp-endpoint": "http://x",
+    "--otlp-service-name": "n",
+    "--prometheus-port": "9001",
+    "--trust-remote-code": "",
+    "--usage-stats": "off",
+    "--waiting-served-ratio": "1.5",
+    "--watermark-delta": "1",
+    "--watermark-gamma": "1",
+}
+EVERY_ONE = [f"{flag}={value}" if value else flag for flag, value in WITHOUT_EFFECT.items()]
+
+
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_every_flag_without_effect_is_told_once(on_cpu: bool) -> None:
+    settings = read_settings([*EVERY_ONE, "--cuda-memory-fraction=0.5"])
+    told = [line.split(" has no effect: ")[0] for line in notices(settings, on_cpu=on_cpu)]
+    assert told == sorted([*WITHOUT_EFFECT, *(["--cuda-memory-fraction"] if on_cpu else [])])
+
+
+def test_flags_without_effect_are_told_only_when_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(notices(read_settings([]), on_cpu=True)) == []
     monkeypatch.setenv("WATERMARK_GAMMA", "0.5")
-    found = list(notices(read_settings(["--usage-stats=off", "--prometheus-port=9001"])))
-    assert [line.split()[0] for line in found] == [
-        "--prometheus-port",
-        "--usage-stats",
-        "--watermark-gamma",
-    ]
+    (found,) = notices(read_settings([]), on_cpu=True)
+    assert found == "--watermark-gamma has no effect: nothing is watermarked"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,11 +25,14 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def commands(argv: str, environ: dict[str, str] | None = None, num_shard: int = 2) -> Commands:
+    settings = read_settings(argv.split())
     return Commands(
-        settings=read_settings(argv.split()),
+        settings=settings,
         model_id="a/b",
         model_name="a/b",
         num_shard=num_shard,
+        shard_uds_path=settings.launcher.shard_uds_path,
+        master_port=settings.shard.master_port,
         threads=ThreadPlan(3, {"OMP_NUM_THREADS": "3"}),
         environ={} if environ is None else environ,
     )
@@ -70,6 +74,21 @@ def test_shard_reads_back_what_it_was_given() -> None:
     assert config.cuda_graphs == ()
     assert config.cpu_threads == 3
     assert command.environment["OMP_NUM_THREADS"] == "3"
+
+
+def test_children_use_the_sockets_and_the_port_that_were_claimed() -> None:
+    claimed = replace(commands(""), shard_uds_path="/private/shard", master_port=4321)
+    config = ShardConfig.from_args(claimed.shard(1, FOLDER).argv[4:])
+    assert (config.socket_path, config.master_port) == (Path("/private/shard-1"), 4321)
+    assert (
+        "--shard-addresses=unix:/private/shard-0,unix:/private/shard-1"
+        in claimed.router(FOLDER).argv
+    )
+    assert claimed.guard().argv[-1] == "/private/shard-1"
+
+
+def test_router_hears_the_hostname_as_given() -> None:
+    assert "--hostname=4f2a9c" in commands("--hostname=4f2a9c").router(FOLDER).argv
 
 
 def test_defaults_are_not_repeated() -> None:

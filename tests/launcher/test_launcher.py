@@ -17,6 +17,9 @@ import psutil
 import pytest
 
 import millrace_fakes_launcher
+from millrace_launcher.launcher import EXIT_MARGIN_SECONDS
+from millrace_launcher.threads import find_intel_openmp
+from millrace_router.server import RESPONSE_SECONDS
 
 LAUNCHER = str(Path(millrace_fakes_launcher.__file__))
 SERVED = "is served at"
@@ -118,6 +121,10 @@ async def test_router_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: P
         assert "Killing router" in deployment.output
         await deployment.assert_gone(family)
         assert deployment.events() == ["shard-0 stopped"]
+
+
+def test_router_has_time_for_its_last_answers_before_it_is_killed() -> None:
+    assert EXIT_MARGIN_SECONDS >= RESPONSE_SECONDS + 5
 
 
 async def test_second_interrupt_ends_at_once(tmp_path: Path) -> None:
@@ -273,3 +280,38 @@ async def test_values_reach_their_owner_and_secrets_stay_out_of_argv(tmp_path: P
     assert not {"PORT", "MAX_TOTAL_TOKENS", "LOG_LEVEL"} & router["environ"].keys()
     assert shard["environ"]["HF_TOKEN"] == "hf_x"
     assert "secret" not in deployment.output
+
+
+async def test_second_launcher_with_the_same_sockets_is_refused_at_once(tmp_path: Path) -> None:
+    async with deploy(tmp_path) as first:
+        await first.until(SERVED)
+        async with deploy(tmp_path) as second:
+            code, errors = await second.end()
+        assert code == 1
+        assert errors.startswith('Error: ArgumentValidation("another server uses')
+        assert "--shard-uds-path" in errors
+        first.process.send_signal(signal.SIGTERM)
+        assert await first.end() == (0, "")
+    assert not (tmp_path / "shard.sock.lock").exists()
+
+
+async def test_flags_without_effect_take_one_line_each(tmp_path: Path) -> None:
+    flags = ("--cuda-graphs=1", "--disable-grammar-support", "--max-image-fetch-size=1")
+    async with deploy(tmp_path, *flags, "--device=cpu", "--cuda-memory-fraction=0.5") as deployment:
+        await deployment.until(SERVED)
+    for flag in (*flags, "--cuda-memory-fraction"):
+        assert deployment.output.count(f"{flag.partition('=')[0]} has no effect") == 1
+
+
+async def test_shards_compute_with_intels_openmp_where_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    async with deploy(tmp_path) as deployment:
+        await deployment.until(SERVED)
+        maps = {
+            name: Path(f"/proc/{deployment.pid(name)}/maps").read_text()
+            for name in ("shard-0", "router")
+        }
+    assert ("libiomp5" in maps["shard-0"]) == (find_intel_openmp() is not None)
+    assert "libiomp5" not in maps["router"]

@@ -80,3 +80,35 @@ def test_colours_only_when_wanted() -> None:
 def test_log_level_words(word: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOG_LEVEL", word)
     assert LauncherConfig().log_level == expected
+
+
+HOSTILE = "a\x1b[2J\r\n2026-01-01T00:00:00Z ERROR forged: b\x9b\u2028\u202e\x00\ud83dé\tend"
+SHOWN = r"a\x1b[2J\r\n2026-01-01T00:00:00Z ERROR forged: b\x9b\u2028\u202e\x00\ud83dé" "\tend"
+
+
+def hostile_record() -> str:
+    fields = {"message": HOSTILE, HOSTILE: 1, "prompt": HOSTILE}
+    return json.dumps({"timestamp": HOSTILE, "level": "INFO", "fields": fields, "target": HOSTILE})
+
+
+def test_relayed_lines_hold_no_control_character_and_forge_no_line() -> None:
+    assert relayed(hostile_record()) == (
+        f"{SHOWN}  INFO {SHOWN}: {SHOWN} {SHOWN}=1 prompt={SHOWN}\n"
+    )
+    assert relayed("plain \x1b[31m\x07").endswith(r"shard-0: plain \x1b[31m\x07" "\n")
+
+
+def test_json_is_one_line_that_reads_back_whatever_it_holds() -> None:
+    text = relayed(hostile_record(), json_output=True)
+    text.encode()
+    assert text.count("\n") == 1
+    assert json.loads(text) == json.loads(hostile_record())
+
+
+def test_further_lines_are_indented() -> None:
+    line = json.dumps({"fields": {"message": "bad", "exception": "Traceback:\n  E\x1b\n2026 x"}})
+    assert relayed(line).endswith("bad\n    Traceback:\n      E\\x1b\n    2026 x\n")
+    stream = io.StringIO()
+    logs.setup(LauncherConfig(), stream)
+    logs.log.error("complete output:\n%s", "2026 forged\x1b")
+    assert stream.getvalue().endswith("complete output:\n    2026 forged\\x1b\n")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace_launcher.threads import plan_threads
+from millrace_launcher.threads import find_intel_openmp, plan_threads
 
 INTEL = Path("/lib/libiomp5.so")
 
@@ -56,3 +56,18 @@ def test_nothing_is_preloaded_without_the_runtime_or_over_the_users_own() -> Non
     for intel, environ in ((None, {}), (INTEL, {"LD_PRELOAD": "/other.so"})):
         plan = plan_threads(cores=4, shards=1, requested=None, intel_openmp=intel, environ=environ)
         assert not {"LD_PRELOAD", "KMP_BLOCKTIME"} & plan.environment.keys()
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_intel_runtime_is_found_where_a_virtual_environment_has_it(
+    machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setattr("sys.prefix", str(tmp_path))
+    monkeypatch.setattr("sys.path", [str(tmp_path / "lib" / "python3.12" / "site-packages")])
+    assert find_intel_openmp() is None
+    (tmp_path / "lib").mkdir()
+    library = tmp_path / "lib" / "libiomp5.so"
+    library.touch()
+    assert find_intel_openmp() == (library if machine == "x86_64" else None)

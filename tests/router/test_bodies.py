@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 from typing import Any
 
 import pytest
@@ -102,6 +104,69 @@ async def test_unreadable_bodies(
             assert answer[0] == status
             assert answer[1]["error"].startswith(start)
             assert answer[1]["error_type"] == "validation"
+
+
+def nested(depth: int) -> bytes:
+    """An object with arrays in it, `depth` levels in all."""
+    return b'{"inputs":"a","more":' + b"[" * (depth - 1) + b"]" * (depth - 1) + b"}"
+
+
+async def test_bodies_are_200_levels_deep_at_most() -> None:
+    async with serving() as edge:
+        wide = b'{"inputs":"a","more":[' + b",".join([b"[{}]"] * 500) + b"]}"
+        for data in (nested(200), wide):
+            assert (await edge.post("/generate", data=data, headers=JSON))[0] == 200
+        status, body, _ = await edge.post("/generate", data=nested(201), headers=JSON)
+    assert (status, body["error_type"]) == (400, "validation")
+    assert body["error"].endswith("more than 200 levels deep")
+
+
+async def test_deep_arguments_of_a_tool_call() -> None:
+    arguments = b"[" * 300 + b"]" * 300
+    data = (
+        b'{"messages":[{"role":"assistant","tool_calls":[{"id":"0","type":"function",'
+        b'"function":{"name":"f","arguments":' + arguments + b"}}]}]}"
+    )
+    async with serving(template="x") as edge:
+        for route in ("/v1/chat/completions", "/chat_tokenize"):
+            assert (await edge.post(route, data=data, headers=JSON))[0] == 400
+
+
+BODY = b'{"inputs":"a"}'
+BARE = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "data", "status", "start"),
+    [
+        ("identity", BODY, 200, ""),
+        ("gzip", gzip.compress(BODY), 200, ""),
+        ("GZIP", gzip.compress(BODY), 200, ""),
+        ("deflate", zlib.compress(BODY), 200, ""),
+        ("deflate", BARE.compress(BODY) + BARE.flush(), 200, ""),
+        ("gzip", b"garbage", 400, "Failed to decompress the request body: "),
+        ("gzip", b"", 400, "Failed to decompress the request body: "),
+        ("deflate", b"garbage", 400, "Failed to decompress the request body: "),
+        ("gzip", gzip.compress(BODY)[:-1], 400, "Failed to decompress the request body: "),
+        ("gzip", gzip.compress(b" " * 2000), 413, "Failed to buffer the request body: "),
+        ("br", BODY, 415, "`Content-Encoding: br` is not supported"),
+        ("zstd", BODY, 415, "`Content-Encoding: zstd` is not supported"),
+        ("gzip, gzip", BODY, 415, "`Content-Encoding: gzip, gzip` is not supported"),
+    ],
+)
+async def test_compressed_bodies(encoding: str, data: bytes, status: int, start: str) -> None:
+    async with serving(payload_limit=1000) as edge:
+        server = edge.runner.server
+        assert server is not None
+        headers = {**JSON, "content-encoding": encoding}
+        answer = await edge.post("/generate", data=data, headers=headers)
+        assert answer[0] == status
+        if status != 200:
+            assert answer[1]["error_type"] == "validation"
+            assert answer[1]["error"].startswith(start)
+        (connection,) = server.connections
+        assert (await edge.post("/generate", data=BODY, headers=JSON))[0] == 200
+        assert server.connections == [connection]
 
 
 @pytest.mark.parametrize(

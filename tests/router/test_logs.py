@@ -80,3 +80,65 @@ async def test_a_request_that_was_given_up_has_its_line() -> None:
     assert line["status"] == 499
     assert (line["prompt_tokens"], line["generated_tokens"]) == (2, 0)
     assert b"secret" not in output.getvalue()
+
+
+@pytest.mark.parametrize("json_output", [True, False])
+async def test_malformed_requests_are_not_quoted(json_output: bool) -> None:
+    output = io.BytesIO()
+    with logging_to(output, json_output=json_output):
+        async with serving() as edge:
+            host, port = edge.url.removeprefix("http://").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"GET /health HTTP/1.1\r\nauthorization: hush\r\nb\x00d secret\r\n\r\n")
+            assert b"400" in await reader.readline()
+            writer.close()
+    assert b"an HTTP connection failed" in output.getvalue()
+    assert b"BadHttpMessage" in output.getvalue() or b"InvalidHeader" in output.getvalue()
+    for quoted in (b"hush", b"secret", b"Traceback", b"127.0.0.1"):
+        assert quoted not in output.getvalue()
+
+
+@pytest.mark.parametrize("json_output", [True, False])
+def test_tracebacks_do_not_show_variables(json_output: bool) -> None:
+    output = io.BytesIO()
+
+    def fail(prompt: str) -> None:
+        assert prompt
+        raise ValueError("odd")
+
+    with logging_to(output, json_output=json_output):
+        try:
+            fail("sec" + "ret")
+        except ValueError:
+            structlog.get_logger("x").exception("failed")
+    assert b"in fail" in output.getvalue()
+    assert b"secret" not in output.getvalue()
+
+
+def test_nobody_else_starts_a_line_of_text() -> None:
+    output = io.BytesIO()
+    forged = "x\n2026 INFO forged\r\x1b[2J\x85\u2028é"
+    with logging_to(output, json_output=False):
+        structlog.get_logger("a").info(forged, route=forged)
+        try:
+            raise ValueError(forged)
+        except ValueError:
+            structlog.get_logger("a").exception("failed")
+    text = output.getvalue().decode()
+    first, *rest = text.removesuffix("\n").split("\n")
+    assert first.endswith(
+        "a: x\\u000a2026 INFO forged\\u000d\\u001b[2J\\u0085\\u2028é"
+        " route=x\\u000a2026 INFO forged\\u000d\\u001b[2J\\u0085\\u2028é"
+    )
+    assert not {"\r", "\x1b", "\x85", "\u2028"} & set(text)
+    assert [line for line in rest if not line.startswith("  ")] == rest[:1]
+
+
+async def test_paths_are_logged_as_they_came_and_cut() -> None:
+    output = io.BytesIO()
+    with logging_to(output):
+        async with serving() as edge:
+            await edge.client.get(edge.url + "/a%0Ab")
+            await edge.client.get(edge.url + "/" + "%C3%A9" * 100)
+    routes = [str(line["route"]) for line in fields(output) if line["message"] == "request"]
+    assert routes == ["/a%0Ab", ("/" + "%C3%A9" * 100)[:200]]

@@ -112,7 +112,7 @@ def test_it_serves_and_ends_on_sigterm(folder: Path, shard: FakeShard) -> None:
         assert "\ntgi_batch_max_total_tokens 2396\n" in text
         assert "\ntgi_request_success 1\n" in text
         assert any("Setting max batch total tokens to 2396" in line for line in router.lines)
-        assert any("--usage-stats: No effect" in line for line in router.lines)
+        assert not any("usage" in line for line in router.lines)
         router.process.send_signal(signal.SIGTERM)
         assert router.end() == 0
 
@@ -192,6 +192,30 @@ def test_a_port_that_is_taken(folder: Path, shard: FakeShard) -> None:
         with started(folder, shard, f"--port={port}") as router:
             assert router.end() == 1
             assert f"Cannot listen on 127.0.0.1:{port}: Address already in use" in router.lines[-1]
+
+
+def test_a_port_that_is_taken_while_the_shards_warm_up(folder: Path, shard: FakeShard) -> None:
+    # Linux lets two sockets bind one port as long as neither listens.
+    shard.warmup_gate = gate = threading.Event()
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", 0))
+        port = other.getsockname()[1]
+        with started(folder, shard, f"--port={port}") as router:
+            router.wait_for("Warming up model")
+            other.listen()
+            gate.set()
+            assert router.end() == 1
+            assert f"Cannot listen on 127.0.0.1:{port}: Address already in use" in router.lines[-1]
+            assert "Traceback" not in "".join(router.lines)
+
+
+def test_a_host_that_is_no_address(folder: Path, shard: FakeShard) -> None:
+    with routing(folder, shard, "--hostname=4f2a9c") as (router, url):
+        assert url.startswith("http://0.0.0.0:")
+        (line,) = [line for line in router.lines if "4f2a9c" in line]
+        assert json.loads(line)["level"] == "WARN"
+        assert json.loads(line)["fields"]["hostname"] == "4f2a9c"
 
 
 def test_it_goes_with_its_parent(folder: Path, shard: FakeShard) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import threading
 from typing import Any
 
+import orjson
 import pytest
 
 from millrace_fakes_edge import echo, finished, limits_with, play, serving, token_event
 from millrace_router.entry import TokenStream
 from millrace_router.request import FinishReason, ValidRequest
+from millrace_router.tokenizer import SPANS_AT_ONCE, Tokenizer, TokenSpan
 
 ASKED = {"inputs": "hello world", "parameters": {"max_new_tokens": 2}}
 
@@ -188,6 +192,60 @@ async def test_tokenize_counts_bytes_and_ignores_truncate() -> None:
         ("日本", 7, 13),
         ("a", 14, 15),
     ]
+
+
+async def test_tokenizing_takes_a_permit() -> None:
+    async with serving(None, limits=limits_with(max_concurrent_requests=1), template="a") as edge:
+        first = asyncio.create_task(edge.post("/generate", ASKED))
+        await edge.batcher.arrived.wait()
+        chat = {"messages": [{"role": "user", "content": "a"}]}
+        for path, asked in (("/tokenize", ASKED), ("/chat_tokenize", chat)):
+            status, body, _ = await edge.post(path, asked)
+            assert (status, body["error_type"]) == (429, "overloaded")
+        play(edge.batcher.streams[0], "x")
+        await first
+        for path, asked in (("/tokenize", ASKED), ("/chat_tokenize", chat)):
+            assert (await edge.post(path, asked))[0] == 200
+        assert edge.services.infer.permits.taken == 0
+        edge.services.infer.drain()
+        assert (await edge.post("/tokenize", ASKED))[0] == 503
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/chat_tokenize"])
+async def test_much_text_is_tokenized_beside_the_event_loop(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: set[int] = set()
+    sizes: list[int] = []
+    encode, dumps = Tokenizer.encode_with_offsets, orjson.dumps
+
+    def watched_encode(self: Tokenizer, text: str, *, add_special_tokens: bool) -> list[TokenSpan]:
+        threads.add(threading.get_ident())
+        return encode(self, text, add_special_tokens=add_special_tokens)
+
+    def watched_dumps(value: Any) -> bytes:
+        if isinstance(value, list) and value:
+            threads.add(threading.get_ident())
+            sizes.append(len(value))
+        return dumps(value)
+
+    monkeypatch.setattr(Tokenizer, "encode_with_offsets", watched_encode)
+    monkeypatch.setattr(orjson, "dumps", watched_dumps)
+    words = "hello " * 250_000
+    chat = {"messages": [{"role": "user", "content": words}]}
+    asked = json.dumps({"inputs": words} if path == "/tokenize" else chat).encode()
+    headers = {"content-type": "application/json"}
+    async with serving(template="{{ messages[0].content }}") as edge:
+        posting = asyncio.create_task(edge.post(path, data=io.BytesIO(asked), headers=headers))
+        while not posting.done():
+            assert (await edge.get("/health"))[0] == 200
+        status, body, _ = await posting
+    tokens = body if path == "/tokenize" else body["tokenize_response"]
+    assert status == 200
+    assert len(tokens) == sum(sizes) == 250_000
+    assert tokens[-1] == {"id": 2, "text": "hello", "start": 1_499_994, "stop": 1_499_999}
+    assert threading.get_ident() not in threads
+    assert max(sizes) <= SPANS_AT_ONCE
 
 
 async def test_truncate_keeps_the_last_tokens() -> None:

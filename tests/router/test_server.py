@@ -110,6 +110,13 @@ async def test_info_has_the_fields_of_every_version() -> None:
     }  # fmt: skip
 
 
+async def test_info_tells_the_prefill_tokens_that_are_in_force() -> None:
+    async with serving() as edge:
+        assert edge.services.config.max_batch_prefill_tokens is None
+        _, body, _ = await edge.get("/info")
+    assert orjson.loads(body)["max_batch_prefill_tokens"] == 32
+
+
 async def test_health_asks_the_shards() -> None:
     async with serving() as edge:
         for path in ("/", "/health", "/ping"):

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from millrace_fakes_edge import FakeBatcher, FakeShards, services_over, word_tokenizer
 from millrace_router.config import RouterConfig
-from millrace_router.startup import StartupError, check_arguments, check_capacity, start
+from millrace_router.shard_client import ShardedClient
+from millrace_router.startup import (
+    StartupError,
+    assemble,
+    check_arguments,
+    check_capacity,
+    prefill_tokens,
+    start,
+)
+from millrace_router.template import ChatTemplate
 from millrace_router.wire import Capacity
+
+INFO = services_over(FakeBatcher(), FakeShards()).shard
 
 
 def config_with(**values: Any) -> RouterConfig:
@@ -61,13 +74,53 @@ def test_arguments(values: dict[str, Any], message: str) -> None:
 )
 def test_capacity(found: dict[str, int], message: str) -> None:
     with pytest.raises(StartupError) as caught:
-        check_capacity(config_with(), capacity_with(**found))
+        check_capacity(config_with(max_batch_prefill_tokens=4096), capacity_with(**found))
     assert str(caught.value) == f"Argument validation error: {message}"
 
 
 def test_fitting_values_pass() -> None:
     check_arguments(config_with(max_input_tokens=9, max_total_tokens=10))
-    check_capacity(config_with(), capacity_with(max_batch_total_tokens=4096))
+    fitting = capacity_with(max_batch_total_tokens=4096)
+    check_capacity(config_with(max_batch_prefill_tokens=4096), fitting)
+
+
+@pytest.mark.parametrize(
+    ("given", "positions", "measured", "at_warmup", "resolved"),
+    [
+        ({}, 100_000, 100_000, 4096, 4096),
+        ({}, 300, 100_000, 300, 300),
+        ({}, 100_000, 700, 4096, 700),
+        ({"max_batch_total_tokens": 500}, 100_000, 400, 500, 400),
+        ({"max_batch_prefill_tokens": 9000}, 300, 100_000, 9000, 9000),
+    ],
+)
+def test_prefill_tokens_are_what_was_given_or_what_fits(
+    given: dict[str, int], positions: int, measured: int, at_warmup: int, resolved: int
+) -> None:
+    config, info = config_with(**given), replace(INFO, max_position_embeddings=positions)
+    capacity = capacity_with(max_batch_total_tokens=measured)
+    assert prefill_tokens(config, info) == at_warmup
+    assert prefill_tokens(config, info, capacity) == resolved
+
+
+async def test_what_is_resolved_is_what_is_used() -> None:
+    config, capacity = config_with(), capacity_with(max_batch_total_tokens=250)
+    info = replace(INFO, max_position_embeddings=100_000, vocab_size=77)
+    check_capacity(config, capacity)
+    shards, tokenizer = ShardedClient(["unix:/nowhere"]), word_tokenizer()
+    services, batcher = assemble(
+        config,
+        shards=shards,
+        info=info,
+        capacity=capacity,
+        tokenizer=tokenizer,
+        template=ChatTemplate(None, special_tokens={}),
+    )
+    assert services.max_batch_prefill_tokens == 250
+    assert batcher._planner.budgets.max_batch_prefill_tokens == 250
+    assert services.limits.vocab_size == 77
+    await shards.close()
+    tokenizer.close()
 
 
 async def test_a_folder_without_a_tokenizer() -> None:

@@ -228,3 +228,10 @@ async def test_tokenizer_failures_are_told() -> None:
     request = GenerateRequest(inputs="\ud800", parameters=GenerateParameters())
     with pytest.raises(ValidationError, match=r"^Input validation error: tokenizer error "):
         await new_validator().validate(request)
+
+
+async def test_ids_that_the_model_does_not_know() -> None:
+    # The tokenizer's last word has id 7.
+    assert (await new_validator().validate(GenerateRequest(inputs="b"))).request.input_ids == (7,)
+    message = await refusal("a b a", limits_with(vocab_size=7))
+    assert message == "`inputs` contains token id 7, but the model knows only 7"

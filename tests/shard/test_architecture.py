@@ -21,7 +21,7 @@ def architecture(model_type: str = "llama", **overrides: Any) -> Architecture:
 def test_llama() -> None:
     assert architecture(head_dim=20, rms_norm_eps=1e-3) == Architecture(
         model_type="llama",
-        hidden_size=48,
+        hidden_size=64,
         num_heads=4,
         num_kv_heads=2,
         head_dim=20,
@@ -95,7 +95,11 @@ def test_windows(
         ),
         ("llama", {"rope_interleaved": True}, "rope_interleaved=True"),
         ("llama", {"logit_scale": 0.1}, "logit_scale=0.1"),
-        ("llama", {"num_attention_heads": 3, "num_key_value_heads": 2}, "num_key_value_heads=2"),
+        (
+            "llama",
+            {"num_attention_heads": 8, "num_key_value_heads": 3},
+            "num_key_value_heads=3",
+        ),
         ("llama", {"num_key_value_heads": 0}, "num_key_value_heads=0"),
         ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "architectures="),
         (
@@ -168,7 +172,12 @@ def test_possible_splits(world_size: int) -> None:
         ),
         ({"intermediate_size": 81}, 2, "1"),
         (
-            {"num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 96},
+            {
+                "num_attention_heads": 12,
+                "num_key_value_heads": 4,
+                "hidden_size": 96,
+                "intermediate_size": 96,
+            },
             6,
             "1, 2, 4, 12",
         ),

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from millrace_fakes_kernels import KERNELS, make_kernels
 from millrace_fakes_models import Driver, Run, edit_json, greedy, logprobs, prompt_of, save_tiny
-from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.load import load_model
 from millrace_shard.parallel import ProcessGroup
 
@@ -31,8 +31,9 @@ def load(
     dtype: torch.dtype = torch.float32,
     block_size: int = 16,
     max_total_tokens: int | None = None,
+    name: str = "plain",
 ) -> Driver:
-    kernels = PlainKernels(deterministic=deterministic, block_size=block_size)
+    kernels = make_kernels(name, deterministic=deterministic, dtype=dtype, block_size=block_size)
     model = load_model(
         folder,
         dtype=dtype,
@@ -48,7 +49,7 @@ def assert_same_as_generate(
     reference: PreTrainedModel,
     driver: Driver,
     *,
-    lengths: Sequence[int] = (5, 37, 18),
+    lengths: Sequence[int] = (5, 70, 18),
     chunk: int | None = None,
 ) -> None:
     prompts = [prompt_of(length, seed=length) for length in lengths]
@@ -70,12 +71,12 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-many-kv-heads": ("llama", {"num_key_value_heads": 4}),
     "llama-one-kv-head": ("llama", {"num_key_value_heads": 1}),
-    "llama-wide-heads": ("llama", {"head_dim": 20}),
+    "llama-wide-heads": ("llama", {"head_dim": 24}),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "llama-eps": ("llama", {"rms_norm_eps": 0.3}),
     "mistral": ("mistral", {}),
-    "mistral-window": ("mistral", {"sliding_window": 9, "head_dim": 20}),
+    "mistral-window": ("mistral", {"sliding_window": 9, "head_dim": 24}),
     "qwen2": ("qwen2", {}),
     "qwen2-window-off": ("qwen2", {"sliding_window": 9, "max_window_layers": 0}),
     "qwen2-window": (
@@ -118,12 +119,13 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_greedy_output_equals_generate(name: str, tmp_path: Path) -> None:
+def test_greedy_output_equals_generate(name: str, kernels: str, tmp_path: Path) -> None:
     model_type, overrides = CHECKPOINTS[name]
     reference = save_tiny(tmp_path, model_type, **overrides)
-    assert_same_as_generate(reference, load(tmp_path))
-    assert_same_as_generate(reference, load(tmp_path, deterministic=True), chunk=7)
+    assert_same_as_generate(reference, load(tmp_path, name=kernels))
+    assert_same_as_generate(reference, load(tmp_path, name=kernels, deterministic=True), chunk=7)
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 64])
@@ -150,8 +152,8 @@ def test_dynamic_rope_past_its_trained_length(tmp_path: Path) -> None:
 
 LONGROPE = {
     "rope_type": "longrope",
-    "short_factor": [1.0, 1.1, 1.3, 1.5, 2.0, 2.5],
-    "long_factor": [1.0, 2.0, 4.0, 8.0, 9.0, 12.0],
+    "short_factor": [1.0, 1.1, 1.3, 1.5, 2.0, 2.5, 2.6, 2.9],
+    "long_factor": [1.0, 2.0, 4.0, 8.0, 9.0, 12.0, 14.0, 15.0],
     "original_max_position_embeddings": 32,
     "rope_theta": 1e4,
 }

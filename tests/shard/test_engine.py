@@ -13,15 +13,17 @@ import torch
 
 from millrace_fakes_engine import (
     BLOCK_SIZE,
+    VOCAB_SIZE,
     FakeKernels,
     FakeModel,
     fake_kernels,
     greedy,
     logits_for,
 )
+from millrace_shard.batch import Batch, BatchLimits
 from millrace_shard.capacity import WarmupRequest
 from millrace_shard.engine import Engine
-from millrace_shard.parallel import ProcessGroup
+from millrace_shard.parallel import CollectiveError, ProcessGroup
 from millrace_shard.sequence import SamplingParameters, Sequence
 from millrace_shard.step import (
     BatchChange,
@@ -33,6 +35,7 @@ from millrace_shard.step import (
     Open,
     Step,
     StepFailure,
+    StepInvalid,
     StepReply,
     StepResult,
     Unknown,
@@ -278,16 +281,9 @@ def test_a_slot_and_its_blocks_are_free_again_once_dropped(driver: Driver) -> No
         (lambda d: forward(decodes=[0], grown=[(1, 60)]), "no sequence in slots"),
         (lambda d: forward(d.admit(1), grown=[(0, d.free[0] - 1)]), "another owner"),
         (lambda d: forward(decodes=[0], grown=[(0, b) for b in d.free[:40]]), "over 17 blocks"),
-        (lambda d: forward(d.admit(1, ids=[97]), chunks=[(1, 1)]), "beyond the vocabulary"),
-        (lambda d: forward(d.admit(1, ids=[1] * 65), chunks=[(1, 1)]), "1 to 64 fit"),
-        (lambda d: forward(d.admit(1, cached_tokens=6), chunks=[(1, 1)]), "no token to compute"),
-        (lambda d: forward(d.admit(1, cached_tokens=3), chunks=[(1, 1)]), "do not fill"),
-        (lambda d: forward(d.admit(1, generated_tokens=6), chunks=[(1, 1)]), "no prompt"),
         (
-            lambda d: forward(
-                d.admit(1, parameters=SamplingParameters(temperature=0.0)), chunks=[(1, 6)]
-            ),
-            "positive",
+            lambda d: forward(d.admit(1), grown=[(0, d.free[0]), (0, d.free[0])]),
+            "another owner",
         ),
         (lambda d: forward(decodes=[0, 0]), "named twice"),
         (lambda d: Unknown(), "nothing this shard knows"),
@@ -305,6 +301,82 @@ def test_an_invalid_step_fails_and_names_the_reason(
     assert message in failure.message
     assert driver.fail(Clear()).kind is FailureKind.REFUSED
     driver.engine.close()
+
+
+INVALID: dict[str, dict[str, Any]] = {
+    "token ids beyond the vocabulary": {"ids": [5, 97]},
+    "1 to 64 fit": {"ids": [1] * 100},
+    "0 tokens": {"ids": []},
+    "leaves no token to compute": {"ids": [1] * 8, "cached_tokens": 8},
+    "do not fill": {"cached_tokens": 3},
+    "has no prompt": {"generated_tokens": 6},
+    "have to be positive": {"parameters": SamplingParameters(temperature=0.0)},
+    "have to be finite": {"parameters": SamplingParameters(presence_penalty=float("inf"))},
+}
+
+
+@pytest.mark.parametrize("reason", INVALID)
+def test_a_sequence_invalid_by_itself_fails_alone(
+    reason: str, driver: Driver, caplog: pytest.LogCaptureFixture
+) -> None:
+    invalid = driver.admit(1, **INVALID[reason])
+    chunk = (1, max(1, len(invalid[0].input_ids)))
+    driver.run(forward(driver.admit(0), chunks=[(0, 6)]))
+    first = driver.run(forward(driver.admit(2), invalid, chunks=[chunk, (2, 6)], decodes=[0]))
+    assert first.failed_slots.tolist() == [1]
+    assert tokens(first) == {2: greedy(PROMPT, 1)[0], 0: greedy(PROMPT, 2)[1]}
+    assert reason in caplog.text
+    alone = driver.run(forward(decodes=[1], grown=[(1, invalid[1][0][1] if invalid[1] else 60)]))
+    assert (alone.failed_slots.tolist(), tokens(alone)) == ([1], {})
+    # The slot is good for another one, and so are the blocks that were granted.
+    again = (driver.admit(1)[0], invalid[1][:4] or driver.admit(1)[1])
+    last = driver.run(forward(again, chunks=[(1, 6)], decodes=[2, 0], dropped=[1]))
+    assert not len(last.failed_slots)
+    assert tokens(last) == dict(
+        zip([1, 2, 0], [greedy(PROMPT, n)[-1] for n in (1, 2, 3)], strict=True)
+    )
+
+
+@pytest.mark.parametrize("forget", [Batch.clear, lambda batch: batch.drop(ints([0]))])
+def test_a_refused_growth_leaves_no_owner_behind(
+    forget: Callable[[Batch], None], driver: Driver
+) -> None:
+    batch = Batch(
+        BatchLimits(
+            max_batch_size=2, max_tokens=16, num_blocks=9, block_size=4, vocab_size=VOCAB_SIZE
+        ),
+        torch.device("cpu"),
+    )
+    sequence, _ = driver.admit(0)
+    change = BatchChange(admitted=(sequence,), grown_slots=ints([0, 0]), grown_blocks=ints([7, 7]))
+    with pytest.raises(StepInvalid, match="another owner"):
+        batch.apply(change)
+    forget(batch)
+    good = BatchChange(admitted=(sequence,), grown_slots=ints([0, 0]), grown_blocks=ints([7, 8]))
+    assert batch.apply(good).tolist() == [7, 8]
+    forget(batch)
+    assert batch.apply(good).tolist() == [7, 8]
+    assert len(batch) == 1
+
+
+def test_a_lost_group_fails_the_step_and_ends_the_engine(driver: Driver) -> None:
+    ended = Event()
+    driver.engine.when_ended(ended.set)
+
+    def lose(_: object) -> None:
+        raise CollectiveError("the ranks have lost each other: Connection closed by peer")
+
+    driver.model.before_forward = lose
+    steps = [driver.send(forward(driver.admit(0), chunks=[(0, 6)])), driver.send(Clear())]
+    outcomes = [step.result(30).outcome for step in steps]
+    assert [o.kind for o in outcomes if isinstance(o, StepFailure)] == [
+        FailureKind.FAILED,
+        FailureKind.REFUSED,
+    ]
+    assert ended.wait(30)
+    at_once = Event()
+    driver.engine.when_ended(at_once.set)
+    assert at_once.is_set()
 
 
 def test_after_a_failure_nothing_runs_until_a_new_epoch_opens(driver: Driver) -> None:

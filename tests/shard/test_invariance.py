@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import count
 from pathlib import Path
 
@@ -11,16 +11,15 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from millrace_fakes_kernels import make_kernels
 from millrace_shard.capacity import WarmupRequest
-from millrace_shard.kernels.plain import PlainKernels
+from millrace_shard.engine import Engine
 from millrace_shard.load import load_model
 from millrace_shard.parallel import ProcessGroup
-from millrace_shard.runner import StepRunner
 from millrace_shard.sequence import SamplingParameters, Sequence
-from millrace_shard.step import BatchChange, Forward, Ints
-from millrace_shard.warmup import LoadedModel, MemoryLimits, warm_up
+from millrace_shard.step import BatchChange, Forward, Ints, Open, Step, StepResult, Work
+from millrace_shard.warmup import LoadedModel, MemoryLimits
 
-BLOCK_SIZE = 8
 NUM_TOKENS = 6
 SAMPLING = (
     SamplingParameters(do_sample=True, seed=5, temperature=1.2, top_p=0.9),
@@ -30,13 +29,58 @@ SAMPLING = (
 )
 PROMPTS = tuple(
     torch.randint(300, (length,), generator=torch.Generator().manual_seed(length)).numpy()
-    for length in (19, 40, 3, 27)
+    for length in (19, 90, 3, 27)
 )
 Found = list[tuple[int, int]]
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> StepRunner:
+class Shard:
+    """An engine, and the number of its next step."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.block_size = loaded.kernels.block_size
+        self.engine = Engine(
+            limits=MemoryLimits(kv_memory=4 << 20), device=loaded.device, cpu_threads=1
+        )
+        self.engine.attach(loaded)
+        self.engine.start()
+        plan = WarmupRequest(
+            max_batch_prefill_tokens=64, max_batch_size=4, max_concurrent_requests=4
+        )
+        self.engine.warm_up(plan).result(60)
+        self.epoch = self.number = 0
+
+    def open(self) -> None:
+        """An empty batch."""
+        self.epoch, self.number = self.epoch + 1, -1
+        self.run(Open())
+
+    def run(self, work: Work) -> StepResult:
+        self.number += 1
+        outcome = self.engine.step(Step(self.epoch, self.number, work)).result(60).outcome
+        assert isinstance(outcome, StepResult), outcome
+        return outcome
+
+    def fill_pages(self, value: float) -> None:
+        """Every page but the reserved one."""
+
+        def fill() -> None:
+            assert self.engine._warmed_up is not None
+            for layer in self.engine._warmed_up.runner._cache:
+                layer.keys[1:] = value
+                layer.values[1:] = value
+
+        self.engine.submit(fill).result(60)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(name, dtype) for name in ("plain", "cpu") for dtype in ("float32", "bfloat16")],
+    ids="-".join,
+)
+def shard(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Shard]:
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=300,
@@ -50,24 +94,26 @@ def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     )
     folder: Path = tmp_path_factory.mktemp("llama")
     LlamaForCausalLM(config).save_pretrained(folder)
-    dtype, device = getattr(torch, request.param), torch.device("cpu")
-    kernels = PlainKernels(deterministic=True, block_size=BLOCK_SIZE)
+    name, type_name = request.param
+    dtype, device = getattr(torch, type_name), torch.device("cpu")
+    kernels = make_kernels(name, deterministic=True, dtype=dtype, block_size=8)
     group = ProcessGroup.single()
     with torch.inference_mode():
         model = load_model(folder, dtype=dtype, kernels=kernels, group=group, device=device)
-        loaded = LoadedModel(model=model, kernels=kernels, group=group, device=device, dtype=dtype)
-        plan = WarmupRequest(
-            max_batch_prefill_tokens=64, max_batch_size=4, max_concurrent_requests=4
-        )
-        return warm_up(loaded, plan, MemoryLimits(kv_memory=1 << 20)).runner
+    shard = Shard(
+        LoadedModel(model=model, kernels=kernels, group=group, device=device, dtype=dtype)
+    )
+    yield shard
+    shard.engine.close()
 
 
 def ints(values: Iterable[int]) -> Ints:
     return np.array(list(values), dtype=np.int64)
 
 
-def generate(runner: StepRunner, chosen: list[int], chunk: int) -> dict[int, Found]:
+def generate(shard: Shard, chosen: list[int], chunk: int) -> dict[int, Found]:
     """(token, bits of its logprob) of the sequences `chosen`, whose prompts are cut into chunks of at most `chunk`."""
+    shard.open()
     blocks = count(1)
     admitted, grown = [], []
     left = {}
@@ -76,7 +122,7 @@ def generate(runner: StepRunner, chosen: list[int], chunk: int) -> dict[int, Fou
         admitted.append(
             Sequence(slot=slot, request_id=which, input_ids=prompt, parameters=SAMPLING[which])
         )
-        needed = -(-(len(prompt) + NUM_TOKENS) // BLOCK_SIZE)
+        needed = -(-(len(prompt) + NUM_TOKENS) // shard.block_size)
         grown += [(slot, next(blocks)) for _ in range(needed)]
         left[slot] = len(prompt)
     change = BatchChange(
@@ -93,28 +139,35 @@ def generate(runner: StepRunner, chosen: list[int], chunk: int) -> dict[int, Fou
             chunk_tokens=ints(chunks.values()),
             decode_slots=ints(slot for slot in running if not left[slot]),
         )
-        with torch.inference_mode():
-            result = runner.launch(step).finish()
+        result = shard.run(step)
+        assert not len(result.failed_slots)
         change = BatchChange()
         for slot, tokens in chunks.items():
             left[slot] -= tokens
         bits = result.logprobs.view(np.int32)
         for slot, id_, logprob in zip(result.slots, result.ids, bits, strict=True):
             found[chosen[slot]].append((int(id_), int(logprob)))
-    runner.batch.clear()
     return found
 
 
 @pytest.mark.parametrize("chunk", [64, 7, 1])
-def test_company_and_chunks_change_no_bit(runner: StepRunner, chunk: int) -> None:
-    together = generate(runner, [2, 0, 3, 1], chunk)
-    pair = generate(runner, [1, 0], 64)
+def test_company_and_chunks_change_no_bit(shard: Shard, chunk: int) -> None:
+    together = generate(shard, [2, 0, 3, 1], chunk)
+    pair = generate(shard, [1, 0], 64)
     for which in range(len(PROMPTS)):
-        alone = generate(runner, [which], 64)
+        alone = generate(shard, [which], 64)
         assert together[which] == alone[which]
     assert pair == {which: together[which] for which in (1, 0)}
 
 
-def test_sequences_differ_at_all(runner: StepRunner) -> None:
-    found = generate(runner, [0, 1, 2, 3], 64)
+def test_sequences_differ_at_all(shard: Shard) -> None:
+    found = generate(shard, [0, 1, 2, 3], 64)
     assert len({tuple(tokens) for tokens in found.values()}) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("chunk", [64, 7])
+def test_what_a_freed_page_holds_changes_no_bit(shard: Shard, chunk: int) -> None:
+    shard.fill_pages(0.0)
+    clean = generate(shard, [3, 1, 0, 2], chunk)
+    shard.fill_pages(float("nan"))
+    assert generate(shard, [3, 1, 0, 2], chunk) == clean

@@ -42,7 +42,7 @@ def test_info(tmp_path: Path) -> None:
     assert model.info.max_position_embeddings == 256
     assert model.info.eos_token_ids == (2,)
     assert model.info.window_size == 9
-    assert model.geometry.layers == ((2, 12), (2, 12))
+    assert model.geometry.layers == ((2, 16), (2, 16))
 
 
 @pytest.mark.parametrize(

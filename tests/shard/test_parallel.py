@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
-from millrace_fakes_models import Run, logprobs, prompt_of, save_tiny
+from millrace_fakes_models import Run, greedy, logprobs, prompt_of, save_tiny
 from millrace_fakes_ranks import Job, generate, run_ranks, work_of_a_rank
 from millrace_shard.parallel import GroupError, ProcessGroup
 
@@ -46,12 +47,14 @@ def test_missing_ranks_are_reported() -> None:
         )
 
 
+NUM_TOKENS = 6
+CHUNKS = (None, 8)
 TENSOR_PARALLEL: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "one-kv-head-for-two-ranks": ("llama", {"num_key_value_heads": 1}),
     "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "tied-even-vocabulary": ("llama", {"vocab_size": 200, "tie_word_embeddings": True}),
-    "window": ("mistral", {"sliding_window": 9, "head_dim": 20}),
+    "window": ("mistral", {"sliding_window": 9, "head_dim": 24}),
     "qkv-bias": ("qwen2", {}),
     "qk-norm": ("qwen3", {"attention_bias": True}),
 }
@@ -61,19 +64,21 @@ TENSOR_PARALLEL: dict[str, tuple[str, dict[str, Any]]] = {
 class TwoRanks:
     """What two ranks returned, started once for all tests of this file."""
 
-    jobs: dict[str, Job]
+    jobs: dict[tuple[str, int | None], Job]
+    references: dict[str, PreTrainedModel]
     by_rank: list[tuple[dict[str, Any], list[list[Run]]]]
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> TwoRanks:
     folder = tmp_path_factory.mktemp("ranks")
-    jobs = {}
+    jobs, references = {}, {}
     for name, (model_type, overrides) in TENSOR_PARALLEL.items():
-        save_tiny(folder / name, model_type, **overrides)
+        references[name] = save_tiny(folder / name, model_type, **overrides)
         prompts = [prompt_of(length, seed=length) for length in (3, 21)]
-        jobs[name] = Job(folder / name, prompts, num_tokens=6, chunk=8)
-    return TwoRanks(jobs, run_ranks(folder, 2, work_of_a_rank, list(jobs.values())))
+        for chunk in CHUNKS:
+            jobs[name, chunk] = Job(folder / name, prompts, num_tokens=NUM_TOKENS, chunk=chunk)
+    return TwoRanks(jobs, references, run_ranks(folder, 2, work_of_a_rank, list(jobs.values())))
 
 
 def test_collectives_of_two_ranks(two_ranks: TwoRanks) -> None:
@@ -84,13 +89,34 @@ def test_collectives_of_two_ranks(two_ranks: TwoRanks) -> None:
         assert results["minimum"] == 6
 
 
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("name", TENSOR_PARALLEL)
+def test_two_ranks_generate_what_transformers_does(
+    name: str, chunk: int | None, two_ranks: TwoRanks
+) -> None:
+    job = two_ranks.jobs[name, chunk]
+    first, _ = (
+        generated[list(two_ranks.jobs).index((name, chunk))] for _, generated in two_ranks.by_rank
+    )
+    for prompt, run in zip(job.prompts, first, strict=True):
+        tokens, expected = greedy(two_ranks.references[name], prompt, NUM_TOKENS)
+        assert run.ids[len(prompt) :] == tokens
+        torch.testing.assert_close(logprobs(run), expected, atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("name", TENSOR_PARALLEL)
 def test_two_ranks_generate_what_one_does(name: str, two_ranks: TwoRanks) -> None:
-    index = list(TENSOR_PARALLEL).index(name)
-    alone = generate(two_ranks.jobs[name], ProcessGroup.single())
+    index = list(two_ranks.jobs).index((name, 8))
+    alone = generate(two_ranks.jobs[name, 8], ProcessGroup.single())
     first, second = (generated[index] for _, generated in two_ranks.by_rank)
     for expected, run, other in zip(alone, first, second, strict=True):
         assert run.ids == expected.ids
         torch.testing.assert_close(logprobs(run), logprobs(expected), atol=1e-4, rtol=0)
         # Ranks sample by themselves: a bit of difference would let them drift apart.
         assert torch.equal(torch.stack(run.logits), torch.stack(other.logits))
+
+
+def test_a_rank_that_is_left_alone_is_told(two_ranks: TwoRanks) -> None:
+    """Rank 1 leaves when its work is done; the collectives of rank 0 then fail as errors of the group."""
+    results, _ = two_ranks.by_rank[0]
+    assert results["failed"] == ["all_reduce", "all_gather", "minimum"]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from millrace_shard.kernels import plain_attention
 from millrace_shard.kernels.base import LayerCache
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.ragged import RaggedBatch
@@ -305,6 +308,39 @@ def test_a_step_without_any_decode_or_without_any_prefill() -> None:
         expected = attention_of_one(case, rows[0][0], rows[0][2] - 1, scale=0.3)
         last = rows[0][2] - rows[0][1] - 1
         torch.testing.assert_close(out[last].double(), expected, atol=2e-5, rtol=0)
+
+
+class LargestResult(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Remembers the size of the largest tensor that any operation yields."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation as it is."""
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+@pytest.mark.parametrize(("window", "bound"), [(None, 1500 * 2 * 16), (40, 8 * 16 * 2 * 16)])
+def test_one_long_sequence_does_not_make_the_others_long(
+    window: int | None, bound: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most a long row by itself is gathered, or as many short ones as the budget holds, whatever their order."""
+    lengths = [33, 1500, 7, 40, 1, 1400, 64, 18, 200, 25]
+    case = make_case(PlainKernels(deterministic=False), lengths)
+    batch, queries = case.batch([(i, n - 1, n) for i, n in enumerate(lengths)])
+    monkeypatch.setattr(plain_attention, "SINGLES_ELEMENTS", 8 * 16 * 2 * 16)
+    with LargestResult() as largest:
+        out = case.kernels.attend(queries, batch, case.cache, scale=0.3, window=window)
+    cached = case.cache.keys.numel()
+    assert largest.elements <= bound + 4 * 2 * 16 * 16 < cached
+    for i, length in enumerate(lengths):
+        expected = attention_of_one(case, i, length - 1, scale=0.3, window=window)
+        torch.testing.assert_close(out[i].double(), expected, atol=1e-5, rtol=0)
 
 
 def test_wider_block_tables_than_needed_are_fine() -> None:

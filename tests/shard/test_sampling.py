@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -293,3 +294,41 @@ def test_ties_at_the_last_candidate_are_all_reported() -> None:
 def test_equal_scores_take_the_lowest_id() -> None:
     row = Row(logits=[1.0, 5.0, 5.0, 5.0], prompt=[0], generated=[], parameters=KINDS[0])
     assert sample([row]).ids.tolist() == [1]
+
+
+FLOAT_MAX = float(torch.finfo(torch.float32).max)
+EXTREME: dict[str, dict[str, Any]] = {
+    "tiny-repetition": {"repetition_penalty": 1e-38},
+    "smaller-than-float32": {"repetition_penalty": 1e-300},
+    "huge-repetition": {"repetition_penalty": 1e300},
+    "huge-frequency": {"frequency_penalty": FLOAT_MAX},
+    "negative-frequency": {"frequency_penalty": -FLOAT_MAX},
+    "against-each-other": {
+        "repetition_penalty": 1e-38,
+        "frequency_penalty": -FLOAT_MAX,
+        "presence_penalty": -FLOAT_MAX,
+        "occurrence_penalty": FLOAT_MAX,
+    },
+}
+
+
+@pytest.mark.parametrize("name", EXTREME)
+@pytest.mark.parametrize(
+    "others",
+    [{}, {"do_sample": True, "temperature": 0.5, "top_k": 5, "top_p": 0.9, "typical_p": 0.9}],
+)
+def test_penalties_never_make_a_finite_row_fail(name: str, others: dict[str, Any]) -> None:
+    scores = [0.0, 5.0, -5.0, 0.0, *[float(i % 7) for i in range(VOCAB - 4)]]
+    parameters = SamplingParameters(**EXTREME[name], **others)
+    row = Row(
+        logits=scores,
+        prompt=[0, 1, 2, 1, 1],
+        generated=[3, 1, 2, 2, 5, 5],
+        parameters=parameters,
+    )
+    found = sample([row])
+    assert found.failed.tolist() == [False]
+    assert found.logprobs.isfinite().all()
+    # What is not a number to begin with is not made one.
+    scores[7] = math.nan
+    assert sample([row]).failed.tolist() == [True]

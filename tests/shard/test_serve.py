@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 
 import grpc
 import pytest
@@ -21,7 +23,11 @@ from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
 from millrace_shard.__main__ import main
 from millrace_shard.config import ShardConfig
-from millrace_shard.serve import choose_device, choose_dtype, is_deterministic
+from millrace_shard.engine import Engine
+from millrace_shard.errors import EngineEnded
+from millrace_shard.serve import choose_device, choose_dtype, is_deterministic, readable_size, serve
+from millrace_shard.socket_file import SocketTaken
+from millrace_shard.warmup import LoadedModel
 
 SECONDS = 120.0
 PROMPT = [5, 9, 2, 44, 17, 3]
@@ -116,7 +122,34 @@ def test_it_serves_the_models_own_tokens_and_stops_on_sigterm(
     assert not (tmp_path / "shard-0").exists()
     messages = [json.loads(line)["fields"]["message"] for line in output.splitlines()]
     assert f"Server started at unix://{tmp_path}/shard-0" in messages
-    assert any(message.startswith("weights loaded in ") for message in messages)
+    assert any(re.fullmatch(r"weights loaded in \d+\.\d s, 0 MB", each) for each in messages)
+
+
+def test_sizes_are_told_in_a_unit_that_shows_them() -> None:
+    assert readable_size(7_300_000) == "7 MB"
+    assert readable_size(999_400_000) == "999 MB"
+    assert readable_size(1_000_000_000) == "1.0 GB"
+    assert readable_size(16_060_000_000) == "16.1 GB"
+
+
+def test_a_shard_in_use_is_neither_replaced_nor_cut_off(folder: Path, tmp_path: Path) -> None:
+    """A second one is refused; the first ends its open stream and its socket, and waits for nothing."""
+    with process(folder, tmp_path) as shard:
+        with grpc.insecure_channel(f"unix:{tmp_path}/shard-0") as channel:
+            stub = pb_grpc.ShardServiceStub(channel)
+            stub.Warmup(WARMUP, wait_for_ready=True, timeout=SECONDS)
+            second = ShardConfig.from_args([str(folder), f"--uds-path={tmp_path}/shard"])
+            with pytest.raises(SocketTaken, match=f"listens at {tmp_path}/shard-0"):
+                serve(second)
+            requests: SimpleQueue[pb.StepRequest | None] = SimpleQueue()
+            requests.put(pb.StepRequest(epoch=9, number=0, open=pb.Open()))
+            call = stub.Steps(iter(requests.get, None), timeout=SECONDS)
+            assert next(call).epoch == 9
+            shard.send_signal(signal.SIGTERM)
+            assert list(call) == []
+        shard.communicate(timeout=SECONDS)
+    assert shard.returncode == 0
+    assert not list(tmp_path.iterdir())
 
 
 def test_two_ranks_sample_alike(folder: Path, tmp_path: Path) -> None:
@@ -141,6 +174,31 @@ def test_two_ranks_sample_alike(folder: Path, tmp_path: Path) -> None:
     assert [a.checksum for a in answers[0]] == [a.checksum for a in answers[1]]
     assert all(answer.ids for answer in answers[0][1:])
     assert not any(answer.ids for answer in answers[1])
+
+
+class DyingEngine(Engine):
+    """Ends as soon as it has a model."""
+
+    def attach(self, loaded: LoadedModel) -> None:
+        """Take it, and end."""
+        super().attach(loaded)
+        self.close()
+
+
+def test_a_shard_ends_with_its_engine(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    monkeypatch.setattr("millrace_shard.serve.Engine", DyingEngine)
+    arguments = ["--device=cpu", "--cpu-threads=1", "--disable-custom-kernels"]
+    config = ShardConfig.from_args([str(folder), f"--uds-path={tmp_path}/shard", *arguments])
+    try:
+        with pytest.raises(EngineEnded):
+            serve(config)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_without_a_model_ends_with_a_message(tmp_path: Path) -> None:

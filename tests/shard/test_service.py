@@ -49,6 +49,7 @@ class Shard:
     """A server and what stands behind it."""
 
     engine: Engine
+    service: ShardService
     model: FakeModel
     address: str
     stub: pb_grpc.ShardServiceStub
@@ -87,7 +88,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Shard]]:
         server.start()
         channel = grpc.insecure_channel(address)
         endings.extend([channel.close, lambda: server.stop(grace=None).wait(SECONDS), engine.close])
-        return Shard(engine, model, address, pb_grpc.ShardServiceStub(channel))
+        return Shard(engine, service, model, address, pb_grpc.ShardServiceStub(channel))
 
     yield start
     for end in endings:
@@ -331,11 +332,19 @@ def test_failed_rows_are_named(shard: Shard) -> None:
 
 
 def test_long_prompts_pass(shard: Shard) -> None:
-    """Messages beyond gRPC's usual 4 MiB are read; the shard itself says what is wrong with this one."""
+    """Messages beyond gRPC's usual 4 MiB are read; the sequence of this one is too long for the shard, though."""
     steps = Steps(shard, 5)
     steps.open()
     answer = steps.ask(prefill=prefill(ids=[90] * 5_000_000))
-    assert "5000000 tokens" in answer.error.message
+    assert list(answer.failed_slots) == [0]
+
+
+def test_streams_end_once_their_steps_are_answered(shard: Shard) -> None:
+    steps = Steps(shard, 5)
+    steps.open()
+    assert list(steps.ask(prefill=prefill()).ids) == greedy(PROMPT, 1)
+    shard.service.end_streams()
+    assert list(steps.call) == []
 
 
 def test_the_standard_health_service_and_reflection_answer(shard: Shard) -> None:
@@ -352,7 +361,16 @@ def test_the_standard_health_service_and_reflection_answer(shard: Shard) -> None
 
 
 def test_a_dead_engine_is_not_healthy(shard: Shard) -> None:
-    shard.engine.close()
+    with grpc.insecure_channel(shard.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        watched = health.Watch(health_pb2.HealthCheckRequest(), timeout=SECONDS)
+        assert next(watched).status == health_pb2.HealthCheckResponse.SERVING
+        shard.engine.close()
+        assert next(watched).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", SERVICE_NAME):
+            request = health_pb2.HealthCheckRequest(service=name)
+            status = health.Check(request, timeout=SECONDS).status
+            assert status == health_pb2.HealthCheckResponse.NOT_SERVING
     with pytest.raises(grpc.RpcError) as caught:
         shard.health()
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AttentionInterface, AutoConfig
 
+from millrace_fakes_kernels import KERNELS, make_kernels
 from millrace_fakes_models import VOCAB, Driver, edit_json, greedy, logprobs, prompt_of, save_tiny
 from millrace_shard.errors import UnsupportedModel, WeightsError
 from millrace_shard.kernels.plain import PlainKernels
@@ -26,8 +27,8 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def load(folder: Path, *, max_total_tokens: int | None = None) -> Driver:
-    kernels = PlainKernels(deterministic=False)
+def load(folder: Path, *, max_total_tokens: int | None = None, name: str = "plain") -> Driver:
+    kernels = make_kernels(name, deterministic=False)
     model = load_model(
         folder,
         dtype=torch.float32,
@@ -73,14 +74,15 @@ VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("name", VARIATIONS)
-def test_greedy_output_equals_generate(name: str, tmp_path: Path) -> None:
+def test_greedy_output_equals_generate(name: str, kernels: str, tmp_path: Path) -> None:
     model_type, overrides = VARIATIONS[name]
     reference = save_tiny(tmp_path, model_type, **overrides)
-    prompts = [prompt_of(length, seed=length) for length in (4, 33, 17)]
+    prompts = [prompt_of(length, seed=length) for length in (4, 70, 17)]
     expected = [greedy(reference, prompt, NUM_TOKENS) for prompt in prompts]
     for chunk in (None, 7):
-        runs = load(tmp_path).generate(prompts, NUM_TOKENS, chunk=chunk)
+        runs = load(tmp_path, name=kernels).generate(prompts, NUM_TOKENS, chunk=chunk)
         for prompt, run, (tokens, probabilities) in zip(prompts, runs, expected, strict=True):
             assert run.ids[len(prompt) :] == tokens
             torch.testing.assert_close(logprobs(run), probabilities, atol=1e-4, rtol=0)
@@ -88,8 +90,8 @@ def test_greedy_output_equals_generate(name: str, tmp_path: Path) -> None:
 
 LONGROPE = {
     "rope_type": "longrope",
-    "short_factor": [1.0, 1.1, 1.3, 1.5, 2.0, 2.5],
-    "long_factor": [1.0, 2.0, 4.0, 8.0, 9.0, 12.0],
+    "short_factor": [1.0, 1.1, 1.3, 1.5, 2.0, 2.5, 2.6, 2.9],
+    "long_factor": [1.0, 2.0, 4.0, 8.0, 9.0, 12.0, 14.0, 15.0],
     "rope_theta": 1e4,
 }
 
@@ -111,9 +113,9 @@ def test_longrope_does_not_follow_the_longest_sequence_of_the_batch(
 
 def test_shapes_come_from_the_model_not_from_its_config(tmp_path: Path) -> None:
     save_tiny(tmp_path, "gpt_neox", num_key_value_heads=1)
-    assert load(tmp_path).model.geometry.layers == ((4, 12), (4, 12))
+    assert load(tmp_path).model.geometry.layers == ((4, 16), (4, 16))
     save_tiny(tmp_path / "one", "gpt_bigcode")
-    assert load(tmp_path / "one").model.geometry.layers == ((1, 12), (1, 12))
+    assert load(tmp_path / "one").model.geometry.layers == ((1, 16), (1, 16))
 
 
 def test_the_window_is_reported_when_all_layers_have_it(tmp_path: Path) -> None:

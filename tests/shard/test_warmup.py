@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -35,7 +35,13 @@ class Setup:
     kernels: FakeKernels = field(default_factory=FakeKernels)
     group: ProcessGroup = field(default_factory=ProcessGroup.single)
 
-    def warm_up(self, request: WarmupRequest = REQUEST, *, num_blocks: int = 101) -> WarmedUp:
+    def warm_up(
+        self,
+        request: WarmupRequest = REQUEST,
+        *,
+        num_blocks: int = 101,
+        rehearse: bool | None = None,
+    ) -> WarmedUp:
         loaded = LoadedModel(
             model=self.model,
             kernels=fake_kernels(self.kernels),
@@ -45,7 +51,7 @@ class Setup:
         )
         limits = MemoryLimits(kv_memory=num_blocks * BLOCK_SIZE * BYTES_PER_TOKEN)
         with torch.inference_mode():
-            return warm_up(loaded, request, limits)
+            return warm_up(loaded, request, limits, rehearse=rehearse)
 
 
 def test_the_largest_prefill_runs_once_and_leaves_nothing() -> None:
@@ -111,3 +117,27 @@ def test_the_reserved_block_is_cleared() -> None:
     setup = Setup()
     setup.warm_up()
     assert setup.kernels.zeroed[0] == [0]
+
+
+def test_a_rehearsal_runs_the_largest_prefill_and_the_largest_decode() -> None:
+    """The decode has more rows than the prefill has blocks, and all of them are sampled."""
+    setup = Setup()
+    request = replace(REQUEST, max_batch_size=45)
+    warmed_up = setup.warm_up(request, rehearse=True)
+    prefill, decode = setup.model.batches
+    assert prefill.num_queries == (49, 49, 49, 3)
+    assert decode.num_queries == (1,) * 45
+    assert decode.logit_rows.tolist() == list(range(45))
+    assert warmed_up.capacity.num_blocks == 101
+
+
+def test_a_batch_that_does_not_fit_names_its_flag() -> None:
+    setup = Setup()
+
+    def run_out(batch: RaggedBatch) -> None:
+        if len(batch.num_queries) == 45:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    setup.model.before_forward = run_out
+    with pytest.raises(CapacityError, match=r"tokens of 45 sequences at once.*--max-batch-size"):
+        setup.warm_up(replace(REQUEST, max_batch_size=45), rehearse=True)

@@ -20,7 +20,7 @@ VOCAB = 199
 
 _FAMILY = {
     "vocab_size": VOCAB,
-    "hidden_size": 48,
+    "hidden_size": 64,
     "intermediate_size": 80,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -39,10 +39,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "cohere": _FAMILY | {"logit_scale": 0.5},
     "gemma2": _FAMILY | {"head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": 12},
     "glm4": _FAMILY | {"head_dim": 16},
-    "gpt2": {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 256},
+    "gpt2": {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256},
     "gpt_bigcode": {
         "vocab_size": VOCAB,
-        "n_embd": 48,
+        "n_embd": 64,
         "n_layer": 2,
         "n_head": 4,
         "n_positions": 256,
@@ -52,7 +52,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"attention_multiplier": 0.2, "residual_multiplier": 0.7, "embedding_multiplier": 3.0},
     "mixtral": _FAMILY | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "olmo2": _FAMILY,
-    "opt": _FAMILY | {"ffn_dim": 80, "word_embed_proj_dim": 48},
+    "opt": _FAMILY | {"ffn_dim": 80, "word_embed_proj_dim": 64},
     "phi3": _FAMILY,
     "qwen2_moe": _FAMILY
     | {
@@ -152,6 +152,7 @@ class Driver:
         for layer in self.cache:
             layer.keys.fill_(torch.nan)
             layer.values.fill_(torch.nan)
+        self._clear([0])
         # Handed out from both ends, so that a sequence's blocks are not consecutive.
         free = list(range(1, num_blocks))
         self.free = [block for pair in zip(free, reversed(free), strict=True) for block in pair]
@@ -181,11 +182,19 @@ class Driver:
             self.step(rows)
         return runs
 
+    def _clear(self, blocks: list[int]) -> None:
+        """What an engine does with blocks before their first use."""
+        for layer in self.cache:
+            self.kernels.zero_blocks(layer, torch.tensor(blocks, dtype=torch.int64))
+
     def admit(self, rows: Sequence[tuple[Run, int]]) -> RaggedBatch:
         """The batch that computes the next `count` tokens of each run, with blocks for them."""
+        granted = []
         for run, count in rows:
             while len(run.blocks) * self.kernels.block_size < run.computed + count:
                 run.blocks.append(self.free.pop(0))
+                granted.append(run.blocks[-1])
+        self._clear(granted)
         ids: list[int] = []
         positions: list[int] = []
         cache_rows: list[int] = []

@@ -14,7 +14,7 @@ import torch
 from millrace_fakes_models import Driver, Run
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.load import load_model
-from millrace_shard.parallel import ProcessGroup
+from millrace_shard.parallel import CollectiveError, ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,34 @@ def generate(job: Job, group: ProcessGroup) -> list[Run]:
 
 
 def work_of_a_rank(group: ProcessGroup, jobs: list[Job]) -> tuple[dict[str, Any], list[list[Run]]]:
-    """One call of each collective, from values that tell the ranks apart; then all jobs."""
+    """One call of each collective, from values that tell the ranks apart; then all jobs; then rank 0 stays alone."""
     mine = torch.arange(4.0).view(2, 2) + 10 * group.rank
-    results = {
+    results: dict[str, Any] = {
         "sum": group.all_reduce(mine.clone()),
         "gathered": group.all_gather(mine.t()),
         "bf16": group.all_reduce(torch.ones(3, dtype=torch.bfloat16)),
         "minimum": group.minimum(7 - group.rank),
     }
-    return results, [generate(job, group) for job in jobs]
+    runs = [generate(job, group) for job in jobs]
+    if group.rank == 0:
+        results["failed"] = _failing_collectives(group)
+    return results, runs
+
+
+def _failing_collectives(group: ProcessGroup) -> list[str]:
+    """Those that raise CollectiveError, once the other rank has left."""
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: group.all_reduce(torch.ones(2)),
+        "all_gather": lambda: group.all_gather(torch.ones(2)),
+        "minimum": lambda: group.minimum(1),
+    }
+    failed = []
+    for name, call in calls.items():
+        try:
+            call()
+        except CollectiveError:
+            failed.append(name)
+    return failed
 
 
 def run_ranks(

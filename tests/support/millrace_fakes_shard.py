@@ -61,6 +61,7 @@ class FakeShard:
         self.not_finite: set[int] = set()
         self.eos_after: dict[int, int] = {}
         self.gate: Event | None = None
+        self.warmup_gate: Event | None = None
         self.is_warm = True
         self.stuck_seconds = 0.0
         self._epoch = 0
@@ -210,6 +211,8 @@ class FakeShardService(pb_grpc.ShardServiceServicer):
         return pb.HealthResponse(pending_steps=int(stuck > 0), idle_ns=int(stuck * 1e9))
 
     def Warmup(self, request: pb.WarmupRequest, context: grpc.ServicerContext) -> pb.WarmupResponse:
+        if self.shard.warmup_gate is not None:
+            assert self.shard.warmup_gate.wait(30)
         self.shard.is_warm = True
         capacity = (self.shard.num_blocks - 1) * self.shard.block_size
         total = request.max_total_tokens or min(capacity, 1024)

@@ -141,15 +141,6 @@ class StreamResponse(TypedDict):
     details: StreamDetailsJson | None
 
 
-class TokenSpanJson(TypedDict):
-    """One token of `/tokenize`; offsets are bytes of the UTF-8 text."""
-
-    id: int
-    text: str
-    start: int
-    stop: int
-
-
 def token_json(token: Token) -> TokenJson:
     """Render one token."""
     return {

@@ -15,7 +15,6 @@ from millrace_router.api.native import (
     GenerateRequest,
     GenerateResponse,
     SequenceJson,
-    TokenSpanJson,
     prefill_json,
     sequence_json,
     stream_json,
@@ -64,13 +63,10 @@ async def compat_generate(request: web.Request) -> web.StreamResponse:
 async def tokenize(request: web.Request) -> web.StreamResponse:
     """`POST /tokenize`."""
     body = await read_model(request, GenerateRequest)
-    spans = await request.app[SERVICES].validator.tokenize(body.inputs)
-    return json_response(
-        [
-            TokenSpanJson(id=span.id, text=span.text, start=span.start, stop=span.stop)
-            for span in spans
-        ]
-    )
+    services = request.app[SERVICES]
+    with services.infer.permit():
+        tokens = await services.validator.tokenize(body.inputs)
+    return web.Response(body=tokens, content_type="application/json")
 
 
 async def _generate(

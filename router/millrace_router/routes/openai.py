@@ -9,7 +9,7 @@ import orjson
 from aiohttp import web
 
 from millrace_router.access_log import watch
-from millrace_router.api.native import GenerateRequest, TokenSpanJson
+from millrace_router.api.native import GenerateRequest
 from millrace_router.api.openai import ChatCompletionRequest
 from millrace_router.api.openai_answers import (
     AnswerHead,
@@ -53,13 +53,11 @@ async def models(request: web.Request) -> web.StreamResponse:
 async def chat_tokenize(request: web.Request) -> web.StreamResponse:
     """`POST /chat_tokenize`: the prompt that a chat becomes, and its tokens."""
     services = request.app[SERVICES]
-    prompt = await _render(services, await read_model(request, ChatCompletionRequest))
-    spans = await services.validator.tokenize(prompt, add_special_tokens=False)
-    tokens = [
-        TokenSpanJson(id=span.id, text=span.text, start=span.start, stop=span.stop)
-        for span in spans
-    ]
-    return json_response({"tokenize_response": tokens, "templated_text": prompt})
+    body = await read_model(request, ChatCompletionRequest)
+    with services.infer.permit():
+        prompt = await _render(services, body)
+        tokens = await services.validator.tokenize(prompt, add_special_tokens=False)
+    return json_response({"tokenize_response": orjson.Fragment(tokens), "templated_text": prompt})
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:

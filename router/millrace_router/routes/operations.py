@@ -47,7 +47,7 @@ async def info(request: web.Request) -> web.Response:
             "max_input_length": limits.max_input_tokens,
             "max_total_tokens": limits.max_total_tokens,
             "waiting_served_ratio": config.waiting_served_ratio,
-            "max_batch_prefill_tokens": config.max_batch_prefill_tokens,
+            "max_batch_prefill_tokens": services.max_batch_prefill_tokens,
             "max_batch_total_tokens": services.capacity.max_batch_total_tokens,
             "max_waiting_tokens": config.max_waiting_tokens,
             "max_batch_size": config.max_batch_size,

@@ -6,6 +6,7 @@ Neither ever multiplies what lies beyond a sequence's end: it is replaced by zer
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,8 @@ QUERY_TILE = 16
 KEY_CHUNK = 128
 SCORE_QUERIES = 128
 """Queries of one product where scores are held in memory."""
+SINGLES_ELEMENTS = 1 << 25
+"""Keys of single queries that are gathered at a time, in elements; a context that has more comes by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +50,19 @@ class ScoreRule:
         """The first key that a query sees."""
         return 0 if self.window is None else max(0, query_position - self.window + 1)
 
+    def span(self, context: int, block_size: int) -> int:
+        """Keys at most, from the start of a block, that the last query of a context sees."""
+        return context if self.window is None else min(context, self.window + block_size - 1)
+
 
 def attend_fast(queries: Tensor, batch: RaggedBatch, cache: LayerCache, rule: ScoreRule) -> Tensor:
-    """All single queries in one gather, every longer run of queries by itself: [T, H * D]."""
+    """Single queries in gathers of like contexts, every longer run of queries by itself: [T, H * D]."""
     out = torch.empty_like(queries, memory_format=torch.contiguous_format)
     singles = [b for b, count in enumerate(batch.num_queries) if count == 1]
-    if singles:
-        rows = torch.tensor(singles, device=queries.device)
+    for group in _groups_of_singles(singles, batch.num_context, cache, rule):
+        rows = torch.tensor(group, device=queries.device)
         tokens = batch.query_starts[rows].long()
-        longest = max(batch.num_context[b] for b in singles)
+        longest = batch.num_context[group[-1]]
         out[tokens] = _attend_singles(
             queries[tokens], batch, cache, rule, rows=rows, longest=longest
         )
@@ -140,6 +147,23 @@ def _attend_tile(queries: Tensor, tile: int, chunks: _KeyChunks, rule: ScoreRule
     return _unfold_heads((out / total).to(queries.dtype), QUERY_TILE)
 
 
+def _groups_of_singles(
+    singles: list[int], num_context: Sequence[int], cache: LayerCache, rule: ScoreRule
+) -> Iterator[list[int]]:
+    """Sequences of like contexts, the longest last, whose padded keys are SINGLES_ELEMENTS at most."""
+    block_size, num_kv_heads, head_dim = cache.keys.shape[1:]
+    group: list[int] = []
+    for b in sorted(singles, key=num_context.__getitem__):
+        num_blocks = -(-rule.span(num_context[b], block_size) // block_size)
+        keys = num_blocks * block_size * num_kv_heads * head_dim
+        if group and (len(group) + 1) * keys > SINGLES_ELEMENTS:
+            yield group
+            group = []
+        group.append(b)
+    if group:
+        yield group
+
+
 def _attend_singles(
     queries: Tensor,
     batch: RaggedBatch,
@@ -152,8 +176,8 @@ def _attend_singles(
     """One query of each sequence in `rows`, [R, H, D]; `longest` is the longest context among them."""
     block_size, num_kv_heads, head_dim = cache.keys.shape[1:]
     last = batch.context_lengths[rows].long().unsqueeze(1) - 1
-    span = longest if rule.window is None else min(longest, rule.window + block_size - 1)
-    columns = torch.arange(-(-span // block_size), device=queries.device)
+    num_columns = -(-rule.span(longest, block_size) // block_size)
+    columns = torch.arange(num_columns, device=queries.device)
     if rule.window is None:
         columns = columns.expand(len(rows), -1)
     else:

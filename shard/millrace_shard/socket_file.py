@@ -1,0 +1,60 @@
+"""The unix socket a shard listens at: never taken from another shard, and removed only by the one that made it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from pathlib import Path
+
+
+class SocketTaken(RuntimeError):  # noqa: N818
+    """The path belongs to somebody else."""
+
+
+class SocketFile:
+    """A path that appears once a server listens there.
+
+    gRPC removes whatever lies at its address when it begins and when it ends. So it is given an
+    address of its own, `private`, and the socket gets its real name from here.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.private = path.with_name(f"{path.name}.{os.getpid()}")
+        self._inode: tuple[int, int] | None = None
+
+    def check_free(self) -> None:
+        """Raise SocketTaken when somebody listens at the path, or it is no socket; one left behind is free."""
+        try:
+            mode = self.path.stat().st_mode
+        except FileNotFoundError:
+            return
+        if not stat.S_ISSOCK(mode):
+            raise SocketTaken(f"{self.path} exists and is not a socket")
+        with socket.socket(socket.AF_UNIX) as client:
+            try:
+                client.connect(str(self.path))
+            except (ConnectionRefusedError, FileNotFoundError):
+                return
+        raise SocketTaken(f"another process listens at {self.path}; choose another --uds-path")
+
+    def publish(self) -> None:
+        """Give the socket at `private`, which is listening, its name. Raises SocketTaken."""
+        self.check_free()
+        self._inode = _inode(self.private)
+        self.private.rename(self.path)
+
+    def remove(self) -> None:
+        """Remove the path, unless another process has replaced what was published."""
+        self.private.unlink(missing_ok=True)
+        try:
+            if _inode(self.path) == self._inode:
+                self.path.unlink()
+        except FileNotFoundError:
+            return
+
+
+def _inode(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_dev, status.st_ino

@@ -1,0 +1,47 @@
+"""Flags that are more than a field."""
+
+from __future__ import annotations
+
+import pytest
+
+from millrace_router.config import RouterConfig, listen_address
+
+ARGV = ["--model-folder=/m"]
+
+
+def test_the_hostname_stays_what_it_was() -> None:
+    assert RouterConfig.from_args([*ARGV, "--hostname=4f2a9c"]).hostname == "4f2a9c"
+
+
+@pytest.mark.parametrize(
+    ("hostname", "address"),
+    [("localhost", "127.0.0.1"), ("4f2a9c", "0.0.0.0"), ("::1", "::1"), ("10.0.0.1", "10.0.0.1")],
+)
+def test_addresses_to_listen_on(hostname: str, address: str) -> None:
+    assert listen_address(hostname) == address
+
+
+@pytest.mark.parametrize(
+    ("flags", "variable"), [(["--api-key="], None), (["--api-key", ""], "secret"), ([], "")]
+)
+def test_an_empty_key_does_not_open_the_server(
+    flags: list[str],
+    variable: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if variable is not None:
+        monkeypatch.setenv("API_KEY", variable)
+    with pytest.raises(SystemExit) as caught:
+        RouterConfig.from_args([*ARGV, *flags])
+    assert caught.value.code == 2
+    assert "error: --api-key: " in (message := capsys.readouterr().err)
+    assert "is empty; give a key, or unset API_KEY" in message
+
+
+def test_keys_that_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert RouterConfig.from_args(ARGV).api_key is None
+    monkeypatch.setenv("API_KEY", "")
+    assert RouterConfig.from_args([*ARGV, "--api-key=a"]).api_key == "a"
+    monkeypatch.setenv("API_KEY", "b")
+    assert RouterConfig.from_args(ARGV).api_key == "b"

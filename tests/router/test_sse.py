@@ -1,0 +1,141 @@
+"""Streams that end badly: errors after the status, and clients that stop reading."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from millrace_fakes_edge import Edge, logging_to, serving, token_event
+from millrace_router import sse
+from millrace_router.entry import TokenStream
+from millrace_router.request import ValidRequest
+from millrace_router.routes import native
+
+ASKED = {"inputs": "a", "parameters": {"max_new_tokens": 2}}
+CHAT = {"messages": [{"role": "user", "content": "a"}], "stream": True}
+
+
+def cut_short(_: ValidRequest, stream: TokenStream) -> None:
+    """Send a token and then no end."""
+    stream.send(token_event(1, "x"))
+    stream.finished_at = 1.0
+
+
+async def test_a_stream_that_is_cut_short_has_its_own_error() -> None:
+    async with serving(cut_short) as edge:
+        status, text, _ = await edge.post("/generate_stream", ASKED)
+        assert (await edge.post("/generate", ASKED))[1]["error_type"] == "incomplete_generation"
+    assert status == 200
+    assert text.split("\n\n")[1:] == [
+        'data: {"error":"Incomplete generation stream",'
+        '"error_type":"incomplete_generation_stream"}',
+        "",
+    ]
+
+
+async def test_and_so_in_openais_words() -> None:
+    async with serving(cut_short, template="a") as edge:
+        _, text, _ = await edge.post("/v1/chat/completions", CHAT)
+    *_, error, done, rest = text.split("\n\n")
+    assert json.loads(error[6:])["error"]["type"] == "incomplete_generation_stream"
+    assert (done, rest) == ("data: [DONE]", "")
+
+
+@pytest.mark.parametrize("events_before", [0, 1])
+@pytest.mark.parametrize("keep_alive_seconds", [0.01, 60.0])
+async def test_a_defect_is_one_answer(
+    monkeypatch: pytest.MonkeyPatch, events_before: int, keep_alive_seconds: float
+) -> None:
+    async def broken(*given: object) -> AsyncGenerator[bytes, None]:
+        for _ in range(events_before):
+            yield b"data: {}\n\n"
+        if keep_alive_seconds < 1:
+            await commented.wait()
+        raise ValueError("odd")
+
+    monkeypatch.setattr(native, "_events", broken)
+    commented = asyncio.Event()
+    error = b'{"error":"Internal server error","error_type":"internal"}'
+    async with serving(None, keep_alive_seconds=keep_alive_seconds) as edge:
+        async with edge.client.post(f"{edge.url}/generate_stream", json=ASKED) as response:
+            started = events_before or keep_alive_seconds < 1
+            assert response.status == (200 if started else 500)
+            commented.set()
+            text = await response.content.read()
+        await edge.services.infer.permits.all_free()
+    events = text.replace(b":\n\n", b"")
+    assert events == (
+        b"data: {}\n\n" * events_before + b"data: %b\n\n" % error if started else error
+    )
+
+
+async def test_a_late_defect_is_followed_by_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*_: object) -> AsyncGenerator[bytes, None]:
+        await commented.wait()
+        if commented.is_set():
+            raise ValueError("odd")
+        yield b""
+
+    monkeypatch.setattr(native, "_events", broken)
+    commented, output = asyncio.Event(), io.BytesIO()
+    with logging_to(output):
+        async with serving(None, keep_alive_seconds=0.01) as edge:
+            reader, writer = await ask_for_stream(edge)
+            head = await reader.readuntil(b":\n\n")
+            commented.set()
+            text = head + await reader.read()
+            writer.close()
+    messages = [json.loads(line)["fields"]["message"] for line in output.getvalue().splitlines()]
+    assert sorted(messages) == ["request", "stream failed"]
+    assert text.count(b"HTTP/1.1 ") == 1
+    assert text.endswith(b"0\r\n\r\n")
+
+
+async def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "WRITE_SECONDS", 0.05)
+    async with serving(None) as edge:
+        reader, writer = await deaf_client(edge)
+        stream = edge.batcher.streams[0]
+        for index in range(1, 200):
+            stream.send(token_event(index, "x" * 100_000))
+        async with asyncio.timeout(20):
+            await edge.services.infer.permits.all_free()
+        assert stream.closed
+        assert 'tgi_request_failure{err="dropped"} 1' in await edge.exposition()
+        writer.transport.abort()
+        assert not reader.at_eof()
+
+
+async def test_a_comment_that_is_not_read_cuts_off_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "WRITE_SECONDS", 0.05)
+    monkeypatch.setattr(sse, "KEEP_ALIVE", b":" * 1_000_000 + b"\n\n")
+    async with serving(None, keep_alive_seconds=0.01) as edge:
+        _, writer = await deaf_client(edge)
+        async with asyncio.timeout(20):
+            await edge.services.infer.permits.all_free()
+        assert edge.batcher.streams[0].closed
+        writer.transport.abort()
+
+
+async def deaf_client(edge: Edge) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Ask for a stream and never read from it."""
+    reader, writer = await ask_for_stream(edge)
+    writer.transport.pause_reading()  # type: ignore[attr-defined]
+    return reader, writer
+
+
+async def ask_for_stream(edge: Edge) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Ask for a stream on a connection of its own."""
+    host, port = edge.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = json.dumps(ASKED).encode()
+    writer.write(
+        b"POST /generate_stream HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"connection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+    )
+    await edge.batcher.arrived.wait()
+    return reader, writer
