@@ -24,7 +24,6 @@ SHARES = {
 HELD_BACK_PERCENT = 8
 RAW_SHARE = 0.35
 LOWER_SHARE = 0.25
-CAPITALS_SHARE = 0.1
 BARE_END_SHARE = 0.2
 SYSTEM_SHARE = 0.12
 HISTORY_SHARE = 0.15
@@ -177,14 +176,8 @@ class _Maker:
 
 
 def _vary(rng: random.Random, text: str) -> str:
-    """Users write in small letters, or With Capitals, and forget the final mark."""
-    if rng.random() < CAPITALS_SHARE:
-        parts = text.split(" ")
-        start = rng.randrange(len(parts))
-        parts[start:] = [part[0].upper() + part[1:] if "_" not in part else part
-                         for part in parts[start:] if part]  # fmt: skip
-        text = " ".join(parts)
-    elif rng.random() < LOWER_SHARE:
+    """Users write in small letters and forget the final mark."""
+    if rng.random() < LOWER_SHARE:
         text = text.lower()
     elif rng.random() < 0.5:
         text = text[0].upper() + text[1:]
