@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-PROMPT = "What is Deep Learning?"
+PROMPT = "What is continuous batching?"
 
 
 def url(hostname: str, port: int) -> str:
