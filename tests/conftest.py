@@ -1,11 +1,18 @@
-"""Runs `async def` tests without a plugin."""
+"""Runs `async def` tests without a plugin, and all tests without the user's hub settings."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 
 import pytest
+
+# The hub's client reads these once, when it is imported.
+for name in [
+    name for name in os.environ if name.startswith(("HF_", "HUGGING_FACE_", "HUGGINGFACE_"))
+]:
+    del os.environ[name]
 
 ASYNC_TEST_SECONDS = 60
 

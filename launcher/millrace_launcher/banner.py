@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 PROMPT = "What is continuous batching?"
+NUM_TOKENS = 60
 
 
 def url(hostname: str, port: int) -> str:
@@ -17,11 +18,13 @@ def url(hostname: str, port: int) -> str:
 
 def closing_banner(base: str, *, model: str, needs_key: bool) -> str:
     """URL, metrics URL, a curl command and two lines of Python, ready to paste."""
-    body = json.dumps(
-        {"inputs": PROMPT, "parameters": {"max_new_tokens": 20}}, separators=(",", ":")
-    )
+    request = {"inputs": PROMPT, "parameters": {"max_new_tokens": NUM_TOKENS}}
+    body = json.dumps(request, separators=(",", ":"))
     key = ' -H "Authorization: Bearer $API_KEY"' if needs_key else ""
     token = ', token="YOUR_API_KEY"' if needs_key else ""
+    call = (
+        f'InferenceClient("{base}"{token}).text_generation("{PROMPT}", max_new_tokens={NUM_TOKENS})'
+    )
     return "\n".join(
         (
             "",
@@ -31,7 +34,7 @@ def closing_banner(base: str, *, model: str, needs_key: bool) -> str:
             f"  curl {base}/generate -X POST -d '{body}' -H 'Content-Type: application/json'{key}",
             "",
             "  from huggingface_hub import InferenceClient",
-            f'  print(InferenceClient("{base}"{token}).text_generation("{PROMPT}", max_new_tokens=20))',
+            f"  print({call})",
             "",
             "",
         )
