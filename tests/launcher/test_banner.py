@@ -35,7 +35,7 @@ def test_curl_and_python_parse(needs_key: bool) -> None:
     lines = [line.strip() for line in text.splitlines()]
     words = shlex.split(next(line for line in lines if line.startswith("curl")))
     assert words[1] == "http://127.0.0.1:3917/generate"
-    assert json.loads(words[words.index("-d") + 1])["parameters"] == {"max_new_tokens": 20}
+    assert json.loads(words[words.index("-d") + 1])["parameters"] == {"max_new_tokens": 60}
     headers = [words[i + 1] for i, word in enumerate(words) if word == "-H"]
     assert headers[0] == "Content-Type: application/json"
     assert headers[1:] == (["Authorization: Bearer $API_KEY"] if needs_key else [])
