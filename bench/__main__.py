@@ -16,7 +16,7 @@ from bench.checkpoints import MODELS_FOLDER, SHAPES, ensure_checkpoint
 from bench.levels import DEFAULT_LEVELS, Level, parse_level
 from bench.measurement import Measurement
 
-DEFAULT_MODELS = ("135m",)
+DEFAULT_MODELS = ("135m", "1b")
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -42,7 +42,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def run_model(name: str, options: argparse.Namespace) -> list[Measurement]:
-    """Our server first, then each peer, alone on the machine."""
+    """Our server first, then each peer, alone on the machine; open loops are for servers only."""
     model = ensure_checkpoint(name, folder=options.models_folder)
     levels: Sequence[Level] = options.levels or DEFAULT_LEVELS[name]
     print(f"{name}: millrace, {len(levels)} levels ...", file=sys.stderr, flush=True)
@@ -52,7 +52,8 @@ def run_model(name: str, options: argparse.Namespace) -> list[Measurement]:
     if "transformers" in options.peer:
         print(f"{name}: transformers ...", file=sys.stderr, flush=True)
         log = options.out / f"{name}-transformers.log"
-        measurements += transformers_cb.measure_levels(model, levels, log=log)
+        closed = [level for level in levels if level.concurrency is not None]
+        measurements += transformers_cb.measure_levels(model, closed, log=log)
     return measurements
 
 

@@ -70,6 +70,7 @@ DEFAULT_LEVELS = {
         closed(8, 128, 64),
         closed(32, 128, 64),
         closed(32, 128, 128, rounds=1),
+        poisson(4, 128, 64, num_requests=60),
     ),
     "1b": (closed(1, 128, 32), closed(8, 128, 32, rounds=1), closed(32, 128, 64, rounds=1)),
 }
