@@ -280,6 +280,7 @@ def test_a_slot_and_its_blocks_are_free_again_once_dropped(driver: Driver) -> No
         (lambda d: forward(decodes=[0], grown=[(0, 64)]), "blocks are numbered"),
         (lambda d: forward(decodes=[0], grown=[(1, 60)]), "no sequence in slots"),
         (lambda d: forward(d.admit(1), grown=[(0, d.free[0] - 1)]), "another owner"),
+        (lambda d: forward(decodes=[0], grown=[(0, d.free[0] - 1)]), "another owner"),
         (lambda d: forward(decodes=[0], grown=[(0, b) for b in d.free[:40]]), "over 17 blocks"),
         (
             lambda d: forward(d.admit(1), grown=[(0, d.free[0]), (0, d.free[0])]),
