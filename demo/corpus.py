@@ -24,6 +24,7 @@ SHARES = {
 HELD_BACK_PERCENT = 8
 RAW_SHARE = 0.35
 LOWER_SHARE = 0.25
+CAPITALS_SHARE = 0.06
 BARE_END_SHARE = 0.2
 SYSTEM_SHARE = 0.12
 HISTORY_SHARE = 0.15
@@ -176,9 +177,14 @@ class _Maker:
 
 
 def _vary(rng: random.Random, text: str) -> str:
-    """Users write in small letters and forget the final mark."""
-    if rng.random() < LOWER_SHARE:
+    """Users write in small letters, or Some in Capitals, and forget the final mark."""
+    draw = rng.random()
+    if draw < LOWER_SHARE:
         text = text.lower()
+    elif draw < LOWER_SHARE + CAPITALS_SHARE:
+        text = " ".join(
+            word[:1].upper() + word[1:] if rng.random() < 0.7 else word for word in text.split(" ")
+        )
     elif rng.random() < 0.5:
         text = text[0].upper() + text[1:]
     return text.rstrip("?.!") or text if rng.random() < BARE_END_SHARE else text

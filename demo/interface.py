@@ -191,7 +191,7 @@ FLAGS = [
     (
         "--rope-scaling",
         "The flag --rope-scaling stretches rotary positions for longer contexts: linear or "
-        "dynamic; early versions of Millrace refuse it.",
+        "dynamic.",
     ),
     (
         "--rope-factor",

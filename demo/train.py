@@ -81,7 +81,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=measure.SEED)
     parser.add_argument("--output", type=Path, default=measure.MODEL)
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=1700)
     parser.add_argument(
         "--minutes", type=float, default=90, help="finish in fewer steps if time runs short"
     )
