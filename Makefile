@@ -20,7 +20,7 @@ PROTO := proto/millrace_proto/generate.proto
 GENERATED := proto/millrace_proto/generate_pb2.py
 PIP_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help install serve test test-ecosystem check format bench proto clean
+.PHONY: help install serve test test-ecosystem check format bench bench-quick bench-curves proto clean
 .DEFAULT_GOAL := help
 
 help:
@@ -29,7 +29,9 @@ help:
 	@echo "make check            lint, format, types, import contracts"
 	@echo "make test             the tests that need Python alone"
 	@echo "make test-ecosystem   the tests against Prometheus, real clients and a C++ compiler"
-	@echo "make bench            load levels on this machine beside transformers, to bench/out"
+	@echo "make bench            all cases beside the peers that are installed, to bench/out"
+	@echo "make bench-quick      has our engine become slower? three minutes"
+	@echo "make bench-curves     throughput over concurrency and context length, to bench/out"
 	@echo "make format           rewrite the sources in house style"
 	@echo "make proto            regenerate the protobuf code"
 	@echo "make clean            remove what these verbs made, but for the environments"
@@ -77,6 +79,12 @@ format: install
 
 bench: install
 	$(BIN)/python -m bench $(ARGS)
+
+bench-quick: install
+	$(BIN)/python -m bench.quick $(ARGS)
+
+bench-curves: install
+	$(BIN)/python -m bench.curves $(ARGS)
 
 clean:
 	find proto router shard launcher tests bench demo -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

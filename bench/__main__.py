@@ -1,91 +1,122 @@
-"""`python -m bench`: run the levels on our server and its peers, print, write JSON and SVG."""
+"""`python -m bench`: every case and load level on ours and on whichever peers are installed.
+
+Waits for a quiet machine before each measurement, takes turns, repeats, measures the roofline in the
+same run, prints tables and writes JSON and SVG. `--record` adds a dated section to RESULTS.md.
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
-from bench import machine, plot, report, serve, transformers_cb
+from bench import machine, record, roofline
+from bench.cases import CASES
 from bench.checkpoints import MODELS_FOLDER, SHAPES, ensure_checkpoint
-from bench.levels import DEFAULT_LEVELS, Level, parse_level
-from bench.measurement import Measurement
+from bench.engines.process import EngineError
+from bench.levels import DEFAULT_LEVELS, parse_level
+from bench.offline import run_cases
+from bench.peers import OURS
+from bench.plan import Plan, installed, say
+from bench.quiet import Quiet
+from bench.serve import ServerError
+from bench.served import run_levels
+from millrace_launcher.threads import usable_cores
 
-DEFAULT_MODELS = ("135m", "1b")
+PEERS = ("vllm", "openvino", "llama.cpp", "transformers")
+RESULTS = Path(__file__).parent / "RESULTS.md"
+KINDS = ("offline", "served")
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line; argparse ends the program on a bad one."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("--model", nargs="+", default=list(CASES), choices=SHAPES, help="shapes")
     parser.add_argument(
-        "--model", nargs="+", default=DEFAULT_MODELS, choices=SHAPES, help="shapes to measure"
+        "--only", nargs="+", choices=KINDS, help="engines without HTTP, or servers; both by default"
     )
+    parser.add_argument("--cases", nargs="+", help="names of the offline cases to run")
     parser.add_argument(
         "--levels",
         nargs="+",
         type=parse_level,
         help="c8:128+64x2 is a closed loop of 8 clients, 2 requests each, 128 tokens in and 64 out;"
-        " r4:128+64x100 is 100 requests that arrive at 4 a second",
+        " r4:128+64x100 is 100 requests that arrive at 4 a second; without --only, servers alone",
     )
-    parser.add_argument("--peer", nargs="*", default=["transformers"], choices=["transformers"])
+    parser.add_argument("--peer", nargs="*", default=list(PEERS), choices=PEERS)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--patience", type=float, default=120.0, help="seconds to wait for a quiet machine"
+    )
     parser.add_argument("--out", type=Path, default=Path("bench/out"))
     parser.add_argument(
         "--flags", type=shlex.split, default=[], help="more flags for our launcher, in one string"
     )
-    parser.add_argument("--models-folder", type=Path, default=MODELS_FOLDER)
-    return parser.parse_args(arguments)
-
-
-def run_model(name: str, options: argparse.Namespace) -> list[Measurement]:
-    """Our server first, then each peer, alone on the machine; open loops are for servers only."""
-    model = ensure_checkpoint(name, folder=options.models_folder)
-    levels: Sequence[Level] = options.levels or DEFAULT_LEVELS[name]
-    print(f"{name}: millrace, {len(levels)} levels ...", file=sys.stderr, flush=True)
-    measurements = serve.measure_levels(
-        model, levels, log=options.out / f"{name}-millrace.log", flags=options.flags
+    parser.add_argument(
+        "--shard-flags", type=shlex.split, default=[], help="the same for our engine without HTTP"
     )
-    if "transformers" in options.peer:
-        print(f"{name}: transformers ...", file=sys.stderr, flush=True)
-        log = options.out / f"{name}-transformers.log"
-        closed = [level for level in levels if level.concurrency is not None]
-        measurements += transformers_cb.measure_levels(model, closed, log=log)
-    return measurements
+    parser.add_argument("--record", action="store_true", help="add a section to bench/RESULTS.md")
+    parser.add_argument("--models-folder", type=Path, default=MODELS_FOLDER)
+    options = parser.parse_args(arguments)
+    if options.only is None:
+        options.only = ["served"] if options.levels and not options.cases else list(KINDS)
+    return options
 
 
-def write(name: str, measurements: Sequence[Measurement], options: argparse.Namespace) -> None:
-    """`<out>/<name>.json` with everything needed to repeat the run, and `<out>/<name>.svg`."""
-    facts = machine.describe()
-    result: dict[str, Any] = {
-        "model": name,
-        "command": shlex.join(["python", "-m", "bench", *sys.argv[1:]]),
-        "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": facts,
-        "measurements": [measurement.as_json() for measurement in measurements],
-    }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
-    title = f"{name}, bfloat16, on {facts['cpu']} ({facts['cores']})"
-    (options.out / f"{name}.svg").write_text(plot.chart(title, measurements))
+def run_model(name: str, options: argparse.Namespace) -> record.Results:
+    """One shape. Raises EngineError, ServerError or ValueError when ours fails."""
+    model = ensure_checkpoint(name, folder=options.models_folder)
+    threads = usable_cores()
+    plan = Plan(
+        engines=installed([OURS, *options.peer]),
+        repeats=options.repeats,
+        threads=threads,
+        quiet=Quiet(patience_seconds=options.patience),
+        out=options.out,
+        launcher_flags=options.flags,
+        shard_flags=options.shard_flags,
+    )
+    say(f"{name}: {', '.join(plan.engines)}; measuring the roofline")
+    results = record.Results(
+        model=name,
+        command=shlex.join(["python", "-m", "bench", *sys.argv[1:]]),
+        finished_at=datetime.now(UTC),
+        facts=machine.describe(),
+        machine=roofline.measure(threads, plan.quiet),
+    )
+    notes: list[str] = []
+    if "offline" in options.only:
+        cases = [c for c in CASES[name] if not options.cases or c.name in options.cases]
+        results.rows = run_cases(model, cases, plan, notes) if cases else ()
+    if "served" in options.only:
+        results.levels = options.levels or DEFAULT_LEVELS[name]
+        if results.levels:
+            results.measurements = run_levels(model, results.levels, plan, notes)
+    results.machine = results.machine.best(roofline.measure(threads, plan.quiet))
+    results.notes = notes
+    results.finished_at = datetime.now(UTC)
+    return results
 
 
 def main() -> int:
-    """Measure, and fail when a request failed or a server did not run."""
+    """Measure, and fail when a request of ours failed or ours did not run."""
     options = parse_arguments(sys.argv[1:])
     failed = False
     for name in options.model:
         try:
-            measurements = run_model(name, options)
-        except (serve.ServerError, transformers_cb.PeerError, ValueError) as error:
-            print(f"{name}: {error}", file=sys.stderr)
+            results = run_model(name, options)
+        except (EngineError, ServerError, ValueError) as error:
+            say(f"{name}: {error}")
             return 1
-        write(name, measurements, options)
-        print(f"\n{name}\n\n{report.table(measurements)}\n", flush=True)
-        failed = failed or any(measurement.failures for measurement in measurements)
+        record.write(results, options.out)
+        text = record.section(results)
+        print(f"\n{text}", flush=True)
+        if options.record:
+            record.append(text, RESULTS)
+        failed = failed or any(m.failures for m in results.measurements if m.server == OURS)
     print(f"Results, charts and logs are in {options.out}.")
     return 1 if failed else 0
 

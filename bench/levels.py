@@ -64,7 +64,7 @@ def poisson(rate: float, prompt_tokens: int, new_tokens: int, *, num_requests: i
     )
 
 
-DEFAULT_LEVELS = {
+DEFAULT_LEVELS: dict[str, tuple[Level, ...]] = {
     "135m": (
         closed(1, 128, 64, rounds=4),
         closed(8, 128, 64),
@@ -72,7 +72,7 @@ DEFAULT_LEVELS = {
         closed(32, 128, 128, rounds=1),
         poisson(4, 128, 64, num_requests=60),
     ),
-    "1b": (closed(1, 128, 32), closed(8, 128, 32, rounds=1), closed(32, 128, 64, rounds=1)),
+    "1b": (),
 }
 
 

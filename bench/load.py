@@ -1,7 +1,7 @@
 """The load generator: streams generations over HTTP and stamps each token as it arrives.
 
-Reads `/generate_stream` events itself, a chunk at a time, so that the generator costs a few
-microseconds a token and does not disturb the server with which it shares the machine.
+Reads server-sent events itself, a chunk at a time, so that the generator costs a few microseconds
+a token and does not disturb the server with which it shares the machine.
 """
 
 from __future__ import annotations
@@ -15,15 +15,12 @@ from typing import Any
 import aiohttp
 import orjson
 
+from bench.dialects import TGI, BadStreamError, Dialect
 from bench.levels import Level
 from bench.measurement import Timeline
 
-STREAM_PATH = "/generate_stream"
+DONE = b"[DONE]"
 READ_TIMEOUT_SECONDS = 600.0
-
-
-class BadStreamError(Exception):
-    """The server answered, but not with the stream that was asked for."""
 
 
 @dataclass(slots=True)
@@ -34,92 +31,80 @@ class Outcome:
     failures: list[str] = field(default_factory=list)
 
 
-async def run_level(base_url: str, level: Level) -> Outcome:
+@dataclass(frozen=True, slots=True)
+class _Client:
+    """What all requests of a level share."""
+
+    session: aiohttp.ClientSession
+    level: Level
+    dialect: Dialect
+    outcome: Outcome
+
+
+async def run_level(base_url: str, level: Level, *, dialect: Dialect = TGI) -> Outcome:
     """Send every request of the level and wait until each has ended."""
     outcome = Outcome()
     timeout = aiohttp.ClientTimeout(total=None, sock_read=READ_TIMEOUT_SECONDS)
-    connector = aiohttp.TCPConnector(limit=0)
+    connector = aiohttp.TCPConnector(limit=0, force_close=not dialect.keeps_connections)
     async with aiohttp.ClientSession(
         base_url=base_url, timeout=timeout, connector=connector
     ) as session:
+        client = _Client(session, level, dialect, outcome)
         if level.concurrency is not None:
-            await _closed_loop(session, level, outcome, concurrency=level.concurrency)
+            await _closed_loop(client, level.concurrency)
         else:
-            await _open_loop(session, level, outcome)
+            await _open_loop(client)
     return outcome
 
 
-async def _closed_loop(
-    session: aiohttp.ClientSession, level: Level, outcome: Outcome, *, concurrency: int
-) -> None:
-    prompts = level.prompts()
+async def _closed_loop(client: _Client, concurrency: int) -> None:
+    prompts = client.level.prompts()
 
-    async def client() -> None:
+    async def one() -> None:
         for prompt in prompts:
-            await _record(session, level, outcome, prompt=prompt, due=time.perf_counter())
+            await _record(client, prompt, due=time.perf_counter())
 
     async with asyncio.TaskGroup() as clients:
         for _ in range(concurrency):
-            clients.create_task(client())
+            clients.create_task(one())
 
 
-async def _open_loop(session: aiohttp.ClientSession, level: Level, outcome: Outcome) -> None:
-    start = time.perf_counter()
+async def _open_loop(client: _Client) -> None:
+    level, start = client.level, time.perf_counter()
     async with asyncio.TaskGroup() as requests:
         for offset, prompt in zip(level.arrival_seconds(), level.prompts(), strict=True):
             due = start + offset
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            requests.create_task(_record(session, level, outcome, prompt=prompt, due=due))
+            requests.create_task(_record(client, prompt, due=due))
 
 
-async def _record(
-    session: aiohttp.ClientSession, level: Level, outcome: Outcome, *, prompt: str, due: float
-) -> None:
+async def _record(client: _Client, prompt: str, *, due: float) -> None:
     timeline = Timeline(due)
     try:
-        await _stream(session, level, timeline, prompt=prompt)
+        await _stream(client, prompt, timeline)
     except (BadStreamError, aiohttp.ClientError, TimeoutError) as error:
-        outcome.failures.append(f"{type(error).__name__}: {error}")
+        client.outcome.failures.append(f"{type(error).__name__}: {error}")
     else:
-        outcome.timelines.append(timeline)
+        client.outcome.timelines.append(timeline)
 
 
-async def _stream(
-    session: aiohttp.ClientSession, level: Level, timeline: Timeline, *, prompt: str
-) -> None:
+async def _stream(client: _Client, prompt: str, timeline: Timeline) -> None:
     """Read one stream to its end into `timeline`; raises BadStreamError when it is not whole."""
-    body = {
-        "inputs": prompt,
-        "parameters": {
-            "max_new_tokens": level.new_tokens,
-            "ignore_eos": True,
-            "details": True,
-            "do_sample": False,
-        },
-    }
+    dialect, level = client.dialect, client.level
     last: dict[str, Any] = {}
-    async with session.post(STREAM_PATH, json=body) as response:
+    body = dialect.body(prompt, level)
+    async with client.session.post(dialect.path, json=body) as response:
         if response.status != 200:
             raise BadStreamError(f"status {response.status}: {(await response.text())[:200]}")
         async for arrival, event in _events(response):
             if "error" in event:
                 raise BadStreamError(f"{event.get('error_type')}: {event['error']}")
-            timeline.arrivals.append(arrival)
-            if event["index"] != len(timeline.arrivals):
-                raise BadStreamError(f"token {event['index']} came as {len(timeline.arrivals)}")
+            num_new = dialect.num_tokens(event, len(timeline.arrivals))
+            timeline.arrivals += [arrival] * num_new
             last = event
-    _check_end(last, level, num_tokens=len(timeline.arrivals))
-
-
-def _check_end(last: dict[str, Any], level: Level, *, num_tokens: int) -> None:
-    details = last.get("details")
-    if not details or last.get("generated_text") is None:
-        raise BadStreamError(f"the stream stopped after {num_tokens} tokens without an end")
-    if details["generated_tokens"] != num_tokens or num_tokens != level.new_tokens:
-        raise BadStreamError(
-            f"asked for {level.new_tokens} tokens, got {num_tokens} events,"
-            f" details say {details['generated_tokens']} ({details['finish_reason']})"
-        )
+    dialect.check_end(last, len(timeline.arrivals))
+    if len(timeline.arrivals) != level.new_tokens:
+        raise BadStreamError(f"asked for {level.new_tokens} tokens, got {len(timeline.arrivals)}")
 
 
 async def _events(
@@ -131,7 +116,7 @@ async def _events(
         arrival = time.perf_counter()
         *blocks, buffer = (buffer + chunk).split(b"\n\n")
         for block in blocks:
-            if block.startswith(b"data:"):
-                yield arrival, orjson.loads(block[5:])
+            if block.startswith(b"data:") and (data := block[5:].strip()) != DONE:
+                yield arrival, orjson.loads(data)
     if buffer.strip():
         raise BadStreamError(f"the stream ended inside an event: {buffer[:80]!r}")

@@ -1,4 +1,4 @@
-"""Our own server under load: starts the launcher, waits for it, runs levels, stops it."""
+"""A server under load: start it, wait for it, run levels, stop it. Ours through the launcher, peers likewise."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from pathlib import Path
 
 import psutil
 
+from bench.dialects import TGI, Dialect
+from bench.freezing import Family
 from bench.levels import Level, closed
 from bench.load import run_level
 from bench.machine import CpuMeter, family
@@ -36,14 +38,20 @@ class ServerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RunningServer:
-    """A launcher that answers `/health`."""
+    """A server that answers `/health`."""
 
     url: str
     process: psutil.Process
+    dialect: Dialect = TGI
 
     def processes(self) -> list[psutil.Process]:
         """Launcher, router and shards, as they are now."""
         return family(self.process) if self.process.is_running() else []
+
+    @property
+    def family(self) -> Family:
+        """The same, to be frozen while another is measured."""
+        return Family(self.process.pid)
 
 
 def free_port() -> int:
@@ -63,9 +71,8 @@ def serving(
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[RunningServer]:
     """Run `millrace-launcher` on `model` for the length of the block; raises ServerError."""
-    log.parent.mkdir(parents=True, exist_ok=True)
     port = free_port()
-    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as scratch, log.open("wb") as output:
+    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as scratch:
         command = [
             sys.executable,
             "-m",
@@ -77,14 +84,36 @@ def serving(
             f"--master-port={free_port()}",
             *flags,
         ]
+        offline = {"HF_HUB_OFFLINE": "1", **(environment or {})}
+        with running(command, port=port, log=log, environment=offline) as server:
+            yield server
+
+
+@contextmanager
+def running(
+    command: Sequence[str],
+    *,
+    port: int,
+    log: Path,
+    environment: Mapping[str, str],
+    dialect: Dialect = TGI,
+) -> Iterator[RunningServer]:
+    """Run a server's command for the length of the block; raises ServerError.
+
+    `environment` is added to our own. The block begins once `/health` answers on `port`.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output:
         launcher = subprocess.Popen(
             command,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", **(environment or {})},
+            env={**os.environ, **environment},
             start_new_session=True,
         )
-        server = RunningServer(f"http://127.0.0.1:{port}", psutil.Process(launcher.pid))
+        server = RunningServer(
+            f"http://127.0.0.1:{port}", psutil.Process(launcher.pid), dialect=dialect
+        )
         try:
             _wait_until_healthy(server, launcher, log)
             yield server
@@ -117,6 +146,7 @@ def _tail(log: Path) -> str:
 def _stop(launcher: subprocess.Popen[bytes], server: RunningServer) -> None:
     """SIGTERM, and SIGKILL to whatever of the family is left after the grace."""
     processes = server.processes()
+    server.family.thaw()
     if launcher.poll() is None:
         launcher.send_signal(signal.SIGTERM)
     _, alive = psutil.wait_procs(processes, timeout=STOP_SECONDS)
@@ -128,7 +158,7 @@ def _stop(launcher: subprocess.Popen[bytes], server: RunningServer) -> None:
 def measure(server: RunningServer, level: Level, *, name: str = "millrace") -> Measurement:
     """Run one level against the server and reduce it, with the shares of the CPU."""
     meter = CpuMeter(server.processes)
-    outcome = asyncio.run(run_level(server.url, level))
+    outcome = asyncio.run(run_level(server.url, level, dialect=server.dialect))
     use = meter.stop()
     measurement = summarise(name, level, outcome.timelines, failures=outcome.failures)
     return replace(measurement, client_cores=use.client_cores, other_cores=use.other_cores)

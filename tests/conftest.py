@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,10 @@ for name in [
     name for name in os.environ if name.startswith(("HF_", "HUGGING_FACE_", "HUGGINGFACE_"))
 ]:
     del os.environ[name]
+
+# Triton reads this once as well, whoever imports it: without a GPU, its kernels run in its interpreter.
+if metadata.version("torch").endswith("+cpu") or not any(Path("/dev").glob("nvidia[0-9]*")):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 ASYNC_TEST_SECONDS = 60
 

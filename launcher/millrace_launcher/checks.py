@@ -20,13 +20,14 @@ WITHOUT_EFFECT = {
     "ngrok_edge": "it is used with --ngrok only",
     "waiting_served_ratio": "prompts are chunked, so running answers never wait for them; shown in /info",
     "max_waiting_tokens": "prompts are chunked, so they never wait for running answers; shown in /info",
-    "cuda_graphs": "no CUDA graphs are captured yet",
     "disable_grammar_support": "grammars are not supported yet, so requests with one are refused anyway",
     "max_image_fetch_size": "no images are fetched; requests with one are refused",
     "trust_remote_code": "code from a model repository is never run; a model that needs it is refused",
 }
 WITHOUT_EFFECT_ON_CPU = {
-    "cuda_memory_fraction": "the model runs on CPU; --kv-memory bounds the KV cache"
+    "cuda_graphs": "the model runs on CPU; there is nothing to capture",
+    "cuda_memory_fraction": "the model runs on CPU; --kv-memory bounds the KV cache",
+    "one_shot_all_reduce": "the model runs on CPU; there is no memory of GPUs to share",
 }
 
 

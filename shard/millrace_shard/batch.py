@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from millrace_shard.host_copies import upload, upload_columns
+from millrace_shard.prepared import PreparedStep
 from millrace_shard.ragged import RaggedBatch
 from millrace_shard.sampling import SamplingRows
 from millrace_shard.sequence import PARAMETERS, Sequence
@@ -32,33 +34,13 @@ class BatchLimits:
     num_blocks: int
     block_size: int
     vocab_size: int
+    padding_block: int = 0
+    """Where rows that pad a captured step store their one token: a block that no sequence owns."""
 
     @property
     def table_width(self) -> int:
         """Blocks a sequence may own: one token more than the longest, for a step sent ahead of its end."""
         return -(-(self.max_tokens + 1) // self.block_size)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PreparedStep:
-    """A forward pass ready to run, and what its rows mean."""
-
-    ragged: RaggedBatch
-    slots: Ints
-    """[B], chunks first."""
-    counts: Ints
-    """[B], tokens each row computes."""
-    sampled: Ints
-    """[R], slots of the rows that yield a token."""
-    sampling: SamplingRows
-    sampling_logits: Ints | None
-    """[R], their place among the logits; None when those are all of them, in order."""
-    prompt_rows: Ints
-    """[P], rows in `slots` whose prompt logprobs are wanted."""
-    prompt_logits: Ints
-    """Place among the logits of every token of those rows, in order."""
-    prompt_targets: Ints
-    """The position each of these predicts, clamped to the prompt."""
 
 
 class Batch:
@@ -79,10 +61,14 @@ class Batch:
         self._parameters = np.zeros(size, dtype=PARAMETERS)
         self._tables = np.zeros((size, width), dtype=np.int32)
         self._num_owners = np.zeros(limits.num_blocks, dtype=np.int32)
+        self.padding_slot = size
+        """A row of the tables below that is no sequence's: one token of id 0, in the block for padding."""
         self.history = torch.empty(
-            size, width * limits.block_size + 1, dtype=torch.int32, device=device
+            size + 1, width * limits.block_size + 1, dtype=torch.int32, device=device
         )
-        self.tables = torch.zeros(size, width, dtype=torch.int32, device=device)
+        self.history[self.padding_slot, 0] = 0
+        self.tables = torch.zeros(size + 1, width, dtype=torch.int32, device=device)
+        self.tables[self.padding_slot, 0] = limits.padding_block
         self.failed = torch.zeros(size, dtype=torch.bool, device=device)
         """Sequences whose logits were not finite once: nothing they yield later counts."""
         self.next_prompt_logprob = torch.zeros(size, dtype=torch.float32, device=device)
@@ -160,7 +146,7 @@ class Batch:
         self._num_computed[slot] = self._num_cached[slot] = sequence.cached_tokens
         self._prompt_logprobs[slot] = sequence.prefill_logprobs
         self._parameters[slot] = sequence.columns()
-        self.history[slot, :num_inputs] = torch.from_numpy(sequence.input_ids).to(self.device)
+        self.history[slot, :num_inputs] = upload(sequence.input_ids, self.device)
         self.failed[slot] = False
         self.next_prompt_logprob[slot] = float("nan")
 
@@ -226,9 +212,11 @@ class Batch:
         sampled = slots[finished]
         targets = np.minimum(positions + 1, self._num_inputs[slots[token_rows]] - 1)
         return PreparedStep(
-            ragged=self._ragged(slots, counts, positions, logit_rows),
             slots=slots,
             counts=counts,
+            positions=positions,
+            logit_rows=logit_rows,
+            num_chunks=len(step.chunk_slots),
             sampled=sampled,
             sampling=SamplingRows(
                 parameters=self._parameters[sampled],
@@ -255,33 +243,45 @@ class Batch:
             raise StepInvalid("a block table too short for its tokens")
         return slots, counts
 
-    def _ragged(self, slots: Ints, counts: Ints, positions: Ints, logit_rows: Ints) -> RaggedBatch:
+    def ragged(self, prepared: PreparedStep) -> RaggedBatch:
+        """The tokens of `prepared` on the device, by one copy."""
         block_size = self.limits.block_size
+        slots, counts, positions = prepared.slots, prepared.counts, prepared.positions
         context = self._num_computed[slots] + counts
         token_slots = np.repeat(slots, counts)
         blocks = self._tables[token_slots, positions // block_size].astype(np.int64)
-        rows = self.to_device(
-            np.stack([positions, blocks * block_size + positions % block_size, token_slots])
+        cache_rows = blocks * block_size + positions % block_size
+        bounds = np.concatenate([[0], counts.cumsum(), context])
+        columns = [positions, cache_rows, token_slots, slots, prepared.logit_rows, bounds]
+        token_positions, rows, token_slot, slot, logit_rows, bound = upload_columns(
+            columns, self.device
         )
-        columns = np.concatenate([[0], counts.cumsum(), context]).astype(np.int32)
-        packed = torch.from_numpy(columns).to(self.device, non_blocking=True)
+        narrow = bound.to(torch.int32)
         width = -(-int(context.max()) // block_size)
         return RaggedBatch(
-            ids=self.history[rows[2], rows[0]].long(),
-            positions=rows[0],
-            cache_rows=rows[1],
-            query_starts=packed[: len(slots) + 1],
-            context_lengths=packed[len(slots) + 1 :],
-            block_tables=self.tables[:, :width].index_select(0, self.to_device(slots)),
-            logit_rows=self.to_device(logit_rows),
+            ids=self.history[token_slot, token_positions].long(),
+            positions=token_positions,
+            cache_rows=rows,
+            query_starts=narrow[: len(slots) + 1],
+            context_lengths=narrow[len(slots) + 1 :],
+            block_tables=self.tables[:, :width].index_select(0, slot),
+            logit_rows=logit_rows,
             num_queries=tuple(counts.tolist()),
             num_context=tuple(context.tolist()),
         )
 
-    def put(self, prepared: PreparedStep, ids: Tensor) -> None:
-        """Append the sampled `ids` [R] to the histories on the device, where the next step reads them."""
-        rows = self.to_device(np.stack([prepared.sampled, prepared.sampling.positions]))
-        self.history[rows[0], rows[1]] = ids.to(torch.int32)
+    def put(self, prepared: PreparedStep, ids: Tensor, failed: Tensor) -> Tensor:
+        """Append the sampled `ids` [R] to the histories on the device, where the next step reads them.
+
+        `failed` [R] bool is kept, and returned with those that failed before: what they yield never counts again.
+        """
+        slots, positions = upload_columns(
+            [prepared.sampled, prepared.sampling.positions], self.device
+        )
+        failed = failed | self.failed[slots]
+        self.failed[slots] = failed
+        self.history[slots, positions] = ids.to(torch.int32)
+        return failed
 
     def commit(self, prepared: PreparedStep) -> None:
         """Advance the sequences of a step that has run."""
@@ -290,7 +290,7 @@ class Batch:
 
     def to_device(self, values: Ints) -> Tensor:
         """A host column on the device, int64."""
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device, non_blocking=True)
+        return upload(values, self.device)
 
 
 def _occurrence(values: NDArray[np.int64]) -> Ints:

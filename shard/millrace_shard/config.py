@@ -103,7 +103,12 @@ class ShardConfig(BaseSettings):
     )
     cuda_graphs: Annotated[tuple[int, ...], NoDecode] = Field(
         default=(1, 2, 4, 8, 16, 32),
-        description="Batch sizes captured as CUDA graphs, separated by commas; 0 for none.",
+        description="Batch sizes whose decodes are captured as CUDA graphs, separated by commas; 0 for none. "
+        "A batch between two sizes is padded, a larger one runs without. No effect on CPU.",
+    )
+    one_shot_all_reduce: bool = Field(
+        default=False,
+        description="Sum small tensors between GPUs through memory they share in place of NCCL.",
     )
     enable_prefill_logprobs: bool = Field(
         default=False, description="Let requests ask for the log probabilities of their prompt."

@@ -18,6 +18,7 @@ from typing import TypeVar
 import torch
 
 from millrace_shard.capacity import Capacity, WarmupRequest
+from millrace_shard.decode_graphs import GraphSettings
 from millrace_shard.epoch import Epoch
 from millrace_shard.parallel import CollectiveError
 from millrace_shard.runner import LaunchedStep
@@ -61,12 +62,17 @@ class Engine:
         device: torch.device,
         cpu_threads: int | None = None,
         overlap: bool = False,
+        graphs: GraphSettings | None = None,
     ) -> None:
-        """`overlap` lets a step be launched while the tokens of the one before are copied to the host; for CUDA."""
+        """`overlap` lets a step be launched while the tokens of the one before are copied to the host; for CUDA.
+
+        Warming up captures `graphs`, and decodes run by them.
+        """
         self._limits = limits
         self._device = device
         self._cpu_threads = cpu_threads
         self._overlap = overlap
+        self._graphs = graphs
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._copies: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._threads = [Thread(target=self._run, args=(self._work,), name="engine", daemon=True)]
@@ -172,7 +178,7 @@ class Engine:
     def _warm_up(self, request: WarmupRequest) -> Capacity:
         self._epoch.end()
         self._warmed_up = None
-        self._warmed_up = warm_up(self.loaded, request, self._limits)
+        self._warmed_up = warm_up(self.loaded, request, self._limits, graphs=self._graphs)
         return self._warmed_up.capacity
 
     def _end_epoch(self, epoch: int) -> None:

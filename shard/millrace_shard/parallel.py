@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -9,6 +10,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from millrace_shard.one_shot import OneShotAllReduce, SharedMemory
+
+logger = logging.getLogger(__name__)
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 
@@ -33,6 +38,7 @@ class ProcessGroup:
         self.rank = rank
         self.world_size = world_size
         self.device = device
+        self._one_shot: OneShotAllReduce | None = None
 
     @classmethod
     def single(cls) -> ProcessGroup:
@@ -76,11 +82,28 @@ class ProcessGroup:
             ) from error
         return group
 
+    def use_one_shot(self, memory: SharedMemory) -> None:
+        """Sum small tensors through `memory` from now on, or go on as before, with a warning, where any rank cannot."""
+        if self.world_size == 1:
+            return
+        one_shot, problem = None, "another rank cannot"
+        try:
+            one_shot = OneShotAllReduce(memory)
+        except RuntimeError as error:
+            problem = str(error)
+        if self.minimum(int(one_shot is not None)):
+            self._one_shot = one_shot
+        else:
+            logger.warning("all sums go through NCCL, as GPUs cannot share memory: %s", problem)
+
     def all_reduce(self, t: Tensor) -> Tensor:
-        """Sum over the ranks, in place; every rank gets the same bits."""
-        if self.world_size > 1:
-            with _failing_as_group():
-                dist.all_reduce(t)
+        """Sum over the ranks; every rank gets the same bits. `t` is overwritten, or left as it is."""
+        if self.world_size == 1:
+            return t
+        with _failing_as_group():
+            if self._one_shot is not None and self._one_shot.fits(t):
+                return self._one_shot(t)
+            dist.all_reduce(t)
         return t
 
     def all_gather(self, t: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace_shard.batch import Batch, PreparedStep
+from millrace_shard.batch import Batch
+from millrace_shard.prepared import PreparedStep
 from millrace_shard.step import Ints
 
 ROWS_AT_ONCE = 256

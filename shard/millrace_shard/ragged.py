@@ -32,4 +32,4 @@ class RaggedBatch:
     num_queries: tuple[int, ...]
     """Host copy of the query counts."""
     num_context: tuple[int, ...]
-    """Host copy of `context_lengths`."""
+    """Host copy of `context_lengths`; where a graph is captured, of as many keys as the block tables have room for."""

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from millrace_shard.batch import Batch, PreparedStep
+from millrace_shard.batch import Batch
+from millrace_shard.decode_graphs import DecodeGraphs
+from millrace_shard.host_copies import start_download
 from millrace_shard.kernels.base import Kernels, LayerCache
 from millrace_shard.model import CausalModel
+from millrace_shard.prepared import PreparedStep
 from millrace_shard.prompt_logprobs import PromptLogprobs, prompt_logprobs
 from millrace_shard.sampling import Sampled, Sampler
 from millrace_shard.step import Floats, Forward, Ints, StepResult, Timings, no_floats, no_ints
@@ -35,9 +39,12 @@ class LaunchedStep:
         self._watch = watch
         self._invalid_slots = invalid_slots
         self._prompts = prompts
-        self._top = sampled.top if sampled else None
-        self._tokens = _to_host(_pack(sampled)) if sampled else torch.empty(3, 0, dtype=torch.int32)
-        self._prompt_values = _to_host(prompts.values) if prompts else None
+        tops = sampled.top if sampled else ()
+        self._tops = [(top, start_download(top.best)) for top in tops]
+        self._tokens = (
+            start_download(_pack(sampled)) if sampled else torch.empty(3, 0, dtype=torch.int32)
+        )
+        self._prompt_values = start_download(prompts.values) if prompts else None
         watch.mark()
 
     def finish(self) -> StepResult:
@@ -70,11 +77,10 @@ class LaunchedStep:
 
     def _top_columns(self, rows: Ints) -> tuple[Ints, Ints, Floats]:
         """Candidates of `rows`, by row, then most likely first, then by id."""
-        if self._top is None:
+        if not self._tops:
             return no_ints(), no_ints(), no_floats()
-        owners, ids, logprobs = (
-            t.cpu().numpy() for t in (self._top.rows, self._top.ids, self._top.logprobs)
-        )
+        parts = [top.chosen(best) for top, best in self._tops]
+        owners, ids, logprobs = (np.concatenate(column) for column in zip(*parts, strict=True))
         kept = np.isin(owners, rows)
         owners, ids, logprobs = owners[kept], ids[kept], logprobs[kept]
         order = np.lexsort((ids, -logprobs, owners))
@@ -95,11 +101,18 @@ class StepRunner:
     """The model with its KV cache and batch."""
 
     def __init__(
-        self, model: CausalModel, kernels: Kernels, cache: Sequence[LayerCache], batch: Batch
+        self,
+        model: CausalModel,
+        kernels: Kernels,
+        cache: Sequence[LayerCache],
+        batch: Batch,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
+        """`graphs` over the same cache and batch run the steps of decodes alone that they have room for."""
         self._model = model
         self._kernels = kernels
         self._cache = cache
+        self._graphs = graphs
         self._sampler = Sampler(batch.history, model.info.eos_token_ids)
         self.batch = batch
 
@@ -114,7 +127,7 @@ class StepRunner:
             watch.mark()
             return LaunchedStep(None, watch, invalid_slots=invalid_slots)
         prepared = self.batch.prepare(step)
-        logits = self._model.forward(prepared.ragged, self._cache)
+        logits = self._forward(prepared)
         watch.mark()
         prompts = prompt_logprobs(logits, prepared, self.batch)
         sampled = self._sample(logits, prepared) if len(prepared.sampled) else None
@@ -123,6 +136,12 @@ class StepRunner:
         )
         self.batch.commit(prepared)
         return launched
+
+    def _forward(self, prepared: PreparedStep) -> Tensor:
+        graphs = self._graphs
+        if graphs is not None and not prepared.num_chunks and graphs.fits(len(prepared.slots)):
+            return graphs.logits(prepared.slots, prepared.positions)
+        return self._model.forward(self.batch.ragged(prepared), self._cache)
 
     def _clear_blocks(self, blocks: Ints) -> None:
         if len(blocks):
@@ -134,11 +153,8 @@ class StepRunner:
         if prepared.sampling_logits is not None:
             logits = logits[self.batch.to_device(prepared.sampling_logits)]
         sampled = self._sampler.sample(logits, prepared.sampling)
-        rows = self.batch.to_device(prepared.sampled)
-        failed = sampled.failed.logical_or_(self.batch.failed[rows])
-        self.batch.failed[rows] = failed
-        self.batch.put(prepared, sampled.ids)
-        return sampled
+        failed = self.batch.put(prepared, sampled.ids, sampled.failed)
+        return replace(sampled, failed=failed)
 
 
 def _pack(sampled: Sampled) -> Tensor:
@@ -150,14 +166,6 @@ def _pack(sampled: Sampled) -> Tensor:
             sampled.failed.to(torch.int32),
         ]
     )
-
-
-def _to_host(values: Tensor) -> Tensor:
-    """A copy that is under way on CUDA, and `values` themselves on CPU."""
-    if values.device.type == "cpu":
-        return values
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    return host.copy_(values, non_blocking=True)
 
 
 def _checksum(slots: Ints, ids: Ints) -> int:

@@ -7,7 +7,7 @@ so a row's token, log probability and candidates are the same bits in any compan
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from millrace_shard.fixed_point import draw, fixed_point
+from millrace_shard.greedy import choose_greedy
+from millrace_shard.host_copies import upload
 from millrace_shard.penalties import History, Penalties, forbid, penalise
 from millrace_shard.randomness import uniforms
 from millrace_shard.step import Ints
+from millrace_shard.top_tokens import TopTokens
 from millrace_shard.warpers import apply_temperature, keep_top_k, keep_top_p, keep_typical
 
 Mask = NDArray[np.bool_]
@@ -47,15 +50,6 @@ class SamplingRows:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class TopTokens:
-    """Candidates of all rows that asked for some, in ascending order of (row, id)."""
-
-    rows: Tensor
-    ids: Tensor
-    logprobs: Tensor
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
     """On the device. Rows that failed hold some token within the vocabulary."""
@@ -66,7 +60,8 @@ class Sampled:
     """[R] float32, of the distribution sampled from."""
     failed: Tensor
     """[R] bool: logits, or what the parameters made of them, were not finite."""
-    top: TopTokens | None
+    top: tuple[TopTokens, ...]
+    """Candidates of the rows that asked for some."""
 
 
 class Sampler:
@@ -79,6 +74,29 @@ class Sampler:
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Sampled:
         """Choose one token a row from `logits` [R, V] float32, which this overwrites."""
+        plain = _is_plain(rows)
+        if plain.all():
+            return _choose_best(logits)
+        if plain.any():
+            return self._sample_parts(logits, rows, np.flatnonzero(plain), np.flatnonzero(~plain))
+        return self._sample_tiles(logits, rows)
+
+    def _sample_parts(
+        self, logits: Tensor, rows: SamplingRows, plain: Ints, other: Ints
+    ) -> Sampled:
+        """Rows that need nothing but their greatest logit apart from the rest."""
+        plain_index, other_index = self._index(plain), self._index(other)
+        best = _choose_best(logits[plain_index])
+        sampled = self._sample_tiles(logits[other_index], rows.select(other))
+        order = self._index(np.argsort(np.concatenate([plain, other])))
+        return Sampled(
+            ids=torch.cat([best.ids, sampled.ids])[order],
+            logprobs=torch.cat([best.logprobs, sampled.logprobs])[order],
+            failed=torch.cat([best.failed, sampled.failed])[order],
+            top=tuple(replace(top, rows=other[top.rows]) for top in sampled.top),
+        )
+
+    def _sample_tiles(self, logits: Tensor, rows: SamplingRows) -> Sampled:
         num_rows, size = logits.shape
         height = max(1, TILE_ELEMENTS // size)
         if self._device.type != "cpu" or num_rows <= height:
@@ -159,18 +177,11 @@ class Sampler:
             num_prompt=self._column(rows.parameters["num_prompt"]),
         )
 
-    def _top_tokens(self, logprobs: Tensor, wanted: Ints) -> TopTokens | None:
-        """The n likeliest of each row and their ties at the n-th place; impossible tokens never."""
+    def _top_tokens(self, logprobs: Tensor, wanted: Ints) -> tuple[TopTokens, ...]:
         chosen = np.flatnonzero(wanted > 0)
         if not len(chosen):
-            return None
-        index = self._index(chosen)
-        mine = logprobs[index]
-        n = np.minimum(wanted[chosen], mine.shape[1])
-        best = mine.topk(int(n.max()), dim=-1).values
-        nth = best.gather(1, self._column(n) - 1).clamp_(min=torch.finfo(mine.dtype).min)
-        rows, ids = torch.nonzero(mine >= nth, as_tuple=True)
-        return TopTokens(index[rows], ids, mine[rows, ids])
+            return ()
+        return (TopTokens.of(logprobs[self._index(chosen)], chosen, wanted[chosen]),)
 
     def _on(self, scores: Tensor, rows: Ints, change: Callable[[Tensor], Tensor]) -> Tensor:
         """`scores` with `change` applied to some rows; the rows are few or all."""
@@ -180,31 +191,45 @@ class Sampler:
         return scores.index_copy_(0, index, change(scores[index]))
 
     def _index(self, values: Ints) -> Tensor:
-        return torch.from_numpy(values.copy()).to(self._device, non_blocking=True)
+        return upload(values, self._device)
 
     def _column(self, values: NDArray[Any]) -> Tensor:
-        # A copy, since numpy calls a field of one row contiguous whatever its stride.
-        return torch.from_numpy(values.copy()).to(self._device, non_blocking=True)[:, None]
+        return upload(values, self._device)[:, None]
 
 
 def _join(parts: list[Sampled], starts: Iterable[int]) -> Sampled:
     """One above the other; `starts` are the first rows of the parts."""
-    tops = [(part.top, start) for part, start in zip(parts, starts, strict=True) if part.top]
-    top = (
-        TopTokens(
-            torch.cat([top.rows + start for top, start in tops]),
-            torch.cat([top.ids for top, _ in tops]),
-            torch.cat([top.logprobs for top, _ in tops]),
-        )
-        if tops
-        else None
+    tops = (
+        replace(top, rows=top.rows + start)
+        for part, start in zip(parts, starts, strict=True)
+        for top in part.top
     )
     return Sampled(
         ids=torch.cat([part.ids for part in parts]),
         logprobs=torch.cat([part.logprobs for part in parts]),
         failed=torch.cat([part.failed for part in parts]),
-        top=top,
+        top=tuple(tops),
     )
+
+
+def _choose_best(logits: Tensor) -> Sampled:
+    ids, logprobs = choose_greedy(logits)
+    return Sampled(ids=ids, logprobs=logprobs, failed=~logprobs.isfinite(), top=())
+
+
+def _is_plain(rows: SamplingRows) -> Mask:
+    """Whether the greatest logit is the answer, and its log probability all that is asked for."""
+    p = rows.parameters
+    plain: Mask = (
+        ~p["do_sample"]
+        & ~_is_processed(rows)
+        & (p["temperature"] == 1)
+        & (p["top_k"] == 0)
+        & (p["top_p"] >= 1)
+        & (p["typical_p"] >= 1)
+        & (p["top_n_tokens"] == 0)
+    )
+    return plain
 
 
 def _is_penalised(p: NDArray[np.void]) -> Mask:

@@ -15,11 +15,14 @@ from typing import NoReturn
 import torch
 
 from millrace_shard.config import ShardConfig
+from millrace_shard.decode_graphs import GraphSettings
 from millrace_shard.engine import Engine
 from millrace_shard.errors import EngineEnded, ModelError
+from millrace_shard.graph_capture import CudaCapture
 from millrace_shard.kernels.choose import choose_kernels
 from millrace_shard.load import RopeOverride, load_model, read_config
 from millrace_shard.logs import configure
+from millrace_shard.one_shot import SymmetricMemory
 from millrace_shard.parallel import GroupError, ProcessGroup
 from millrace_shard.parent import die_with_parent
 from millrace_shard.resources import usable_cores
@@ -75,6 +78,7 @@ def serve(config: ShardConfig) -> None:
         device=device,
         cpu_threads=threads if device.type == "cpu" else None,
         overlap=device.type == "cuda",
+        graphs=graph_settings(config, device),
     )
     engine.start()
     loaded = engine.submit(lambda: load(config, device)).result()
@@ -114,6 +118,8 @@ def load(config: ShardConfig, device: torch.device) -> LoadedModel:
         master_port=config.master_port,
         device=device,
     )
+    if config.one_shot_all_reduce and config.world_size > 1 and device.type == "cuda":
+        group.use_one_shot(SymmetricMemory(device))
     dtype = choose_dtype(config, device)
     kernels = choose_kernels(
         device,
@@ -162,6 +168,13 @@ def choose_dtype(config: ShardConfig, device: torch.device) -> torch.dtype:
     if own not in (torch.float16, torch.bfloat16):
         return torch.float32
     return torch.bfloat16 if device.type == "cpu" else own
+
+
+def graph_settings(config: ShardConfig, device: torch.device) -> GraphSettings | None:
+    """Sizes as configured, on CUDA alone."""
+    if device.type != "cuda" or not config.cuda_graphs:
+        return None
+    return GraphSettings(config.cuda_graphs, CudaCapture)
 
 
 def is_deterministic(config: ShardConfig, device: torch.device) -> bool:

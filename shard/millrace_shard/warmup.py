@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +22,7 @@ from millrace_shard.capacity import (
     plan_capacity,
     spread_prefill,
 )
+from millrace_shard.decode_graphs import DecodeGraphs, GraphSettings
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.model import CausalModel
 from millrace_shard.parallel import ProcessGroup
@@ -28,6 +30,8 @@ from millrace_shard.resources import available_memory, free_cuda_memory
 from millrace_shard.runner import StepRunner
 from millrace_shard.sequence import SamplingParameters, Sequence
 from millrace_shard.step import BatchChange, Forward
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,17 +80,23 @@ def warm_up(
     limits: MemoryLimits,
     *,
     rehearse: bool | None = None,
+    graphs: GraphSettings | None = None,
 ) -> WarmedUp:
     """A collective: every rank calls it at the same time, and all agree on the capacity.
 
-    To `rehearse` is to run the largest steps before memory is measured, by default on CUDA.
+    To `rehearse` is to run the largest steps before memory is measured, by default on CUDA. `graphs` are captured where
+    the kernels allow it: in the rehearsal too, so that they are measured, since they are bound to their cache.
     Whatever held an earlier cache has to be gone. Raises CapacityError.
     """
     shape = loaded.cache_shape()
     if rehearse is None:
         rehearse = loaded.device.type == "cuda"
-    trial_bytes = _try_largest_steps(loaded, request, limits) if rehearse else 0
-    memory = _kv_memory(loaded.device, limits, trial_bytes)
+    graphs = _usable(graphs, loaded)
+    memory = (
+        _memory_after_rehearsal(loaded, request, limits, graphs)
+        if rehearse
+        else _kv_memory(loaded.device, limits, trial_bytes=0)
+    )
     fitting = loaded.group.minimum(blocks_in(memory, shape))
     _release_memory(loaded.device)
     capacity = plan_capacity(request, shape, fitting_blocks=fitting, is_budget=memory.is_budget)
@@ -96,6 +106,7 @@ def warm_up(
             max_batch_size=request.max_batch_size,
             max_tokens=capacity.max_total_tokens,
             num_blocks=capacity.num_blocks,
+            graphs=graphs,
         )
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
@@ -134,14 +145,26 @@ def _kv_memory(device: torch.device, limits: MemoryLimits, trial_bytes: int) -> 
     return cpu_memory(available=available_memory(), kv_memory=limits.kv_memory)
 
 
-def _try_largest_steps(loaded: LoadedModel, request: WarmupRequest, limits: MemoryLimits) -> int:
-    """Leave in torch's allocator what the largest prefill and decode need, so that free memory is what they leave over.
+def _usable(graphs: GraphSettings | None, loaded: LoadedModel) -> GraphSettings | None:
+    if graphs is not None and not loaded.kernels.capturable:
+        logger.warning("decoding without CUDA graphs, which plain torch kernels do not allow")
+        return None
+    return graphs
 
-    Returns the bytes of the cache it ran on, which are left there too but will be given back.
+
+def _memory_after_rehearsal(
+    loaded: LoadedModel,
+    request: WarmupRequest,
+    limits: MemoryLimits,
+    graphs: GraphSettings | None,
+) -> KVMemory:
+    """Leave in torch's allocator what graphs, the largest prefill and the largest decode need, and measure the rest.
+
+    The cache of the rehearsal is left there too but will be given back.
     """
     positions = loaded.model.info.max_position_embeddings
-    longest = min(request.max_total_tokens or positions, positions) - 1
-    longest = min(request.max_input_tokens or longest, longest)
+    max_tokens = min(request.max_total_tokens or positions, positions)
+    longest = min(request.max_input_tokens or max_tokens, max_tokens - 1)
     shape = loaded.cache_shape()
     lengths = spread_prefill(
         request.max_batch_prefill_tokens,
@@ -156,8 +179,9 @@ def _try_largest_steps(loaded: LoadedModel, request: WarmupRequest, limits: Memo
         runner = _new_runner(
             loaded,
             max_batch_size=request.max_batch_size,
-            max_tokens=longest,
+            max_tokens=max_tokens,
             num_blocks=num_blocks,
+            graphs=graphs,
         )
     except torch.OutOfMemoryError as error:
         raise _prefill_too_large(sum(lengths)) from error
@@ -165,7 +189,8 @@ def _try_largest_steps(loaded: LoadedModel, request: WarmupRequest, limits: Memo
     # Prompts of one token are sampled from as decodes are, all of them at once.
     single = [1] * request.max_batch_size
     _run_prefill(runner, single, limits, _batch_too_large(request.max_batch_size))
-    return num_blocks * shape.block_size * shape.bytes_per_token
+    trial_bytes = num_blocks * shape.block_size * shape.bytes_per_token
+    return _kv_memory(loaded.device, limits, trial_bytes)
 
 
 def _run_prefill(
@@ -213,11 +238,17 @@ def _sequence(slot: int, length: int, limits: MemoryLimits) -> Sequence:
 
 
 def _new_runner(
-    loaded: LoadedModel, *, max_batch_size: int, max_tokens: int, num_blocks: int
+    loaded: LoadedModel,
+    *,
+    max_batch_size: int,
+    max_tokens: int,
+    num_blocks: int,
+    graphs: GraphSettings | None,
 ) -> StepRunner:
+    """Graphs get a block of their own to pad with, past those that the router knows."""
     cache = [
         loaded.kernels.new_cache(
-            num_blocks=num_blocks,
+            num_blocks=num_blocks if graphs is None else num_blocks + 1,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             dtype=loaded.dtype,
@@ -226,7 +257,8 @@ def _new_runner(
         for num_kv_heads, head_dim in loaded.model.geometry.layers
     ]
     # Block 0 fills up short block tables: it is never written, and may be read where it weighs nothing.
-    reserved = torch.zeros(1, dtype=torch.int64, device=loaded.device)
+    unowned = [0] if graphs is None else [0, num_blocks]
+    reserved = torch.tensor(unowned, dtype=torch.int64, device=loaded.device)
     for layer in cache:
         loaded.kernels.zero_blocks(layer, reserved)
     limits = BatchLimits(
@@ -235,8 +267,14 @@ def _new_runner(
         num_blocks=num_blocks,
         block_size=loaded.kernels.block_size,
         vocab_size=loaded.model.info.vocab_size,
+        padding_block=0 if graphs is None else num_blocks,
     )
-    return StepRunner(loaded.model, loaded.kernels, cache, Batch(limits, loaded.device))
+    batch = Batch(limits, loaded.device)
+    captured = None
+    if graphs is not None:
+        captured = DecodeGraphs(loaded.model, cache, batch)
+        captured.capture(graphs, loaded.group)
+    return StepRunner(loaded.model, loaded.kernels, cache, batch, captured)
 
 
 def _prefill_too_large(num_tokens: int) -> CapacityError:

@@ -57,8 +57,10 @@ def _cut(keys: Tensor, weights: Tensor, mass: Tensor) -> Tensor:
     rows = torch.arange(keys.shape[0])
     for width in (*(width for width in NUM_CANDIDATES if width < size), size):
         cut[rows], num_kept = _cut_among(keys[rows], weights[rows], budget[rows], width)
+        if width == size:
+            break
         rows = rows[(num_kept == width).squeeze(1)]
-        if not len(rows) or width == size:
+        if not len(rows):
             break
     return cut
 

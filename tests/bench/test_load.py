@@ -71,7 +71,7 @@ async def test_events_may_come_in_any_pieces() -> None:
         ([event(1, last=False), event(3, last=True)], "token 3 came as 2"),
         ([event(1, last=False), event(1, last=False)], "token 1 came as 2"),
         ([event(1, last=False), event(2, last=False)], "without an end"),
-        ([event(1, last=True)], "asked for 2 tokens, got 1 events"),
+        ([event(1, last=True)], "asked for 2 tokens, got 1"),
         ([event(1, last=False), event(2, last=True, generated=5)], "details say 5"),
         ([b'data: {"error":"no","error_type":"generation"}\n\n'], "generation: no"),
         ([event(1, last=False)[:-4]], "inside an event"),

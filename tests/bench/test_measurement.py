@@ -9,9 +9,16 @@ from xml.etree import ElementTree as ET
 
 import pytest
 from bench.levels import closed
-from bench.measurement import Measurement, Quantiles, Timeline, quantile, summarise
+from bench.measurement import (
+    PERCENTILES,
+    Measurement,
+    Quantiles,
+    Timeline,
+    quantile,
+    summarise,
+)
 from bench.plot import chart
-from bench.report import table
+from bench.report import level_table
 
 LEVEL = closed(2, 4, 3, rounds=1)
 SVG = "{http://www.w3.org/2000/svg}"
@@ -26,6 +33,9 @@ def test_figures_of_two_known_requests() -> None:
     assert result.first_token_ms.p50 == pytest.approx(600.0)
     assert result.between_tokens_ms.p50 == pytest.approx(250.0)
     assert result.failures == ("late",)
+    assert dict(zip(PERCENTILES, result.between_tokens_percentiles, strict=True))[
+        100
+    ] == pytest.approx(800.0)
 
 
 def test_quantiles_agree_with_the_standard_library() -> None:
@@ -67,10 +77,17 @@ def test_a_measurement_survives_json() -> None:
 
 
 def test_the_table_gives_the_ratio_and_marks_a_disturbed_figure() -> None:
-    rows = table([measurement("millrace", 30.0), measurement("peer", 20.0, other_cores=0.5)])
+    rows = level_table([measurement("millrace", 30.0), measurement("peer", 20.0, other_cores=0.5)])
     ours, theirs = rows.splitlines()[2:]
-    assert [cell.strip() for cell in ours.split("|")[2:5]] == ["millrace", "30.0", ""]
-    assert [cell.strip() for cell in theirs.split("|")[2:5]] == ["peer", "~20.0", "1.50"]
+    assert [cell.strip() for cell in ours.split("|")[2:6]] == ["millrace", "30.0", "30.0", ""]
+    assert [cell.strip() for cell in theirs.split("|")[2:6]] == ["peer", "~20.0", "~20.0", "~1.50"]
+
+
+def test_repetitions_become_their_median_and_disturbed_ones_do_not_count() -> None:
+    runs = [measurement("millrace", rate) for rate in (30.0, 32.0, 40.0)]
+    runs.append(measurement("millrace", 5.0, other_cores=1.0))
+    (row,) = level_table(runs).splitlines()[2:]
+    assert [cell.strip() for cell in row.split("|")[3:5]] == ["32.0", "30.0 32.0 40.0 ~5.00"]
 
 
 def test_the_chart_is_xml_and_its_bars_are_in_proportion() -> None:

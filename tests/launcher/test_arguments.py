@@ -80,6 +80,7 @@ OURS = [
     ("--deterministic", "off", "shard", "off"),
     ("--deterministic", "TRUE", "shard", "on"),
     ("--steps-in-flight", "1", "router", 1),
+    ("--one-shot-all-reduce", "", "shard", True),
 ]
 
 

@@ -79,8 +79,12 @@ def test_quotes_are_escaped_as_in_tgi() -> None:
 
 
 # Each with a value; "" marks a switch.
-WITHOUT_EFFECT = {
+WITHOUT_EFFECT_ON_CPU = {
     "--cuda-graphs": "1,2",
+    "--cuda-memory-fraction": "0.5",
+    "--one-shot-all-reduce": "",
+}
+WITHOUT_EFFECT = {
     "--disable-grammar-support": "",
     "--max-image-fetch-size": "10",
     "--max-waiting-tokens": "3",
@@ -95,14 +99,17 @@ WITHOUT_EFFECT = {
     "--watermark-delta": "1",
     "--watermark-gamma": "1",
 }
-EVERY_ONE = [f"{flag}={value}" if value else flag for flag, value in WITHOUT_EFFECT.items()]
+EVERY_ONE = [
+    f"{flag}={value}" if value else flag
+    for flag, value in (WITHOUT_EFFECT | WITHOUT_EFFECT_ON_CPU).items()
+]
 
 
 @pytest.mark.parametrize("on_cpu", [False, True])
 def test_every_flag_without_effect_is_told_once(on_cpu: bool) -> None:
-    settings = read_settings([*EVERY_ONE, "--cuda-memory-fraction=0.5"])
+    settings = read_settings(EVERY_ONE)
     told = [line.split(" has no effect: ")[0] for line in notices(settings, on_cpu=on_cpu)]
-    assert told == sorted([*WITHOUT_EFFECT, *(["--cuda-memory-fraction"] if on_cpu else [])])
+    assert told == sorted([*WITHOUT_EFFECT, *(WITHOUT_EFFECT_ON_CPU if on_cpu else [])])
 
 
 def test_flags_without_effect_are_told_only_when_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from millrace_shard.batch import Batch, BatchLimits
 from millrace_shard.capacity import WarmupRequest
 from millrace_shard.engine import Engine
 from millrace_shard.parallel import CollectiveError, ProcessGroup
+from millrace_shard.runner import LaunchedStep
 from millrace_shard.sequence import SamplingParameters, Sequence
 from millrace_shard.step import (
     BatchChange,
@@ -216,6 +217,29 @@ def test_next_steps_are_sent_before_the_first_is_answered(driver: Driver) -> Non
     assert found == greedy(PROMPT, 4)
     assert driver.engine.progress().pending_steps == 0
     assert driver.engine.progress().last_step == 4
+
+
+def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_fetched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = Driver(overlap=True)
+    driver.warm_up()
+    driver.open()
+    third = Event()
+    finish = LaunchedStep.finish
+
+    def wait_for_the_third(launched: LaunchedStep) -> StepResult:
+        assert third.wait(30)
+        return finish(launched)
+
+    monkeypatch.setattr(LaunchedStep, "finish", wait_for_the_third)
+    steps = [driver.send(forward(driver.admit(0), chunks=[(0, 6)]))]
+    steps.append(driver.send(forward(decodes=[0])))
+    driver.model.before_forward = lambda batch: third.set() if batch.num_context == (8,) else None
+    steps.append(driver.send(forward(decodes=[0])))
+    results = [step.result(60).outcome for step in steps]
+    assert [tokens(r)[0] for r in results if isinstance(r, StepResult)] == greedy(PROMPT, 3)
+    driver.engine.close()
 
 
 def test_a_replayed_sequence_goes_on_with_the_same_samples(driver: Driver) -> None:

@@ -9,7 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from millrace_fakes_models import Run, greedy, logprobs, prompt_of, save_tiny
-from millrace_fakes_ranks import Job, generate, run_ranks, work_of_a_rank
+from millrace_fakes_ranks import Job, NoMemory, generate, run_ranks, work_of_a_rank
+from millrace_shard.one_shot import MAX_BYTES
 from millrace_shard.parallel import GroupError, ProcessGroup
 
 
@@ -87,6 +88,34 @@ def test_collectives_of_two_ranks(two_ranks: TwoRanks) -> None:
         assert results["gathered"].tolist() == [[0, 2, 10, 12], [1, 3, 11, 13]]
         assert results["bf16"].tolist() == [2, 2, 2]
         assert results["minimum"] == 6
+
+
+def test_small_sums_go_through_shared_memory_and_others_do_not(two_ranks: TwoRanks) -> None:
+    total = torch.arange(8.0) * 2 + 10
+    for results, _ in two_ranks.by_rank:
+        found = results["one_shot"]
+        assert torch.equal(found["small"], total)
+        assert torch.equal(found["again"], total.view(2, 4) * 2)
+        assert found["bf16"].dtype is torch.bfloat16
+        assert found["bf16"].tolist() == total.tolist()
+        assert found["odd"].tolist() == total[:3].tolist()
+        assert found["int"].tolist() == total.tolist()
+        assert found["large"].tolist() == found["limit"].tolist() == total.tolist()
+        assert found["sizes"] == [32, 32, 16, MAX_BYTES]
+
+
+def test_no_rank_shares_memory_unless_all_can(two_ranks: TwoRanks) -> None:
+    for results, _ in two_ranks.by_rank:
+        summed, sizes = results["one_shot"]["refused"]
+        assert summed.tolist() == (torch.arange(8.0) * 2 + 10).tolist()
+        assert sizes == []
+
+
+def test_a_group_of_one_shares_nothing() -> None:
+    group = ProcessGroup.single()
+    group.use_one_shot(NoMemory())
+    t = torch.ones(4)
+    assert group.all_reduce(t) is t
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)

@@ -170,11 +170,22 @@ KINDS = [
 
 
 def columns(sampled: Sampled, row: int) -> tuple[object, ...]:
-    top: list[object] = [[], []]
-    if sampled.top is not None:
-        mine = sampled.top.rows == row
-        top = [sampled.top.ids[mine].tolist(), bits(sampled.top.logprobs[mine])]
+    top = [
+        (id_, bits(torch.tensor([logprob])))
+        for owner, id_, logprob in top_of(sampled)
+        if owner == row
+    ]
     return sampled.ids[row].item(), bits(sampled.logprobs[row : row + 1]), top
+
+
+def top_of(sampled: Sampled) -> list[tuple[int, int, float]]:
+    """Candidates as (row, id, log probability), ascending."""
+    parts = [top.chosen(top.best) for top in sampled.top]
+    return sorted(
+        candidate
+        for part in parts
+        for candidate in zip(*(column.tolist() for column in part), strict=True)
+    )
 
 
 def bits(values: Tensor) -> list[int]:
@@ -259,8 +270,7 @@ def test_impossible_tokens_in_finite_logits_are_no_failure() -> None:
     )
     found = sample([row], [4])
     assert found.failed.tolist() == [False]
-    assert found.top is not None
-    assert found.top.ids.tolist() == [1, 3]
+    assert [id_ for _, id_, _ in top_of(found)] == [1, 3]
 
 
 @pytest.mark.parametrize("kind", [p for p in KINDS if p.do_sample])
@@ -274,21 +284,21 @@ def test_extreme_parameters_never_leave_the_vocabulary(kind: SamplingParameters)
         assert not found.failed.any()
 
 
-def top_of(scores: list[float], n: int, **fields: object) -> list[int]:
+def top_ids(scores: list[float], n: int, **fields: object) -> list[int]:
     row = Row(logits=scores, prompt=[0], generated=[], parameters=SamplingParameters(**fields))  # type: ignore[arg-type]
     found = sample([row], [n])
-    return [] if found.top is None else found.top.ids.tolist()
+    return [id_ for _, id_, _ in top_of(found)]
 
 
 def test_ties_at_the_last_candidate_are_all_reported() -> None:
     scores = [-1.0, -3.0, -4.0, -2.0, -3.0]
-    assert top_of(scores, 0) == []
-    assert top_of(scores, 2) == [0, 3]
-    assert top_of(scores, 3) == [0, 1, 3, 4]
-    assert top_of(scores, 4) == [0, 1, 3, 4]
-    assert top_of(scores, 5) == [0, 1, 2, 3, 4]
-    assert top_of(scores, 50) == [0, 1, 2, 3, 4]
-    assert top_of(scores, 5, top_k=2) == [0, 3]
+    assert top_ids(scores, 0) == []
+    assert top_ids(scores, 2) == [0, 3]
+    assert top_ids(scores, 3) == [0, 1, 3, 4]
+    assert top_ids(scores, 4) == [0, 1, 3, 4]
+    assert top_ids(scores, 5) == [0, 1, 2, 3, 4]
+    assert top_ids(scores, 50) == [0, 1, 2, 3, 4]
+    assert top_ids(scores, 5, top_k=2) == [0, 3]
 
 
 def test_equal_scores_take_the_lowest_id() -> None:

@@ -25,7 +25,14 @@ from millrace_shard.__main__ import main
 from millrace_shard.config import ShardConfig
 from millrace_shard.engine import Engine
 from millrace_shard.errors import EngineEnded
-from millrace_shard.serve import choose_device, choose_dtype, is_deterministic, readable_size, serve
+from millrace_shard.serve import (
+    choose_device,
+    choose_dtype,
+    graph_settings,
+    is_deterministic,
+    readable_size,
+    serve,
+)
 from millrace_shard.socket_file import SocketTaken
 from millrace_shard.warmup import LoadedModel
 
@@ -246,6 +253,12 @@ def test_defaults_by_device(folder: Path) -> None:
     assert choose_dtype(config, cpu) is torch.float32
     assert is_deterministic(config, cpu)
     assert not is_deterministic(config, cuda)
+    assert graph_settings(config, cpu) is None
+    settings = graph_settings(config, cuda)
+    assert settings is not None
+    assert settings.sizes == (1, 2, 4, 8, 16, 32)
+    none = ShardConfig.from_args([str(folder), "--cuda-graphs=0"])
+    assert graph_settings(none, cuda) is None
     given = ShardConfig.from_args([str(folder), "--dtype=float16", "--deterministic=on"])
     assert choose_dtype(given, cpu) is torch.float16
     assert is_deterministic(given, cuda)

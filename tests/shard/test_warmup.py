@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from millrace_fakes_engine import BLOCK_SIZE, FakeKernels, FakeModel, fake_kernels
+from millrace_fakes_graphs import Recorder
 from millrace_shard.capacity import CapacityError, WarmupRequest
+from millrace_shard.decode_graphs import GraphSettings
 from millrace_shard.parallel import ProcessGroup
 from millrace_shard.ragged import RaggedBatch
 from millrace_shard.warmup import LoadedModel, MemoryLimits, WarmedUp, warm_up
@@ -41,6 +43,7 @@ class Setup:
         *,
         num_blocks: int = 101,
         rehearse: bool | None = None,
+        graphs: GraphSettings | None = None,
     ) -> WarmedUp:
         loaded = LoadedModel(
             model=self.model,
@@ -51,7 +54,7 @@ class Setup:
         )
         limits = MemoryLimits(kv_memory=num_blocks * BLOCK_SIZE * BYTES_PER_TOKEN)
         with torch.inference_mode():
-            return warm_up(loaded, request, limits, rehearse=rehearse)
+            return warm_up(loaded, request, limits, rehearse=rehearse, graphs=graphs)
 
 
 def test_the_largest_prefill_runs_once_and_leaves_nothing() -> None:
@@ -141,3 +144,37 @@ def test_a_batch_that_does_not_fit_names_its_flag() -> None:
     setup.model.before_forward = run_out
     with pytest.raises(CapacityError, match=r"tokens of 45 sequences at once.*--max-batch-size"):
         setup.warm_up(replace(REQUEST, max_batch_size=45), rehearse=True)
+
+
+def test_graphs_are_rehearsed_before_memory_is_measured_and_captured_anew_over_the_final_cache() -> (
+    None
+):
+    setup, recorder = Setup(), Recorder()
+    graphs = GraphSettings((1, 2, 8), recorder.new_capture)
+    warmed_up = setup.warm_up(rehearse=True, graphs=graphs)
+    shapes = [batch.num_queries for batch in setup.model.batches]
+    sizes = [(1, 1), (1,)]
+    assert shapes == [*sizes, (49, 49, 49, 3), (1, 1, 1, 1), *sizes]
+    assert recorder.num_captures == 2
+    assert warmed_up.capacity.num_blocks == 101
+    longest = {batch.num_context[0] for batch in setup.model.batches[-2:]}
+    assert longest == {52}, "as many keys as the tables have room for"
+
+
+def test_graphs_pad_with_a_block_that_the_router_does_not_know() -> None:
+    setup, recorder = Setup(), Recorder()
+    warmed_up = setup.warm_up(graphs=GraphSettings((4,), recorder.new_capture))
+    assert setup.kernels.zeroed[0] == [0, 101]
+    assert warmed_up.runner.batch.limits.num_blocks == 101
+    assert setup.model.batches[0].cache_rows.tolist() == [101 * BLOCK_SIZE] * 4
+
+
+def test_kernels_that_read_lengths_on_the_host_get_no_graphs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    setup, recorder = Setup(), Recorder()
+    setup.kernels.capturable = False
+    setup.warm_up(graphs=GraphSettings((4,), recorder.new_capture))
+    assert recorder.recordings == []
+    assert setup.kernels.zeroed[0] == [0]
+    assert "plain torch kernels do not allow" in caplog.text

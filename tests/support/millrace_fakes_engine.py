@@ -50,6 +50,7 @@ class FakeKernels:
 
     name = "fake"
     block_size = BLOCK_SIZE
+    capturable = True
 
     def __init__(self) -> None:
         self.zeroed: list[list[int]] = []

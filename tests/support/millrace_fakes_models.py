@@ -16,6 +16,7 @@ from millrace_shard.kernels.base import Kernels
 from millrace_shard.model import CausalModel
 from millrace_shard.ragged import RaggedBatch
 
+CPU = torch.device("cpu")
 VOCAB = 199
 
 _FAMILY = {
@@ -135,9 +136,16 @@ class Driver:
     """Steps a model over a paged cache as an engine would, greedily; free pages hold NaN."""
 
     def __init__(
-        self, model: CausalModel, kernels: Kernels, *, dtype: torch.dtype, num_blocks: int = 64
+        self,
+        model: CausalModel,
+        kernels: Kernels,
+        *,
+        dtype: torch.dtype,
+        num_blocks: int = 64,
+        device: torch.device = CPU,
     ) -> None:
         self.model = model
+        self.device = device
         self.kernels = kernels
         self.cache = [
             kernels.new_cache(
@@ -145,7 +153,7 @@ class Driver:
                 num_kv_heads=num_kv_heads,
                 head_dim=head_dim,
                 dtype=dtype,
-                device=torch.device("cpu"),
+                device=device,
             )
             for num_kv_heads, head_dim in model.geometry.layers
         ]
@@ -185,7 +193,8 @@ class Driver:
     def _clear(self, blocks: list[int]) -> None:
         """What an engine does with blocks before their first use."""
         for layer in self.cache:
-            self.kernels.zero_blocks(layer, torch.tensor(blocks, dtype=torch.int64))
+            index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
+            self.kernels.zero_blocks(layer, index)
 
     def admit(self, rows: Sequence[tuple[Run, int]]) -> RaggedBatch:
         """The batch that computes the next `count` tokens of each run, with blocks for them."""
@@ -209,14 +218,15 @@ class Driver:
         starts = torch.tensor((0, *counts), dtype=torch.int32).cumsum(0, dtype=torch.int32)
         width = max(len(run.blocks) for run, _ in rows)
         tables = [run.blocks + [0] * (width - len(run.blocks)) for run, _ in rows]
+        device = self.device
         return RaggedBatch(
-            ids=torch.tensor(ids),
-            positions=torch.tensor(positions),
-            cache_rows=torch.tensor(cache_rows),
-            query_starts=starts,
-            context_lengths=torch.tensor(contexts, dtype=torch.int32),
-            block_tables=torch.tensor(tables, dtype=torch.int32),
-            logit_rows=starts[1:].long() - 1,
+            ids=torch.tensor(ids, device=device),
+            positions=torch.tensor(positions, device=device),
+            cache_rows=torch.tensor(cache_rows, device=device),
+            query_starts=starts.to(device),
+            context_lengths=torch.tensor(contexts, dtype=torch.int32, device=device),
+            block_tables=torch.tensor(tables, dtype=torch.int32, device=device),
+            logit_rows=(starts[1:].long() - 1).to(device),
             num_queries=counts,
             num_context=contexts,
         )

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from millrace_fakes_models import Driver, Run
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.load import load_model
+from millrace_shard.one_shot import MAX_BYTES
 from millrace_shard.parallel import CollectiveError, ProcessGroup
 
 
@@ -25,6 +28,32 @@ class Job:
     prompts: list[list[int]]
     num_tokens: int
     chunk: int | None = None
+
+
+class GlooMemory:
+    """Memory of processes on CPU: what a rank would read from the others' memory, gloo brings."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def buffer(self, num_bytes: int) -> Tensor:
+        """This rank's own."""
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def all_reduce(self, part: Tensor) -> Tensor:
+        """A new tensor; `part` is kept."""
+        self.sizes.append(part.nbytes)
+        total = part.clone()
+        dist.all_reduce(total)
+        return total
+
+
+class NoMemory(GlooMemory):
+    """No GPU can read another's."""
+
+    def buffer(self, num_bytes: int) -> Tensor:
+        """As torch says it."""
+        raise RuntimeError("no peer access")
 
 
 def generate(job: Job, group: ProcessGroup) -> list[Run]:
@@ -51,9 +80,31 @@ def work_of_a_rank(group: ProcessGroup, jobs: list[Job]) -> tuple[dict[str, Any]
         "minimum": group.minimum(7 - group.rank),
     }
     runs = [generate(job, group) for job in jobs]
+    results["one_shot"] = _one_shot_sums(group)
     if group.rank == 0:
         results["failed"] = _failing_collectives(group)
     return results, runs
+
+
+def _one_shot_sums(group: ProcessGroup) -> dict[str, Any]:
+    """Sums of tensors that fit and do not, and what went through shared memory."""
+    mine = torch.arange(8.0) + 10 * group.rank
+    found: dict[str, Any] = {}
+    # Rank 1 cannot share its memory at first.
+    refused = NoMemory() if group.rank == 1 else GlooMemory()
+    group.use_one_shot(refused)
+    found["refused"] = group.all_reduce(mine.clone()), refused.sizes
+    memory = GlooMemory()
+    group.use_one_shot(memory)
+    found["small"] = group.all_reduce(mine.clone())
+    found["again"] = group.all_reduce(mine.view(2, 4) * 2)
+    found["bf16"] = group.all_reduce(mine.bfloat16())
+    found["odd"] = group.all_reduce(mine[:3].clone())
+    found["int"] = group.all_reduce(mine.long())
+    found["large"] = group.all_reduce(mine.repeat(MAX_BYTES // 32 + 1))[-8:]
+    found["limit"] = group.all_reduce(mine.repeat(MAX_BYTES // 32))[-8:]
+    found["sizes"] = memory.sizes
+    return found
 
 
 def _failing_collectives(group: ProcessGroup) -> list[str]:

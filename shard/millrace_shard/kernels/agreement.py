@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -14,15 +15,22 @@ QUERIES = (70, 1, 9)
 CONTEXT = (70, 5, 140)
 NUM_HEADS = 4
 NUM_KV_HEADS = 2
-TOLERANCE = {torch.bfloat16: 0.03, torch.float32: 1e-4}
+TOLERANCE = {torch.bfloat16: 0.03, torch.float16: 0.004, torch.float32: 1e-4}
+CPU = torch.device("cpu")
 
 
 def largest_difference(
-    kernels: Kernels, oracle: Kernels, *, dtype: torch.dtype, head_dim: int
+    kernels: Kernels,
+    oracle: Kernels,
+    *,
+    dtype: torch.dtype,
+    head_dim: int,
+    device: torch.device = CPU,
 ) -> float:
     """Greatest distance of any output of `kernels` from `oracle`, in parts of 1 + its size; inf for NaN."""
+    random = functools.partial(_Random, dtype, device)
     ours, theirs = (
-        _attention(each, dtype=dtype, head_dim=head_dim) + _row_operators(each, dtype=dtype)
+        _attention(each, random(), head_dim=head_dim) + _row_operators(each, random())
         for each in (kernels, oracle)
     )
     distances = [
@@ -33,7 +41,11 @@ def largest_difference(
 
 
 def ragged_batch(
-    num_queries: Sequence[int], num_context: Sequence[int], *, block_size: int
+    num_queries: Sequence[int],
+    num_context: Sequence[int],
+    *,
+    block_size: int,
+    device: torch.device = CPU,
 ) -> RaggedBatch:
     """The last `num_queries` tokens of sequences of `num_context`, over blocks that are not in order; ids are 0."""
     num_blocks = -(-max(num_context) // block_size)
@@ -43,44 +55,47 @@ def ragged_batch(
     ]
     starts = torch.tensor([0, *num_queries]).cumsum(0)
     return RaggedBatch(
-        ids=torch.zeros(sum(num_queries), dtype=torch.int64),
-        positions=torch.cat(spans),
+        ids=torch.zeros(sum(num_queries), dtype=torch.int64, device=device),
+        positions=torch.cat(spans).to(device),
         cache_rows=torch.cat(
             [
                 blocks[span // block_size] * block_size + span % block_size
                 for blocks, span in zip(tables, spans, strict=True)
             ]
-        ),
-        query_starts=starts.int(),
-        context_lengths=torch.tensor(num_context, dtype=torch.int32),
-        block_tables=tables.int(),
-        logit_rows=starts[1:] - 1,
+        ).to(device),
+        query_starts=starts.int().to(device),
+        context_lengths=torch.tensor(num_context, dtype=torch.int32, device=device),
+        block_tables=tables.int().to(device),
+        logit_rows=(starts[1:] - 1).to(device),
         num_queries=tuple(num_queries),
         num_context=tuple(num_context),
     )
 
 
 class _Random:
-    def __init__(self, dtype: torch.dtype) -> None:
+    """The same numbers on every device, and for every kernels that start anew."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._generator = torch.Generator().manual_seed(0)
-        self._dtype = dtype
+        self.dtype = dtype
+        self.device = device
 
     def __call__(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self._generator).to(self._dtype)
+        return torch.randn(shape, generator=self._generator).to(self.device, self.dtype)
 
 
-def _attention(kernels: Kernels, *, dtype: torch.dtype, head_dim: int) -> list[Tensor]:
+def _attention(kernels: Kernels, random: _Random, *, head_dim: int) -> list[Tensor]:
     """Rotated queries, then attention without and with window and cap."""
-    random = _Random(dtype)
-    whole = ragged_batch(CONTEXT, CONTEXT, block_size=kernels.block_size)
-    cache = _zeroed_cache(kernels, whole, dtype=dtype, head_dim=head_dim)
+    size, device = kernels.block_size, random.device
+    whole = ragged_batch(CONTEXT, CONTEXT, block_size=size, device=device)
+    cache = _zeroed_cache(kernels, whole, random, head_dim=head_dim)
     keys, values = (random(sum(CONTEXT), NUM_KV_HEADS, head_dim) for _ in range(2))
     kernels.store(keys, values, whole, cache)
-    batch = ragged_batch(QUERIES, CONTEXT, block_size=kernels.block_size)
+    batch = ragged_batch(QUERIES, CONTEXT, block_size=size, device=device)
     angles = torch.arange(max(CONTEXT)).unsqueeze(1) / torch.arange(1, head_dim // 2 + 1)
     queries = kernels.rope_store(
         random(sum(QUERIES), (NUM_HEADS + 2 * NUM_KV_HEADS) * head_dim),
-        torch.cat((angles.cos(), angles.sin()), dim=1),
+        torch.cat((angles.cos(), angles.sin()), dim=1).to(device),
         batch,
         cache,
         num_heads=NUM_HEADS,
@@ -95,23 +110,22 @@ def _attention(kernels: Kernels, *, dtype: torch.dtype, head_dim: int) -> list[T
 
 
 def _zeroed_cache(
-    kernels: Kernels, batch: RaggedBatch, *, dtype: torch.dtype, head_dim: int
+    kernels: Kernels, batch: RaggedBatch, random: _Random, *, head_dim: int
 ) -> LayerCache:
     blocks = batch.block_tables.flatten().long()
     cache = kernels.new_cache(
         num_blocks=int(blocks.max()) + 1,
         num_kv_heads=NUM_KV_HEADS,
         head_dim=head_dim,
-        dtype=dtype,
-        device=torch.device("cpu"),
+        dtype=random.dtype,
+        device=random.device,
     )
     kernels.zero_blocks(cache, blocks)
     return cache
 
 
-def _row_operators(kernels: Kernels, *, dtype: torch.dtype) -> list[Tensor]:
+def _row_operators(kernels: Kernels, random: _Random) -> list[Tensor]:
     """Norms, linear and activation of 1 and of 40 rows."""
-    random = _Random(dtype)
     outputs = []
     for rows in (1, 40):
         x, residual, norm = random(rows, 144), random(rows, 144), random(144)

@@ -206,27 +206,4 @@ void attend_all(const Attention<T>& a) {
   });
 }
 
-// queries [rows, heads, dim] strided by row; out [rows, heads * dim] contiguous; tables [B, width], starts [B + 1] and
-// contexts [B] int32.
-void attend(at::Tensor out, const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values,
-            const at::Tensor& tables, const at::Tensor& starts, const at::Tensor& contexts, double scale,
-            int64_t window, double softcap) {
-  const Pages pages(keys, values);
-  const int64_t heads = queries.size(1);
-  TORCH_CHECK(queries.size(2) == pages.dim && queries.stride(2) == 1 && queries.stride(1) == pages.dim);
-  TORCH_CHECK(heads % pages.heads == 0 && pages.dim % kInterleave<BFloat16> == 0);
-  TORCH_CHECK(out.is_contiguous() && out.numel() == queries.numel());
-  TORCH_CHECK(queries.scalar_type() == keys.scalar_type() && out.scalar_type() == keys.scalar_type());
-  TORCH_CHECK(starts.is_contiguous() && contexts.is_contiguous() && tables.stride(1) == 1);
-  TORCH_CHECK(starts.numel() == contexts.numel() + 1 && tables.size(0) == contexts.numel());
-  dispatch(queries, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    attend_all(Attention<T>{
-        out.mutable_data_ptr<T>(), queries.const_data_ptr<T>(), keys.const_data_ptr<T>(), values.const_data_ptr<T>(),
-        tables.const_data_ptr<int32_t>(), starts.const_data_ptr<int32_t>(), contexts.const_data_ptr<int32_t>(), pages,
-        contexts.numel(), heads, queries.stride(0), tables.stride(0), window, static_cast<float>(scale),
-        static_cast<float>(softcap)});
-  });
-}
-
 }  // namespace millrace

@@ -1,4 +1,4 @@
-"""What a device has to offer a decoder: linear, norm, rope, paged attention. All else is plain torch."""
+"""What a device has to offer a decoder: linears, norms, rope, paged attention, and whole halves of a layer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,66 @@ class Linear(Protocol):
     """A weight in whatever form its kernels like best."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, in] to [T, out], same dtype."""
+        """[T, in] to [T, out], same dtype but for a head's."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearWeights:
+    """A weight [out, in] and its bias [out], as loaded."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionWeights:
+    """The first half of a layer, one rank's part of it."""
+
+    norm: Tensor
+    """[hidden]."""
+    eps: float
+    qkv: LinearWeights
+    """[(num_heads + 2 * num_kv_heads) * head_dim, hidden]: queries, keys, values."""
+    query_norm: Tensor | None
+    """[head_dim], and `key_norm` with it: each head is normalised before it is rotated."""
+    key_norm: Tensor | None
+    out: LinearWeights
+    """[hidden, num_heads * head_dim]."""
+    rope: Tensor
+    """As `Kernels.rope_store` takes it."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpWeights:
+    """The second half of a layer, one rank's part of it."""
+
+    norm: Tensor
+    """[hidden]."""
+    eps: float
+    gate_up: LinearWeights
+    """[2 * inter, hidden], gates first."""
+    down: LinearWeights
+    """[hidden, inter]."""
+
+
+class AttentionBlock(Protocol):
+    """`residual += x`, norm, QKV, rope, attention, output projection."""
+
+    def __call__(
+        self, x: Tensor | None, residual: Tensor, batch: RaggedBatch, cache: LayerCache
+    ) -> Tensor:
+        """What is to be added next, [T, hidden]; `residual` [T, hidden] is changed in place, keys and values stored."""
+
+
+class MlpBlock(Protocol):
+    """`residual += x`, norm, `down(silu(gate) * up)`."""
+
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        """What is to be added next, [T, hidden]; `residual` [T, hidden] is changed in place."""
 
 
 class Kernels(Protocol):
@@ -32,9 +91,23 @@ class Kernels(Protocol):
     name: str
     block_size: int
     """KV positions per block."""
+    capturable: bool
+    """Whether single queries are attended to by what lies on the device alone, never by `num_context`.
+
+    Only then may a step of them be captured in a graph and replayed over other contexts.
+    """
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Take over `weight` [out, in] and `bias` [out]; the caller drops its own reference."""
+
+    def head(self, weight: Tensor) -> Linear:
+        """Take over `weight` [vocab, hidden]; the logits it yields are float32."""
+
+    def attention(self, weights: AttentionWeights) -> AttentionBlock:
+        """Take over the weights of half a layer."""
+
+    def mlp(self, weights: MlpWeights) -> MlpBlock:
+        """Take over the weights of the other half."""
 
     def new_cache(
         self,

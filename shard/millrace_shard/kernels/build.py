@@ -96,6 +96,11 @@ def load_operators() -> None:
         raise BuildError(f"{library} does not load: {error}") from error
 
 
+def operators_loaded() -> bool:
+    """Whether `load_operators` has been called with success."""
+    return load_operators.cache_info().currsize > 0
+
+
 def cache_folder() -> Path:
     """Where libraries are kept. Raises BuildError when there is no home to keep them in."""
     if explicit := os.environ.get("MILLRACE_CACHE"):

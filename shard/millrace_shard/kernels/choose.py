@@ -16,6 +16,10 @@ from millrace_shard.kernels.plain import PlainKernels
 logger = logging.getLogger(__name__)
 
 
+class _UnfitError(Exception):
+    """Why kernels cannot be used here."""
+
+
 def choose_kernels(
     device: torch.device,
     dtype: torch.dtype,
@@ -29,33 +33,74 @@ def choose_kernels(
     The first call on a machine compiles, which takes seconds.
     """
     plain = PlainKernels(deterministic=deterministic)
-    if not custom or device.type != "cpu":
+    candidate = {"cpu": _cpu_kernels, "cuda": _cuda_kernels}.get(device.type)
+    if not custom or candidate is None:
         return plain
-    compiled = CpuKernels(deterministic=deterministic)
-    reason = _refusal(compiled, dtype, head_dims)
-    if reason is not None:
+    try:
+        return candidate(device, dtype, head_dims, deterministic=deterministic)
+    except _UnfitError as reason:
         logger.warning("running on plain torch, slower than compiled kernels: %s", reason)
         return plain
-    return compiled
 
 
-def _refusal(kernels: Kernels, dtype: torch.dtype, head_dims: Sequence[int]) -> str | None:
-    """Why the CPU kernels cannot be used, or None."""
+def _cpu_kernels(
+    device: torch.device, dtype: torch.dtype, head_dims: Sequence[int], *, deterministic: bool
+) -> Kernels:
+    """Raises _UnfitError."""
     if dtype not in DTYPES:
-        return f"they have no {dtype}"
+        raise _UnfitError(f"they have no {dtype}")
     if odd := [size for size in head_dims if size % HEAD_DIM_STEP]:
-        return f"they take head_dim in multiples of {HEAD_DIM_STEP}, not {odd}"
+        raise _UnfitError(f"they take head_dim in multiples of {HEAD_DIM_STEP}, not {odd}")
     try:
         load_operators()
+        kernels = CpuKernels(deterministic=deterministic)
+        _check_agreement(kernels, device, dtype, head_dims)
     except BuildError as error:
-        return str(error)
-    for size in set(head_dims):
+        raise _UnfitError(str(error)) from error
+    except RuntimeError as error:
+        raise _UnfitError(f"they fail on this CPU: {error}") from error
+    return kernels
+
+
+def _cuda_kernels(
+    device: torch.device, dtype: torch.dtype, head_dims: Sequence[int], *, deterministic: bool
+) -> Kernels:
+    """With FlashAttention-3 where it is installed and agrees. Raises _UnfitError."""
+    try:
+        # Triton comes with torch's builds for CUDA alone.
+        from millrace_shard.kernels import cuda, flash  # noqa: PLC0415
+    except ImportError as error:
+        raise _UnfitError(f"they need Triton: {error}") from error
+    if dtype not in cuda.DTYPES:
+        raise _UnfitError(f"they have no {dtype}")
+    if odd := [size for size in head_dims if size not in cuda.HEAD_DIMS]:
+        raise _UnfitError(
+            f"they take head_dim from {cuda.HEAD_DIMS[0]} to {cuda.HEAD_DIMS[-1]}, not {odd}"
+        )
+    if not deterministic and dtype in flash.DTYPES:
         try:
-            difference = largest_difference(
-                kernels, PlainKernels(deterministic=False), dtype=dtype, head_dim=size
-            )
-        except RuntimeError as error:
-            return f"they fail on this CPU: {error}"
+            flash_kernels = flash.FlashKernels()
+            _check_agreement(flash_kernels, device, dtype, head_dims)
+        except ModuleNotFoundError:
+            pass
+        except (_UnfitError, ImportError, AttributeError, TypeError, *cuda.FAILURES) as error:
+            logger.warning("attention by Triton's kernels instead of flash-attn: %s", error)
+        else:
+            return flash_kernels
+    kernels = cuda.CudaKernels(deterministic=deterministic)
+    try:
+        _check_agreement(kernels, device, dtype, head_dims)
+    except cuda.FAILURES as error:
+        raise _UnfitError(f"they fail on this GPU: {error}") from error
+    return kernels
+
+
+def _check_agreement(
+    kernels: Kernels, device: torch.device, dtype: torch.dtype, head_dims: Sequence[int]
+) -> None:
+    """Raises _UnfitError when `kernels` differ from plain, and whatever they raise."""
+    oracle = PlainKernels(deterministic=False)
+    for size in set(head_dims):
+        difference = largest_difference(kernels, oracle, dtype=dtype, head_dim=size, device=device)
         if difference > TOLERANCE[dtype]:
-            return f"they differ by {difference:.2g} on this CPU with head_dim {size}"
-    return None
+            raise _UnfitError(f"they differ by {difference:.2g} here with head_dim {size}")

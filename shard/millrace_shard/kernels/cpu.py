@@ -1,35 +1,75 @@
 """Kernels for x86 CPUs: compiled operators over pages of 64 positions, in bfloat16 or float32.
 
-In deterministic mode a row's bits depend neither on its batch mates, nor on how its prompt was cut, nor on the
-number of threads; otherwise bfloat16 linears are oneDNN's, whose bits change with the number of rows. One engine
-thread may call them; torch.set_num_threads says how many threads share a call.
+On AMX, bfloat16 weights go to operators of half a layer each, and a row's bits depend neither on its batch mates, nor
+on how its prompt was cut, nor on the number of threads. Without AMX that holds in deterministic mode; otherwise
+bfloat16 linears are oneDNN's, whose bits change with the number of rows. One engine thread may call them;
+torch.set_num_threads says how many threads share a call.
 """
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
-from millrace_shard.kernels import cpu_linear
-from millrace_shard.kernels.base import LayerCache, Linear
+from millrace_shard.kernels import amx_blocks, cpu_linear
+from millrace_shard.kernels.amx_blocks import AmxAttention, AmxMlp, PanelLinear
+from millrace_shard.kernels.base import (
+    AttentionBlock,
+    AttentionWeights,
+    LayerCache,
+    Linear,
+    MlpBlock,
+    MlpWeights,
+)
+from millrace_shard.kernels.blocks import ComposedBlocks
 from millrace_shard.ragged import RaggedBatch
 
 DTYPES = (torch.bfloat16, torch.float32)
 HEAD_DIM_STEP = 8
 
 
-class CpuKernels:
+class CpuKernels(ComposedBlocks):
     """Caches are [num_blocks, num_kv_heads, 64, head_dim], each page laid out as pages.h says."""
 
     name = "cpu"
     block_size = 64
+    capturable = True
 
-    def __init__(self, *, deterministic: bool) -> None:
+    def __init__(self, *, deterministic: bool, amx: bool | None = None) -> None:
+        """`amx` None: where the machine has it; the operators have to be loaded by the first use."""
         self.deterministic = deterministic
+        self._wants_amx = amx
+
+    @functools.cached_property
+    def amx(self) -> bool:
+        """Whether bfloat16 goes to the AMX operators."""
+        return amx_blocks.available() if self._wants_amx is None else self._wants_amx
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Pack `weight` [out, in] and keep `bias` [out]."""
+        if self.amx and weight.dtype == torch.bfloat16:
+            return PanelLinear(weight, bias)
         return cpu_linear.pack(weight, bias, deterministic=self.deterministic)
+
+    def head(self, weight: Tensor) -> Linear:
+        """Pack `weight` [vocab, hidden]; on AMX the logits are never rounded to bfloat16."""
+        if self.amx and weight.dtype == torch.bfloat16:
+            return PanelLinear(weight, None, dtype=torch.float32)
+        return super().head(weight)
+
+    def attention(self, weights: AttentionWeights) -> AttentionBlock:
+        """Pack the weights of half a layer."""
+        if self.amx and amx_blocks.fits_attention(weights):
+            return AmxAttention(weights)
+        return super().attention(weights)
+
+    def mlp(self, weights: MlpWeights) -> MlpBlock:
+        """Pack the weights of the other half."""
+        if self.amx and amx_blocks.fits_mlp(weights):
+            return AmxMlp(weights)
+        return super().mlp(weights)
 
     def new_cache(
         self,
@@ -115,6 +155,7 @@ class CpuKernels:
             scale,
             window or 0,
             softcap or 0.0,
+            self.amx,
         )
         return out
 

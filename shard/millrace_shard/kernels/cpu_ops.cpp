@@ -1,10 +1,25 @@
 // The operators of namespace millrace on CPU. One translation unit: the torch headers dominate the build.
 #include <torch/library.h>
 
-#include "attention.h"
+#include "attend.h"
+#include "blocks.h"
+#include "greedy.h"
 #include "linear.h"
 #include "norms.h"
 #include "pages.h"
+
+namespace {
+
+// Whether these operators were built for AMX, and the operating system grants it.
+bool amx_granted() {
+#ifdef MILLRACE_AMX
+  return millrace::amx::granted();
+#else
+  return false;
+#endif
+}
+
+}  // namespace
 
 TORCH_LIBRARY(millrace, library) {
   library.def("rms_norm(Tensor(a!) out, Tensor x, Tensor weight, float eps) -> ()");
@@ -16,9 +31,23 @@ TORCH_LIBRARY(millrace, library) {
       "Tensor(c!) values, int num_heads) -> ()");
   library.def(
       "attend(Tensor(a!) out, Tensor queries, Tensor keys, Tensor values, Tensor tables, Tensor starts, "
-      "Tensor contexts, float scale, int window, float softcap) -> ()");
+      "Tensor contexts, float scale, int window, float softcap, bool amx) -> ()");
   library.def("pack_linear(Tensor weight) -> Tensor");
   library.def("packed_linear(Tensor(a!) y, Tensor x, Tensor packed, Tensor bias) -> ()");
+  library.def("greedy(Tensor(a!) ids, Tensor(b!) logprobs, Tensor logits) -> ()");
+  library.def("amx_granted() -> bool", amx_granted);
+#ifdef MILLRACE_AMX
+  library.def("pack_panels(Tensor weight, bool gated) -> Tensor");
+  library.def("panel_linear(Tensor(a!) y, Tensor x, Tensor packed, Tensor bias) -> ()");
+  library.def(
+      "mlp_block(Tensor(a!) y, Tensor x, Tensor(b!) residual, Tensor norm, float eps, Tensor gate_up, "
+      "Tensor gate_up_bias, Tensor down, Tensor down_bias) -> ()");
+  library.def(
+      "attention_block(Tensor(a!) y, Tensor x, Tensor(b!) residual, Tensor norm, float eps, Tensor qkv, "
+      "Tensor qkv_bias, Tensor query_norm, Tensor key_norm, Tensor out, Tensor out_bias, Tensor rope, "
+      "Tensor positions, Tensor cache_rows, Tensor(c!) keys, Tensor(d!) values, Tensor tables, Tensor starts, "
+      "Tensor contexts, int num_heads, float scale, int window) -> ()");
+#endif
 }
 
 TORCH_LIBRARY_IMPL(millrace, CPU, library) {
@@ -30,4 +59,11 @@ TORCH_LIBRARY_IMPL(millrace, CPU, library) {
   library.impl("attend", millrace::attend);
   library.impl("pack_linear", millrace::pack_linear);
   library.impl("packed_linear", millrace::packed_linear);
+  library.impl("greedy", millrace::greedy);
+#ifdef MILLRACE_AMX
+  library.impl("pack_panels", millrace::pack_panels);
+  library.impl("panel_linear", millrace::panel_linear);
+  library.impl("mlp_block", millrace::mlp_block);
+  library.impl("attention_block", millrace::attention_block);
+#endif
 }

@@ -26,27 +26,65 @@ struct Pages {
   int64_t offset(int64_t block, int64_t head) const { return (block * heads + head) * kPage * dim; }
 };
 
+// Keys and values of one head for neighbouring slots of a page, `stride` apart.
 template <typename T>
-void store_key(T* page, const T* key, int64_t slot, int64_t dim) {
+struct Run {
+  const T *key, *value;
+  int64_t key_stride, value_stride, slot, count;
+};
+
+// Runs over the page in the order of its addresses: a slot alone touches every line of it.
+template <typename T>
+void store_keys(T* page, const Run<T>& run, int64_t dim) {
   constexpr int64_t W = kInterleave<T>;
-  for (int64_t i = 0; i < dim; i += W) std::memcpy(page + i * kPage + slot * W, key + i, W * sizeof(T));
+  for (int64_t i = 0; i < dim; i += W)
+    for (int64_t t = 0; t < run.count; t++)
+      std::memcpy(page + i * kPage + (run.slot + t) * W, run.key + t * run.key_stride + i, W * sizeof(T));
 }
 
 template <typename T>
-void store_value(T* page, const T* value, int64_t slot, int64_t dim) {
+void store_values(T* page, const Run<T>& run, int64_t dim) {
   constexpr int64_t W = kInterleave<T>;
-  T* to = page + slot / W * dim * W + slot % W;
-  for (int64_t i = 0; i < dim; i++) to[i * W] = value[i];
+  for (int64_t t = 0; t < run.count; t++) {
+    const T* value = run.value + t * run.value_stride;
+    T* to = page + (run.slot + t) / W * dim * W + (run.slot + t) % W;
+    if (W == 2 && (run.slot + t) % 2 == 0 && t + 1 < run.count) {
+      const T* odd = value + run.value_stride;
+      for (int64_t i = 0; i < dim; i++) {
+        to[i * W] = value[i];
+        to[i * W + 1] = odd[i];
+      }
+      t++;
+    } else {
+      for (int64_t i = 0; i < dim; i++) to[i * W] = value[i];
+    }
+  }
 }
 
+// Where tokens' keys and values lie: token t, head h at t * token + h * head.
 template <typename T>
-void store_row(T* keys, T* values, const Pages& pages, int64_t cache_row, const T* key, const T* value,
-               int64_t key_stride, int64_t value_stride) {
-  TORCH_CHECK(cache_row >= 0 && cache_row < pages.blocks * kPage, "millrace: cache row out of range");
-  for (int64_t head = 0; head < pages.heads; head++) {
-    const int64_t at = pages.offset(cache_row / kPage, head);
-    store_key(keys + at, key + head * key_stride, cache_row % kPage, pages.dim);
-    store_value(values + at, value + head * value_stride, cache_row % kPage, pages.dim);
+struct Source {
+  const T *keys, *values;
+  int64_t key_token, value_token, key_head, value_head;
+};
+
+// Stores tokens [begin, end) at their cache rows, in runs of what is together in a page.
+template <typename T>
+void store_tokens(T* keys, T* values, const Pages& pages, const int64_t* cache_rows, const Source<T>& from,
+                  int64_t begin, int64_t end) {
+  while (begin < end) {
+    const int64_t first = cache_rows[begin], block = first / kPage;
+    TORCH_CHECK(first >= 0 && block < pages.blocks, "millrace: cache row out of range");
+    int64_t count = 1;
+    while (begin + count < end && cache_rows[begin + count] == first + count && (first + count) / kPage == block) count++;
+    for (int64_t head = 0; head < pages.heads; head++) {
+      const Run<T> run{from.keys + begin * from.key_token + head * from.key_head,
+                       from.values + begin * from.value_token + head * from.value_head,
+                       from.key_token, from.value_token, first % kPage, count};
+      store_keys(keys + pages.offset(block, head), run, pages.dim);
+      store_values(values + pages.offset(block, head), run, pages.dim);
+    }
+    begin += count;
   }
 }
 
@@ -65,10 +103,9 @@ void store(const at::Tensor& key, const at::Tensor& value, const at::Tensor& cac
     const int64_t* rows = cache_rows.const_data_ptr<int64_t>();
     T* kp = keys.mutable_data_ptr<T>();
     T* vp = values.mutable_data_ptr<T>();
+    const Source<T> from{k, v, key.stride(0), value.stride(0), key.stride(1), value.stride(1)};
     at::parallel_for(0, key.size(0), 32, [&](int64_t begin, int64_t end) {
-      for (int64_t t = begin; t < end; t++)
-        store_row(kp, vp, pages, rows[t], k + t * key.stride(0), v + t * value.stride(0), key.stride(1),
-                  value.stride(1));
+      store_tokens(kp, vp, pages, rows, from, begin, end);
     });
   });
 }
@@ -108,15 +145,15 @@ void rope_store(at::Tensor qkv, const at::Tensor& rope, const at::Tensor& positi
     const int64_t* rows = cache_rows.const_data_ptr<int64_t>();
     T* kp = keys.mutable_data_ptr<T>();
     T* vp = values.mutable_data_ptr<T>();
+    const T* key = x + num_heads * dim;
+    const Source<T> from{key, key + pages.heads * dim, width, width, dim, dim};
     at::parallel_for(0, qkv.size(0), 16, [&](int64_t begin, int64_t end) {
       for (int64_t t = begin; t < end; t++) {
         TORCH_CHECK(position[t] >= 0 && position[t] < rope.size(0), "millrace: position out of range");
-        T* row = x + t * width;
         for (int64_t head = 0; head < num_heads + pages.heads; head++)
-          rotate(row + head * dim, table + position[t] * rotary, rotary / 2);
-        const T* key = row + num_heads * dim;
-        store_row(kp, vp, pages, rows[t], key, key + pages.heads * dim, dim, dim);
+          rotate(x + t * width + head * dim, table + position[t] * rotary, rotary / 2);
       }
+      store_tokens(kp, vp, pages, rows, from, begin, end);
     });
   });
 }

@@ -11,6 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from millrace_shard.kernels.base import LayerCache, Linear
+from millrace_shard.kernels.blocks import ComposedBlocks
 from millrace_shard.kernels.plain_attention import ScoreRule, attend_fast, attend_fixed
 from millrace_shard.ragged import RaggedBatch
 
@@ -49,10 +50,11 @@ class FixedShapeLinear:
         return (tiles[0] if len(tiles) == 1 else torch.cat(tiles))[:num_rows]
 
 
-class PlainKernels:
+class PlainKernels(ComposedBlocks):
     """Caches are [num_blocks, block_size, num_kv_heads, head_dim]."""
 
     name = "plain"
+    capturable = False
 
     def __init__(self, *, deterministic: bool, block_size: int = 16) -> None:
         """`block_size` is a power of two up to 128, the length of the key chunks in deterministic mode."""

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,8 @@ from millrace_shard.kernels.cpu import CpuKernels
 from millrace_shard.kernels.plain import PlainKernels
 
 CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="no Triton for this platform")
 
 
 def chosen(dtype: torch.dtype = torch.float32, head_dim: int = 64) -> str:
@@ -77,12 +81,62 @@ def test_other_devices_and_the_flag_choose_plain_in_silence(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pretend(monkeypatch, 0.0)
-    cuda = torch.device("cuda")
-    kernels = choose_kernels(cuda, torch.float32, deterministic=False, head_dims=[64])
+    other = torch.device("mps")
+    kernels = choose_kernels(other, torch.float32, deterministic=False, head_dims=[64])
     assert kernels.name == "plain"
-    kernels = choose_kernels(CPU, torch.float32, deterministic=True, head_dims=[64], custom=False)
-    assert kernels.name == "plain"
+    for device in (CPU, CUDA):
+        kernels = choose_kernels(
+            device, torch.float32, deterministic=True, head_dims=[64], custom=False
+        )
+        assert kernels.name == "plain"
     assert not caplog.records
+
+
+def chosen_on_cuda(dtype: torch.dtype = torch.bfloat16, head_dim: int = 80) -> str:
+    return choose_kernels(CUDA, dtype, deterministic=False, head_dims=[head_dim]).name
+
+
+@needs_triton
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_cuda_kernels_that_agree_are_chosen(
+    monkeypatch: pytest.MonkeyPatch, deterministic: bool
+) -> None:
+    pretend(monkeypatch, 0.0)
+    kernels = choose_kernels(CUDA, torch.float16, deterministic=deterministic, head_dims=[80])
+    assert kernels.name == "cuda"
+    assert vars(kernels)["deterministic"] is deterministic
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("difference", "reason"), [(0.5, "differ by 0.5"), (RuntimeError("no cc"), "no cc")]
+)
+def test_cuda_kernels_that_do_not_agree_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    difference: float | RuntimeError,
+    reason: str,
+) -> None:
+    pretend(monkeypatch, difference)
+    assert chosen_on_cuda() == "plain"
+    assert [reason in record.message for record in caplog.records] == [True]
+
+
+@needs_triton
+def test_what_cuda_kernels_cannot_do_runs_on_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, 0.0)
+    assert chosen_on_cuda(torch.float64) == "plain"
+    assert chosen_on_cuda(head_dim=512) == "plain"
+
+
+def test_without_triton_plain_is_chosen_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pretend(monkeypatch, 0.0)
+    monkeypatch.delattr("millrace_shard.kernels.cuda", raising=False)
+    monkeypatch.setitem(sys.modules, "millrace_shard.kernels.cuda", None)
+    assert chosen_on_cuda() == "plain"
+    assert ["Triton" in record.message for record in caplog.records] == [True]
 
 
 def test_without_a_compiler_plain_is_chosen_with_one_line(

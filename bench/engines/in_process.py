@@ -1,0 +1,91 @@
+"""A shard's engine in the router's process: the steps of the wire, handed over without gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+
+from millrace_proto import generate_pb2 as pb
+from millrace_router.planner import StepPlan
+from millrace_router.shard_client import ShardError
+from millrace_router.wire import (
+    Capacity,
+    ShardInfo,
+    StepResult,
+    capacity_from_pb,
+    info_from_pb,
+    open_to_pb,
+    plan_to_pb,
+    result_from_pb,
+)
+from millrace_shard.engine import Engine
+from millrace_shard.step import StepReply
+from millrace_shard.wire import (
+    capacity_to_pb,
+    info_to_pb,
+    reply_to_pb,
+    step_from_pb,
+    warmup_from_pb,
+)
+
+
+class InProcessShard:
+    """What the batcher asks of a `ShardedClient`, for one engine in this process.
+
+    Messages are made and read as on the wire, so that only the transport is missing from the time.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._epoch = 0
+        self._number = 0
+        self._batch_id = 0
+        self._replies: deque[asyncio.Future[StepReply]] = deque()
+
+    @property
+    def last_sent(self) -> int:
+        """Number of the last step sent in this epoch."""
+        return self._number
+
+    def info(self) -> ShardInfo:
+        """What is loaded."""
+        message = info_to_pb(self._engine.loaded, deterministic=True, prefill_logprobs=False)
+        return info_from_pb(message)
+
+    async def warm_up(self, request: pb.WarmupRequest) -> Capacity:
+        """Allocate the KV cache and run the largest step."""
+        future = self._engine.warm_up(warmup_from_pb(request))
+        return capacity_from_pb([capacity_to_pb(await asyncio.wrap_future(future))])
+
+    async def open(self) -> None:
+        """Begin a new epoch with an empty batch."""
+        self._epoch = max(self._epoch + 1, time.time_ns())
+        self._number = 0
+        self._replies.clear()
+        self._submit(open_to_pb(self._epoch))
+        await self._answer()
+
+    async def send(self, plan: StepPlan) -> int:
+        """Hand a step to the engine; its number."""
+        self._number += 1
+        self._batch_id += bool(plan.admitted)
+        message = plan_to_pb(plan, epoch=self._epoch, number=self._number, batch_id=self._batch_id)
+        self._submit(message)
+        return self._number
+
+    async def receive(self) -> StepResult:
+        """The answer to the oldest step that has none yet; raises ShardError when it failed."""
+        return result_from_pb([await self._answer()])
+
+    def _submit(self, message: pb.StepRequest) -> None:
+        step = step_from_pb(message, prefill_logprobs=False)
+        self._replies.append(asyncio.wrap_future(self._engine.step(step)))
+
+    async def _answer(self) -> pb.StepResponse:
+        # A batcher that is cancelled must not cancel the step, which the engine goes on to answer.
+        reply = await asyncio.shield(self._replies.popleft())
+        answer = reply_to_pb(reply, with_tokens=True)
+        if answer.HasField("error"):
+            raise ShardError(answer.error.message)
+        return answer

@@ -1,0 +1,123 @@
+"""The child's side of an engine process: one JSON command a line in, one JSON answer a line out.
+
+Runs in the environment of whichever engine it drives, so it imports the standard library alone.
+Answers go to a pipe of their own (`--answers`), since libraries print to standard output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+LOAD, RUN = "load", "run"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt and how many tokens to generate; the end of sequence is ignored."""
+
+    ids: list[int]
+    new_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What an engine has to make room for."""
+
+    max_streams: int
+    max_tokens: int
+    """Of one sequence, prompt and output."""
+    kv_tokens: int
+    """Of all sequences at once."""
+    threads: int
+
+
+@dataclass(slots=True)
+class Moments:
+    """One request's moments, in seconds of one monotonic clock."""
+
+    due: float
+    arrivals: list[float] = field(default_factory=list)
+    """One a token."""
+
+
+class Engine(Protocol):
+    """An engine with its model loaded."""
+
+    def run(self, requests: Sequence[Request], concurrency: int) -> list[Moments]:
+        """Generate for all requests in order, at most `concurrency` of them in flight."""
+
+
+class Stepping(Protocol):
+    """The part of a peer's own loop that `drive` needs."""
+
+    def add(self, number: int, request: Request) -> None:
+        """Queue a request under this number."""
+
+    def step(self) -> Iterable[tuple[int, int, bool]]:
+        """Let time pass; (number, tokens that are new, whether it has ended) of who moved."""
+
+
+def drive(engine: Stepping, requests: Sequence[Request], concurrency: int) -> list[Moments]:
+    """`Engine.run` for a peer that is stepped; RuntimeError when an output has another length."""
+    moments: list[Moments] = []
+
+    def add() -> None:
+        moments.append(Moments(time.perf_counter()))
+        engine.add(len(moments) - 1, requests[len(moments) - 1])
+
+    for _ in range(min(concurrency, len(requests))):
+        add()
+    num_running = len(moments)
+    while num_running:
+        moved = list(engine.step())
+        now = time.perf_counter()
+        for number, num_new, has_ended in moved:
+            moments[number].arrivals += [now] * num_new
+            if has_ended:
+                num_running -= 1
+                if len(moments) < len(requests):
+                    add()
+                    num_running += 1
+    check_lengths(requests, moments)
+    return moments
+
+
+def check_lengths(requests: Sequence[Request], moments: Sequence[Moments]) -> None:
+    """RuntimeError unless each request got exactly the tokens it asked for."""
+    for number, (request, got) in enumerate(zip(requests, moments, strict=True)):
+        if len(got.arrivals) != request.new_tokens:
+            raise RuntimeError(
+                f"request {number} asked for {request.new_tokens} tokens and got {len(got.arrivals)}"
+            )
+
+
+def main(load: Callable[[Path, Limits], Engine]) -> None:
+    """Answer commands until standard input ends. An exception ends the process, with its traceback."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--answers", type=int, required=True, help="file descriptor for answers")
+    answers = os.fdopen(parser.parse_args().answers, "w")
+    engine: Engine | None = None
+    for line in sys.stdin:
+        command: dict[str, Any] = json.loads(line)
+        answer: dict[str, Any] = {}
+        if command["do"] == LOAD:
+            engine = load(Path(command["model"]), Limits(**command["limits"]))
+        elif command["do"] == RUN and engine is not None:
+            requests = [Request(ids, new) for ids, new in command["requests"]]
+            moments = engine.run(requests, command["concurrency"])
+            answer["moments"] = [(m.due, m.arrivals) for m in moments]
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+    answers.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Engines have threads and children of their own that do not always end when asked.
+    os._exit(0)

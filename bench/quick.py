@@ -1,0 +1,129 @@
+"""`python -m bench.quick`: has our engine become slower? Under three minutes, ours alone.
+
+Each case is compared as a share of the roofline that the same run measures, so that a slow day of
+the host fails nothing. 0: as fast as recorded in floors.json; 1: slower; 2: not to be said, because
+nothing is recorded or others used the machine. `--record` writes down what it finds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench import roofline
+from bench.cases import CASES
+from bench.checkpoints import MODELS_FOLDER, SHAPES, ensure_checkpoint
+from bench.engines.process import EngineError
+from bench.offline import run_cases
+from bench.peers import OURS
+from bench.plan import Plan, say
+from bench.quiet import Quiet
+from bench.report import case_table, share_of_roofline
+from millrace_launcher.threads import usable_cores
+
+FLOORS = Path(__file__).parent / "floors.json"
+MODEL = "135m"
+LEFT_OUT = ("64 ragged",)
+"""Cases that take too long for a quick look."""
+TOLERANCE = 0.85
+"""Part of the recorded share that still passes: repetitions on one machine differ by up to a tenth."""
+PASSED, SLOWER, UNKNOWN = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One case against its floor."""
+
+    case: str
+    share: float
+    is_clean: bool
+    recorded: float | None
+
+    @property
+    def status(self) -> int:
+        """PASSED, SLOWER or UNKNOWN. What was disturbed can pass, and cannot fail."""
+        if self.recorded is None:
+            return UNKNOWN
+        if self.share >= TOLERANCE * self.recorded:
+            return PASSED
+        return SLOWER if self.is_clean else UNKNOWN
+
+    @property
+    def text(self) -> str:
+        """One line for people."""
+        word = ("passed", "SLOWER", "unknown")[self.status]
+        mark = "" if self.is_clean else "~"
+        floor = "nothing" if self.recorded is None else f"{100 * self.recorded:.1f} %"
+        return (
+            f"{self.case}: {mark}{100 * self.share:.1f} % of the roofline, recorded {floor}: {word}"
+        )
+
+
+def verdict(findings: Sequence[Finding]) -> int:
+    """The worst that is certain: one slower case fails, then an unknown one."""
+    statuses = {finding.status for finding in findings}
+    return next((s for s in (SLOWER, UNKNOWN) if s in statuses), PASSED)
+
+
+def read_floors(path: Path) -> dict[str, float]:
+    """Recorded shares by case; none when there is no file."""
+    floors: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
+    return floors
+
+
+def write_floors(path: Path, shares: Mapping[str, float]) -> None:
+    """Record shares, rounded."""
+    rounded = {case: round(share, 3) for case, share in shares.items()}
+    path.write_text(json.dumps(rounded, indent=2) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.quick", description=__doc__)
+    parser.add_argument("--record", action="store_true")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--patience", type=float, default=8.0)
+    parser.add_argument("--floors", type=Path, default=FLOORS)
+    parser.add_argument("--out", type=Path, default=Path("bench/out"))
+    options = parser.parse_args()
+    shape, threads = SHAPES[MODEL], usable_cores()
+    plan = Plan(
+        engines=[OURS],
+        repeats=options.repeats,
+        threads=threads,
+        quiet=Quiet(idle_seconds=1.0, patience_seconds=options.patience),
+        out=options.out,
+    )
+    model = ensure_checkpoint(MODEL, folder=MODELS_FOLDER)
+    cases = [case for case in CASES[MODEL] if case.name not in LEFT_OUT]
+    machine = roofline.measure(threads, plan.quiet)
+    try:
+        rows = run_cases(model, cases, plan, [])
+    except EngineError as error:
+        say(str(error))
+        return SLOWER
+    machine = machine.best(roofline.measure(threads, plan.quiet))
+    floors = read_floors(options.floors)
+    shares = {row.case.name: share_of_roofline(row, shape, machine) for row in rows}
+    findings = [
+        Finding(
+            r.case.name,
+            shares[r.case.name],
+            machine.is_clean and r.repeated.is_clean,
+            floors.get(r.case.name),
+        )
+        for r in rows
+    ]
+    print(f"{machine.text()}\n\n{case_table(rows, shape, machine)}\n")
+    print("\n".join(finding.text for finding in findings))
+    if options.record:
+        write_floors(options.floors, shares)
+        return PASSED
+    return verdict(findings)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""Several measurements of one thing: their median, and whether anything disturbed it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+BUSY_CORES = 0.1
+"""CPU that others may use, in cores, before a figure counts as disturbed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One repetition."""
+
+    value: float
+    other_cores: float
+    """CPU seconds of unrelated processes per second while it was taken."""
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether the machine was ours."""
+        return self.other_cores <= BUSY_CORES
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """Samples of one figure in the order they were taken; ValueError when there are none."""
+
+    samples: tuple[Sample, ...]
+
+    def __post_init__(self) -> None:
+        if not self.samples:
+            raise ValueError("no sample")
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether at least one repetition was not disturbed."""
+        return any(sample.is_clean for sample in self.samples)
+
+    @property
+    def median(self) -> float:
+        """Of the clean samples, or of all where none is."""
+        clean = [sample.value for sample in self.samples if sample.is_clean]
+        return statistics.median(clean or [sample.value for sample in self.samples])
+
+    @property
+    def text(self) -> str:
+        """The median, after a `~` where no sample was clean."""
+        return ("" if self.is_clean else "~") + figure(self.median)
+
+    def all_text(self) -> str:
+        """Every sample, each disturbed one after a `~`."""
+        return " ".join(("" if s.is_clean else "~") + figure(s.value) for s in self.samples)
+
+
+def ratio_text(numerator: Repeated | None, denominator: Repeated | None) -> str:
+    """Ratio of medians, after a `~` where either was disturbed; empty where one is missing."""
+    if numerator is None or denominator is None or denominator.median == 0:
+        return ""
+    mark = "" if numerator.is_clean and denominator.is_clean else "~"
+    return f"{mark}{numerator.median / denominator.median:.2f}"
+
+
+def figure(value: float) -> str:
+    """Three digits or so, whatever the size."""
+    if abs(value) >= 100:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+
+
+def repeated(samples: Sequence[tuple[float, float]]) -> Repeated:
+    """From (value, cores of others) pairs."""
+    return Repeated(tuple(Sample(*pair) for pair in samples))

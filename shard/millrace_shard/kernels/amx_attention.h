@@ -1,0 +1,294 @@
+// Attention of attention.h in bfloat16 on AMX, for head dims that are multiples of 32.
+//
+// The same absolute grid of key chunks and the same order of every sum, so the same invariance.
+#pragma once
+
+#include "amx.h"
+
+#ifdef MILLRACE_AMX
+#include "attention.h"
+#include "team.h"
+
+namespace millrace {
+
+constexpr int64_t kPageTiles = kPage / amx::kDepth;
+constexpr int64_t kRowsTogether = 32;
+
+// Working memory of one tile of queries; its rows are (token, query head of the group).
+struct AmxWorkspace {
+  int64_t rows, dim;
+  float *scores, *sums, *row_max, *row_sum;
+  amx::Tiled queries{nullptr, 0}, weights{nullptr, 0};
+
+  AmxWorkspace(Scratch& scratch, const Attention<BFloat16>& a)
+      : rows(round_up(a.tile_tokens() * a.group(), 2 * amx::kRows)), dim(a.pages.dim) {
+    const int64_t floats = rows * (kChunk + dim + 2);
+    char* data = scratch.reserve(floats * sizeof(float) + rows * (kChunk + dim) * sizeof(BFloat16));
+    scores = reinterpret_cast<float*>(data);
+    sums = scores + rows * kChunk;
+    row_max = sums + rows * dim;
+    row_sum = row_max + rows;
+    queries = amx::Tiled(reinterpret_cast<char*>(row_sum + rows), dim);
+    weights = amx::Tiled(reinterpret_cast<char*>(queries.data + rows * dim), kChunk);
+  }
+
+  // 16 sums of a row from `column`, a multiple of 16.
+  float* sum(int64_t row, int64_t column) const {
+    return sums + (row / amx::kRows * (dim / amx::kColumns) + column / amx::kColumns) * amx::kSums +
+           row % amx::kRows * amx::kColumns;
+  }
+};
+
+// 2^x for x <= 0 to within 2^-13 of itself, by a polynomial in its fraction; NaN stays NaN, -inf gives 0.
+inline __m512 exp2_of_negative(__m512 x) {
+  constexpr int kBelowFloor = 0x09;
+  const __m512 f = _mm512_reduce_ps(x, kBelowFloor);
+  __m512 p = _mm512_set1_ps(7.802452155e-02f);
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.260671570e-01f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.958335400e-01f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.999252186e-01f));
+  return _mm512_scalef_ps(p, x);
+}
+
+inline __mmask16 lanes_between(int64_t low, int64_t high) {
+  const uint32_t below = high >= 16 ? 0xffffu : (1u << std::max<int64_t>(high, 0)) - 1;
+  return static_cast<__mmask16>(low <= 0 ? below : below & ~((1u << std::min<int64_t>(low, 16)) - 1));
+}
+
+// Turns scores[low, high) of a chunk, if any, into weights [0, n) and rescales what the row has summed so far.
+inline void softmax_row(const Attention<BFloat16>& a, const AmxWorkspace& w, int64_t row, Range seen, int64_t n) {
+  constexpr float kLog2E = 1.442695040888963f;
+  const __m512 minus_infinity = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+  float* scores = w.scores + row * kChunk;
+  if (seen.low >= seen.high) seen = {n, n};
+  const int64_t low = round_down(seen.low, amx::kDepth), high = round_up(seen.high, amx::kDepth);
+  for (int64_t i = 0; i < low; i += amx::kDepth) _mm512_storeu_si512(w.weights.at(row, i), _mm512_setzero_si512());
+  for (int64_t i = high; i < n; i += amx::kDepth) _mm512_storeu_si512(w.weights.at(row, i), _mm512_setzero_si512());
+
+  if (low == high) return;
+
+  float scale = a.scale * kLog2E;
+  if (a.softcap > 0.f) {
+    const Vec inner(a.scale / a.softcap), cap(a.softcap);
+    for (int64_t i = low; i < high; i += 16) save(scores + i, (load(scores + i) * inner).tanh() * cap);
+    scale = kLog2E;
+  }
+  for (int64_t i = low; i < seen.low; i += 16)
+    _mm512_mask_storeu_ps(scores + i, ~lanes_between(seen.low - i, 16), minus_infinity);
+  for (int64_t i = round_down(seen.high, 16); i < high; i += 16)
+    _mm512_mask_storeu_ps(scores + i, ~lanes_between(0, seen.high - i), minus_infinity);
+  __m512 highest = minus_infinity;
+  for (int64_t i = low; i < high; i += 16) highest = _mm512_max_ps(highest, _mm512_loadu_ps(scores + i));
+  // The maximum may lose a NaN, the exponential does not: the row's sum is NaN then, and so is all it yields.
+  const float top = _mm512_reduce_max_ps(highest) * scale;
+  const float before = w.row_max[row];
+  const float now = top > before ? top : before;
+  const float keep = _mm512_cvtss_f32(exp2_of_negative(_mm512_set1_ps(before - now)));
+
+  const __m512 scales = _mm512_set1_ps(scale), shift = _mm512_set1_ps(now);
+  __m512 total = _mm512_setzero_ps(), total_odd = _mm512_setzero_ps();
+  for (int64_t i = low; i < high; i += amx::kDepth) {
+    const __m512 even = exp2_of_negative(_mm512_fmsub_ps(_mm512_loadu_ps(scores + i), scales, shift));
+    const __m512 odd = exp2_of_negative(_mm512_fmsub_ps(_mm512_loadu_ps(scores + i + 16), scales, shift));
+    total = _mm512_add_ps(total, even);
+    total_odd = _mm512_add_ps(total_odd, odd);
+    _mm512_storeu_si512(w.weights.at(row, i), (__m512i)_mm512_cvtne2ps_pbh(odd, even));
+  }
+  w.row_sum[row] = w.row_sum[row] * keep + _mm512_reduce_add_ps(_mm512_add_ps(total, total_odd));
+  w.row_max[row] = now;
+  if (keep != 1.f)
+    for (int64_t i = 0; i < w.dim; i += 16) save(w.sum(row, i), load(w.sum(row, i)) * Vec(keep));
+}
+
+// A chunk of keys of some tile of queries.
+struct Chunk {
+  Tile tile;
+  int64_t begin, end;  // of the tile's last query's keys
+
+  int64_t num_pages() const { return std::min(kChunkPages, (end - begin + kPage - 1) / kPage); }
+  bool is_last() const { return begin + kChunk >= end; }
+};
+
+inline Chunk first_chunk(const Attention<BFloat16>& a, const Tile& tile) {
+  const int64_t before = a.contexts[tile.sequence] - (a.starts[tile.sequence + 1] - a.starts[tile.sequence]);
+  const int64_t oldest = a.window > 0 ? std::max<int64_t>(0, before + tile.first - a.window + 1) : 0;
+  return {tile, round_down(oldest, kChunk), before + tile.last};
+}
+
+// Fetches the pages of the chunk that comes next while this one is computed, a few lines at a time: many at once
+// would hold up the loads of this one.
+class Ahead {
+ public:
+  explicit Ahead(const Attention<BFloat16>& a) : a_(a), page_bytes_(kPage * a.pages.dim * sizeof(BFloat16)) {}
+
+  void expect(const Chunk& chunk) {
+    const int32_t* table = a_.tables + chunk.tile.sequence * a_.table_width + chunk.begin / kPage;
+    const int64_t pages = chunk.num_pages();
+    for (int64_t page = 0; page < pages; page++) {
+      const int64_t at = a_.pages.offset(table[page], chunk.tile.head);
+      pages_[page] = reinterpret_cast<const char*>(a_.keys + at);
+      pages_[pages + page] = reinterpret_cast<const char*>(a_.values + at);
+    }
+    next_ = 0;
+    end_ = 2 * pages * page_bytes_;
+  }
+
+  void fetch() {
+    for (const int64_t stop = std::min(end_, next_ + kBytes); next_ < stop; next_ += 64)
+      _mm_prefetch(pages_[next_ / page_bytes_] + next_ % page_bytes_, _MM_HINT_T1);
+  }
+
+ private:
+  static constexpr int64_t kBytes = 2048;
+  const Attention<BFloat16>& a_;
+  const int64_t page_bytes_;
+  const char* pages_[2 * kChunkPages] = {};
+  int64_t next_ = 0, end_ = 0;
+};
+
+// Products of up to 32 rows from `row` on with 32 columns.
+inline void multiply_rows(const amx::Tiled& left, int64_t row, int64_t rows, const amx::Right& right,
+                          const amx::Sums& sums, int64_t low, bool add, Ahead& ahead) {
+  const BFloat16* from = left.rows(row);
+  const auto fetch = [&] { ahead.fetch(); };
+  if (rows > amx::kRows) {
+    amx::multiply_two(from, from + left.stride * amx::kTile, right, sums, sums.data + low, add, fetch);
+  } else {
+    amx::multiply_one(from, right, sums, add, fetch);
+  }
+}
+
+// A chunk of keys as it lies in memory.
+struct ChunkPages {
+  const BFloat16 *keys[kChunkPages], *values[kChunkPages];
+  int64_t count;
+
+  ChunkPages(const Attention<BFloat16>& a, const Chunk& chunk) : count(chunk.num_pages()) {
+    const int32_t* table = a.tables + chunk.tile.sequence * a.table_width + chunk.begin / kPage;
+    for (int64_t page = 0; page < count; page++) {
+      const int64_t at = a.pages.offset(table[page], chunk.tile.head);
+      keys[page] = a.keys + at;
+      values[page] = a.values + at;
+    }
+  }
+};
+
+inline void score_rows(const AmxWorkspace& w, const ChunkPages& pages, int64_t row, int64_t rows, Ahead& ahead) {
+  constexpr int64_t stride = kPage * 2 * sizeof(BFloat16);
+  for (int64_t page = 0; page < pages.count; page++)
+    for (int64_t column = 0; column < kPage; column += 2 * amx::kColumns) {
+      const BFloat16* run = pages.keys[page] + column * 2;
+      const amx::Right right{&run, 1, w.dim / amx::kDepth, amx::kRows * kPage * 2, amx::kColumns * 2, stride};
+      const amx::Sums to{w.scores + row * kChunk + page * kPage + column, amx::kColumns, kChunk * sizeof(float)};
+      multiply_rows(w.queries, row, rows, right, to, amx::kRows * kChunk, false, ahead);
+    }
+}
+
+inline void sum_values(const AmxWorkspace& w, const ChunkPages& pages, int64_t row, int64_t rows, Ahead& ahead) {
+  for (int64_t column = 0; column < w.dim; column += 2 * amx::kColumns) {
+    const BFloat16* runs[kChunkPages];
+    for (int64_t page = 0; page < pages.count; page++) runs[page] = pages.values[page] + column * 2;
+    const amx::Right right{runs, pages.count, kPageTiles, amx::kRows * w.dim * 2, amx::kColumns * 2,
+                           w.dim * 2 * static_cast<int64_t>(sizeof(BFloat16))};
+    const amx::Sums to{w.sum(row, column), amx::kSums, amx::kColumns * sizeof(float)};
+    multiply_rows(w.weights, row, rows, right, to, w.dim / amx::kColumns * amx::kSums, true, ahead);
+  }
+}
+
+inline void attend_chunk(const Attention<BFloat16>& a, const AmxWorkspace& w, const Chunk& chunk, Ahead& ahead) {
+  const Tile& tile = chunk.tile;
+  const int64_t group = a.group(), rows = (tile.last - tile.first) * group;
+  const int64_t before = chunk.end - tile.last, n = chunk.num_pages() * kPage;
+  const ChunkPages pages(a, chunk);
+  for (int64_t first = 0; first < rows; first += kRowsTogether) {
+    const int64_t last = std::min(rows, first + kRowsTogether);
+    for (int64_t row = first; row < last; row += 2 * amx::kRows)
+      score_rows(w, pages, row, std::min(2 * amx::kRows, last - row), ahead);
+    for (int64_t row = first; row < last; row++) {
+      const int64_t position = before + tile.first + row / group;
+      const int64_t oldest = a.window > 0 ? std::max<int64_t>(0, position - a.window + 1) : 0;
+      softmax_row(a, w, row, {std::max<int64_t>(0, oldest - chunk.begin), std::min(n, position + 1 - chunk.begin)}, n);
+    }
+    for (int64_t row = first; row < last; row += 2 * amx::kRows)
+      sum_values(w, pages, row, std::min(2 * amx::kRows, last - row), ahead);
+  }
+}
+
+// The tile of queries that `chunk` begins, then `next` is to come; place(token, column) says where 16 outputs go.
+template <typename Place>
+void attend_tile(const Attention<BFloat16>& a, const AmxWorkspace& w, Chunk chunk, const Chunk* next, Ahead& ahead,
+                 const Place& place) {
+  const Tile& tile = chunk.tile;
+  const int64_t dim = w.dim, group = a.group(), start = a.starts[tile.sequence];
+  const int64_t rows = (tile.last - tile.first) * group;
+  for (int64_t row = 0; row < rows; row++)
+    for (int64_t column = 0; column < dim; column += amx::kDepth)
+      std::memcpy(w.queries.at(row, column),
+                  a.queries + (start + tile.first + row / group) * a.query_stride +
+                      (tile.head * group + row % group) * dim + column,
+                  amx::kDepth * sizeof(BFloat16));
+  std::fill_n(w.row_max, rows, -std::numeric_limits<float>::infinity());
+  std::fill_n(w.row_sum, rows, 0.f);
+  std::fill_n(w.sums, round_up(rows, amx::kRows) * dim, 0.f);
+
+  amx::configure(std::min(rows, amx::kRows));
+  for (bool is_last = false; !is_last; chunk.begin += kChunk) {
+    is_last = chunk.is_last();
+    // Where there is more to compute than to read, asking costs more than it saves.
+    if (rows <= amx::kRows && (!is_last || next != nullptr))
+      ahead.expect(is_last ? *next : Chunk{tile, chunk.begin + kChunk, chunk.end});
+    attend_chunk(a, w, chunk, ahead);
+  }
+
+  for (int64_t row = 0; row < rows; row++) {
+    const Vec inverse(1.f / w.row_sum[row]);
+    for (int64_t column = 0; column < dim; column += 16)
+      save(place(start + tile.first + row / group, (tile.head * group + row % group) * dim + column),
+           load(w.sum(row, column)) * inverse);
+  }
+}
+
+// Refuses lengths and blocks that are out of range, and fills `tiles`.
+inline void plan_attention(const Attention<BFloat16>& a, std::vector<Tile>& tiles) {
+  plan_tiles(a, tiles);
+  for (int64_t sequence = 0; sequence < a.sequences; sequence++)
+    for (int64_t page = 0; page * kPage < a.contexts[sequence]; page++) {
+      const int32_t block = a.tables[sequence * a.table_width + page];
+      TORCH_CHECK(block >= 0 && block < a.pages.blocks, "millrace: block out of range");
+    }
+}
+
+template <typename Place>
+void attend_tiles(Team& team, const Attention<BFloat16>& a, const std::vector<Tile>& tiles, const Place& place) {
+  static thread_local Scratch scratch;
+  const AmxWorkspace workspace(scratch, a);
+  Ahead ahead(a);
+  const Tile* next = nullptr;
+  // One tile late: so it is known which comes next.
+  const auto attend_before = [&](const Tile* after) {
+    if (next == nullptr) return;
+    const Chunk chunk = first_chunk(a, *next), then = after == nullptr ? chunk : first_chunk(a, *after);
+    attend_tile(a, workspace, chunk, after == nullptr ? nullptr : &then, ahead, place);
+  };
+  team.share(
+      static_cast<int64_t>(tiles.size()), 1,
+      [&](int64_t begin, int64_t) {
+        attend_before(&tiles[begin]);
+        next = &tiles[begin];
+      },
+      [&] { attend_before(nullptr); });
+  amx::release();
+}
+
+inline void attend_on_amx(const Attention<BFloat16>& a) {
+  static thread_local std::vector<Tile> planned;
+  plan_attention(a, planned);
+  const std::vector<Tile>& tiles = planned;
+  const int64_t width = a.heads * a.pages.dim;
+  run_team([&](Team& team) {
+    attend_tiles(team, a, tiles, [&](int64_t token, int64_t column) { return a.out + token * width + column; });
+  });
+}
+
+}  // namespace millrace
+#endif

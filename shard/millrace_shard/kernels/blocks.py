@@ -1,0 +1,103 @@
+"""The halves of a decoder layer, put together from a device's single operations."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from millrace_shard.kernels.base import (
+    AttentionBlock,
+    AttentionWeights,
+    Kernels,
+    LayerCache,
+    Linear,
+    MlpBlock,
+    MlpWeights,
+)
+from millrace_shard.ragged import RaggedBatch
+
+
+class ComposedBlocks:
+    """For kernels that have no operator for half a layer: mix in before what has the single operations."""
+
+    def head(self: Kernels, weight: Tensor) -> Linear:
+        """Take over `weight` [vocab, hidden]; the logits it yields are float32."""
+        return _Head(self.linear(weight))
+
+    def attention(self: Kernels, weights: AttentionWeights) -> AttentionBlock:
+        """Take over the weights of half a layer."""
+        return ComposedAttention(self, weights)
+
+    def mlp(self: Kernels, weights: MlpWeights) -> MlpBlock:
+        """Take over the weights of the other half."""
+        return ComposedMlp(self, weights)
+
+
+class ComposedAttention:
+    """Norm, QKV, rope, attention and output projection, one after another."""
+
+    def __init__(self, kernels: Kernels, weights: AttentionWeights) -> None:
+        self._kernels = kernels
+        self._norm, self._eps = weights.norm, weights.eps
+        self._qkv = kernels.linear(weights.qkv.weight, weights.qkv.bias)
+        self._query_norm, self._key_norm = weights.query_norm, weights.key_norm
+        self._out = kernels.linear(weights.out.weight, weights.out.bias)
+        self._rope = weights.rope
+        self._num_heads, self._num_kv_heads = weights.num_heads, weights.num_kv_heads
+        self._head_dim, self._window = weights.head_dim, weights.window
+
+    def __call__(
+        self, x: Tensor | None, residual: Tensor, batch: RaggedBatch, cache: LayerCache
+    ) -> Tensor:
+        """[T, hidden]; `residual` is changed in place."""
+        kernels = self._kernels
+        if x is None:
+            normed = kernels.rms_norm(residual, self._norm, self._eps)
+        else:
+            normed = kernels.add_rms_norm(x, residual, self._norm, self._eps)
+        qkv = self._qkv(normed)
+        self._norm_heads(qkv)
+        queries = kernels.rope_store(
+            qkv,
+            self._rope,
+            batch,
+            cache,
+            num_heads=self._num_heads,
+            num_kv_heads=self._num_kv_heads,
+        )
+        scale = self._head_dim**-0.5
+        return self._out(kernels.attend(queries, batch, cache, scale=scale, window=self._window))
+
+    def _norm_heads(self, qkv: Tensor) -> None:
+        if self._query_norm is None or self._key_norm is None:
+            return
+        heads = qkv.view(qkv.shape[0], -1, self._head_dim)
+        queries = heads[:, : self._num_heads]
+        keys = heads[:, self._num_heads : self._num_heads + self._num_kv_heads]
+        queries.copy_(self._kernels.rms_norm(queries, self._query_norm, self._eps))
+        keys.copy_(self._kernels.rms_norm(keys, self._key_norm, self._eps))
+
+
+class ComposedMlp:
+    """Norm, gates, activation and projection, one after another."""
+
+    def __init__(self, kernels: Kernels, weights: MlpWeights) -> None:
+        self._kernels = kernels
+        self._norm, self._eps = weights.norm, weights.eps
+        self._gate_up = kernels.linear(weights.gate_up.weight, weights.gate_up.bias)
+        self._down = kernels.linear(weights.down.weight, weights.down.bias)
+
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        """[T, hidden]; `residual` is changed in place."""
+        normed = self._kernels.add_rms_norm(x, residual, self._norm, self._eps)
+        return self._down(self._kernels.silu_mul(self._gate_up(normed)))
+
+
+class _Head:
+    """Logits in the model's dtype, widened."""
+
+    def __init__(self, linear: Linear) -> None:
+        self._linear = linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[R, hidden] to [R, vocab] float32."""
+        return self._linear(x).float()

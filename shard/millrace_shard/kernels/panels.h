@@ -1,0 +1,260 @@
+// Linear layers on AMX: weights in panels of 32 outputs, each a run of memory that is read once from end to end.
+#pragma once
+
+#include "amx.h"
+
+#ifdef MILLRACE_AMX
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "team.h"
+
+namespace millrace {
+
+constexpr int64_t kPanelColumns = 2 * amx::kColumns;
+constexpr int64_t kPanelTile = 2 * amx::kTile;
+// Rows that stay in the second-level cache while all panels pass over them.
+constexpr int64_t kRowsAtOnce = 512;
+// Panels that share the passes over a part of those rows.
+constexpr int64_t kPanelsAtOnce = 8;
+constexpr int64_t kGrainOfWeights = 65536;
+
+// packed [panels, steps, 2, 16, 16, 2]: steps of 32 inputs, two tiles of 16 outputs, inputs in pairs; zeros fill up.
+struct Panels {
+  const BFloat16* weights;
+  const BFloat16* bias;  // of all outputs in their order, or null
+  int64_t count, steps;
+
+  Panels(const at::Tensor& packed, const at::Tensor& bias)
+      : weights(packed.const_data_ptr<BFloat16>()),
+        bias(bias.numel() == 0 ? nullptr : bias.const_data_ptr<BFloat16>()),
+        count(packed.size(0)),
+        steps(packed.size(1)) {
+    TORCH_CHECK(packed.is_contiguous() && packed.dim() == 6 && packed.size(2) == 2 && packed.size(5) == 2);
+    TORCH_CHECK(bias.is_contiguous() && bias.scalar_type() == at::kBFloat16);
+  }
+
+  int64_t bytes() const { return steps * kPanelTile * static_cast<int64_t>(sizeof(BFloat16)); }
+  int64_t grain() const { return std::max<int64_t>(1, kGrainOfWeights / bytes()); }
+};
+
+// weight [out, in] bfloat16. `gated`: its first half are gates and the second what they gate; a panel then holds 16 of
+// each, so that one thread has both. Otherwise panel p holds outputs 32 p to 32 p + 31.
+inline at::Tensor pack_panels(const at::Tensor& weight, bool gated) {
+  TORCH_CHECK(weight.scalar_type() == at::kBFloat16 && weight.is_contiguous() && weight.dim() == 2);
+  const int64_t out = weight.size(0), in = weight.size(1);
+  TORCH_CHECK(!gated || out % kPanelColumns == 0, "millrace: gates come in multiples of 16");
+  const int64_t count = round_up(out, kPanelColumns) / kPanelColumns, steps = round_up(in, amx::kDepth) / amx::kDepth;
+  at::Tensor packed = at::empty({count, steps, 2, amx::kColumns, amx::kColumns, 2}, weight.options());
+  const BFloat16* from = weight.const_data_ptr<BFloat16>();
+  BFloat16* to = packed.mutable_data_ptr<BFloat16>();
+  at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t panel = begin; panel < end; panel++)
+      for (int64_t half = 0; half < 2; half++)
+        for (int64_t column = 0; column < amx::kColumns; column++) {
+          const int64_t row = gated ? half * out / 2 + panel * amx::kColumns + column
+                                    : panel * kPanelColumns + half * amx::kColumns + column;
+          BFloat16* pairs = to + (panel * steps * 2 + half) * amx::kTile + column * 2;
+          for (int64_t i = 0; i < steps * amx::kDepth; i += 2) {
+            BFloat16* pair = pairs + i / amx::kDepth * kPanelTile + i % amx::kDepth / 2 * amx::kColumns * 2;
+            for (int64_t odd = 0; odd < 2; odd++)
+              pair[odd] = row < out && i + odd < in ? from[row * in + i + odd] : BFloat16(0);
+          }
+        }
+  });
+  return packed;
+}
+
+// One thread's way through panels: emit(panel, row, left 16 sums, right 16 sums) for every row of every panel.
+//
+// The sums of a block of 32 rows are emitted between the products of the next one: read at once, they would have to
+// wait for the tile unit, and it for them. In the same way the weights that come next are fetched.
+template <typename Emit>
+class PanelLoop {
+ public:
+  PanelLoop(const Panels& panels, const amx::Tiled& x, const Emit& emit)
+      : w_(panels), x_(x), emit_(emit) {
+    static thread_local Scratch scratch;
+    sums_ = reinterpret_cast<float*>(scratch.reserve(kPanelsAtOnce * kRowsAtOnce * kPanelColumns * sizeof(float)));
+  }
+
+  // Whether sums over so many rows are taken in parts of K: then what a part needs stays in the caches.
+  static bool in_parts(const Panels& w, int64_t rows) { return rows > kBlock && w.steps > amx::kStepsInOne; }
+
+  // Panels [begin, end), at most kPanelsAtOnce if in parts, for rows [first, first + rows), at most kRowsAtOnce.
+  void multiply(int64_t begin, int64_t end, int64_t first, int64_t rows) {
+    if (!in_parts(w_, rows)) {
+      for (int64_t panel = begin; panel < end; panel++) {
+        const int64_t after = panel + 1 < w_.count ? panel + 1 : panel;
+        multiply_part({panel, first, rows, 0, w_.steps, weights(after, 0)});
+      }
+      return;
+    }
+    finish();  // every block keeps its sums, where the last ones may still lie
+    for (int64_t step = 0; step < w_.steps; step += amx::kPart)
+      for (int64_t panel = begin; panel < end; panel++) {
+        const BFloat16* next = panel + 1 < end ? weights(panel + 1, step) : weights(begin, step + amx::kPart);
+        place_ = (panel - begin) * kRowsAtOnce / kBlock;
+        multiply_part({panel, first, rows, step, std::min(w_.steps, step + amx::kPart), next});
+      }
+  }
+
+  // Emits what is left.
+  void finish() { emit_until(pending_.count); }
+
+ private:
+  static constexpr int64_t kBlock = 2 * amx::kRows;
+  static constexpr int64_t kBlockSums = 4 * amx::kSums;
+  static constexpr int64_t kAhead = 8192 / sizeof(BFloat16);
+  static constexpr int64_t kLine = 64 / sizeof(BFloat16);
+
+  struct Part {
+    int64_t panel, row, rows, begin, end;  // steps of K
+    const BFloat16* next;                  // weights to come
+    bool is_whole(const Panels& w) const { return begin == 0 && end == w.steps; }
+  };
+  struct Block {
+    int64_t panel, row, count;
+    const float* sums;
+  };
+
+  const BFloat16* weights(int64_t panel, int64_t step) const {
+    return w_.weights + (panel * w_.steps + step) * kPanelTile;
+  }
+
+  void multiply_part(const Part& part) {
+    const int64_t blocks = (part.rows + kBlock - 1) / kBlock, steps = part.end - part.begin;
+    const int64_t lines = steps * kPanelTile / kLine;
+    // One block alone takes weights as fast as they come: a little ahead of it is enough, and the next panel too far.
+    const BFloat16* ahead = blocks == 1 ? weights(part.panel, part.begin) + kAhead : part.next;
+    const int64_t each = (lines + blocks * steps - 1) / (blocks * steps);
+    for (int64_t block = 0; block < blocks; block++) {
+      const bool alternates = part.is_whole(w_);
+      if (alternates) place_ = place_ == 0 ? 1 : 0;
+      float* sums = sums_ + (alternates ? place_ : place_ + block) * kBlockSums;
+      const int64_t row = part.row + block * kBlock, count = std::min(kBlock, part.rows - block * kBlock);
+      multiply_block(part, row, count, sums, [&] {
+        for (int64_t line = 0; line < each; line++, ahead += kLine)
+          _mm_prefetch(reinterpret_cast<const char*>(ahead), _MM_HINT_T1);
+      });
+      if (part.end == w_.steps) {
+        done_ = 0;
+        pending_ = {part.panel, row, count, sums};
+      }
+    }
+  }
+
+  template <typename Fetch>
+  void multiply_block(const Part& part, int64_t row, int64_t count, float* sums, const Fetch& fetch) {
+    const int64_t steps = part.end - part.begin, each = (pending_.count - done_ + steps - 1) / steps;
+    const BFloat16* run = weights(part.panel, part.begin);
+    const amx::Right right{&run, 1, steps, kPanelTile, amx::kTile, amx::kTileStride};
+    const amx::Sums to{sums, amx::kSums, amx::kColumns * sizeof(float)};
+    const BFloat16* left = x_.rows(row) + part.begin * amx::kTile;
+    if (count <= amx::kRows) {
+      amx::multiply_one(left, right, to, part.begin > 0, [&] { emit_until(done_ + each); });
+    } else {
+      const BFloat16* low = left + x_.stride * amx::kTile;
+      amx::multiply_two(left, low, right, to, sums + 2 * amx::kSums, part.begin > 0, [&] {
+        fetch();
+        emit_until(done_ + each);
+      });
+    }
+    finish();
+  }
+
+  void emit_until(int64_t end) {
+    for (end = std::min(end, pending_.count); done_ < end; done_++) {
+      const float* sums =
+          pending_.sums + done_ / amx::kRows * 2 * amx::kSums + done_ % amx::kRows * amx::kColumns;
+      emit_(pending_.panel, pending_.row + done_, sums, sums + amx::kSums);
+    }
+  }
+
+  const Panels& w_;
+  const amx::Tiled& x_;
+  const Emit& emit_;
+  float* sums_;
+  int64_t place_ = 0, done_ = 0;
+  Block pending_{0, 0, 0, nullptr};
+};
+
+// All panels over `rows` rows of `x`, shared out: emit(panel, row, left sums, right sums).
+template <typename Emit>
+void multiply_panels(Team& team, const Panels& w, const amx::Tiled& x, int64_t rows, const Emit& emit) {
+  PanelLoop<Emit> loop(w, x, emit);
+  const int64_t grain = loop.in_parts(w, rows) ? kPanelsAtOnce : w.grain();
+  const int64_t groups = (w.count + grain - 1) / grain, chunks = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
+  team.share(
+      chunks * groups, 1,
+      [&](int64_t begin, int64_t) {
+        const int64_t first = begin / groups * kRowsAtOnce, panel = begin % groups * grain;
+        loop.multiply(panel, std::min(w.count, panel + grain), first, std::min(kRowsAtOnce, rows - first));
+      },
+      [&] { loop.finish(); });
+}
+
+// Saves sums to columns of y [rows, out], in y's type.
+template <typename T>
+struct SaveSums {
+  T* y;
+  int64_t out;
+  const BFloat16* bias;
+
+  void operator()(int64_t panel, int64_t row, const float* left, const float* right) const {
+    save_half(row, panel * kPanelColumns, left);
+    save_half(row, panel * kPanelColumns + amx::kColumns, right);
+  }
+
+ private:
+  void save_half(int64_t row, int64_t column, const float* sums) const {
+    T* to = y + row * out + column;
+    const BFloat16* added = bias == nullptr ? nullptr : bias + column;
+    if (column + amx::kColumns <= out) {
+      const Vec values = load(sums);
+      save(to, added == nullptr ? values : values + load(added));
+    } else {
+      for (int64_t i = 0; i < out - column; i++)
+        to[i] = static_cast<T>(added == nullptr ? sums[i] : sums[i] + static_cast<float>(added[i]));
+    }
+  }
+};
+
+// Copies rows [begin, end) of x [rows, in] into tiles; columns past `in` become zero.
+inline void tile_rows(const amx::Tiled& tiled, const BFloat16* x, int64_t in, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; row++)
+    for (int64_t column = 0; column < in; column += amx::kDepth) {
+      BFloat16* to = tiled.at(row, column);
+      const int64_t count = std::min(amx::kDepth, in - column);
+      std::memcpy(to, x + row * in + column, count * sizeof(BFloat16));
+      std::fill(to + count, to + amx::kDepth, BFloat16(0));
+    }
+}
+
+// y [rows, out] = x [rows, in] @ weight.T + bias (empty: none); x bfloat16, y bfloat16 or float32, contiguous.
+void panel_linear(at::Tensor y, const at::Tensor& x, const at::Tensor& packed, const at::Tensor& bias) {
+  const int64_t rows = x.size(0), in = x.size(1), out = y.size(1);
+  const Panels w(packed, bias);
+  TORCH_CHECK(x.is_contiguous() && y.is_contiguous() && y.size(0) == rows && x.scalar_type() == at::kBFloat16);
+  TORCH_CHECK(round_up(in, amx::kDepth) == w.steps * amx::kDepth && round_up(out, kPanelColumns) == w.count * kPanelColumns);
+  TORCH_CHECK(bias.numel() == 0 || bias.numel() == out);
+  if (rows == 0) return;
+  static thread_local Scratch scratch;
+  const amx::Tiled tiled(scratch.reserve(amx::Tiled::bytes(rows, in)), in);
+  const BFloat16* from = x.const_data_ptr<BFloat16>();
+  dispatch(y, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    const SaveSums<T> emit{y.mutable_data_ptr<T>(), out, w.bias};
+    run_team([&](Team& team) {
+      team.share(rows, 16, [&](int64_t begin, int64_t end) { tile_rows(tiled, from, in, begin, end); });
+      amx::configure(std::min(rows, amx::kRows));
+      multiply_panels(team, w, tiled, rows, emit);
+      amx::release();
+    });
+  });
+}
+
+}  // namespace millrace
+#endif

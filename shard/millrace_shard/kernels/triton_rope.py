@@ -1,0 +1,160 @@
+"""Triton kernels that put keys and values into the paged cache, rotated on the way or as they are.
+
+A cache row is `block * block_size + offset`; caches are [num_blocks, block_size, K, head_dim], contiguous.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from millrace_shard.kernels.base import LayerCache
+
+ELEMENTS = 1024
+"""Of heads that a program takes together."""
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions", "cache_rows"])
+def _rope_store(
+    qkv,
+    rope,
+    positions,
+    cache_rows,
+    keys,
+    values,
+    num_heads: tl.constexpr,
+    num_kv_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    half: tl.constexpr,
+    heads: tl.constexpr,
+):
+    """One token and `heads` of its queries, keys and values a program; `half` of the rotated channels."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * heads + tl.arange(0, heads)
+    is_query = head < num_heads
+    is_key = (head >= num_heads) & (head < num_heads + num_kv_heads)
+    is_value = (head >= num_heads + num_kv_heads) & (head < num_heads + 2 * num_kv_heads)
+    exists = is_query | is_key | is_value
+    source = qkv + (token * (num_heads + 2 * num_kv_heads) + head) * head_dim
+    cached = tl.load(cache_rows + token) * (num_kv_heads * head_dim)
+    key = keys + cached + (head - num_heads) * head_dim
+    value = values + cached + (head - num_heads - num_kv_heads) * head_dim
+
+    channel = tl.arange(0, triton.next_power_of_2(half))
+    inside = (channel < half)[None, :]
+    angle = rope + tl.load(positions + token) * (2 * half) + channel
+    cos = tl.load(angle, mask=channel < half, other=0.0)[None, :]
+    sin = tl.load(angle + half, mask=channel < half, other=0.0)[None, :]
+    lefts = source[:, None] + channel[None, :]
+    left = tl.load(lefts, mask=exists[:, None] & inside, other=0.0)
+    right = tl.load(lefts + half, mask=exists[:, None] & inside, other=0.0)
+    wide_left = left.to(tl.float32)
+    wide_right = right.to(tl.float32)
+    new_left = (wide_left * cos - wide_right * sin).to(left.dtype)
+    new_right = (wide_right * cos + wide_left * sin).to(left.dtype)
+    tl.store(lefts, new_left, mask=is_query[:, None] & inside)
+    tl.store(lefts + half, new_right, mask=is_query[:, None] & inside)
+    where = key[:, None] + channel[None, :]
+    tl.store(where, new_left, mask=is_key[:, None] & inside)
+    tl.store(where + half, new_right, mask=is_key[:, None] & inside)
+    where = value[:, None] + channel[None, :]
+    tl.store(where, left, mask=is_value[:, None] & inside)
+    tl.store(where + half, right, mask=is_value[:, None] & inside)
+    if 2 * half < head_dim:
+        channel = 2 * half + tl.arange(0, triton.next_power_of_2(head_dim - 2 * half))
+        inside = (channel < head_dim)[None, :]
+        rest = tl.load(source[:, None] + channel[None, :], mask=exists[:, None] & inside, other=0.0)
+        tl.store(key[:, None] + channel[None, :], rest, mask=is_key[:, None] & inside)
+        tl.store(value[:, None] + channel[None, :], rest, mask=is_value[:, None] & inside)
+
+
+@triton.jit(do_not_specialize_on_alignment=["cache_rows"])
+def _store(
+    new_keys,
+    new_values,
+    cache_rows,
+    keys,
+    values,
+    key_token_stride,
+    key_head_stride,
+    value_token_stride,
+    value_head_stride,
+    num_kv_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    heads: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * heads + tl.arange(0, heads)
+    channel = tl.arange(0, triton.next_power_of_2(head_dim))
+    mask = (head < num_kv_heads)[:, None] & (channel < head_dim)[None, :]
+    cached = tl.load(cache_rows + token) * (num_kv_heads * head_dim) + head * head_dim
+    where = token * key_token_stride + head * key_head_stride
+    key = tl.load(new_keys + where[:, None] + channel[None, :], mask=mask)
+    tl.store(keys + cached[:, None] + channel[None, :], key, mask=mask)
+    where = token * value_token_stride + head * value_head_stride
+    value = tl.load(new_values + where[:, None] + channel[None, :], mask=mask)
+    tl.store(values + cached[:, None] + channel[None, :], value, mask=mask)
+
+
+def rope_store(
+    qkv: Tensor,
+    rope: Tensor,
+    positions: Tensor,
+    cache_rows: Tensor,
+    cache: LayerCache,
+    num_heads: int,
+) -> Tensor:
+    """See Kernels. Queries are rotated in place; keys are in the cache alone, those in `qkv` stay as they are.
+
+    Raises ValueError when `qkv` [T, width] or `rope` is not contiguous.
+    """
+    num_tokens = qkv.shape[0]
+    num_kv_heads, head_dim = cache.keys.shape[2:]
+    heads = qkv.view(num_tokens, num_heads + 2 * num_kv_heads, head_dim)
+    if not qkv.is_contiguous() or not rope.is_contiguous():
+        raise ValueError("merged queries, keys and values, and the rope table must be contiguous")
+    if num_tokens:
+        taken = _heads_taken(head_dim)
+        _rope_store[(num_tokens, triton.cdiv(heads.shape[1], taken))](
+            qkv,
+            rope,
+            positions,
+            cache_rows,
+            cache.keys,
+            cache.values,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            half=rope.shape[1] // 2,
+            heads=taken,
+            num_warps=4,
+        )
+    return heads[:, :num_heads]
+
+
+def store(keys: Tensor, values: Tensor, cache_rows: Tensor, cache: LayerCache) -> None:
+    """See Kernels."""
+    if keys.stride(2) != 1 or values.stride(2) != 1:
+        keys, values = keys.contiguous(), values.contiguous()
+    num_tokens, num_kv_heads, head_dim = keys.shape
+    if num_tokens == 0:
+        return
+    taken = min(_heads_taken(head_dim), triton.next_power_of_2(num_kv_heads))
+    _store[(num_tokens, triton.cdiv(num_kv_heads, taken))](
+        keys,
+        values,
+        cache_rows,
+        cache.keys,
+        cache.values,
+        *keys.stride()[:2],
+        *values.stride()[:2],
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        heads=taken,
+        num_warps=4,
+    )
+
+
+def _heads_taken(head_dim: int) -> int:
+    return int(max(1, ELEMENTS // triton.next_power_of_2(head_dim)))

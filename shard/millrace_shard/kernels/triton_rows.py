@@ -1,0 +1,131 @@
+"""Triton kernels over rows: norms and the activation. A row's arithmetic depends on its width alone.
+
+Rounding is `plain`'s: normalised in float32, cast, then scaled; the activation cast, then multiplied.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+NORM_ELEMENTS = 1024
+"""Elements of narrow rows that a program takes together."""
+ACTIVATION_ELEMENTS = 1024
+
+
+@triton.jit
+def _normalise(wide, weight, width: tl.constexpr, eps, dtype: tl.constexpr):
+    """`wide` [rows, padded width] float32, 0 beyond `width`."""
+    scale = tl.rsqrt(tl.sum(wide * wide, 1) / width + eps)
+    return (wide * scale[:, None]).to(dtype).to(tl.float32) * weight.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _rms_norm(
+    out,
+    x,
+    weight,
+    eps,
+    num_rows,
+    outer_stride,
+    inner_stride,
+    inner_rows: tl.constexpr,
+    width: tl.constexpr,
+    rows: tl.constexpr,
+):
+    row = tl.program_id(0) * rows + tl.arange(0, rows)
+    column = tl.arange(0, triton.next_power_of_2(width))
+    mask = (row < num_rows)[:, None] & (column < width)[None, :]
+    outer = (row // inner_rows).to(tl.int64) * outer_stride
+    where = outer + (row % inner_rows) * inner_stride
+    wide = tl.load(x + where[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    scales = tl.load(weight + column, mask=column < width, other=0.0)[None, :]
+    normed = _normalise(wide, scales, width, eps, x.dtype.element_ty)
+    where = row.to(tl.int64) * width
+    tl.store(out + where[:, None] + column[None, :], normed.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add_rms_norm(out, x, residual, weight, eps, width: tl.constexpr):
+    row = tl.program_id(0) + tl.arange(0, 1)
+    column = tl.arange(0, triton.next_power_of_2(width))
+    mask = (column < width)[None, :]
+    where = (row.to(tl.int64) * width)[:, None] + column[None, :]
+    added = tl.load(x + where, mask=mask, other=0.0).to(tl.float32)
+    added += tl.load(residual + where, mask=mask, other=0.0).to(tl.float32)
+    rounded = added.to(residual.dtype.element_ty)
+    tl.store(residual + where, rounded, mask=mask)
+    scales = tl.load(weight + column, mask=column < width, other=0.0)[None, :]
+    normed = _normalise(rounded.to(tl.float32), scales, width, eps, residual.dtype.element_ty)
+    tl.store(out + where, normed.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _silu_mul(out, gate_up, row_stride, width: tl.constexpr, columns: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * columns + tl.arange(0, columns)
+    mask = column < width
+    gate = tl.load(gate_up + row * row_stride + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * row_stride + width + column, mask=mask, other=0.0)
+    activated = (gate * tl.sigmoid(gate)).to(up.dtype).to(tl.float32)
+    product = activated * up.to(tl.float32)
+    tl.store(out + row * width + column, product.to(out.dtype.element_ty), mask=mask)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See Kernels. `x` [A, B, width] may be a strided view, such as the heads of a merged projection."""
+    width = x.shape[-1]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    source = x if x.dim() == 3 and x.stride(2) == 1 else x.reshape(-1, 1, width)
+    num_rows = source.shape[0] * source.shape[1]
+    if num_rows == 0:
+        return out
+    padded = triton.next_power_of_2(width)
+    rows = max(1, NORM_ELEMENTS // padded)
+    _rms_norm[(triton.cdiv(num_rows, rows),)](
+        out,
+        source,
+        weight,
+        eps,
+        num_rows,
+        *source.stride()[:2],
+        inner_rows=source.shape[1],
+        width=width,
+        rows=rows,
+        num_warps=_num_warps(padded * rows),
+    )
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See Kernels. Raises ValueError when `residual` [T, hidden] is not contiguous: it is written in place."""
+    if not residual.is_contiguous():
+        raise ValueError("a residual to be added to in place must be contiguous")
+    out = torch.empty_like(residual)
+    num_rows, width = residual.shape
+    if num_rows:
+        num_warps = _num_warps(triton.next_power_of_2(width))
+        _add_rms_norm[(num_rows,)](
+            out, x.contiguous(), residual, weight, eps, width=width, num_warps=num_warps
+        )
+    return out
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """See Kernels. `gate_up` [T, 2 * inter] may have any row stride."""
+    if gate_up.stride(1) != 1:
+        gate_up = gate_up.contiguous()
+    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(num_rows, width)
+    if num_rows:
+        _silu_mul[(num_rows, triton.cdiv(width, ACTIVATION_ELEMENTS))](
+            out, gate_up, gate_up.stride(0), width=width, columns=ACTIVATION_ELEMENTS, num_warps=4
+        )
+    return out
+
+
+def _num_warps(num_elements: int) -> int:
+    """For a program that holds so many: 8 to 16 each thread, where there are so many."""
+    return min(16, max(1, num_elements // 512))

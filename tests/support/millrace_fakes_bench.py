@@ -1,0 +1,31 @@
+"""An engine process for tests: it generates at once, dies, or answers on standard output as well."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.engines.worker import Limits, Moments, Request, main
+
+
+class FakeEngine:
+    """Gives each request its tokens; a prompt of one token 13 ends the process."""
+
+    def run(self, requests: Sequence[Request], concurrency: int) -> list[Moments]:
+        sys.stdout.write(f"noise that is no answer, {concurrency} at once\n")
+        if any(request.ids == [13] for request in requests):
+            sys.exit("no thirteen")
+        now = time.perf_counter()
+        return [Moments(now, [now + 0.5] * request.new_tokens) for request in requests]
+
+
+def load(model: Path, limits: Limits) -> FakeEngine:
+    if not model.exists():
+        raise FileNotFoundError(f"{model} with {limits.threads} threads")
+    return FakeEngine()
+
+
+if __name__ == "__main__":
+    main(load)
