@@ -13,6 +13,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
+
 namespace millrace::amx {
 
 constexpr int64_t kRows = 16;
@@ -48,11 +50,11 @@ inline void configure(int64_t rows) {
 
 inline void release() { _tile_release(); }
 
-// Right operands: `count` runs in memory of `steps` steps of K, two tiles in each. `step` and `second` are distances,
+// Right operands: `total` steps of K in runs of `steps` in memory, two tiles in each. `step` and `second` are distances,
 // `stride` bytes between tile rows.
 struct Right {
   const BFloat16* const* runs;
-  int64_t count, steps, step, second, stride;
+  int64_t total, steps, step, second, stride;
 };
 
 // sums [16, 16] twice, `second` values apart and `stride` bytes from row to row.
@@ -71,9 +73,10 @@ void multiply_one(const BFloat16* left, const Right& right, const Sums& sums, bo
     _tile_zero(0);
     _tile_zero(1);
   }
-  for (int64_t run = 0; run < right.count; run++) {
-    const BFloat16* r = right.runs[run];
-    for (int64_t i = 0; i < right.steps; i++, left += kTile, r += right.step) {
+  for (int64_t done = 0; done < right.total; done += right.steps) {
+    const BFloat16* r = right.runs[done / right.steps];
+    const int64_t steps = std::min(right.steps, right.total - done);
+    for (int64_t i = 0; i < steps; i++, left += kTile, r += right.step) {
       _tile_loadd(4, left, kTileStride);
       _tile_loadd(6, r, right.stride);
       _tile_dpbf16ps(0, 4, 6);
@@ -101,9 +104,10 @@ void multiply_two(const BFloat16* left, const BFloat16* left_low, const Right& r
     _tile_zero(2);
     _tile_zero(3);
   }
-  for (int64_t run = 0; run < right.count; run++) {
-    const BFloat16* r = right.runs[run];
-    for (int64_t i = 0; i < right.steps; i++, left += kTile, left_low += kTile, r += right.step) {
+  for (int64_t done = 0; done < right.total; done += right.steps) {
+    const BFloat16* r = right.runs[done / right.steps];
+    const int64_t steps = std::min(right.steps, right.total - done);
+    for (int64_t i = 0; i < steps; i++, left += kTile, left_low += kTile, r += right.step) {
       _tile_loadd(6, r, right.stride);
       _tile_loadd(4, left, kTileStride);
       _tile_dpbf16ps(0, 4, 6);

@@ -105,7 +105,9 @@ struct Chunk {
   Tile tile;
   int64_t begin, end;  // of the tile's last query's keys
 
-  int64_t num_pages() const { return std::min(kChunkPages, (end - begin + kPage - 1) / kPage); }
+  // Of keys that any query sees, rounded up to a tile's; no more are read.
+  int64_t size() const { return std::min(kChunk, round_up(end - begin, amx::kDepth)); }
+  int64_t num_pages() const { return (size() + kPage - 1) / kPage; }
   bool is_last() const { return begin + kChunk >= end; }
 };
 
@@ -161,9 +163,9 @@ inline void multiply_rows(const amx::Tiled& left, int64_t row, int64_t rows, con
 // A chunk of keys as it lies in memory.
 struct ChunkPages {
   const BFloat16 *keys[kChunkPages], *values[kChunkPages];
-  int64_t count;
+  int64_t size, count;
 
-  ChunkPages(const Attention<BFloat16>& a, const Chunk& chunk) : count(chunk.num_pages()) {
+  ChunkPages(const Attention<BFloat16>& a, const Chunk& chunk) : size(chunk.size()), count(chunk.num_pages()) {
     const int32_t* table = a.tables + chunk.tile.sequence * a.table_width + chunk.begin / kPage;
     for (int64_t page = 0; page < count; page++) {
       const int64_t at = a.pages.offset(table[page], chunk.tile.head);
@@ -175,20 +177,20 @@ struct ChunkPages {
 
 inline void score_rows(const AmxWorkspace& w, const ChunkPages& pages, int64_t row, int64_t rows, Ahead& ahead) {
   constexpr int64_t stride = kPage * 2 * sizeof(BFloat16);
-  for (int64_t page = 0; page < pages.count; page++)
-    for (int64_t column = 0; column < kPage; column += 2 * amx::kColumns) {
-      const BFloat16* run = pages.keys[page] + column * 2;
-      const amx::Right right{&run, 1, w.dim / amx::kDepth, amx::kRows * kPage * 2, amx::kColumns * 2, stride};
-      const amx::Sums to{w.scores + row * kChunk + page * kPage + column, amx::kColumns, kChunk * sizeof(float)};
-      multiply_rows(w.queries, row, rows, right, to, amx::kRows * kChunk, false, ahead);
-    }
+  const int64_t steps = w.dim / amx::kDepth;
+  for (int64_t key = 0; key < pages.size; key += 2 * amx::kColumns) {
+    const BFloat16* run = pages.keys[key / kPage] + key % kPage * 2;
+    const amx::Right right{&run, steps, steps, amx::kRows * kPage * 2, amx::kColumns * 2, stride};
+    const amx::Sums to{w.scores + row * kChunk + key, amx::kColumns, kChunk * sizeof(float)};
+    multiply_rows(w.queries, row, rows, right, to, amx::kRows * kChunk, false, ahead);
+  }
 }
 
 inline void sum_values(const AmxWorkspace& w, const ChunkPages& pages, int64_t row, int64_t rows, Ahead& ahead) {
   for (int64_t column = 0; column < w.dim; column += 2 * amx::kColumns) {
     const BFloat16* runs[kChunkPages];
     for (int64_t page = 0; page < pages.count; page++) runs[page] = pages.values[page] + column * 2;
-    const amx::Right right{runs, pages.count, kPageTiles, amx::kRows * w.dim * 2, amx::kColumns * 2,
+    const amx::Right right{runs, pages.size / amx::kDepth, kPageTiles, amx::kRows * w.dim * 2, amx::kColumns * 2,
                            w.dim * 2 * static_cast<int64_t>(sizeof(BFloat16))};
     const amx::Sums to{w.sum(row, column), amx::kSums, amx::kColumns * sizeof(float)};
     multiply_rows(w.weights, row, rows, right, to, w.dim / amx::kColumns * amx::kSums, true, ahead);
@@ -198,7 +200,7 @@ inline void sum_values(const AmxWorkspace& w, const ChunkPages& pages, int64_t r
 inline void attend_chunk(const Attention<BFloat16>& a, const AmxWorkspace& w, const Chunk& chunk, Ahead& ahead) {
   const Tile& tile = chunk.tile;
   const int64_t group = a.group(), rows = (tile.last - tile.first) * group;
-  const int64_t before = chunk.end - tile.last, n = chunk.num_pages() * kPage;
+  const int64_t before = chunk.end - tile.last, n = chunk.size();
   const ChunkPages pages(a, chunk);
   for (int64_t first = 0; first < rows; first += kRowsTogether) {
     const int64_t last = std::min(rows, first + kRowsTogether);

@@ -77,8 +77,8 @@ class AmxAttention:
     def __call__(
         self, x: Tensor | None, residual: Tensor, batch: RaggedBatch, cache: LayerCache
     ) -> Tensor:
-        """[T, hidden]; `residual` is changed in place."""
-        y = torch.empty_like(residual)
+        """[T, hidden], in `x` where there is one; `residual` is changed in place."""
+        y = torch.empty_like(residual) if x is None else x
         torch.ops.millrace.attention_block(
             y,
             self._nothing if x is None else x,
@@ -115,10 +115,9 @@ class AmxMlp:
         self._down, self._down_bias = _packed(weights.down)
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """[T, hidden]; `residual` is changed in place."""
-        y = torch.empty_like(residual)
+        """[T, hidden], in `x`; `residual` is changed in place."""
         torch.ops.millrace.mlp_block(
-            y,
+            x,
             x,
             residual,
             self._norm,
@@ -128,7 +127,7 @@ class AmxMlp:
             self._down,
             self._down_bias,
         )
-        return y
+        return x
 
 
 def _packed(weights: LinearWeights, *, gated: bool = False) -> tuple[Tensor, Tensor]:

@@ -52,7 +52,7 @@ struct NormInput {
   }
 };
 
-// y = down(silu(gate(h)) * up(h)) with h = norm(residual += x); x may be empty. All [rows, hidden] bfloat16.
+// y = down(silu(gate(h)) * up(h)) with h = norm(residual += x); x may be empty, or y. All [rows, hidden] bfloat16.
 void mlp_block(at::Tensor y, const at::Tensor& x, const at::Tensor& residual, const at::Tensor& norm, double eps,
                const at::Tensor& gate_up, const at::Tensor& gate_up_bias, const at::Tensor& down,
                const at::Tensor& down_bias) {
@@ -108,7 +108,7 @@ struct Heads {
   }
 };
 
-// y = out(attention(h)) with h = norm(residual += x); x may be empty. Keys and values go to their pages.
+// y = out(attention(h)) with h = norm(residual += x); x may be empty, or y. Keys and values go to their pages.
 void attention_block(at::Tensor y, const at::Tensor& x, const at::Tensor& residual, const at::Tensor& norm, double eps,
                      const at::Tensor& qkv, const at::Tensor& qkv_bias, const at::Tensor& query_norm,
                      const at::Tensor& key_norm, const at::Tensor& out, const at::Tensor& out_bias,

@@ -150,7 +150,7 @@ class PanelLoop {
   void multiply_block(const Part& part, int64_t row, int64_t count, float* sums, const Fetch& fetch) {
     const int64_t steps = part.end - part.begin, each = (pending_.count - done_ + steps - 1) / steps;
     const BFloat16* run = weights(part.panel, part.begin);
-    const amx::Right right{&run, 1, steps, kPanelTile, amx::kTile, amx::kTileStride};
+    const amx::Right right{&run, steps, steps, kPanelTile, amx::kTile, amx::kTileStride};
     const amx::Sums to{sums, amx::kSums, amx::kColumns * sizeof(float)};
     const BFloat16* left = x_.rows(row) + part.begin * amx::kTile;
     if (count <= amx::kRows) {

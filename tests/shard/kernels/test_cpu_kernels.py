@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from millrace_shard.kernels import amx_blocks
 from millrace_shard.kernels.base import LayerCache
 from millrace_shard.kernels.build import load_operators
 from millrace_shard.kernels.cpu import CpuKernels
@@ -48,12 +49,18 @@ def error(out: Tensor, expected: Tensor) -> float:
     return float(((out.double() - expected).abs() / (1 + expected.abs())).max())
 
 
-@pytest.fixture(params=[BF16, FP32], ids=["bf16", "fp32"])
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    if request.param is BF16 and not torch.cpu._is_avx512_bf16_supported():
+@pytest.fixture(params=["bf16-amx", "bf16", "fp32"])
+def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+    """bfloat16 both with AMX, where there is some, and by the operators for CPUs without."""
+    if request.param == "fp32":
+        return FP32
+    if not torch.cpu._is_avx512_bf16_supported():
         pytest.skip("no bfloat16 products on this CPU")
-    assert isinstance(request.param, torch.dtype)
-    return request.param
+    if request.param == "bf16":
+        monkeypatch.setattr(amx_blocks, "available", lambda: False)
+    elif not amx_blocks.available():
+        pytest.skip("no AMX on this CPU")
+    return BF16
 
 
 @pytest.fixture
