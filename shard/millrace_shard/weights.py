@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from millrace_shard.errors import WeightsError
+from millrace_shard.mapped_pages import release_pages
 from millrace_shard.parallel import ProcessGroup
 from millrace_shard.safetensor_files import SafetensorFiles
 
@@ -107,4 +108,6 @@ class Weights:
                 f"tensor {name} has shape {list(found)}, its config says {list(shape)}"
             )
         if span[0] < span[1]:
-            out.copy_(self._files.read(name, dim=dim, span=span))
+            found = self._files.read(name, dim=dim, span=span)
+            out.copy_(found)
+            release_pages(found)

@@ -75,14 +75,14 @@ class AttentionBlock(Protocol):
     def __call__(
         self, x: Tensor | None, residual: Tensor, batch: RaggedBatch, cache: LayerCache
     ) -> Tensor:
-        """What is to be added next, [T, hidden], perhaps in `x`'s memory; `residual` [T, hidden] is changed in place."""
+        """What is to be added next, [T, hidden], perhaps in `x`'s memory; changes `residual` [T, hidden] in place."""
 
 
 class MlpBlock(Protocol):
     """`residual += x`, norm, `down(silu(gate) * up)`."""
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """What is to be added next, [T, hidden], perhaps in `x`'s memory; `residual` [T, hidden] is changed in place."""
+        """What is to be added next, [T, hidden], perhaps in `x`'s memory; changes `residual` [T, hidden] in place."""
 
 
 class Kernels(Protocol):

@@ -40,6 +40,15 @@ struct Panels {
   int64_t grain() const { return std::max<int64_t>(1, kGrainOfWeights / bytes()); }
 };
 
+// A right operand of `rows` outputs (0 to 16, or less) and `columns` inputs (1 to 32); zeros fill up.
+inline void pack_tile(BFloat16* to, const BFloat16* from, int64_t stride, int64_t rows, int64_t columns) {
+  uint32_t pairs[amx::kColumns][amx::kDepth / 2] = {};
+  for (int64_t row = 0; row < rows; row++) std::memcpy(pairs[row], from + row * stride, columns * sizeof(BFloat16));
+  uint32_t* transposed = reinterpret_cast<uint32_t*>(to);
+  for (int64_t pair = 0; pair < amx::kDepth / 2; pair++)
+    for (int64_t row = 0; row < amx::kColumns; row++) transposed[pair * amx::kColumns + row] = pairs[row][pair];
+}
+
 // weight [out, in] bfloat16. `gated`: its first half are gates and the second what they gate; a panel then holds 16 of
 // each, so that one thread has both. Otherwise panel p holds outputs 32 p to 32 p + 31.
 inline at::Tensor pack_panels(const at::Tensor& weight, bool gated) {
@@ -52,17 +61,13 @@ inline at::Tensor pack_panels(const at::Tensor& weight, bool gated) {
   BFloat16* to = packed.mutable_data_ptr<BFloat16>();
   at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t panel = begin; panel < end; panel++)
-      for (int64_t half = 0; half < 2; half++)
-        for (int64_t column = 0; column < amx::kColumns; column++) {
-          const int64_t row = gated ? half * out / 2 + panel * amx::kColumns + column
-                                    : panel * kPanelColumns + half * amx::kColumns + column;
-          BFloat16* pairs = to + (panel * steps * 2 + half) * amx::kTile + column * 2;
-          for (int64_t i = 0; i < steps * amx::kDepth; i += 2) {
-            BFloat16* pair = pairs + i / amx::kDepth * kPanelTile + i % amx::kDepth / 2 * amx::kColumns * 2;
-            for (int64_t odd = 0; odd < 2; odd++)
-              pair[odd] = row < out && i + odd < in ? from[row * in + i + odd] : BFloat16(0);
-          }
-        }
+      for (int64_t half = 0; half < 2; half++) {
+        const int64_t row = gated ? half * out / 2 + panel * amx::kColumns
+                                  : panel * kPanelColumns + half * amx::kColumns;
+        for (int64_t step = 0; step < steps; step++)
+          pack_tile(to + ((panel * steps + step) * 2 + half) * amx::kTile, from + row * in + step * amx::kDepth, in,
+                    std::min(amx::kColumns, out - row), std::min(amx::kDepth, in - step * amx::kDepth));
+      }
   });
   return packed;
 }
