@@ -20,7 +20,7 @@ PROTO := proto/millrace_proto/generate.proto
 GENERATED := proto/millrace_proto/generate_pb2.py
 PIP_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help install serve test test-ecosystem check format bench bench-quick bench-curves proto clean
+.PHONY: help install serve test test-ecosystem check format bench bench-quick bench-curves bench-gpu bench-gpu-bundle proto clean
 .DEFAULT_GOAL := help
 
 help:
@@ -32,6 +32,8 @@ help:
 	@echo "make bench            all cases beside the peers that are installed, to bench/out"
 	@echo "make bench-quick      has our engine become slower? three minutes"
 	@echo "make bench-curves     throughput over concurrency and context length, to bench/out"
+	@echo "make bench-gpu        on a machine with a GPU and torch: engine, server, transformers; ten minutes"
+	@echo "make bench-gpu-bundle what such a machine lacks to run it without a network, to .gpu-bundle"
 	@echo "make format           rewrite the sources in house style"
 	@echo "make proto            regenerate the protobuf code"
 	@echo "make clean            remove what these verbs made, but for the environments"
@@ -85,6 +87,13 @@ bench-quick: install
 
 bench-curves: install
 	$(BIN)/python -m bench.curves $(ARGS)
+
+# Installs nothing, so that it runs from a checkout alone where $(PYTHON) has torch.
+bench-gpu:
+	@$(if $(wildcard $(INSTALLED)),$(BIN)/python,$(PYTHON)) -m bench.gpu $(ARGS)
+
+bench-gpu-bundle: install
+	$(BIN)/python -m bench.gpu.bundle $(ARGS)
 
 clean:
 	find proto router shard launcher tests bench demo -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

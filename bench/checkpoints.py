@@ -83,6 +83,11 @@ def write_checkpoint(folder: Path, shape: Shape, *, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     weights = dict(_weights(shape, generator))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    describe(folder, shape)
+
+
+def describe(folder: Path, shape: Shape) -> None:
+    """Write all of a checkpoint but its weights."""
     build_tokenizer(shape.vocab_size).save(str(folder / "tokenizer.json"))
     _write_json(folder / "config.json", _config(shape))
     _write_json(

@@ -1,0 +1,117 @@
+"""Processes with a limit of time: what they print is shown and kept, and nothing outlives one that was ended."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Literal
+
+GRACE_SECONDS = 15.0
+NO_DEVICE = 3
+"""Exit status of a stage that finds no GPU."""
+SHARED_MEMORY = Path("/dev/shm")
+TAIL_LINES = 60
+
+Status = Literal["ok", "failed", "timed out", "no device", "skipped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a child ended."""
+
+    status: Status
+    seconds: float
+    tail: tuple[str, ...]
+    """The end of what it printed."""
+
+
+def scratch_prefix(pid: int) -> str:
+    """How the names of temporary folders of a stage begin."""
+    return f"millrace-bench-{pid}-"
+
+
+def run(
+    command: Sequence[str], *, environment: Mapping[str, str], cwd: Path, limit_seconds: float
+) -> Ended:
+    """Run it for at most so long; then SIGTERM, and SIGKILL to whatever of its family is left."""
+    began = time.monotonic()
+    child = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    assert child.stdout is not None
+    tail: deque[str] = deque(maxlen=TAIL_LINES)
+    reader = threading.Thread(target=_show, args=(child.stdout, tail, began), daemon=True)
+    reader.start()
+    has_timed_out = False
+    try:
+        child.wait(timeout=limit_seconds)
+    except subprocess.TimeoutExpired:
+        has_timed_out = True
+    finally:
+        _end(child)
+    reader.join(timeout=GRACE_SECONDS)
+    if not reader.is_alive():
+        child.stdout.close()
+    status = "timed out" if has_timed_out else _status(child.returncode)
+    return Ended(status, time.monotonic() - began, tuple(tail))
+
+
+def _status(code: int) -> Status:
+    if code == NO_DEVICE:
+        return "no device"
+    return "ok" if code == 0 else "failed"
+
+
+def _show(output: IO[str], tail: deque[str], began: float) -> None:
+    for line in output:
+        tail.append(line.rstrip("\n"))
+        print(f"  {time.monotonic() - began:6.1f}  {tail[-1]}", flush=True)
+
+
+def _end(child: subprocess.Popen[str]) -> None:
+    """End it and its descendants, and remove its temporary folders."""
+    family = _descendants(child.pid)
+    if child.poll() is None:
+        child.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(timeout=GRACE_SECONDS)
+    for pid in (child.pid, *family):
+        if pid != child.pid or child.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    child.wait()
+    for folder in (SHARED_MEMORY, Path(tempfile.gettempdir())):
+        for left in folder.glob(f"{scratch_prefix(child.pid)}*"):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _descendants(pid: int) -> list[int]:
+    """Processes that it started and those that they did, off /proc."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        # The name in parentheses may hold anything, spaces too.
+        with suppress(OSError, ValueError, IndexError):
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(stat.parent.name))
+    found = children.get(pid, []).copy()
+    for each in found:
+        found += children.get(each, [])
+    return found

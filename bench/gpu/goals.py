@@ -1,0 +1,175 @@
+"""The goals on one GPU, and how each follows from the figures of one run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from bench.gpu.figures import Figure, shown
+
+READ_RATE, COPY_RATE, MATRIX_RATE = "memory read", "memory copy", "matrix product, bfloat16"
+DECODE, PREFILL, SMALL = "decode", "prefill", "small"
+ENGINE, SERVER, PEER, TESTS = "engine", "server", "transformers", "tests"
+STOPPED = -1
+"""In place of the tests' exit status, where time ended before them."""
+UNIT = {READ_RATE: "GB/s", COPY_RATE: "GB/s", MATRIX_RATE: "TFLOP/s"}
+PREFIX = {READ_RATE: 1e9, COPY_RATE: 1e9, MATRIX_RATE: 1e12}
+
+Verdict = Literal["met", "missed", "not measured"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One line of the table."""
+
+    case: str
+    measured: str
+    reached: str
+    """In the goal's own terms."""
+    goal: str
+    verdict: Verdict
+
+
+class Figures:
+    """A run's figures by their kind."""
+
+    def __init__(self, figures: Iterable[Figure]) -> None:
+        self._by_kind: dict[str, list[Figure]] = {}
+        for figure in figures:
+            self._by_kind.setdefault(figure.kind, []).append(figure)
+
+    def all(self, kind: str) -> list[Figure]:
+        """In the order in which they came."""
+        return self._by_kind.get(kind, [])
+
+    def value(self, kind: str) -> float | None:
+        """Of the last one."""
+        found = self._by_kind.get(kind)
+        return found[-1].value if found else None
+
+    @property
+    def bandwidth(self) -> float | None:
+        """Bytes a second: the faster of reading and copying, which is what the memory can do."""
+        rates = [rate for kind in (READ_RATE, COPY_RATE) if (rate := self.value(kind)) is not None]
+        return max(rates) * 1e9 if rates else None
+
+    @property
+    def matrix_rate(self) -> float | None:
+        """Operations a second."""
+        value = self.value(MATRIX_RATE)
+        return None if value is None else value * 1e12
+
+
+def table(figures: Iterable[Figure]) -> list[Line]:
+    """Every goal, whether or not it was measured."""
+    found = Figures(figures)
+    return [
+        *_decodes(found),
+        *_prefills(found),
+        *_small(found),
+        _ratio(found, "server against engine", (SERVER, ENGINE), least=0.92),
+        _ratio(found, "engine against transformers", (ENGINE, PEER), least=2.0),
+        *_tests(found),
+    ]
+
+
+def _decodes(found: Figures) -> Sequence[Line]:
+    def share(figure: Figure) -> float | None:
+        if found.bandwidth is None:
+            return None
+        return float(figure.detail["bytes"]) / found.bandwidth / (figure.value / 1e3)
+
+    return _shares(found.all(DECODE), DECODE, share, (0.85, "of the memory's rate"))
+
+
+def _prefills(found: Figures) -> Sequence[Line]:
+    def share(figure: Figure) -> float | None:
+        if found.matrix_rate is None:
+            return None
+        return float(figure.detail["flops"]) / found.matrix_rate / (figure.value / 1e3)
+
+    return _shares(found.all(PREFILL), PREFILL, share, (0.65, "of the matrix rate"))
+
+
+def _shares(
+    figures: Sequence[Figure],
+    kind: str,
+    share: Callable[[Figure], float | None],
+    goal: tuple[float, str],
+) -> Sequence[Line]:
+    least, what = goal
+    text = f">= {least:.0%} {what}"
+    lines = []
+    for figure in figures:
+        reached = share(figure)
+        lines.append(
+            Line(
+                case=figure.name,
+                measured=_measured(figure),
+                reached="" if reached is None else f"{reached:.1%}",
+                goal=text,
+                verdict=_verdict(
+                    reached is not None and reached >= least, known=reached is not None
+                ),
+            )
+        )
+    return lines or [_missing(kind, text)]
+
+
+def _small(found: Figures) -> Sequence[Line]:
+    most = 1.2
+    goal = f"<= {most} ms"
+    lines = [
+        Line(
+            case=figure.name,
+            measured=_measured(figure),
+            reached=f"{figure.value:.3f} ms",
+            goal=goal,
+            verdict=_verdict(figure.value <= most),
+        )
+        for figure in found.all(SMALL)
+    ]
+    return lines or [_missing("small model, decode", goal)]
+
+
+def _ratio(found: Figures, case: str, kinds: tuple[str, str], *, least: float) -> Line:
+    goal = f">= {least:g} x"
+    above, below = (found.value(kind) for kind in kinds)
+    if above is None or below is None:
+        return _missing(case, goal)
+    return Line(
+        case=case,
+        measured=f"{shown(above)} and {shown(below)} tok/s",
+        reached=f"{above / below:.3f} x",
+        goal=goal,
+        verdict=_verdict(above / below >= least),
+    )
+
+
+def _tests(found: Figures) -> Sequence[Line]:
+    lines = [
+        Line(
+            case=figure.name,
+            measured=str(figure.detail["summary"]),
+            reached="" if figure.value == STOPPED else f"exit status {figure.value:.0f}",
+            goal="all pass",
+            verdict=_verdict(figure.value == 0, known=figure.value != STOPPED),
+        )
+        for figure in found.all(TESTS)
+    ]
+    return lines or [_missing("GPU tests", "all pass")]
+
+
+def _measured(figure: Figure) -> str:
+    return f"{shown(figure.value)} {figure.unit}"
+
+
+def _missing(case: str, goal: str) -> Line:
+    return Line(case=case, measured="", reached="", goal=goal, verdict="not measured")
+
+
+def _verdict(is_met: bool, *, known: bool = True) -> Verdict:  # noqa: FBT001
+    if not known:
+        return "not measured"
+    return "met" if is_met else "missed"

@@ -1,0 +1,85 @@
+"""Weights of a shape without a checkpoint: random, and made on the device where the model runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig
+
+from bench.checkpoints import INITIALIZER_RANGE, Shape, describe
+from millrace_shard.errors import WeightsError
+from millrace_shard.parallel import ProcessGroup
+from millrace_shard.weights import Weights
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a checkpoint of `shape`, by the names of the Llama family."""
+    hidden, intermediate = shape.hidden_size, shape.intermediate_size
+    key_value = shape.num_key_value_heads * shape.head_size
+    found: dict[str, tuple[int, ...]] = {
+        EMBEDDING: (shape.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    for layer in range(shape.num_layers):
+        attention, mlp = (f"model.layers.{layer}.{part}" for part in ("self_attn", "mlp"))
+        found[f"{attention}.q_proj.weight"] = (hidden, hidden)
+        found[f"{attention}.k_proj.weight"] = (key_value, hidden)
+        found[f"{attention}.v_proj.weight"] = (key_value, hidden)
+        found[f"{attention}.o_proj.weight"] = (hidden, hidden)
+        found[f"{mlp}.gate_proj.weight"] = (intermediate, hidden)
+        found[f"{mlp}.up_proj.weight"] = (intermediate, hidden)
+        found[f"{mlp}.down_proj.weight"] = (hidden, intermediate)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            found[f"model.layers.{layer}.{norm}.weight"] = (hidden,)
+    return found
+
+
+def fill(out: Tensor, name: str) -> None:
+    """Random values as a new model has them; the end token's row is zero, so that it is never chosen."""
+    if name.endswith("norm.weight"):
+        out.fill_(1)
+    else:
+        out.normal_(0, INITIALIZER_RANGE)
+    if name == EMBEDDING:
+        out[0] = 0
+
+
+class RandomWeights(Weights):
+    """What a model loader asks of a checkpoint's files, made up on the device instead; one rank's alone."""
+
+    def __init__(self, shape: Shape, *, dtype: torch.dtype, device: torch.device) -> None:
+        # There are no files to open.
+        group = ProcessGroup.single()
+        self._shapes = tensor_shapes(shape)
+        self._dtype = dtype
+        self._device = device
+        self._rank = group.rank
+        self._world_size = group.world_size
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shapes
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def _fill(
+        self, out: Tensor, name: str, shape: tuple[int, ...], *, dim: int, span: tuple[int, int]
+    ) -> None:
+        del dim, span
+        if self._shapes.get(name) != shape:
+            raise WeightsError(f"tensor {name} has shape {self._shapes.get(name)}, not {shape}")
+        fill(out, name)
+
+
+def read_description(folder: Path, shape: Shape) -> PretrainedConfig:
+    """Write config and tokenizer of `shape` into `folder`, and read the config back as transformers has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    describe(folder, shape)
+    config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+    found: PretrainedConfig = config
+    return found

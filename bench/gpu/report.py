@@ -1,0 +1,80 @@
+"""A run's results, written anew after every stage: gpu.json with all of it, gpu.txt with the table for people."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from bench.gpu.children import Ended
+from bench.gpu.figures import Figure
+from bench.gpu.goals import Line, table
+
+GOALS_SHAPE = "8b"
+HEADINGS = ("case", "measured", "reached", "goal", "")
+
+
+class Run:
+    """What the stages have yielded so far."""
+
+    def __init__(self, out: Path, *, device: str, shape: str) -> None:
+        self.path = out / "gpu.json"
+        self._text_path = out / "gpu.txt"
+        self._device = device
+        self._shape = shape
+        self._started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        self._stages: dict[str, Ended] = {}
+        self._figures: Sequence[Figure] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every stage so far ended well."""
+        return all(ended.status == "ok" for ended in self._stages.values())
+
+    def add(self, stage: str, ended: Ended, figures: Sequence[Figure]) -> None:
+        """Take in how `stage` ended and all figures there are by now, and write them."""
+        self._stages[stage] = ended
+        self._figures = figures
+        self.path.write_text(json.dumps(self._content(), indent=2) + "\n")
+        self._text_path.write_text(self.text())
+
+    def text(self) -> str:
+        """Goals, figures, and how the stages ended, with the last lines of those that failed."""
+        parts = [
+            f"{self._shape} on {self._device}, {self._started}",
+            "" if self._shape == GOALS_SHAPE else f"The goals are those of {GOALS_SHAPE}.",
+            columns([HEADINGS, *(_cells(line) for line in table(self._figures))]),
+            "\n".join(figure.text() for figure in self._figures),
+            columns([(n, e.status, f"{e.seconds:.0f} s") for n, e in self._stages.items()]),
+        ]
+        for name, ended in self._stages.items():
+            if ended.status in ("failed", "timed out"):
+                parts.append("\n".join([f"the end of {name}:", *ended.tail[-30:]]))
+        return "\n\n".join(part for part in parts if part) + "\n"
+
+    def _content(self) -> dict[str, object]:
+        return {
+            "started": self._started,
+            "device": self._device,
+            "shape": self._shape,
+            "stages": {name: asdict(ended) for name, ended in self._stages.items()},
+            "figures": [asdict(figure) for figure in self._figures],
+            "table": [asdict(line) for line in table(self._figures)],
+        }
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells, each column as wide as its widest."""
+    if not rows:
+        return ""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def _cells(line: Line) -> tuple[str, ...]:
+    return line.case, line.measured, line.reached, line.goal, line.verdict

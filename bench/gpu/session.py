@@ -1,0 +1,191 @@
+"""The product's engine without its queue: decoder, warm-up, graphs and step runner, driven as by the router."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from bench.checkpoints import Shape
+from bench.gpu.clock import Clock
+from bench.gpu.random_weights import RandomWeights, read_description
+from bench.gpu.scale import GRAPH_SIZES, Scale
+from millrace_shard.architecture import Architecture
+from millrace_shard.capacity import WarmupRequest
+from millrace_shard.config import ShardConfig
+from millrace_shard.decoder import Decoder
+from millrace_shard.kernels.choose import choose_kernels
+from millrace_shard.load import model_info
+from millrace_shard.parallel import ProcessGroup
+from millrace_shard.rope import model_rope_table
+from millrace_shard.runner import LaunchedStep, StepRunner
+from millrace_shard.sequence import Sequence
+from millrace_shard.serve import graph_settings, is_deterministic
+from millrace_shard.step import BatchChange, Forward, StepResult
+from millrace_shard.warmup import LoadedModel, MemoryLimits, warm_up
+
+STEPS_IN_FLIGHT = 2
+"""As many as the router keeps."""
+DTYPE = torch.bfloat16
+
+
+class BadStepError(Exception):
+    """A step left sequences out, whose logits were not finite or that contradict the batch."""
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Milliseconds of each of some steps."""
+
+    step: list[float] = field(default_factory=list)
+    """From one step's end to the next, on the device, while the next is already submitted."""
+    forward: list[float] = field(default_factory=list)
+    sampling: list[float] = field(default_factory=list)
+    host: list[float] = field(default_factory=list)
+    """To submit it."""
+
+
+def shard_flags(device: torch.device, graph_sizes: Iterable[int] = GRAPH_SIZES) -> tuple[str, ...]:
+    """Those of every shard here; no sizes are no graphs."""
+    sizes = ",".join(map(str, graph_sizes)) or "0"
+    return (f"--device={device.type}", f"--cuda-graphs={sizes}")
+
+
+@torch.inference_mode()
+def load(shape: Shape, config: ShardConfig, device: torch.device, max_tokens: int) -> LoadedModel:
+    """Random weights behind the kernels that the shard would choose."""
+    described = read_description(config.model_folder, shape)
+    arch = Architecture.from_config(described)
+    kernels = choose_kernels(
+        device,
+        DTYPE,
+        deterministic=is_deterministic(config, device),
+        head_dims=(arch.head_dim,),
+        custom=not config.disable_custom_kernels,
+    )
+    torch.manual_seed(0)
+    group = ProcessGroup.single()
+    model = Decoder(
+        arch,
+        model_info(config.model_folder, described),
+        model_rope_table(described, max_tokens).to(device),
+        weights=RandomWeights(shape, dtype=DTYPE, device=device),
+        kernels=kernels,
+        group=group,
+    )
+    return LoadedModel(model=model, kernels=kernels, group=group, device=device, dtype=DTYPE)
+
+
+@torch.inference_mode()
+def start(loaded: LoadedModel, config: ShardConfig, scale: Scale, *, max_rows: int) -> Session:
+    """Warm up as the shard does, with room for `max_rows` sequences of every length that is measured."""
+    tokens = max(max_rows * scale.longest, scale.max_prefill_tokens)
+    request = WarmupRequest(
+        max_batch_prefill_tokens=scale.max_prefill_tokens,
+        max_batch_size=max_rows,
+        max_concurrent_requests=max_rows,
+        max_total_tokens=scale.max_tokens,
+        max_batch_total_tokens=max(
+            tokens + 2 * max_rows * loaded.kernels.block_size, scale.max_tokens
+        ),
+    )
+    device = loaded.device
+    warmed = warm_up(loaded, request, MemoryLimits(), graphs=graph_settings(config, device))
+    return Session(warmed.runner, device, scale.max_prefill_tokens)
+
+
+class Session:
+    """Sequences of random tokens in slots 0, 1, … of one runner."""
+
+    def __init__(self, runner: StepRunner, device: torch.device, max_prefill_tokens: int) -> None:
+        self._runner = runner
+        self._device = device
+        self._max_prefill_tokens = max_prefill_tokens
+        self._random = np.random.default_rng(0)
+        self._next_block = 1
+        self._lengths: list[int] = []
+
+    def context(self, rows: int) -> int:
+        """Tokens of the first `rows` sequences together."""
+        return sum(self._lengths[:rows])
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences that are there."""
+        return len(self._lengths)
+
+    def clear(self) -> None:
+        """Drop every sequence."""
+        self._runner.batch.clear()
+        self._next_block = 1
+        self._lengths.clear()
+
+    @torch.inference_mode()
+    def admit(self, rows: int, length: int, *, room: int) -> list[StepResult]:
+        """Compute `rows` more prompts of `length`, each to grow by `room` tokens, in as few steps as allowed."""
+        at_once = max(1, self._max_prefill_tokens // length)
+        flying: deque[LaunchedStep] = deque()
+        results: list[StepResult] = []
+        for first in range(0, rows, at_once):
+            flying.append(self._admit(min(at_once, rows - first), length, room))
+            if len(flying) == STEPS_IN_FLIGHT:
+                results.append(_finished(flying.popleft()))
+        return results + [_finished(step) for step in flying]
+
+    @torch.inference_mode()
+    def decode(self, rows: int, num_steps: int) -> StepTimes:
+        """Decode the first `rows` sequences so many times, with one step always submitted ahead."""
+        step = Forward(decode_slots=np.arange(rows))
+        clock, times = Clock(self._device), StepTimes()
+        flying: deque[LaunchedStep] = deque()
+        for _ in range(num_steps):
+            began = time.perf_counter()
+            flying.append(self._runner.launch(step))
+            times.host.append(1000 * (time.perf_counter() - began))
+            clock.mark()
+            if len(flying) == STEPS_IN_FLIGHT:
+                self._record(flying.popleft(), times)
+        while flying:
+            self._record(flying.popleft(), times)
+        times.step = clock.gaps_ms()
+        for slot in range(rows):
+            self._lengths[slot] += num_steps
+        return times
+
+    def _record(self, step: LaunchedStep, times: StepTimes) -> None:
+        timings = _finished(step).timings
+        times.forward.append(timings.forward_ns / 1e6)
+        times.sampling.append(timings.decode_ns / 1e6)
+
+    def _admit(self, rows: int, length: int, room: int) -> LaunchedStep:
+        slots = np.arange(rows) + len(self._lengths)
+        vocab_size = self._runner.batch.limits.vocab_size
+        # Of tokens submitted ahead one may be stored past the room.
+        blocks = -(-(length + room + 1) // self._runner.batch.limits.block_size)
+        change = BatchChange(
+            admitted=tuple(
+                Sequence(
+                    slot=int(slot),
+                    request_id=int(slot),
+                    input_ids=self._random.integers(1, vocab_size, length),
+                )
+                for slot in slots
+            ),
+            grown_slots=np.repeat(slots, blocks),
+            grown_blocks=np.arange(rows * blocks) + self._next_block,
+        )
+        self._next_block += rows * blocks
+        self._lengths += [length] * rows
+        chunks = np.full(rows, length, dtype=np.int64)
+        return self._runner.launch(Forward(change=change, chunk_slots=slots, chunk_tokens=chunks))
+
+
+def _finished(step: LaunchedStep) -> StepResult:
+    result = step.finish()
+    if len(result.failed_slots):
+        raise BadStepError(f"sequences failed in slots {result.failed_slots.tolist()}")
+    return result

@@ -1,0 +1,59 @@
+"""The child's side: run one stage, and write its figures as they come. Ends with NO_DEVICE where there is no GPU."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+
+from bench.gpu.children import NO_DEVICE
+from bench.gpu.figures import Figure, append
+from bench.gpu.scale import SCALES
+from bench.gpu.stages import STAGES, Setting
+
+
+def main() -> int:
+    """Exit status: 1 with a traceback when the stage failed."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("stage", choices=STAGES)
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--shape", choices=SCALES, required=True)
+    parser.add_argument("--figures", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--shard-flag", action="append", default=[])
+    args = parser.parse_args()
+    # What a stage has started and written goes with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("no CUDA device is found", flush=True)
+        return NO_DEVICE
+
+    def emit(figure: Figure) -> None:
+        append(args.figures, figure)
+        print(figure.text(), flush=True)
+
+    setting = Setting(
+        device=torch.device(args.device),
+        scale=SCALES[args.shape],
+        out=args.out,
+        shard_flags=tuple(args.shard_flag),
+    )
+    try:
+        STAGES[args.stage](setting, emit)
+    except Exception:  # noqa: BLE001 - the edge of the process
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # torch takes seconds to be torn down, and threads of libraries may never end.
+    os._exit(status)

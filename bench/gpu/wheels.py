@@ -1,0 +1,82 @@
+"""Wheels in a folder: their tags, metadata and sizes."""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from email.parser import Parser
+from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
+from packaging.tags import Tag, compatible_tags, cpython_tags
+from packaging.utils import canonicalize_name, parse_wheel_filename
+from packaging.version import Version
+
+GLIBC = (2, 39)
+"""The newest that a wheel may need."""
+PLATFORMS = (
+    "manylinux_2_28_x86_64",
+    "manylinux_2_27_x86_64",
+    "manylinux_2_24_x86_64",
+    "manylinux_2_17_x86_64",
+    "manylinux_2_5_x86_64",
+    "manylinux2014_x86_64",
+    "manylinux2010_x86_64",
+    "manylinux1_x86_64",
+    "linux_x86_64",
+)
+PYTHON_VERSION = "3.12.3"
+
+
+@dataclass(frozen=True, slots=True)
+class Wheel:
+    """One wheel, by its name and its METADATA."""
+
+    path: Path
+    name: str
+    version: Version
+    tags: frozenset[Tag]
+    requires: tuple[str, ...]
+    requires_python: SpecifierSet
+
+    @classmethod
+    def read(cls, path: Path) -> Wheel:
+        """Raises ValueError for a file that is no wheel."""
+        name, version, _, tags = parse_wheel_filename(path.name)
+        with zipfile.ZipFile(path) as archive:
+            members = [
+                m for m in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", m)
+            ]
+            if len(members) != 1:
+                raise ValueError(f"{path.name} has {len(members)} METADATA files")
+            message = Parser().parsestr(archive.read(members[0]).decode())
+        return cls(
+            path,
+            canonicalize_name(name),
+            version,
+            tags,
+            tuple(message.get_all("Requires-Dist") or ()),
+            SpecifierSet(message.get("Requires-Python") or ""),
+        )
+
+    @property
+    def is_for_machine(self) -> bool:
+        """Whether CPython 3.12 on x86-64 Linux takes it."""
+        return bool(self.tags & SUPPORTED) and self.requires_python.contains(PYTHON_VERSION)
+
+
+def wheels_in(folder: Path) -> list[Wheel]:
+    """All of them, by name."""
+    return [Wheel.read(path) for path in sorted(folder.glob("*.whl"))]
+
+
+def _supported() -> Iterator[Tag]:
+    platforms = [f"manylinux_2_{minor}_x86_64" for minor in range(GLIBC[1], 4, -1)]
+    platforms += PLATFORMS[-4:]
+    yield from cpython_tags((3, 12), ["cp312"], platforms)
+    yield from compatible_tags((3, 12), "cp312", platforms)
+
+
+SUPPORTED = frozenset(_supported())

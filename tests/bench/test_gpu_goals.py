@@ -1,0 +1,96 @@
+"""From figures to the table of goals, and figures on disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from bench.gpu import goals
+from bench.gpu.children import Ended
+from bench.gpu.figures import Figure, append, read
+from bench.gpu.report import Run
+
+LIMITS = [
+    Figure(name="r", kind=goals.READ_RATE, value=3000.0, unit="GB/s"),
+    Figure(name="c", kind=goals.COPY_RATE, value=4000.0, unit="GB/s"),
+    Figure(name="m", kind=goals.MATRIX_RATE, value=800.0, unit="TFLOP/s"),
+]
+
+
+def verdicts(figures: list[Figure]) -> dict[str, tuple[str, str]]:
+    return {line.case: (line.reached, line.verdict) for line in goals.table(figures)}
+
+
+def decode(milliseconds: float) -> Figure:
+    return Figure(
+        name="d", kind=goals.DECODE, value=milliseconds, unit="ms", detail={"bytes": 16e9}
+    )
+
+
+def test_a_decode_is_held_against_the_faster_of_reading_and_copying() -> None:
+    # 16 GB at 4000 GB/s are 4 ms.
+    assert verdicts([*LIMITS, decode(4.5)])["d"] == ("88.9%", "met")
+    assert verdicts([*LIMITS, decode(5.0)])["d"] == ("80.0%", "missed")
+    assert verdicts([decode(4.5)])["d"] == ("", "not measured")
+
+
+def test_a_prefill_is_held_against_the_matrix_rate() -> None:
+    # 240 TFLOP at 800 TFLOP/s are 300 ms.
+    def prefill(milliseconds: float) -> Figure:
+        return Figure(
+            name="p", kind=goals.PREFILL, value=milliseconds, unit="ms", detail={"flops": 240e12}
+        )
+
+    assert verdicts([*LIMITS, prefill(400.0)])["p"] == ("75.0%", "met")
+    assert verdicts([*LIMITS, prefill(500.0)])["p"] == ("60.0%", "missed")
+
+
+def test_ratios_need_both_sides() -> None:
+    engine = Figure(name="e", kind=goals.ENGINE, value=1000.0, unit="tok/s")
+    server = Figure(name="s", kind=goals.SERVER, value=930.0, unit="tok/s")
+    peer = Figure(name="t", kind=goals.PEER, value=600.0, unit="tok/s")
+    found = verdicts([engine, server, peer])
+    assert found["server against engine"] == ("0.930 x", "met")
+    assert found["engine against transformers"] == ("1.667 x", "missed")
+    assert verdicts([server, peer])["server against engine"] == ("", "not measured")
+
+
+def test_what_was_not_measured_is_in_the_table_all_the_same() -> None:
+    assert {line.verdict for line in goals.table([])} == {"not measured"}
+    assert len(goals.table([])) == 6
+
+
+def test_tests_that_time_cut_off_are_neither_passed_nor_failed() -> None:
+    def tests(status: float) -> str:
+        figure = Figure(
+            name="GPU tests", kind=goals.TESTS, value=status, unit="", detail={"summary": ""}
+        )
+        return verdicts([figure])["GPU tests"][1]
+
+    assert [tests(status) for status in (0, 1, goals.STOPPED)] == ["met", "missed", "not measured"]
+
+
+def test_figures_survive_a_writer_that_is_killed(tmp_path: Path) -> None:
+    path = tmp_path / "figures.jsonl"
+    assert read(path) == []
+    append(path, decode(4.0))
+    append(path, decode(5.0))
+    append(path, LIMITS[0])
+    with path.open("a") as file:
+        file.write('{"name": "half')
+    assert read(path) == [decode(5.0), LIMITS[0]]
+
+
+def test_results_are_on_disk_after_every_stage(tmp_path: Path) -> None:
+    run = Run(tmp_path, device="cuda", shape="8b")
+    run.add("machine", Ended("ok", 3.0, ()), LIMITS)
+    was_whole = run.is_whole
+    assert json.loads(run.path.read_text())["figures"][0]["value"] == 3000.0
+    run.add("decode", Ended("failed", 1.0, ("Traceback", "ValueError: no")), [*LIMITS, decode(4.5)])
+    assert (was_whole, run.is_whole) == (True, False)
+    content = json.loads(run.path.read_text())
+    assert content["stages"]["decode"]["tail"] == ["Traceback", "ValueError: no"]
+    assert content["table"][0]["verdict"] == "met"
+    text = (tmp_path / "gpu.txt").read_text()
+    assert "ValueError: no" in text
+    assert "88.9%" in text

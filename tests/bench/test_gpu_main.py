@@ -1,0 +1,104 @@
+"""`make bench-gpu` as a whole: stages in processes of their own, none of which takes the others along."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from bench.gpu.__main__ import BUDGET_SECONDS, Command, child_environment, default_out, main
+from bench.gpu.children import NO_DEVICE, SHARED_MEMORY, run, scratch_prefix
+from bench.gpu.stages import STAGES
+
+TINY = ["--device=cpu", "--shape=tiny"]
+
+
+def python(code: str, *, limit_seconds: float = 60.0) -> tuple[str, tuple[str, ...]]:
+    ended = run(
+        [sys.executable, "-c", code],
+        environment=os.environ,
+        cwd=Path.cwd(),
+        limit_seconds=limit_seconds,
+    )
+    return ended.status, ended.tail
+
+
+def is_running(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_child_ends_as_its_status_says() -> None:
+    assert python("print('a'); print('b')") == ("ok", ("a", "b"))
+    assert python(f"raise SystemExit({NO_DEVICE})")[0] == "no device"
+    status, tail = python("raise ValueError('no')")
+    assert status == "failed"
+    assert tail[-1] == "ValueError: no"
+
+
+def test_nothing_outlives_a_child_that_takes_too_long() -> None:
+    # The grandchild is in a session of its own, as a server is.
+    code = f"""
+import os, signal, subprocess, sys, tempfile
+sleeper = [sys.executable, "-c", "import signal; signal.pause()"]
+child = subprocess.Popen(sleeper, start_new_session=True, stdout=subprocess.DEVNULL)
+folder = tempfile.mkdtemp(prefix=f"millrace-bench-{{os.getpid()}}-", dir={str(SHARED_MEMORY)!r})
+print(child.pid, os.getpid(), folder, flush=True)
+signal.pause()
+"""
+    status, tail = python(code, limit_seconds=5.0)
+    assert status == "timed out"
+    grandchild, child, folder = tail[0].split()
+    assert not is_running(int(grandchild))
+    assert Path(folder).name.startswith(scratch_prefix(int(child)))
+    assert not Path(folder).exists()
+
+
+def test_the_budgets_are_those_of_the_stages() -> None:
+    assert list(BUDGET_SECONDS) == list(STAGES)
+
+
+def test_the_machine_is_measured_with_whatever_was_asked_for() -> None:
+    assert Command.read(["--stages=prefill,decode"]).stages == ("machine", "decode", "prefill")
+    assert Command.read([]).stages == tuple(BUDGET_SECONDS)
+    assert Command.read([]).device == "cuda"
+
+
+def test_an_unknown_stage_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        Command.read(["--stages=decode,dance"])
+    assert "dance" in capsys.readouterr().err
+
+
+def test_results_go_where_the_environment_says() -> None:
+    assert default_out({"OUT": "/somewhere"}) == Path("/somewhere")
+    assert default_out({"OUT": ""}).parts[-2:] == ("bench", "out")
+
+
+def test_the_bundle_comes_before_the_sources_and_both_before_the_users_path() -> None:
+    environment = child_environment({"PYTHONPATH": "mine", "A": "b"}, (Path("/site"),))
+    first, *middle, last = environment["PYTHONPATH"].split(os.pathsep)
+    assert (first, last, environment["A"]) == ("/site", "mine", "b")
+    assert len(middle) == 6
+    assert all(Path(folder).is_dir() for folder in middle)
+
+
+def test_a_stage_that_fails_leaves_the_results_of_the_others(tmp_path: Path) -> None:
+    flags = ["--shard-flag=--cuda-graphs=many", f"--out={tmp_path}"]
+    assert main([*TINY, *flags, "--stages=decode"]) == 1
+    content = json.loads((tmp_path / "gpu.json").read_text())
+    stages = {name: ended["status"] for name, ended in content["stages"].items()}
+    assert stages == {"machine": "ok", "decode": "failed"}
+    assert any("cuda-graphs" in line for line in content["stages"]["decode"]["tail"])
+    assert "matrix product, bfloat16" in [figure["name"] for figure in content["figures"]]
+
+
+def test_no_stage_starts_without_time(tmp_path: Path) -> None:
+    assert main([*TINY, f"--out={tmp_path}", "--seconds=0", "--stages=machine"]) == 1
+    content = json.loads((tmp_path / "gpu.json").read_text())
+    assert content["stages"]["machine"]["status"] == "skipped"
