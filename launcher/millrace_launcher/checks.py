@@ -9,6 +9,7 @@ from millrace_launcher.errors import ArgumentValidation
 from millrace_launcher.flags import option_name
 
 UNSUPPORTED = ("quantize", "kv_cache_dtype", "lora_adapters")
+SUPPORTED = (("quantize", "int8"),)
 WITHOUT_EFFECT = {
     "usage_stats": "no usage statistics are ever sent",
     "prometheus_port": "metrics are served on --port",
@@ -78,7 +79,7 @@ def notices(settings: Settings, *, on_cpu: bool) -> Iterator[str]:
 def _refuse_unsupported(settings: Settings) -> None:
     for name in UNSUPPORTED:
         value = getattr(settings.shard, name)
-        if value is not None:
+        if value is not None and (name, value) not in SUPPORTED:
             raise ArgumentValidation(
                 f"{option_name(name)} {value} is not supported yet; start without it"
             )

@@ -30,6 +30,7 @@ Quantization = Literal[
     "bitsandbytes-nf4",
     "bitsandbytes-fp4",
     "fp8",
+    "int8",
 ]
 
 
@@ -118,7 +119,9 @@ class ShardConfig(BaseSettings):
         default=False, description="Accepted; code from a model repository is never run."
     )
     quantize: Quantization | None = Field(
-        default=None, description="Refused until it is supported."
+        default=None,
+        description="int8 quantizes weights and activations of bfloat16 models as they are loaded, on CPU;"
+        " the others are refused until they are supported.",
     )
     speculate: int | None = Field(
         default=None,

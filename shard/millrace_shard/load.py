@@ -15,6 +15,7 @@ from millrace_shard.architecture import FAMILY, Architecture
 from millrace_shard.decoder import Decoder
 from millrace_shard.errors import ModelError, UnsupportedModel
 from millrace_shard.kernels.base import Kernels
+from millrace_shard.kernels.int8_linear import Int8Kernels
 from millrace_shard.model import CausalModel, ModelInfo
 from millrace_shard.parallel import ProcessGroup
 from millrace_shard.rope import longest_position, model_rope_table, rope_kind
@@ -52,6 +53,10 @@ def load_model(
         _override_rope(config, rope_override)
     if config.model_type not in FAMILY:
         check_supported(config)
+        if isinstance(kernels, Int8Kernels):
+            raise UnsupportedModel(
+                f"{config.model_type} runs without --quantize; int8 is for {', '.join(FAMILY)}"
+            )
         if group.world_size > 1:
             raise UnsupportedModel(
                 f"{config.model_type} runs on one shard only; split over several are: {', '.join(FAMILY)}"

@@ -17,9 +17,11 @@ import torch
 from millrace_shard.config import ShardConfig
 from millrace_shard.decode_graphs import GraphSettings
 from millrace_shard.engine import Engine
-from millrace_shard.errors import EngineEnded, ModelError
+from millrace_shard.errors import EngineEnded, ModelError, UnsupportedModel
 from millrace_shard.graph_capture import CudaCapture
+from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.choose import choose_kernels
+from millrace_shard.kernels.int8_linear import with_int8
 from millrace_shard.load import RopeOverride, load_model, read_config
 from millrace_shard.logs import configure
 from millrace_shard.one_shot import SymmetricMemory
@@ -109,6 +111,15 @@ def serve(config: ShardConfig) -> None:
         raise EngineEnded("the engine has ended")
 
 
+def _quantized(kernels: Kernels, kind: str, device: torch.device, dtype: torch.dtype) -> Kernels:
+    if kind != "int8":
+        raise UnsupportedModel(f"--quantize {kind} is not supported yet")
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        raise UnsupportedModel(f"--quantize int8 is for bfloat16 on CPU, not {dtype} on {device}")
+    logger.info("linears in int8, all but the output head")
+    return with_int8(kernels)
+
+
 def load(config: ShardConfig, device: torch.device) -> LoadedModel:
     """Meet the other ranks, then read this rank's weights."""
     group = ProcessGroup.connect(
@@ -128,6 +139,8 @@ def load(config: ShardConfig, device: torch.device) -> LoadedModel:
         head_dims=_head_dims(config.model_folder),
         custom=not config.disable_custom_kernels,
     )
+    if config.quantize is not None:
+        kernels = _quantized(kernels, config.quantize, device, dtype)
     started = time.monotonic()
     model = load_model(
         config.model_folder,

@@ -108,6 +108,6 @@ class Weights:
                 f"tensor {name} has shape {list(found)}, its config says {list(shape)}"
             )
         if span[0] < span[1]:
-            found = self._files.read(name, dim=dim, span=span)
-            out.copy_(found)
-            release_pages(found)
+            values = self._files.read(name, dim=dim, span=span)
+            out.copy_(values)
+            release_pages(values)

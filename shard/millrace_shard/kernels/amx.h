@@ -63,8 +63,23 @@ struct Sums {
   int64_t second, stride;
 };
 
+// What a tile's 64 bytes of K are: 32 bfloat16 in pairs with float32 sums, or 64 int8 in quads with int32 sums.
+enum class Format { kBFloat16, kInt8 };
+
+#if defined(__AMX_INT8__)
+#define MILLRACE_AMX_INT8 1
+#define MILLRACE_MULTIPLY(sums, left, right)            \
+  if constexpr (kFormat == Format::kInt8) {             \
+    _tile_dpbssd(sums, left, right);                    \
+  } else {                                              \
+    _tile_dpbf16ps(sums, left, right);                  \
+  }
+#else
+#define MILLRACE_MULTIPLY(sums, left, right) _tile_dpbf16ps(sums, left, right)
+#endif
+
 // sums (+)= left [rows, K] x right [K, 32]. In each step, `meanwhile()` does something else.
-template <typename Meanwhile>
+template <Format kFormat = Format::kBFloat16, typename Meanwhile>
 void multiply_one(const BFloat16* left, const Right& right, const Sums& sums, bool add, const Meanwhile& meanwhile) {
   if (add) {
     _tile_loadd(0, sums.data, sums.stride);
@@ -79,9 +94,9 @@ void multiply_one(const BFloat16* left, const Right& right, const Sums& sums, bo
     for (int64_t i = 0; i < steps; i++, left += kTile, r += right.step) {
       _tile_loadd(4, left, kTileStride);
       _tile_loadd(6, r, right.stride);
-      _tile_dpbf16ps(0, 4, 6);
+      MILLRACE_MULTIPLY(0, 4, 6);
       _tile_loadd(7, r + right.second, right.stride);
-      _tile_dpbf16ps(1, 4, 7);
+      MILLRACE_MULTIPLY(1, 4, 7);
       meanwhile();
     }
   }
@@ -90,7 +105,7 @@ void multiply_one(const BFloat16* left, const Right& right, const Sums& sums, bo
 }
 
 // The same for 32 rows, whose second half has its left tiles at `left_low` and its sums at `low`.
-template <typename Meanwhile>
+template <Format kFormat = Format::kBFloat16, typename Meanwhile>
 void multiply_two(const BFloat16* left, const BFloat16* left_low, const Right& right, const Sums& sums, float* low,
                   bool add, const Meanwhile& meanwhile) {
   if (add) {
@@ -110,12 +125,12 @@ void multiply_two(const BFloat16* left, const BFloat16* left_low, const Right& r
     for (int64_t i = 0; i < steps; i++, left += kTile, left_low += kTile, r += right.step) {
       _tile_loadd(6, r, right.stride);
       _tile_loadd(4, left, kTileStride);
-      _tile_dpbf16ps(0, 4, 6);
+      MILLRACE_MULTIPLY(0, 4, 6);
       _tile_loadd(7, r + right.second, right.stride);
-      _tile_dpbf16ps(1, 4, 7);
+      MILLRACE_MULTIPLY(1, 4, 7);
       _tile_loadd(5, left_low, kTileStride);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
+      MILLRACE_MULTIPLY(2, 5, 6);
+      MILLRACE_MULTIPLY(3, 5, 7);
       meanwhile();
     }
   }

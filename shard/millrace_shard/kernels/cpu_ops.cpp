@@ -4,6 +4,7 @@
 #include "attend.h"
 #include "blocks.h"
 #include "greedy.h"
+#include "int8_panels.h"
 #include "linear.h"
 #include "norms.h"
 #include "pages.h"
@@ -48,6 +49,10 @@ TORCH_LIBRARY(millrace, library) {
       "Tensor positions, Tensor cache_rows, Tensor(c!) keys, Tensor(d!) values, Tensor tables, Tensor starts, "
       "Tensor contexts, int num_heads, float scale, int window) -> ()");
 #endif
+#ifdef MILLRACE_AMX_INT8
+  library.def("pack_int8(Tensor weight) -> Tensor");
+  library.def("int8_linear(Tensor(a!) y, Tensor x, Tensor packed, Tensor scales, Tensor bias) -> ()");
+#endif
 }
 
 TORCH_LIBRARY_IMPL(millrace, CPU, library) {
@@ -65,5 +70,9 @@ TORCH_LIBRARY_IMPL(millrace, CPU, library) {
   library.impl("panel_linear", millrace::panel_linear);
   library.impl("mlp_block", millrace::mlp_block);
   library.impl("attention_block", millrace::attention_block);
+#endif
+#ifdef MILLRACE_AMX_INT8
+  library.impl("pack_int8", millrace::pack_int8);
+  library.impl("int8_linear", millrace::int8_linear);
 #endif
 }

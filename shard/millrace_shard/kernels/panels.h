@@ -27,6 +27,9 @@ struct Panels {
   const BFloat16* bias;  // of all outputs in their order, or null
   int64_t count, steps;
 
+  Panels(const BFloat16* data, int64_t panels, int64_t steps_of_k)
+      : weights(data), bias(nullptr), count(panels), steps(steps_of_k) {}
+
   Panels(const at::Tensor& packed, const at::Tensor& bias)
       : weights(packed.const_data_ptr<BFloat16>()),
         bias(bias.numel() == 0 ? nullptr : bias.const_data_ptr<BFloat16>()),
@@ -76,7 +79,7 @@ inline at::Tensor pack_panels(const at::Tensor& weight, bool gated) {
 //
 // The sums of a block of 32 rows are emitted between the products of the next one: read at once, they would have to
 // wait for the tile unit, and it for them. In the same way the weights that come next are fetched.
-template <typename Emit>
+template <typename Emit, amx::Format kFormat = amx::Format::kBFloat16>
 class PanelLoop {
  public:
   PanelLoop(const Panels& panels, const amx::Tiled& x, const Emit& emit)
@@ -159,10 +162,10 @@ class PanelLoop {
     const amx::Sums to{sums, amx::kSums, amx::kColumns * sizeof(float)};
     const BFloat16* left = x_.rows(row) + part.begin * amx::kTile;
     if (count <= amx::kRows) {
-      amx::multiply_one(left, right, to, part.begin > 0, [&] { emit_until(done_ + each); });
+      amx::multiply_one<kFormat>(left, right, to, part.begin > 0, [&] { emit_until(done_ + each); });
     } else {
       const BFloat16* low = left + x_.stride * amx::kTile;
-      amx::multiply_two(left, low, right, to, sums + 2 * amx::kSums, part.begin > 0, [&] {
+      amx::multiply_two<kFormat>(left, low, right, to, sums + 2 * amx::kSums, part.begin > 0, [&] {
         fetch();
         emit_until(done_ + each);
       });
@@ -187,9 +190,9 @@ class PanelLoop {
 };
 
 // All panels over `rows` rows of `x`, shared out: emit(panel, row, left sums, right sums).
-template <typename Emit>
+template <amx::Format kFormat = amx::Format::kBFloat16, typename Emit>
 void multiply_panels(Team& team, const Panels& w, const amx::Tiled& x, int64_t rows, const Emit& emit) {
-  PanelLoop<Emit> loop(w, x, emit);
+  PanelLoop<Emit, kFormat> loop(w, x, emit);
   const int64_t grain = loop.in_parts(w, rows) ? kPanelsAtOnce : w.grain();
   const int64_t groups = (w.count + grain - 1) / grain, chunks = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
   team.share(

@@ -1,0 +1,92 @@
+"""`python -m bench.accuracy`: what the dtype and int8 weights change, on the demo model's held-back questions.
+
+The answers are given and the model is asked for the probability of each of their tokens: float32 by the plain kernels
+is the yardstick. The demo model is small and sure of itself; a larger one may lose less or more.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import torch
+from demo import corpus
+from demo.measure import MODEL, SEED, sample
+from demo.train import Sample, encode
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from bench.report import markdown
+from millrace_shard.kernels.agreement import ragged_batch
+from millrace_shard.kernels.base import Kernels
+from millrace_shard.kernels.choose import choose_kernels
+from millrace_shard.kernels.int8_linear import with_int8
+from millrace_shard.kernels.plain import PlainKernels
+from millrace_shard.load import load_model
+from millrace_shard.parallel import ProcessGroup
+
+QUESTIONS = 400
+CPU = torch.device("cpu")
+
+
+def main() -> int:
+    """Print the table."""
+    tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    samples = encode(tokenizer, sample(corpus.generate(SEED, size=0).held_back, QUESTIONS))
+    fast = choose_kernels(CPU, torch.bfloat16, deterministic=True, head_dims=[64])
+    ways: dict[str, tuple[Kernels, torch.dtype]] = {
+        "float32, plain torch": (PlainKernels(deterministic=True), torch.float32),
+        "bfloat16, plain torch": (PlainKernels(deterministic=True), torch.bfloat16),
+        f"bfloat16, {fast.name} kernels": (fast, torch.bfloat16),
+        f"int8, {fast.name} kernels": (with_int8(fast), torch.bfloat16),
+    }
+    truth: Tensor | None = None
+    rows = []
+    for name, (kernels, dtype) in ways.items():
+        logprobs, targets = answers(kernels, dtype, samples)
+        truth = logprobs if truth is None else truth
+        rows.append([name, *figures(logprobs, targets, truth)])
+    heads = ["way", "nats a token", "same best token", "mean gap of it", "largest gap of it"]
+    tokens = 0 if truth is None else len(truth)
+    print(f"{tokens} tokens of {len(samples)} answers\n\n{markdown(heads, rows)}")
+    return 0
+
+
+def figures(logprobs: Tensor, targets: Tensor, truth: Tensor) -> list[str]:
+    """Loss, agreement on the best token, and how far that token's log probability is off."""
+    loss = -logprobs.gather(1, targets[:, None]).mean()
+    best = truth.argmax(-1)
+    same = (logprobs.argmax(-1) == best).double().mean()
+    gaps = (logprobs - truth).gather(1, best[:, None]).abs()
+    return [f"{loss:.5f}", f"{same:.3%}", f"{gaps.mean():.5f}", f"{gaps.max():.3f}"]
+
+
+def answers(kernels: Kernels, dtype: torch.dtype, samples: list[Sample]) -> tuple[Tensor, Tensor]:
+    """Log probabilities [N, vocab] before every token of an answer, and those tokens [N]."""
+    model = load_model(MODEL, dtype=dtype, kernels=kernels, group=ProcessGroup.single(), device=CPU)
+    logprobs, targets = [], []
+    for each in samples:
+        ids = torch.tensor(each.ids, dtype=torch.int64)
+        learned = torch.tensor(each.learned, dtype=torch.bool)
+        batch = ragged_batch([len(ids)], [len(ids)], block_size=kernels.block_size)
+        cache = [
+            kernels.new_cache(
+                num_blocks=int(batch.block_tables.max()) + 1,
+                num_kv_heads=heads,
+                head_dim=dim,
+                dtype=dtype,
+                device=CPU,
+            )
+            for heads, dim in model.geometry.layers
+        ]
+        for layer in cache:
+            kernels.zero_blocks(layer, torch.arange(len(layer.keys)))
+        before = learned[1:].nonzero().flatten()
+        step = replace(batch, ids=ids, logit_rows=before)
+        logprobs.append(model.forward(step, cache).log_softmax(-1))
+        targets.append(ids[1:][before])
+    return torch.cat(logprobs), torch.cat(targets)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

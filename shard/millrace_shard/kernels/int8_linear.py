@@ -1,0 +1,94 @@
+"""Linears with int8 weights and int8 activations: the weights of layers in half the bytes of bfloat16.
+
+Weights are symmetric with one scale per output, found once; activations symmetric with one scale per row, found as they
+come (W8A8, dynamic). Sums are integers and exact, so a row's bits depend on nothing but the row. The output head keeps
+its dtype: its errors would go straight into the probabilities.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from millrace_shard.kernels import amx_blocks
+from millrace_shard.kernels.base import Kernels, Linear
+from millrace_shard.kernels.blocks import ComposedBlocks
+from millrace_shard.kernels.build import operators_loaded
+
+LARGEST = 127.0
+
+
+def with_int8(kernels: Kernels) -> Kernels:
+    """`kernels` with every linear but the head's in int8."""
+    return cast("Kernels", Int8Kernels(kernels))
+
+
+class Int8Kernels(ComposedBlocks):
+    """Whatever is not a linear is the wrapped kernels' own."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        return getattr(self._kernels, name)
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Quantize `weight` [out, in] and keep `bias` [out]."""
+        on_amx = operators_loaded() and amx_blocks.available()
+        if on_amx and hasattr(torch.ops.millrace, "int8_linear") and weight.dtype == torch.bfloat16:
+            return AmxInt8Linear(weight, bias)
+        return PlainInt8Linear(weight, bias)
+
+    def head(self, weight: Tensor) -> Linear:
+        """Take over `weight` [vocab, hidden] as it is."""
+        return self._kernels.head(weight)
+
+
+def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """`rows` [R, n] as int8 [R, n] and the worth of a unit of each row, float32 [R, 1]; NaN for rows not finite."""
+    wide = rows.float()
+    largest = wide.abs().amax(-1, keepdim=True)
+    # A number divided by a tensor would be its reciprocal's multiple, rounded twice.
+    inverse = torch.where(largest > 0, torch.full_like(largest, LARGEST) / largest, 0.0)
+    quantized = (wide * inverse).round().clamp(-128, 127).nan_to_num(0.0).to(torch.int8)
+    worth = largest / LARGEST
+    return quantized, torch.where(worth.isfinite(), worth, torch.nan)
+
+
+class AmxInt8Linear:
+    """bfloat16 rows, by the tile unit."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        quantized, scales = quantize(weight)
+        self._packed = torch.ops.millrace.pack_int8(quantized.contiguous())
+        self._scales = scales.flatten()
+        self._bias = torch.empty(0) if bias is None else bias.float().contiguous()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in] to [T, out]."""
+        y = x.new_empty(*x.shape[:-1], len(self._scales))
+        rows = x.reshape(-1, x.shape[-1])
+        torch.ops.millrace.int8_linear(
+            y.view(-1, len(self._scales)), rows, self._packed, self._scales, self._bias
+        )
+        return y
+
+
+class PlainInt8Linear:
+    """The same integers in plain torch: products of int8 are exact in float64, and slow."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, scales = quantize(weight)
+        self._scales = scales.flatten()
+        self._bias = None if bias is None else bias.float()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in] to [T, out]."""
+        rows, worth = quantize(x.reshape(-1, x.shape[-1]))
+        sums = (rows.double() @ self._weight.double().T).float()
+        y = sums * (worth * self._scales)
+        if self._bias is not None:
+            y = y + self._bias
+        return y.to(x.dtype).view(*x.shape[:-1], -1)
