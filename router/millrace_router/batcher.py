@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from itertools import count
 
@@ -147,15 +147,14 @@ class Batcher:
             if slot in rows:
                 rows[slot].entry.stream.fail(NonFiniteOutput())
                 self._planner.drop(rows[slot])
-        for generation in result.generations:
-            row = rows.get(generation.slot)
-            if row is None:
-                continue
-            self._metrics.request_skipped_tokens.observe(len(generation.tokens) - 1)
-            for token in generation.tokens:
-                if row.entry.accept(token.id, token.logprob, token.top):
-                    self._planner.drop(row)
-                    break
+        skipped = Counter(count - 1 for slot, count in result.counts if slot in rows)
+        for slot, token_id, logprob, top in result.tokens:
+            # A row that has ended is not among `rows` any more, whatever else the step says of it.
+            row = rows.get(slot)
+            if row is not None and row.entry.accept(token_id, logprob, top):
+                self._planner.drop(row)
+        for num_tokens, times in skipped.items():
+            self._metrics.request_skipped_tokens.observe(num_tokens, times=times)
         self._planner.answered(result.number)
         self._observe_step(flight, result, answered_at)
 

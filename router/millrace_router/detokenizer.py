@@ -61,13 +61,21 @@ class _BytesSteps:
     """For tokens that are byte strings: concatenate and decode."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._token_bytes = tokenizer.token_bytes
+        self._tokenizer = tokenizer
         self._utf8 = _Utf8Decoder(errors="replace")
+        self._unfinished = False
 
     def step(self, token_id: int) -> str:
-        return self._utf8.decode(self._token_bytes(token_id))
+        if not self._unfinished:
+            text = self._tokenizer.whole_text(token_id)
+            if text is not None:
+                return text
+        text = self._utf8.decode(self._tokenizer.token_bytes(token_id))
+        self._unfinished = bool(self._utf8.getstate()[0])
+        return text
 
     def flush(self) -> str:
+        self._unfinished = False
         return self._utf8.decode(b"", final=True)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from millrace_router.detokenizer import IncrementalDetokenizer
 from millrace_router.errors import RouterError
@@ -15,41 +16,65 @@ from millrace_router.stopping import StopMatcher
 from millrace_router.tokenizer import Tokenizer
 
 
-class TokenStream:
-    """Events of one generation, in order, for one reader.
+class Listener(Protocol):
+    """Who is told of events at the moment they are sent; neither method may raise."""
 
-    Ends after exactly one terminal event: `Finished`, or the error it raises. `close` is the only abort there is.
+    def hear(self, event: Event) -> None:
+        """Take the next event."""
+
+    def fail(self, error: RouterError) -> None:
+        """Take the news that the generation has failed."""
+
+
+class TokenStream:
+    """Events of one generation, in order, for one reader, who iterates over them or listens.
+
+    Ends exactly once: with a token that has a `Finished`, or with an error. `close` is the only abort there is.
     """
 
     def __init__(self, on_close: Callable[[], None] | None = None) -> None:
         self.queued_at = time.monotonic()
         self.batched_at: float | None = None
-        self.first_token_at: float | None = None
         self.finished_at: float | None = None
         self.closed = False
         self._on_close = on_close
         self._events: deque[Event] = deque()
         self._error: RouterError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._listener: Listener | None = None
 
     @property
     def ended(self) -> bool:
-        """Whether the terminal event has been sent."""
+        """Whether the end has been sent."""
         return self.finished_at is not None
 
     def send(self, event: Event) -> None:
         """Hand an event to the reader; never blocks."""
-        if isinstance(event, Finished):
+        if isinstance(event, TokenEvent) and event.finished is not None:
             self.finished_at = time.monotonic()
-        self._events.append(event)
-        self._wake()
+        if self._listener is None:
+            self._events.append(event)
+            self._wake()
+        elif not self.closed:
+            self._listener.hear(event)
 
     def fail(self, error: RouterError) -> None:
         """End the stream with `error`, after the events already sent."""
         if not self.ended:
             self.finished_at = time.monotonic()
             self._error = error
-            self._wake()
+            if self._listener is None:
+                self._wake()
+            elif not self.closed:
+                self._listener.fail(error)
+
+    def listen(self, listener: Listener) -> None:
+        """Tell `listener` what has been sent so far, and everything else as it is sent."""
+        self._listener = listener
+        while self._events:
+            listener.hear(self._events.popleft())
+        if self._error is not None:
+            listener.fail(self._error)
 
     def close(self) -> None:
         """Say that nobody reads any more. Idempotent; closing an ended stream changes nothing."""
@@ -115,22 +140,19 @@ class Entry:
 
     def accept(self, token_id: int, logprob: float, top: Sequence[tuple[int, float]]) -> bool:
         """Take the next token, send its event, and say whether the generation has ended with it."""
-        stream = self.stream
-        if stream.first_token_at is None:
-            stream.first_token_at = time.monotonic()
         self.generated_ids.append(token_id)
+        count = len(self.generated_ids)
         text = self._text.step(token_id)
         reason = self._finish_reason(token_id, text)
+        finished: Finished | None = None
         if reason is not None:
             text += self._text.flush()
-        top_tokens = tuple(self._token(id_, logprob_) for id_, logprob_ in top)
+            seed = self.request.sampling.seed if self.request.sampling.samples else None
+            finished = Finished(reason, self._text.final_text(), count, seed)
+        top_tokens = tuple([self._token(*candidate) for candidate in top]) if top else ()
         token = Token(token_id, text, logprob, self._tokenizer.is_special(token_id))
-        stream.send(TokenEvent(len(self.generated_ids), token, top_tokens))
-        if reason is None:
-            return False
-        seed = self.request.sampling.seed if self.request.sampling.samples else None
-        stream.send(Finished(reason, self._text.final_text(), len(self.generated_ids), seed))
-        return True
+        self.stream.send(TokenEvent(count, token, top_tokens, finished))
+        return finished is not None
 
     def _finish_reason(self, token_id: int, text: str) -> FinishReason | None:
         """TGI's order: length before end of sequence before stop sequence."""

@@ -1,4 +1,7 @@
-"""What a generation tells its reader, in order: prompt, tokens, end."""
+"""What a generation tells its reader, in order: prompt, tokens, the end with the last of them.
+
+`Token` and `TokenEvent` are not frozen, because that would double what it costs to make them; nothing changes them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from dataclasses import dataclass
 from millrace_router.request import FinishReason
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Token:
     """One token with its log probability and the text it adds."""
 
@@ -26,17 +29,8 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenEvent:
-    """One generated token; `index` counts from 1 without gap."""
-
-    index: int
-    token: Token
-    top_tokens: tuple[Token, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Finished:
-    """The one terminal event of a generation that did not fail."""
+    """How a generation that did not fail has ended."""
 
     finish_reason: FinishReason
     generated_text: str
@@ -46,4 +40,15 @@ class Finished:
     """Set when the generation sampled."""
 
 
-Event = PromptLogprobs | TokenEvent | Finished
+@dataclass(slots=True)
+class TokenEvent:
+    """One generated token; `index` counts from 1 without gap."""
+
+    index: int
+    token: Token
+    top_tokens: tuple[Token, ...] = ()
+    finished: Finished | None = None
+    """Set with the last token, and there always."""
+
+
+Event = PromptLogprobs | TokenEvent

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
+from millrace_router.entry import Listener
 from millrace_router.errors import IncompleteGeneration, RouterError
 from millrace_router.events import Event, Finished, PromptLogprobs, TokenEvent
 from millrace_router.metrics import Metrics
@@ -25,11 +26,24 @@ class EventStream(Protocol):
     def close(self) -> None:
         """Say that nobody reads any more."""
 
+    def listen(self, listener: Listener) -> None:
+        """Tell `listener` what has been sent so far, and everything else as it is sent."""
+
     def __aiter__(self) -> AsyncIterator[Event]:
         """Return the stream itself."""
 
     async def __anext__(self) -> Event:
         """Return the next event, at once if one is there or the stream has ended."""
+
+
+class Reader(Protocol):
+    """Who makes something of each token at the moment it is there."""
+
+    def token(self, event: TokenEvent) -> None:
+        """Take the next token."""
+
+    def fail(self, error: Exception) -> None:
+        """Take the news that there will be no further token: a RouterError, or a defect of `token`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +137,7 @@ class Generation:
         self._closed = False
         self.generated_tokens = 0
         self._finished = False
+        self._failed = False
 
     @property
     def ended(self) -> bool:
@@ -158,42 +173,45 @@ class Generation:
         except RouterError as error:
             raise self._fail(error) from None
         if isinstance(event, TokenEvent):
-            self.generated_tokens = event.index
-            if self._counted:
-                self._record.token()
-        elif isinstance(event, Finished):
+            self._count(event)
+        return event
+
+    def _count(self, event: TokenEvent) -> None:
+        self.generated_tokens = event.index
+        if self._counted:
+            self._record.token()
+        if event.finished is not None:
             self._finished = True
             if self._counted:
-                self._record.succeeded(self.times, event.generated_tokens)
-        return event
+                self._record.succeeded(self.times, event.index)
 
     def _fail(self, error: RouterError) -> RouterError:
         self._record.failed(error)
         return error
 
-    async def tokens(self) -> AsyncGenerator[tuple[TokenEvent, Finished | None], None]:
-        """Yield each token, the last one together with the end, without holding any token back.
+    def listen(self, reader: Reader) -> None:
+        """Hand `reader` every token at the moment it is there, instead of having it iterate."""
+        self._reader = reader
+        self._stream.listen(self)
+        if self.ended and not self._finished:
+            self.fail(IncompleteGeneration())
 
-        Raises:
-            RouterError: after every token that was there has been yielded.
-
-        """
-        held: TokenEvent | None = None
+    def hear(self, event: Event) -> None:
+        """Take an event from the stream; raises nothing."""
+        if not isinstance(event, TokenEvent):
+            return
+        self._count(event)
         try:
-            async for event in self:
-                if isinstance(event, TokenEvent):
-                    if held is not None:
-                        yield held, None
-                    held = event if self.ended else None
-                    if held is None:
-                        yield event, None
-                elif isinstance(event, Finished) and held is not None:
-                    last, held = held, None
-                    yield last, event
-        except RouterError:
-            if held is not None:
-                yield held, None
-            raise
+            self._reader.token(event)
+        except Exception as error:  # noqa: BLE001
+            # The edge of the request: what calls is the batcher, which must not suffer.
+            self._reader.fail(error)
+
+    def fail(self, error: RouterError) -> None:
+        """Take the stream's failure; raises nothing."""
+        if not self._failed:
+            self._failed = True
+            self._reader.fail(self._fail(error))
 
     async def collect(self) -> Collected:
         """Read to the end; raises RouterError."""
@@ -201,12 +219,11 @@ class Generation:
         prompt: PromptLogprobs | None = None
         finished: Finished | None = None
         async for event in self:
-            if isinstance(event, TokenEvent):
-                tokens.append(event)
-            elif isinstance(event, PromptLogprobs):
+            if isinstance(event, PromptLogprobs):
                 prompt = event
             else:
-                finished = event
+                tokens.append(event)
+                finished = event.finished
         assert finished is not None
         return Collected(
             valid=self.valid,

@@ -8,7 +8,7 @@ from typing import Protocol
 import structlog
 
 from millrace_router.errors import GenerationError, NonFiniteOutput, RouterError, Unhealthy
-from millrace_router.events import Finished
+from millrace_router.events import TokenEvent
 from millrace_router.infer import Batcher
 from millrace_router.request import ValidRequest
 from millrace_router.shard_client import ShardError
@@ -93,7 +93,7 @@ class Health:
         stream = self._batcher.submit(PROBE)
         try:
             async for event in stream:
-                if isinstance(event, Finished):
+                if isinstance(event, TokenEvent) and event.finished is not None:
                     self._generates.set()
                     return
             raise Unhealthy

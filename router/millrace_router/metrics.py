@@ -91,11 +91,11 @@ class Histogram:
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
-    def observe(self, value: float) -> None:
-        """Count one observation."""
+    def observe(self, value: float, *, times: int = 1) -> None:
+        """Count an observation, or several of the same value."""
         self.touched = True
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
 
     def samples(self) -> Iterator[tuple[str, str | None, float]]:
         """Yield (name suffix, bucket bound, value); bucket values are cumulative."""

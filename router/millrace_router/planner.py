@@ -29,18 +29,14 @@ class Row:
     slot: int
     num_prompt_planned: int = 0
     num_tokens_planned: int = 0
-    """Generated tokens that the steps planned so far yield."""
+    """Generated tokens that the steps planned so far yield; 0 as long as some of the prompt is left."""
+    num_kv_owned: int = 0
+    """KV positions in the blocks it has got so far."""
 
     @property
     def num_prompt_left(self) -> int:
         """Prompt tokens that no step computes yet."""
         return len(self.entry.request.input_ids) - self.num_prompt_planned
-
-    @property
-    def decodes(self) -> bool:
-        """Whether a further step may ask it for one more token."""
-        planned = self.num_tokens_planned
-        return 0 < planned < self.entry.request.max_new_tokens
 
     @property
     def num_kv_tokens(self) -> int:
@@ -115,11 +111,13 @@ class Planner:
         dropped = self._drop(last_sent)
         self.answered(last_answered)
         draft = _Draft()
-        for row in self.rows.values():
-            if row.decodes:
+        for slot, row in self.rows.items():
+            # Runs for every token there is, hence few calls.
+            if 0 < row.num_tokens_planned < row.entry.request.max_new_tokens:
                 row.num_tokens_planned += 1
-                self._grow(row, draft)
-                draft.decodes.append(row.slot)
+                if row.num_kv_tokens > row.num_kv_owned:
+                    self._grow(row, draft)
+                draft.decodes.append(slot)
         self._plan_prompts(waiting, draft)
         if not (dropped or draft.chunks or draft.decodes):
             return None
@@ -141,12 +139,11 @@ class Planner:
 
     def _plan_prompts(self, waiting: WaitingQueue, draft: _Draft) -> None:
         budget = self.budgets.max_batch_prefill_tokens - len(draft.decodes)
-        for row in self.rows.values():
-            if row.num_prompt_left:
-                # Decodes may take the whole budget, but what has been admitted must go on.
-                budget -= self._chunk(row, max(budget, self._least_chunk), draft)
-                if budget <= 0:
-                    return
+        for row in [row for row in self.rows.values() if not row.num_tokens_planned]:
+            # Decodes may take the whole budget, but what has been admitted must go on.
+            budget -= self._chunk(row, max(budget, self._least_chunk), draft)
+            if budget <= 0:
+                return
         while budget > 0 and (admitted := self._admit(waiting)) is not None:
             draft.admitted.append(admitted)
             budget -= self._chunk(admitted, budget, draft)
@@ -175,6 +172,7 @@ class Planner:
     def _grow(self, row: Row, draft: _Draft) -> None:
         for block in self.blocks.grow(row.slot, row.num_kv_tokens):
             draft.grown.append((row.slot, block))
+            row.num_kv_owned += self.blocks.block_size
 
 
 PlannerFactory = Callable[[], Planner]

@@ -16,6 +16,13 @@ def die_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
+def return_freed_memory() -> None:
+    """Give freed memory back to the system where the C library can: reading a large vocabulary frees as much again."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def bind(hostname: str, port: int) -> socket.socket:
     """Reserve the address without listening: clients are refused until the server is ready.
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
-from functools import partial
+from collections.abc import Awaitable, Callable, Mapping
 
 import structlog
-from aiohttp import web
+from aiohttp import HttpVersion11, web
+from aiohttp.abc import AbstractStreamWriter
 
 from millrace_router.bodies import error_body
 from millrace_router.errors import IncompleteGeneration, IncompleteGenerationStream, RouterError
+from millrace_router.outlet import Outlet
 
 KEEP_ALIVE = b":\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -33,15 +33,15 @@ def error_event(error: RouterError) -> bytes:
 
 async def respond(
     request: web.Request,
-    events: AsyncGenerator[bytes, None],
+    feed: Callable[[Outlet], None],
     *,
     headers: Mapping[str, str],
     keep_alive_seconds: float,
     on_error: Callable[[RouterError], bytes] = error_event,
 ) -> web.StreamResponse:
-    """Send framed events as they come.
+    """Send the frames that `feed` has put into the outlet, at once or later, until it ends.
 
-    The status line waits for the first event, so that a request which fails before it gets its true status; after
+    The status line waits for the first frame, so that a request which fails before it gets its true status; after
     `keep_alive_seconds` of silence it is sent all the same. From then on an error becomes the last event.
 
     Raises:
@@ -49,6 +49,12 @@ async def respond(
         ConnectionError: the client has gone, or has stopped reading.
 
     """
+    outlet = Outlet()
+    feed(outlet)
+    await outlet.news(keep_alive_seconds)
+    beginning = outlet.take()
+    if not beginning and outlet.error is not None:
+        raise outlet.error
     response = web.StreamResponse(
         headers={
             **headers,
@@ -57,80 +63,86 @@ async def respond(
             "x-accel-buffering": "no",
         }
     )
-    first = asyncio.ensure_future(anext(events, b""))
-    try:
-        await asyncio.wait({first}, timeout=keep_alive_seconds)
-        beginning = first.result() if first.done() else KEEP_ALIVE
-        await response.prepare(request)
-        write = partial(_write, request, response)
-        await write(beginning)
-        async with _kept_alive(write, keep_alive_seconds) as touch:
-            try:
-                if beginning is KEEP_ALIVE:
-                    await write(await first)
-                async for framed in events:
-                    touch()
-                    await write(framed)
-            except RouterError as error:
-                await write(on_error(_of_stream(error)))
-            except ConnectionError:
-                raise
-            except Exception:
-                # The edge of the process; the status is out, so that the stream itself has to tell.
-                log.exception("stream failed")
-                await write(on_error(RouterError("Internal server error")))
-        await _bounded(request, response.write_eof())
-    finally:
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
-        await events.aclose()
+    writer = await response.prepare(request)
+    assert writer is not None
+    connection = _Connection(request, response, writer)
+    await connection.write(beginning or KEEP_ALIVE)
+    await _pump(outlet, connection, keep_alive_seconds)
+    if outlet.error is not None:
+        await connection.write(on_error(_of_stream(outlet.error)))
+    await connection.end()
     return response
 
 
-def _of_stream(error: RouterError) -> RouterError:
-    """What the error is called once events have been sent."""
-    return IncompleteGenerationStream() if isinstance(error, IncompleteGeneration) else error
+async def _pump(outlet: Outlet, connection: _Connection, keep_alive_seconds: float) -> None:
+    """Stand by until the outlet ends; raises ConnectionError.
+
+    The outlet writes its frames itself. What is left to do here is to wait for a client that reads slowly, while
+    the frames pile up in the outlet, and to break the silence.
+    """
+    while True:
+        outlet.hold()
+        await connection.drain()
+        if held := outlet.take():
+            await connection.write(held)
+        elif outlet.ended:
+            return
+        else:
+            outlet.open(connection.transport, chunked=connection.is_chunked)
+            if not await outlet.news(keep_alive_seconds):
+                await connection.write(KEEP_ALIVE)
 
 
-async def _write(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
-    await _bounded(request, response.write(data))
+def _of_stream(error: Exception) -> RouterError:
+    """What the error is called once events have been sent; raises ConnectionError."""
+    if isinstance(error, ConnectionError):
+        raise error
+    if isinstance(error, IncompleteGeneration):
+        return IncompleteGenerationStream()
+    if isinstance(error, RouterError):
+        return error
+    # The status is out, so that the stream itself has to tell.
+    log.error("stream failed", exc_info=error)
+    return RouterError("Internal server error")
 
 
-async def _bounded(request: web.Request, writing: Awaitable[None]) -> None:
-    """Wait for what is being written; cut off a client that does not read it. Raises ConnectionError."""
-    try:
-        async with asyncio.timeout(WRITE_SECONDS):
-            await writing
-    except TimeoutError:
-        if request.transport is not None:
-            request.transport.abort()
-        raise ConnectionResetError("the client has stopped reading") from None
+class _Connection:
+    """A response that has been prepared, and a limit to how long its client may not read."""
 
+    def __init__(
+        self, request: web.Request, response: web.StreamResponse, writer: AbstractStreamWriter
+    ) -> None:
+        self._request = request
+        self._response = response
+        self._writer = writer
+        self.is_chunked = request.version >= HttpVersion11
 
-@asynccontextmanager
-async def _kept_alive(
-    write: Callable[[bytes], Awaitable[None]], seconds: float
-) -> AsyncIterator[Callable[[], None]]:
-    """Send a comment whenever the yielded function has not been called for `seconds`."""
-    loop = asyncio.get_running_loop()
-    last = loop.time()
+    @property
+    def transport(self) -> asyncio.Transport:
+        """Where the frames go; raises ConnectionResetError once the client has gone."""
+        transport = self._request.transport
+        if transport is None:
+            raise ConnectionResetError("the client has gone")
+        return transport
 
-    def touch() -> None:
-        nonlocal last
-        last = loop.time()
+    async def write(self, data: bytes) -> None:
+        """Write through aiohttp; raises ConnectionError."""
+        await self._bounded(self._response.write(data))
 
-    async def watch() -> None:
-        with suppress(ConnectionError):
-            while True:
-                await asyncio.sleep(last + seconds - loop.time())
-                if loop.time() >= last + seconds:
-                    await write(KEEP_ALIVE)
-                    touch()
+    async def drain(self) -> None:
+        """Wait until the client has read most of what it was sent; raises ConnectionError."""
+        await self._bounded(self._writer.drain())
 
-    watcher = asyncio.create_task(watch())
-    try:
-        yield touch
-    finally:
-        watcher.cancel()
-        with suppress(asyncio.CancelledError):
-            await watcher
+    async def end(self) -> None:
+        """Write the end of the body; raises ConnectionError."""
+        await self._bounded(self._response.write_eof())
+
+    async def _bounded(self, writing: Awaitable[None]) -> None:
+        """Wait for what is being written; cut off a client that does not read it."""
+        try:
+            async with asyncio.timeout(WRITE_SECONDS):
+                await writing
+        except TimeoutError:
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            raise ConnectionResetError("the client has stopped reading") from None

@@ -50,6 +50,7 @@ class Tokenizer:
         self._special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         self._texts: dict[int, str] = {}
         self._bytes: dict[int, bytes] = {}
+        self._whole_texts: dict[int, str | None] = {}
         self._pieces = PieceDecoder.of(rust)
         self.vocab_size: int = rust.get_vocab_size(with_added_tokens=True)
 
@@ -138,6 +139,19 @@ class Tokenizer:
             piece_bytes = b"" if piece is None else self._pieces.decode(piece)
             self._bytes[token_id] = piece_bytes
         return piece_bytes
+
+    def whole_text(self, token_id: int) -> str | None:
+        """Text of `token_bytes`, None where that is not made of whole characters."""
+        try:
+            return self._whole_texts[token_id]
+        except KeyError:
+            pass
+        try:
+            text = self.token_bytes(token_id).decode()
+        except UnicodeDecodeError:
+            text = None
+        self._whole_texts[token_id] = text
+        return text
 
     def close(self) -> None:
         """Stop the worker threads once what they are at is done."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice, repeat
 
 from millrace_proto import generate_pb2 as pb
 from millrace_router.planner import Row, StepPlan
@@ -49,21 +49,8 @@ class StepTimings:
     concat: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class GeneratedToken:
-    """One sampled token and the candidates beside it, most likely first."""
-
-    id: int
-    logprob: float
-    top: Sequence[tuple[int, float]]
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """One step's news of one sequence."""
-
-    slot: int
-    tokens: Sequence[GeneratedToken]
+Candidates = Sequence[tuple[int, float]]
+"""Token ids and log probabilities, most likely first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +58,10 @@ class StepResult:
     """A step's answer, merged over the ranks."""
 
     number: int
-    generations: Sequence[Generation]
+    tokens: Sequence[tuple[int, int, float, Candidates]]
+    """(slot, token id, log probability, candidates beside it); a slot's tokens stand together, in order."""
+    counts: Sequence[tuple[int, int]]
+    """(slot, how many of the tokens are its own)."""
     prompt_logprobs: Sequence[tuple[int, Sequence[float]]]
     """(slot, log probabilities of the prompt tokens computed in this step)."""
     failed_slots: Sequence[int]
@@ -164,7 +154,8 @@ def result_from_pb(messages: Sequence[pb.StepResponse]) -> StepResult:
     slowest = max(messages, key=lambda message: message.timings.total_ns).timings
     return StepResult(
         number=first.number,
-        generations=tuple(_generations(first)),
+        tokens=tuple(_tokens(first)),
+        counts=tuple(zip(first.slots, first.counts, strict=True)),
         prompt_logprobs=tuple(_prompt_logprobs(first)),
         failed_slots=tuple({slot for message in messages for slot in message.failed_slots}),
         timings=StepTimings(
@@ -176,22 +167,21 @@ def result_from_pb(messages: Sequence[pb.StepResponse]) -> StepResult:
     )
 
 
-def _generations(message: pb.StepResponse) -> Iterator[Generation]:
-    tokens = _tokens(message)
-    for slot, count in zip(message.slots, message.counts, strict=True):
-        yield Generation(slot, tuple(islice(tokens, count)))
+def _tokens(message: pb.StepResponse) -> Iterator[tuple[int, int, float, Candidates]]:
+    """Flatten the columns, by C iterators because this runs for every token; raises ValueError if lengths differ."""
+    if not len(message.ids) == len(message.logprobs) == sum(message.counts):
+        raise ValueError("a step's columns differ in length")
+    slots: Iterable[int] = message.slots
+    if set(message.counts) != {1}:
+        slots = chain.from_iterable(map(repeat, message.slots, message.counts))
+    return zip(slots, message.ids, message.logprobs, _candidates(message), strict=False)
 
 
-def _tokens(message: pb.StepResponse) -> Iterator[GeneratedToken]:
+def _candidates(message: pb.StepResponse) -> Iterator[Candidates]:
     if not message.top_counts:
-        for token_id, logprob in zip(message.ids, message.logprobs, strict=True):
-            yield GeneratedToken(token_id, logprob, ())
-        return
+        return repeat(())
     top = zip(message.top_ids, message.top_logprobs, strict=True)
-    for token_id, logprob, count in zip(
-        message.ids, message.logprobs, message.top_counts, strict=True
-    ):
-        yield GeneratedToken(token_id, logprob, tuple(islice(top, count)))
+    return (tuple(islice(top, count)) for count in message.top_counts)
 
 
 def _prompt_logprobs(message: pb.StepResponse) -> Iterator[tuple[int, Sequence[float]]]:

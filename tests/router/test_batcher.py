@@ -8,10 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace_fakes_router import DirectShards, collect, ids_of, new_batcher, request, running
+from millrace_fakes_router import (
+    DirectShards,
+    collect,
+    end_of,
+    ids_of,
+    new_batcher,
+    request,
+    running,
+)
 from millrace_fakes_shard import EOS_TOKEN_ID, FakeShard, continuation
 from millrace_router.errors import GenerationError, ShuttingDown
-from millrace_router.events import Finished, PromptLogprobs, TokenEvent
+from millrace_router.events import PromptLogprobs, TokenEvent
 from millrace_router.request import FinishReason, ValidRequest
 
 requests = st.lists(
@@ -120,8 +128,7 @@ async def test_end_of_sequence_costs_at_most_one_discarded_token() -> None:
         events = await collect(batcher.submit(request([5, 6], 50)))
         await until_idle(shard)
     assert ids_of(events) == [*continuation([5, 6], 3), EOS_TOKEN_ID]
-    assert isinstance(events[-1], Finished)
-    assert events[-1].finish_reason is FinishReason.EOS_TOKEN
+    assert end_of(events).finish_reason is FinishReason.EOS_TOKEN
     forwards = [s for s in shard.steps if s.WhichOneof("work") in {"prefill", "decode"}]
     assert len(forwards) <= 5
 
@@ -152,8 +159,7 @@ async def test_a_stop_sequence_ends_and_stays_in_the_text() -> None:
             )
         )
     assert ids_of(events) == expected[:5]
-    finished = events[-1]
-    assert isinstance(finished, Finished)
+    finished = end_of(events)
     assert finished.finish_reason is FinishReason.STOP_SEQUENCE
     assert finished.generated_text.endswith(f"w{expected[3]} w{expected[4]}")
 

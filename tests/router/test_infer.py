@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from itertools import count
 
 import pytest
@@ -30,7 +31,7 @@ from millrace_router.errors import (
     ShuttingDown,
     ValidationError,
 )
-from millrace_router.events import Finished, TokenEvent
+from millrace_router.events import TokenEvent
 from millrace_router.infer import Infer, Permits
 from millrace_router.request import ValidRequest
 
@@ -70,7 +71,7 @@ async def test_a_permit_is_held_until_the_generation_closes() -> None:
         with pytest.raises(Overloaded, match="Model is overloaded"):
             await infer.start(request())
         play(batcher.streams[0], "x")
-        assert [type(event) async for event in generation] == [TokenEvent, Finished]
+        assert [type(event) async for event in generation] == [TokenEvent]
         assert infer.permits.taken == 1
     assert infer.permits.taken == 0
     assert failures(infer) == {"overloaded": 1}
@@ -156,29 +157,78 @@ async def test_a_draining_server_accepts_nothing() -> None:
     await waiting
 
 
-async def test_tokens_pair_the_last_one_with_the_end() -> None:
-    batcher = FakeBatcher()
-    infer = new_infer(batcher)
+class Heard:
+    """A reader that keeps what it hears, and is defective from some token on."""
+
+    def __init__(self, *, defect_at: int | None = None) -> None:
+        self.tokens: list[TokenEvent] = []
+        self.errors: list[Exception] = []
+        self._defect_at = defect_at
+
+    def token(self, event: TokenEvent) -> None:
+        if event.index == self._defect_at:
+            raise ValueError("odd")
+        self.tokens.append(event)
+
+    def fail(self, error: Exception) -> None:
+        self.errors.append(error)
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 2])
+async def test_a_reader_hears_what_was_and_what_comes(num_before: int) -> None:
+    infer, heard = new_infer(batcher := FakeBatcher()), Heard()
     async with await infer.start(request()) as generation:
-        play(batcher.streams[0], "x", "y")
-        pairs = [
-            (event.index, end and end.generated_text) async for event, end in generation.tokens()
+        (stream,) = batcher.streams
+        last = token_event(2, "y", finished=finished("xy", 2))
+        events = [token_event(1, "x"), last]
+        for event in events[:num_before]:
+            stream.send(event)
+        generation.listen(heard)
+        for count, event in enumerate(events[num_before:], start=num_before):
+            assert heard.tokens == events[:count]
+            stream.send(event)
+    assert heard.tokens == events
+    assert heard.errors == []
+    assert generation.generated_tokens == 2
+    assert failures(infer) == {}
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 2, 3])
+async def test_a_reader_hears_of_a_failure_last_and_once(num_before: int) -> None:
+    infer, heard = new_infer(batcher := FakeBatcher()), Heard()
+    async with await infer.start(request()) as generation:
+        (stream,) = batcher.streams
+        news: list[Callable[[], None]] = [
+            lambda: stream.send(token_event(1, "x")),
+            lambda: stream.fail(GenerationError("no")),
+            lambda: stream.fail(GenerationError("twice")),
         ]
-    assert pairs == [(1, None), (2, "xy")]
+        for tell in news[:num_before]:
+            tell()
+        generation.listen(heard)
+        for tell in news[num_before:]:
+            tell()
+    assert [event.index for event in heard.tokens] == [1]
+    assert [str(error) for error in heard.errors] == [str(GenerationError("no"))]
+    assert failures(infer) == {"generation": 1}
 
 
-async def test_tokens_that_were_there_come_before_the_failure() -> None:
-    batcher = FakeBatcher()
-    infer = new_infer(batcher)
+async def test_a_reader_s_defect_stays_its_own() -> None:
+    infer, heard = new_infer(batcher := FakeBatcher()), Heard(defect_at=1)
     async with await infer.start(request()) as generation:
+        generation.listen(heard)
         batcher.streams[0].send(token_event(1, "x"))
-        batcher.streams[0].send(token_event(2, "y"))
-        batcher.streams[0].fail(GenerationError("no"))
-        tokens = generation.tokens()
-        seen = [(await anext(tokens))[0].index for _ in range(2)]
-        with pytest.raises(GenerationError):
-            await anext(tokens)
-    assert seen == [1, 2]
+    assert [type(error) for error in heard.errors] == [ValueError]
+
+
+async def test_a_reader_that_has_left_hears_nothing() -> None:
+    infer, heard = new_infer(batcher := FakeBatcher()), Heard()
+    async with await infer.start(request()) as generation:
+        generation.listen(heard)
+    batcher.streams[0].send(token_event(1, "x"))
+    batcher.streams[0].fail(GenerationError("no"))
+    assert (heard.tokens, heard.errors) == ([], [])
+    assert failures(infer) == {"dropped": 1}
 
 
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream", "/"])
@@ -269,8 +319,7 @@ async def test_silence_is_filled_with_comments() -> None:
             stream.send(token_event(1, "x"))
             events = (await response.content.readuntil(b"\n\n") for _ in count())
             assert json.loads(await next_data(events))["index"] == 1
-            stream.send(token_event(2, "x"))
-            stream.send(finished("xx", 2))
+            stream.send(token_event(2, "x", finished=finished("xx", 2)))
             assert json.loads(await next_data(events))["generated_text"] == "xx"
 
 

@@ -120,8 +120,8 @@ async def test_stream_bytes_and_headers() -> None:
     def script(request: ValidRequest, stream: TokenStream) -> None:
         stream.batched_at = stream.queued_at
         stream.send(token_event(1, "é", logprob=-1.3242188, q=-0.25))
-        stream.send(token_event(2, "</s>", logprob=float("nan")))
-        stream.send(finished("é", 2, reason=FinishReason.EOS_TOKEN, seed=2**64 - 1))
+        end = finished("é", 2, reason=FinishReason.EOS_TOKEN, seed=2**64 - 1)
+        stream.send(token_event(2, "</s>", logprob=float("nan"), finished=end))
 
     async with serving(script) as edge:
         asked = with_parameters(details=True, top_n_tokens=1)
@@ -152,8 +152,7 @@ async def test_a_token_is_sent_before_the_next_is_there() -> None:
         async with await posting as response:
             line = await response.content.readuntil(b"\n\n")
             assert json.loads(line[6:])["token"]["text"] == "a"
-            stream.send(token_event(2, "b"))
-            stream.send(finished("ab", 2))
+            stream.send(token_event(2, "b", finished=finished("ab", 2)))
             rest = await response.content.read()
         assert json.loads(rest[6:])["generated_text"] == "ab"
 

@@ -15,7 +15,7 @@ from millrace_fakes_text import Generations, Plan, tokenizer
 from millrace_router.api.openai_answers import ChoiceText
 from millrace_router.entry import Entry, TokenStream
 from millrace_router.errors import GenerationError
-from millrace_router.events import Finished, TokenEvent
+from millrace_router.events import TokenEvent
 from millrace_router.request import ValidRequest
 
 TEMPLATE = "{% for turn in messages %}{{ turn.role }} {{ turn.content }} {% endfor %}bot"
@@ -29,8 +29,8 @@ def ids(text: str) -> list[int]:
     return list(BYTES.encode(text))
 
 
-def generations(*plans: Plan) -> Generations:
-    return Generations(*plans, tokenizer=BYTES)
+def generations(*plans: Plan, together: int = 1) -> Generations:
+    return Generations(*plans, tokenizer=BYTES, together=together)
 
 
 def served(script: Any, **options: Any) -> Any:
@@ -176,8 +176,8 @@ def test_a_choice_is_the_text_up_to_the_first_stop(
     events = _events(entry.stream, (entry.accept(id_, -1.0, ()) for id_ in plan))
     choice = ChoiceText(stops)
     shown, reason = "", None
-    for event, finished in events:
-        piece = choice.push(event, finished)
+    for event in events:
+        piece = choice.push(event)
         shown, reason = shown + piece.text, piece.finish_reason
         if reason is not None:
             break
@@ -187,15 +187,11 @@ def test_a_choice_is_the_text_up_to_the_first_stop(
     assert reason == ("stop" if ends else "length")
 
 
-def _events(stream: TokenStream, accepted: Any) -> list[tuple[TokenEvent, Finished | None]]:
+def _events(stream: TokenStream, accepted: Any) -> list[TokenEvent]:
     for done in accepted:
         if done:
             break
-    sent = list(stream._events)
-    last = sent.pop()
-    assert isinstance(last, Finished)
-    tokens = [event for event in sent if isinstance(event, TokenEvent)]
-    return [(event, last if event is tokens[-1] else None) for event in tokens]
+    return [event for event in stream._events if isinstance(event, TokenEvent)]
 
 
 async def test_chat_logprobs() -> None:
@@ -443,7 +439,7 @@ async def test_completion_answer() -> None:
 @pytest.mark.parametrize("include_usage", [False, True])
 async def test_completion_stream(*, include_usage: bool) -> None:
     plans = [[*ids(" one 好"), END], [*ids(" two three four"), END]]
-    async with served(generations(*plans)) as edge:
+    async with served(generations(*plans, together=2)) as edge:
         body = {"prompt": ["hello", "a b"], "stream_options": {"include_usage": include_usage}}
         *chunks, done = await stream_of(edge, "/v1/completions", body)
     assert done == "[DONE]"

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from collections.abc import AsyncGenerator
+from typing import cast
 
 import pytest
 
-from millrace_fakes_edge import Edge, logging_to, serving, token_event
+from millrace_fakes_edge import Edge, finished, logging_to, serving, token_event
+from millrace_fakes_sse import unchunked
 from millrace_router import sse
 from millrace_router.entry import TokenStream
+from millrace_router.events import TokenEvent
+from millrace_router.outlet import Outlet
 from millrace_router.request import ValidRequest
 from millrace_router.routes import native
 
@@ -50,21 +53,20 @@ async def test_and_so_in_openais_words() -> None:
 async def test_a_defect_is_one_answer(
     monkeypatch: pytest.MonkeyPatch, events_before: int, keep_alive_seconds: float
 ) -> None:
-    async def broken(*given: object) -> AsyncGenerator[bytes, None]:
-        for _ in range(events_before):
-            yield b"data: {}\n\n"
-        if keep_alive_seconds < 1:
-            await commented.wait()
-        raise ValueError("odd")
+    def script(_: ValidRequest, stream: TokenStream) -> None:
+        for index in range(1, events_before + 1):
+            stream.send(token_event(index, "x"))
+        if keep_alive_seconds > 1:
+            stream.send(token_event(events_before + 1, "odd"))
 
-    monkeypatch.setattr(native, "_events", broken)
-    commented = asyncio.Event()
+    monkeypatch.setattr(native, "plain_event", defective)
     error = b'{"error":"Internal server error","error_type":"internal"}'
-    async with serving(None, keep_alive_seconds=keep_alive_seconds) as edge:
+    async with serving(script, keep_alive_seconds=keep_alive_seconds) as edge:
         async with edge.client.post(f"{edge.url}/generate_stream", json=ASKED) as response:
             started = events_before or keep_alive_seconds < 1
             assert response.status == (200 if started else 500)
-            commented.set()
+            if keep_alive_seconds < 1:
+                edge.batcher.streams[0].send(token_event(events_before + 1, "odd"))
             text = await response.content.read()
         await edge.services.infer.permits.all_free()
     events = text.replace(b":\n\n", b"")
@@ -73,20 +75,21 @@ async def test_a_defect_is_one_answer(
     )
 
 
-async def test_a_late_defect_is_followed_by_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def broken(*_: object) -> AsyncGenerator[bytes, None]:
-        await commented.wait()
-        if commented.is_set():
-            raise ValueError("odd")
-        yield b""
+def defective(event: TokenEvent) -> bytes:
+    """Render, but for one token."""
+    if event.token.text == "odd":
+        raise ValueError("odd")
+    return b"{}"
 
-    monkeypatch.setattr(native, "_events", broken)
-    commented, output = asyncio.Event(), io.BytesIO()
+
+async def test_a_late_defect_is_followed_by_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "plain_event", defective)
+    output = io.BytesIO()
     with logging_to(output):
         async with serving(None, keep_alive_seconds=0.01) as edge:
             reader, writer = await ask_for_stream(edge)
             head = await reader.readuntil(b":\n\n")
-            commented.set()
+            edge.batcher.streams[0].send(token_event(1, "odd"))
             text = head + await reader.read()
             writer.close()
     messages = [json.loads(line)["fields"]["message"] for line in output.getvalue().splitlines()]
@@ -110,6 +113,59 @@ async def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.Monkey
         assert not reader.at_eof()
 
 
+async def test_a_client_that_reads_slowly_loses_nothing() -> None:
+    async with serving(None) as edge:
+        reader, writer = await deaf_client(edge)
+        stream = edge.batcher.streams[0]
+        for index in range(1, 100):
+            stream.send(token_event(index, f"{index} " * 50_000))
+            await asyncio.sleep(0)
+        stream.send(token_event(100, "end", finished=finished("whole", 100)))
+        writer.transport.resume_reading()  # type: ignore[attr-defined]
+        async with asyncio.timeout(20):
+            text = unchunked((await reader.read()).partition(b"\r\n\r\n")[2])
+        writer.close()
+    events = [json.loads(event[6:]) for event in text.split(b"\n\n")[:-1]]
+    assert [event["index"] for event in events] == list(range(1, 101))
+    assert all(event["token"]["text"].startswith(str(event["index"])) for event in events[:-1])
+    assert events[-1]["generated_text"] == "whole"
+
+
+async def test_what_was_held_waits_until_the_client_has_read() -> None:
+    log: list[object] = []
+
+    class Connection:
+        async def drain(self) -> None:
+            log.append("drained")
+
+        async def write(self, data: bytes) -> None:
+            log.append(data)
+
+    outlet = Outlet()
+    outlet.send(b"a")
+    outlet.send(b"b")
+    outlet.end()
+    await sse._pump(outlet, cast("sse._Connection", Connection()), 60.0)
+    assert log == ["drained", b"ab", "drained"]
+
+
+async def test_http_1_0_gets_no_chunks() -> None:
+    async with serving(None) as edge:
+        reader, writer = await ask_for_stream(edge, version=b"1.0")
+        stream = edge.batcher.streams[0]
+        stream.send(token_event(1, "a"))
+        head = await reader.readuntil(b"\r\n\r\n")
+        first = await reader.readuntil(b"\n\n")
+        stream.send(token_event(2, "b"))
+        second = await reader.readuntil(b"\n\n")
+        stream.send(token_event(3, "c", finished=finished("abc", 3)))
+        rest = await reader.read()
+        writer.close()
+    assert b"chunked" not in head.lower()
+    texts = [json.loads(event[6:])["token"]["text"] for event in (first, second, rest)]
+    assert texts == ["a", "b", "c"]
+
+
 async def test_a_comment_that_is_not_read_cuts_off_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "WRITE_SECONDS", 0.05)
     monkeypatch.setattr(sse, "KEEP_ALIVE", b":" * 1_000_000 + b"\n\n")
@@ -128,14 +184,16 @@ async def deaf_client(edge: Edge) -> tuple[asyncio.StreamReader, asyncio.StreamW
     return reader, writer
 
 
-async def ask_for_stream(edge: Edge) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def ask_for_stream(
+    edge: Edge, *, version: bytes = b"1.1"
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Ask for a stream on a connection of its own."""
     host, port = edge.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     body = json.dumps(ASKED).encode()
     writer.write(
-        b"POST /generate_stream HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-        b"connection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+        b"POST /generate_stream HTTP/%b\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"connection: close\r\ncontent-length: %d\r\n\r\n%b" % (version, len(body), body)
     )
     await edge.batcher.arrived.wait()
     return reader, writer

@@ -55,10 +55,17 @@ def word_tokenizer() -> Tokenizer:
     return Tokenizer(rust)
 
 
-def token_event(index: int, text: str, *, logprob: float = -0.5, **top: float) -> TokenEvent:
-    """A generated token, and the candidates beside it."""
+def token_event(
+    index: int,
+    text: str,
+    *,
+    logprob: float = -0.5,
+    finished: Finished | None = None,
+    **top: float,
+) -> TokenEvent:
+    """A generated token, the candidates beside it, and the end if it is the last."""
     candidates = tuple(Token(9, name, value, special=False) for name, value in top.items())
-    return TokenEvent(index, Token(index, text, logprob, text == "</s>"), candidates)
+    return TokenEvent(index, Token(index, text, logprob, text == "</s>"), candidates, finished)
 
 
 def finished(text: str, count: int, **other: Any) -> Finished:
@@ -69,9 +76,10 @@ def finished(text: str, count: int, **other: Any) -> Finished:
 def play(stream: TokenStream, *texts: str, logprob: float = -0.5, seed: int | None = None) -> None:
     """Send a whole generation: these tokens, then the end."""
     stream.batched_at = stream.queued_at
+    end = finished("".join(texts), len(texts), seed=seed)
     for index, text in enumerate(texts, start=1):
-        stream.send(token_event(index, text, logprob=logprob))
-    stream.send(finished("".join(texts), len(texts), seed=seed))
+        last = index == len(texts)
+        stream.send(token_event(index, text, logprob=logprob, finished=end if last else None))
 
 
 @dataclass

@@ -107,13 +107,20 @@ async def collect(stream: AsyncIterator[Event]) -> list[Event]:
 
 
 def ids_of(events: list[Event]) -> list[int]:
-    """Token ids of a stream, after checking that indexes run 1, 2, 3 … and one terminal event ends it."""
+    """Token ids of a stream, after checking that indexes run 1, 2, 3 … and that the last one alone ends it."""
     tokens = [event for event in events if isinstance(event, TokenEvent)]
     assert [token.index for token in tokens] == list(range(1, len(tokens) + 1))
-    assert [isinstance(event, Finished) for event in events].count(True) == 1
-    assert isinstance(events[-1], Finished)
-    assert events[-1].generated_tokens == len(tokens)
+    assert [token.finished is not None for token in tokens].count(True) == 1
+    assert end_of(events).generated_tokens == len(tokens)
     return [token.token.id for token in tokens]
+
+
+def end_of(events: list[Event]) -> Finished:
+    """The end, which comes with the last event."""
+    last = events[-1]
+    assert isinstance(last, TokenEvent)
+    assert last.finished is not None
+    return last.finished
 
 
 def request(ids: list[int], max_new_tokens: int) -> ValidRequest:

@@ -32,6 +32,17 @@ def whole_stream(body: dict[str, Any]) -> list[bytes]:
     return [event(index, last=index == asked) for index in range(1, asked + 1)]
 
 
+def unchunked(data: bytes) -> bytes:
+    """The body that chunks of HTTP/1.1 carry, up to the last chunk if that is there."""
+    body = b""
+    while data:
+        size, _, data = data.partition(b"\r\n")
+        length = int(size, 16)
+        body, end, data = body + data[:length], data[length : length + 2], data[length + 2 :]
+        assert end == b"\r\n"
+    return body
+
+
 class FakeServer:
     """Answers by script; remembers the bodies and how many requests ran at once."""
 

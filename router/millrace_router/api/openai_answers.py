@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
+
 from millrace_router.errors import RouterError
-from millrace_router.events import Finished, Token, TokenEvent
+from millrace_router.events import Token, TokenEvent
 from millrace_router.float32 import shortest
 from millrace_router.request import FinishReason
 from millrace_router.stopping import StopTrimmer
@@ -44,7 +47,7 @@ class Usage:
         }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Piece:
     """What one token adds to a choice; the last piece has a finish reason."""
 
@@ -62,15 +65,15 @@ class ChoiceText:
         self._trimmer = StopTrimmer(stop_sequences)
         self._logprobs = logprobs
 
-    def push(self, event: TokenEvent, finished: Finished | None) -> Piece:
+    def push(self, event: TokenEvent) -> Piece:
         """Take the next token; nothing may follow a piece that has a finish reason."""
         token = event.token
         text = self._trimmer.push("" if token.special else token.text)
         reason: str | None = None
         if self._trimmer.stopped:
             reason = "stop"
-        elif finished is not None:
-            reason = _FINISH_REASONS[finished.finish_reason]
+        elif event.finished is not None:
+            reason = _FINISH_REASONS[event.finished.finish_reason]
             text += self._trimmer.finish()
         return Piece(text, reason, event.index, _logprobs(event) if self._logprobs else None)
 
@@ -99,6 +102,18 @@ class AnswerHead:
     def json(self, kind: str | None = None, **body: object) -> JsonObject:
         """Render an answer; `kind` replaces the usual `object`."""
         return {"object": kind or self._kind, **self._rest, **body}
+
+
+class ChunkTemplate:
+    """A chunk that is rendered once, with room for the text that changes from token to token."""
+
+    def __init__(self, render: Callable[[str], JsonObject]) -> None:
+        mark = uuid.uuid4().hex
+        self._before, self._after = orjson.dumps(render(mark)).split(orjson.dumps(mark))
+
+    def fill(self, text: str) -> bytes:
+        """Render the chunk with `text`."""
+        return b"%b%b%b" % (self._before, orjson.dumps(text), self._after)
 
 
 def chat_chunk(head: AnswerHead, piece: Piece) -> JsonObject:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack
 
 import orjson
 from aiohttp import web
@@ -15,14 +13,18 @@ from millrace_router.api.openai import CompletionRequest
 from millrace_router.api.openai_answers import (
     AnswerHead,
     ChoiceText,
+    ChunkTemplate,
+    JsonObject,
     Piece,
     Usage,
     completion_choice,
 )
 from millrace_router.bodies import json_response, read_model
 from millrace_router.errors import BatchSizeExceeded
+from millrace_router.events import TokenEvent
 from millrace_router.generation import Generation
 from millrace_router.headers import answer_headers, stream_headers, sum_of_times
+from millrace_router.outlet import Outlet
 from millrace_router.routes.openai_edge import (
     counting_refusals,
     fingerprint,
@@ -33,8 +35,6 @@ from millrace_router.routes.openai_edge import (
 )
 from millrace_router.services import SERVICES, Services
 from millrace_router.sse import DONE, event, respond
-
-IndexedPiece = tuple[int, Piece]
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
@@ -63,7 +63,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
             return await _answer(services, body, generations, head)
         return await respond(
             request,
-            _chunks(body, generations, head),
+            _Chunks(body, generations, head).feed,
             headers=stream_headers(
                 compute_type=services.compute_type, num_characters=sum(map(len, body.prompts))
             ),
@@ -94,61 +94,76 @@ async def _answer(
     return json_response(head.json(choices=choices, usage=usage.json()), headers=headers)
 
 
-async def _chunks(
-    body: CompletionRequest, generations: list[Generation], head: AnswerHead
-) -> AsyncGenerator[bytes, None]:
-    """Frame one chunk a token, prompts interleaved as they come.
+class _Chunks:
+    """Frames one chunk a token, prompts interleaved as they come; the first failure ends it.
 
     Usage comes with each prompt's last chunk as in TGI, or for all prompts in a chunk of its own if that is asked for.
     """
-    total = Usage(0, 0)
-    async with aclosing(_merged(body, generations)) as pieces:
-        async for index, piece in pieces:
-            choice = completion_choice(index, piece.text, piece.finish_reason or "")
-            chunk = head.json(choices=[choice])
-            if piece.finish_reason is not None:
-                usage = usage_of(generations[index], piece)
-                total += usage
-                if not body.includes_usage:
-                    chunk["usage"] = usage.json()
-            yield event(orjson.dumps(chunk))
-    if body.includes_usage:
-        yield event(orjson.dumps(head.json(choices=[], usage=total.json())))
-    yield DONE
 
+    def __init__(
+        self, body: CompletionRequest, generations: list[Generation], head: AnswerHead
+    ) -> None:
+        self._body = body
+        self._generations = generations
+        self._head = head
+        self._total = Usage(0, 0)
+        self._num_open = len(generations)
 
-async def _merged(
-    body: CompletionRequest, generations: list[Generation]
-) -> AsyncGenerator[IndexedPiece, None]:
-    """Yield the pieces of all generations as they come; the first failure ends it."""
-    async with AsyncExitStack() as open_streams:
-        streams: dict[int, AsyncIterator[Piece]] = {}
-        for index, generation in enumerate(generations):
-            stream = pieces_of(generation, ChoiceText(body.stop_sequences))
-            streams[index] = await open_streams.enter_async_context(aclosing(stream))
-        if len(streams) == 1:
-            async for piece in streams[0]:
-                yield 0, piece
+    def feed(self, outlet: Outlet) -> None:
+        self._outlet = outlet
+        for index, generation in enumerate(self._generations):
+            choice = _Choice(index, ChoiceText(self._body.stop_sequences), self)
+            generation.listen(choice)
+
+    def chunk(self, index: int, text: str, finish_reason: str = "") -> JsonObject:
+        """One piece of one choice."""
+        return self._head.json(choices=[completion_choice(index, text, finish_reason)])
+
+    def send(self, json: bytes) -> None:
+        """Frame a chunk."""
+        self._outlet.send(event(json))
+
+    def finish(self, index: int, piece: Piece) -> None:
+        """Send the last piece of one choice, and the end after that of the last choice."""
+        chunk = self.chunk(index, piece.text, piece.finish_reason or "")
+        usage = usage_of(self._generations[index], piece)
+        self._total += usage
+        if not self._body.includes_usage:
+            chunk["usage"] = usage.json()
+        self.send(orjson.dumps(chunk))
+        self._num_open -= 1
+        if self._num_open:
             return
-        async with aclosing(_interleaved(streams)) as interleaved:
-            async for indexed in interleaved:
-                yield indexed
+        if self._body.includes_usage:
+            self.send(orjson.dumps(self._head.json(choices=[], usage=self._total.json())))
+        self._outlet.send(DONE)
+        self._outlet.end()
+
+    def fail(self, error: Exception) -> None:
+        """End the stream for all."""
+        self._outlet.fail(error)
 
 
-async def _interleaved(
-    streams: dict[int, AsyncIterator[Piece]],
-) -> AsyncGenerator[IndexedPiece, None]:
-    waits = {asyncio.ensure_future(anext(stream, None)): i for i, stream in streams.items()}
-    try:
-        while waits:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            for wait in sorted(done, key=waits.__getitem__):
-                index = waits.pop(wait)
-                piece = wait.result()
-                if piece is not None:
-                    waits[asyncio.ensure_future(anext(streams[index], None))] = index
-                    yield index, piece
-    finally:
-        for wait in waits:
-            wait.cancel()
-        await asyncio.gather(*waits, return_exceptions=True)
+class _Choice:
+    """Reads the tokens of one prompt."""
+
+    def __init__(self, index: int, text: ChoiceText, chunks: _Chunks) -> None:
+        self._index = index
+        self._text = text
+        self._chunks = chunks
+        self._template = ChunkTemplate(lambda text: chunks.chunk(index, text))
+        self._finished = False
+
+    def token(self, token: TokenEvent) -> None:
+        if self._finished:
+            return
+        piece = self._text.push(token)
+        if piece.finish_reason is None:
+            self._chunks.send(self._template.fill(piece.text))
+        else:
+            self._finished = True
+            self._chunks.finish(self._index, piece)
+
+    def fail(self, error: Exception) -> None:
+        if not self._finished:
+            self._chunks.fail(error)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-
 import orjson
 from aiohttp import web
 
@@ -15,13 +13,17 @@ from millrace_router.api.native import (
     GenerateRequest,
     GenerateResponse,
     SequenceJson,
+    StreamResponse,
+    plain_event,
     prefill_json,
     sequence_json,
     stream_json,
 )
 from millrace_router.bodies import json_response, read_model
+from millrace_router.events import Finished, TokenEvent
 from millrace_router.generation import Collected, Generation
 from millrace_router.headers import answer_headers, stream_headers
+from millrace_router.outlet import Outlet
 from millrace_router.services import SERVICES, Services
 from millrace_router.sse import event, respond
 
@@ -121,7 +123,7 @@ async def _stream(request: web.Request, body: GenerateRequest) -> web.StreamResp
         watch(request, generation)
         return await respond(
             request,
-            _events(generation, body),
+            _Events(generation, body).feed,
             headers=stream_headers(
                 compute_type=services.compute_type, num_characters=len(body.inputs)
             ),
@@ -129,18 +131,38 @@ async def _stream(request: web.Request, body: GenerateRequest) -> web.StreamResp
         )
 
 
-async def _events(generation: Generation, body: GenerateRequest) -> AsyncGenerator[bytes, None]:
-    """Frame each token; the last one carries the text and, if asked for, the details."""
-    prefix = body.inputs if body.parameters.return_full_text else ""
-    async for token, finished in generation.tokens():
+class _Events:
+    """Frames each token; the last one carries the text and, if asked for, the details."""
+
+    def __init__(self, generation: Generation, body: GenerateRequest) -> None:
+        self._generation = generation
+        self._body = body
+
+    def feed(self, outlet: Outlet) -> None:
+        self._outlet = outlet
+        self._generation.listen(self)
+
+    def token(self, token: TokenEvent) -> None:
+        if token.finished is not None:
+            self._outlet.send(event(orjson.dumps(self._last(token, token.finished))))
+            self._outlet.end()
+        elif token.top_tokens:
+            self._outlet.send(event(orjson.dumps(stream_json(token))))
+        else:
+            self._outlet.send(event(plain_event(token)))
+
+    def fail(self, error: Exception) -> None:
+        self._outlet.fail(error)
+
+    def _last(self, token: TokenEvent, finished: Finished) -> StreamResponse:
         json = stream_json(token)
-        if finished is not None:
-            json["generated_text"] = prefix + finished.generated_text
-            if body.parameters.details:
-                json["details"] = {
-                    "finish_reason": finished.finish_reason,
-                    "generated_tokens": finished.generated_tokens,
-                    "seed": finished.seed,
-                    "input_length": len(generation.valid.input_ids),
-                }
-        yield event(orjson.dumps(json))
+        prefix = self._body.inputs if self._body.parameters.return_full_text else ""
+        json["generated_text"] = prefix + finished.generated_text
+        if self._body.parameters.details:
+            json["details"] = {
+                "finish_reason": finished.finish_reason,
+                "generated_tokens": finished.generated_tokens,
+                "seed": finished.seed,
+                "input_length": len(self._generation.valid.input_ids),
+            }
+        return json

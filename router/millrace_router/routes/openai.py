@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
-
 import orjson
 from aiohttp import web
 
@@ -14,13 +11,16 @@ from millrace_router.api.openai import ChatCompletionRequest
 from millrace_router.api.openai_answers import (
     AnswerHead,
     ChoiceText,
+    ChunkTemplate,
     Piece,
     chat_answer,
     chat_chunk,
 )
 from millrace_router.bodies import json_response, read_model
+from millrace_router.events import TokenEvent
 from millrace_router.generation import Generation
 from millrace_router.headers import answer_headers, stream_headers
+from millrace_router.outlet import Outlet
 from millrace_router.routes.completions import completions
 from millrace_router.routes.openai_edge import (
     counting_refusals,
@@ -80,7 +80,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
             return await _answer(services, body, generation, head)
         return await respond(
             request,
-            _chunks(body, generation, head),
+            _Chunks(body, generation, head).feed,
             headers=stream_headers(compute_type=services.compute_type, num_characters=len(prompt)),
             keep_alive_seconds=services.keep_alive_seconds,
             on_error=stream_error,
@@ -109,18 +109,41 @@ async def _answer(
     return json_response(chat_answer(head, pieces, usage), headers=headers)
 
 
-async def _chunks(
-    body: ChatCompletionRequest, generation: Generation, head: AnswerHead
-) -> AsyncGenerator[bytes, None]:
-    """Frame one chunk a token, then usage if asked for, then the end."""
-    piece: Piece | None = None
-    async with aclosing(pieces_of(generation, _choice_text(body))) as pieces:
-        async for piece in pieces:
-            yield event(orjson.dumps(chat_chunk(head, piece)))
-    if body.includes_usage and piece is not None:
-        usage = usage_of(generation, piece).json()
-        yield event(orjson.dumps(head.json("chat.completion.chunk", choices=[], usage=usage)))
-    yield DONE
+class _Chunks:
+    """Frames one chunk a token, then usage if asked for, then the end."""
+
+    def __init__(
+        self, body: ChatCompletionRequest, generation: Generation, head: AnswerHead
+    ) -> None:
+        self._body = body
+        self._generation = generation
+        self._head = head
+        self._text = _choice_text(body)
+        self._template = ChunkTemplate(lambda text: chat_chunk(head, Piece(text, None, 0, None)))
+
+    def feed(self, outlet: Outlet) -> None:
+        self._outlet = outlet
+        self._generation.listen(self)
+
+    def token(self, token: TokenEvent) -> None:
+        piece = self._text.push(token)
+        if piece.finish_reason is None and piece.logprobs is None:
+            self._outlet.send(event(self._template.fill(piece.text)))
+            return
+        self._outlet.send(event(orjson.dumps(chat_chunk(self._head, piece))))
+        if piece.finish_reason is not None:
+            self._end(piece)
+
+    def fail(self, error: Exception) -> None:
+        self._outlet.fail(error)
+
+    def _end(self, last: Piece) -> None:
+        if self._body.includes_usage:
+            usage = usage_of(self._generation, last).json()
+            chunk = self._head.json("chat.completion.chunk", choices=[], usage=usage)
+            self._outlet.send(event(orjson.dumps(chunk)))
+        self._outlet.send(DONE)
+        self._outlet.end()
 
 
 def _choice_text(body: ChatCompletionRequest) -> ChoiceText:

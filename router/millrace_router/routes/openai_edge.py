@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from functools import wraps
 
 import orjson
@@ -14,6 +14,7 @@ from aiohttp.typedefs import Handler
 from millrace_router.api.openai_answers import ChoiceText, Piece, Usage, error_answer, error_detail
 from millrace_router.bodies import error_response
 from millrace_router.errors import RouterError
+from millrace_router.events import TokenEvent
 from millrace_router.generation import Generation
 from millrace_router.metrics import Metrics
 from millrace_router.services import Services
@@ -66,11 +67,11 @@ def counting_refusals(metrics: Metrics) -> Iterator[None]:
         raise
 
 
-async def pieces_of(generation: Generation, text: ChoiceText) -> AsyncGenerator[Piece, None]:
+async def pieces_of(generation: Generation, text: ChoiceText) -> AsyncIterator[Piece]:
     """Yield what each token adds to the choice, until it has a finish reason."""
-    async with aclosing(generation.tokens()) as tokens:
-        async for token, finished in tokens:
-            piece = text.push(token, finished)
+    async for event_ in generation:
+        if isinstance(event_, TokenEvent):
+            piece = text.push(event_)
             yield piece
             if piece.finish_reason is not None:
                 return

@@ -1,0 +1,41 @@
+"""Columns of a step's answer, whatever the counts."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millrace_proto import generate_pb2 as pb
+from millrace_router.wire import result_from_pb
+
+COUNTS = st.lists(st.integers(0, 3), max_size=6) | st.lists(st.just(1), max_size=6)
+
+
+@given(counts=COUNTS, with_top=st.booleans())
+def test_each_token_has_its_slot_and_candidates(counts: list[int], *, with_top: bool) -> None:
+    slots = [10 + row for row in range(len(counts))]
+    expected: list[tuple[int, int, float, object]] = []
+    answer = pb.StepResponse(number=7, slots=slots, counts=counts)
+    for slot, count in zip(slots, counts, strict=True):
+        for _ in range(count):
+            token_id = len(expected)
+            top = [(token_id + place, -float(place)) for place in range(token_id % 3)]
+            answer.ids.append(token_id)
+            answer.logprobs.append(-token_id / 2)
+            if with_top:
+                answer.top_counts.append(len(top))
+                answer.top_ids.extend(id_ for id_, _ in top)
+                answer.top_logprobs.extend(logprob for _, logprob in top)
+            expected.append((slot, token_id, -token_id / 2, tuple(top) if with_top else ()))
+    result = result_from_pb([answer])
+    assert list(result.tokens) == expected
+    assert list(result.counts) == list(zip(slots, counts, strict=True))
+
+
+@pytest.mark.parametrize("column", ["ids", "logprobs", "counts", "slots"])
+def test_columns_of_different_length_are_an_error(column: str) -> None:
+    answer = pb.StepResponse(slots=[1, 2], counts=[1, 1], ids=[5, 6], logprobs=[-1.0, -2.0])
+    getattr(answer, column).append(1)
+    with pytest.raises(ValueError, match=r"length|shorter|longer"):
+        result_from_pb([answer])
