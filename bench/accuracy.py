@@ -20,7 +20,7 @@ from bench.report import markdown
 from millrace_shard.kernels.agreement import ragged_batch
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.choose import choose_kernels
-from millrace_shard.kernels.int8_linear import with_int8
+from millrace_shard.kernels.int8_linear import is_fast, with_int8
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.load import load_model
 from millrace_shard.parallel import ProcessGroup
@@ -38,7 +38,7 @@ def main() -> int:
         "float32, plain torch": (PlainKernels(deterministic=True), torch.float32),
         "bfloat16, plain torch": (PlainKernels(deterministic=True), torch.bfloat16),
         f"bfloat16, {fast.name} kernels": (fast, torch.bfloat16),
-        f"int8, {fast.name} kernels": (with_int8(fast), torch.bfloat16),
+        f"int8, {'cpu' if is_fast() else 'plain'} kernels": (with_int8(fast), torch.bfloat16),
     }
     truth: Tensor | None = None
     rows = []

@@ -154,11 +154,19 @@ def _tests(found: Figures) -> Sequence[Line]:
             measured=str(figure.detail["summary"]),
             reached="" if figure.value == STOPPED else f"exit status {figure.value:.0f}",
             goal="all pass",
-            verdict=_verdict(figure.value == 0, known=figure.value != STOPPED),
+            verdict=_tests_verdict(figure),
         )
         for figure in found.all(TESTS)
     ]
     return lines or [_missing("GPU tests", "all pass")]
+
+
+def _tests_verdict(figure: Figure) -> Verdict:
+    """One failure decides, whether or not the rest ran; tests that were skipped have shown nothing."""
+    if figure.detail["failed"]:
+        return "missed"
+    is_cut = figure.value == STOPPED or (figure.value == 0 and figure.detail["skipped"] > 0)
+    return _verdict(figure.value == 0, known=not is_cut)
 
 
 def _measured(figure: Figure) -> str:

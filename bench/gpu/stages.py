@@ -224,7 +224,11 @@ def tests(setting: Setting, emit: Emit) -> None:
                 value=float(goals.STOPPED if status is None else status),
                 unit="exit status",
                 kind=goals.TESTS,
-                detail={"summary": summary or "none ran"},
+                detail={
+                    "summary": summary or "none ran",
+                    "failed": outcomes["failed"] + outcomes["error"],
+                    "skipped": outcomes["skipped"],
+                },
             )
         )
 

@@ -21,7 +21,7 @@ from millrace_shard.errors import EngineEnded, ModelError, UnsupportedModel
 from millrace_shard.graph_capture import CudaCapture
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.choose import choose_kernels
-from millrace_shard.kernels.int8_linear import with_int8
+from millrace_shard.kernels.int8_linear import is_fast, with_int8
 from millrace_shard.load import RopeOverride, load_model, read_config
 from millrace_shard.logs import configure
 from millrace_shard.one_shot import SymmetricMemory
@@ -117,6 +117,10 @@ def _quantized(kernels: Kernels, kind: str, device: torch.device, dtype: torch.d
     if device.type != "cpu" or dtype != torch.bfloat16:
         raise UnsupportedModel(f"--quantize int8 is for bfloat16 on CPU, not {dtype} on {device}")
     logger.info("linears in int8, all but the output head")
+    if not is_fast():
+        logger.warning(
+            "int8 is slower than bfloat16 here: this CPU has no AMX for it, or no compiler"
+        )
     return with_int8(kernels)
 
 

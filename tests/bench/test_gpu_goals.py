@@ -60,14 +60,25 @@ def test_what_was_not_measured_is_in_the_table_all_the_same() -> None:
     assert len(goals.table([])) == 6
 
 
-def test_tests_that_time_cut_off_are_neither_passed_nor_failed() -> None:
-    def tests(status: float) -> str:
-        figure = Figure(
-            name="GPU tests", kind=goals.TESTS, value=status, unit="", detail={"summary": ""}
-        )
-        return verdicts([figure])["GPU tests"][1]
+def verdict_on_tests(status: float, *, failed: int = 0, skipped: int = 0) -> str:
+    detail = {"summary": "", "failed": failed, "skipped": skipped}
+    figure = Figure(name="GPU tests", kind=goals.TESTS, value=status, unit="", detail=detail)
+    return verdicts([figure])["GPU tests"][1]
 
-    assert [tests(status) for status in (0, 1, goals.STOPPED)] == ["met", "missed", "not measured"]
+
+def test_tests_that_time_cut_off_are_neither_passed_nor_failed() -> None:
+    found = [verdict_on_tests(status) for status in (0, 1, goals.STOPPED)]
+    assert found == ["met", "missed", "not measured"]
+
+
+def test_a_test_that_failed_before_time_ended_is_a_goal_missed() -> None:
+    assert verdict_on_tests(goals.STOPPED, failed=1) == "missed"
+
+
+def test_tests_that_were_skipped_meet_no_goal() -> None:
+    assert verdict_on_tests(0, skipped=82) == "not measured"
+    # Whatever made pytest fail without a failed test is no pass either.
+    assert verdict_on_tests(2, skipped=82) == "missed"
 
 
 def test_figures_survive_a_writer_that_is_killed(tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ def test_refused(argv: str, message: str) -> None:
         "--max-total-tokens=10 --max-batch-total-tokens=10",
         "--ngrok-edge=b",
         "--rope-scaling=linear --rope-factor=2",
+        "--quantize=int8",
     ],
 )
 def test_accepted(argv: str) -> None:

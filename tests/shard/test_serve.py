@@ -19,17 +19,20 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from millrace_fakes_models import save_tiny
 from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
 from millrace_shard.__main__ import main
 from millrace_shard.config import ShardConfig
 from millrace_shard.engine import Engine
-from millrace_shard.errors import EngineEnded
+from millrace_shard.errors import EngineEnded, UnsupportedModel
+from millrace_shard.kernels.int8_linear import Int8Kernels
 from millrace_shard.serve import (
     choose_device,
     choose_dtype,
     graph_settings,
     is_deterministic,
+    load,
     readable_size,
     serve,
 )
@@ -159,14 +162,15 @@ def test_a_shard_in_use_is_neither_replaced_nor_cut_off(folder: Path, tmp_path: 
     assert not list(tmp_path.iterdir())
 
 
-def test_two_ranks_sample_alike(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [(), ("--dtype=bfloat16", "--quantize=int8")])
+def test_two_ranks_sample_alike(folder: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with ExitStack() as stack:
         group = ("--world-size=2", "--master-addr=127.0.0.1", f"--master-port={port}")
         for rank in range(2):
-            stack.enter_context(process(folder, tmp_path, f"--rank={rank}", *group))
+            stack.enter_context(process(folder, tmp_path, f"--rank={rank}", *group, *flags))
         channels = [
             stack.enter_context(grpc.insecure_channel(f"unix:{tmp_path}/shard-{rank}"))
             for rank in range(2)
@@ -244,6 +248,22 @@ def test_commands_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "serve,download-weights,convert" in capsys.readouterr().err
     assert main(["--help"]) == 0
     assert "serve,download-weights,convert" in capsys.readouterr().out
+
+
+def test_int8_is_for_bfloat16_on_cpu(folder: Path) -> None:
+    cpu = torch.device("cpu")
+    config = ShardConfig.from_args([str(folder), "--quantize=int8", "--dtype=bfloat16"])
+    assert isinstance(load(config, cpu).kernels, Int8Kernels)
+    for flag in ("--quantize=int8 --dtype=float32", "--quantize=fp8 --dtype=bfloat16"):
+        with pytest.raises(UnsupportedModel, match=flag.split()[0].replace("=", " ")):
+            load(ShardConfig.from_args([str(folder), *flag.split()]), cpu)
+
+
+def test_int8_is_for_the_own_decoder(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "gpt2")
+    config = ShardConfig.from_args([str(tmp_path), "--quantize=int8", "--dtype=bfloat16"])
+    with pytest.raises(UnsupportedModel, match="gpt2 runs without --quantize"):
+        load(config, torch.device("cpu"))
 
 
 def test_defaults_by_device(folder: Path) -> None:

@@ -18,6 +18,8 @@ from millrace_shard.kernels.blocks import ComposedBlocks
 from millrace_shard.kernels.build import operators_loaded
 
 LARGEST = 127.0
+SMALLEST = 1e-30
+"""Rows without a larger value count as zeros: their scale would have no reciprocal in float32."""
 
 
 def with_int8(kernels: Kernels) -> Kernels:
@@ -36,14 +38,18 @@ class Int8Kernels(ComposedBlocks):
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Quantize `weight` [out, in] and keep `bias` [out]."""
-        on_amx = operators_loaded() and amx_blocks.available()
-        if on_amx and hasattr(torch.ops.millrace, "int8_linear") and weight.dtype == torch.bfloat16:
-            return AmxInt8Linear(weight, bias)
-        return PlainInt8Linear(weight, bias)
+        kind = AmxInt8Linear if is_fast() else PlainInt8Linear
+        return kind(weight, bias)
 
     def head(self, weight: Tensor) -> Linear:
         """Take over `weight` [vocab, hidden] as it is."""
         return self._kernels.head(weight)
+
+
+def is_fast() -> bool:
+    """Whether this CPU multiplies int8 tiles; if not, int8 is slower than bfloat16."""
+    on_amx = operators_loaded() and amx_blocks.available()
+    return on_amx and hasattr(torch.ops.millrace, "int8_linear")
 
 
 def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,7 +57,7 @@ def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
     wide = rows.float()
     largest = wide.abs().amax(-1, keepdim=True)
     # A number divided by a tensor would be its reciprocal's multiple, rounded twice.
-    inverse = torch.where(largest > 0, torch.full_like(largest, LARGEST) / largest, 0.0)
+    inverse = torch.where(largest > SMALLEST, torch.full_like(largest, LARGEST) / largest, 0.0)
     quantized = (wide * inverse).round().clamp(-128, 127).nan_to_num(0.0).to(torch.int8)
     worth = largest / LARGEST
     return quantized, torch.where(worth.isfinite(), worth, torch.nan)

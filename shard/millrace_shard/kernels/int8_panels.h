@@ -11,11 +11,17 @@
 namespace millrace {
 
 constexpr int64_t kInt8Depth = 64;  // of K in a tile
+constexpr int64_t kInt8Tile = amx::kRows * kInt8Depth;
 constexpr float kLargestInt8 = 127.f;
+// Rows without a larger value count as zeros: their scale would have no reciprocal.
+constexpr float kSmallestRow = 1e-30f;
+// Longer sums of products could leave int32.
+constexpr int64_t kLongestInt8 = 131072;
 
 // weight [out, in] int8 -> [panels, steps, 2, 16, 16, 4]: panels of 32 outputs, inputs in quads; zeros fill up.
 inline at::Tensor pack_int8(const at::Tensor& weight) {
   TORCH_CHECK(weight.scalar_type() == at::kChar && weight.is_contiguous() && weight.dim() == 2);
+  TORCH_CHECK(weight.size(1) <= kLongestInt8, "millrace: too many inputs for int8");
   const int64_t out = weight.size(0), in = weight.size(1);
   const int64_t count = round_up(out, kPanelColumns) / kPanelColumns, steps = round_up(in, kInt8Depth) / kInt8Depth;
   at::Tensor packed = at::empty({count, steps, 2, amx::kColumns, amx::kColumns, 4}, weight.options());
@@ -27,7 +33,7 @@ inline at::Tensor pack_int8(const at::Tensor& weight) {
       const int64_t first = tile / 2 % steps * kInt8Depth;
       for (int64_t k = 0; k < kInt8Depth; k++)
         for (int64_t column = 0; column < amx::kColumns; column++)
-          to[tile * 1024 + k / 4 * 64 + column * 4 + k % 4] =
+          to[tile * kInt8Tile + k / 4 * kInt8Depth + column * 4 + k % 4] =
               row + column < out && first + k < in ? from[(row + column) * in + first + k] : int8_t(0);
     }
   });
@@ -43,7 +49,7 @@ inline float quantize_row(const amx::Tiled& tiled, int64_t row, const BFloat16* 
     is_finite = is_finite && std::isfinite(size);
     largest = size > largest ? size : largest;
   }
-  const float inverse = largest > 0.f ? kLargestInt8 / largest : 0.f;
+  const float inverse = largest > kSmallestRow ? kLargestInt8 / largest : 0.f;
   const __m512 scale = _mm512_set1_ps(inverse);
   for (int64_t i = 0; i < tiled.stride * kInt8Depth; i += 16) {
     // Columns of `tiled` are of two bytes.
@@ -69,7 +75,8 @@ void int8_linear(at::Tensor y, const at::Tensor& x, const at::Tensor& packed, co
   TORCH_CHECK(x.is_contiguous() && y.is_contiguous() && packed.is_contiguous() && y.size(0) == rows);
   TORCH_CHECK(x.scalar_type() == at::kBFloat16 && y.scalar_type() == at::kBFloat16);
   TORCH_CHECK(packed.scalar_type() == at::kChar && packed.dim() == 6 && packed.size(5) == 4);
-  TORCH_CHECK(round_up(in, kInt8Depth) == steps * kInt8Depth && round_up(out, kPanelColumns) == packed.size(0) * kPanelColumns);
+  TORCH_CHECK(round_up(in, kInt8Depth) == steps * kInt8Depth);
+  TORCH_CHECK(round_up(out, kPanelColumns) == packed.size(0) * kPanelColumns);
   TORCH_CHECK(scales.is_contiguous() && scales.scalar_type() == at::kFloat && scales.numel() == out);
   TORCH_CHECK(bias.is_contiguous() && bias.scalar_type() == at::kFloat && (bias.numel() == 0 || bias.numel() == out));
   if (rows == 0) return;
@@ -89,9 +96,11 @@ void int8_linear(at::Tensor y, const at::Tensor& x, const at::Tensor& packed, co
       const int64_t count = std::min(amx::kColumns, out - column);
       if (count <= 0) continue;
       const __mmask16 lanes = static_cast<__mmask16>((1u << count) - 1);
-      const __m512 scale = _mm512_mul_ps(_mm512_set1_ps(row_scales[row]), _mm512_maskz_loadu_ps(lanes, output_scales + column));
-      __m512 values = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_loadu_si512(sums)), scale);
-      if (added != nullptr) values = _mm512_add_ps(values, _mm512_maskz_loadu_ps(lanes, added + column));
+      const __m512 worth = _mm512_maskz_loadu_ps(lanes, output_scales + column);
+      const __m512 scale = _mm512_mul_ps(_mm512_set1_ps(row_scales[row]), worth);
+      const __m512 sum = _mm512_cvtepi32_ps(_mm512_loadu_si512(sums));
+      const __m512 values = added == nullptr ? _mm512_mul_ps(sum, scale)
+                                             : _mm512_fmadd_ps(sum, scale, _mm512_maskz_loadu_ps(lanes, added + column));
       _mm256_mask_storeu_epi16(to + row * out + column, lanes, (__m256i)_mm512_cvtneps_pbh(values));
     }
   };

@@ -107,6 +107,13 @@ def test_a_row_that_is_not_finite_spoils_itself_alone(
     assert torch.equal(y[[0, 2]], expected[[0, 2]])
 
 
+@pytest.mark.parametrize("kind", [AmxInt8Linear, PlainInt8Linear])
+@pytest.mark.usefixtures("amx")
+def test_rows_next_to_nothing_are_zeros(kind: type[AmxInt8Linear | PlainInt8Linear]) -> None:
+    y = kind(weight_of(64, 96), None)(torch.full((2, 96), 1e-38).to(BF16))
+    assert torch.equal(y, torch.zeros_like(y))
+
+
 def test_it_is_close_to_the_unquantized() -> None:
     weight, x = weight_of(512, 2048), torch.randn(64, 2048).to(BF16)
     exact = F.linear(x.double(), weight.double())
