@@ -206,9 +206,10 @@ class Batch:
         )
         is_prompt = np.isin(token_rows, prompt_rows)
         wanted = is_prompt.copy()
-        last = bounds[1:][finished] - 1
+        last = bounds[1:] - 1
         wanted[last] = True
         logit_rows = np.flatnonzero(wanted)
+        logits_of = np.searchsorted(logit_rows, last)
         sampled = slots[finished]
         targets = np.minimum(positions + 1, self._num_inputs[slots[token_rows]] - 1)
         return PreparedStep(
@@ -223,7 +224,9 @@ class Batch:
                 positions=ends[finished],
                 history_rows=sampled,
             ),
-            sampling_logits=np.searchsorted(logit_rows, last) if len(prompt_rows) else None,
+            sampling_logits=None if len(logit_rows) == len(sampled) else logits_of[finished],
+            unfinished=slots[~finished],
+            unfinished_logits=logits_of[~finished],
             prompt_rows=prompt_rows,
             prompt_logits=np.searchsorted(logit_rows, np.flatnonzero(is_prompt)),
             prompt_targets=targets[is_prompt],
@@ -282,6 +285,11 @@ class Batch:
         self.failed[slots] = failed
         self.history[slots, positions] = ids.to(torch.int32)
         return failed
+
+    def fail(self, slots: Ints, failed: Tensor) -> None:
+        """Keep in mind which of `slots` have `failed` [U] bool: what they yield never counts."""
+        index = self.to_device(slots)
+        self.failed[index] |= failed
 
     def commit(self, prepared: PreparedStep) -> None:
         """Advance the sequences of a step that has run."""

@@ -27,6 +27,10 @@ class PreparedStep:
     sampling: SamplingRows
     sampling_logits: Ints | None
     """[R], their place among the logits; None when those are all of them, in order."""
+    unfinished: Ints
+    """[U], slots of the rows with prompt left: the logits of their last token show whether all before is finite."""
+    unfinished_logits: Ints
+    """[U], their place among the logits."""
     prompt_rows: Ints
     """[P], rows in `slots` whose prompt logprobs are wanted."""
     prompt_logits: Ints

@@ -32,6 +32,7 @@ class LaunchedStep:
         *,
         sampled: Sampled | None = None,
         prompts: PromptLogprobs | None = None,
+        unfinished_failed: Tensor | None = None,
         invalid_slots: Ints,
     ) -> None:
         """`invalid_slots` were to run, but hold sequences that cannot."""
@@ -45,6 +46,11 @@ class LaunchedStep:
             start_download(_pack(sampled)) if sampled else torch.empty(3, 0, dtype=torch.int32)
         )
         self._prompt_values = start_download(prompts.values) if prompts else None
+        self._unfinished_failed = (
+            torch.empty(0, dtype=torch.bool)
+            if unfinished_failed is None
+            else start_download(unfinished_failed)
+        )
         watch.mark()
 
     def finish(self) -> StepResult:
@@ -70,7 +76,13 @@ class LaunchedStep:
             prefill_logprobs=no_floats()
             if self._prompt_values is None
             else self._prompt_values.numpy(),
-            failed_slots=np.concatenate([slots[failed != 0], self._invalid_slots]),
+            failed_slots=np.concatenate(
+                [
+                    slots[failed != 0],
+                    self._prepared.unfinished[self._unfinished_failed.numpy()],
+                    self._invalid_slots,
+                ]
+            ),
             checksum=_checksum(slots[rows], result_ids),
             timings=self._timings(),
         )
@@ -132,7 +144,12 @@ class StepRunner:
         prompts = prompt_logprobs(logits, prepared, self.batch)
         sampled = self._sample(logits, prepared) if len(prepared.sampled) else None
         launched = LaunchedStep(
-            prepared, watch, sampled=sampled, prompts=prompts, invalid_slots=invalid_slots
+            prepared,
+            watch,
+            sampled=sampled,
+            prompts=prompts,
+            unfinished_failed=self._check_unfinished(logits, prepared),
+            invalid_slots=invalid_slots,
         )
         self.batch.commit(prepared)
         return launched
@@ -148,6 +165,15 @@ class StepRunner:
             index = self.batch.to_device(blocks)
             for layer in self._cache:
                 self._kernels.zero_blocks(layer, index)
+
+    def _check_unfinished(self, logits: Tensor, prepared: PreparedStep) -> Tensor | None:
+        """Which unfinished prompts are not finite, [U] bool: the router may share their blocks from now on."""
+        if not len(prepared.unfinished):
+            return None
+        logits = logits[self.batch.to_device(prepared.unfinished_logits)]
+        failed = ~logits.amax(dim=-1).isfinite()
+        self.batch.fail(prepared.unfinished, failed)
+        return failed
 
     def _sample(self, logits: Tensor, prepared: PreparedStep) -> Sampled:
         if prepared.sampling_logits is not None:

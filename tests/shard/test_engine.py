@@ -489,6 +489,22 @@ def test_warming_up_again_ends_the_epoch_and_starts_empty(driver: Driver) -> Non
     assert generate(driver, 0, 4) == greedy(PROMPT, 4)
 
 
+def test_a_prompt_that_is_not_finite_is_reported_with_the_chunk_that_shows_it(
+    driver: Driver,
+) -> None:
+    driver.model.poison = 90
+    sick, healthy = driver.admit(0, [4, 7, 90, 8, 5, 6]), driver.admit(1)
+    first = driver.run(forward(sick, healthy, chunks=[(0, 2), (1, 3)]))
+    assert (first.failed_slots.tolist(), tokens(first)) == ([], {})
+    second = driver.run(forward(chunks=[(0, 2), (1, 3)]))
+    assert second.failed_slots.tolist() == [0]
+    assert tokens(second) == {1: greedy(PROMPT, 1)[0]}
+    driver.model.poison = None
+    last = driver.run(forward(chunks=[(0, 2)], decodes=[1]))
+    assert last.failed_slots.tolist() == [0]
+    assert tokens(last) == {1: greedy(PROMPT, 2)[1]}
+
+
 def test_rows_that_are_not_finite_fail_alone_and_stay_failed(driver: Driver) -> None:
     driver.model.poison = 90
     healthy, sick = driver.admit(1), driver.admit(0, [4, 90, 8], top_n_tokens=2)
