@@ -96,7 +96,7 @@ async def _stream(client: _Client, prompt: str, timeline: Timeline) -> None:
     async with client.session.post(dialect.path, json=body) as response:
         if response.status != 200:
             raise BadStreamError(f"status {response.status}: {(await response.text())[:200]}")
-        async for arrival, event in _events(response):
+        async for arrival, event in stamped_events(response):
             if "error" in event:
                 raise BadStreamError(f"{event.get('error_type')}: {event['error']}")
             num_new = dialect.num_tokens(event, len(timeline.arrivals))
@@ -107,7 +107,7 @@ async def _stream(client: _Client, prompt: str, timeline: Timeline) -> None:
         raise BadStreamError(f"asked for {level.new_tokens} tokens, got {len(timeline.arrivals)}")
 
 
-async def _events(
+async def stamped_events(
     response: aiohttp.ClientResponse,
 ) -> AsyncIterator[tuple[float, dict[str, Any]]]:
     """Yield each `data:` event with the moment its last byte was read; comments are skipped."""

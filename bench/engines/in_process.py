@@ -7,8 +7,9 @@ import time
 from collections import deque
 
 from millrace_proto import generate_pb2 as pb
-from millrace_router.planner import StepPlan
+from millrace_router.entry import Entry
 from millrace_router.shard_client import ShardError
+from millrace_router.step_plan import StepPlan
 from millrace_router.wire import (
     Capacity,
     ShardInfo,
@@ -66,7 +67,7 @@ class InProcessShard:
         self._submit(open_to_pb(self._epoch))
         await self._answer()
 
-    async def send(self, plan: StepPlan) -> int:
+    async def send(self, plan: StepPlan[Entry]) -> int:
         """Hand a step to the engine; its number."""
         self._number += 1
         self._batch_id += bool(plan.admitted)

@@ -19,11 +19,16 @@ WITHOUT_EFFECT = {
     "watermark_delta": "nothing is watermarked",
     "ngrok_authtoken": "it is used with --ngrok only",
     "ngrok_edge": "it is used with --ngrok only",
-    "waiting_served_ratio": "prompts are chunked, so running answers never wait for them; shown in /info",
-    "max_waiting_tokens": "prompts are chunked, so they never wait for running answers; shown in /info",
     "disable_grammar_support": "grammars are not supported yet, so requests with one are refused anyway",
     "max_image_fetch_size": "no images are fetched; requests with one are refused",
     "trust_remote_code": "code from a model repository is never run; a model that needs it is refused",
+}
+WITHOUT_EFFECT_WITH_CHUNKS = {
+    "waiting_served_ratio": "prompts are chunked, so running answers never wait for them",
+    "max_waiting_tokens": "prompts are chunked, so they never wait for running answers",
+}
+WITHOUT_EFFECT_WITHOUT_CHUNKS = {
+    "target_inter_token_latency": "prompts are not chunked, so a step is as long as they are",
 }
 WITHOUT_EFFECT_ON_CPU = {
     "cuda_graphs": "the model runs on CPU; there is nothing to capture",
@@ -51,19 +56,27 @@ def check(settings: Settings) -> None:
         raise ArgumentValidation("`validation_workers` must be > 0")
     if router.max_batch_size is not None and router.max_batch_size < 1:
         raise ArgumentValidation("`max_batch_size` must be > 0")
+    prefill = router.max_batch_prefill_tokens
+    if (
+        router.prefill_chunking == "off"
+        and prefill is not None
+        and longest_input is not None
+        and prefill < longest_input
+    ):
+        raise ArgumentValidation(
+            "`max_batch_prefill_tokens` must be >= `max_input_tokens`."
+            f" Given: {prefill} and {longest_input}"
+        )
     capacity = router.max_batch_total_tokens
     if capacity is not None:
         if total is not None and total > capacity:
             raise ArgumentValidation(
                 f"`max_total_tokens` must be <= `max_batch_total_tokens`. Given: {total} and {capacity}"
             )
-        if (
-            router.max_batch_prefill_tokens is not None
-            and router.max_batch_prefill_tokens > capacity
-        ):
+        if prefill is not None and prefill > capacity:
             raise ArgumentValidation(
                 "`max_batch_prefill_tokens` must be <= `max_batch_total_tokens`."
-                f" Given: {router.max_batch_prefill_tokens} and {capacity}"
+                f" Given: {prefill} and {capacity}"
             )
     if router.port == 0:
         raise ArgumentValidation("`port` must be > 0")
@@ -71,7 +84,12 @@ def check(settings: Settings) -> None:
 
 def notices(settings: Settings, *, on_cpu: bool) -> Iterator[str]:
     """A line for each flag that was set and changes nothing."""
-    reasons = WITHOUT_EFFECT | (WITHOUT_EFFECT_ON_CPU if on_cpu else {})
+    chunked = settings.router.prefill_chunking == "on"
+    reasons = (
+        WITHOUT_EFFECT
+        | (WITHOUT_EFFECT_WITH_CHUNKS if chunked else WITHOUT_EFFECT_WITHOUT_CHUNKS)
+        | (WITHOUT_EFFECT_ON_CPU if on_cpu else {})
+    )
     for name in sorted(settings.chosen & reasons.keys()):
         yield f"{option_name(name)} has no effect: {reasons[name]}"
 

@@ -5,19 +5,30 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
 import structlog
 
+from millrace_router.batch_metrics import BatchMetrics
 from millrace_router.entry import Entry, TokenStream
-from millrace_router.errors import GenerationError, NonFiniteOutput, RouterError, ShuttingDown
+from millrace_router.entry_queue import EntryQueue
+from millrace_router.errors import (
+    GenerationError,
+    NonFiniteOutput,
+    QueueExpired,
+    RouterError,
+    ShuttingDown,
+)
+from millrace_router.estimate import Estimate
 from millrace_router.metrics import Metrics
-from millrace_router.planner import PlannerFactory, StepPlan
-from millrace_router.request import ValidRequest
+from millrace_router.planner import Planner
+from millrace_router.prospects import Outlook, Prospects
+from millrace_router.request import Terms, ValidRequest
 from millrace_router.shard_client import ShardedClient, ShardError
+from millrace_router.step_plan import StepPlan
 from millrace_router.tokenizer import Tokenizer
-from millrace_router.waiting import WaitingQueue
 from millrace_router.wire import StepResult
 
 REOPEN_SECONDS = 0.5
@@ -25,14 +36,21 @@ UNREACHABLE_SECONDS = 60.0
 
 log = structlog.get_logger(__name__)
 
+PlannerFactory = Callable[[], Planner[Entry]]
+"""Makes an empty planner for each new epoch."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
     """A step that was sent and not answered."""
 
     number: int
-    plan: StepPlan
+    plan: StepPlan[Entry]
     sent_at: float
+
+    def began_at(self, last_answer_at: float) -> float:
+        """When the shards took it up: when it was sent, or were done with the one before."""
+        return max(self.sent_at, last_answer_at)
 
 
 class Batcher:
@@ -43,11 +61,13 @@ class Batcher:
     entry in flight gets its terminal event and the loop goes on in a new epoch.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         *,
         shards: ShardedClient,
         new_planner: PlannerFactory,
+        waiting: EntryQueue,
+        prospects: Prospects,
         tokenizer: Tokenizer,
         eos_token_ids: frozenset[int],
         metrics: Metrics,
@@ -58,32 +78,77 @@ class Batcher:
         self._planner = new_planner()
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
-        self._metrics = metrics
+        self._metrics = BatchMetrics(metrics)
         self._depth = depth
-        self._waiting = WaitingQueue()
+        self._waiting = waiting
+        self._prospects = prospects
         self._flights: deque[_Flight] = deque()
         self._last_answered = 0
+        self._answered_at = 0.0
         self._request_ids = count()
         self._wake = asyncio.Event()
         self._stopped = False
 
     def submit(self, request: ValidRequest) -> TokenStream:
-        """Queue a request; its stream gets exactly one terminal event, whatever happens."""
+        """Queue a request; its stream gets exactly one terminal event, whatever happens.
+
+        Raises:
+            ShuttingDown: nothing is accepted any more.
+            Overloaded: the queue is full, or longer than the request is willing to wait.
+
+        """
         if self._stopped:
             raise ShuttingDown
-        request_id = next(self._request_ids)
+        entry = self._entry(request)
+        num_cached = self._planner.num_cached(entry)
+        self._prospects.accept(entry, self._outlook(request.terms), num_cached=num_cached)
+        self._waiting.append(entry)
+        self._metrics.waiting(len(self._waiting))
+        self._wake.set()
+        return entry.stream
+
+    def estimate(self, request: ValidRequest) -> Estimate:
+        """What would become of `request` if it came now; nothing is queued."""
+        entry = self._entry(request)
+        num_cached = self._planner.num_cached(entry)
+        prediction = self._prospects.predict(
+            entry, self._outlook(request.terms), num_cached=num_cached
+        )
+        return Estimate(
+            prediction=prediction,
+            num_cached=num_cached,
+            num_waiting=len(self._waiting) + self._planner.num_paused,
+            num_running=len(self._planner.rows),
+        )
+
+    def drain_seconds(self) -> float:
+        """Until there is room for one more request, as far as that is known."""
+        return self._prospects.drain_seconds(self._outlook(Terms()))
+
+    def _entry(self, request: ValidRequest) -> Entry:
         entry = Entry(
-            request_id,
+            next(self._request_ids),
             request,
             self._tokenizer,
             self._eos_token_ids,
+            block_size=self._planner.blocks.block_size,
             on_close=lambda: self._on_close(entry),
         )
-        self._waiting.append(entry)
-        self._metrics.queue_size.set(len(self._waiting))
-        self._metrics.requests_waiting.set(len(self._waiting))
-        self._wake.set()
-        return entry.stream
+        return entry
+
+    def _outlook(self, terms: Terms) -> Outlook:
+        now = time.monotonic()
+        began_at = self._flights[0].began_at(self._answered_at) if self._flights else now
+        planner, (num_ahead, tokens_ahead) = self._planner, self._waiting.ahead(terms, now)
+        return Outlook(
+            rows=planner.rows.values(),
+            num_waiting=len(self._waiting),
+            ahead=(
+                num_ahead + planner.num_paused,
+                tokens_ahead + planner.num_paused_tokens,
+            ),
+            now_in_step=now - began_at,
+        )
 
     async def run(self) -> None:
         """Serve for ever; cancel to stop. Ends every stream before it returns."""
@@ -105,6 +170,8 @@ class Batcher:
 
     async def _turn(self) -> None:
         """Keep the shards busy, then take one answer."""
+        for entry in self._waiting.expired(time.monotonic()):
+            self._end(entry, QueueExpired(retry_after_seconds=self.drain_seconds()))
         while len(self._flights) < self._depth:
             plan = self._planner.plan(
                 self._waiting,
@@ -114,63 +181,76 @@ class Batcher:
             if plan is None:
                 break
             await self._send(plan)
-        self._observe_batch()
+        self._metrics.batch(self._planner, len(self._waiting))
         if self._flights:
             self._deliver(await self._shards.receive())
         else:
             self._wake.clear()
             await self._wake.wait()
 
-    async def _send(self, plan: StepPlan) -> None:
+    async def _send(self, plan: StepPlan[Entry]) -> None:
         now = time.monotonic()
         for row in plan.admitted:
-            row.entry.stream.batched_at = now
-        if plan.has_forward:
-            self._metrics.batch_inference_count.labels(method=plan.method).inc()
-        if plan.admitted:
-            self._metrics.batch_next_size.observe(len(plan.admitted))
-            if len(self._planner.rows) > len(plan.admitted):
-                self._metrics.batch_concat.labels(reason="chunking").inc()
+            row.entry.admitted(now, row.num_cached)
+            self._prospects.admitted(row.entry)
+        self._metrics.sent(plan)
         self._flights.append(_Flight(self._shards.last_sent + 1, plan, now))
         await self._shards.send(plan)
 
     def _deliver(self, result: StepResult) -> None:
         """Hand a step's tokens to their streams; drop what has ended with them."""
-        flight = self._flights.popleft()
-        self._last_answered = result.number
+        flight, planner = self._flights.popleft(), self._planner
         answered_at = time.monotonic()
-        rows = self._planner.rows
+        if flight.plan.has_forward:
+            seconds = answered_at - flight.began_at(self._answered_at)
+            self._prospects.observe(flight.plan.load, seconds)
+        self._last_answered, self._answered_at = result.number, answered_at
+        planner.computed(flight.plan, result.failed_slots)
         for slot, logprobs in result.prompt_logprobs:
-            if slot in rows:
-                rows[slot].entry.accept_prompt_logprobs(logprobs)
+            if (row := planner.row(slot)) is not None:
+                row.entry.accept_prompt_logprobs(logprobs)
         for slot in result.failed_slots:
-            if slot in rows:
-                rows[slot].entry.stream.fail(NonFiniteOutput())
-                self._planner.drop(rows[slot])
-        skipped = Counter(count - 1 for slot, count in result.counts if slot in rows)
+            if (row := planner.row(slot)) is not None:
+                planner.drop(row)
+                self._end(row.entry, NonFiniteOutput())
+        skipped = Counter(count - 1 for slot, count in result.counts if planner.row(slot))
         for slot, token_id, logprob, top in result.tokens:
-            # A row that has ended is not among `rows` any more, whatever else the step says of it.
-            row = rows.get(slot)
-            if row is not None and row.entry.accept(token_id, logprob, top):
-                self._planner.drop(row)
-        for num_tokens, times in skipped.items():
-            self._metrics.request_skipped_tokens.observe(num_tokens, times=times)
-        self._planner.answered(result.number)
-        self._observe_step(flight, result, answered_at)
+            # A row that has ended is not there any more, whatever else the step says of its slot.
+            row = planner.row(slot)
+            if row is None:
+                continue
+            if not row.entry.generated_ids:
+                self._prospects.began(row.entry, answered_at)
+            if row.entry.accept(token_id, logprob, top):
+                planner.drop(row)
+                self._end(row.entry)
+        planner.answered(result.number)
+        self._metrics.answered(
+            flight.plan, result.timings, skipped, sent_at=flight.sent_at, answered_at=answered_at
+        )
+
+    def _end(self, entry: Entry, error: RouterError | None = None) -> None:
+        """Take note that `entry` has ended, with `error` unless its last token has been sent."""
+        if not entry.accounted:
+            entry.accounted = True
+            self._prospects.ended(entry)
+            self._waiting.served(entry, entry.num_generated)
+        if error is not None:
+            entry.stream.fail(error)
 
     async def _recover(self, message: str) -> None:
         """Fail what is in flight and begin a new epoch; what waits goes on waiting."""
         log.error("epoch failed", error=message)
-        for method in {flight.plan.method for flight in self._flights if flight.plan.has_forward}:
-            self._metrics.batch_inference_failure.labels(method=method).inc()
+        self._metrics.failed(flight.plan for flight in self._flights)
         self._fail_running(message)
         await self._open()
 
     def _fail_running(self, message: str) -> None:
-        for row in self._planner.rows.values():
-            row.entry.stream.fail(GenerationError(message))
-        self._planner = self._new_planner()
+        failed, self._planner = self._planner, self._new_planner()
+        self._planner.adopt(failed)
         self._flights.clear()
+        for row in failed.running:
+            self._end(row.entry, GenerationError(message))
 
     async def _open(self) -> None:
         """Begin an epoch, however long that takes; who waits longer than UNREACHABLE_SECONDS is told so."""
@@ -188,35 +268,14 @@ class Batcher:
                 return
 
     def _fail_waiting(self, error: RouterError) -> None:
+        for entry in self._planner.abandon():
+            self._end(entry, error)
         while len(self._waiting):
-            self._waiting.pop().stream.fail(error)
+            self._end(self._waiting.pop(), error)
 
     def _on_close(self, entry: Entry) -> None:
         """A reader has left: a waiting entry goes at once, a running one with the next step."""
-        if self._waiting.discard(entry):
-            self._metrics.queue_size.set(len(self._waiting))
-            self._metrics.requests_waiting.set(len(self._waiting))
+        self._waiting.discard(entry)
+        self._metrics.waiting(len(self._waiting))
+        self._end(entry)
         self._wake.set()
-
-    def _observe_batch(self) -> None:
-        metrics, planner = self._metrics, self._planner
-        metrics.queue_size.set(len(self._waiting))
-        metrics.requests_waiting.set(len(self._waiting))
-        metrics.requests_running.set(len(planner.rows))
-        metrics.batch_current_size.set(len(planner.rows))
-        metrics.batch_current_max_tokens.set(
-            planner.blocks.num_reserved * planner.blocks.block_size
-        )
-        metrics.kv_blocks_in_use.set(planner.blocks.num_in_use)
-
-    def _observe_step(self, flight: _Flight, result: StepResult, answered_at: float) -> None:
-        if not flight.plan.has_forward:
-            return
-        metrics, method, timings = self._metrics, flight.plan.method, result.timings
-        metrics.batch_inference_success.labels(method=method).inc()
-        metrics.batch_inference_duration.labels(method=method).observe(answered_at - flight.sent_at)
-        metrics.batch_forward_duration.labels(method=method).observe(timings.forward)
-        metrics.batch_decode_duration.labels(method=method).observe(timings.decode)
-        metrics.batch_filter_duration.labels(method=method).observe(time.monotonic() - answered_at)
-        if timings.concat is not None:
-            metrics.batch_concat_duration.labels(method="decode").observe(timings.concat)

@@ -2,74 +2,178 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from millrace_router.prefix_cache import CachedBlock, PrefixCache
+
+
+@dataclass(slots=True, eq=False)
+class _Holding:
+    """What one slot holds."""
+
+    blocks: list[int] = field(default_factory=list)
+    """In table order."""
+    pins: list[CachedBlock] = field(default_factory=list)
+    """The first of them that are in the cache."""
+    keys: Sequence[bytes] = ()
+    """Of the prompt's full blocks; the cache expects those after `num_computed`."""
+    num_computed: int = 0
+    num_promised: int = 0
+
+    def private(self) -> list[int]:
+        """Blocks that are nobody else's and not in the cache."""
+        return self.blocks[len(self.pins) :]
+
 
 class BlockTable:
-    """Fixed-size KV blocks, handed out one by one within what each sequence has reserved.
+    """Fixed-size KV blocks: handed out one by one, shared through the prefix cache, taken back at the end.
 
-    Invariant: free + owned = num_blocks - 1 (block 0 is the shards' scrap block and never handed out),
-    and the free blocks always cover every reservation, so `grow` cannot run out.
+    Invariant: free + cached + owned = num_blocks - 1 (block 0 is the shards' scrap block and never handed out), and
+    free and cached blocks together always cover every promise, so growing within a promise cannot fail.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, cache: PrefixCache | None = None) -> None:
         if num_blocks < 2 or block_size < 1:
             raise ValueError(f"no block to hand out: {num_blocks=} {block_size=}")
         self.block_size = block_size
         self.num_blocks = num_blocks - 1
+        self.cache = cache
         self._free = list(range(num_blocks - 1, 0, -1))
-        self._owned: dict[int, list[int]] = {}
-        self._reserved: dict[int, int] = {}
+        self._holdings: dict[int, _Holding] = {}
         self._num_promised = 0
 
     @property
-    def num_in_use(self) -> int:
-        """Blocks that hold some sequence's KV."""
-        return self.num_blocks - len(self._free)
+    def num_free(self) -> int:
+        """Blocks that hold nothing."""
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that no sequence holds, kept because their content may be asked for again."""
+        return self.cache.num_idle if self.cache is not None else 0
+
+    @property
+    def num_owned(self) -> int:
+        """Blocks that one sequence or several hold."""
+        return self.num_blocks - self.num_free - self.num_cached
 
     @property
     def num_reserved(self) -> int:
-        """Blocks in use or promised to a sequence that has been admitted."""
-        return self.num_in_use + self._num_promised
+        """Blocks owned, or promised to a sequence that has been admitted."""
+        return self.num_owned + self._num_promised
 
-    def fits(self, num_tokens: int) -> bool:
-        """Whether `num_tokens` positions can be reserved now."""
-        return self._count(num_tokens) <= self.num_blocks - self.num_reserved
+    @property
+    def num_available(self) -> int:
+        """Blocks that are neither owned nor promised."""
+        return self.num_blocks - self.num_reserved
 
-    def reserve(self, slot: int, num_tokens: int) -> None:
-        """Promise `slot` the blocks of `num_tokens` positions.
+    def count(self, num_tokens: int) -> int:
+        """Blocks that `num_tokens` positions take."""
+        return -(-num_tokens // self.block_size)
+
+    def find(self, keys: Sequence[bytes]) -> list[CachedBlock]:
+        """Return what the cache has of the chain `keys`, from its beginning."""
+        return self.cache.find(keys) if self.cache is not None else []
+
+    def expects(self, key: bytes) -> bool:
+        """Whether an admitted sequence is going to compute the block `key`."""
+        return self.cache is not None and self.cache.expects(key)
+
+    def shortage(self, num_tokens: int, hits: Sequence[CachedBlock] = ()) -> int:
+        """Blocks that are missing to admit a sequence with a promise of `num_tokens`; negative when some remain."""
+        revived = sum(not hit.num_pins for hit in hits)
+        return self.count(num_tokens) - len(hits) + revived - self.num_available
+
+    def admit(
+        self,
+        slot: int,
+        num_tokens: int,
+        *,
+        hits: Sequence[CachedBlock] = (),
+        keys: Sequence[bytes] = (),
+    ) -> list[int]:
+        """Begin a table with the cached blocks `hits`, which it returns, and promise the rest of `num_tokens`.
+
+        `keys` name the full blocks of the prompt, those of `hits` included.
 
         Raises:
-            ValueError: the slot holds a reservation already, or the blocks are not there.
+            ValueError: the slot is in use, or the blocks are not there.
 
         """
-        if slot in self._owned or not self.fits(num_tokens):
-            raise ValueError(f"cannot reserve {num_tokens} tokens for slot {slot}")
-        self._owned[slot] = []
-        self._reserved[slot] = self._count(num_tokens)
-        self._num_promised += self._reserved[slot]
+        if slot in self._holdings or self.shortage(num_tokens, hits) > 0:
+            raise ValueError(f"cannot promise {num_tokens} tokens to slot {slot}")
+        holding = _Holding([hit.block for hit in hits], list(hits), keys, len(hits))
+        holding.num_promised = max(0, self.count(num_tokens) - len(hits))
+        self._num_promised += holding.num_promised
+        self._holdings[slot] = holding
+        if self.cache is not None:
+            self.cache.pin(hits)
+            self.cache.expect(keys[len(hits) :])
+        return list(holding.blocks)
 
-    def grow(self, slot: int, num_tokens: int) -> list[int]:
-        """Hand out what `slot` still lacks to hold `num_tokens` positions, in table order.
-
-        Raises:
-            ValueError: more than was reserved.
-
-        """
-        owned = self._owned[slot]
-        missing = self._count(num_tokens) - len(owned)
+    def grow(self, slot: int, num_tokens: int) -> list[int] | None:
+        """Hand out what `slot` still lacks for `num_tokens` positions, in table order; None if that is not there."""
+        holding = self._holdings[slot]
+        missing = self.count(num_tokens) - len(holding.blocks)
         if missing <= 0:
             return []
-        if len(owned) + missing > self._reserved[slot]:
-            raise ValueError(f"slot {slot} grows to {num_tokens} tokens, beyond its reservation")
-        blocks = [self._free.pop() for _ in range(missing)]
-        self._num_promised -= missing
-        owned.extend(blocks)
+        promised = min(missing, holding.num_promised)
+        if missing - promised > self.num_available:
+            return None
+        holding.num_promised -= promised
+        self._num_promised -= promised
+        blocks = [self._take() for _ in range(missing)]
+        holding.blocks.extend(blocks)
         return blocks
 
-    def release(self, slot: int) -> None:
-        """Take back everything `slot` owns or was promised."""
-        owned = self._owned.pop(slot)
-        self._num_promised -= self._reserved.pop(slot) - len(owned)
-        self._free.extend(reversed(owned))
+    def enter(self, slot: int, keys: Sequence[bytes]) -> None:
+        """Make the first blocks of `slot`, whose KV is computed, findable by `keys`.
 
-    def _count(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        An equal block that nobody holds gives way. One that is held does not, and neither can be held in addition,
+        for that would take a block nobody was promised: what comes after it is not entered as long as it is there.
+        """
+        if self.cache is None:
+            return
+        holding = self._holdings[slot]
+        self.cache.unexpect(holding.keys[holding.num_computed : len(keys)])
+        holding.num_computed = max(holding.num_computed, len(keys))
+        first = len(holding.pins)
+        for key, block in zip(keys[first:], holding.blocks[first:], strict=False):
+            spare = self.cache.give_up(key)
+            if spare is not None:
+                self._free.append(spare)
+            pin = self.cache.enter(key, block)
+            if pin is None:
+                break
+            holding.pins.append(pin)
+
+    def forget(self, slot: int) -> None:
+        """Make unfindable what `slot` holds: values turned out not to be finite, and any of it may be the cause."""
+        if self.cache is not None:
+            for pin in self._holdings[slot].pins:
+                self.cache.forget(pin)
+
+    def num_releasable(self, slot: int) -> int:
+        """Blocks that releasing `slot` makes available, its promise included."""
+        holding = self._holdings[slot]
+        last_pins = sum(pin.num_pins == 1 for pin in holding.pins)
+        return len(holding.private()) + last_pins + holding.num_promised
+
+    def num_owned_by(self, slot: int) -> int:
+        """Blocks in the table of `slot`."""
+        return len(self._holdings[slot].blocks)
+
+    def release(self, slot: int) -> None:
+        """Take back everything `slot` holds or was promised; what is in the cache stays findable."""
+        holding = self._holdings.pop(slot)
+        self._num_promised -= holding.num_promised
+        self._free.extend(reversed(holding.private()))
+        if self.cache is not None:
+            self.cache.unexpect(holding.keys[holding.num_computed :])
+            self._free.extend(self.cache.unpin(holding.pins))
+
+    def _take(self) -> int:
+        if not self._free and self.cache is not None:
+            return self.cache.evict()
+        return self._free.pop()

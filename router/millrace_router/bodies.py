@@ -96,7 +96,11 @@ def _is_deep(parsed: object) -> bool:
 
 async def read_model(request: web.Request, model: type[Model]) -> Model:
     """Parse the body as `model`; raises BodyError as `read_json`, or BodyShapeError."""
-    parsed = await read_json(request)
+    return to_model(await read_json(request), model)
+
+
+def to_model(parsed: object, model: type[Model]) -> Model:
+    """Check JSON against `model`; raises BodyShapeError."""
     try:
         return model.model_validate(parsed)
     except ShapeError as error:

@@ -13,11 +13,21 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 ANY_ADDRESS = "0.0.0.0"  # noqa: S104
 LogLevel = Literal["trace", "debug", "info", "warning", "error"]
+SWITCH_WORDS = {"1": "on", "true": "on", "yes": "on", "0": "off", "false": "off", "no": "off"}
+"""How TGI's environment variables say on and off."""
+
+
+def _switch(value: object) -> object:
+    word = str(value).strip().lower()
+    return SWITCH_WORDS.get(word, word)
+
+
+OnOff = Annotated[Literal["on", "off"], BeforeValidator(_switch)]
 
 
 class RouterConfig(BaseSettings):
@@ -102,10 +112,54 @@ class RouterConfig(BaseSettings):
         description="Upper bound of the KV capacity in tokens; measured when absent.",
     )
     waiting_served_ratio: float = Field(
-        default=0.3, ge=0, description="Shown in /info; prompts are chunked, so no ratio is needed."
+        default=0.3,
+        ge=0,
+        description="With --prefill-chunking off: prompts interrupt decodes once they are this many "
+        "for each running request.",
     )
     max_waiting_tokens: int = Field(
-        default=20, ge=0, description="Shown in /info; prompts are chunked, so none waits on it."
+        default=20,
+        ge=0,
+        description="With --prefill-chunking off: prompts interrupt decodes after this many steps "
+        "at the latest.",
+    )
+    prefill_chunking: OnOff = Field(
+        default="on",
+        description="Compute prompts in pieces beside decodes (on), or whole while decodes pause (off).",
+    )
+    prefix_caching: OnOff = Field(
+        default="on", description="Keep computed KV blocks for requests that begin alike."
+    )
+    kv_reservation: Literal["grow", "full"] = Field(
+        default="grow",
+        description="Give a request KV blocks as it grows, preempting when they run out (grow), or "
+        "admit it with blocks for all of max_new_tokens (full).",
+    )
+    target_inter_token_latency: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Milliseconds that a step with running requests should not exceed for the sake "
+        "of prompts.",
+    )
+    fairness: Literal["none", "tenant"] = Field(
+        default="none",
+        description="Share tokens equally between API keys, or values of x-tenant (tenant), or not.",
+    )
+    priority_ageing: float = Field(
+        default=10.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Seconds of waiting that are worth one step of priority.",
+    )
+    max_queue_size: int | None = Field(
+        default=None, ge=1, description="Requests that may wait; more are answered 429."
+    )
+    max_queue_wait: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds that a request may wait; one that would, or has, is answered 429.",
     )
     steps_in_flight: int = Field(
         default=2,

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from millrace_router.block_keys import BlockKeys
 from millrace_router.detokenizer import IncrementalDetokenizer
 from millrace_router.errors import RouterError
 from millrace_router.events import Event, Finished, PromptLogprobs, Token, TokenEvent
@@ -37,6 +38,10 @@ class TokenStream:
         self.batched_at: float | None = None
         self.finished_at: float | None = None
         self.closed = False
+        self.cached_tokens: int | None = None
+        """Prompt tokens found in the prefix cache when the request was first admitted."""
+        self.predicted_queue_seconds: float | None = None
+        """What was expected of the time until then, when the request came."""
         self._on_close = on_close
         self._events: deque[Event] = deque()
         self._error: RouterError | None = None
@@ -114,10 +119,19 @@ class Entry:
         request: ValidRequest,
         tokenizer: Tokenizer,
         eos_token_ids: frozenset[int],
+        *,
+        block_size: int,
         on_close: Callable[[], None] | None = None,
     ) -> None:
         self.request_id = request_id
         self.request = request
+        self.terms = request.terms
+        self.max_new_tokens = request.max_new_tokens
+        self.num_prompt_tokens = len(request.input_ids)
+        self.num_preemptions = 0
+        self.accounted = False
+        """Whether the scheduler has taken note of its end."""
+        self.wants_prompt_logprobs = request.prefill_logprobs
         self.stream = TokenStream(on_close)
         self.generated_ids: list[int] = []
         self._tokenizer = tokenizer
@@ -125,17 +139,50 @@ class Entry:
         self._text = IncrementalDetokenizer(tokenizer, request.input_ids)
         self._stop = StopMatcher(request.stop_sequences) if request.stop_sequences else None
         self._prompt_logprobs: list[float] = []
+        self._block_keys = BlockKeys(block_size)
 
     @property
-    def num_kv_tokens(self) -> int:
-        """KV positions the whole generation takes; the last token's are never needed."""
-        return len(self.request.input_ids) + self.request.max_new_tokens - 1
+    def queued_at(self) -> float:
+        """When it was accepted, by `time.monotonic`."""
+        return self.stream.queued_at
+
+    @property
+    def tenant(self) -> str:
+        """Whose share of the tokens it takes."""
+        return self.terms.tenant
+
+    @property
+    def closed(self) -> bool:
+        """Whether its reader has left."""
+        return self.stream.closed
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens generated so far."""
+        return len(self.generated_ids)
+
+    @property
+    def num_inputs(self) -> int:
+        """Tokens of the prompt, and those generated so far."""
+        return self.num_prompt_tokens + len(self.generated_ids)
+
+    def block_keys(self, count: int) -> Sequence[bytes]:
+        """Keys of the first `count` full blocks of prompt and generated tokens."""
+        return self._block_keys.first(count, self.request.input_ids, self.generated_ids)
+
+    def admitted(self, now: float, num_cached: int) -> None:
+        """Take note of joining the batch, for the first time or again, with so many tokens cached."""
+        if self.stream.batched_at is None:
+            self.stream.batched_at = now
+            self.stream.cached_tokens = num_cached
+        self._prompt_logprobs.clear()
 
     def accept_prompt_logprobs(self, logprobs: Sequence[float]) -> None:
         """Collect a chunk's log probabilities; send them once the prompt is complete."""
         self._prompt_logprobs.extend(logprobs)
         ids = self.request.input_ids
         if len(self._prompt_logprobs) == len(ids):
+            self.wants_prompt_logprobs = False
             self.stream.send(PromptLogprobs(ids, tuple(self._prompt_logprobs)))
 
     def accept(self, token_id: int, logprob: float, top: Sequence[tuple[int, float]]) -> bool:

@@ -2,6 +2,7 @@
 
 RouterError
 ├── ValidationError           422  validation
+│   ├── SizeError             422  validation         (it does not fit, though it is well-formed)
 │   └── BodyError             400  validation         (the body is not JSON)
 │       ├── BodyShapeError    422  validation         (JSON of another shape)
 │       ├── MediaTypeError    415  validation
@@ -14,6 +15,9 @@ RouterError
 ├── GenerationError           424  generation
 │   └── NonFiniteOutput       424  generation         (this request's own doing)
 ├── Overloaded                429  overloaded
+│   ├── QueueFull             429  overloaded         (`--max-queue-size`)
+│   ├── QueueTooLong          429  overloaded         (it would wait for too long)
+│   └── QueueExpired          429  overloaded         (it has waited for too long)
 ├── IncompleteGeneration      500  incomplete_generation
 │   └── IncompleteGenerationStream     incomplete_generation_stream (after the status was sent)
 ├── Unhealthy                 503  healthcheck
@@ -22,6 +26,7 @@ RouterError
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 
@@ -43,6 +48,15 @@ class ValidationError(RouterError):
 
     def __init__(self, message: str) -> None:
         super().__init__(f"Input validation error: {message}")
+
+
+class SizeError(ValidationError):
+    """Prompt and answer together, or the prompt alone, are longer than this server allows."""
+
+    def __init__(self, message: str, *, num_prompt_tokens: int, max_new_tokens: int) -> None:
+        super().__init__(message)
+        self.num_prompt_tokens = num_prompt_tokens
+        self.max_new_tokens = max_new_tokens
 
 
 class BodyError(ValidationError):
@@ -163,9 +177,42 @@ class Overloaded(RouterError):
     error_type = "overloaded"
     failure_label = "overloaded"
 
-    def __init__(self, *, retry_after_seconds: int = 1) -> None:
-        super().__init__("Model is overloaded")
-        self.retry_after_seconds = retry_after_seconds
+    def __init__(
+        self, message: str = "Model is overloaded", *, retry_after_seconds: float = 0.0
+    ) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = max(1, math.ceil(retry_after_seconds))
+
+
+class QueueFull(Overloaded):
+    """As many requests wait as `--max-queue-size` allows."""
+
+    def __init__(self, max_size: int, *, retry_after_seconds: float) -> None:
+        super().__init__(
+            f"Model is overloaded: {max_size} requests wait already",
+            retry_after_seconds=retry_after_seconds,
+        )
+
+
+class QueueTooLong(Overloaded):
+    """The request would wait longer than it may."""
+
+    def __init__(self, *, predicted_seconds: float, allowed_seconds: float) -> None:
+        super().__init__(
+            f"Model is overloaded: the request would wait for {predicted_seconds:.1f} s, "
+            f"and may wait for {allowed_seconds:.1f} s",
+            retry_after_seconds=predicted_seconds - allowed_seconds,
+        )
+
+
+class QueueExpired(Overloaded):
+    """The request has waited longer than it may."""
+
+    def __init__(self, *, retry_after_seconds: float) -> None:
+        super().__init__(
+            "Model is overloaded: the request has waited for as long as it may",
+            retry_after_seconds=retry_after_seconds,
+        )
 
 
 class IncompleteGeneration(RouterError):

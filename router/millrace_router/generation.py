@@ -22,6 +22,9 @@ class EventStream(Protocol):
     queued_at: float
     batched_at: float | None
     finished_at: float | None
+    cached_tokens: int | None
+    """Tokens of the prompt that were found computed; known once the request has left the queue."""
+    predicted_queue_seconds: float | None
 
     def close(self) -> None:
         """Say that nobody reads any more."""
@@ -55,6 +58,8 @@ class Timings:
     queue: float
     inference: float
     per_token: float
+    predicted_queue: float | None = None
+    """What `queue` was expected to be; None if nothing was known."""
 
 
 class RequestRecord:
@@ -145,6 +150,18 @@ class Generation:
         return self._stream.finished_at is not None
 
     @property
+    def may_expire(self) -> bool:
+        """Whether it waits, and may be sent away for having waited too long."""
+        stream = self._stream
+        has_deadline = self.valid.terms.max_queue_seconds is not None
+        return has_deadline and stream.batched_at is None and not self.ended
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that were found computed."""
+        return self._stream.cached_tokens or 0
+
+    @property
     def times(self) -> Timings:
         """Durations until the end, or until now while there is none."""
         stream = self._stream
@@ -157,6 +174,7 @@ class Generation:
             queue=batched - stream.queued_at,
             inference=inference,
             per_token=inference / max(self.generated_tokens, 1),
+            predicted_queue=stream.predicted_queue_seconds,
         )
 
     def __aiter__(self) -> Self:
@@ -232,6 +250,7 @@ class Generation:
             prompt=prompt,
             finished=finished,
             times=self.times,
+            cached_tokens=self.cached_tokens,
         )
 
     def close(self) -> None:
@@ -266,6 +285,7 @@ class Collected:
     prompt: PromptLogprobs | None
     finished: Finished
     times: Timings
+    cached_tokens: int
     others: tuple[Collected, ...] = ()
     """With `best_of`: the ones that were not the best."""
 

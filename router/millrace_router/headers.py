@@ -18,9 +18,10 @@ def answer_headers(
     num_characters: int,
     prompt_tokens: int,
     generated_tokens: int,
+    cached_tokens: int,
     times: Timings,
 ) -> dict[str, str]:
-    """Headers of an answer in one piece; `num_characters` counts the prompt's."""
+    """Headers of an answer in one piece; `num_characters` and `cached_tokens` count the prompt's."""
     return {
         "x-compute-type": compute_type,
         "x-compute-time": repr(times.total),
@@ -32,23 +33,34 @@ def answer_headers(
         "x-time-per-token": milliseconds(times.per_token),
         "x-prompt-tokens": str(prompt_tokens),
         "x-generated-tokens": str(generated_tokens),
+        "x-cached-tokens": str(cached_tokens),
+        **_predicted(times),
     }
 
 
-def stream_headers(*, compute_type: str, num_characters: int) -> dict[str, str]:
+def stream_headers(*, compute_type: str, num_characters: int, times: Timings) -> dict[str, str]:
     """Headers of a stream, sent before anything is known of its end."""
     return {
         "x-compute-type": compute_type,
         "x-compute-characters": str(num_characters),
+        **_predicted(times),
     }
+
+
+def _predicted(times: Timings) -> dict[str, str]:
+    """Beside TGI's `x-queue-time`: what was expected of it when the request came, if anything was."""
+    predicted = times.predicted_queue
+    return {} if predicted is None else {"x-predicted-queue-time": milliseconds(predicted)}
 
 
 def sum_of_times(times: Sequence[Timings]) -> Timings:
     """Add up the durations of several generations of one request."""
+    predicted = [one.predicted_queue for one in times if one.predicted_queue is not None]
     return Timings(
         total=sum(one.total for one in times),
         validation=sum(one.validation for one in times),
         queue=sum(one.queue for one in times),
         inference=sum(one.inference for one in times),
         per_token=sum(one.per_token for one in times),
+        predicted_queue=sum(predicted) if len(predicted) == len(times) else None,
     )

@@ -7,14 +7,16 @@ from typing import Protocol
 
 import structlog
 
-from millrace_router.errors import GenerationError, NonFiniteOutput, RouterError, Unhealthy
+from millrace_router.errors import (
+    GenerationError,
+    NonFiniteOutput,
+    Overloaded,
+    RouterError,
+    Unhealthy,
+)
 from millrace_router.events import TokenEvent
-from millrace_router.infer import Batcher
-from millrace_router.request import ValidRequest
+from millrace_router.infer import SHORTEST, Batcher
 from millrace_router.shard_client import ShardError
-
-PROBE = ValidRequest(input_ids=(0,), max_new_tokens=1)
-"""The shortest generation there is."""
 
 log = structlog.get_logger(__name__)
 
@@ -90,7 +92,14 @@ class Health:
             await asyncio.gather(probe, others, return_exceptions=True)
 
     async def _probe(self) -> None:
-        stream = self._batcher.submit(PROBE)
+        try:
+            await self._probe_once()
+        except Overloaded:
+            # Those who fill the queue will get tokens, if anyone does.
+            await self._generates.wait()
+
+    async def _probe_once(self) -> None:
+        stream = self._batcher.submit(SHORTEST)
         try:
             async for event in stream:
                 if isinstance(event, TokenEvent) and event.finished is not None:

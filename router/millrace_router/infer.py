@@ -9,10 +9,12 @@ from dataclasses import replace
 from typing import Protocol
 
 from millrace_router.api.native import GenerateRequest
-from millrace_router.errors import Overloaded, RouterError, ShuttingDown
+from millrace_router.errors import Overloaded, RouterError, ShuttingDown, SizeError
+from millrace_router.estimate import Appraisal, Estimate
 from millrace_router.generation import Collected, EventStream, Generation, RequestRecord
 from millrace_router.metrics import Metrics
-from millrace_router.request import ValidRequest
+from millrace_router.request import Terms, ValidRequest
+from millrace_router.terms import DEFAULT_TERMS
 from millrace_router.validation import (
     Validated,
     Validator,
@@ -28,20 +30,32 @@ class Batcher(Protocol):
     def submit(self, request: ValidRequest, /) -> EventStream:
         """Queue a request; raises RouterError."""
 
+    def estimate(self, request: ValidRequest, /) -> Estimate:
+        """What would become of a request that came now; it is not queued."""
+
+    def drain_seconds(self) -> float:
+        """Until there is room for one more request; 0 while nothing is known."""
+
+
+SHORTEST = ValidRequest(input_ids=(0,), max_new_tokens=1)
+"""The least that anyone may ask for."""
+
 
 class Permits:
     """How many generations may be in the house at once; nobody waits for one."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, drain_seconds: Callable[[], float]) -> None:
+        """`drain_seconds` says after how long one who is refused may come again."""
         self.free = total
         self._total = total
+        self._drain_seconds = drain_seconds
         self._all_free = asyncio.Event()
         self._all_free.set()
 
     def take(self, count: int = 1) -> None:
         """Take `count` permits, or none and raise Overloaded."""
         if self.free < count:
-            raise Overloaded
+            raise Overloaded(retry_after_seconds=self._drain_seconds())
         self.free -= count
         self._all_free.clear()
 
@@ -88,7 +102,7 @@ class Infer:
         self._on_failure = on_failure
         self._on_token = on_token
         self._draining = False
-        self.permits = Permits(validator.limits.max_concurrent_requests)
+        self.permits = Permits(validator.limits.max_concurrent_requests, batcher.drain_seconds)
 
     def drain(self) -> None:
         """Accept nothing from now on; what runs goes on."""
@@ -110,8 +124,46 @@ class Infer:
         finally:
             self.permits.give()
 
+    async def estimate(
+        self,
+        request: GenerateRequest,
+        *,
+        terms: Terms = DEFAULT_TERMS,
+        add_special_tokens: bool = True,
+    ) -> Appraisal:
+        """Tell of one generation of `request` without running it; a full server answers too.
+
+        Raises:
+            RouterError: as for `generate`, but for what does not fit.
+
+        """
+        if self._draining:
+            raise ShuttingDown
+        check_best_of(request.parameters, self._validator.limits)
+        try:
+            validated = await self._validator.check(
+                request, terms=terms, add_special_tokens=add_special_tokens
+            )
+        except SizeError as error:
+            return Appraisal(
+                num_prompt_tokens=error.num_prompt_tokens,
+                max_new_tokens=error.max_new_tokens,
+                refusal=str(error),
+                estimate=self._batcher.estimate(replace(SHORTEST, terms=terms)),
+            )
+        return Appraisal(
+            num_prompt_tokens=len(validated.request.input_ids),
+            max_new_tokens=validated.request.max_new_tokens,
+            refusal=None,
+            estimate=self._batcher.estimate(validated.request),
+        )
+
     async def start(
-        self, request: GenerateRequest, *, add_special_tokens: bool = True
+        self,
+        request: GenerateRequest,
+        *,
+        terms: Terms = DEFAULT_TERMS,
+        add_special_tokens: bool = True,
     ) -> Generation:
         """Validate and queue one generation, whose events are read as they come.
 
@@ -121,10 +173,16 @@ class Infer:
         """
         with self._accounted() as record:
             check_stream(request.parameters)
-            return await self._start(request, record, add_special_tokens=add_special_tokens)
+            return await self._start(
+                request, record, terms=terms, add_special_tokens=add_special_tokens
+            )
 
     async def generate(
-        self, request: GenerateRequest, *, add_special_tokens: bool = True
+        self,
+        request: GenerateRequest,
+        *,
+        terms: Terms = DEFAULT_TERMS,
+        add_special_tokens: bool = True,
     ) -> Collected:
         """Generate to the end; with `best_of` several times, of which the likeliest wins.
 
@@ -136,13 +194,17 @@ class Infer:
         with self._accounted() as record:
             if best_of == 1:
                 generation = await self._start(
-                    request, record, add_special_tokens=add_special_tokens
+                    request, record, terms=terms, add_special_tokens=add_special_tokens
                 )
                 async with generation:
                     return await generation.collect()
             check_best_of(request.parameters, self._validator.limits)
             collected = await self._best_of(
-                request, record, best_of=best_of, add_special_tokens=add_special_tokens
+                request,
+                record,
+                best_of=best_of,
+                terms=terms,
+                add_special_tokens=add_special_tokens,
             )
             record.succeeded(collected.times, collected.finished.generated_tokens)
             return collected
@@ -163,13 +225,18 @@ class Infer:
             raise
 
     async def _start(
-        self, request: GenerateRequest, record: RequestRecord, *, add_special_tokens: bool
+        self,
+        request: GenerateRequest,
+        record: RequestRecord,
+        *,
+        terms: Terms,
+        add_special_tokens: bool,
     ) -> Generation:
         self.permits.take()
         with ExitStack() as undo:
             undo.callback(self.permits.give)
             validated = await self._validator.validate(
-                request, add_special_tokens=add_special_tokens
+                request, terms=terms, add_special_tokens=add_special_tokens
             )
             generation = self._submit(validated, record, counted=True)
             undo.pop_all()
@@ -181,6 +248,7 @@ class Infer:
         record: RequestRecord,
         *,
         best_of: int,
+        terms: Terms,
         add_special_tokens: bool,
     ) -> Collected:
         """Submit all at once and read one after the other: their events wait in their streams."""
@@ -188,7 +256,7 @@ class Infer:
             self.permits.take(best_of)
             cleanup.callback(self.permits.give, best_of)
             validated = await self._validator.validate(
-                request, add_special_tokens=add_special_tokens
+                request, terms=terms, add_special_tokens=add_special_tokens
             )
             generations = []
             for _ in range(best_of):

@@ -248,6 +248,26 @@ class Metrics:
         )
         self.kv_blocks_in_use = gauge("millrace_kv_blocks_in_use", "KV blocks owned by sequences")
         self.kv_blocks = gauge("millrace_kv_blocks", "KV blocks there are")
+        self.kv_blocks_cached = gauge(
+            "millrace_kv_blocks_cached", "KV blocks kept for a later prefix hit, free on demand"
+        )
+        self.prefill_tokens = self._counter(
+            "millrace_prefill_tokens_total", "Prompt tokens that were computed"
+        )
+        self.prefix_cache_hit_tokens = self._counter(
+            "millrace_prefix_cache_hit_tokens_total", "Prompt tokens found in the prefix cache"
+        )
+        self.preemptions = self._counter(
+            "millrace_preemptions_total", "Sequences paused because KV blocks ran out"
+        )
+        self.prediction_error = self._family(
+            "millrace_prediction_error_seconds",
+            "Absolute error of the last thousand predictions, by quantile, in seconds",
+            Gauge,
+            "prediction",
+            "quantile",
+        )
+        self.requests_paused = gauge("millrace_requests_paused", "Requests that were preempted")
         self.requests_running = gauge("millrace_requests_running", "Requests in the batch")
         self.requests_waiting = gauge("millrace_requests_waiting", "Requests in the queue")
 

@@ -3,177 +3,291 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Container
+from itertools import chain, repeat
+from typing import Generic
 
+from millrace_router.admission import Admission, Waiting
 from millrace_router.blocks import BlockTable
-from millrace_router.entry import Entry
-from millrace_router.waiting import WaitingQueue
+from millrace_router.budgets import Budgets
+from millrace_router.cost import CostModel
+from millrace_router.preemption import row_to_yield, rows_to_preempt
+from millrace_router.row import E, Row
+from millrace_router.step_plan import StepPlan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Budgets:
-    """Limits of one step and of the batch, in TGI's names."""
+class Planner(Generic[E]):
+    """Decides chunks, decodes, preemption and drops, and with `Admission` who joins; owns rows and blocks.
 
-    max_batch_prefill_tokens: int
-    """Tokens a step that computes prompt may hold, its decodes included."""
-    max_batch_size: int
-    """Sequences running at once; slots are numbered below this."""
+    A step decodes every row that can, then spends what is left of the prefill budget on prompts: first those
+    already admitted, the most senior first, then new ones while slots and blocks last.
 
-
-@dataclass(slots=True, eq=False)
-class Row:
-    """An admitted entry. Its counts include steps that are still in flight."""
-
-    entry: Entry
-    slot: int
-    num_prompt_planned: int = 0
-    num_tokens_planned: int = 0
-    """Generated tokens that the steps planned so far yield; 0 as long as some of the prompt is left."""
-    num_kv_owned: int = 0
-    """KV positions in the blocks it has got so far."""
-
-    @property
-    def num_prompt_left(self) -> int:
-        """Prompt tokens that no step computes yet."""
-        return len(self.entry.request.input_ids) - self.num_prompt_planned
-
-    @property
-    def num_kv_tokens(self) -> int:
-        """KV positions filled once everything planned so far has run."""
-        return self.num_prompt_planned + max(0, self.num_tokens_planned - 1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlan:
-    """One step. Without chunks and decodes it only drops sequences."""
-
-    dropped: tuple[int, ...] = ()
-    admitted: tuple[Row, ...] = ()
-    grown: tuple[tuple[int, int], ...] = ()
-    """(slot, block), in table order."""
-    chunks: tuple[tuple[int, int], ...] = ()
-    """(slot, prompt tokens to compute)."""
-    decodes: tuple[int, ...] = ()
-
-    @property
-    def method(self) -> str:
-        """TGI's label for metrics."""
-        return "prefill" if self.chunks else "decode"
-
-    @property
-    def has_forward(self) -> bool:
-        """Whether the step runs the model."""
-        return bool(self.chunks or self.decodes)
-
-
-@dataclass(slots=True)
-class _Draft:
-    chunks: list[tuple[int, int]] = field(default_factory=list)
-    decodes: list[int] = field(default_factory=list)
-    admitted: list[Row] = field(default_factory=list)
-    grown: list[tuple[int, int]] = field(default_factory=list)
-
-
-class Planner:
-    """Decides admission, chunks, decodes and drops; owns slots and blocks.
-
-    A step decodes every row that can, then spends what is left of the prefill budget on prompts in order of
-    arrival: first those already admitted, of which the first gets a block's worth whatever is left, then new ones
-    while slots and blocks last. The first entry that does not fit stops admission. A dropped row's slot and blocks
-    are reused only once every step that named them is answered.
+    Rows grow block by block. When blocks run short the most junior row is preempted: it is dropped, its tokens in
+    flight still count, and it is admitted again as a prompt of everything so far. So the most senior row always
+    goes on. A slot and its blocks are reused only once every step that named them is answered.
     """
 
-    def __init__(self, budgets: Budgets, blocks: BlockTable) -> None:
+    def __init__(self, budgets: Budgets, blocks: BlockTable, cost: CostModel | None = None) -> None:
         self.budgets = budgets
         self.blocks = blocks
-        self.rows: dict[int, Row] = {}
-        self._free_slots = list(range(budgets.max_batch_size - 1, -1, -1))
-        self._to_drop: list[Row] = []
+        self.rows: dict[int, Row[E]] = {}
+        self._cost = cost
+        self._admission: Admission[E] = Admission(budgets, blocks)
+        self._preempted: dict[int, Row[E]] = {}
+        self._yielded: list[E] = []
+        """Entries that yielded to another tenant, on their way back into the queue."""
+        self._to_drop: list[Row[E]] = []
         self._retired: deque[tuple[int, int]] = deque()
         self._least_chunk = min(blocks.block_size, budgets.max_batch_prefill_tokens)
+        self._decodes_since_prefill = 0
+        self._owes_decode = False
 
-    def drop(self, row: Row) -> None:
-        """Take `row` out of the batch; the shards hear of it with the next step."""
+    @property
+    def num_paused(self) -> int:
+        """Preempted entries, to be admitted again."""
+        return len(self._preempted) + len(self._yielded) + self._admission.num_paused
+
+    @property
+    def num_paused_tokens(self) -> int:
+        """Tokens of those so far, which are to be computed again or found cached."""
+        tokens = sum(row.entry.num_inputs for row in self._preempted.values())
+        return tokens + self._admission.num_paused_tokens
+
+    @property
+    def running(self) -> list[Row[E]]:
+        """Rows that a step in flight may name, those preempted since included."""
+        return [*self.rows.values(), *self._preempted.values()]
+
+    def num_cached(self, entry: E) -> int:
+        """Input tokens of `entry` that are cached now."""
+        return self._admission.num_cached(entry)
+
+    def adopt(self, other: Planner[E]) -> None:
+        """Take over the entries that `other` preempted and had no step in flight."""
+        self._admission.adopt(other._admission)
+        self._yielded.extend(other._yielded)
+
+    def abandon(self) -> list[E]:
+        """Give up, and return, the preempted entries that have no step in flight."""
+        entries = self._yielded + self._admission.abandon()
+        self._yielded.clear()
+        return entries
+
+    def row(self, slot: int) -> Row[E] | None:
+        """The row in `slot` whose tokens count: one that runs, or was preempted with steps in flight."""
+        return self.rows.get(slot) or self._preempted.get(slot)
+
+    def drop(self, row: Row[E]) -> None:
+        """Take `row` out of the batch for good; the shards hear of it with the next step."""
         if self.rows.get(row.slot) is row:
             del self.rows[row.slot]
             self._to_drop.append(row)
+        elif self._preempted.get(row.slot) is row:
+            del self._preempted[row.slot]
+
+    def computed(self, plan: StepPlan[E], failed_slots: Container[int] = ()) -> None:
+        """Take note that `plan` has run, before its tokens are delivered: full blocks may be shared from now on.
+
+        Of rows in `failed_slots`, whose values are not finite, nothing is shared any more.
+        """
+        if self.blocks.cache is None:
+            return
+        size = self.blocks.block_size
+        for slot, num_tokens in chain(plan.chunks, zip(plan.decodes, repeat(1))):
+            row = self.rows.get(slot) or self._preempted.get(slot)
+            if row is None:
+                continue
+            row.num_computed += num_tokens
+            if slot in failed_slots:
+                self.blocks.forget(slot)
+            elif row.num_computed >= row.num_entered + size:
+                num_full = row.num_computed // size
+                self.blocks.enter(slot, row.entry.block_keys(num_full))
+                row.num_entered = num_full * size
 
     def answered(self, number: int) -> None:
         """Reuse what no step after `number` can still name."""
         while self._retired and self._retired[0][0] <= number:
             _, slot = self._retired.popleft()
             self.blocks.release(slot)
-            self._free_slots.append(slot)
+            self._admission.free(slot)
+            row = self._preempted.pop(slot, None)
+            if row is not None and row.has_yielded:
+                self._yielded.append(row.entry)
+            elif row is not None:
+                self._admission.resume(row)
 
-    def plan(self, waiting: WaitingQueue, *, last_sent: int, last_answered: int) -> StepPlan | None:
+    def plan(
+        self, waiting: Waiting[E], *, last_sent: int, last_answered: int
+    ) -> StepPlan[E] | None:
         """The next step, or None when there is nothing to do. The plan counts as sent from here on."""
-        dropped = self._drop(last_sent)
+        plan: StepPlan[E] = StepPlan()
+        for row in [row for row in self.rows.values() if row.entry.closed]:
+            self.drop(row)
+        self._retire(plan, last_sent)
         self.answered(last_answered)
-        draft = _Draft()
+        for entry in self._yielded:
+            waiting.append(entry)
+        self._yielded.clear()
+        if not self.budgets.reserve_all:
+            retired = (slot for _, slot in self._retired)
+            for row in rows_to_preempt(self.rows.values(), self.blocks, retired):
+                self._preempt(row, plan)
+        if self.budgets.share_slots:
+            self._preempt_for_tenants(waiting, plan)
+        self._retire(plan, last_sent)
+        if self.budgets.prefill_chunking:
+            self._plan_decodes(plan)
+            self._plan_chunks(waiting, plan)
+        else:
+            self._plan_prompts_or_decodes(waiting, plan)
+        return plan if plan.dropped or plan.has_forward else None
+
+    def _retire(self, plan: StepPlan[E], last_sent: int) -> None:
+        plan.dropped.extend(row.slot for row in self._to_drop)
+        self._retired.extend((last_sent, row.slot) for row in self._to_drop)
+        self._to_drop.clear()
+
+    def _preempt_for_tenants(self, waiting: Waiting[E], plan: StepPlan[E]) -> None:
+        """If the head of the queue finds no room, and its tenant has less of it than another, make that one yield."""
+        if self._retired or plan.num_preempted or not len(waiting):
+            return
+        if not self._admission.lacks_room(waiting, self.rows.values()):
+            return
+        head = waiting.head()
+        victim = None if head is None else row_to_yield(self.rows.values(), head.tenant)
+        if victim is not None:
+            victim.has_yielded = True
+            self._preempt(victim, plan)
+
+    def _preempt(self, row: Row[E], plan: StepPlan[E]) -> None:
+        row.entry.num_preemptions += 1
+        plan.num_preempted += 1
+        self.drop(row)
+        self._preempted[row.slot] = row
+
+    def _plan_decodes(self, plan: StepPlan[E]) -> None:
+        context = 0
         for slot, row in self.rows.items():
             # Runs for every token there is, hence few calls.
-            if 0 < row.num_tokens_planned < row.entry.request.max_new_tokens:
+            if 0 < row.num_tokens_planned < row.max_tokens:
+                row.num_kv_tokens += 1
+                if row.num_kv_tokens > row.num_kv_owned and not self._grow(row, plan):
+                    row.num_kv_tokens -= 1
+                    continue
                 row.num_tokens_planned += 1
-                if row.num_kv_tokens > row.num_kv_owned:
-                    self._grow(row, draft)
-                draft.decodes.append(slot)
-        self._plan_prompts(waiting, draft)
-        if not (dropped or draft.chunks or draft.decodes):
-            return None
-        return StepPlan(
-            dropped=dropped,
-            admitted=tuple(draft.admitted),
-            grown=tuple(draft.grown),
-            chunks=tuple(draft.chunks),
-            decodes=tuple(draft.decodes),
-        )
+                context += row.num_kv_tokens
+                plan.decodes.append(slot)
+        plan.load.decodes = len(plan.decodes)
+        plan.load.context = context
 
-    def _drop(self, last_sent: int) -> tuple[int, ...]:
-        for row in [row for row in self.rows.values() if row.entry.stream.closed]:
-            self.drop(row)
-        dropped = tuple(row.slot for row in self._to_drop)
-        self._retired.extend((last_sent, slot) for slot in dropped)
-        self._to_drop.clear()
-        return dropped
-
-    def _plan_prompts(self, waiting: WaitingQueue, draft: _Draft) -> None:
-        budget = self.budgets.max_batch_prefill_tokens - len(draft.decodes)
-        for row in [row for row in self.rows.values() if not row.num_tokens_planned]:
+    def _plan_chunks(self, waiting: Waiting[E], plan: StepPlan[E]) -> None:
+        """Spend what the decodes leave of the budget on prompts."""
+        unfinished = self._unfinished()
+        budget = self._chunk_budget(plan, unfinished)
+        for row in unfinished:
             # Decodes may take the whole budget, but what has been admitted must go on.
-            budget -= self._chunk(row, max(budget, self._least_chunk), draft)
+            least = self._least_chunk if row is unfinished[0] else 0
+            budget -= self._chunk(row, max(budget, least), plan)
             if budget <= 0:
                 return
-        while budget > 0 and (admitted := self._admit(waiting)) is not None:
-            draft.admitted.append(admitted)
-            budget -= self._chunk(admitted, budget, draft)
+        self._admit(waiting, plan, budget, reason="chunking")
 
-    def _admit(self, waiting: WaitingQueue) -> Row | None:
-        entry = waiting.head()
-        if entry is None or not self._free_slots or not self.blocks.fits(entry.num_kv_tokens):
-            return None
-        row = Row(waiting.pop(), self._free_slots.pop())
-        self.blocks.reserve(row.slot, entry.num_kv_tokens)
-        self.rows[row.slot] = row
-        return row
+    def _chunk_budget(self, plan: StepPlan[E], unfinished: list[Row[E]]) -> int:
+        target, load = self.budgets.target_inter_token_latency, plan.load
+        budget = self.budgets.max_batch_prefill_tokens - load.decodes
+        if target is None or self._cost is None or not load.decodes or budget < self._least_chunk:
+            return budget
+        return self._cost.prefill_tokens_within(
+            target,
+            decodes=load.decodes,
+            context=load.context,
+            start=unfinished[0].num_prompt_planned if unfinished else 0,
+            least=self._least_chunk,
+            most=budget,
+        )
 
-    def _chunk(self, row: Row, budget: int, draft: _Draft) -> int:
-        """Plan up to `budget` prompt tokens of `row`; how many it took."""
-        num_tokens = min(row.num_prompt_left, budget)
-        if num_tokens == 0:
+    def _plan_prompts_or_decodes(self, waiting: Waiting[E], plan: StepPlan[E]) -> None:
+        """TGI's rule without chunking: a step computes whole prompts while decodes pause, or it decodes.
+
+        Between two pauses there is at least one step of decodes.
+        """
+        num_running, unfinished = len(self.rows), self._unfinished()
+        budget = self.blocks.count(self.budgets.max_batch_prefill_tokens) * self.blocks.block_size
+        if unfinished:
+            # A replay may be longer than any prompt, and is computed in parts.
+            self._chunk(unfinished[0], budget, plan)
+        elif not (num_running and self._owes_decode):
+            self._admit_by_ratio(waiting, plan, budget)
+        if plan.chunks:
+            self._decodes_since_prefill = 1
+            self._owes_decode = num_running > 0
+        else:
+            self._plan_decodes(plan)
+            self._decodes_since_prefill += bool(plan.decodes)
+            self._owes_decode = False
+
+    def _admit_by_ratio(self, waiting: Waiting[E], plan: StepPlan[E], budget: int) -> None:
+        budgets = self.budgets
+        if not self.rows or self._decodes_since_prefill >= budgets.max_waiting_tokens:
+            self._admit(waiting, plan, budget, reason="wait_exceeded", whole=True)
+            return
+        least = int(len(self.rows) * budgets.waiting_served_ratio)
+        if self._admission.num_fitting(waiting, most=least, budget=budget) >= least:
+            self._admit(waiting, plan, budget, reason="backpressure", whole=True)
+
+    def _unfinished(self) -> list[Row[E]]:
+        rows = [row for row in self.rows.values() if not row.num_tokens_planned]
+        return sorted(rows, key=lambda row: row.seniority)
+
+    def _admit(
+        self,
+        waiting: Waiting[E],
+        plan: StepPlan[E],
+        budget: int,
+        *,
+        reason: str,
+        whole: bool = False,
+    ) -> None:
+        """Admit entries and compute their prompts while the budget lasts; `whole` ones, or cut at its end."""
+        if any(not (row.has_yielded or row.entry.closed) for row in self._preempted.values()):
+            # They come first, once their steps in flight are answered.
+            return
+        num_running = len(self.rows)
+        while budget > 0:
+            # What is longer than the whole budget, as a replay may be, goes alone.
+            limit = budget if whole and plan.admitted else None
+            admitted = self._admission.admit(waiting, self.rows.values(), whole=limit)
+            if admitted is None:
+                break
+            row, cached = admitted
+            self.rows[row.slot] = row
+            plan.admitted.append(row)
+            plan.grown.extend((row.slot, block) for block in cached)
+            budget -= self._chunk(row, budget, plan)
+        if plan.admitted and num_running:
+            plan.concat_reason = reason
+
+    def _chunk(self, row: Row[E], budget: int, plan: StepPlan[E]) -> int:
+        """Plan up to `budget` input tokens of `row`; how many it took."""
+        num_tokens, start = min(row.num_prompt_left, budget), row.num_prompt_planned
+        if num_tokens <= 0:
             return 0
-        row.num_prompt_planned += num_tokens
+        row.num_prompt_planned = row.num_kv_tokens = start + num_tokens
         if row.num_prompt_left == 0:
             row.num_tokens_planned = 1
-        self._grow(row, draft)
-        draft.chunks.append((row.slot, num_tokens))
+        self._grow(row, plan)
+        plan.chunks.append((row.slot, num_tokens))
+        plan.load.num_chunks += 1
+        plan.load.prefill_tokens += num_tokens
+        plan.load.prefill_pairs += num_tokens * start + num_tokens * (num_tokens + 1) // 2
         return num_tokens
 
-    def _grow(self, row: Row, draft: _Draft) -> None:
-        for block in self.blocks.grow(row.slot, row.num_kv_tokens):
-            draft.grown.append((row.slot, block))
-            row.num_kv_owned += self.blocks.block_size
-
-
-PlannerFactory = Callable[[], Planner]
-"""Makes an empty planner for each new epoch."""
+    def _grow(self, row: Row[E], plan: StepPlan[E]) -> bool:
+        """Give `row` the blocks for what is planned; whether they were there."""
+        blocks = self.blocks.grow(row.slot, row.num_kv_tokens)
+        if blocks is None:
+            return False
+        plan.grown.extend((row.slot, block) for block in blocks)
+        row.num_kv_owned += len(blocks) * self.blocks.block_size
+        return True

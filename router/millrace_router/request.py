@@ -45,6 +45,18 @@ class SamplingParameters:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """When a request wants to be served; changes nothing of what is generated."""
+
+    priority: int = 0
+    """Higher is sooner; -10 to 10."""
+    tenant: str = ""
+    """Whose share of the tokens it takes."""
+    max_queue_seconds: float | None = None
+    """How long it is worth waiting in the queue."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ValidRequest:
     """A request that passed validation; nothing after this point checks it again."""
 
@@ -57,3 +69,4 @@ class ValidRequest:
     min_new_tokens: int = 0
     top_n_tokens: int = 0
     prefill_logprobs: bool = False
+    terms: Terms = Terms()

@@ -13,12 +13,13 @@ from aiohttp.typedefs import Handler, Middleware
 from millrace_router.access_log import access_log, add_request_id
 from millrace_router.bodies import error_response
 from millrace_router.errors import RouterError
-from millrace_router.routes import native, openai, operations
+from millrace_router.routes import estimate, native, openai, operations
 from millrace_router.services import SERVICES, Services
 
 OPEN_PATHS = frozenset(
     {"/health", "/ping", "/metrics", "/info", "/v1/models", "/docs", "/api-doc/openapi.json"}
 )
+ALLOWED_HEADERS = "content-type,authorization,x-priority,x-tenant,x-max-queue-ms"
 RESPONSE_SECONDS = 5.0
 """What answers that are being written get at the end, when no generation runs any more."""
 VARY = "origin, access-control-request-method, access-control-request-headers"
@@ -39,6 +40,7 @@ def create_app(services: Services) -> web.Application:
     native.register(app)
     operations.register(app)
     openai.register(app)
+    estimate.register(app)
     return app
 
 
@@ -81,7 +83,7 @@ async def answer_preflight(request: web.Request, handler: Handler) -> web.Stream
     return web.Response(
         headers={
             "access-control-allow-methods": "GET,POST",
-            "access-control-allow-headers": "content-type,authorization",
+            "access-control-allow-headers": ALLOWED_HEADERS,
         }
     )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from millrace_router.config import RouterConfig
+from millrace_router.cost import CostModel
 from millrace_router.health import Health
 from millrace_router.infer import Infer
 from millrace_router.limits import Limits
@@ -35,6 +36,7 @@ class Services:
     infer: Infer
     metrics: Metrics
     health: Health
+    cost: CostModel | None = None
     pipeline_tag: str | None = "text-generation"
     compute_type: str = "gpu+optimized"
     """Value of the `x-compute-type` header."""

@@ -11,7 +11,8 @@ import grpc
 
 from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
-from millrace_router.planner import StepPlan
+from millrace_router.entry import Entry
+from millrace_router.step_plan import StepPlan
 from millrace_router.wire import (
     Capacity,
     ShardInfo,
@@ -185,7 +186,7 @@ class ShardedClient:
         await self._all(shard.write(open_to_pb(self._epoch)) for shard in self._shards)
         await self._answers()
 
-    async def send(self, plan: StepPlan) -> int:
+    async def send(self, plan: StepPlan[Entry]) -> int:
         """Send a step without waiting for its answer; its number."""
         self._number += 1
         self._batch_id += bool(plan.admitted)

@@ -37,12 +37,14 @@ async def respond(
     *,
     headers: Mapping[str, str],
     keep_alive_seconds: float,
+    may_expire: Callable[[], bool],
     on_error: Callable[[RouterError], bytes] = error_event,
 ) -> web.StreamResponse:
     """Send the frames that `feed` has put into the outlet, at once or later, until it ends.
 
     The status line waits for the first frame, so that a request which fails before it gets its true status; after
-    `keep_alive_seconds` of silence it is sent all the same. From then on an error becomes the last event.
+    `keep_alive_seconds` of silence it is sent all the same, unless the request `may_expire` in the queue: its client
+    is to read a 429 in the status. From then on an error becomes the last event.
 
     Raises:
         RouterError: nothing has been sent yet.
@@ -51,7 +53,8 @@ async def respond(
     """
     outlet = Outlet()
     feed(outlet)
-    await outlet.news(keep_alive_seconds)
+    while not await outlet.news(keep_alive_seconds) and may_expire():
+        pass
     beginning = outlet.take()
     if not beginning and outlet.error is not None:
         raise outlet.error

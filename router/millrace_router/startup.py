@@ -6,27 +6,27 @@ import asyncio
 import os
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 
 import structlog
 
 from millrace_router.batcher import Batcher
-from millrace_router.blocks import BlockTable
+from millrace_router.budgets import Budgets
+from millrace_router.calibration import calibrate
 from millrace_router.config import RouterConfig
+from millrace_router.cost import CostModel
 from millrace_router.health import Health
 from millrace_router.infer import Infer
 from millrace_router.limits import Limits
 from millrace_router.metrics import Metrics
 from millrace_router.model_files import ModelFiles, ModelFilesError
-from millrace_router.planner import Budgets, Planner
+from millrace_router.policies import DEFAULT_PREFILL_TOKENS, budgets_from
+from millrace_router.scheduling import batcher_from
 from millrace_router.services import Services
 from millrace_router.shard_client import ShardedClient, ShardError
 from millrace_router.template import ChatTemplate
 from millrace_router.tokenizer import Tokenizer, TokenizerError
 from millrace_router.validation import Validator
 from millrace_router.wire import Capacity, ShardInfo
-
-DEFAULT_PREFILL_TOKENS = 4096
 
 log = structlog.get_logger(__name__)
 
@@ -74,6 +74,8 @@ async def start(config: RouterConfig) -> Running:
     except StartupError:
         await shards.close()
         raise
+    cost = CostModel()
+    await _calibrate(config, shards, info, capacity, tokenizer=tokenizer, cost=cost)
     services, batcher = assemble(
         config,
         shards=shards,
@@ -81,6 +83,7 @@ async def start(config: RouterConfig) -> Running:
         capacity=capacity,
         tokenizer=tokenizer,
         template=ChatTemplate.of(files),
+        cost=cost,
     )
     return Running(
         services=services, batcher_task=asyncio.create_task(batcher.run()), shards=shards
@@ -112,6 +115,18 @@ def check_capacity(config: RouterConfig, capacity: Capacity) -> None:
         raise _argument_error(
             "`max_total_tokens` must be <= `max_batch_total_tokens`. "
             f"Given: {capacity.max_total_tokens} and {available}"
+        )
+    if config.prefill_chunking == "off":
+        _check_prompts_fit(
+            prefill or min(DEFAULT_PREFILL_TOKENS, available), capacity.max_input_tokens
+        )
+
+
+def _check_prompts_fit(prefill: int, max_input_tokens: int) -> None:
+    if prefill < max_input_tokens:
+        raise _argument_error(
+            "`max_batch_prefill_tokens` must be >= `max_input_tokens`. "
+            f"Given: {prefill} and {max_input_tokens}"
         )
 
 
@@ -164,6 +179,48 @@ def batch_size(config: RouterConfig) -> int:
     return config.max_batch_size or config.max_concurrent_requests
 
 
+async def _calibrate(
+    config: RouterConfig,
+    shards: ShardedClient,
+    info: ShardInfo,
+    capacity: Capacity,
+    *,
+    tokenizer: Tokenizer,
+    cost: CostModel,
+) -> None:
+    """Have `cost` learn from a batcher of its own, which leaves no trace in metrics, cache or queue."""
+    limits = limits_from(config, info, capacity)
+    quiet = config.model_copy(
+        update={"fairness": "none", "max_queue_size": None, "max_queue_wait": None}
+    )
+    batcher = batcher_from(
+        quiet,
+        _budgets(config, info, capacity),
+        shards=shards,
+        info=info,
+        capacity=capacity,
+        tokenizer=tokenizer,
+        metrics=_metrics(limits),
+        cost=cost,
+    )
+    log.info("Measuring steps")
+    await calibrate(batcher, limits, max_batch_size=batch_size(config))
+
+
+def _budgets(config: RouterConfig, info: ShardInfo, capacity: Capacity) -> Budgets:
+    return budgets_from(
+        config,
+        prefill_tokens=prefill_tokens(config, info, capacity),
+        batch_size=batch_size(config),
+    )
+
+
+def _metrics(limits: Limits) -> Metrics:
+    return Metrics(
+        max_input_tokens=limits.max_input_tokens, max_total_tokens=limits.max_total_tokens
+    )
+
+
 def assemble(
     config: RouterConfig,
     *,
@@ -172,25 +229,24 @@ def assemble(
     capacity: Capacity,
     tokenizer: Tokenizer,
     template: ChatTemplate,
+    cost: CostModel | None = None,
 ) -> tuple[Services, Batcher]:
-    """Put the parts together; the batcher is not running yet."""
+    """Put the parts together, `cost` being what is known of steps; the batcher is not running yet."""
     limits = limits_from(config, info, capacity)
-    metrics = Metrics(
-        max_input_tokens=limits.max_input_tokens, max_total_tokens=limits.max_total_tokens
-    )
+    metrics = _metrics(limits)
     metrics.batch_max_total_tokens.set(capacity.max_batch_total_tokens)
     metrics.kv_blocks.set(capacity.num_blocks - 1)
-    budgets = Budgets(
-        max_batch_prefill_tokens=prefill_tokens(config, info, capacity),
-        max_batch_size=batch_size(config),
-    )
-    batcher = Batcher(
+    budgets = _budgets(config, info, capacity)
+    cost = cost or CostModel()
+    batcher = batcher_from(
+        config,
+        budgets,
         shards=shards,
-        new_planner=partial(_new_planner, budgets, capacity.num_blocks, info.block_size),
+        info=info,
+        capacity=capacity,
         tokenizer=tokenizer,
-        eos_token_ids=info.eos_token_ids,
         metrics=metrics,
-        depth=config.steps_in_flight,
+        cost=cost,
     )
     health = Health(shards, batcher)
     validator = Validator(tokenizer, limits, metrics)
@@ -212,6 +268,7 @@ def assemble(
         ),
         metrics=metrics,
         health=health,
+        cost=cost,
         compute_type=os.environ.get("COMPUTE_TYPE", "gpu+optimized"),
     )
     return services, batcher
@@ -230,7 +287,3 @@ def limits_from(config: RouterConfig, info: ShardInfo, capacity: Capacity) -> Li
         max_client_batch_size=config.max_client_batch_size,
         prefill_logprobs=info.prefill_logprobs,
     )
-
-
-def _new_planner(budgets: Budgets, num_blocks: int, block_size: int) -> Planner:
-    return Planner(budgets, BlockTable(num_blocks, block_size))

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from random import SystemRandom
 
 from millrace_router.api.native import GenerateParameters, GenerateRequest, OpenAIParameters
-from millrace_router.errors import ValidationError
+from millrace_router.errors import SizeError, ValidationError
 from millrace_router.limits import Limits
 from millrace_router.metrics import Metrics
-from millrace_router.request import SamplingParameters, ValidRequest
+from millrace_router.request import SamplingParameters, Terms, ValidRequest
+from millrace_router.terms import DEFAULT_TERMS
 from millrace_router.tokenizer import Tokenizer, TokenizerError
 
 _random = SystemRandom()
@@ -106,16 +107,19 @@ def check_inputs(request: GenerateRequest, limits: Limits) -> None:
 
 
 def check_length(input_length: int, max_new_tokens: int, limits: Limits) -> None:
-    """Check the request against the context; raises ValidationError."""
+    """Check the request against the context; raises SizeError."""
     if input_length + max_new_tokens > limits.max_total_tokens:
-        raise ValidationError(
+        message = (
             f"`inputs` tokens + `max_new_tokens` must be <= {limits.max_total_tokens}. "
             f"Given: {input_length} `inputs` tokens and {max_new_tokens} `max_new_tokens`"
         )
-    if input_length > limits.max_input_tokens:
-        raise ValidationError(
+    elif input_length > limits.max_input_tokens:
+        message = (
             f"`inputs` must have less than {limits.max_input_tokens} tokens. Given: {input_length}"
         )
+    else:
+        return
+    raise SizeError(message, num_prompt_tokens=input_length, max_new_tokens=max_new_tokens)
 
 
 def check_vocabulary(input_ids: tuple[int, ...], limits: Limits) -> None:
@@ -167,14 +171,45 @@ class Validator:
         self._metrics = metrics
 
     async def validate(
-        self, request: GenerateRequest, *, add_special_tokens: bool = True
+        self,
+        request: GenerateRequest,
+        *,
+        terms: Terms = DEFAULT_TERMS,
+        add_special_tokens: bool = True,
+    ) -> Validated:
+        """Check, as `check` does, a request that is to be generated, and count what it asks for."""
+        input_ids, max_new_tokens = await self._measure(
+            request, add_special_tokens=add_special_tokens
+        )
+        self._metrics.request_input_length.observe(len(input_ids))
+        check_features(request.parameters)
+        self._metrics.request_max_new_tokens.observe(max_new_tokens)
+        return self._trusted(request, terms, input_ids, max_new_tokens)
+
+    async def check(
+        self,
+        request: GenerateRequest,
+        *,
+        terms: Terms = DEFAULT_TERMS,
+        add_special_tokens: bool = True,
     ) -> Validated:
         """Check everything that does not depend on the route.
 
         Raises:
+            SizeError: it is well-formed, but too long.
             ValidationError: with the first rule that is broken.
 
         """
+        input_ids, max_new_tokens = await self._measure(
+            request, add_special_tokens=add_special_tokens
+        )
+        check_features(request.parameters)
+        return self._trusted(request, terms, input_ids, max_new_tokens)
+
+    async def _measure(
+        self, request: GenerateRequest, *, add_special_tokens: bool
+    ) -> tuple[tuple[int, ...], int]:
+        """Check everything up to the length; returns the prompt's tokens and how many may follow."""
         parameters, limits = request.parameters, self.limits
         check_sampling(parameters)
         check_extent(parameters, limits)
@@ -187,9 +222,16 @@ class Validator:
             max_new_tokens = max(limits.max_total_tokens - len(input_ids), 0)
         check_length(len(input_ids), max_new_tokens, limits)
         check_vocabulary(input_ids, limits)
-        self._metrics.request_input_length.observe(len(input_ids))
-        check_features(parameters)
-        self._metrics.request_max_new_tokens.observe(max_new_tokens)
+        return input_ids, max_new_tokens
+
+    def _trusted(
+        self,
+        request: GenerateRequest,
+        terms: Terms,
+        input_ids: tuple[int, ...],
+        max_new_tokens: int,
+    ) -> Validated:
+        parameters, limits = request.parameters, self.limits
         valid = ValidRequest(
             input_ids=input_ids,
             max_new_tokens=max_new_tokens,
@@ -198,6 +240,7 @@ class Validator:
             ignore_eos=parameters.ignore_eos,
             top_n_tokens=parameters.top_n_tokens or 0,
             prefill_logprobs=parameters.decoder_input_details and limits.prefill_logprobs,
+            terms=terms,
         )
         return Validated(valid, request.inputs)
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from itertools import chain, islice, repeat
 
 from millrace_proto import generate_pb2 as pb
-from millrace_router.planner import Row, StepPlan
+from millrace_router.entry import Entry
+from millrace_router.row import Row
+from millrace_router.step_plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +104,7 @@ def open_to_pb(epoch: int) -> pb.StepRequest:
     return pb.StepRequest(epoch=epoch, number=0, open=pb.Open())
 
 
-def plan_to_pb(plan: StepPlan, *, epoch: int, number: int, batch_id: int) -> pb.StepRequest:
+def plan_to_pb(plan: StepPlan[Entry], *, epoch: int, number: int, batch_id: int) -> pb.StepRequest:
     """Write a step: Prefill when it computes prompt tokens, else Decode, else FilterBatch."""
     message = pb.StepRequest(epoch=epoch, number=number)
     if not plan.has_forward:
@@ -123,13 +125,16 @@ def plan_to_pb(plan: StepPlan, *, epoch: int, number: int, batch_id: int) -> pb.
     return message
 
 
-def _sequence_to_pb(row: Row) -> pb.Sequence:
-    request = row.entry.request
+def _sequence_to_pb(row: Row[Entry]) -> pb.Sequence:
+    entry = row.entry
+    request = entry.request
     sampling = request.sampling
     return pb.Sequence(
         slot=row.slot,
-        request_id=row.entry.request_id,
-        input_ids=request.input_ids,
+        request_id=entry.request_id,
+        input_ids=(*request.input_ids, *entry.generated_ids),
+        generated_tokens=len(entry.generated_ids),
+        cached_tokens=row.num_cached,
         parameters=pb.NextTokenChooserParameters(
             temperature=sampling.temperature,
             top_k=sampling.top_k,
@@ -143,7 +148,7 @@ def _sequence_to_pb(row: Row) -> pb.Sequence:
             occurrence_penalty=sampling.occurrence_penalty,
         ),
         top_n_tokens=request.top_n_tokens,
-        prefill_logprobs=request.prefill_logprobs,
+        prefill_logprobs=entry.wants_prompt_logprobs,
         min_new_tokens=request.min_new_tokens,
     )
 

@@ -51,6 +51,14 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--lora-adapters=a", "--lora-adapters a is not supported yet"),
         ("--speculate=2", "--speculate is not supported yet"),
         ("--port=0", "`port` must be > 0"),
+        (
+            "--prefill-chunking=off --max-batch-prefill-tokens=7 --max-input-tokens=8",
+            "`max_batch_prefill_tokens` must be >= `max_input_tokens`. Given: 7 and 8",
+        ),
+        (
+            "--prefill-chunking=off --max-batch-prefill-tokens=7 --max-input-length=8",
+            "`max_batch_prefill_tokens` must be >= `max_input_tokens`. Given: 7 and 8",
+        ),
     ],
 )
 def test_refused(argv: str, message: str) -> None:
@@ -69,6 +77,9 @@ def test_refused(argv: str, message: str) -> None:
         "--ngrok-edge=b",
         "--rope-scaling=linear --rope-factor=2",
         "--quantize=int8",
+        "--max-batch-prefill-tokens=7 --max-input-tokens=8",
+        "--prefill-chunking=off --max-batch-prefill-tokens=8 --max-input-tokens=8",
+        "--prefill-chunking=off --max-batch-prefill-tokens=7",
     ],
 )
 def test_accepted(argv: str) -> None:
@@ -111,6 +122,24 @@ def test_every_flag_without_effect_is_told_once(on_cpu: bool) -> None:
     settings = read_settings(EVERY_ONE)
     told = [line.split(" has no effect: ")[0] for line in notices(settings, on_cpu=on_cpu)]
     assert told == sorted([*WITHOUT_EFFECT, *(WITHOUT_EFFECT_ON_CPU if on_cpu else [])])
+
+
+@pytest.mark.parametrize(
+    ("chunking", "expected"),
+    [
+        ("on", ["--max-waiting-tokens", "--waiting-served-ratio"]),
+        ("off", ["--target-inter-token-latency"]),
+    ],
+)
+def test_what_has_an_effect_depends_on_chunking(chunking: str, expected: list[str]) -> None:
+    argv = [
+        "--max-waiting-tokens=3",
+        "--waiting-served-ratio=1.5",
+        "--target-inter-token-latency=20",
+        f"--prefill-chunking={chunking}",
+    ]
+    lines = notices(read_settings(argv), on_cpu=False)
+    assert [line.split(" has no effect: ")[0] for line in lines] == expected
 
 
 def test_flags_without_effect_are_told_only_when_set(monkeypatch: pytest.MonkeyPatch) -> None:

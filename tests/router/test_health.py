@@ -9,7 +9,13 @@ import pytest
 
 from millrace_fakes_edge import FakeBatcher, FakeShards, echo, fail, play, serving, token_event
 from millrace_router.entry import TokenStream
-from millrace_router.errors import GenerationError, NonFiniteOutput, Unhealthy
+from millrace_router.errors import (
+    GenerationError,
+    NonFiniteOutput,
+    QueueExpired,
+    QueueFull,
+    Unhealthy,
+)
 from millrace_router.health import Health
 from millrace_router.request import ValidRequest
 
@@ -76,6 +82,42 @@ async def test_without_tokens_it_stays_unhealthy() -> None:
     assert batcher.streams[0].closed
     health.generated()
     await health.check()
+
+
+class FullBatcher(FakeBatcher):
+    """Nobody may queue, or nobody may wait for long."""
+
+    expires = False
+
+    def submit(self, request: ValidRequest) -> TokenStream:
+        if self.expires:
+            stream = super().submit(request)
+            stream.fail(QueueExpired(retry_after_seconds=1.0))
+            return stream
+        self.arrived.set()
+        raise QueueFull(1, retry_after_seconds=1.0)
+
+
+@pytest.mark.parametrize("expires", [False, True])
+async def test_with_a_full_queue_it_is_up_to_the_tokens_of_others(*, expires: bool) -> None:
+    batcher = FullBatcher()
+    batcher.expires = expires
+    health = Health(FakeShards(), batcher, timeout_seconds=60.0)
+    health.failed(GenerationError("no"))
+    asking = asyncio.create_task(health.check())
+    await batcher.arrived.wait()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not asking.done()
+    health.generated()
+    await asking
+
+
+async def test_with_a_full_queue_that_stands_still_it_is_unhealthy() -> None:
+    health = Health(FakeShards(), FullBatcher(), timeout_seconds=0.02)
+    health.failed(GenerationError("no"))
+    with pytest.raises(Unhealthy):
+        await health.check()
 
 
 async def test_a_check_whose_channel_is_reset_is_answered() -> None:

@@ -28,12 +28,13 @@ from millrace_router.errors import (
     GenerationError,
     IncompleteGeneration,
     Overloaded,
+    QueueExpired,
     ShuttingDown,
     ValidationError,
 )
 from millrace_router.events import TokenEvent
 from millrace_router.infer import Infer, Permits
-from millrace_router.request import ValidRequest
+from millrace_router.request import Terms, ValidRequest
 
 ASKED = {"inputs": "a", "parameters": {"max_new_tokens": 2}}
 
@@ -55,7 +56,7 @@ def failures(infer: Infer) -> dict[str, float]:
 
 
 def test_permits_are_all_or_nothing() -> None:
-    permits = Permits(3)
+    permits = Permits(3, lambda: 0.0)
     permits.take(2)
     with pytest.raises(Overloaded):
         permits.take(2)
@@ -306,6 +307,44 @@ async def test_overload_says_when_to_come_back() -> None:
             assert int(response.headers["retry-after"]) >= 1
         play(edge.batcher.streams[0], "x")
         assert (await first)[0] == 200
+
+
+@pytest.mark.parametrize(("drains_in", "shown"), [(0.0, 1), (6.1, 7), (30.0, 30)])
+async def test_retry_after_is_when_the_batcher_will_have_room(drains_in: float, shown: int) -> None:
+    async with serving(None, limits=limits_with(max_concurrent_requests=1)) as edge:
+        edge.batcher.drains_in = drains_in
+        first = asyncio.create_task(edge.post("/generate", ASKED))
+        await edge.batcher.arrived.wait()
+        for path in ("/generate", "/generate_stream", "/tokenize"):
+            status, _, response = await edge.post(path, ASKED)
+            assert (status, response.headers["retry-after"]) == (429, str(shown))
+        play(edge.batcher.streams[0], "x")
+        await first
+
+
+async def test_terms_reach_the_batcher() -> None:
+    batcher, terms = FakeBatcher(echo), Terms(priority=3, tenant="t", max_queue_seconds=2.0)
+    infer = new_infer(batcher)
+    await infer.generate(request(), terms=terms)
+    await infer.generate(request(best_of=2, do_sample=True), terms=terms)
+    async with await infer.start(request(), terms=terms):
+        pass
+    await infer.generate(request())
+    assert [asked.terms for asked in batcher.requests] == [terms] * 4 + [Terms()]
+
+
+async def test_only_what_waits_with_a_deadline_may_expire() -> None:
+    infer = new_infer(batcher := FakeBatcher())
+    terms = Terms(max_queue_seconds=2.0)
+    async with await infer.start(request(), terms=terms) as generation:
+        waiting = generation.may_expire
+        batcher.streams[0].batched_at = 1.0
+        assert (waiting, generation.may_expire) == (True, False)
+    async with await infer.start(request(), terms=terms) as generation:
+        batcher.streams[1].fail(QueueExpired(retry_after_seconds=1.0))
+        assert not generation.may_expire
+    async with await infer.start(request()) as generation:
+        assert not generation.may_expire
 
 
 async def test_silence_is_filled_with_comments() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from millrace_fakes_edge import echo, finished, limits_with, play, serving, token_event
 from millrace_router.entry import TokenStream
-from millrace_router.request import FinishReason, ValidRequest
+from millrace_router.request import FinishReason, Terms, ValidRequest
 from millrace_router.tokenizer import SPANS_AT_ONCE, Tokenizer, TokenSpan
 
 ASKED = {"inputs": "hello world", "parameters": {"max_new_tokens": 2}}
@@ -39,6 +39,7 @@ async def test_details_tell_of_every_token() -> None:
         "seed": None,
         "prefill": [],
         "tokens": [{"id": 1, **token}, {"id": 2, **token}],
+        "cached_tokens": 0,
     }
 
 
@@ -133,7 +134,7 @@ async def test_stream_bytes_and_headers() -> None:
         '"generated_text":null,"details":null}\n\n'
         'data: {"index":2,"token":{"id":2,"text":"</s>","logprob":null,"special":true},'
         '"generated_text":"é","details":{"finish_reason":"eos_token","generated_tokens":2,'
-        '"seed":18446744073709551615,"input_length":2}}\n\n'
+        '"seed":18446744073709551615,"input_length":2,"cached_tokens":0}}\n\n'
     )
     assert response.headers["content-type"] == "text/event-stream"
     assert response.headers["cache-control"] == "no-cache"
@@ -141,6 +142,96 @@ async def test_stream_bytes_and_headers() -> None:
     assert response.headers["x-compute-type"] == "1-cpu"
     assert response.headers["x-compute-characters"] == "11"
     assert "x-total-time" not in response.headers
+
+
+def with_cached(num_cached: int, predicted: float | None = None) -> Any:
+    """A script whose prompts are found computed so far, and were expected to wait so long."""
+
+    def script(request: ValidRequest, stream: TokenStream) -> None:
+        stream.cached_tokens, stream.predicted_queue_seconds = num_cached, predicted
+        echo(request, stream)
+
+    return script
+
+
+async def test_cached_tokens_are_told() -> None:
+    async with serving(with_cached(16)) as edge:
+        _, body, response = await edge.post("/generate", with_parameters(details=True))
+        assert body["details"]["cached_tokens"] == 16
+        assert response.headers["x-cached-tokens"] == "16"
+        sampled = with_parameters(details=True, best_of=2, do_sample=True)
+        _, body, _ = await edge.post("/generate", sampled)
+        assert body["details"]["best_of_sequences"][0]["cached_tokens"] == 16
+        _, text, response = await edge.post("/generate_stream", with_parameters(details=True))
+    last = json.loads(text.removesuffix("\n\n").split("\n\n")[-1][6:])
+    assert last["details"]["cached_tokens"] == 16
+    assert "x-cached-tokens" not in response.headers
+
+
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream", "/"])
+async def test_the_predicted_queue_time_is_a_header_where_there_is_one(path: str) -> None:
+    async with serving(with_cached(0, predicted=1.2345)) as edge:
+        _, _, response = await edge.post(path, ASKED)
+        assert response.headers["x-predicted-queue-time"] == "1234"
+        edge.batcher.script = with_cached(0)
+        _, _, response = await edge.post(path, ASKED)
+        assert "x-predicted-queue-time" not in response.headers
+
+
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream", "/"])
+async def test_terms_come_from_headers_and_body(path: str) -> None:
+    headers = {"x-priority": "-3", "x-max-queue-ms": "1500", "x-tenant": "me"}
+    async with serving(fairness="tenant") as edge:
+        await edge.post(path, ASKED, headers=headers)
+        await edge.post(path, with_parameters(priority=7), headers=headers)
+        await edge.post(path, ASKED)
+        assert [request.terms for request in edge.batcher.requests] == [
+            Terms(priority=-3, tenant="me", max_queue_seconds=1.5),
+            Terms(priority=7, tenant="me", max_queue_seconds=1.5),
+            Terms(),
+        ]
+    async with serving(max_queue_wait=2.0) as edge:
+        await edge.post(path, ASKED, headers=headers)
+        await edge.post(path, ASKED)
+        assert [request.terms for request in edge.batcher.requests] == [
+            Terms(priority=-3, max_queue_seconds=1.5),
+            Terms(max_queue_seconds=2.0),
+        ]
+
+
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream", "/"])
+@pytest.mark.parametrize(
+    ("headers", "parameters", "message"),
+    [
+        ({"x-priority": "11"}, {}, "`x-priority` must be an integer from -10 to 10. Given: 11"),
+        ({}, {"priority": -11}, "`priority` must be an integer from -10 to 10. Given: -11"),
+        (
+            {"x-max-queue-ms": "0"},
+            {},
+            "`x-max-queue-ms` must be a positive integer of milliseconds. Given: 0",
+        ),
+    ],
+)
+async def test_wrong_terms_are_refused_and_counted(
+    path: str, headers: dict[str, str], parameters: dict[str, int], message: str
+) -> None:
+    async with serving() as edge:
+        status, body, _ = await edge.post(path, with_parameters(**parameters), headers=headers)
+        assert status == 422
+        assert body == {"error": f"Input validation error: {message}", "error_type": "validation"}
+        assert edge.services.infer.permits.taken == 0
+        assert edge.batcher.requests == []
+        lines = await edge.exposition()
+        assert "tgi_request_count 1" in lines
+        assert 'tgi_request_failure{err="validation"} 1' in lines
+
+
+async def test_a_priority_of_another_type_is_no_priority() -> None:
+    async with serving() as edge:
+        for value in ("1", 1.5, True):
+            status, body, _ = await edge.post("/generate", with_parameters(priority=value))
+            assert (status, body["error_type"]) == (422, "validation")
+            assert "parameters.priority" in body["error"]
 
 
 async def test_a_token_is_sent_before_the_next_is_there() -> None:

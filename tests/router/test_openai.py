@@ -77,6 +77,7 @@ async def test_chat_answer() -> None:
         "prompt_tokens": 4,
         "completion_tokens": count,
         "total_tokens": 4 + count,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
     assert response.headers["x-prompt-tokens"] == "4"
     assert response.headers["x-generated-tokens"] == str(count)
@@ -118,6 +119,7 @@ async def test_chat_stream() -> None:
         "prompt_tokens": 4,
         "completion_tokens": len(chunks),
         "total_tokens": 4 + len(chunks),
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
 
 
@@ -172,7 +174,7 @@ def test_a_choice_is_the_text_up_to_the_first_stop(
     for cut in sorted(cuts):
         plan.insert(min(cut, len(plan)), 10**6)
     request = ValidRequest(input_ids=(5,), max_new_tokens=len(plan), stop_sequences=tuple(stops))
-    entry = Entry(1, request, BYTES, frozenset({END}))
+    entry = Entry(1, request, BYTES, frozenset({END}), block_size=16)
     events = _events(entry.stream, (entry.accept(id_, -1.0, ()) for id_ in plan))
     choice = ChoiceText(stops)
     shown, reason = "", None
@@ -431,6 +433,7 @@ async def test_completion_answer() -> None:
         "prompt_tokens": prompted,
         "completion_tokens": generated,
         "total_tokens": prompted + generated,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
     assert "x-compute-time" not in response.headers
     assert response.headers["x-generated-tokens"] == str(generated)
@@ -463,6 +466,71 @@ async def test_completion_stream(*, include_usage: bool) -> None:
         assert [usage["completion_tokens"] for usage in usages] == counts  # type: ignore[index]
     order = [chunk["choices"][0]["index"] for chunk in chunks]
     assert order != sorted(order), "prompts take turns"
+
+
+class Cached(Generations):
+    """Generations whose prompts are found computed so far, one after the other."""
+
+    def __init__(self, cached: list[int], *plans: Plan) -> None:
+        super().__init__(*plans, tokenizer=BYTES)
+        self._cached = iter(cached)
+
+    def __call__(self, request: ValidRequest, stream: TokenStream) -> None:
+        stream.cached_tokens = next(self._cached)
+        stream.predicted_queue_seconds = 0.25
+        super().__call__(request, stream)
+
+
+def cached_of(usage: dict[str, Any]) -> int:
+    return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+
+async def test_cached_tokens_of_a_chat_are_told() -> None:
+    url = "/v1/chat/completions"
+    body: dict[str, Any] = {"messages": [USER]}
+    async with served(Cached([3, 4], [END], [END])) as edge:
+        _, answer, response = await edge.post(url, body)
+        assert cached_of(answer["usage"]) == 3
+        assert response.headers["x-cached-tokens"] == "3"
+        assert response.headers["x-predicted-queue-time"] == "250"
+        body = {**body, "stream_options": {"include_usage": True}}
+        *_, usage, _ = await stream_of(edge, url, body)
+        assert cached_of(usage["usage"]) == 4
+
+
+async def test_cached_tokens_of_several_prompts_are_added_up() -> None:
+    url = "/v1/completions"
+    body: dict[str, Any] = {"prompt": ["a", "b"]}
+    async with served(Cached([3, 4], [END], [END])) as edge:
+        _, answer, response = await edge.post(url, body)
+        assert cached_of(answer["usage"]) == 7
+        assert response.headers["x-cached-tokens"] == "7"
+        assert response.headers["x-predicted-queue-time"] == "500"
+        edge.batcher.script = Cached([3, 4], [END], [END])
+        first, second, _ = await stream_of(edge, url, body)
+        assert (cached_of(first["usage"]), cached_of(second["usage"])) == (3, 4)
+        edge.batcher.script = Cached([3, 4], [END], [END])
+        body = {**body, "stream_options": {"include_usage": True}}
+        *_, usage, _ = await stream_of(edge, url, body)
+        assert cached_of(usage["usage"]) == 7
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_terms_come_from_headers_and_body(path: str, *, stream: bool) -> None:
+    body = {"stream": stream, **({"prompt": "a"} if "chat" not in path else {"messages": [USER]})}
+    headers = {"x-priority": "2", "x-max-queue-ms": "100", "authorization": "Bearer mine"}
+    async with served(generations([END], [END]), fairness="tenant") as edge:
+        await edge.post(path, body, headers=headers)
+        await edge.post(path, {**body, "priority": -10}, headers=headers)
+        first, second = (request.terms for request in edge.batcher.requests)
+        status, answer, _ = await edge.post(path, {**body, "priority": 11})
+        assert (status, answer["error_type"]) == (422, "validation")
+        assert "`priority` must be an integer" in answer["error"]["message"]
+        assert 'tgi_request_failure{err="validation"} 1' in await edge.exposition()
+    assert (first.priority, first.max_queue_seconds, second.priority) == (2, 0.1, -10)
+    assert first.tenant == second.tenant != ""
+    assert "mine" not in first.tenant
 
 
 async def test_a_prompt_that_stalls_holds_up_no_other() -> None:

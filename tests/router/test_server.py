@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import io
+from typing import Any
 
 import orjson
 import pytest
 
 from millrace_fakes_edge import echo, fail, logging_to, play, serving
+from millrace_router.cost import COEFFICIENTS, CostModel
+from millrace_router.simulator.deployment import Deployment
 
 ASKED = {"inputs": "a", "parameters": {"max_new_tokens": 2}}
-POSTS = ("/", "/generate", "/generate_stream", "/tokenize", "/v1/chat/completions")
+POSTS = ("/", "/generate", "/generate_stream", "/tokenize", "/v1/chat/completions", "/v1/estimate")
 
 
 @pytest.mark.parametrize(
@@ -51,7 +54,9 @@ async def test_preflight(path: str) -> None:
         assert response.status == 200
         assert response.headers["access-control-allow-origin"] == "*"
         assert response.headers["access-control-allow-methods"] == "GET,POST"
-        assert response.headers["access-control-allow-headers"] == "content-type,authorization"
+        assert response.headers["access-control-allow-headers"] == (
+            "content-type,authorization,x-priority,x-tenant,x-max-queue-ms"
+        )
 
 
 @pytest.mark.parametrize(
@@ -108,6 +113,49 @@ async def test_info_has_the_fields_of_every_version() -> None:
     assert info.keys() >= {
         "waiting_served_ratio", "max_waiting_tokens", "max_batch_size", "version", "sha", "docker_label"
     }  # fmt: skip
+
+
+async def test_info_tells_how_requests_are_scheduled() -> None:
+    async with serving() as edge:
+        info = orjson.loads((await edge.get("/info"))[1])
+    expected: dict[str, object] = {
+        "prefill_chunking": "on",
+        "prefix_caching": "on",
+        "kv_reservation": "grow",
+        "target_inter_token_latency": None,
+        "fairness": "none",
+        "priority_ageing": 10.0,
+        "max_queue_size": None,
+        "max_queue_wait": None,
+        "steps_in_flight": 2,
+        "block_size": 4,
+        "num_blocks": 9,
+        "cost_model": {},
+    }
+    assert {name: info[name] for name in expected} == expected
+
+
+async def test_info_is_what_a_simulated_deployment_is_made_of() -> None:
+    costs = dict.fromkeys(COEFFICIENTS, 0.5)
+    flags: dict[str, Any] = {
+        "prefill_chunking": "off",
+        "prefix_caching": "off",
+        "kv_reservation": "full",
+        "target_inter_token_latency": 25.0,
+        "fairness": "tenant",
+        "priority_ageing": 3.0,
+        "max_queue_size": 7,
+        "max_queue_wait": 2.5,
+        "steps_in_flight": 1,
+    }
+    async with serving(cost=CostModel.fixed(costs), **flags) as edge:
+        info = orjson.loads((await edge.get("/info"))[1])
+    fields = {name: info[name] for name in Deployment.model_fields if name in info}
+    deployment = Deployment.model_validate(fields)
+    assert fields.keys() == Deployment.model_fields.keys()
+    assert deployment.cost_model == costs
+    assert {name: getattr(deployment, name) for name in flags} == flags
+    assert (deployment.num_blocks, deployment.block_size) == (9, 4)
 
 
 async def test_info_tells_the_prefill_tokens_that_are_in_force() -> None:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+from collections.abc import Callable
 from typing import cast
 
 import pytest
 
-from millrace_fakes_edge import Edge, finished, logging_to, serving, token_event
+from millrace_fakes_edge import Edge, finished, limits_with, logging_to, serving, token_event
+from millrace_fakes_router import new_batcher
 from millrace_fakes_sse import unchunked
+from millrace_hash_shard import HashShard
+from millrace_held_shards import HeldShards
 from millrace_router import sse
 from millrace_router.entry import TokenStream
+from millrace_router.errors import QueueExpired
 from millrace_router.events import TokenEvent
 from millrace_router.outlet import Outlet
 from millrace_router.request import ValidRequest
@@ -175,6 +180,119 @@ async def test_a_comment_that_is_not_read_cuts_off_too(monkeypatch: pytest.Monke
             await edge.services.infer.permits.all_free()
         assert edge.batcher.streams[0].closed
         writer.transport.abort()
+
+
+async def test_a_deadline_that_passes_in_a_real_queue_is_a_status() -> None:
+    """Through queue, planner and batcher: the batch has one place, and it is taken."""
+    shard = HashShard(num_blocks=2000, max_batch_size=1)
+    shards = HeldShards(shard, on_error=nothing)
+    batcher = new_batcher(shards, shard, max_batch_size=1)
+    limits = limits_with(max_total_tokens=7000)
+    long = {"inputs": "a", "parameters": {"max_new_tokens": 6000, "ignore_eos": True}}
+    async with serving(None, limits=limits) as edge, asyncio.TaskGroup() as group:
+        edge.services.infer._batcher = batcher
+        loop = group.create_task(batcher.run())
+        running = group.create_task(edge.post("/generate", long))
+        while not shard.running:
+            await asyncio.sleep(0)
+        headers = {"x-max-queue-ms": "1"}
+        waiting = group.create_task(edge.post("/generate_stream", ASKED, headers=headers))
+        # No step has been answered yet: nothing can be predicted, so it is let in.
+        while not len(batcher._waiting):
+            await asyncio.sleep(0)
+        while not waiting.done():
+            shards.release()
+            await asyncio.sleep(0)
+        assert not running.done()
+        status, answer, response = await waiting
+        assert edge.services.infer.permits.taken == 1
+        running.cancel()
+        await edge.services.infer.permits.all_free()
+        loop.cancel()
+    assert status == 429
+    assert answer == {
+        "error": "Model is overloaded: the request has waited for as long as it may",
+        "error_type": "overloaded",
+    }
+    assert int(response.headers["retry-after"]) >= 1
+
+
+class Patience:
+    """Stands in for the outlet's clock: silence after silence, and what happens in each."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *silences: Callable[[], None]) -> None:
+        self.left = list(silences)
+        news = Outlet.news
+
+        async def silent(outlet: Outlet, seconds: float) -> bool:
+            if not self.left:
+                return await news(outlet, seconds)
+            self.left.pop(0)()
+            return False
+
+        monkeypatch.setattr(Outlet, "news", silent)
+
+
+def nothing() -> None:
+    """Let nothing happen."""
+
+
+def expire(edge: Edge) -> None:
+    for stream in edge.batcher.streams:
+        stream.fail(QueueExpired(retry_after_seconds=6.5))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate_stream", ASKED),
+        ("/v1/chat/completions", CHAT),
+        ("/v1/completions", {"prompt": ["a", "b"], "stream": True}),
+    ],
+)
+async def test_what_expires_in_the_queue_has_its_status(
+    path: str, body: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    headers = {"x-max-queue-ms": "60000"}
+    async with serving(None, template="a") as edge:
+        patience = Patience(monkeypatch, nothing, nothing, lambda: expire(edge))
+        status, answer, response = await edge.post(path, body, headers=headers)
+        assert patience.left == []
+        assert edge.services.infer.permits.taken == 0
+        failures = edge.services.metrics.request_failure
+        assert failures.labels(err="overloaded").value == len(edge.batcher.streams)
+    assert (status, answer["error_type"]) == (429, "overloaded")
+    assert response.headers["retry-after"] == "7"
+
+
+async def test_a_server_that_lets_nobody_wait_for_long_says_so_in_the_status(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with serving(None, max_queue_wait=60.0) as edge:
+        Patience(monkeypatch, nothing, lambda: expire(edge))
+        assert (await edge.post("/generate_stream", ASKED))[0] == 429
+
+
+@pytest.mark.parametrize("has_deadline", [False, True])
+async def test_what_cannot_expire_any_more_is_begun_in_silence(
+    monkeypatch: pytest.MonkeyPatch, *, has_deadline: bool
+) -> None:
+    """A request without a deadline after the first silence, one with it once it has left the queue."""
+    headers = {"x-max-queue-ms": "60000"} if has_deadline else {}
+    async with serving(None) as edge:
+
+        def admit() -> None:
+            edge.batcher.streams[0].batched_at = 1.0
+
+        patience = Patience(monkeypatch, *([nothing, admit] if has_deadline else [nothing]))
+        url = f"{edge.url}/generate_stream"
+        async with edge.client.post(url, json=ASKED, headers=headers) as response:
+            assert response.status == 200
+            assert await response.content.readuntil(b"\n\n") == b":\n\n"
+            assert patience.left == []
+            expire(edge)
+            text = await response.content.read()
+    assert json.loads(text[6:])["error_type"] == "overloaded"
 
 
 async def deaf_client(edge: Edge) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -10,6 +10,7 @@ import pytest
 
 from millrace_fakes_edge import FakeBatcher, FakeShards, services_over, word_tokenizer
 from millrace_router.config import RouterConfig
+from millrace_router.cost import CostModel
 from millrace_router.shard_client import ShardedClient
 from millrace_router.startup import (
     StartupError,
@@ -85,6 +86,33 @@ def test_fitting_values_pass() -> None:
 
 
 @pytest.mark.parametrize(
+    ("flags", "available", "longest", "message"),
+    [
+        ({"max_batch_prefill_tokens": 99}, 5000, 100, "Given: 99 and 100"),
+        ({}, 4500, 4200, "Given: 4096 and 4200"),
+        ({"max_batch_prefill_tokens": 100}, 5000, 100, None),
+        ({"max_batch_prefill_tokens": 99, "prefill_chunking": "on"}, 5000, 100, None),
+    ],
+)
+def test_without_chunks_a_step_holds_the_longest_prompt(
+    flags: dict[str, Any], available: int, longest: int, message: str | None
+) -> None:
+    config = config_with(**{"prefill_chunking": "off", **flags})
+    capacity = capacity_with(
+        max_batch_total_tokens=available, max_input_tokens=longest, max_total_tokens=longest + 1
+    )
+    if message is None:
+        check_capacity(config, capacity)
+        return
+    with pytest.raises(StartupError) as caught:
+        check_capacity(config, capacity)
+    assert str(caught.value) == (
+        "Argument validation error: `max_batch_prefill_tokens` must be >= `max_input_tokens`. "
+        + message
+    )
+
+
+@pytest.mark.parametrize(
     ("given", "positions", "measured", "at_warmup", "resolved"),
     [
         ({}, 100_000, 100_000, 4096, 4096),
@@ -108,6 +136,7 @@ async def test_what_is_resolved_is_what_is_used() -> None:
     info = replace(INFO, max_position_embeddings=100_000, vocab_size=77)
     check_capacity(config, capacity)
     shards, tokenizer = ShardedClient(["unix:/nowhere"]), word_tokenizer()
+    cost = CostModel()
     services, batcher = assemble(
         config,
         shards=shards,
@@ -115,7 +144,10 @@ async def test_what_is_resolved_is_what_is_used() -> None:
         capacity=capacity,
         tokenizer=tokenizer,
         template=ChatTemplate(None, special_tokens={}),
+        cost=cost,
     )
+    assert services.cost is cost
+    assert batcher._prospects.cost is cost
     assert services.max_batch_prefill_tokens == 250
     assert batcher._planner.budgets.max_batch_prefill_tokens == 250
     assert services.limits.vocab_size == 77

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from itertools import combinations
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 
 from millrace_fakes_edge import LIMITS, limits_with, word_tokenizer
 from millrace_router.api.native import GenerateParameters, GenerateRequest, OpenAIParameters
-from millrace_router.errors import ValidationError
+from millrace_router.errors import SizeError, ValidationError
 from millrace_router.limits import Limits
 from millrace_router.metrics import Metrics
+from millrace_router.request import Terms
 from millrace_router.validation import Validator, check_best_of, check_stream
 
 UINT64_MAX = 2**64 - 1
@@ -222,6 +224,61 @@ async def test_truncated_prompts_count_by_what_is_left() -> None:
     assert validated.inputs == long
     assert validated.request.input_ids == word_tokenizer().encode("hello a")
     assert validated.request.max_new_tokens == 14
+
+
+async def test_a_check_trusts_and_refuses_as_a_validation_does() -> None:
+    terms = Terms(priority=1)
+    request = GenerateRequest(inputs="a b", parameters=GenerateParameters(seed=1))
+    validator = new_validator()
+    checked = await validator.check(request, terms=terms)
+    assert checked == await validator.validate(request, terms=terms)
+    assert checked.request.terms == terms
+    assert (await validator.validate(request)).request.terms == Terms()
+    for broken, message in RULES:
+        inputs, parameters = str(broken.get("inputs", "hello")), dict(broken)
+        parameters.pop("inputs", None)
+        request = GenerateRequest(inputs=inputs, parameters=GenerateParameters(**parameters))
+        with pytest.raises(ValidationError) as caught:
+            await validator.check(request)
+        assert str(caught.value) == f"Input validation error: {message}"
+
+
+@pytest.mark.parametrize(
+    ("words", "max_new_tokens", "counted"),
+    [(9, None, 7), (9, 3, 3), (20, None, 0), (8, 9, 9)],
+)
+async def test_what_is_too_long_tells_how_long_it_is(
+    words: int, max_new_tokens: int | None, counted: int
+) -> None:
+    parameters = GenerateParameters(max_new_tokens=max_new_tokens)
+    request = GenerateRequest(inputs="a " * words, parameters=parameters)
+    with pytest.raises(SizeError) as caught:
+        await new_validator().check(request)
+    assert (caught.value.num_prompt_tokens, caught.value.max_new_tokens) == (words, counted)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "inputs", "lengths", "new_tokens"),
+    [
+        ({}, "a b", 1, 1),
+        # TGI counts the length of whatever has a valid one.
+        ({"watermark": True}, "a b", 1, 0),
+        ({}, NINE, 0, 0),
+    ],
+)
+async def test_only_what_is_to_be_generated_is_counted(
+    parameters: dict[str, Any], inputs: str, lengths: int, new_tokens: int
+) -> None:
+    metrics = Metrics(max_input_tokens=8, max_total_tokens=16)
+    validator = Validator(word_tokenizer(), LIMITS, metrics)
+    request = GenerateRequest(inputs=inputs, parameters=GenerateParameters(**parameters))
+    histograms = (metrics.request_input_length, metrics.request_max_new_tokens)
+    with suppress(ValidationError):
+        await validator.check(request)
+    assert [sum(histogram.counts) for histogram in histograms] == [0, 0]
+    with suppress(ValidationError):
+        await validator.validate(request)
+    assert [sum(histogram.counts) for histogram in histograms] == [lengths, new_tokens]
 
 
 async def test_tokenizer_failures_are_told() -> None:

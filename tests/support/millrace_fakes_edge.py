@@ -18,8 +18,10 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from millrace_router import logs
 from millrace_router.config import RouterConfig
+from millrace_router.cost import CostModel
 from millrace_router.entry import TokenStream
 from millrace_router.errors import GenerationError
+from millrace_router.estimate import Estimate
 from millrace_router.events import Finished, PromptLogprobs, Token, TokenEvent
 from millrace_router.health import Health
 from millrace_router.infer import Infer
@@ -44,6 +46,9 @@ LIMITS = Limits(
     max_stop_sequences=4,
     max_top_n_tokens=5,
 )
+
+UNKNOWN = Estimate(prediction=None, num_cached=0, num_waiting=0, num_running=0)
+"""An idle server that has measured nothing."""
 
 
 def word_tokenizer() -> Tokenizer:
@@ -84,9 +89,15 @@ def play(stream: TokenStream, *texts: str, logprob: float = -0.5, seed: int | No
 
 @dataclass
 class FakeBatcher:
-    """Keeps what is submitted; `script` says what happens to it, if anything."""
+    """Keeps what is submitted; `script` says what happens to it, if anything.
+
+    Estimates every request as `outlook` says, and remembers which they were.
+    """
 
     script: Callable[[ValidRequest, TokenStream], None] | None = None
+    outlook: Estimate = UNKNOWN
+    drains_in: float = 0.0
+    estimated: list[ValidRequest] = field(default_factory=list)
     requests: list[ValidRequest] = field(default_factory=list)
     streams: list[TokenStream] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
@@ -100,6 +111,13 @@ class FakeBatcher:
         if self.script is not None:
             self.script(request, stream)
         return stream
+
+    def estimate(self, request: ValidRequest) -> Estimate:
+        self.estimated.append(request)
+        return self.outlook
+
+    def drain_seconds(self) -> float:
+        return self.drains_in
 
 
 def echo(request: ValidRequest, stream: TokenStream) -> None:
@@ -167,6 +185,7 @@ def services_over(
     limits: Limits = LIMITS,
     template: str | None = None,
     keep_alive_seconds: float = 60.0,
+    cost: CostModel | None = None,
     **config: Any,
 ) -> Services:
     """Everything an application is made of, over fakes."""
@@ -215,6 +234,7 @@ def services_over(
         ),
         metrics=metrics,
         health=health,
+        cost=cost,
         compute_type="1-cpu",
         keep_alive_seconds=keep_alive_seconds,
     )

@@ -12,14 +12,24 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
 from millrace_fakes_shard import EOS_TOKEN_ID, VOCAB_SIZE, FakeShard
+from millrace_hash_shard import HashShard
 from millrace_router.batcher import Batcher
 from millrace_router.blocks import BlockTable
+from millrace_router.budgets import Budgets
+from millrace_router.cost import CostModel
+from millrace_router.entry import Entry
+from millrace_router.entry_queue import EntryQueue
 from millrace_router.events import Event, Finished, TokenEvent
+from millrace_router.forecast import Forecaster
 from millrace_router.metrics import Metrics
-from millrace_router.planner import Budgets, Planner, StepPlan
+from millrace_router.planner import Planner
+from millrace_router.prefix_cache import PrefixCache
+from millrace_router.prospects import Prospects, QueueLimits
 from millrace_router.request import ValidRequest
 from millrace_router.shard_client import ShardedClient, ShardError
+from millrace_router.step_plan import StepPlan
 from millrace_router.tokenizer import Tokenizer
+from millrace_router.waiting import WaitingQueue
 from millrace_router.wire import StepResult, open_to_pb, plan_to_pb, result_from_pb
 
 
@@ -36,7 +46,7 @@ def tiny_tokenizer() -> Tokenizer:
 class DirectShards:
     """A `ShardedClient` whose only shard is a fake in the same process."""
 
-    def __init__(self, shard: FakeShard) -> None:
+    def __init__(self, shard: FakeShard | HashShard) -> None:
         self.shard = shard
         self.last_sent = 0
         self._epoch = 0
@@ -48,7 +58,7 @@ class DirectShards:
         self._answers.clear()
         self.shard.step(open_to_pb(self._epoch))
 
-    async def send(self, plan: StepPlan) -> int:
+    async def send(self, plan: StepPlan[Entry]) -> int:
         self.last_sent += 1
         message = plan_to_pb(plan, epoch=self._epoch, number=self.last_sent, batch_id=0)
         answer = self.shard.step(message)
@@ -63,28 +73,50 @@ class DirectShards:
         answer = self._answers.popleft()
         if isinstance(answer, ShardError):
             raise answer
+        if isinstance(self.shard, HashShard):
+            self.shard.answered = answer.number
         return answer
 
 
 def new_batcher(
     shards: ShardedClient | DirectShards,
-    shard: FakeShard,
+    shard: FakeShard | HashShard,
     *,
     max_batch_prefill_tokens: int = 16,
     max_batch_size: int | None = None,
+    budgets: Budgets | None = None,
+    prefix_caching: bool = True,
+    waiting: EntryQueue | None = None,
+    limits: QueueLimits | None = None,
     depth: int = 2,
 ) -> Batcher:
-    """A batcher over `shard`'s blocks."""
-    budgets = Budgets(
+    """A batcher over `shard`'s blocks; `budgets` take the place of the two numbers before them."""
+    budgets = budgets or Budgets(
         max_batch_prefill_tokens=max_batch_prefill_tokens,
         max_batch_size=max_batch_size or shard.max_batch_size,
     )
+    metrics, cost = Metrics(max_input_tokens=1000, max_total_tokens=1000), CostModel()
+    forecaster = Forecaster(
+        cost,
+        max_batch_size=budgets.max_batch_size,
+        max_batch_prefill_tokens=budgets.max_batch_prefill_tokens,
+        block_size=shard.block_size,
+        num_blocks=shard.num_blocks - 1,
+    )
     return Batcher(
         shards=cast("ShardedClient", shards),
-        new_planner=lambda: Planner(budgets, BlockTable(shard.num_blocks, shard.block_size)),
+        new_planner=lambda: Planner(
+            budgets,
+            BlockTable(
+                shard.num_blocks, shard.block_size, PrefixCache() if prefix_caching else None
+            ),
+            cost,
+        ),
+        waiting=waiting or WaitingQueue(),
+        prospects=Prospects(cost, forecaster, metrics, limits or QueueLimits()),
         tokenizer=tiny_tokenizer(),
         eos_token_ids=frozenset({EOS_TOKEN_ID}),
-        metrics=Metrics(max_input_tokens=1000, max_total_tokens=1000),
+        metrics=metrics,
         depth=depth,
     )
 

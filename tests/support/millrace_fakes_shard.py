@@ -68,11 +68,12 @@ class FakeShard:
         self._number = 0
         self._failed = False
         self._broken: set[int] = set()
+        self._contents: dict[int, list[int]] = {}
 
     @property
     def blocks_in_use(self) -> int:
         """Blocks that live sequences own."""
-        return sum(len(sequence.blocks) for sequence in self.sequences.values())
+        return len({block for sequence in self.sequences.values() for block in sequence.blocks})
 
     def step(self, request: pb.StepRequest) -> pb.StepResponse:
         """Check and execute one step."""
@@ -85,6 +86,7 @@ class FakeShard:
             return response
         if work == "open":
             self.sequences.clear()
+            self._contents.clear()
             self._epoch, self._number, self._failed = request.epoch, 0, False
             return response
         assert (request.epoch, request.number) == (self._epoch, self._number + 1)
@@ -160,12 +162,22 @@ class FakeShard:
         owned = {block for sequence in self.sequences.values() for block in sequence.blocks}
         for slot, block in zip(change.grown_slots, change.grown_blocks, strict=True):
             assert 0 < block < self.num_blocks
-            assert block not in owned, f"block {block} has two owners"
+            sequence = self.sequences[slot]
+            end = (len(sequence.blocks) + 1) * self.block_size
+            if end <= sequence.pb.cached_tokens:
+                assert self._contents[block] == sequence.ids[:end], f"block {block} holds others"
+            else:
+                assert block not in owned, f"block {block} has two owners"
+                self._contents.pop(block, None)
             owned.add(block)
-            self.sequences[slot].blocks.append(block)
+            sequence.blocks.append(block)
 
     def _covered(self, sequence: FakeSequence) -> None:
-        assert len(sequence.blocks) * self.block_size >= sequence.num_computed
+        """Check that there are blocks for what is computed, and remember what the full ones hold."""
+        size = self.block_size
+        assert len(sequence.blocks) * size >= sequence.num_computed
+        for i, block in enumerate(sequence.blocks[: sequence.num_computed // size]):
+            self._contents[block] = sequence.ids[: (i + 1) * size]
 
     def _sample(self, slot: int, sequence: FakeSequence, response: pb.StepResponse) -> None:
         if sequence.pb.request_id in self.not_finite:
@@ -173,7 +185,8 @@ class FakeShard:
             response.failed_slots.append(slot)
             return
         token = next_token(sequence.ids, sequence.pb.parameters.seed)
-        num_generated = len(sequence.ids) - len(sequence.pb.input_ids)
+        num_prompt = len(sequence.pb.input_ids) - sequence.pb.generated_tokens
+        num_generated = len(sequence.ids) - num_prompt
         if self.eos_after.get(sequence.pb.request_id) == num_generated:
             token = EOS_TOKEN_ID
         sequence.ids.append(token)

@@ -139,7 +139,9 @@ class Generations:
         """Begin the next plan."""
         self.requests.append(request)
         self.streams.append(stream)
-        entry = Entry(len(self.requests), request, self._tokenizer, self._eos_token_ids)
+        entry = Entry(
+            len(self.requests), request, self._tokenizer, self._eos_token_ids, block_size=16
+        )
         entry.stream = stream
         task = asyncio.create_task(self._feed(entry, next(self._plans)))
         self._tasks.add(task)

@@ -48,6 +48,8 @@ class GenerateParameters(RequestModel):
     top_n_tokens: UInt32 | None = None
     grammar: dict[str, object] | None = None
     adapter_id: str | None = None
+    priority: int | None = None
+    """Not in TGI: how much sooner than others; beats the header `x-priority`."""
     ignore_eos: bool = Field(
         default=False, validation_alias=AliasChoices("ignore_eos", "ignore_eos_token")
     )
@@ -102,6 +104,8 @@ class SequenceJson(TypedDict):
     prefill: list[PrefillTokenJson]
     tokens: list[TokenJson]
     top_tokens: NotRequired[list[list[TokenJson]]]
+    cached_tokens: int
+    """Not in TGI: tokens of the prompt that were found computed."""
 
 
 class BestOfSequenceJson(SequenceJson):
@@ -130,6 +134,8 @@ class StreamDetailsJson(TypedDict):
     generated_tokens: int
     seed: int | None
     input_length: int
+    cached_tokens: int
+    """Not in TGI."""
 
 
 class StreamResponse(TypedDict):
@@ -163,15 +169,20 @@ def prefill_json(prompt: PromptLogprobs | None, texts: Iterable[str]) -> list[Pr
 
 
 def sequence_json(
-    tokens: Sequence[TokenEvent], finished: Finished, prefill: list[PrefillTokenJson]
+    tokens: Sequence[TokenEvent],
+    finished: Finished,
+    *,
+    prefill: list[PrefillTokenJson],
+    cached_tokens: int,
 ) -> SequenceJson:
-    """Render a finished sequence."""
+    """Render a finished sequence, `cached_tokens` of whose prompt were found computed."""
     sequence: SequenceJson = {
         "finish_reason": finished.finish_reason,
         "generated_tokens": finished.generated_tokens,
         "seed": finished.seed,
         "prefill": prefill,
         "tokens": [token_json(event.token) for event in tokens],
+        "cached_tokens": cached_tokens,
     }
     if any(event.top_tokens for event in tokens):
         sequence["top_tokens"] = [

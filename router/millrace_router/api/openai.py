@@ -37,6 +37,8 @@ class CommonRequest(RequestModel):
     n: int | None = None
     logit_bias: dict[str, float] | list[float] | None = None
     ignore_eos: bool | None = None
+    priority: int | None = None
+    """Not in OpenAI's: how much sooner than others; beats the header `x-priority`."""
 
     @property
     def stop_sequences(self) -> list[str]:
@@ -75,6 +77,7 @@ class CommonRequest(RequestModel):
             seed=None if self.seed is None else self.seed & UINT64_MAX,
             top_n_tokens=top_n_tokens,
             ignore_eos=bool(self.ignore_eos),
+            priority=self.priority,
             details=True,
         )
 

@@ -25,8 +25,8 @@ from millrace_router.events import TokenEvent
 from millrace_router.generation import Generation
 from millrace_router.headers import answer_headers, stream_headers, sum_of_times
 from millrace_router.outlet import Outlet
+from millrace_router.routes.asking import counting_refusals, terms_of
 from millrace_router.routes.openai_edge import (
-    counting_refusals,
     fingerprint,
     model_name,
     pieces_of,
@@ -45,7 +45,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
         body.check()
         if len(body.prompts) > services.limits.max_client_batch_size:
             raise BatchSizeExceeded(services.limits.max_client_batch_size)
-    parameters = body.parameters()
+        parameters = body.parameters()
+        terms = terms_of(request, parameters)
     head = AnswerHead(
         "text_completion",
         "cmpl",
@@ -56,7 +57,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         generations: list[Generation] = []
         for prompt in body.prompts:
             asked = GenerateRequest(inputs=prompt, parameters=parameters)
-            started = await services.infer.start(asked)
+            started = await services.infer.start(asked, terms=terms)
             generations.append(await open_generations.enter_async_context(started))
         watch(request, *generations)
         if not body.stream:
@@ -65,9 +66,12 @@ async def completions(request: web.Request) -> web.StreamResponse:
             request,
             _Chunks(body, generations, head).feed,
             headers=stream_headers(
-                compute_type=services.compute_type, num_characters=sum(map(len, body.prompts))
+                compute_type=services.compute_type,
+                num_characters=sum(map(len, body.prompts)),
+                times=sum_of_times([generation.times for generation in generations]),
             ),
             keep_alive_seconds=services.keep_alive_seconds,
+            may_expire=lambda: any(generation.may_expire for generation in generations),
             on_error=stream_error,
         )
 
@@ -87,6 +91,7 @@ async def _answer(
         num_characters=sum(map(len, body.prompts)),
         prompt_tokens=usage.prompt_tokens,
         generated_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
         times=sum_of_times([generation.times for generation in generations]),
     )
     # TGI gives no such sum here.

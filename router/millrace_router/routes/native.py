@@ -24,6 +24,7 @@ from millrace_router.events import Finished, TokenEvent
 from millrace_router.generation import Collected, Generation
 from millrace_router.headers import answer_headers, stream_headers
 from millrace_router.outlet import Outlet
+from millrace_router.routes.asking import counting_refusals, terms_of
 from millrace_router.services import SERVICES, Services
 from millrace_router.sse import event, respond
 
@@ -75,7 +76,9 @@ async def _generate(
     request: web.Request, body: GenerateRequest
 ) -> tuple[GenerateResponse, Collected]:
     services = request.app[SERVICES]
-    collected = await services.infer.generate(body)
+    with counting_refusals(services.metrics):
+        terms = terms_of(request, body.parameters)
+    collected = await services.infer.generate(body, terms=terms)
     watch(request, collected)
     answer: GenerateResponse = {"generated_text": _full_text(body, collected)}
     if body.parameters.details or body.parameters.decoder_input_details:
@@ -104,7 +107,12 @@ def _details(
 def _sequence(services: Services, collected: Collected) -> SequenceJson:
     text_of = services.tokenizer.token_text
     prefill = prefill_json(collected.prompt, map(text_of, collected.valid.input_ids))
-    return sequence_json(collected.tokens, collected.finished, prefill)
+    return sequence_json(
+        collected.tokens,
+        collected.finished,
+        prefill=prefill,
+        cached_tokens=collected.cached_tokens,
+    )
 
 
 def _headers(request: web.Request, collected: Collected) -> dict[str, str]:
@@ -113,21 +121,27 @@ def _headers(request: web.Request, collected: Collected) -> dict[str, str]:
         num_characters=len(collected.inputs),
         prompt_tokens=len(collected.valid.input_ids),
         generated_tokens=collected.finished.generated_tokens,
+        cached_tokens=collected.cached_tokens,
         times=collected.times,
     )
 
 
 async def _stream(request: web.Request, body: GenerateRequest) -> web.StreamResponse:
     services = request.app[SERVICES]
-    async with await services.infer.start(body) as generation:
+    with counting_refusals(services.metrics):
+        terms = terms_of(request, body.parameters)
+    async with await services.infer.start(body, terms=terms) as generation:
         watch(request, generation)
         return await respond(
             request,
             _Events(generation, body).feed,
             headers=stream_headers(
-                compute_type=services.compute_type, num_characters=len(body.inputs)
+                compute_type=services.compute_type,
+                num_characters=len(body.inputs),
+                times=generation.times,
             ),
             keep_alive_seconds=services.keep_alive_seconds,
+            may_expire=lambda: generation.may_expire,
         )
 
 
@@ -164,5 +178,6 @@ class _Events:
                 "generated_tokens": finished.generated_tokens,
                 "seed": finished.seed,
                 "input_length": len(self._generation.valid.input_ids),
+                "cached_tokens": self._generation.cached_tokens,
             }
         return json

@@ -21,13 +21,14 @@ from millrace_router.events import TokenEvent
 from millrace_router.generation import Generation
 from millrace_router.headers import answer_headers, stream_headers
 from millrace_router.outlet import Outlet
+from millrace_router.routes.asking import counting_refusals, terms_of
 from millrace_router.routes.completions import completions
 from millrace_router.routes.openai_edge import (
-    counting_refusals,
     fingerprint,
     model_name,
     openai_errors,
     pieces_of,
+    render_chat,
     stream_error,
     usage_of,
 )
@@ -55,7 +56,7 @@ async def chat_tokenize(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     body = await read_model(request, ChatCompletionRequest)
     with services.infer.permit():
-        prompt = await _render(services, body)
+        prompt = await render_chat(services, body)
         tokens = await services.validator.tokenize(prompt, add_special_tokens=False)
     return json_response({"tokenize_response": orjson.Fragment(tokens), "templated_text": prompt})
 
@@ -66,32 +67,34 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     body = await read_model(request, ChatCompletionRequest)
     with counting_refusals(services.metrics):
         body.check()
-        prompt = await _render(services, body)
-    asked = GenerateRequest(inputs=prompt, parameters=body.parameters())
+        parameters = body.parameters()
+        terms = terms_of(request, parameters)
+        prompt = await render_chat(services, body)
+    asked = GenerateRequest(inputs=prompt, parameters=parameters)
     head = AnswerHead(
         "chat.completion",
         "chatcmpl",
         model=model_name(services, body.model),
         fingerprint=fingerprint(),
     )
-    async with await services.infer.start(asked, add_special_tokens=False) as generation:
+    async with await services.infer.start(
+        asked, terms=terms, add_special_tokens=False
+    ) as generation:
         watch(request, generation)
         if not body.stream:
             return await _answer(services, body, generation, head)
         return await respond(
             request,
             _Chunks(body, generation, head).feed,
-            headers=stream_headers(compute_type=services.compute_type, num_characters=len(prompt)),
+            headers=stream_headers(
+                compute_type=services.compute_type,
+                num_characters=len(prompt),
+                times=generation.times,
+            ),
             keep_alive_seconds=services.keep_alive_seconds,
+            may_expire=lambda: generation.may_expire,
             on_error=stream_error,
         )
-
-
-async def _render(services: Services, body: ChatCompletionRequest) -> str:
-    return await services.template.render_async(
-        [message.for_template() for message in body.messages],
-        variables=body.chat_template_kwargs,
-    )
 
 
 async def _answer(
@@ -104,6 +107,7 @@ async def _answer(
         num_characters=len(generation.inputs),
         prompt_tokens=usage.prompt_tokens,
         generated_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
         times=generation.times,
     )
     return json_response(chat_answer(head, pieces, usage), headers=headers)

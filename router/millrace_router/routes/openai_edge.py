@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 from functools import wraps
 
 import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from millrace_router.api.openai import ChatCompletionRequest
 from millrace_router.api.openai_answers import ChoiceText, Piece, Usage, error_answer, error_detail
 from millrace_router.bodies import error_response
 from millrace_router.errors import RouterError
 from millrace_router.events import TokenEvent
 from millrace_router.generation import Generation
-from millrace_router.metrics import Metrics
 from millrace_router.services import Services
 from millrace_router.sse import DONE, event
 from millrace_router.version import VERSION
@@ -55,16 +54,12 @@ def stream_error(error: RouterError) -> bytes:
     return event(orjson.dumps({"error": error_detail(error)})) + DONE
 
 
-@contextmanager
-def counting_refusals(metrics: Metrics) -> Iterator[None]:
-    """Count a request that fails before a generation is asked for."""
-    try:
-        yield
-    except RouterError as error:
-        metrics.request_count.inc()
-        if error.failure_label is not None:
-            metrics.request_failure.labels(err=error.failure_label).inc()
-        raise
+async def render_chat(services: Services, body: ChatCompletionRequest) -> str:
+    """The prompt that a chat becomes; raises TemplateError."""
+    return await services.template.render_async(
+        [message.for_template() for message in body.messages],
+        variables=body.chat_template_kwargs,
+    )
 
 
 async def pieces_of(generation: Generation, text: ChoiceText) -> AsyncIterator[Piece]:
@@ -79,4 +74,6 @@ async def pieces_of(generation: Generation, text: ChoiceText) -> AsyncIterator[P
 
 def usage_of(generation: Generation, last: Piece) -> Usage:
     """Token counts of a choice whose last piece is there."""
-    return Usage(len(generation.valid.input_ids), last.num_tokens)
+    return Usage(
+        len(generation.valid.input_ids), last.num_tokens, cached_tokens=generation.cached_tokens
+    )

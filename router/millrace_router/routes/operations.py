@@ -29,7 +29,7 @@ async def health(request: web.Request) -> web.Response:
 
 
 async def info(request: web.Request) -> web.Response:
-    """`GET /info`: the model and every limit, with the fields that TGI 3 dropped."""
+    """`GET /info`: the model, every limit, and what a simulator needs to know; with the fields that TGI 3 dropped."""
     services = request.app[SERVICES]
     config, shard, limits = services.config, services.shard, services.limits
     return json_response(
@@ -53,6 +53,18 @@ async def info(request: web.Request) -> web.Response:
             "max_batch_size": config.max_batch_size,
             "validation_workers": config.validation_workers,
             "max_client_batch_size": limits.max_client_batch_size,
+            "prefill_chunking": config.prefill_chunking,
+            "prefix_caching": config.prefix_caching,
+            "kv_reservation": config.kv_reservation,
+            "target_inter_token_latency": config.target_inter_token_latency,
+            "fairness": config.fairness,
+            "priority_ageing": config.priority_ageing,
+            "max_queue_size": config.max_queue_size,
+            "max_queue_wait": config.max_queue_wait,
+            "steps_in_flight": config.steps_in_flight,
+            "block_size": shard.block_size,
+            "num_blocks": services.capacity.num_blocks,
+            "cost_model": {} if services.cost is None else services.cost.to_json(),
             "attention": shard.attention,
             "deterministic": shard.deterministic,
             "num_shard": shard.world_size,

@@ -1,0 +1,48 @@
+"""Names of KV blocks by what they hold: each key covers its block's tokens and everything before them.
+
+Keys are SHA-256, so that nobody can craft a prompt that reads another's KV.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from hashlib import sha256
+
+
+def root_key(adapter_id: str | None = None) -> bytes:
+    """The parent of a first block: KV differs by adapter, so its keys do."""
+    return sha256(b"" if adapter_id is None else adapter_id.encode()).digest()
+
+
+def child_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """The key of the block with these tokens after the one named `parent`."""
+    return sha256(parent + array("I", token_ids).tobytes()).digest()
+
+
+class BlockKeys:
+    """Keys of the full blocks of one growing sequence, each computed once."""
+
+    def __init__(self, block_size: int, adapter_id: str | None = None) -> None:
+        self._block_size = block_size
+        self._last = root_key(adapter_id)
+        self._keys: list[bytes] = []
+
+    def first(self, count: int, prompt: Sequence[int], generated: Sequence[int]) -> Sequence[bytes]:
+        """Return the keys of the first `count` full blocks of `prompt` + `generated`.
+
+        Raises:
+            ValueError: there are fewer full blocks.
+
+        """
+        size = self._block_size
+        if count * size > len(prompt) + len(generated):
+            raise ValueError(f"{count} blocks of {size} are not full")
+        for start in range(len(self._keys) * size, count * size, size):
+            ids = list(prompt[start : start + size])
+            if len(ids) < size:
+                first = max(0, start - len(prompt))
+                ids += generated[first : first + size - len(ids)]
+            self._last = child_key(self._last, ids)
+            self._keys.append(self._last)
+        return self._keys[:count]

@@ -1,0 +1,64 @@
+"""Non-negative least squares of a few unknowns, from its normal equations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_TOLERANCE = 1e-9
+"""A gradient this small beside the moment it belongs to is rounding."""
+
+Matrix = Sequence[Sequence[float]]
+
+
+def solve_nonnegative(gram: Matrix, moment: Sequence[float]) -> list[float]:
+    """The x >= 0 that minimises x'Gx / 2 - m'x; `gram` has to be positive definite.
+
+    The active-set method of Lawson and Hanson (Solving Least Squares Problems, 1974, chapter 23), begun with every
+    unknown free: then one solution is all it takes when none is at its bound.
+    """
+    size = len(moment)
+    x = [1.0] * size
+    free = list(range(size))
+    for _ in range(3 * size):  # ends long before, unless rounding makes it go round in circles
+        _descend(gram, moment, x, free)
+        bound = [i for i in range(size) if i not in free]
+        slopes = [moment[i] - sum(gram[i][j] * x[j] for j in free) for i in bound]
+        steepest = max(range(len(bound)), key=slopes.__getitem__, default=None)
+        if steepest is None or slopes[steepest] <= _TOLERANCE * abs(moment[bound[steepest]]):
+            break
+        free.append(bound[steepest])
+    return x
+
+
+def _descend(gram: Matrix, moment: Sequence[float], x: list[float], free: list[int]) -> None:
+    """Move `x` to the minimum over the unknowns in `free`, binding those that would become negative."""
+    while free:
+        target = _solve(gram, moment, free)
+        negative = [k for k, value in enumerate(target) if value <= 0.0]
+        if not negative:
+            for i, value in zip(free, target, strict=True):
+                x[i] = value
+            return
+        first = min(negative, key=lambda k: x[free[k]] / ((x[free[k]] - target[k]) or 1.0))
+        start = x[free[first]]
+        reach = start / ((start - target[first]) or 1.0)
+        for i, value in zip(free, target, strict=True):
+            x[i] = max(0.0, x[i] + reach * (value - x[i]))
+        x[free.pop(first)] = 0.0
+
+
+def _solve(gram: Matrix, moment: Sequence[float], chosen: Sequence[int]) -> list[float]:
+    """The unconstrained minimum over the `chosen` unknowns, the others 0: Gauss elimination."""
+    rows = [[*(gram[i][j] for j in chosen), moment[i]] for i in chosen]
+    size = len(rows)
+    for k, pivot in enumerate(rows):
+        for row in rows[k + 1 :]:
+            factor = row[k] / pivot[k]
+            for j in range(k + 1, size + 1):
+                row[j] -= factor * pivot[j]
+    solution = [0.0] * size
+    for k in reversed(range(size)):
+        row = rows[k]
+        known = sum(row[j] * solution[j] for j in range(k + 1, size))
+        solution[k] = (row[size] - known) / row[k]
+    return solution

@@ -1,0 +1,49 @@
+"""How far predictions were off."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import deque
+
+
+class PredictionAudit:
+    """Absolute errors, in seconds, of the last predictions of one quantity, kept in order of size."""
+
+    def __init__(self, window: int = 1000) -> None:
+        if window < 1:
+            raise ValueError(f"an audit of nothing: {window=}")
+        self._window = window
+        self._errors: deque[float] = deque()
+        self._sorted: list[float] = []
+
+    def __len__(self) -> int:
+        return len(self._errors)
+
+    def add(self, predicted: float, realised: float) -> None:
+        """Count a prediction that came true, or did not; the oldest one is forgotten.
+
+        Raises:
+            ValueError: the error is not a number.
+
+        """
+        error = abs(predicted - realised)
+        if math.isnan(error):
+            raise ValueError(f"no error between {predicted} and {realised}")
+        if len(self._errors) == self._window:
+            del self._sorted[bisect_left(self._sorted, self._errors.popleft())]
+        self._errors.append(error)
+        insort(self._sorted, error)
+
+    def median(self) -> float:
+        """Seconds that half of the errors do not exceed; NaN before the first."""
+        return self._quantile(0.5)
+
+    def p90(self) -> float:
+        """Seconds that nine of ten errors do not exceed; NaN before the first."""
+        return self._quantile(0.9)
+
+    def _quantile(self, share: float) -> float:
+        if not self._sorted:
+            return math.nan
+        return self._sorted[max(0, math.ceil(share * len(self._sorted)) - 1)]

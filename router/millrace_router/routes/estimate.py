@@ -1,0 +1,56 @@
+"""What would become of a request, without running it. Not in TGI."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from millrace_router.api.estimate import estimate_json
+from millrace_router.api.native import GenerateRequest
+from millrace_router.api.openai import ChatCompletionRequest, CompletionRequest
+from millrace_router.bodies import json_response, read_json, to_model
+from millrace_router.errors import BodyShapeError, ValidationError
+from millrace_router.routes.asking import terms_of
+from millrace_router.routes.openai_edge import render_chat
+from millrace_router.services import SERVICES, Services
+
+KEYS = ("inputs", "messages", "prompt")
+
+
+def register(app: web.Application) -> None:
+    """Add the route to `app`."""
+    app.router.add_post("/v1/estimate", estimate)
+
+
+async def estimate(request: web.Request) -> web.StreamResponse:
+    """`POST /v1/estimate`: takes the body of `/generate`, of a chat or of a completion."""
+    services = request.app[SERVICES]
+    asked, is_chat = await _read(services, await read_json(request))
+    appraisal = await services.infer.estimate(
+        asked, terms=terms_of(request, asked.parameters), add_special_tokens=not is_chat
+    )
+    return json_response(estimate_json(appraisal))
+
+
+async def _read(services: Services, body: object) -> tuple[GenerateRequest, bool]:
+    """The generation that a body asks for, and whether it is a chat, which is known by its keys."""
+    keys = [key for key in KEYS if isinstance(body, dict) and key in body]
+    if keys == ["inputs"]:
+        return to_model(body, GenerateRequest), False
+    if keys == ["messages"]:
+        chat = to_model(body, ChatCompletionRequest)
+        chat.check()
+        prompt = await render_chat(services, chat)
+        return GenerateRequest(inputs=prompt, parameters=chat.parameters()), True
+    if keys == ["prompt"]:
+        completion = to_model(body, CompletionRequest)
+        completion.check()
+        if len(completion.prompts) > 1:
+            raise ValidationError(
+                f"`prompt` must be one prompt to be estimated. Given: {len(completion.prompts)}"
+            )
+        (prompt,) = completion.prompts
+        return GenerateRequest(inputs=prompt, parameters=completion.parameters()), False
+    raise BodyShapeError(
+        "Failed to deserialize the JSON body into the target type: "
+        "one of `inputs`, `messages` and `prompt` is needed, and no more than one"
+    )

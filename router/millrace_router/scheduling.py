@@ -1,0 +1,55 @@
+"""Puts the batcher together as the flags say."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from millrace_router.batcher import Batcher
+from millrace_router.budgets import Budgets
+from millrace_router.config import RouterConfig
+from millrace_router.cost import CostModel
+from millrace_router.entry import Entry
+from millrace_router.metrics import Metrics
+from millrace_router.policies import forecaster_from, planner_from, queue_from
+from millrace_router.prospects import Prospects, QueueLimits
+from millrace_router.shard_client import ShardedClient
+from millrace_router.tenants import TenantQueue
+from millrace_router.tokenizer import Tokenizer
+from millrace_router.waiting import WaitingQueue
+from millrace_router.wire import Capacity, ShardInfo
+
+
+def batcher_from(  # noqa: PLR0913
+    config: RouterConfig,
+    budgets: Budgets,
+    *,
+    shards: ShardedClient,
+    info: ShardInfo,
+    capacity: Capacity,
+    tokenizer: Tokenizer,
+    metrics: Metrics,
+    cost: CostModel,
+) -> Batcher:
+    """A batcher that is not running yet."""
+    forecaster = forecaster_from(
+        budgets, cost, block_size=info.block_size, num_blocks=capacity.num_blocks - 1
+    )
+    waiting: WaitingQueue[Entry] | TenantQueue[Entry] = queue_from(config)
+    limits = QueueLimits(max_size=config.max_queue_size, max_wait_seconds=config.max_queue_wait)
+    return Batcher(
+        shards=shards,
+        new_planner=partial(
+            planner_from,
+            budgets,
+            cost,
+            num_blocks=capacity.num_blocks,
+            block_size=info.block_size,
+            prefix_caching=config.prefix_caching == "on",
+        ),
+        waiting=waiting,
+        prospects=Prospects(cost, forecaster, metrics, limits),
+        tokenizer=tokenizer,
+        eos_token_ids=info.eos_token_ids,
+        metrics=metrics,
+        depth=config.steps_in_flight,
+    )

@@ -1,0 +1,45 @@
+"""`millrace-simulate`: read what to simulate, simulate it, show the figures."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from millrace_router.simulator.config import ConfigError, Plan, plan_from_args
+from millrace_router.simulator.fleet import simulate
+from millrace_router.simulator.report import as_json, plot, table
+from millrace_router.simulator.trace import TraceError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the simulator; return the exit status: 2 for input that cannot be used."""
+    try:
+        plan = plan_from_args(sys.argv[1:] if argv is None else argv)
+        _run(plan)
+    except (ConfigError, TraceError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    return 0
+
+
+def _run(plan: Plan) -> None:
+    if plan.save_config is not None:
+        _write(plan.save_config, plan.deployment.model_dump_json(indent=2) + "\n")
+    tallies = simulate(plan.fleets, cores=plan.cores)
+    sys.stdout.write(table(plan.sweeps, tallies))
+    if plan.json_file is not None:
+        _write(plan.json_file, as_json(plan.sweeps, tallies))
+    if plan.plot is not None:
+        _write(plan.plot, plot(plan.sweeps, tallies))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

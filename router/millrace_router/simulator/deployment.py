@@ -1,0 +1,121 @@
+"""What is simulated: the router's flags, the memory of its shards, and what their steps cost."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from millrace_router.budgets import Budgets
+from millrace_router.config import OnOff, RouterConfig
+from millrace_router.cost import CostModel
+from millrace_router.forecast import Forecaster
+from millrace_router.planner import Planner
+from millrace_router.policies import (
+    DEFAULT_PREFILL_TOKENS,
+    budgets_from,
+    forecaster_from,
+    planner_from,
+    queue_from,
+)
+from millrace_router.simulator.candidate import Candidate
+from millrace_router.tenants import TenantQueue
+from millrace_router.waiting import WaitingQueue
+
+Queue = WaitingQueue[Candidate] | TenantQueue[Candidate]
+
+
+def _flag(name: str) -> Any:  # noqa: ANN401
+    """The router's flag of that name, with its default, bounds and meaning."""
+    return RouterConfig.model_fields[name]
+
+
+class Deployment(BaseModel):
+    """One replica. Flags have the names and defaults they have in the router.
+
+    Raises:
+        ValueError: the limits contradict each other.
+
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    cost_model: dict[str, float] = Field(description="Seconds, by the names of `CostModel`.")
+    num_blocks: int = Field(ge=2, description="KV blocks of the shards, the reserved one included.")
+    block_size: int = Field(ge=1, description="Tokens of one KV block.")
+    max_total_tokens: int = Field(ge=2, description="Most tokens of prompt and answer.")
+    max_input_tokens: int | None = Field(
+        default=None, ge=1, description="Longest prompt in tokens; all but one when absent."
+    )
+
+    max_concurrent_requests: int = _flag("max_concurrent_requests")
+    max_batch_size: int | None = _flag("max_batch_size")
+    max_batch_prefill_tokens: int | None = _flag("max_batch_prefill_tokens")
+    waiting_served_ratio: float = _flag("waiting_served_ratio")
+    max_waiting_tokens: int = _flag("max_waiting_tokens")
+    steps_in_flight: int = _flag("steps_in_flight")
+    kv_reservation: Literal["grow", "full"] = _flag("kv_reservation")
+    prefix_caching: OnOff = _flag("prefix_caching")
+    prefill_chunking: OnOff = _flag("prefill_chunking")
+    target_inter_token_latency: float | None = _flag("target_inter_token_latency")
+    fairness: Literal["none", "tenant"] = _flag("fairness")
+    priority_ageing: float = _flag("priority_ageing")
+    max_queue_size: int | None = _flag("max_queue_size")
+    max_queue_wait: float | None = _flag("max_queue_wait")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.cost_model:
+            raise ValueError("the cost model is empty: the server has not served enough to know")
+        CostModel.fixed(self.cost_model)
+        if self.max_total_tokens > self.capacity:
+            raise ValueError(f"max_total_tokens is beyond the KV blocks, {self.capacity} tokens")
+        if self.longest_prompt >= self.max_total_tokens:
+            raise ValueError("max_input_tokens must be < max_total_tokens")
+        if self.prefill_chunking == "off" and self.prefill_tokens < self.longest_prompt:
+            raise ValueError("max_batch_prefill_tokens must be >= max_input_tokens")
+        return self
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Prompt tokens that one step may compute."""
+        return self.max_batch_prefill_tokens or min(DEFAULT_PREFILL_TOKENS, self.capacity)
+
+    @property
+    def capacity(self) -> int:
+        """KV positions there are."""
+        return (self.num_blocks - 1) * self.block_size
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens that a prompt may have."""
+        return self.max_input_tokens or self.max_total_tokens - 1
+
+    @property
+    def budgets(self) -> Budgets:
+        """Limits of a step and of the batch."""
+        return budgets_from(
+            self,
+            prefill_tokens=self.prefill_tokens,
+            batch_size=self.max_batch_size or self.max_concurrent_requests,
+        )
+
+    def new_planner(self, cost: CostModel) -> Planner[Candidate]:
+        """The router's planner with nothing running."""
+        return planner_from(
+            self.budgets,
+            cost,
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            prefix_caching=self.prefix_caching == "on",
+        )
+
+    def new_queue(self) -> Queue:
+        """The router's queue, empty."""
+        return queue_from(self)
+
+    def new_forecaster(self, cost: CostModel) -> Forecaster:
+        """The router's forecaster, which knows of no answers yet."""
+        return forecaster_from(
+            self.budgets, cost, block_size=self.block_size, num_blocks=self.num_blocks - 1
+        )

@@ -1,0 +1,121 @@
+"""Identical replicas under one workload: each request goes to one of them, and they share nothing."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from multiprocessing import get_context
+from typing import Literal
+from zlib import crc32
+
+from millrace_router.simulator.deployment import Deployment
+from millrace_router.simulator.engine import Engine
+from millrace_router.simulator.tally import Tally, total
+from millrace_router.simulator.workload import Workload
+
+WAVE = 256
+"""Replicas that one process simulates at a time: their planners have to fit into its memory."""
+
+Routing = Literal["round-robin", "prefix"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """What to simulate: of `replicas`, among which the workload is divided, the first `sample`."""
+
+    deployment: Deployment
+    workload: Workload
+    replicas: int = 1
+    sample: int = 1
+    routing: Routing = "round-robin"
+    """`prefix` sends the requests of one group to one replica."""
+
+
+def simulate(fleets: Sequence[Fleet], *, cores: int = 1) -> list[Tally]:
+    """Simulate each fleet, on as many cores as are given.
+
+    Raises:
+        TraceError: a trace cannot be used.
+        StuckError: the scheduler has a defect.
+
+    """
+    jobs = [(index, wave) for index, fleet in enumerate(fleets) for wave in _waves(fleet, cores)]
+    if cores == 1 or len(jobs) == 1:
+        tallies = [_simulate_wave(fleets[index], wave) for index, wave in jobs]
+    else:
+        with ProcessPoolExecutor(min(cores, len(jobs)), get_context("spawn")) as pool:
+            chosen = [fleets[index] for index, _ in jobs]
+            tallies = list(pool.map(_simulate_wave, chosen, [wave for _, wave in jobs]))
+    results = []
+    for index, fleet in enumerate(fleets):
+        owned = [tally for tally, job in zip(tallies, jobs, strict=True) if job[0] == index]
+        result = total(owned)
+        result.scale(fleet.replicas / fleet.sample)
+        results.append(result)
+    return results
+
+
+def _waves(fleet: Fleet, cores: int) -> Iterator[range]:
+    size = min(WAVE, math.ceil(fleet.sample / cores))
+    for start in range(0, fleet.sample, size):
+        yield range(start, min(start + size, fleet.sample))
+
+
+def _simulate_wave(fleet: Fleet, numbers: range) -> Tally:
+    """Simulate the replicas of these numbers."""
+    # What the engines make has no cycles, and is much.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        if fleet.workload.clients is not None:
+            return total([_closed_loop(fleet, number) for number in numbers])
+        return _open_loop(fleet, numbers)
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _open_loop(fleet: Fleet, numbers: range) -> Tally:
+    engines = {number: Engine(fleet.deployment) for number in numbers}
+    by_prefix = fleet.routing == "prefix"
+    for index, arrival in enumerate(fleet.workload.arrivals()):
+        key = crc32(arrival.group.encode()) if by_prefix and arrival.group else index
+        engine = engines.get(key % fleet.replicas)
+        if engine is not None:
+            while engine.next_event < arrival.arrived_at:
+                engine.step()
+            engine.arrive(arrival)
+    for engine in engines.values():
+        while engine.next_event < math.inf:
+            engine.step()
+    return total([engine.tally for engine in engines.values()])
+
+
+def _closed_loop(fleet: Fleet, number: int) -> Tally:
+    """Drive one replica by its share of the clients; a refused client goes on with its next request."""
+    workload, engine = fleet.workload, Engine(fleet.deployment)
+    draw = workload.requester(f"replica {number}")
+    num_left = _share(workload.requests, number, fleet.replicas)
+    ready = [0.0] * _share(workload.clients or 0, number, fleet.replicas)
+    heapify(ready)
+    while True:
+        arrives_at = ready[0] if ready and num_left else math.inf
+        if arrives_at <= engine.next_event:
+            if arrives_at == math.inf:
+                return engine.tally
+            heappop(ready)
+            num_left -= 1
+            if not engine.arrive(draw.request(arrives_at)):
+                heappush(ready, arrives_at + workload.think_seconds)
+        else:
+            for _ in range(engine.step()):
+                heappush(ready, engine.now + workload.think_seconds)
+
+
+def _share(number: int, index: int, of: int) -> int:
+    """The part of `number` that falls to `index` of so many."""
+    return number // of + (index < number % of)

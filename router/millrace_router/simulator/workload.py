@@ -1,0 +1,137 @@
+"""Which requests come, and when: from a file, at a rate, or from clients that wait for their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Annotated, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from millrace_router.simulator.arrival import Arrival
+from millrace_router.simulator.lengths import SYNTAX, Lengths
+from millrace_router.simulator.trace import read_trace
+
+
+def _parse_lengths(value: object) -> object:
+    return value if isinstance(value, Lengths) else Lengths.parse(str(value))
+
+
+def _split(value: object) -> object:
+    return tuple(value.split(",")) if isinstance(value, str) else value
+
+
+LengthsText = Annotated[Lengths, BeforeValidator(_parse_lengths)]
+
+
+class Workload(BaseModel):
+    """A trace, an open loop at `rate`, or a closed loop of `clients`. The same seed gives the same requests.
+
+    Raises:
+        ValueError: it is none or several of those.
+
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    trace: Path | None = Field(
+        default=None, description="Requests from a .csv or .jsonl file, with a line for each."
+    )
+    speedup: float = Field(default=1.0, gt=0, description="How much faster the trace is replayed.")
+    rate: float | None = Field(
+        default=None, gt=0, description="Requests per second, as a Poisson process."
+    )
+    burst_size: int = Field(
+        default=1, ge=1, description="Requests that come at once; bursts keep to --rate."
+    )
+    clients: int | None = Field(
+        default=None, ge=1, description="Clients that each send one request after the other."
+    )
+    think_seconds: float = Field(
+        default=0.0, ge=0, description="Pause of a client after each answer."
+    )
+    requests: int = Field(default=1000, ge=1, description="Requests in all, without --trace.")
+    prompt_tokens: LengthsText = Field(
+        default=Lengths("fixed", (512.0,)), description=f"Prompt lengths: {SYNTAX}."
+    )
+    output_tokens: LengthsText = Field(
+        default=Lengths("fixed", (128.0,)), description="Answer lengths, written the same way."
+    )
+    max_new_tokens: int | None = Field(
+        default=None, ge=1, description="What clients ask for at most; absent, nothing."
+    )
+    prefix_groups: int = Field(
+        default=0, ge=0, description="System prompts, one of which begins each prompt; 0 for none."
+    )
+    prefix_tokens: int = Field(
+        default=1000, ge=1, description="Tokens of a system prompt, beside those of the prompt."
+    )
+    tenant_weights: Annotated[tuple[float, ...], BeforeValidator(_split)] = Field(
+        default=(), description="How much each tenant sends, such as 50,1."
+    )
+    seed: int = Field(default=0, description="Of all random choices.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if [self.trace, self.rate, self.clients].count(None) != 2:
+            raise ValueError("give one of --trace, --rate and --clients")
+        if self.burst_size > 1 and self.rate is None:
+            raise ValueError("--burst-size goes with --rate")
+        if self.speedup != 1.0 and self.trace is None:
+            raise ValueError("--speedup goes with --trace")
+        if any(weight <= 0 for weight in self.tenant_weights):
+            raise ValueError("--tenant-weights are above 0")
+        return self
+
+    def arrivals(self) -> Iterator[Arrival]:
+        """Yield the requests of a trace or an open loop in order.
+
+        Raises:
+            TraceError: the trace cannot be used.
+
+        """
+        if self.trace is not None:
+            for arrival in read_trace(self.trace):
+                yield arrival._replace(arrived_at=arrival.arrived_at / self.speedup)
+            return
+        draw, random = self.requester("open"), Random(f"{self.seed} arrivals")  # noqa: S311
+        bursts_per_second, now = (self.rate or 1.0) / self.burst_size, 0.0
+        for number in range(self.requests):
+            if number % self.burst_size == 0:
+                now += random.expovariate(bursts_per_second)
+            yield draw.request(now)
+
+    def requester(self, name: str) -> Requester:
+        """What draws the requests of the loop `name`, one after the other."""
+        return Requester(self, Random(f"{self.seed} {name}"))  # noqa: S311
+
+
+class Requester:
+    """Draws requests. Their times take no part, so that those of two rates are the same."""
+
+    def __init__(self, workload: Workload, random: Random) -> None:
+        self._workload = workload
+        self._random = random
+        self._tenants = [str(number) for number in range(1, len(workload.tenant_weights) + 1)]
+
+    def request(self, now: float) -> Arrival:
+        """Draw the next request, which comes `now`."""
+        workload, random = self._workload, self._random
+        prompt_tokens = workload.prompt_tokens.draw(random)
+        output_tokens = workload.output_tokens.draw(random)
+        group, prefix_tokens, tenant = "", 0, ""
+        if workload.prefix_groups:
+            group = str(random.randrange(workload.prefix_groups))
+            prefix_tokens = workload.prefix_tokens
+        if self._tenants:
+            tenant = random.choices(self._tenants, workload.tenant_weights)[0]
+        return Arrival(
+            now,
+            prompt_tokens + prefix_tokens,
+            output_tokens,
+            workload.max_new_tokens,
+            group,
+            prefix_tokens,
+            tenant=tenant,
+        )

@@ -1,0 +1,36 @@
+"""What one step is to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Generic
+
+from millrace_router.row import E, Row
+from millrace_router.step_load import StepLoad
+
+
+@dataclass(slots=True, kw_only=True)
+class StepPlan(Generic[E]):
+    """One step. Without chunks and decodes it only drops sequences."""
+
+    dropped: list[int] = field(default_factory=list)
+    admitted: list[Row[E]] = field(default_factory=list)
+    grown: list[tuple[int, int]] = field(default_factory=list)
+    """(slot, block), in table order."""
+    chunks: list[tuple[int, int]] = field(default_factory=list)
+    """(slot, prompt tokens to compute)."""
+    decodes: list[int] = field(default_factory=list)
+    num_preempted: int = 0
+    concat_reason: str | None = None
+    """TGI's word for why entries join a running batch now; None when none do."""
+    load: StepLoad = field(default_factory=StepLoad)
+
+    @property
+    def method(self) -> str:
+        """TGI's label for metrics."""
+        return "prefill" if self.chunks else "decode"
+
+    @property
+    def has_forward(self) -> bool:
+        """Whether the step runs the model."""
+        return bool(self.chunks or self.decodes)

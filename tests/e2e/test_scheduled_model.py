@@ -1,0 +1,296 @@
+"""A real decoder under the real batcher: whatever it schedules, a request's tokens and logprobs are the same bits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from bench.engines.in_process import InProcessShard
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from millrace_fakes_kernels import make_kernels
+from millrace_fakes_router import tiny_tokenizer
+from millrace_proto import generate_pb2 as pb
+from millrace_router.batcher import Batcher
+from millrace_router.blocks import BlockTable
+from millrace_router.budgets import Budgets
+from millrace_router.cost import CostModel
+from millrace_router.entry import Entry, TokenStream
+from millrace_router.events import PromptLogprobs, TokenEvent
+from millrace_router.forecast import Forecaster
+from millrace_router.metrics import Metrics
+from millrace_router.planner import Planner
+from millrace_router.prefix_cache import PrefixCache
+from millrace_router.prospects import Prospects, QueueLimits
+from millrace_router.request import SamplingParameters, Terms, ValidRequest
+from millrace_router.shard_client import ShardedClient
+from millrace_router.tenants import TenantQueue
+from millrace_router.waiting import WaitingQueue
+from millrace_shard.engine import Engine
+from millrace_shard.load import load_model
+from millrace_shard.parallel import ProcessGroup
+from millrace_shard.warmup import LoadedModel, MemoryLimits
+
+VOCAB_SIZE = 97
+NUM_NEW = 40
+SAMPLING = (
+    SamplingParameters(),
+    SamplingParameters(do_sample=True, seed=5, temperature=1.2, top_p=0.9),
+    SamplingParameters(repetition_penalty=1.3, frequency_penalty=0.4, occurrence_penalty=0.5),
+    SamplingParameters(do_sample=True, seed=2**63 + 1, top_k=20, presence_penalty=0.7),
+)
+Found = tuple[tuple[tuple[int, float], ...], tuple[float, ...]]
+"""(token, logprob) of each, and the prompt's logprobs where they were asked for."""
+
+
+def random_ids(count: int, seed: int) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(VOCAB_SIZE - 1, (count,), generator=generator).tolist())
+
+
+SYSTEM = random_ids(140, 0)
+"""What most prompts begin with."""
+REQUESTS = tuple(
+    ValidRequest(
+        input_ids=SYSTEM[:shared] + random_ids(own, seed),
+        max_new_tokens=NUM_NEW + 7 * (seed % 3),
+        sampling=SAMPLING[seed % 4],
+        prefill_logprobs=seed == 3,
+        top_n_tokens=2 * (seed == 4),
+        min_new_tokens=5,
+        ignore_eos=True,
+    )
+    for seed, (shared, own) in enumerate(
+        [(140, 9), (140, 60), (129, 1), (140, 20), (0, 30), (100, 3), (140, 60), (0, 128)], start=1
+    )
+)
+
+
+@dataclass
+class Model:
+    """A warmed-up engine and its page size."""
+
+    engine: Engine
+    block_size: int
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("plain", "float32"), ("cpu", "float32"), ("cpu", "bfloat16")],
+    ids="-".join,
+)
+def model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Model]:
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=320,
+        initializer_range=0.2,
+    )
+    folder: Path = tmp_path_factory.mktemp("llama")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    name, type_name = request.param
+    dtype, device = getattr(torch, type_name), torch.device("cpu")
+    kernels = make_kernels(name, deterministic=True, dtype=dtype, block_size=8)
+    group = ProcessGroup.single()
+    with torch.inference_mode():
+        loaded = load_model(folder, dtype=dtype, kernels=kernels, group=group, device=device)
+    engine = Engine(limits=MemoryLimits(kv_memory=8 << 20), device=device, cpu_threads=1)
+    engine.attach(
+        LoadedModel(model=loaded, kernels=kernels, group=group, device=device, dtype=dtype)
+    )
+    engine.start()
+    asyncio.run(
+        InProcessShard(engine).warm_up(
+            pb.WarmupRequest(
+                max_batch_prefill_tokens=512,
+                max_batch_size=8,
+                max_concurrent_requests=8,
+                max_total_tokens=320,
+            )
+        )
+    )
+    yield Model(engine, kernels.block_size)
+    engine.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How the requests are served."""
+
+    budgets: Budgets
+    num_blocks: int = 300
+    cached: bool = True
+    rounds: int = 1
+    """The same requests again; the last round counts."""
+    num_late: int = 0
+    """Of the requests, those that come once the first one has a token."""
+
+
+@dataclass
+class Served:
+    """What came out, and what the scheduler did for it."""
+
+    found: list[Found]
+    num_preemptions: int
+    num_cached: int
+
+
+BUDGETS = Budgets(max_batch_prefill_tokens=512, max_batch_size=8)
+
+
+async def _serve(model: Model, schedule: Schedule, requests: tuple[ValidRequest, ...]) -> Served:
+    cost, metrics = CostModel(), Metrics(max_input_tokens=319, max_total_tokens=320)
+    size, num_blocks = model.block_size, schedule.num_blocks
+    entries: list[Entry] = []
+
+    class KeepingBatcher(Batcher):
+        def _entry(self, request: ValidRequest) -> Entry:
+            entries.append(super()._entry(request))
+            return entries[-1]
+
+    batcher = KeepingBatcher(
+        shards=cast("ShardedClient", InProcessShard(model.engine)),
+        new_planner=lambda: Planner(
+            schedule.budgets,
+            BlockTable(num_blocks, size, PrefixCache() if schedule.cached else None),
+        ),
+        waiting=(
+            TenantQueue[Entry](quantum=16)
+            if schedule.budgets.share_slots
+            else WaitingQueue[Entry]()
+        ),
+        prospects=Prospects(
+            cost,
+            Forecaster(
+                cost,
+                max_batch_size=8,
+                max_batch_prefill_tokens=512,
+                block_size=size,
+                num_blocks=num_blocks,
+            ),
+            metrics,
+            QueueLimits(),
+        ),
+        tokenizer=tiny_tokenizer(),
+        eos_token_ids=frozenset({VOCAB_SIZE - 1}),
+        metrics=metrics,
+    )
+    task = asyncio.create_task(batcher.run())
+    found: list[Found] = []
+    for _ in range(schedule.rounds):
+        entries.clear()
+        num_first = len(requests) - schedule.num_late
+        streams = [batcher.submit(request) for request in requests[:num_first]]
+        while schedule.num_late and not entries[0].generated_ids:
+            await asyncio.sleep(0)
+        streams += [batcher.submit(request) for request in requests[num_first:]]
+        found = [await _read(stream) for stream in streams]
+    blocks = batcher._planner.blocks
+    while blocks.num_owned:
+        await asyncio.sleep(0)
+    assert blocks.num_free + blocks.num_cached == blocks.num_blocks
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+    return Served(
+        found,
+        sum(entry.num_preemptions for entry in entries),
+        sum(entry.stream.cached_tokens or 0 for entry in entries),
+    )
+
+
+async def _read(stream: TokenStream) -> Found:
+    tokens: list[tuple[int, float]] = []
+    prompt: tuple[float, ...] = ()
+    async for event in stream:
+        if isinstance(event, PromptLogprobs):
+            prompt = event.logprobs[1:]
+        elif isinstance(event, TokenEvent):
+            assert event.index == len(tokens) + 1
+            tokens.append((event.token.id, event.token.logprob))
+    return tuple(tokens), prompt
+
+
+def serve(
+    model: Model, schedule: Schedule, requests: tuple[ValidRequest, ...] = REQUESTS
+) -> Served:
+    return asyncio.run(asyncio.wait_for(_serve(model, schedule, requests), 120))
+
+
+@pytest.fixture(scope="module")
+def alone(model: Model) -> list[Found]:
+    """Each request by itself, nothing cached, its prompt in one piece."""
+    schedule = Schedule(budgets=BUDGETS, cached=False)
+    found = [serve(model, schedule, (request,)).found[0] for request in REQUESTS]
+    assert len(set(found)) == len(found)
+    assert all(len(one[0]) == r.max_new_tokens for one, r in zip(found, REQUESTS, strict=True))
+    return found
+
+
+@pytest.mark.parametrize("chunk", [16, 64, 512])
+@pytest.mark.parametrize("cache", ["off", "cold", "warm"])
+def test_company_chunks_and_cache_change_no_bit(
+    model: Model, alone: list[Found], cache: str, chunk: int
+) -> None:
+    schedule = Schedule(
+        budgets=replace(BUDGETS, max_batch_prefill_tokens=chunk),
+        cached=cache != "off",
+        rounds=2 if cache == "warm" else 1,
+    )
+    served = serve(model, schedule)
+    assert served.found == alone
+    prompts = sum(len(request.input_ids) for request in REQUESTS)
+    assert (served.num_cached > 0) == (cache != "off")
+    assert (served.num_cached > prompts // 2) == (cache == "warm")
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("chunk", [16, 512])
+def test_preemption_all_the_time_changes_no_bit(
+    model: Model, alone: list[Found], chunk: int, cached: bool
+) -> None:
+    longest = -(-max(len(r.input_ids) + r.max_new_tokens for r in REQUESTS) // model.block_size)
+    schedule = Schedule(
+        budgets=replace(BUDGETS, max_batch_prefill_tokens=chunk, max_preemptions=6),
+        # The longest request fits, and little beside it.
+        num_blocks=1 + longest + longest // 5,
+        cached=cached,
+    )
+    served = serve(model, schedule)
+    assert served.found == alone
+    assert served.num_preemptions > 0
+
+
+def test_yielding_to_another_tenant_changes_no_bit(model: Model, alone: list[Found]) -> None:
+    schedule = Schedule(budgets=replace(BUDGETS, max_batch_size=3, share_slots=True), num_late=3)
+    tenants = ("large",) * 5 + ("small",) * 3
+    requests = tuple(
+        replace(request, terms=Terms(tenant=tenant))
+        for request, tenant in zip(REQUESTS, tenants, strict=True)
+    )
+    served = serve(model, schedule, requests)
+    assert served.found == alone
+    assert served.num_preemptions > 0
+
+
+@pytest.mark.parametrize("reserve_all", [True, False])
+def test_whole_prompts_while_decodes_pause_change_no_bit(
+    model: Model, alone: list[Found], reserve_all: bool
+) -> None:
+    budgets = replace(
+        BUDGETS, prefill_chunking=False, reserve_all=reserve_all, max_waiting_tokens=3
+    )
+    assert serve(model, Schedule(budgets=budgets, num_blocks=100)).found == alone

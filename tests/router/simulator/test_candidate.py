@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from millrace_router.request import Terms
+from millrace_router.simulator.arrival import Arrival
+from millrace_router.simulator.candidate import Candidate, PrefixNames
+
+
+def candidate(
+    request_id: int, prefixes: PrefixNames, *, group: str = "", prefix_tokens: int = 0
+) -> Candidate:
+    return Candidate(
+        request_id,
+        Arrival(0.0, 100, 10, group=group, prefix_tokens=prefix_tokens),
+        terms=Terms(),
+        max_new_tokens=50,
+        block_size=16,
+        prefixes=prefixes,
+    )
+
+
+def test_full_blocks_of_the_shared_prefix_have_the_names_of_the_group() -> None:
+    prefixes = PrefixNames()
+    one = candidate(1, prefixes, group="a", prefix_tokens=40).block_keys(5)
+    other = candidate(2, prefixes, group="a", prefix_tokens=70).block_keys(6)
+    assert one[:2] == other[:2]
+    assert not set(one[2:]) & set(other)
+    assert len(set(one)) == 5
+    assert len(set(other)) == 6
+
+
+def test_groups_and_requests_share_nothing_else() -> None:
+    prefixes = PrefixNames()
+    keys = [
+        *candidate(1, prefixes, group="a", prefix_tokens=96).block_keys(6),
+        *candidate(2, prefixes, group="b", prefix_tokens=96).block_keys(6),
+        *candidate(11, prefixes).block_keys(3),
+        *candidate(1, prefixes).block_keys(13),
+        *candidate(5, prefixes, group="1", prefix_tokens=32).block_keys(3),
+        *candidate(6, prefixes, group="1/1", prefix_tokens=32).block_keys(3),
+    ]
+    assert len(keys) == len(set(keys))
+
+
+def test_names_stay_whatever_was_asked_for_before() -> None:
+    prefixes = PrefixNames()
+    asked_often = candidate(1, prefixes, group="a", prefix_tokens=48)
+    seen = [list(asked_often.block_keys(count)) for count in (1, 4, 2, 6)]
+    at_once = candidate(1, PrefixNames(), group="a", prefix_tokens=48).block_keys(6)
+    assert seen == [list(at_once[:count]) for count in (1, 4, 2, 6)]
+
+
+def test_a_list_handed_out_does_not_grow() -> None:
+    growing = candidate(1, PrefixNames())
+    first = growing.block_keys(2)
+    growing.block_keys(5)
+    assert len(first) == 2
+
+
+def test_the_answer_is_cut_at_what_may_be_generated() -> None:
+    cut = Candidate(
+        0,
+        Arrival(0.0, 10, 900),
+        terms=Terms(),
+        max_new_tokens=50,
+        block_size=16,
+        prefixes=PrefixNames(),
+    )
+    assert cut.output_tokens == 50

@@ -1,0 +1,163 @@
+"""The real batcher on its event loop, under clients that come, leave and steps that fail at any moment."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from millrace_fakes_router import new_batcher
+from millrace_hash_shard import HashShard
+from millrace_held_shards import HeldShards
+from millrace_router.budgets import Budgets
+from millrace_router.entry import Entry
+from millrace_router.entry_queue import EntryQueue
+from millrace_router.tenants import TenantQueue
+from millrace_router.waiting import WaitingQueue
+from millrace_schedule_client import Client
+from millrace_schedule_driver import check_blocks
+from millrace_schedule_requests import MAX_PROMPT, policies, valid_requests
+
+NUM_TURNS = 6
+"""Turns of the event loop after which the batcher waits for an answer or a request, whatever was done to it."""
+
+
+class LoopMachine(RuleBasedStateMachine):
+    """Between two rules the batcher has done all it can."""
+
+    @initialize(
+        budgets=policies,
+        block_size=st.sampled_from([1, 4]),
+        spare_tokens=st.integers(0, 24),
+        prefix_caching=st.booleans(),
+        depth=st.integers(1, 3),
+        eos_every=st.sampled_from([0, 0, 30]),
+    )
+    def begin(
+        self,
+        budgets: Budgets,
+        block_size: int,
+        spare_tokens: int,
+        prefix_caching: bool,
+        depth: int,
+        eos_every: int,
+    ) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.clients: list[Client] = []
+        self.shard = HashShard(
+            num_blocks=2 + (12 + spare_tokens) // block_size,
+            block_size=block_size,
+            max_batch_size=budgets.max_batch_size,
+            eos_every=eos_every,
+        )
+        self.shards = HeldShards(self.shard, on_error=self.fail_running)
+        waiting: EntryQueue = (
+            TenantQueue[Entry](quantum=8) if budgets.share_slots else WaitingQueue[Entry]()
+        )
+        self.batcher = new_batcher(
+            self.shards,
+            self.shard,
+            budgets=budgets,
+            prefix_caching=prefix_caching,
+            waiting=waiting,
+            depth=depth,
+        )
+        self.waiting = waiting
+        self.task = self.loop.create_task(self.batcher.run())
+        self.capacity = (self.shard.num_blocks - 1) * block_size
+        self.longest = min(MAX_PROMPT, self.capacity)
+        if not budgets.prefill_chunking:
+            self.longest = min(self.longest, budgets.max_batch_prefill_tokens)
+
+    def fail_running(self) -> None:
+        """Those whose tokens a failed step was to compute may hear of it, and nobody else."""
+        streams = {row.entry.stream for row in self.batcher._planner.running}
+        for client in self.clients:
+            client.may_fail |= client.stream in streams
+
+    def let_it_work(self) -> None:
+        async def turn() -> None:
+            for _ in range(NUM_TURNS):
+                await asyncio.sleep(0)
+
+        self.loop.run_until_complete(turn())
+        assert not self.task.done()
+
+    @rule(data=st.data(), copies=st.integers(1, 4))
+    def submit(self, data: st.DataObject, copies: int) -> None:
+        request = data.draw(
+            valid_requests(
+                longest=self.longest, capacity=self.capacity, eos_every=self.shard.eos_every
+            )
+        )
+        for _ in range(copies):
+            stream = self.batcher.submit(request)
+            self.clients.append(Client(request, stream, self.shard.eos_every))
+        self.let_it_work()
+
+    @precondition(lambda self: self.shards.num_held)
+    @rule(count=st.integers(1, 12))
+    def answer(self, count: int) -> None:
+        for _ in range(count):
+            if self.shards.num_held:
+                self.shards.release()
+                self.let_it_work()
+
+    @precondition(lambda self: self.live())
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        data.draw(st.sampled_from(self.live())).leave()
+        self.let_it_work()
+
+    @rule()
+    def fail_a_step(self) -> None:
+        self.shard.fail_next = "the device caught fire"
+
+    @rule()
+    def run_to_idle(self) -> None:
+        """Everything ends without another request to wake the batcher, within a bound of steps."""
+        self.shard.fail_next = None
+        work = sum(len(c.request.input_ids) + c.request.max_new_tokens + 6 for c in self.live())
+        for _ in range(30 + 6 * work):
+            self.let_it_work()
+            if not self.shards.num_held:
+                break
+            self.shards.release()
+        assert self.live() == [], "the batcher sleeps, and somebody waits"
+        planner = self.batcher._planner
+        blocks = planner.blocks
+        assert len(self.waiting) == planner.num_paused == len(planner.running) == 0
+        assert not self.shard.running
+        assert blocks.num_free + blocks.num_cached == blocks.num_blocks
+        self.everything_is_right()
+
+    def live(self) -> list[Client]:
+        return [client for client in self.clients if not client.has_ended]
+
+    @invariant()
+    def everything_is_right(self) -> None:
+        assert self.shard.violation is None
+        for client in self.clients:
+            client.check()
+        check_blocks(self.batcher._planner.blocks)
+
+    def teardown(self) -> None:
+        """Whoever is there when the server stops hears of it, once."""
+        if not hasattr(self, "loop"):
+            return
+        for client in self.clients:
+            client.may_fail = True
+        self.task.cancel()
+        with suppress(asyncio.CancelledError):
+            self.loop.run_until_complete(self.task)
+        self.loop.close()
+        assert self.live() == []
+        for client in self.clients:
+            client.check()
+
+
+TestSchedulingLoop = LoopMachine.TestCase
+TestSchedulingLoop.settings = settings(deadline=None, max_examples=40, stateful_step_count=30)
