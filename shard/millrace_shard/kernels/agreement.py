@@ -8,13 +8,26 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from millrace_shard.kernels.base import Kernels, LayerCache
+from millrace_shard.greedy import choose_greedy
+from millrace_shard.kernels.base import (
+    AttentionWeights,
+    Kernels,
+    LayerCache,
+    LinearWeights,
+    MlpWeights,
+)
+from millrace_shard.kernels.blocks import ComposedBlocks
 from millrace_shard.ragged import RaggedBatch
 
 QUERIES = (70, 1, 9)
-CONTEXT = (70, 5, 140)
+CONTEXT = (70, 270, 300)
+"""Past the longest chunk of keys that any kernels take at a time."""
 NUM_HEADS = 4
 NUM_KV_HEADS = 2
+HIDDEN = 96
+INTER = 816
+"""Long enough a sum to be taken in parts."""
+EPS = 1e-5
 TOLERANCE = {torch.bfloat16: 0.03, torch.float16: 0.004, torch.float32: 1e-4}
 CPU = torch.device("cpu")
 
@@ -33,6 +46,13 @@ def largest_difference(
         _attention(each, random(), head_dim=head_dim) + _row_operators(each, random())
         for each in (kernels, oracle)
     )
+    if type(kernels).attention is not ComposedBlocks.attention:
+        ours += _halves_of_a_layer(kernels, random(), head_dim=head_dim)
+        theirs += _halves_of_a_layer(oracle, random(), head_dim=head_dim)
+    logits = random()(3, 1003).float()
+    ids, logprobs = choose_greedy(logits)
+    ours += [logits.gather(1, ids.unsqueeze(1)), logprobs]
+    theirs += [logits.amax(1, keepdim=True), logits.log_softmax(1).amax(1)]
     distances = [
         ((a.float() - b.float()).abs() / (1 + b.float().abs())).max()
         for a, b in zip(ours, theirs, strict=True)
@@ -86,16 +106,11 @@ class _Random:
 
 def _attention(kernels: Kernels, random: _Random, *, head_dim: int) -> list[Tensor]:
     """Rotated queries, then attention without and with window and cap."""
-    size, device = kernels.block_size, random.device
-    whole = ragged_batch(CONTEXT, CONTEXT, block_size=size, device=device)
-    cache = _zeroed_cache(kernels, whole, random, head_dim=head_dim)
-    keys, values = (random(sum(CONTEXT), NUM_KV_HEADS, head_dim) for _ in range(2))
-    kernels.store(keys, values, whole, cache)
-    batch = ragged_batch(QUERIES, CONTEXT, block_size=size, device=device)
-    angles = torch.arange(max(CONTEXT)).unsqueeze(1) / torch.arange(1, head_dim // 2 + 1)
+    cache = _filled_cache(kernels, random, head_dim=head_dim)
+    batch = _batch(kernels, random)
     queries = kernels.rope_store(
         random(sum(QUERIES), (NUM_HEADS + 2 * NUM_KV_HEADS) * head_dim),
-        torch.cat((angles.cos(), angles.sin()), dim=1).to(device),
+        _rope(head_dim).to(random.device),
         batch,
         cache,
         num_heads=NUM_HEADS,
@@ -109,10 +124,19 @@ def _attention(kernels: Kernels, random: _Random, *, head_dim: int) -> list[Tens
     ]
 
 
-def _zeroed_cache(
-    kernels: Kernels, batch: RaggedBatch, random: _Random, *, head_dim: int
-) -> LayerCache:
-    blocks = batch.block_tables.flatten().long()
+def _batch(kernels: Kernels, random: _Random) -> RaggedBatch:
+    return ragged_batch(QUERIES, CONTEXT, block_size=kernels.block_size, device=random.device)
+
+
+def _rope(head_dim: int) -> Tensor:
+    angles = torch.arange(max(CONTEXT)).unsqueeze(1) / torch.arange(1, head_dim // 2 + 1)
+    return torch.cat((angles.cos(), angles.sin()), dim=1)
+
+
+def _filled_cache(kernels: Kernels, random: _Random, *, head_dim: int) -> LayerCache:
+    """Keys and values of all of CONTEXT."""
+    whole = ragged_batch(CONTEXT, CONTEXT, block_size=kernels.block_size, device=random.device)
+    blocks = whole.block_tables.flatten().long()
     cache = kernels.new_cache(
         num_blocks=int(blocks.max()) + 1,
         num_kv_heads=NUM_KV_HEADS,
@@ -121,20 +145,68 @@ def _zeroed_cache(
         device=random.device,
     )
     kernels.zero_blocks(cache, blocks)
+    keys, values = (random(sum(CONTEXT), NUM_KV_HEADS, head_dim) for _ in range(2))
+    kernels.store(keys, values, whole, cache)
     return cache
 
 
+def _halves_of_a_layer(kernels: Kernels, random: _Random, *, head_dim: int) -> list[Tensor]:
+    """The first of a model without anything that is optional, and one with all of it, each for itself."""
+    rows, outputs = sum(QUERIES), []
+    batch, cache = _batch(kernels, random), _filled_cache(kernels, random, head_dim=head_dim)
+    for optional in (False, True):
+        attention = kernels.attention(_attention_weights(random, head_dim, optional=optional))
+        mlp = kernels.mlp(_mlp_weights(random, optional=optional))
+        residual = random(rows, HIDDEN)
+        outputs.append(
+            attention(random(rows, HIDDEN) if optional else None, residual, batch, cache)
+        )
+        outputs += [residual.clone(), mlp(random(rows, HIDDEN), residual), residual]
+    return outputs
+
+
+def _attention_weights(random: _Random, head_dim: int, *, optional: bool) -> AttentionWeights:
+    return AttentionWeights(
+        norm=1 + random(HIDDEN) / 8,
+        eps=EPS,
+        qkv=_linear(random, (NUM_HEADS + 2 * NUM_KV_HEADS) * head_dim, HIDDEN, bias=optional),
+        query_norm=1 + random(head_dim) / 8 if optional else None,
+        key_norm=1 + random(head_dim) / 8 if optional else None,
+        out=_linear(random, HIDDEN, NUM_HEADS * head_dim, bias=optional),
+        rope=_rope(head_dim).to(random.device),
+        num_heads=NUM_HEADS,
+        num_kv_heads=NUM_KV_HEADS,
+        head_dim=head_dim,
+        window=66 if optional else None,
+    )
+
+
+def _mlp_weights(random: _Random, *, optional: bool) -> MlpWeights:
+    return MlpWeights(
+        norm=1 + random(HIDDEN) / 8,
+        eps=EPS,
+        gate_up=_linear(random, 2 * INTER, HIDDEN, bias=optional),
+        down=_linear(random, HIDDEN, INTER, bias=optional),
+    )
+
+
+def _linear(random: _Random, out: int, inputs: int, *, bias: bool) -> LinearWeights:
+    return LinearWeights(random(out, inputs) / inputs**0.5, random(out) / 4 if bias else None)
+
+
 def _row_operators(kernels: Kernels, random: _Random) -> list[Tensor]:
-    """Norms, linear and activation of 1 and of 40 rows."""
+    """Norms, linear, head and activation of 1 and of 40 rows."""
     outputs = []
     for rows in (1, 40):
         x, residual, norm = random(rows, 144), random(rows, 144), random(144)
         linear = kernels.linear(random(80, 144) / 12, random(80))
+        head = kernels.head(random(80, 144) / 12)
         outputs += [
-            kernels.rms_norm(x, norm, 1e-5),
-            kernels.add_rms_norm(x, residual, norm, 1e-5),
+            kernels.rms_norm(x, norm, EPS),
+            kernels.add_rms_norm(x, residual, norm, EPS),
             residual,
             linear(x),
+            head(x),
             kernels.silu_mul(random(rows, 288)),
         ]
     return outputs

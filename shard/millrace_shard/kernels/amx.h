@@ -50,6 +50,9 @@ inline void configure(int64_t rows) {
 
 inline void release() { _tile_release(); }
 
+// To be called between ordinary stores and tile loads of the same memory: some compilers do not know that those read it.
+inline void order_stores() { asm volatile("" ::: "memory"); }
+
 // Right operands: `total` steps of K in runs of `steps` in memory, two tiles in each. `step` and `second` are distances,
 // `stride` bytes between tile rows.
 struct Right {
@@ -81,6 +84,7 @@ enum class Format { kBFloat16, kInt8 };
 // sums (+)= left [rows, K] x right [K, 32]. In each step, `meanwhile()` does something else.
 template <Format kFormat = Format::kBFloat16, typename Meanwhile>
 void multiply_one(const BFloat16* left, const Right& right, const Sums& sums, bool add, const Meanwhile& meanwhile) {
+  order_stores();
   if (add) {
     _tile_loadd(0, sums.data, sums.stride);
     _tile_loadd(1, sums.data + sums.second, sums.stride);
@@ -108,6 +112,7 @@ void multiply_one(const BFloat16* left, const Right& right, const Sums& sums, bo
 template <Format kFormat = Format::kBFloat16, typename Meanwhile>
 void multiply_two(const BFloat16* left, const BFloat16* left_low, const Right& right, const Sums& sums, float* low,
                   bool add, const Meanwhile& meanwhile) {
+  order_stores();
   if (add) {
     _tile_loadd(0, sums.data, sums.stride);
     _tile_loadd(1, sums.data + sums.second, sums.stride);

@@ -23,13 +23,14 @@ struct AmxWorkspace {
   AmxWorkspace(Scratch& scratch, const Attention<BFloat16>& a)
       : rows(round_up(a.tile_tokens() * a.group(), 2 * amx::kRows)), dim(a.pages.dim) {
     const int64_t floats = rows * (kChunk + dim + 2);
-    char* data = scratch.reserve(floats * sizeof(float) + rows * (kChunk + dim) * sizeof(BFloat16));
+    const int64_t tiled = amx::Tiled::bytes(rows, dim);
+    char* data = scratch.reserve(floats * sizeof(float) + tiled + amx::Tiled::bytes(rows, kChunk));
     scores = reinterpret_cast<float*>(data);
     sums = scores + rows * kChunk;
     row_max = sums + rows * dim;
     row_sum = row_max + rows;
     queries = amx::Tiled(reinterpret_cast<char*>(row_sum + rows), dim);
-    weights = amx::Tiled(reinterpret_cast<char*>(queries.data + rows * dim), kChunk);
+    weights = amx::Tiled(reinterpret_cast<char*>(queries.data) + tiled, kChunk);
   }
 
   // 16 sums of a row from `column`, a multiple of 16.
@@ -250,16 +251,6 @@ void attend_tile(const Attention<BFloat16>& a, const AmxWorkspace& w, Chunk chun
   }
 }
 
-// Refuses lengths and blocks that are out of range, and fills `tiles`.
-inline void plan_attention(const Attention<BFloat16>& a, std::vector<Tile>& tiles) {
-  plan_tiles(a, tiles);
-  for (int64_t sequence = 0; sequence < a.sequences; sequence++)
-    for (int64_t page = 0; page * kPage < a.contexts[sequence]; page++) {
-      const int32_t block = a.tables[sequence * a.table_width + page];
-      TORCH_CHECK(block >= 0 && block < a.pages.blocks, "millrace: block out of range");
-    }
-}
-
 template <typename Place>
 void attend_tiles(Team& team, const Attention<BFloat16>& a, const std::vector<Tile>& tiles, const Place& place) {
   static thread_local Scratch scratch;
@@ -284,7 +275,7 @@ void attend_tiles(Team& team, const Attention<BFloat16>& a, const std::vector<Ti
 
 inline void attend_on_amx(const Attention<BFloat16>& a) {
   static thread_local std::vector<Tile> planned;
-  plan_attention(a, planned);
+  plan_tiles(a, planned);
   const std::vector<Tile>& tiles = planned;
   const int64_t width = a.heads * a.pages.dim;
   run_team([&](Team& team) {

@@ -13,12 +13,12 @@ void attend(at::Tensor out, const at::Tensor& queries, const at::Tensor& keys, c
             int64_t window, double softcap, bool amx) {
   const Pages pages(keys, values);
   const int64_t heads = queries.size(1);
-  TORCH_CHECK(queries.size(2) == pages.dim && queries.stride(2) == 1 && queries.stride(1) == pages.dim);
+  TORCH_CHECK(queries.size(2) == pages.dim && queries.stride(2) == 1);
+  TORCH_CHECK(heads == 1 || queries.stride(1) == pages.dim);
   TORCH_CHECK(heads % pages.heads == 0 && pages.dim % kInterleave<BFloat16> == 0);
   TORCH_CHECK(out.is_contiguous() && out.numel() == queries.numel());
   TORCH_CHECK(queries.scalar_type() == keys.scalar_type() && out.scalar_type() == keys.scalar_type());
-  TORCH_CHECK(starts.is_contiguous() && contexts.is_contiguous() && tables.stride(1) == 1);
-  TORCH_CHECK(starts.numel() == contexts.numel() + 1 && tables.size(0) == contexts.numel());
+  check_sequences(tables, starts, contexts, queries.size(0));
   dispatch(queries, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     const Attention<T> attention{

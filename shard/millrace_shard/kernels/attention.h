@@ -127,7 +127,6 @@ void attend_chunk(const Attention<T>& a, const Workspace<T>& w, const Tile& tile
   const int32_t* table = a.tables + tile.sequence * a.table_width + chunk / kPage;
 
   for (int64_t page = 0; page < num_pages; page++) {
-    TORCH_CHECK(table[page] >= 0 && table[page] < a.pages.blocks, "millrace: block out of range");
     blas::brgemm(rows, kPage, dim, dim, kPage, kChunk, false, w.queries,
                  a.keys + a.pages.offset(table[page], tile.head), w.scores + page * kPage, interleaved);
   }
@@ -172,7 +171,18 @@ void attend_tile(const Attention<T>& a, const Workspace<T>& w, const Tile& tile)
   }
 }
 
-// Fills `tiles`, late tokens first since they have the most keys, and returns the pages they will read.
+// tables [B, width], starts [B + 1] and contexts [B] int32 of sequences that have `rows` queries together.
+inline void check_sequences(const at::Tensor& tables, const at::Tensor& starts, const at::Tensor& contexts,
+                            int64_t rows) {
+  const int64_t count = contexts.numel();
+  TORCH_CHECK(starts.is_contiguous() && contexts.is_contiguous() && tables.stride(1) == 1);
+  TORCH_CHECK(starts.numel() == count + 1 && tables.size(0) == count);
+  const int32_t* start = starts.const_data_ptr<int32_t>();
+  TORCH_CHECK(start[0] == 0 && start[count] == rows, "millrace: bad sequence lengths");
+}
+
+// Fills `tiles`, late tokens first since they have the most keys, and returns the pages they will read. Refuses lengths
+// and blocks that are out of range before anything is computed: threads at work must not throw.
 template <typename T>
 int64_t plan_tiles(const Attention<T>& a, std::vector<Tile>& tiles) {
   const int64_t step = a.tile_tokens();
@@ -181,6 +191,10 @@ int64_t plan_tiles(const Attention<T>& a, std::vector<Tile>& tiles) {
   for (int64_t sequence = a.sequences - 1; sequence >= 0; sequence--) {
     const int64_t tokens = a.starts[sequence + 1] - a.starts[sequence], context = a.contexts[sequence];
     TORCH_CHECK(tokens >= 0 && tokens <= context && context <= a.table_width * kPage, "millrace: bad sequence lengths");
+    for (int64_t page = 0; page * kPage < context; page++) {
+      const int32_t block = a.tables[sequence * a.table_width + page];
+      TORCH_CHECK(block >= 0 && block < a.pages.blocks, "millrace: block out of range");
+    }
     for (int64_t first = tokens == 0 ? -1 : (tokens - 1) / step * step; first >= 0; first -= step) {
       for (int64_t head = 0; head < a.pages.heads; head++)
         tiles.push_back({sequence, head, first, std::min(tokens, first + step)});

@@ -57,11 +57,11 @@ void mlp_block(at::Tensor y, const at::Tensor& x, const at::Tensor& residual, co
                const at::Tensor& gate_up, const at::Tensor& gate_up_bias, const at::Tensor& down,
                const at::Tensor& down_bias) {
   const NormInput input(x, residual, norm, eps);
-  const Panels first(gate_up, gate_up_bias), second(down, down_bias);
   const Rows out(y);
-  const int64_t rows = out.count, inner = first.count * amx::kColumns, width = input.residual.width;
-  TORCH_CHECK(rows == input.residual.count && out.width <= second.count * kPanelColumns);
-  TORCH_CHECK(first.steps * amx::kDepth == width && second.steps == round_up(inner, amx::kDepth) / amx::kDepth);
+  const int64_t rows = out.count, inner = gate_up.size(0) * amx::kColumns, width = input.residual.width;
+  const Panels first(gate_up, gate_up_bias, width, 2 * inner), second(down, down_bias, inner, out.width);
+  TORCH_CHECK(rows == input.residual.count);
+  if (rows == 0) return;
   const int64_t at_once = std::min(rows, kRowsAtOnce);
   static thread_local Scratch normed_scratch, inner_scratch;
   const amx::Tiled normed(normed_scratch.reserve(amx::Tiled::bytes(at_once, width)), width);
@@ -117,22 +117,23 @@ void attention_block(at::Tensor y, const at::Tensor& x, const at::Tensor& residu
                      const at::Tensor& starts, const at::Tensor& contexts, int64_t num_heads, double scale,
                      int64_t window) {
   const NormInput input(x, residual, norm, eps);
-  const Panels first(qkv, qkv_bias), second(out, out_bias);
   const Pages pages(keys, values);
   const Rows result(y);
   const int64_t rows = result.count, width = input.residual.width, attended_width = num_heads * pages.dim;
-  TORCH_CHECK(rope.is_contiguous() && rope.scalar_type() == at::kFloat && rope.size(1) <= pages.dim);
+  TORCH_CHECK(rope.is_contiguous() && rope.scalar_type() == at::kFloat);
+  TORCH_CHECK(rope.size(1) % 2 == 0 && rope.size(1) <= pages.dim);
+  for (const at::Tensor& each : {query_norm, key_norm})
+    TORCH_CHECK(each.is_contiguous() && (each.numel() == 0 || each.numel() == pages.dim));
   const Heads heads{num_heads, pages.heads, pages.dim,
                     query_norm.numel() == 0 ? nullptr : query_norm.const_data_ptr<BFloat16>(),
                     key_norm.numel() == 0 ? nullptr : key_norm.const_data_ptr<BFloat16>(), static_cast<float>(eps),
                     rope.const_data_ptr<float>(), rope.size(1), rope.size(0)};
+  const Panels first(qkv, qkv_bias, width, heads.width()), second(out, out_bias, attended_width, result.width);
   TORCH_CHECK(rows == input.residual.count && positions.numel() == rows && cache_rows.numel() == rows);
   TORCH_CHECK(positions.is_contiguous() && cache_rows.is_contiguous() && keys.scalar_type() == at::kBFloat16);
   TORCH_CHECK(num_heads % pages.heads == 0 && pages.dim % amx::kDepth == 0);
-  TORCH_CHECK(first.steps * amx::kDepth == width && heads.width() <= first.count * kPanelColumns);
-  TORCH_CHECK(second.steps * amx::kDepth == attended_width && result.width <= second.count * kPanelColumns);
-  TORCH_CHECK(starts.is_contiguous() && contexts.is_contiguous() && tables.stride(1) == 1);
-  TORCH_CHECK(starts.numel() == contexts.numel() + 1 && tables.size(0) == contexts.numel());
+  check_sequences(tables, starts, contexts, rows);
+  if (rows == 0) return;
   const int64_t* position = positions.const_data_ptr<int64_t>();
   const int64_t* cache_row = cache_rows.const_data_ptr<int64_t>();
   for (int64_t row = 0; row < rows; row++) {
@@ -154,7 +155,7 @@ void attention_block(at::Tensor y, const at::Tensor& x, const at::Tensor& residu
                                       starts.const_data_ptr<int32_t>(), contexts.const_data_ptr<int32_t>(), pages,
                                       contexts.numel(), num_heads, heads.width(), tables.stride(0), window,
                                       static_cast<float>(scale), 0.f};
-  plan_attention(attention, planned);
+  plan_tiles(attention, planned);
   const std::vector<Tile>& tiles = planned;
 
   run_team([&](Team& team) {

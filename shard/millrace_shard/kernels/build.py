@@ -69,11 +69,13 @@ class Toolchain:
 def compile_library(source: Path, folder: Path, toolchain: Toolchain) -> Path:
     """The shared library of `source` and the headers beside it, from `folder` if it is there already.
 
-    Raises BuildError when the folder cannot be written, or there is no compiler, or it fails.
+    Raises BuildError when it is not, and the folder cannot be written, or there is no compiler, or it fails.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         library = folder / f"{source.stem}-{_key(source, toolchain)}.so"
+        if library.exists():
+            return library
+        folder.mkdir(parents=True, exist_ok=True)
         with library.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not library.exists():
@@ -93,12 +95,17 @@ def load_operators() -> None:
     try:
         torch.ops.load_library(library)  # type: ignore[no-untyped-call]
     except OSError as error:
-        raise BuildError(f"{library} does not load: {error}") from error
+        raise BuildError(f"{library} does not load (removed, it is built anew): {error}") from error
 
 
 def operators_loaded() -> bool:
-    """Whether `load_operators` has been called with success."""
+    """Whether `load_operators` has been called with success, and nothing was found wrong with them since."""
     return load_operators.cache_info().currsize > 0
+
+
+def distrust_operators() -> None:
+    """Say that what was loaded is wrong on this machine, and nobody is to use it."""
+    load_operators.cache_clear()
 
 
 def cache_folder() -> Path:
@@ -136,9 +143,9 @@ def _run(command: Sequence[str]) -> None:
 
 
 def _key(source: Path, toolchain: Toolchain) -> str:
-    """Changes with what decides whether the library works: torch, sources, flags and CPU."""
+    """Changes with what decides whether the library works: torch, the C library, sources, flags and CPU."""
     flags = (toolchain.compile_flags, toolchain.link_flags)
-    digest = hashlib.sha256(repr((torch.__version__, flags, _cpu())).encode())
+    digest = hashlib.sha256(repr((torch.__version__, platform.libc_ver(), flags, _cpu())).encode())
     for file in sorted([source, *source.parent.glob("*.h")]):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]

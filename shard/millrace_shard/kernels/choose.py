@@ -9,7 +9,7 @@ import torch
 
 from millrace_shard.kernels.agreement import TOLERANCE, largest_difference
 from millrace_shard.kernels.base import Kernels
-from millrace_shard.kernels.build import BuildError, load_operators
+from millrace_shard.kernels.build import BuildError, distrust_operators, load_operators
 from millrace_shard.kernels.cpu import DTYPES, HEAD_DIM_STEP, CpuKernels
 from millrace_shard.kernels.plain import PlainKernels
 
@@ -58,7 +58,11 @@ def _cpu_kernels(
     except BuildError as error:
         raise _UnfitError(str(error)) from error
     except RuntimeError as error:
+        distrust_operators()
         raise _UnfitError(f"they fail on this CPU: {error}") from error
+    except _UnfitError:
+        distrust_operators()
+        raise
     return kernels
 
 

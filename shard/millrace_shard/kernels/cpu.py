@@ -37,15 +37,15 @@ class CpuKernels(ComposedBlocks):
     block_size = 64
     capturable = True
 
-    def __init__(self, *, deterministic: bool, amx: bool | None = None) -> None:
-        """`amx` None: where the machine has it; the operators have to be loaded by the first use."""
+    def __init__(self, *, deterministic: bool, amx: bool = True) -> None:
+        """`amx`: use it where the machine has it; the operators have to be loaded by the first use."""
         self.deterministic = deterministic
         self._wants_amx = amx
 
     @functools.cached_property
     def amx(self) -> bool:
         """Whether bfloat16 goes to the AMX operators."""
-        return amx_blocks.available() if self._wants_amx is None else self._wants_amx
+        return self._wants_amx and amx_blocks.available()
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Pack `weight` [out, in] and keep `bias` [out]."""

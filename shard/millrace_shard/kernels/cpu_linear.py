@@ -38,7 +38,7 @@ class BlockedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in] to [T, out]."""
         y = x.new_empty(*x.shape[:-1], self._out)
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
         torch.ops.millrace.packed_linear(y.view(-1, self._out), rows, self._packed, self._bias)
         return y
 

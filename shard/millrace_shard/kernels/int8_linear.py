@@ -7,6 +7,8 @@ its dtype: its errors would go straight into the probabilities.
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Any, cast
 
 import torch
@@ -20,6 +22,8 @@ from millrace_shard.kernels.build import operators_loaded
 LARGEST = 127.0
 SMALLEST = 1e-30
 """Rows without a larger value count as zeros: their scale would have no reciprocal in float32."""
+
+logger = logging.getLogger(__name__)
 
 
 def with_int8(kernels: Kernels) -> Kernels:
@@ -47,9 +51,21 @@ class Int8Kernels(ComposedBlocks):
 
 
 def is_fast() -> bool:
-    """Whether this CPU multiplies int8 tiles; if not, int8 is slower than bfloat16."""
+    """Whether this CPU multiplies int8 tiles, and rightly; if not, int8 is slower than bfloat16."""
     on_amx = operators_loaded() and amx_blocks.available()
-    return on_amx and hasattr(torch.ops.millrace, "int8_linear")
+    return on_amx and hasattr(torch.ops.millrace, "int8_linear") and _agrees_with_plain()
+
+
+@functools.cache
+def _agrees_with_plain() -> bool:
+    """For one row, and for enough of them and long enough that sums are taken in parts."""
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(n, 1700, generator=generator).bfloat16() for n in (70, 40))
+    fast, plain = (kind(weight, None) for kind in (AmxInt8Linear, PlainInt8Linear))
+    agrees = all(torch.equal(fast(rows), plain(rows)) for rows in (x, x[:1]))
+    if not agrees:
+        logger.warning("int8 linears in plain torch: the operator differs from it on this CPU")
+    return agrees
 
 
 def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,7 +91,7 @@ class AmxInt8Linear:
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in] to [T, out]."""
         y = x.new_empty(*x.shape[:-1], len(self._scales))
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
         torch.ops.millrace.int8_linear(
             y.view(-1, len(self._scales)), rows, self._packed, self._scales, self._bias
         )
@@ -97,4 +113,4 @@ class PlainInt8Linear:
         y = sums * (worth * self._scales)
         if self._bias is not None:
             y = y + self._bias
-        return y.to(x.dtype).view(*x.shape[:-1], -1)
+        return y.to(x.dtype).view(*x.shape[:-1], len(self._scales))

@@ -30,13 +30,16 @@ struct Panels {
   Panels(const BFloat16* data, int64_t panels, int64_t steps_of_k)
       : weights(data), bias(nullptr), count(panels), steps(steps_of_k) {}
 
-  Panels(const at::Tensor& packed, const at::Tensor& bias)
+  // Of a linear with `in` inputs and `out` outputs; `bias` may be empty.
+  Panels(const at::Tensor& packed, const at::Tensor& bias, int64_t in, int64_t out)
       : weights(packed.const_data_ptr<BFloat16>()),
         bias(bias.numel() == 0 ? nullptr : bias.const_data_ptr<BFloat16>()),
         count(packed.size(0)),
         steps(packed.size(1)) {
     TORCH_CHECK(packed.is_contiguous() && packed.dim() == 6 && packed.size(2) == 2 && packed.size(5) == 2);
-    TORCH_CHECK(bias.is_contiguous() && bias.scalar_type() == at::kBFloat16);
+    TORCH_CHECK(steps > 0 && steps == (in + amx::kDepth - 1) / amx::kDepth);
+    TORCH_CHECK(count == (out + kPanelColumns - 1) / kPanelColumns);
+    TORCH_CHECK(bias.is_contiguous() && (bias.numel() == 0 || bias.numel() == out));
   }
 
   int64_t bytes() const { return steps * kPanelTile * static_cast<int64_t>(sizeof(BFloat16)); }
@@ -244,10 +247,8 @@ inline void tile_rows(const amx::Tiled& tiled, const BFloat16* x, int64_t in, in
 // y [rows, out] = x [rows, in] @ weight.T + bias (empty: none); x bfloat16, y bfloat16 or float32, contiguous.
 void panel_linear(at::Tensor y, const at::Tensor& x, const at::Tensor& packed, const at::Tensor& bias) {
   const int64_t rows = x.size(0), in = x.size(1), out = y.size(1);
-  const Panels w(packed, bias);
+  const Panels w(packed, bias, in, out);
   TORCH_CHECK(x.is_contiguous() && y.is_contiguous() && y.size(0) == rows && x.scalar_type() == at::kBFloat16);
-  TORCH_CHECK(round_up(in, amx::kDepth) == w.steps * amx::kDepth && round_up(out, kPanelColumns) == w.count * kPanelColumns);
-  TORCH_CHECK(bias.numel() == 0 || bias.numel() == out);
   if (rows == 0) return;
   static thread_local Scratch scratch;
   const amx::Tiled tiled(scratch.reserve(amx::Tiled::bytes(rows, in)), in);

@@ -88,9 +88,10 @@ class Scratch {
   char* reserve(int64_t bytes) {
     if (bytes > size_) {
       std::free(data_);
-      size_ = round_up(bytes, 4096);
-      data_ = static_cast<char*>(std::aligned_alloc(64, size_));
+      size_ = 0;
+      data_ = static_cast<char*>(std::aligned_alloc(64, round_up(bytes, 4096)));
       TORCH_CHECK(data_ != nullptr, "millrace: out of memory");
+      size_ = round_up(bytes, 4096);
     }
     return data_;
   }

@@ -104,6 +104,27 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, source: Path) -> None:
         compile_library(source, blocker / "cache", toolchain(tmp_path))
 
 
+def test_a_built_library_needs_no_folder_that_can_be_written(tmp_path: Path, source: Path) -> None:
+    tools, folder = toolchain(tmp_path), tmp_path / "cache"
+    library = compile_library(source, folder, tools)
+    lock = library.with_suffix(".lock")
+    lock.unlink()
+    lock.mkdir()  # cannot be opened, not even by root
+    assert compile_library(source, folder, tools) == library
+    library.unlink()
+    with pytest.raises(BuildError, match="MILLRACE_CACHE"):
+        compile_library(source, folder, tools)
+
+
+def test_another_c_library_builds_anew(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = toolchain(tmp_path)
+    before = compile_library(source, tmp_path, tools)
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "1.0"))
+    assert compile_library(source, tmp_path, tools) != before
+
+
 def test_no_compiler(tmp_path: Path, source: Path) -> None:
     with pytest.raises(BuildError, match=r"no C\+\+ compiler"):
         compile_library(source, tmp_path, replace(toolchain(tmp_path), compiler=None))

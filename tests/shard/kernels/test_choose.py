@@ -9,12 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from millrace_shard.kernels import choose
+from millrace_shard.kernels import agreement, choose
 from millrace_shard.kernels.agreement import TOLERANCE, largest_difference
-from millrace_shard.kernels.build import BuildError, load_operators
+from millrace_shard.kernels.base import (
+    AttentionBlock,
+    AttentionWeights,
+    LayerCache,
+    Linear,
+    MlpBlock,
+    MlpWeights,
+)
+from millrace_shard.kernels.build import BuildError, load_operators, operators_loaded
 from millrace_shard.kernels.choose import choose_kernels
 from millrace_shard.kernels.cpu import CpuKernels
 from millrace_shard.kernels.plain import PlainKernels
+from millrace_shard.ragged import RaggedBatch
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
@@ -65,8 +74,16 @@ def test_kernels_that_do_not_agree_are_not(
     reason: str,
 ) -> None:
     pretend(monkeypatch, difference)
+    try:
+        load_operators()
+    except BuildError as error:
+        pytest.skip(str(error))
     assert chosen() == "plain"
     assert [reason in record.message for record in caplog.records] == [True]
+    # Nor does the greedy choice take them, or int8.
+    assert not operators_loaded()
+    load_operators()
+    assert operators_loaded()
 
 
 @pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float16, 64), (torch.bfloat16, 20)])
@@ -172,6 +189,60 @@ def test_agreement_tells_right_from_wrong(dtype: torch.dtype) -> None:
     for kind in (Broken, BlindToWindow):
         wrong = kind(deterministic=False)
         assert largest_difference(wrong, oracle, dtype=dtype, head_dim=32) > TOLERANCE[dtype]
+
+
+class OffInOneOutput(PlainKernels):
+    """Halves of its own, of which one has a wrong output in a wrong row."""
+
+    def __init__(self, wrong: str) -> None:
+        super().__init__(deterministic=False)
+        self._wrong = wrong
+
+    def attention(self, weights: AttentionWeights) -> AttentionBlock:
+        block = super().attention(weights)
+
+        def run(
+            x: Tensor | None, residual: Tensor, batch: RaggedBatch, cache: LayerCache
+        ) -> Tensor:
+            return self._spoilt("attention", block(x, residual, batch, cache))
+
+        return run
+
+    def mlp(self, weights: MlpWeights) -> MlpBlock:
+        block = super().mlp(weights)
+        return lambda x, residual: self._spoilt("mlp", block(x, residual))
+
+    def head(self, weight: Tensor) -> Linear:
+        linear = super().head(weight)
+        return lambda x: self._spoilt("head", linear(x))
+
+    def _spoilt(self, what: str, y: Tensor) -> Tensor:
+        if what == self._wrong:
+            y[-1, -1] += 0.2 * (1 + y[-1, -1].abs())
+        return y
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wrong", ["nothing", "attention", "mlp", "head"])
+def test_agreement_covers_what_serves(wrong: str, dtype: torch.dtype) -> None:
+    oracle = PlainKernels(deterministic=False)
+    difference = largest_difference(OffInOneOutput(wrong), oracle, dtype=dtype, head_dim=64)
+    assert (difference > TOLERANCE[dtype]) == (wrong != "nothing")
+
+
+@pytest.mark.parametrize("wrong", ["id", "probability"])
+def test_agreement_covers_the_greedy_choice(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    def choose_wrongly(logits: Tensor) -> tuple[Tensor, Tensor]:
+        best = logits.max(-1)
+        logprobs = best.values - logits.logsumexp(-1)
+        if wrong == "id":
+            return (best.indices + 1) % logits.shape[1], logprobs
+        return best.indices, logprobs + 1
+
+    monkeypatch.setattr(agreement, "choose_greedy", choose_wrongly)
+    kernels = PlainKernels(deterministic=False)
+    difference = largest_difference(kernels, kernels, dtype=torch.bfloat16, head_dim=64)
+    assert difference > TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from millrace_shard.kernels import amx_blocks
+from millrace_shard.kernels import amx_blocks, int8_linear
 from millrace_shard.kernels.build import BuildError, load_operators
 from millrace_shard.kernels.cpu import CpuKernels
 from millrace_shard.kernels.int8_linear import (
@@ -131,3 +131,22 @@ def test_only_the_heads_weights_stay_as_they_are() -> None:
     torch.testing.assert_close(kernels.head(weight)(x).double(), exact, rtol=1e-5, atol=1e-5)
     assert kernels.block_size == 64
     assert isinstance(with_int8(PlainKernels(deterministic=True)).head(weight)(x), Tensor)
+
+
+@pytest.mark.usefixtures("amx")
+def test_an_operator_that_differs_from_plain_torch_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Wrong(AmxInt8Linear):
+        def __call__(self, x: Tensor) -> Tensor:
+            y = super().__call__(x)
+            y[-1, -1] += 1
+            return y
+
+    monkeypatch.setattr(int8_linear, "AmxInt8Linear", Wrong)
+    monkeypatch.setattr(
+        int8_linear, "_agrees_with_plain", int8_linear._agrees_with_plain.__wrapped__
+    )
+    linear = with_int8(CpuKernels(deterministic=True)).linear(weight_of(64, 96))
+    assert isinstance(linear, PlainInt8Linear)
+    assert ["differs" in record.message for record in caplog.records] == [True]
