@@ -1,0 +1,135 @@
+"""A long prompt arrives among running streams: how long it makes them wait, and waits itself."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bench.scheduling.client import Answer, Client, Request, succeeded
+from bench.scheduling.lab import Lab
+from bench.scheduling.part import Case, Figures, Part, Table
+from bench.scheduling.workloads import gaps_within, milliseconds
+
+NUM_STREAMS, STREAM_PROMPT_TOKENS, LONG_PROMPT_TOKENS, LONG_NEW_TOKENS = 16, 64, 4000, 16
+SETTLED_TOKENS = 24
+"""Tokens of each stream before the long prompt is sent."""
+POLL_SECONDS = 0.01
+WORST = "during it, p99, ms"
+
+OFF, ON = "--prefill-chunking=off", "--prefill-chunking=on"
+CASES = (
+    Case("chunking off", (OFF,)),
+    Case("chunking on, steps of 4096", (ON,)),
+    Case("chunking on, steps of 512", (ON, "--max-batch-prefill-tokens=512")),
+    Case("target 100 ms", (ON, "--target-inter-token-latency=100")),
+    Case("target 60 ms", (ON, "--target-inter-token-latency=60")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What happens: streams that run until they are cut off, and the long prompt."""
+
+    streams: Sequence[Request]
+    long: Request
+
+
+def scene(lab: Lab) -> Scene:
+    """Prompts of their own for each repetition."""
+    long_tokens = lab.fitting(LONG_PROMPT_TOKENS)
+    seed = lab.seed("chunking")
+    streams = [
+        Request(
+            prompt=lab.texts.prompt(STREAM_PROMPT_TOKENS, seed=f"{seed}/{number}"),
+            prompt_tokens=STREAM_PROMPT_TOKENS,
+            output_tokens=longest_answer(lab),
+        )
+        for number in range(NUM_STREAMS)
+    ]
+    long = Request(
+        prompt=lab.texts.prompt(long_tokens, seed=f"{seed}/long"),
+        prompt_tokens=long_tokens,
+        output_tokens=LONG_NEW_TOKENS,
+    )
+    return Scene(streams, long)
+
+
+def longest_answer(lab: Lab) -> int:
+    """Tokens that a stream may get: more than it gets before it is cut off."""
+    return lab.fitting(LONG_PROMPT_TOKENS) - STREAM_PROMPT_TOKENS
+
+
+async def measure(url: str, what: Scene) -> Figures:
+    """Let the streams run, send the long prompt, cut the streams off after it."""
+    async with Client(url) as client:
+        streams = [Answer(request, time.perf_counter()) for request in what.streams]
+        tasks = [asyncio.create_task(client.send(stream)) for stream in streams]
+        while not all(len(s.arrivals) >= SETTLED_TOKENS or s.error for s in streams):  # noqa: ASYNC110
+            await asyncio.sleep(POLL_SECONDS)
+        long = Answer(what.long, time.perf_counter())
+        await client.send(long)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    succeeded([long, *streams])
+    return figures(streams, long)
+
+
+def figures(streams: Sequence[Answer], long: Answer) -> Figures:
+    """Time between tokens before the long prompt came and until its first token, and that token's."""
+    settled = [s.arrivals[SETTLED_TOKENS // 2] for s in streams]
+    before = [g for s in streams for g in gaps_within(s.arrivals, max(settled), long.due)]
+    during = [g for s in streams for g in gaps_within(s.arrivals, long.due, long.arrivals[0])]
+    p50, p99, worst = milliseconds(during, 0.5, 0.99, 1.0)
+    return {
+        "between tokens before, p50, ms": milliseconds(before, 0.5)[0],
+        "during it, p50, ms": p50,
+        WORST: p99,
+        "longest, ms": worst,
+        "its TTFT, ms": 1000 * long.first_token_seconds,
+    }
+
+
+def run(lab: Lab, case: Case) -> Figures:
+    longest = lab.fitting(LONG_PROMPT_TOKENS)
+    limits = (
+        f"--max-input-tokens={longest}",
+        f"--max-total-tokens={longest + LONG_NEW_TOKENS}",
+        "--max-batch-prefill-tokens=4096",
+    )
+    names = {flag.partition("=")[0] for flag in case.flags}
+    kept = [flag for flag in limits if flag.partition("=")[0] not in names]
+    with lab.serving(*kept, *case.flags) as server:
+        return asyncio.run(measure(server.url, scene(lab)))
+
+
+def conclude(table: Table) -> Sequence[str]:
+    """Each case against chunking off."""
+    off = table[CASES[0].name]
+    lines = []
+    for case in CASES[1:]:
+        better = off[WORST].median / table[case.name][WORST].median
+        dearer = table[case.name]["its TTFT, ms"].median / off["its TTFT, ms"].median
+        lines.append(
+            f"{case.name}: p99 between tokens {better:.1f} times shorter than with chunking off, for a first token of"
+            f" the long prompt after {dearer:.2f} times as long."
+        )
+    return lines
+
+
+PART = Part(
+    name="chunking",
+    title="A long prompt among running streams",
+    method=(
+        f"{NUM_STREAMS} streams run; then a prompt of 4 000 tokens arrives (three quarters of the"
+        " positions where a model has fewer). Time between tokens of the streams just before, and from"
+        " its arrival to its first token. Without a target a step of 4 096 tokens takes the whole"
+        " prompt, chunking or not: what bounds the pause is the target, or a smaller"
+        " `--max-batch-prefill-tokens`."
+    ),
+    cases=CASES,
+    run=run,
+    conclude=conclude,
+)

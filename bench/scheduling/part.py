@@ -1,0 +1,66 @@
+"""A part of the run: some cases, how each is measured, and what their figures say together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from bench.repeats import Repeated, Sample
+from bench.report import markdown
+from bench.scheduling.lab import Lab
+
+Figures = Mapping[str, float]
+"""Value by the title of its column."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row of a part's table."""
+
+    name: str
+    flags: tuple[str, ...] = ()
+    """For the server."""
+    amount: float = 0.0
+    """What tells it from its neighbours beside flags; the part knows what it counts."""
+
+
+Table = Mapping[str, Mapping[str, Repeated]]
+"""Repetitions by the name of the case and the title of the column."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What one question is answered by."""
+
+    name: str
+    title: str
+    method: str
+    """How it is measured, for readers of the table."""
+    cases: Sequence[Case]
+    run: Callable[[Lab, Case], Figures]
+    conclude: Callable[[Table], Sequence[str]] = lambda _: ()
+    """Sentences that the table proves."""
+
+    def measure(self, lab: Lab, *, repeats: int) -> Table:
+        """Every case in turn, and so often. Raises ServerError or RequestsFailed."""
+        samples: dict[str, dict[str, list[Sample]]] = {case.name: {} for case in self.cases}
+        for lab.repeat in range(repeats):
+            for case in self.cases:
+                lab.other_cores = 0.0
+                for title, value in self.run(lab, case).items():
+                    sample = Sample(value, lab.other_cores)
+                    samples[case.name].setdefault(title, []).append(sample)
+        return {
+            name: {title: Repeated(tuple(taken)) for title, taken in row.items()}
+            for name, row in samples.items()
+        }
+
+    def text(self, table: Table) -> str:
+        """Method, table and conclusions."""
+        titles = list(dict.fromkeys(title for row in table.values() for title in row))
+        rows = [
+            (name, *(row[title].text if title in row else "" for title in titles))
+            for name, row in table.items()
+        ]
+        lines = "\n".join(f"- {line}" for line in self.conclude(table))
+        return "\n\n".join(filter(None, (self.method, markdown(("", *titles), rows), lines)))

@@ -1,0 +1,118 @@
+"""Growing KV against TGI's full reservation, where clients do not say how long their answers get."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from bench.scheduling.client import Answer, Client, Request, open_loop, succeeded
+from bench.scheduling.lab import Lab
+from bench.scheduling.part import Case, Figures, Part, Table
+from bench.scheduling.scrape import Samples, grown, mean_above_zero, sampling, scrape
+from bench.scheduling.simulated import simulate
+from bench.scheduling.workloads import (
+    first_tokens,
+    lognormal_lengths,
+    milliseconds,
+    tokens_per_second,
+)
+
+PROMPT_TOKENS, MEDIAN_ANSWER, LONGEST_ANSWER, SIGMA = 64, 96, 1024, 1.1
+MOST_TOKENS = 2048
+"""`--max-total-tokens`: what a request without `max_new_tokens` may grow to."""
+CAPACITY = 4
+"""KV capacity, in requests of that length."""
+SAMPLE_SECONDS = 0.25
+RATE, BATCH = "tokens/s", "batch size"
+
+CASES = (
+    Case("full reservation", ("--kv-reservation=full",)),
+    Case("growing", ("--kv-reservation=grow",)),
+)
+
+
+def requests(lab: Lab) -> list[Request]:
+    """All due at once; answers with a heavy tail, whose length nobody announces."""
+    seed = lab.seed("reservation")
+    most = min(LONGEST_ANSWER, lab.fitting(MOST_TOKENS) - PROMPT_TOKENS)
+    lengths = lognormal_lengths(
+        lab.sized(192, 32), median=MEDIAN_ANSWER, sigma=SIGMA, most=most, seed=seed
+    )
+    return [
+        Request(
+            prompt=lab.texts.prompt(PROMPT_TOKENS, seed=f"{seed}/{number}"),
+            prompt_tokens=PROMPT_TOKENS,
+            output_tokens=length,
+            says_length=False,
+        )
+        for number, length in enumerate(lengths)
+    ]
+
+
+async def measure(url: str, asked: Sequence[Request]) -> Figures:
+    """Send everything, watch the batch, wait for all."""
+    async with Client(url) as client:
+        before = await scrape(client)
+        async with sampling(client, every=SAMPLE_SECONDS) as samples:
+            answers = await open_loop(client, asked)
+        after = await scrape(client)
+    return figures(succeeded(answers), samples, before=before, after=after)
+
+
+def figures(
+    answers: Sequence[Answer], samples: Sequence[Samples], *, before: Samples, after: Samples
+) -> Figures:
+    """What the clients saw, and what the router says of its batch."""
+    p50, p90 = milliseconds(first_tokens(answers), 0.5, 0.9)
+    batch = mean_above_zero(samples, "tgi_batch_current_size")
+    return {
+        BATCH: batch,
+        RATE: tokens_per_second(answers),
+        "TTFT p50, ms": p50,
+        "TTFT p90, ms": p90,
+        "preemptions": grown(before, after, "millrace_preemptions_total"),
+    }
+
+
+def run(lab: Lab, case: Case) -> Figures:
+    most, asked = lab.fitting(MOST_TOKENS), requests(lab)
+    limits = (f"--max-total-tokens={most}", f"--max-batch-total-tokens={CAPACITY * most}")
+    with lab.serving(*limits, *case.flags) as server:
+        found = dict(asyncio.run(measure(server.url, asked)))
+        foretold = simulate(server.url, asked, folder=lab.out)
+    return found | {
+        "simulated batch size": foretold["batch_size"],
+        "simulated tokens/s": foretold["tokens_per_second"],
+        "simulated preemptions": foretold["preemptions"],
+    }
+
+
+def conclude(table: Table) -> Sequence[str]:
+    """Growing over full, measured and foretold."""
+    full, grow = (table[case.name] for case in CASES)
+    lines = []
+    for title in (BATCH, RATE):
+        measured = grow[title].median / full[title].median
+        foretold = grow[f"simulated {title}"].median / full[f"simulated {title}"].median
+        lines.append(
+            f"{title}: growing gives {measured:.2f} times that of full reservation; the simulator says {foretold:.2f}."
+        )
+    return lines
+
+
+PART = Part(
+    name="reservation",
+    title="Growing KV against full reservation",
+    method=(
+        "Requests of 64 prompt tokens, all due at once, with answers of lognormal length (median 96,"
+        " sigma 1.1, at most 1 024). A request may grow to 2 048 tokens, and the KV cache has room for four"
+        " such. Clients omit `max_new_tokens`."
+        " Weights are random and no model ends an answer by itself, so each client hangs up after the"
+        " last token it wants, and the router learns of it from the closed connection; the few tokens"
+        " computed meanwhile are not counted. Batch size: mean while anything runs. The simulator runs"
+        " the same trace with the costs that the server has learned."
+    ),
+    cases=CASES,
+    run=run,
+    conclude=conclude,
+)

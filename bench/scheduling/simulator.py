@@ -1,0 +1,121 @@
+"""The simulator against the server: the same requests, and costs learned from others like them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from bench.scheduling.client import Answer, Client, Request, open_loop, succeeded
+from bench.scheduling.lab import Lab
+from bench.scheduling.part import Case, Figures, Part, Table
+from bench.scheduling.simulated import simulate
+from bench.scheduling.workloads import (
+    first_tokens,
+    lognormal_lengths,
+    milliseconds,
+    poisson_seconds,
+    saturated_rate,
+    tokens_per_second,
+    uniform_lengths,
+)
+
+BATCH_SIZE = 32
+TOLERANCE = 0.2
+"""How far the simulated figure may be from the measured one."""
+COMPARED = ("tokens/s", "TTFT p50, ms", "TTFT p90, ms")
+
+CASES = (
+    Case("Poisson, 0.7 of what the server can do", amount=0.7),
+    Case("Poisson, 1.3", amount=1.3),
+    Case("all at once"),
+)
+
+
+def requests(lab: Lab, moments: Sequence[float], *, seed: str) -> list[Request]:
+    """Random lengths that clients announce."""
+    count, most = len(moments), lab.fitting(512)
+    prompts = uniform_lengths(count, least=16, most=most // 2, seed=f"{seed}/prompts")
+    lengths = lognormal_lengths(
+        count, median=most / 10, sigma=0.8, most=most // 2, seed=f"{seed}/answers"
+    )
+    return [
+        Request(
+            prompt=lab.texts.prompt(prompt, seed=f"{seed}/{number}"),
+            prompt_tokens=prompt,
+            output_tokens=length,
+            due=due,
+        )
+        for number, (due, prompt, length) in enumerate(zip(moments, prompts, lengths, strict=True))
+    ]
+
+
+async def send(url: str, asked: Sequence[Request]) -> list[Answer]:
+    """All of them, when they are due."""
+    async with Client(url) as client:
+        return list(succeeded(await open_loop(client, asked)))
+
+
+def compared(said: Mapping[str, float]) -> Mapping[str, float]:
+    """The simulator's figures in the units of ours."""
+    values = (said["tokens_per_second"], 1000 * said["ttft_p50"], 1000 * said["ttft_p90"])
+    return dict(zip(COMPARED, values, strict=True))
+
+
+def figures(
+    answers: Sequence[Answer], foretold: Mapping[str, float], *, hindsight: Mapping[str, float]
+) -> Figures:
+    """Measured, simulated, and the one over the other; also with the costs learned in the run itself."""
+    p50, p90 = milliseconds(first_tokens(answers), 0.5, 0.9)
+    measured = dict(zip(COMPARED, (tokens_per_second(answers), p50, p90), strict=True))
+    found = {}
+    for title in COMPARED:
+        found[title] = measured[title]
+        found[f"simulated {title}"] = foretold[title]
+        found[f"{title}: ratio"] = foretold[title] / measured[title]
+        found[f"{title}: ratio in hindsight"] = hindsight[title] / measured[title]
+    return found
+
+
+def run(lab: Lab, case: Case) -> Figures:
+    """Warm up, which says what the server can do and what steps cost; simulate; measure."""
+    count = lab.sized(200, 40)
+    with lab.serving(f"--max-batch-size={BATCH_SIZE}") as server:
+        warm = requests(
+            lab, [0.0] * lab.sized(6 * BATCH_SIZE, 3 * BATCH_SIZE), seed=lab.seed("warm-up")
+        )
+        rate = saturated_rate(asyncio.run(send(server.url, warm))) * case.amount
+        seed = lab.seed(case.name)
+        moments = poisson_seconds(rate, count, seed=seed) if rate else [0.0] * count
+        asked = requests(lab, moments, seed=seed)
+        said = simulate(server.url, asked, folder=lab.out)
+        answers = asyncio.run(send(server.url, asked))
+        afterwards = simulate(server.url, asked, folder=lab.out)
+    return figures(answers, compared(said), hindsight=compared(afterwards))
+
+
+def conclude(table: Table) -> Sequence[str]:
+    """The ratios that are out of bounds, if any."""
+    out = [
+        f"{name}, {title}: {row[f'{title}: ratio'].median:.2f}"
+        for name, row in table.items()
+        for title in COMPARED
+        if abs(row[f"{title}: ratio"].median - 1) > TOLERANCE
+    ]
+    goal = f"{100 * TOLERANCE:.0f} %"
+    return [f"Further off than {goal}: {'; '.join(out)}." if out else f"All within {goal}."]
+
+
+PART = Part(
+    name="simulator",
+    title="The simulator against the server",
+    method=(
+        "Requests of 16 to 256 prompt tokens and lognormal answers (median 51, sigma 0.8). The server"
+        " answers a warm-up of other requests of the same kind; then the simulator gets the trace of"
+        " those to come and the server's `/info` with the costs it has learned, and only then the"
+        " server gets the requests. Hindsight: the same with the costs that the server has learned by"
+        " then, which a machine shared with others makes differ."
+    ),
+    cases=CASES,
+    run=run,
+    conclude=conclude,
+)
