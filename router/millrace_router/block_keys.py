@@ -12,12 +12,12 @@ from hashlib import sha256
 
 def root_key(adapter_id: str | None = None) -> bytes:
     """The parent of a first block: KV differs by adapter, so its keys do."""
-    return sha256(b"" if adapter_id is None else adapter_id.encode()).digest()
+    return sha256(b"root" if adapter_id is None else b"root " + adapter_id.encode()).digest()
 
 
 def child_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """The key of the block with these tokens after the one named `parent`."""
-    return sha256(parent + array("I", token_ids).tobytes()).digest()
+    return sha256(b"block" + parent + array("I", token_ids).tobytes()).digest()
 
 
 class BlockKeys:

@@ -7,7 +7,7 @@ import pytest
 from millrace_hash_shard import HashShard
 from millrace_router.budgets import Budgets
 from millrace_router.entry import Entry
-from millrace_router.request import ValidRequest
+from millrace_router.request import Terms, ValidRequest
 from millrace_router.row import Row
 from millrace_router.step_plan import StepPlan
 from millrace_schedule_driver import ScheduleDriver
@@ -187,23 +187,18 @@ def test_several_preempted_entries_come_back_the_most_senior_first() -> None:
     submit(driver, *[(4, 20)] * 4)
     driver.run()
     driver.check_idle()
-    replays: dict[int, int] = {}
-    for plan in driver.plans:
-        for row in plan.admitted:
-            replays[row.entry.request_id] = row.seniority
-    assert replays == {0: 0, 1: 1, 2: 2, 3: 3}, "an entry keeps its seniority"
+    rows = [row for plan in driver.plans for row in plan.admitted]
+    assert len(rows) > 4
+    assert all(row.seniority == row.entry.request_id for row in rows), "it keeps its seniority"
 
 
 def test_a_pinned_entry_leaves_over_what_those_before_it_can_need() -> None:
-    """They may not preempt it, so they would wait for its end."""
-    driver = new_driver(prefill=64, num_blocks=8, max_preemptions=1)
-    submit(driver, (4, 24), (4, 12))
+    """They may not preempt it, so the most senior would wait for its end, which the driver does not let pass."""
+    driver = new_driver(prefill=64, num_blocks=10, max_preemptions=1)
+    submit(driver, (4, 12), (1, 20), (4, 16))
     driver.run()
     driver.check_idle()
-    assert [entry.num_preemptions for entry in driver.entries.values()] == [0, 1]
-    slot = driver.plans[0].admitted[0].slot
-    ran = [slot in plan.decodes for plan in driver.plans[1:]]
-    assert ran[:23] == [True] * 23, "the senior row had to wait"
+    assert [entry.num_preemptions for entry in driver.entries.values()] == [0, 0, 1]
 
 
 def test_after_some_preemptions_an_entry_is_admitted_with_all_it_can_need() -> None:
@@ -225,6 +220,27 @@ def test_an_entry_that_left_while_it_was_paused_is_never_admitted_again() -> Non
     driver.run()
     driver.check_idle()
     assert sum(len(plan.admitted) for plan in driver.plans) == 2
+
+
+def test_a_replay_that_went_back_to_the_queue_may_be_longer_than_a_whole_step() -> None:
+    """Prompts are computed whole here, but this one has to be in parts."""
+    budgets = Budgets(
+        max_batch_prefill_tokens=4,
+        max_batch_size=2,
+        prefill_chunking=False,
+        waiting_served_ratio=0.0,
+        share_slots=True,
+    )
+    shard = HashShard(num_blocks=20, block_size=4, max_batch_size=2)
+    driver = ScheduleDriver(budgets, shard, prefix_caching=False)
+    for _ in range(2):
+        driver.submit(ValidRequest(input_ids=(1,) * 4, max_new_tokens=12))
+    for _ in range(6):
+        driver.turn()
+    driver.submit(ValidRequest(input_ids=(2,) * 4, max_new_tokens=3, terms=Terms(tenant="other")))
+    driver.run()
+    driver.check_idle()
+    assert sum(plan.num_preempted for plan in driver.plans) == 1
 
 
 def test_what_is_paused_survives_a_failed_epoch() -> None:

@@ -123,4 +123,4 @@ class SchedulingMachine(RuleBasedStateMachine):
 
 
 TestScheduling = SchedulingMachine.TestCase
-TestScheduling.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)
+TestScheduling.settings = settings(deadline=None, max_examples=150, stateful_step_count=40)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from millrace_fakes_router import new_batcher
+from millrace_fakes_router import DirectShards, collect, ids_of, new_batcher, request, running
 from millrace_hash_shard import HashShard
+from millrace_hash_tokens import expected_tokens
 from millrace_held_shards import HeldShards
 from millrace_router.budgets import Budgets
 from millrace_router.entry import Entry
 from millrace_router.entry_queue import EntryQueue
+from millrace_router.errors import GenerationError
 from millrace_router.tenants import TenantQueue
 from millrace_router.waiting import WaitingQueue
 from millrace_schedule_client import Client
@@ -160,4 +163,41 @@ class LoopMachine(RuleBasedStateMachine):
 
 
 TestSchedulingLoop = LoopMachine.TestCase
-TestSchedulingLoop.settings = settings(deadline=None, max_examples=40, stateful_step_count=30)
+TestSchedulingLoop.settings = settings(deadline=None, max_examples=80, stateful_step_count=30)
+
+
+async def test_a_preempted_request_pauses_and_its_client_hears_of_nothing_else() -> None:
+    shard = HashShard(num_blocks=8, block_size=4)
+    batcher = new_batcher(DirectShards(shard), shard, max_batch_prefill_tokens=64)
+    async with running(batcher):
+        streams = [batcher.submit(request([i] * 4, 20)) for i in range(3)]
+        outputs = [ids_of(events) for events in await asyncio.gather(*map(collect, streams))]
+    assert outputs == [expected_tokens([i] * 4, 20) for i in range(3)]
+    replays = [
+        s for step in shard.steps for s in step.prefill.change.admitted if s.generated_tokens
+    ]
+    assert replays, "the blocks of two and a half requests served three without a preemption"
+
+
+async def test_the_stream_knows_how_much_of_its_prompt_was_cached() -> None:
+    shard = HashShard()
+    batcher = new_batcher(DirectShards(shard), shard, max_batch_prefill_tokens=64)
+    async with running(batcher):
+        streams = []
+        for _ in range(2):
+            streams.append(batcher.submit(request([5] * 11, 3)))
+            await collect(streams[-1])
+    assert [stream.cached_tokens for stream in streams] == [0, 8]
+
+
+async def test_a_failed_step_empties_the_cache() -> None:
+    shard = HashShard()
+    batcher = new_batcher(DirectShards(shard), shard, max_batch_prefill_tokens=64)
+    async with running(batcher):
+        await collect(batcher.submit(request([5] * 11, 3)))
+        shard.fail_next = "the device caught fire"
+        with pytest.raises(GenerationError, match="the device caught fire"):
+            await collect(batcher.submit(request([6], 3)))
+        again = batcher.submit(request([5] * 11, 3))
+        assert ids_of(await collect(again)) == expected_tokens([5] * 11, 3)
+    assert again.cached_tokens == 0
