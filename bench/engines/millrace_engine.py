@@ -27,7 +27,7 @@ from millrace_router.events import TokenEvent
 from millrace_router.model_files import ModelFiles
 from millrace_router.request import ValidRequest
 from millrace_router.shard_client import ShardedClient
-from millrace_router.startup import assemble, prefill_tokens
+from millrace_router.startup import assemble, num_slots, prefill_tokens
 from millrace_router.template import ChatTemplate
 from millrace_router.tokenizer import Tokenizer
 from millrace_shard.config import ShardConfig
@@ -131,7 +131,7 @@ async def _assemble(shard: InProcessShard, config: RouterConfig, tokenizer: Toke
     capacity = await shard.warm_up(
         pb.WarmupRequest(
             max_batch_prefill_tokens=prefill_tokens(config, info),
-            max_batch_size=config.max_concurrent_requests,
+            max_batch_size=num_slots(config),
             max_concurrent_requests=config.max_concurrent_requests,
         )
     )

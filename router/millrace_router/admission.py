@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import chain, count
 from typing import Generic, Protocol
@@ -45,7 +45,7 @@ class Admission(Generic[E]):
         self._blocks = blocks
         self._paused: list[tuple[int, int, E]] = []
         self._seniority = count()
-        self._free_slots = list(range(budgets.max_batch_size - 1, -1, -1))
+        self._free_slots = list(range(budgets.num_slots - 1, -1, -1))
 
     @property
     def num_paused(self) -> int:
@@ -81,14 +81,14 @@ class Admission(Generic[E]):
         return len(self._blocks.find(shareable)) * self._blocks.block_size
 
     def admit(
-        self, waiting: Waiting[E], rows: Iterable[Row[E]], *, whole: int | None = None
+        self, waiting: Waiting[E], rows: Collection[Row[E]], *, whole: int | None = None
     ) -> tuple[Row[E], list[int]] | None:
         """Admit the next entry beside `rows` and return its row and its cached blocks; None if it does not fit.
 
         With `whole` its prompt has to fit into that many tokens.
         """
         entry = self._next(waiting)
-        if entry is None or not self._free_slots:
+        if entry is None or not self._has_slot(len(rows)):
             return None
         keys = self._keys(entry)
         hits = self._hits(entry, keys)
@@ -102,12 +102,12 @@ class Admission(Generic[E]):
         num_tokens = self._num_promised_tokens(entry)
         return row, self._blocks.admit(row.slot, num_tokens, hits=hits, keys=keys)
 
-    def lacks_room(self, waiting: Waiting[E], rows: Iterable[Row[E]]) -> bool:
+    def lacks_room(self, waiting: Waiting[E], rows: Collection[Row[E]]) -> bool:
         """Whether the head of the queue finds no slot, or too few blocks, beside `rows`."""
         entry = self._next(waiting)
         if entry is None or self._paused:
             return False
-        if not self._free_slots:
+        if not self._has_slot(len(rows)):
             return True
         hits = self._hits(entry, self._keys(entry))
         return hits is not None and self._shortage(entry, hits, rows) > 0
@@ -124,6 +124,14 @@ class Admission(Generic[E]):
                 break
             number += 1
         return number
+
+    @property
+    def has_free_slot(self) -> bool:
+        """Whether there is a slot that no step in flight names."""
+        return bool(self._free_slots)
+
+    def _has_slot(self, num_rows: int) -> bool:
+        return self.has_free_slot and num_rows < self._budgets.max_batch_size
 
     def _next(self, waiting: Waiting[E]) -> E | None:
         while self._paused and self._paused[0][2].closed:

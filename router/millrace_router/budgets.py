@@ -12,7 +12,9 @@ class Budgets:
     max_batch_prefill_tokens: int
     """Tokens a step that computes prompt may hold, its decodes included."""
     max_batch_size: int
-    """Sequences running at once; slots are numbered below this."""
+    """Sequences running at once."""
+    spare_slots: int = 0
+    """Slots beyond those, so that nobody waits for one that steps in flight still name."""
     reserve_all: bool = False
     """Admit only what has blocks until its last token (TGI's rule), instead of growing and preempting."""
     prefill_chunking: bool = True
@@ -27,3 +29,8 @@ class Budgets:
     """Preempt rows of the tenant that has most for the head of the queue, if its own tenant has fewer."""
     max_preemptions: int = 3
     """After so many an entry is admitted only with all the blocks it can ever need."""
+
+    @property
+    def num_slots(self) -> int:
+        """Slots are numbered below this."""
+        return self.max_batch_size + self.spare_slots

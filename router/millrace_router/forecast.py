@@ -259,7 +259,11 @@ class Forecaster:
         lengths = cycle(self._lengths.recent or (max_new_tokens,))
         quantile_left, hazards = self._lengths.quantile_left, self._hazards
         ends = [
-            2 * DEPTH - 1 + quantile_left(row.num_tokens_planned, row.max_tokens, hazards[row.slot])
+            2 * DEPTH
+            - 1
+            + quantile_left(
+                row.num_tokens_planned, row.max_tokens, hazards[row.slot % len(hazards)]
+            )
             for row in batch.rows
         ]
         ends.extend(turnover + next(lengths) for _ in range(min(num_places, num_ahead)))

@@ -150,7 +150,11 @@ class Planner(Generic[E]):
 
     def _preempt_for_tenants(self, waiting: Waiting[E], plan: StepPlan[E]) -> None:
         """If the head of the queue finds no room, and its tenant has less of it than another, make that one yield."""
-        if self._retired or plan.num_preempted or not len(waiting):
+        if plan.num_preempted or not len(waiting):
+            return
+        is_full = len(self.rows) >= self.budgets.max_batch_size
+        if self._retired and not (is_full and self._admission.has_free_slot):
+            # What others have left behind may be room enough.
             return
         if not self._admission.lacks_room(waiting, self.rows.values()):
             return
@@ -233,7 +237,8 @@ class Planner(Generic[E]):
             self._admit(waiting, plan, budget, reason="wait_exceeded", whole=True)
             return
         least = int(len(self.rows) * budgets.waiting_served_ratio)
-        if self._admission.num_fitting(waiting, most=least, budget=budget) >= least:
+        most = min(least, budgets.max_batch_size - len(self.rows))
+        if self._admission.num_fitting(waiting, most=most, budget=budget) >= least:
             self._admit(waiting, plan, budget, reason="backpressure", whole=True)
 
     def _unfinished(self) -> list[Row[E]]:

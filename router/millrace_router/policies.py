@@ -65,12 +65,18 @@ class Flags(Protocol):
         """In seconds."""
 
 
+def spare_slots(batch_size: int) -> int:
+    """A quarter more: as many as may end in the steps in flight, unless all answers are of one length."""
+    return max(2, batch_size // 4)
+
+
 def budgets_from(flags: Flags, *, prefill_tokens: int, batch_size: int) -> Budgets:
     """What the flags say of a step and the batch."""
     target = flags.target_inter_token_latency
     return Budgets(
         max_batch_prefill_tokens=prefill_tokens,
         max_batch_size=batch_size,
+        spare_slots=spare_slots(batch_size),
         reserve_all=flags.kv_reservation == "full",
         prefill_chunking=flags.prefill_chunking == "on",
         target_inter_token_latency=None if target is None else target / 1000,

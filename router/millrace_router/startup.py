@@ -19,7 +19,7 @@ from millrace_router.infer import Infer
 from millrace_router.limits import Limits
 from millrace_router.metrics import Metrics
 from millrace_router.model_files import ModelFiles, ModelFilesError
-from millrace_router.policies import DEFAULT_PREFILL_TOKENS, budgets_from
+from millrace_router.policies import DEFAULT_PREFILL_TOKENS, budgets_from, spare_slots
 from millrace_router.scheduling import batcher_from
 from millrace_router.services import Services
 from millrace_router.shard_client import ShardedClient, ShardError
@@ -162,7 +162,7 @@ async def warm_up(config: RouterConfig, shards: ShardedClient) -> tuple[ShardInf
     try:
         capacity = await shards.warmup(
             max_batch_prefill_tokens=prefill_tokens(config, info),
-            max_batch_size=batch_size(config),
+            max_batch_size=num_slots(config),
             max_concurrent_requests=config.max_concurrent_requests,
             max_input_tokens=config.max_input_tokens,
             max_total_tokens=config.max_total_tokens,
@@ -177,6 +177,11 @@ async def warm_up(config: RouterConfig, shards: ShardedClient) -> tuple[ShardInf
 def batch_size(config: RouterConfig) -> int:
     """Sequences that may run together: as many as are accepted, unless the flag says fewer."""
     return config.max_batch_size or config.max_concurrent_requests
+
+
+def num_slots(config: RouterConfig) -> int:
+    """Slots the shards have to have: spare ones too."""
+    return batch_size(config) + spare_slots(batch_size(config))
 
 
 async def _calibrate(

@@ -507,3 +507,14 @@ def test_the_queue_drains_entry_by_entry() -> None:
     # Places come every mean length / slots steps.
     assert all_of_them == pytest.approx(100 * 82 / 32 * (0.0146 + 32 * 0.0004), rel=0.4)
     assert model.drain_seconds(rows, waiting=(5, 500), num_leaving=6) == 0.0
+
+
+def test_rows_in_spare_slots_are_rows_like_others() -> None:
+    rows = running(32, left=50)
+    usual = forecaster().predict(rows, ahead=(8, 800), num_prompt_tokens=100, max_new_tokens=LIMIT)
+    for row in rows[:8]:
+        row.slot += 32
+    assert usual is not None
+    assert usual == forecaster().predict(
+        rows, ahead=(8, 800), num_prompt_tokens=100, max_new_tokens=LIMIT
+    )

@@ -47,7 +47,7 @@ class SchedulingMachine(RuleBasedStateMachine):
         shard = HashShard(
             num_blocks=2 + (12 + spare_tokens) // block_size,
             block_size=block_size,
-            max_batch_size=budgets.max_batch_size,
+            max_batch_size=budgets.num_slots,
             eos_every=eos_every,
         )
         self.driver = ScheduleDriver(budgets, shard, prefix_caching=prefix_caching, depth=depth)

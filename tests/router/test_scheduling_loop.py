@@ -53,7 +53,7 @@ class LoopMachine(RuleBasedStateMachine):
         self.shard = HashShard(
             num_blocks=2 + (12 + spare_tokens) // block_size,
             block_size=block_size,
-            max_batch_size=budgets.max_batch_size,
+            max_batch_size=budgets.num_slots,
             eos_every=eos_every,
         )
         self.shards = HeldShards(self.shard, on_error=self.fail_running)

@@ -17,6 +17,7 @@ policies = st.builds(
     Budgets,
     max_batch_prefill_tokens=st.integers(1, 12) | st.just(40),
     max_batch_size=st.integers(2, 6),
+    spare_slots=st.integers(0, 2),
     reserve_all=st.sampled_from([False, False, False, True]),
     prefill_chunking=st.sampled_from([True, True, False]),
     waiting_served_ratio=st.sampled_from([0.0, 0.3, 1.2]),
