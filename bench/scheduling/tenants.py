@@ -16,7 +16,7 @@ from bench.scheduling.workloads import (
     saturated_rate,
 )
 
-PROMPT_TOKENS, NEW_TOKENS, BATCH_SIZE = 256, 32, 8
+PROMPT_TOKENS, NEW_TOKENS, BATCH_SIZE = 64, 16, 8
 TIMES_MORE = 50
 OVERLOAD = 1.2
 """What the large tenant sends, in parts of what the server can do."""

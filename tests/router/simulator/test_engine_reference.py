@@ -218,8 +218,14 @@ def test_steps_are_those_of_the_router_with_a_shard(
         )
     )
     recorded = Recorded(engine, monkeypatch)
-    shard = HashShard(num_blocks=num_blocks, block_size=BLOCK_SIZE, max_batch_size=6, eos_every=20)
-    driver = ScheduleDriver(engine._planner.budgets, shard, depth=steps_in_flight)
+    budgets = engine._planner.budgets
+    shard = HashShard(
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        max_batch_size=budgets.num_slots,
+        eos_every=20,
+    )
+    driver = ScheduleDriver(budgets, shard, depth=steps_in_flight)
     for number in range(40):
         group, prefix_tokens = ("a", 9) if number % 3 else ("", 0)
         own = [60 + number % 30, number // 30, *range(number % 7)]
