@@ -153,7 +153,7 @@ def _rows(request: pb.StepRequest, left: dict[int, int]) -> list[int] | None:
         return None
     step = request.prefill if work == "prefill" else request.decode
     for admitted in step.change.admitted:
-        left[admitted.slot] = len(admitted.input_ids)
+        left[admitted.slot] = len(admitted.input_ids) - admitted.cached_tokens
     slots = []
     if work == "prefill":
         chunks = request.prefill
