@@ -19,7 +19,7 @@ from bench.scheduling.workloads import (
 )
 
 BATCH_SIZE = 16
-SERIES = 'millrace_prediction_error_seconds{{prediction="{}",quantile="{}"}}'
+SERIES = 'millrace_prediction_error_seconds{{prediction="{}",percentile="{}"}}'
 
 CASES = (
     Case("0.7 of what the server can do", amount=0.7),
@@ -71,7 +71,7 @@ def figures(answers: Sequence[Answer], metrics: Samples) -> Figures:
     waited = milliseconds([realised for _, realised in times], 0.5, 0.9)
     missed = milliseconds([abs(guess - realised) for guess, realised in times], 0.5, 0.9)
     first = milliseconds(first_tokens(answers), 0.5, 0.9)
-    late = [1000 * metrics.get(SERIES.format("first_token", q), 0.0) for q in ("0.5", "0.9")]
+    late = [1000 * metrics.get(SERIES.format("first_token", q), 0.0) for q in ("50", "90")]
     titles = ("queue", "queue error", "TTFT", "TTFT error")
     found = {}
     for title, values in zip(titles, (waited, missed, first, late), strict=True):

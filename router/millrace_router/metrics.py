@@ -262,10 +262,10 @@ class Metrics:
         )
         self.prediction_error = self._family(
             "millrace_prediction_error_seconds",
-            "Absolute error of the last thousand predictions, by quantile, in seconds",
+            "Absolute error of the last thousand predictions, by percentile, in seconds",
             Gauge,
             "prediction",
-            "quantile",
+            "percentile",
         )
         self.requests_paused = gauge("millrace_requests_paused", "Requests that were preempted")
         self.requests_running = gauge("millrace_requests_running", "Requests in the batch")

@@ -129,5 +129,5 @@ class Prospects:
 
     def _publish(self, what: str, audit: PredictionAudit) -> None:
         error = self._metrics.prediction_error
-        error.labels(prediction=what, quantile="0.5").set(audit.median())
-        error.labels(prediction=what, quantile="0.9").set(audit.p90())
+        error.labels(prediction=what, percentile="50").set(audit.median())
+        error.labels(prediction=what, percentile="90").set(audit.p90())

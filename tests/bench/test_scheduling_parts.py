@@ -185,7 +185,7 @@ def test_prediction_errors_are_of_the_headers_and_the_metrics() -> None:
         answer(whole, 0.0, x_queue_time="9000"),
         answer(streamed, 0.0, 0.7, x_predicted_queue_time="1"),
     ]
-    series = predictions.SERIES.format("first_token", "0.9")
+    series = predictions.SERIES.format("first_token", "90")
     found = predictions.figures(answers, {series: 0.2})
     assert found["queue p50, ms"] == pytest.approx(150)
     assert found["queue error p90, ms"] == pytest.approx(50)

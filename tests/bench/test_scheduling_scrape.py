@@ -17,7 +17,7 @@ def exposed() -> str:
     metrics = Metrics(max_input_tokens=100, max_total_tokens=200)
     metrics.prefill_tokens.inc(1234)
     metrics.batch_current_size.set(7)
-    metrics.prediction_error.labels(prediction="first_token", quantile="0.9").set(0.25)
+    metrics.prediction_error.labels(prediction="first_token", percentile="90").set(0.25)
     metrics.time_to_first_token_seconds.observe(0.5)
     return render(metrics.registry).decode()
 
@@ -26,7 +26,7 @@ def test_what_the_router_exposes_is_read_back_by_the_names_that_the_parts_use() 
     samples = parse(exposed())
     assert samples["millrace_prefill_tokens_total"] == 1234
     assert samples["tgi_batch_current_size"] == 7
-    assert samples[SERIES.format("first_token", "0.9")] == 0.25
+    assert samples[SERIES.format("first_token", "90")] == 0.25
     assert samples["millrace_time_to_first_token_seconds_count"] == 1
 
 
