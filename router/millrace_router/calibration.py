@@ -8,10 +8,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
 
+import structlog
+
 from millrace_router.batcher import Batcher
 from millrace_router.errors import RouterError
 from millrace_router.limits import Limits
 from millrace_router.request import ValidRequest
+
+log = structlog.get_logger(__name__)
 
 SECONDS = 1.0
 """After this long no further round begins: starting up matters more than the first predictions."""
@@ -50,8 +54,10 @@ async def calibrate(batcher: Batcher, limits: Limits, *, max_batch_size: int) ->
             await _run(batcher, [_request(round_, limits, random) for _ in range(num_requests)])
             if time.monotonic() > until:
                 break
-    except RouterError:
-        pass
+    except RouterError as error:
+        log.warning(
+            "cannot measure steps; predictions begin once requests have run", error=str(error)
+        )
     finally:
         task.cancel()
         with suppress(asyncio.CancelledError):
