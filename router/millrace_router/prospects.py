@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,16 +13,6 @@ from millrace_router.metrics import Metrics
 from millrace_router.prediction_audit import PredictionAudit
 from millrace_router.row import Row
 from millrace_router.step_load import StepLoad
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueueLimits:
-    """How much waiting is accepted."""
-
-    max_size: int | None = None
-    """Entries that may wait."""
-    max_wait_seconds: float | None = None
-    """How long any of them may."""
 
 
 @dataclass(slots=True)
@@ -42,12 +31,18 @@ class Prospects:
     """Forecasts by a cost model that learns from every step, and keeps count of its own errors."""
 
     def __init__(
-        self, cost: CostModel, forecaster: Forecaster, metrics: Metrics, limits: QueueLimits
+        self,
+        cost: CostModel,
+        forecaster: Forecaster,
+        metrics: Metrics,
+        *,
+        max_queue_size: int | None = None,
     ) -> None:
+        """`max_queue_size` entries may wait; how long one may is among its terms."""
         self.cost = cost
         self._forecaster = forecaster
         self._metrics = metrics
-        self._limits = limits
+        self._max_queue_size = max_queue_size
         self._queue_audit = PredictionAudit()
         self._first_token_audit = PredictionAudit()
         self._expected: dict[int, Prediction] = {}
@@ -80,17 +75,15 @@ class Prospects:
 
         Raises:
             QueueFull: no more may wait.
-            QueueTooLong: it would wait longer than the server or the request allows.
+            QueueTooLong: it would wait longer than its terms allow.
 
         """
         prediction = self.predict(entry, outlook, num_cached=num_cached)
         wait = 0.0 if prediction is None else prediction.queue_seconds
-        allowed = min(
-            self._limits.max_wait_seconds or math.inf, entry.terms.max_queue_seconds or math.inf
-        )
-        if wait > allowed:
+        allowed = entry.terms.max_queue_seconds
+        if allowed is not None and wait > allowed:
             raise QueueTooLong(predicted_seconds=wait, allowed_seconds=allowed)
-        max_size = self._limits.max_size
+        max_size = self._max_queue_size
         if max_size is not None and outlook.num_waiting >= max_size:
             raise QueueFull(max_size, retry_after_seconds=self.drain_seconds(outlook))
         if prediction is not None:

@@ -11,7 +11,7 @@ from millrace_router.cost import CostModel
 from millrace_router.entry import Entry
 from millrace_router.metrics import Metrics
 from millrace_router.policies import forecaster_from, planner_from, queue_from
-from millrace_router.prospects import Prospects, QueueLimits
+from millrace_router.prospects import Prospects
 from millrace_router.shard_client import ShardedClient
 from millrace_router.tenants import TenantQueue
 from millrace_router.tokenizer import Tokenizer
@@ -35,7 +35,6 @@ def batcher_from(  # noqa: PLR0913
         budgets, cost, block_size=info.block_size, num_blocks=capacity.num_blocks - 1
     )
     waiting: WaitingQueue[Entry] | TenantQueue[Entry] = queue_from(config)
-    limits = QueueLimits(max_size=config.max_queue_size, max_wait_seconds=config.max_queue_wait)
     return Batcher(
         shards=shards,
         new_planner=partial(
@@ -47,7 +46,7 @@ def batcher_from(  # noqa: PLR0913
             prefix_caching=config.prefix_caching == "on",
         ),
         waiting=waiting,
-        prospects=Prospects(cost, forecaster, metrics, limits),
+        prospects=Prospects(cost, forecaster, metrics, max_queue_size=config.max_queue_size),
         tokenizer=tokenizer,
         eos_token_ids=info.eos_token_ids,
         metrics=metrics,

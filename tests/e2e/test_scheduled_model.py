@@ -27,7 +27,7 @@ from millrace_router.forecast import Forecaster
 from millrace_router.metrics import Metrics
 from millrace_router.planner import Planner
 from millrace_router.prefix_cache import PrefixCache
-from millrace_router.prospects import Prospects, QueueLimits
+from millrace_router.prospects import Prospects
 from millrace_router.request import SamplingParameters, Terms, ValidRequest
 from millrace_router.shard_client import ShardedClient
 from millrace_router.tenants import TenantQueue
@@ -182,7 +182,6 @@ async def _serve(model: Model, schedule: Schedule, requests: tuple[ValidRequest,
                 num_blocks=num_blocks,
             ),
             metrics,
-            QueueLimits(),
         ),
         tokenizer=tiny_tokenizer(),
         eos_token_ids=frozenset({VOCAB_SIZE - 1}),

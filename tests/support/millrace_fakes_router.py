@@ -24,7 +24,7 @@ from millrace_router.forecast import Forecaster
 from millrace_router.metrics import Metrics
 from millrace_router.planner import Planner
 from millrace_router.prefix_cache import PrefixCache
-from millrace_router.prospects import Prospects, QueueLimits
+from millrace_router.prospects import Prospects
 from millrace_router.request import ValidRequest
 from millrace_router.shard_client import ShardedClient, ShardError
 from millrace_router.step_plan import StepPlan
@@ -87,7 +87,7 @@ def new_batcher(
     budgets: Budgets | None = None,
     prefix_caching: bool = True,
     waiting: EntryQueue | None = None,
-    limits: QueueLimits | None = None,
+    max_queue_size: int | None = None,
     depth: int = 2,
 ) -> Batcher:
     """A batcher over `shard`'s blocks; `budgets` take the place of the two numbers before them."""
@@ -113,7 +113,7 @@ def new_batcher(
             cost,
         ),
         waiting=waiting or WaitingQueue(),
-        prospects=Prospects(cost, forecaster, metrics, limits or QueueLimits()),
+        prospects=Prospects(cost, forecaster, metrics, max_queue_size=max_queue_size),
         tokenizer=tiny_tokenizer(),
         eos_token_ids=frozenset({EOS_TOKEN_ID}),
         metrics=metrics,
