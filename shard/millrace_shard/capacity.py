@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 CPU_MEMORY_SHARE = 0.25
 CUDA_MEMORY_SHARE = 0.9
@@ -23,6 +23,8 @@ class WarmupRequest:
     max_input_tokens: int | None = None
     max_total_tokens: int | None = None
     max_batch_total_tokens: int | None = None
+    num_blocks: int | None = field(default=None, compare=False)
+    """What the group had in an earlier life, and has to have again; a router that knows of none asks for the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,12 @@ class KVMemory:
     bytes: int
     is_budget: bool
     """Given by the user, or the device's own: to be filled. Otherwise shared, and no more is taken than can be used."""
+    most: int
+    """What there is at all, prudence aside."""
+
+    def for_request(self, request: WarmupRequest) -> KVMemory:
+        """All of it where the cache of an earlier life has to fit again: no measurement is like the one before."""
+        return self if request.num_blocks is None else replace(self, bytes=self.most)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,16 +71,16 @@ class Capacity:
 def cpu_memory(*, available: int, kv_memory: int | None) -> KVMemory:
     """`--kv-memory`, or a share of what is available: two servers on one host both start."""
     if kv_memory is not None:
-        return KVMemory(bytes=kv_memory, is_budget=True)
-    return KVMemory(bytes=int(available * CPU_MEMORY_SHARE), is_budget=False)
+        return KVMemory(bytes=kv_memory, is_budget=True, most=kv_memory)
+    return KVMemory(bytes=int(available * CPU_MEMORY_SHARE), is_budget=False, most=available)
 
 
 def cuda_memory(*, free: int, total: int, fraction: float, kv_memory: int | None) -> KVMemory:
     """`--kv-memory`, or most of what is free when only `fraction` of the GPU may be used."""
     if kv_memory is not None:
-        return KVMemory(bytes=kv_memory, is_budget=True)
-    usable = free - int((1 - fraction) * total)
-    return KVMemory(bytes=max(0, int(usable * CUDA_MEMORY_SHARE)), is_budget=True)
+        return KVMemory(bytes=kv_memory, is_budget=True, most=kv_memory)
+    usable = max(0, free - int((1 - fraction) * total))
+    return KVMemory(bytes=int(usable * CUDA_MEMORY_SHARE), is_budget=True, most=usable)
 
 
 def blocks_in(memory: KVMemory, shape: CacheShape) -> int:
@@ -89,6 +97,12 @@ def plan_capacity(
     """
     size = shape.block_size
     num_blocks = fitting_blocks
+    if request.num_blocks is not None:
+        num_blocks = request.num_blocks - 1
+    if num_blocks > fitting_blocks:
+        raise CapacityError(
+            f"Not enough memory for the {num_blocks * size} tokens that there was room for"
+        )
     if request.max_batch_total_tokens is not None:
         num_blocks = min(num_blocks, -(-request.max_batch_total_tokens // size))
     max_total = request.max_total_tokens

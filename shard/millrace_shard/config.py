@@ -5,8 +5,11 @@ Imported by the launcher too, so nothing here may be heavier than pydantic.
 
 from __future__ import annotations
 
+import io
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -32,6 +35,17 @@ Quantization = Literal[
     "fp8",
     "int8",
 ]
+
+
+@contextmanager
+def _printable_help() -> Iterator[None]:
+    """Show no default where there is none: what stands for None there cannot be typed, or printed."""
+    shown = io.StringIO()
+    try:
+        with redirect_stdout(shown):
+            yield
+    finally:
+        sys.stdout.write(re.sub(r"\s*\(default:\s*\0\)", "", shown.getvalue()))
 
 
 class ShardConfig(BaseSettings):
@@ -62,6 +76,19 @@ class ShardConfig(BaseSettings):
     address: str | None = Field(
         default=None,
         description="TCP address to serve on in place of the socket, such as 0.0.0.0:50051.",
+    )
+    tls_cert: Path | None = Field(
+        default=None,
+        description="PEM file with this shard's certificate, for --address; the router must present one too.",
+    )
+    tls_key: Path | None = Field(default=None, description="PEM file with the certificate's key.")
+    tls_ca: Path | None = Field(
+        default=None, description="PEM file with the authority that signs routers' certificates."
+    )
+    allow_insecure_tcp: bool = Field(
+        default=False,
+        description="Serve without TLS at an --address that other hosts may reach: only in a network "
+        "where everyone may use the model.",
     )
     rank: int = Field(
         default=0, ge=0, description="This shard's place in its tensor-parallel group."
@@ -164,7 +191,8 @@ class ShardConfig(BaseSettings):
     def from_args(cls, argv: Sequence[str]) -> Self:
         """Read the command line and the environment; exit 2 with a message when either is wrong."""
         try:
-            return cls(_cli_parse_args=list(argv))  # type: ignore[call-arg]
+            with _printable_help():
+                return cls(_cli_parse_args=list(argv))  # type: ignore[call-arg]
         except ValidationError as error:
             for problem in error.errors():
                 flag = "--" + "-".join(map(str, problem["loc"])).replace("_", "-")

@@ -20,6 +20,8 @@ import torch
 from millrace_shard.capacity import Capacity, WarmupRequest
 from millrace_shard.decode_graphs import GraphSettings
 from millrace_shard.epoch import Epoch
+from millrace_shard.errors import EngineEnded
+from millrace_shard.failures import forget_frames, is_lost, is_out_of_memory
 from millrace_shard.parallel import CollectiveError
 from millrace_shard.runner import LaunchedStep
 from millrace_shard.step import (
@@ -35,7 +37,7 @@ from millrace_shard.step import (
     StepResult,
     Unknown,
 )
-from millrace_shard.warmup import LoadedModel, MemoryLimits, WarmedUp, is_out_of_memory, warm_up
+from millrace_shard.warmup import LoadedModel, MemoryLimits, WarmedUp, warm_up
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -49,7 +51,9 @@ class Progress:
     """Number of the last step answered in the current epoch."""
     pending_steps: int
     idle_ns: int
-    """Since a step was last answered, or the engine started."""
+    """Since the engine last answered a step, warmed up, or was given a step while it had none; 0 while it warms up."""
+    warmed_up: bool
+    """Whether there is a KV cache to run steps with."""
 
 
 class Engine:
@@ -82,10 +86,12 @@ class Engine:
             )
         self._loaded: LoadedModel | None = None
         self._warmed_up: WarmedUp | None = None
+        self._warmup_request: WarmupRequest | None = None
+        self._is_warming_up = False
         self._epoch = Epoch()
         self._lock = Lock()
         self._pending_steps = 0
-        self._last_answer_ns = time.monotonic_ns()
+        self._last_progress_ns = time.monotonic_ns()
         self._has_ended = False
         self._when_ended: list[Callable[[], None]] = []
 
@@ -119,13 +125,19 @@ class Engine:
         return future
 
     def warm_up(self, request: WarmupRequest) -> Future[Capacity]:
-        """Allocate the KV cache and try the largest step; ends the current epoch. Raises CapacityError."""
+        """Allocate the KV cache and try the largest step; ends the current epoch.
+
+        Raises CapacityError; EngineEnded when device or group are lost; whatever else the model raises.
+        An engine that was warmed up by an equal request, as its peers were, keeps its cache and answers at once.
+        """
         return self.submit(lambda: self._warm_up(request))
 
     def step(self, step: Step) -> Future[StepReply]:
         """Execute a step; its reply says if it failed or was refused, the future itself never raises."""
         future: Future[StepReply] = Future()
         with self._lock:
+            if not self._pending_steps:
+                self._last_progress_ns = time.monotonic_ns()
             self._pending_steps += 1
         self._work.put(lambda: self._execute(step, future))
         return future
@@ -137,10 +149,12 @@ class Engine:
     def progress(self) -> Progress:
         """For health checks; from any thread, at any time."""
         with self._lock:
+            since = time.monotonic_ns() - self._last_progress_ns
             return Progress(
                 last_step=self._epoch.last_answered,
                 pending_steps=self._pending_steps,
-                idle_ns=time.monotonic_ns() - self._last_answer_ns,
+                idle_ns=0 if self._is_warming_up else since,
+                warmed_up=self._warmed_up is not None,
             )
 
     def when_ended(self, call: Callable[[], None]) -> None:
@@ -165,6 +179,8 @@ class Engine:
             with torch.inference_mode():
                 while (call := work.get()) is not None:
                     call()
+                    # While the thread waits, nothing of a step, tensors among it, is to stay.
+                    del call
         finally:
             self._end()
 
@@ -177,9 +193,31 @@ class Engine:
 
     def _warm_up(self, request: WarmupRequest) -> Capacity:
         self._epoch.end()
+        with self._lock:
+            self._is_warming_up = True
+        try:
+            return self._warmed_up_by(request).capacity
+        except Exception as error:
+            if self._end_if_lost(error):
+                raise EngineEnded(str(error)) from error
+            raise
+        finally:
+            with self._lock:
+                self._is_warming_up = False
+                self._last_progress_ns = time.monotonic_ns()
+
+    def _warmed_up_by(self, request: WarmupRequest) -> WarmedUp:
+        kept = self._warmed_up if request == self._warmup_request else None
+        # A rank that kept its cache while another one measures anew would be missed in the other's collectives.
+        all_keep = self.loaded.group.minimum(int(kept is not None))
+        if kept is not None and all_keep:
+            kept.runner.batch.clear()
+            return kept
+        kept = None
         self._warmed_up = None
         self._warmed_up = warm_up(self.loaded, request, self._limits, graphs=self._graphs)
-        return self._warmed_up.capacity
+        self._warmup_request = request
+        return self._warmed_up
 
     def _end_epoch(self, epoch: int) -> None:
         if self._epoch.is_current(epoch):
@@ -235,19 +273,29 @@ class Engine:
             logger.error("step %d is invalid: %s", step.number, error)
         else:
             logger.error("step %d failed", step.number, exc_info=error)
-        if isinstance(error, CollectiveError):
-            logger.critical("the process group cannot be used any more: the engine ends")
-            self._work.put(None)
-        if kind is FailureKind.OUT_OF_MEMORY and torch.cuda.is_available():
+        forget_frames(error)
+        if not self._end_if_lost(error) and kind is FailureKind.OUT_OF_MEMORY:
             torch.cuda.empty_cache()
         return StepFailure(kind, str(error) or type(error).__name__)
+
+    def _end_if_lost(self, error: Exception) -> bool:
+        """End, and the process with it, where `error` would come back in every later epoch; whether it would."""
+        if isinstance(error, CollectiveError):
+            lost = "the process group"
+        elif is_lost(self._device):
+            lost = "the device"
+        else:
+            return False
+        logger.critical("%s cannot be used any more: the engine ends", lost)
+        self._work.put(None)
+        return True
 
     def _answer(
         self, step: Step, future: Future[StepReply], outcome: StepResult | StepFailure
     ) -> None:
         with self._lock:
             self._pending_steps -= 1
-            self._last_answer_ns = time.monotonic_ns()
+            self._last_progress_ns = time.monotonic_ns()
             self._epoch.answered(step)
         future.set_result(StepReply(step.epoch, step.number, outcome))
 
@@ -257,6 +305,7 @@ def _resolve(future: Future[T], call: Callable[[], T]) -> None:
     try:
         result = call()
     except BaseException as error:  # noqa: BLE001
+        forget_frames(error)
         future.set_exception(error)
     else:
         future.set_result(result)

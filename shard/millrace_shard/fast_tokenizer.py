@@ -40,7 +40,9 @@ def with_fast_tokenizer(folder: Path, *, side_root: Path) -> Path:
 
 def _save(folder: Path, path: Path) -> None:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, use_fast=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, use_fast=True, trust_remote_code=False
+        )
         backend = tokenizer.backend_tokenizer
     except (AttributeError, ImportError, OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(

@@ -6,9 +6,11 @@ import argparse
 import json
 import logging
 import os
+import stat
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -196,7 +198,22 @@ def _with_tokenizer(folder: Path, settings: HubSettings) -> Path:
     try:
         return with_fast_tokenizer(folder, side_root=settings.side_root)
     except PermissionError:
-        return with_fast_tokenizer(folder, side_root=Path(tempfile.gettempdir()) / "millrace")
+        return with_fast_tokenizer(folder, side_root=own_folder(Path(tempfile.gettempdir())))
+
+
+def own_folder(shared: Path) -> Path:
+    """A folder in `shared`, the same at each start, that no other user writes to. Raises HubError for any other."""
+    path = shared / f"millrace-{os.geteuid()}"
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    # Others can guess the names in it; a model found there under such a name would be theirs.
+    status = path.lstat()
+    mine = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    if not mine or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise HubError(
+            f"{path} can be written by other users: remove it, or set HF_HOME to a folder of yours"
+        )
+    return path
 
 
 class _JsonLines(logging.Formatter):

@@ -19,7 +19,6 @@ from millrace_shard.kernels.int8_linear import Int8Kernels
 from millrace_shard.model import CausalModel, ModelInfo
 from millrace_shard.parallel import ProcessGroup
 from millrace_shard.rope import longest_position, model_rope_table, rope_kind
-from millrace_shard.transformers_backend import TransformersModel, check_supported
 from millrace_shard.weights import Weights
 
 
@@ -52,6 +51,12 @@ def load_model(
     if rope_override is not None:
         _override_rope(config, rope_override)
     if config.model_type not in FAMILY:
+        # Takes a second to import, which every start and restart of the family's models is spared.
+        from millrace_shard.transformers_backend import (  # noqa: PLC0415
+            TransformersModel,
+            check_supported,
+        )
+
         check_supported(config)
         if isinstance(kernels, Int8Kernels):
             raise UnsupportedModel(

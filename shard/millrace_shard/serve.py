@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import signal
@@ -15,6 +16,7 @@ from typing import NoReturn
 import torch
 
 from millrace_shard.config import ShardConfig
+from millrace_shard.credentials import server_credentials
 from millrace_shard.decode_graphs import GraphSettings
 from millrace_shard.engine import Engine
 from millrace_shard.errors import EngineEnded, ModelError, UnsupportedModel
@@ -29,10 +31,14 @@ from millrace_shard.parallel import GroupError, ProcessGroup
 from millrace_shard.parent import die_with_parent
 from millrace_shard.resources import usable_cores
 from millrace_shard.service import ShardService, new_server
-from millrace_shard.socket_file import SocketFile
+from millrace_shard.socket_file import SocketFile, for_this_user_only
 from millrace_shard.warmup import LoadedModel, MemoryLimits
 
 STOP_SECONDS = 5.0
+"""How long calls that are under way, a step among them, may go on after a signal."""
+ENDED_SECONDS = 1.0
+"""The same once the engine has ended, which answers nothing any more."""
+STDERR = 2
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +72,7 @@ def serve(config: ShardConfig) -> None:
 
     Raises EngineEnded when the engine ends by itself.
     """
+    credentials = server_credentials(config)
     socket = None if config.address else SocketFile(config.socket_path)
     if socket is not None:
         socket.check_free()
@@ -94,7 +101,9 @@ def serve(config: ShardConfig) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _: stops.put(received))
     engine.when_ended(lambda: stops.put(None))
-    server = new_server(service, f"unix:{socket.private}" if socket else config.listen_target)
+    target = f"unix:{socket.private}" if socket else config.listen_target
+    with for_this_user_only():
+        server = new_server(service, target, credentials)
     server.start()
     if socket is not None:
         socket.publish()
@@ -103,8 +112,12 @@ def serve(config: ShardConfig) -> None:
     received = stops.get()
     if received is not None:
         logger.info("Stopping after %s", signal.Signals(received).name)
+    grace = ENDED_SECONDS if received is None else STOP_SECONDS
+    # A thread of its own, in C, ends the process and tells where it hangs, whoever holds the interpreter.
+    faulthandler.dump_traceback_later(grace + 1, exit=True, file=STDERR)
     service.end_streams()
-    server.stop(grace=STOP_SECONDS).wait()
+    server.stop(grace=grace).wait()
+    faulthandler.cancel_dump_traceback_later()
     if socket is not None:
         socket.remove()
     if received is None:

@@ -16,6 +16,7 @@ from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
 from millrace_shard.capacity import CapacityError
 from millrace_shard.engine import Engine
+from millrace_shard.errors import EngineEnded
 from millrace_shard.step import StepReply
 from millrace_shard.wire import (
     capacity_to_pb,
@@ -67,6 +68,11 @@ class ShardService(pb_grpc.ShardServiceServicer):
             capacity = self.engine.warm_up(warmup_from_pb(request)).result()
         except CapacityError as error:
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        except EngineEnded as error:
+            context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        except Exception as error:
+            logger.exception("warming up failed")
+            context.abort(grpc.StatusCode.INTERNAL, str(error) or type(error).__name__)
         logger.info("KV cache of %d tokens", capacity.max_batch_total_tokens)
         return capacity_to_pb(capacity)
 
@@ -109,11 +115,13 @@ class ShardService(pb_grpc.ShardServiceServicer):
             replies.put(None)
 
 
-def new_server(service: ShardService, address: str) -> grpc.Server:
+def new_server(
+    service: ShardService, address: str, credentials: grpc.ServerCredentials | None = None
+) -> grpc.Server:
     """A server that will listen at `address`, a gRPC target such as `unix:/path` or `host:port`, once it is started.
 
-    Beside the shard's own service it has grpc.health.v1 and reflection. Raises RuntimeError when
-    the address cannot be had.
+    With credentials it speaks TLS. Beside the shard's own service it has grpc.health.v1 and
+    reflection. Raises RuntimeError when the address cannot be had.
     """
     server = grpc.server(
         ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="grpc"), options=SERVER_OPTIONS
@@ -126,5 +134,8 @@ def new_server(service: ShardService, address: str) -> grpc.Server:
     health_pb2_grpc.add_HealthServicer_to_server(states, server)
     names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
-    server.add_insecure_port(address)
+    if credentials is None:
+        server.add_insecure_port(address)
+    else:
+        server.add_secure_port(address, credentials)
     return server

@@ -5,11 +5,23 @@ from __future__ import annotations
 import os
 import socket
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
 class SocketTaken(RuntimeError):  # noqa: N818
     """The path belongs to somebody else."""
+
+
+@contextmanager
+def for_this_user_only() -> Iterator[None]:
+    """Files and sockets made inside, by any thread, have mode 0600 at most, whatever the umask."""
+    before = os.umask(0o177)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 class SocketFile:

@@ -23,6 +23,7 @@ from millrace_shard.capacity import (
     spread_prefill,
 )
 from millrace_shard.decode_graphs import DecodeGraphs, GraphSettings
+from millrace_shard.failures import is_out_of_memory
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.model import CausalModel
 from millrace_shard.parallel import ProcessGroup
@@ -97,7 +98,7 @@ def warm_up(
         if rehearse
         else _kv_memory(loaded.device, limits, trial_bytes=0)
     )
-    fitting = loaded.group.minimum(blocks_in(memory, shape))
+    fitting = loaded.group.minimum(blocks_in(memory.for_request(request), shape))
     _release_memory(loaded.device)
     capacity = plan_capacity(request, shape, fitting_blocks=fitting, is_budget=memory.is_budget)
     try:
@@ -124,13 +125,6 @@ def warm_up(
         )
         _run_prefill(runner, lengths, limits, _prefill_too_large(sum(lengths)))
     return WarmedUp(runner, capacity)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device or the host had no memory left; torch's CPU allocator raises a plain RuntimeError."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def _kv_memory(device: torch.device, limits: MemoryLimits, trial_bytes: int) -> KVMemory:

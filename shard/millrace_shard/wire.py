@@ -43,6 +43,7 @@ def warmup_from_pb(message: pb.WarmupRequest) -> WarmupRequest:
         max_input_tokens=_optional(message, "max_input_tokens"),
         max_total_tokens=_optional(message, "max_total_tokens"),
         max_batch_total_tokens=_optional(message, "max_batch_total_tokens"),
+        num_blocks=_optional(message, "num_blocks"),
     )
 
 
@@ -85,6 +86,7 @@ def progress_to_pb(progress: Progress) -> pb.HealthResponse:
         last_step=progress.last_step,
         pending_steps=progress.pending_steps,
         idle_ns=progress.idle_ns,
+        warmed_up=progress.warmed_up,
     )
 
 

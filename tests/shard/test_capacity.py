@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,21 +36,25 @@ def plan(fitting: int = 1000, *, is_budget: bool = False, **limits: Any) -> Capa
 
 
 def test_a_quarter_of_the_memory_unless_told() -> None:
-    assert cpu_memory(available=8 * GB, kv_memory=None) == KVMemory(bytes=2 * GB, is_budget=False)
-    assert cpu_memory(available=8 * GB, kv_memory=7 * GB) == KVMemory(bytes=7 * GB, is_budget=True)
+    assert cpu_memory(available=8 * GB, kv_memory=None) == KVMemory(
+        bytes=2 * GB, is_budget=False, most=8 * GB
+    )
+    assert cpu_memory(available=8 * GB, kv_memory=7 * GB) == KVMemory(
+        bytes=7 * GB, is_budget=True, most=7 * GB
+    )
 
 
 def test_a_gpu_is_filled_up_to_its_fraction() -> None:
     assert cuda_memory(free=60 * GB, total=80 * GB, fraction=1.0, kv_memory=None).bytes == 54 * GB
     half = cuda_memory(free=60 * GB, total=80 * GB, fraction=0.5, kv_memory=None)
-    assert half == KVMemory(bytes=18 * GB, is_budget=True)
+    assert half == KVMemory(bytes=18 * GB, is_budget=True, most=20 * GB)
     assert cuda_memory(free=GB, total=80 * GB, fraction=0.5, kv_memory=None).bytes == 0
     assert cuda_memory(free=GB, total=80 * GB, fraction=0.5, kv_memory=5).bytes == 5
 
 
 def test_the_reserved_block_is_paid_for() -> None:
-    assert blocks_in(KVMemory(bytes=64 * 1024 * 10, is_budget=True), SHAPE) == 9
-    assert blocks_in(KVMemory(bytes=100, is_budget=True), SHAPE) == 0
+    assert blocks_in(KVMemory(bytes=64 * 1024 * 10, is_budget=True, most=0), SHAPE) == 9
+    assert blocks_in(KVMemory(bytes=100, is_budget=True, most=0), SHAPE) == 0
 
 
 def test_limits_left_open_follow_from_memory_and_model() -> None:
@@ -103,9 +108,16 @@ def test_no_memory_at_all_is_an_error() -> None:
     bound=st.none() | st.integers(1, 10**6),
     concurrent=st.integers(1, 300),
     is_budget=st.booleans(),
+    more=st.integers(0, 5000),
 )
 def test_what_is_promised_fits(
-    *, fitting: int, total: int | None, bound: int | None, concurrent: int, is_budget: bool
+    *,
+    fitting: int,
+    total: int | None,
+    bound: int | None,
+    concurrent: int,
+    is_budget: bool,
+    more: int,
 ) -> None:
     try:
         found = plan(
@@ -122,6 +134,25 @@ def test_what_is_promised_fits(
     assert 1 < found.num_blocks <= fitting + 1
     assert found.max_input_tokens < found.max_total_tokens <= found.max_batch_total_tokens
     assert total in (None, found.max_total_tokens)
+    limits: dict[str, Any] = {
+        "is_budget": is_budget,
+        "max_total_tokens": total,
+        "max_batch_total_tokens": bound,
+        "max_concurrent_requests": concurrent,
+        "num_blocks": found.num_blocks,
+    }
+    assert plan(found.num_blocks - 1 + more, **limits) == found, "a later life differs"
+    with pytest.raises(CapacityError, match="there was room for"):
+        plan(found.num_blocks - 2, **limits)
+
+
+def test_a_cache_of_an_earlier_life_may_have_all_there_is() -> None:
+    memory = cpu_memory(available=8 * GB, kv_memory=None)
+    first = WarmupRequest(max_batch_prefill_tokens=1, max_batch_size=1, max_concurrent_requests=1)
+    again = replace(first, num_blocks=7)
+    assert memory.for_request(first).bytes == 2 * GB
+    assert memory.for_request(again).bytes == 8 * GB
+    assert first == again, "a new router, which knows of no earlier life, keeps the cache"
 
 
 @pytest.mark.parametrize(

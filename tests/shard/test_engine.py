@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
 from threading import Event
 from typing import Any
 
@@ -11,19 +10,15 @@ import numpy as np
 import pytest
 import torch
 
+from millrace_engine_driver import PROMPT, Driver, forward, generate, ints, tokens
 from millrace_fakes_engine import (
     BLOCK_SIZE,
     VOCAB_SIZE,
-    FakeKernels,
-    FakeModel,
-    fake_kernels,
     greedy,
     logits_for,
 )
 from millrace_shard.batch import Batch, BatchLimits
-from millrace_shard.capacity import WarmupRequest
-from millrace_shard.engine import Engine
-from millrace_shard.parallel import CollectiveError, ProcessGroup
+from millrace_shard.parallel import CollectiveError
 from millrace_shard.runner import LaunchedStep
 from millrace_shard.sequence import SamplingParameters, Sequence
 from millrace_shard.step import (
@@ -31,120 +26,18 @@ from millrace_shard.step import (
     Clear,
     FailureKind,
     Filter,
-    Forward,
-    Ints,
     Open,
     Step,
     StepFailure,
     StepInvalid,
-    StepReply,
     StepResult,
     Unknown,
     Work,
 )
-from millrace_shard.warmup import LoadedModel, MemoryLimits
 
-PROMPT = [5, 9, 2, 44, 17, 3]
 SAMPLING = SamplingParameters(
     do_sample=True, temperature=1.3, top_k=30, top_p=0.95, repetition_penalty=1.2, seed=11
 )
-
-
-Admitted = tuple[Sequence, list[tuple[int, int]]]
-
-
-class Driver:
-    """Numbers steps, grows block tables, and keeps what came back."""
-
-    def __init__(self, *, overlap: bool = False, prefill_logprobs: bool = True) -> None:
-        self.model = FakeModel()
-        self.kernels = FakeKernels()
-        self.engine = Engine(
-            limits=MemoryLimits(kv_memory=64 * BLOCK_SIZE * 8, prefill_logprobs=prefill_logprobs),
-            device=torch.device("cpu"),
-            cpu_threads=1,
-            overlap=overlap,
-        )
-        self.engine.attach(
-            LoadedModel(
-                model=self.model,
-                kernels=fake_kernels(self.kernels),
-                group=ProcessGroup.single(),
-                device=torch.device("cpu"),
-                dtype=torch.float32,
-            )
-        )
-        self.engine.start()
-        self.epoch = 100
-        self.number = 0
-        self.free = list(range(1, 64))
-
-    def warm_up(self) -> None:
-        request = WarmupRequest(
-            max_batch_prefill_tokens=32, max_batch_size=6, max_concurrent_requests=6
-        )
-        self.engine.warm_up(request).result(30)
-        self.model.batches.clear()
-        self.kernels.zeroed.clear()
-
-    def open(self) -> StepReply:
-        self.epoch += 1
-        self.number = 0
-        return self.engine.step(Step(self.epoch, 0, Open())).result(30)
-
-    def send(self, work: Work) -> Future[StepReply]:
-        self.number += 1
-        return self.engine.step(Step(self.epoch, self.number, work))
-
-    def run(self, work: Work) -> StepResult:
-        outcome = self.send(work).result(30).outcome
-        assert isinstance(outcome, StepResult), outcome
-        return outcome
-
-    def fail(self, work: Work) -> StepFailure:
-        outcome = self.send(work).result(30).outcome
-        assert isinstance(outcome, StepFailure), outcome
-        return outcome
-
-    def admit(
-        self, slot: int, ids: list[int] = PROMPT, *, room: int = 8, **fields: Any
-    ) -> Admitted:
-        """Sequence and blocks for its prompt and `room` tokens more."""
-        blocks = -(-(len(ids) + room) // BLOCK_SIZE)
-        sequence = Sequence(
-            slot=slot, request_id=slot + 1000, input_ids=np.array(ids, dtype=np.int64), **fields
-        )
-        return sequence, [(slot, self.free.pop(0)) for _ in range(blocks)]
-
-
-def forward(
-    *admitted: Admitted,
-    chunks: Iterable[tuple[int, int]] = (),
-    decodes: Iterable[int] = (),
-    dropped: Iterable[int] = (),
-    grown: Iterable[tuple[int, int]] = (),
-) -> Forward:
-    chunks = list(chunks)
-    grown = [*grown, *(pair for _, pairs in admitted for pair in pairs)]
-    return Forward(
-        change=BatchChange(
-            dropped_slots=ints(dropped),
-            admitted=tuple(sequence for sequence, _ in admitted),
-            grown_slots=ints(slot for slot, _ in grown),
-            grown_blocks=ints(block for _, block in grown),
-        ),
-        chunk_slots=ints(slot for slot, _ in chunks),
-        chunk_tokens=ints(count for _, count in chunks),
-        decode_slots=ints(decodes),
-    )
-
-
-def ints(values: Iterable[int]) -> Ints:
-    return np.array(list(values), dtype=np.int64)
-
-
-def tokens(result: StepResult) -> dict[int, int]:
-    return dict(zip(result.slots.tolist(), result.ids.tolist(), strict=True))
 
 
 @pytest.fixture(params=[False, True], ids=["inline", "overlap"])
@@ -154,17 +47,6 @@ def driver(request: pytest.FixtureRequest) -> Iterator[Driver]:
     driver.open()
     yield driver
     driver.engine.close()
-
-
-def generate(driver: Driver, slot: int, count: int, **fields: Any) -> list[int]:
-    """A sequence alone, from admission to `count` tokens, then dropped."""
-    admitted = driver.admit(slot, room=count + 1, **fields)
-    ids = admitted[0].input_ids
-    found = [tokens(driver.run(forward(admitted, chunks=[(slot, len(ids))])))[slot]]
-    found += [tokens(driver.run(forward(decodes=[slot])))[slot] for _ in range(count - 1)]
-    driver.run(Filter(ints([slot])))
-    driver.free += [block for _, block in admitted[1]]
-    return found
 
 
 def test_greedy_tokens_follow_from_the_whole_context(driver: Driver) -> None:

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 import millrace_fakes_hub
 from millrace_fakes_hub import COMMIT, REPO, Hub
 from millrace_shard.download import FIRST_WAIT_SECONDS, TRIES, HubAccess, progress_line
-from millrace_shard.hub import HubError, HubSettings, resolve
+from millrace_shard.hub import HubError, HubSettings, own_folder, resolve
 
 INDEX = json.dumps(
     {
@@ -218,6 +218,31 @@ def test_missing_tokenizer_json_is_built_beside_a_read_only_model(tmp_path: Path
     assert tokenizer.encode("mill race", add_special_tokens=False).ids == [5, 6]
     assert not (folder / "tokenizer.json").exists()
     assert resolve(str(folder), revision=None, settings=chosen) == found
+
+
+def test_what_other_users_can_write_is_no_place_for_a_model(tmp_path: Path) -> None:
+    path = own_folder(tmp_path)
+    assert path.stat().st_mode & 0o777 == 0o700
+    assert own_folder(tmp_path) == path
+    for mode in (0o770, 0o702):
+        path.chmod(mode)
+        with pytest.raises(HubError, match="can be written by other users"):
+            own_folder(tmp_path)
+    path.chmod(0o700)
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(HubError, match="can be written by other users"):
+        own_folder(tmp_path)
+
+
+def test_another_user_s_folder_is_no_place_for_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path.stat().st_uid + 1
+    (tmp_path / f"millrace-{other}").mkdir(mode=0o700)
+    monkeypatch.setattr("os.geteuid", lambda: other)
+    with pytest.raises(HubError, match="can be written by other users"):
+        own_folder(tmp_path)
 
 
 def test_progress_tells_bytes_and_seconds_left() -> None:

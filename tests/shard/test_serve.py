@@ -85,6 +85,8 @@ def process(folder: Path, sockets: Path, *arguments: str) -> Iterator[subprocess
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        # Whatever is private has to be so by the shard's own doing.
+        umask=0,
     )
     try:
         yield shard
@@ -148,6 +150,7 @@ def test_a_shard_in_use_is_neither_replaced_nor_cut_off(folder: Path, tmp_path: 
         with grpc.insecure_channel(f"unix:{tmp_path}/shard-0") as channel:
             stub = pb_grpc.ShardServiceStub(channel)
             stub.Warmup(WARMUP, wait_for_ready=True, timeout=SECONDS)
+            assert (tmp_path / "shard-0").stat().st_mode & 0o777 == 0o600
             second = ShardConfig.from_args([str(folder), f"--uds-path={tmp_path}/shard"])
             with pytest.raises(SocketTaken, match=f"listens at {tmp_path}/shard-0"):
                 serve(second)

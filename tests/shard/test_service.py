@@ -27,7 +27,7 @@ from millrace_fakes_engine import (
 from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
 from millrace_shard.engine import Engine
-from millrace_shard.parallel import ProcessGroup
+from millrace_shard.parallel import CollectiveError, ProcessGroup
 from millrace_shard.service import SERVICE_NAME, ShardService, new_server
 from millrace_shard.warmup import LoadedModel, MemoryLimits
 
@@ -191,6 +191,41 @@ def test_limits_that_do_not_fit_are_the_operators_error(start: Callable[..., Sha
         start().stub.Warmup(request, timeout=SECONDS)
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert caught.value.details() == "Not enough memory to handle `max_total_tokens`=64"
+
+
+def test_a_warm_up_that_fails_says_so_and_the_next_one_succeeds(
+    start: Callable[..., Shard],
+) -> None:
+    shard = start()
+
+    def fail(_: object) -> None:
+        raise ValueError("no such layer")
+
+    shard.model.before_forward = fail
+    with pytest.raises(grpc.RpcError) as caught:
+        shard.stub.Warmup(WARMUP, timeout=SECONDS)
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    assert caught.value.details() == "no such layer"
+    assert not shard.health().warmed_up
+    shard.model.before_forward = lambda _: None
+    shard.stub.Warmup(WARMUP, timeout=SECONDS)
+    assert shard.health().warmed_up
+
+
+def test_a_warm_up_in_which_the_group_is_lost_says_that_the_shard_goes(
+    start: Callable[..., Shard],
+) -> None:
+    """Whoever asked may wait for another one."""
+    shard = start()
+
+    def lose(_: object) -> None:
+        raise CollectiveError("the ranks have lost each other")
+
+    shard.model.before_forward = lose
+    with pytest.raises(grpc.RpcError) as caught:
+        shard.stub.Warmup(WARMUP, timeout=SECONDS)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert caught.value.details() == "the ranks have lost each other"
 
 
 def test_a_sequence_from_prompt_to_end(shard: Shard) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import stat
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import grpc
 import pytest
 
-from millrace_shard.socket_file import SocketFile, SocketTaken
+from millrace_shard.socket_file import SocketFile, SocketTaken, for_this_user_only
 
 
 @contextmanager
@@ -66,3 +70,22 @@ def test_what_is_no_socket_is_never_replaced(tmp_path: Path) -> None:
     with pytest.raises(SocketTaken, match="is not a socket"):
         SocketFile(path).check_free()
     assert path.read_text() == "mine"
+
+
+def test_no_other_user_reaches_a_shard_whatever_the_umask(tmp_path: Path) -> None:
+    """As a shard makes its socket: gRPC binds it with the umask's mode, before anything could change it."""
+    mine = SocketFile(tmp_path / "shard-0")
+    server = grpc.server(ThreadPoolExecutor(1))
+    before = os.umask(0)
+    try:
+        with for_this_user_only():
+            server.add_insecure_port(f"unix:{mine.private}")
+        assert stat.S_IMODE(mine.private.stat().st_mode) == 0o600
+        server.start()
+        mine.publish()
+        assert stat.S_IMODE(mine.path.stat().st_mode) == 0o600
+        assert os.umask(0) == 0
+    finally:
+        os.umask(before)
+        server.stop(grace=None).wait()
+        mine.remove()

@@ -13,6 +13,7 @@ import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -69,17 +70,21 @@ class Toolchain:
 def compile_library(source: Path, folder: Path, toolchain: Toolchain) -> Path:
     """The shared library of `source` and the headers beside it, from `folder` if it is there already.
 
-    Raises BuildError when it is not, and the folder cannot be written, or there is no compiler, or it fails.
+    Raises BuildError when it is not, and the folder cannot be written, or there is no compiler, or it fails;
+    and when another user could have put it there.
     """
     try:
         library = folder / f"{source.stem}-{_key(source, toolchain)}.so"
         if library.exists():
+            _check_owners(folder, library)
             return library
         folder.mkdir(parents=True, exist_ok=True)
+        _check_owners(folder)
         with library.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not library.exists():
                 _build(source, library, toolchain)
+        _check_owners(library)
     except OSError as error:
         raise BuildError(f"{error}; MILLRACE_CACHE names another folder") from error
     return library
@@ -117,6 +122,16 @@ def cache_folder() -> Path:
     except RuntimeError as error:
         raise BuildError(f"{error}; MILLRACE_CACHE names a folder to build in") from error
     return Path(base) / "millrace" / "kernels"
+
+
+def _check_owners(*paths: Path) -> None:
+    """Raise BuildError for what others may write: loading a library is running it."""
+    for path in paths:
+        status = path.stat()
+        if status.st_uid not in (0, os.geteuid()) or status.st_mode & stat.S_IWOTH:
+            raise BuildError(
+                f"{path} can be written by other users; MILLRACE_CACHE names another folder"
+            )
 
 
 def _build(source: Path, library: Path, toolchain: Toolchain) -> None:

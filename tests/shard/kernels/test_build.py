@@ -160,3 +160,26 @@ def test_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert build.cache_folder() == tmp_path / "millrace" / "kernels"
     monkeypatch.setenv("MILLRACE_CACHE", str(tmp_path / "own"))
     assert build.cache_folder() == tmp_path / "own" / "kernels"
+
+
+@pytest.mark.parametrize("which", ["folder", "library"])
+def test_what_any_user_can_write_is_not_loaded(tmp_path: Path, source: Path, which: str) -> None:
+    folder, tools = tmp_path / "cache", toolchain(tmp_path)
+    library = compile_library(source, folder, tools)
+    {"folder": folder, "library": library}[which].chmod(0o777)
+    with pytest.raises(BuildError, match="can be written by other users"):
+        compile_library(source, folder, tools)
+
+
+def test_what_another_user_built_is_not_loaded(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = toolchain(tmp_path)
+    compile_library(source, tmp_path / "cache", tools)
+    monkeypatch.setattr("os.geteuid", lambda: tmp_path.stat().st_uid + 1)
+    if tmp_path.stat().st_uid == 0:
+        # Root's files are trusted by all; these are somebody else's.
+        for path in (tmp_path / "cache", *(tmp_path / "cache").iterdir()):
+            os.chown(path, 4711, -1)
+    with pytest.raises(BuildError, match="can be written by other users"):
+        compile_library(source, tmp_path / "cache", tools)

@@ -1,0 +1,175 @@
+"""Who is let in at a TCP address: a real server, and clients with every kind of paper."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+import trustme
+
+from millrace_certificates import Certificate, certificate
+from millrace_fakes_engine import BLOCK_SIZE, VOCAB_SIZE, FakeModel, fake_kernels
+from millrace_proto import generate_pb2 as pb
+from millrace_proto import generate_pb2_grpc as pb_grpc
+from millrace_shard.config import ShardConfig
+from millrace_shard.credentials import CredentialsError, is_local, server_credentials
+from millrace_shard.engine import Engine
+from millrace_shard.parallel import ProcessGroup
+from millrace_shard.service import ShardService, new_server
+from millrace_shard.warmup import LoadedModel, MemoryLimits
+
+SECONDS = 20.0
+
+
+def config(address: str | None, **other: Any) -> ShardConfig:
+    return ShardConfig(model_folder=Path("model"), address=address, **other)
+
+
+def with_tls(files: Certificate, address: str = "localhost:0") -> ShardConfig:
+    return config(address, tls_cert=files.cert, tls_key=files.key, tls_ca=files.ca)
+
+
+@pytest.fixture
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+@pytest.fixture
+def port(tmp_path: Path, authority: trustme.CA) -> Iterator[int]:
+    """A shard with a certificate of `authority`."""
+    engine = Engine(
+        limits=MemoryLimits(kv_memory=64 * BLOCK_SIZE * 8, prefill_logprobs=False),
+        device=torch.device("cpu"),
+        cpu_threads=1,
+    )
+    engine.attach(
+        LoadedModel(
+            model=FakeModel(),
+            kernels=fake_kernels(),
+            group=ProcessGroup.single(),
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+        )
+    )
+    engine.start()
+    service = ShardService(engine, deterministic=True, prefill_logprobs=False)
+    files = certificate(tmp_path, "shard", "localhost", authority=authority)
+    credentials = server_credentials(with_tls(files))
+    assert credentials is not None
+    server = new_server(service, "localhost:0", credentials)
+    # A second listener of the same server says which port is free.
+    port = server.add_secure_port("localhost:0", credentials)
+    server.start()
+    yield port
+    server.stop(grace=None).wait(SECONDS)
+    engine.close()
+
+
+def ask(target: str, credentials: grpc.ChannelCredentials | None) -> pb.InfoResponse:
+    """One call, with these papers."""
+    channel = (
+        grpc.insecure_channel(target)
+        if credentials is None
+        else grpc.secure_channel(target, credentials)
+    )
+    with channel:
+        answer: pb.InfoResponse = pb_grpc.ShardServiceStub(channel).Info(
+            pb.InfoRequest(), timeout=SECONDS
+        )
+        return answer
+
+
+def papers(files: Certificate) -> grpc.ChannelCredentials:
+    return grpc.ssl_channel_credentials(
+        files.ca.read_bytes(), files.key.read_bytes(), files.cert.read_bytes()
+    )
+
+
+def test_a_client_of_the_same_authority_is_served(
+    port: int, tmp_path: Path, authority: trustme.CA
+) -> None:
+    client = certificate(tmp_path, "router", authority=authority)
+    assert ask(f"localhost:{port}", papers(client)).vocab_size == VOCAB_SIZE
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda folder, ca: None,
+        lambda folder, ca: grpc.ssl_channel_credentials(ca.cert_pem.bytes()),
+        lambda folder, ca: papers(certificate(folder, "stranger", trusts=ca)),
+        lambda folder, ca: papers(
+            certificate(folder, "doubter", authority=ca, trusts=trustme.CA())
+        ),
+    ],
+    ids=["plain", "no certificate", "another authority", "does not trust the shard"],
+)
+def test_anyone_else_is_refused(
+    port: int,
+    tmp_path: Path,
+    authority: trustme.CA,
+    wrong: Callable[[Path, trustme.CA], grpc.ChannelCredentials | None],
+) -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        ask(f"localhost:{port}", wrong(tmp_path, authority))
+    assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize(
+    ("address", "local"),
+    [
+        ("127.0.0.1:1", True),
+        ("127.8.8.8:1", True),
+        ("[::1]:1", True),
+        ("localhost:1", True),
+        ("unix:/tmp/x", True),
+        ("0.0.0.0:1", False),
+        ("[::]:1", False),
+        ("10.0.0.1:1", False),
+        ("shard-0:1", False),
+        ("localhost.example.com:1", False),
+    ],
+)
+def test_which_addresses_only_this_host_reaches(address: str, local: bool) -> None:
+    assert is_local(address) is local
+    if local:
+        assert server_credentials(config(address)) is None
+    else:
+        with pytest.raises(CredentialsError, match="can be reached from other hosts"):
+            server_credentials(config(address))
+        assert server_credentials(config(address, allow_insecure_tcp=True)) is None
+
+
+def test_a_unix_socket_needs_no_certificate() -> None:
+    assert server_credentials(config(None)) is None
+
+
+@pytest.mark.parametrize("given", ["tls_cert", "tls_key", "tls_ca"])
+def test_all_three_files_or_none(given: str, tmp_path: Path) -> None:
+    with pytest.raises(CredentialsError, match="--tls-") as refused:
+        server_credentials(config("localhost:1", **{given: tmp_path / "x"}))
+    assert "--" + given.replace("_", "-") not in str(refused.value)
+
+
+def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
+    one, other = certificate(tmp_path, "one"), certificate(tmp_path, "other")
+    with pytest.raises(CredentialsError, match="cannot be used for TLS"):
+        server_credentials(with_tls(Certificate(one.cert, other.key, one.ca)))
+    with pytest.raises(CredentialsError, match="cannot be used for TLS"):
+        server_credentials(with_tls(Certificate(one.cert, one.key, tmp_path / "absent")))
+
+
+def test_the_program_refuses_before_it_loads_anything(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "millrace_shard", "serve", str(tmp_path / "absent")]
+    ended = subprocess.run(
+        [*command, "--address=0.0.0.0:0"], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 1
+    assert "--allow-insecure-tcp" in ended.stderr
+    assert "absent" not in ended.stderr
