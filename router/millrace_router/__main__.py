@@ -18,11 +18,14 @@ import structlog
 from aiohttp import web
 
 from millrace_router import logs
+from millrace_router.checks import StartupError
 from millrace_router.config import ANY_ADDRESS, RouterConfig, listen_address
 from millrace_router.infer import Infer
+from millrace_router.openapi import openapi_json
 from millrace_router.process import bind, die_with_parent, return_freed_memory
+from millrace_router.routes.keyed import RUNS
 from millrace_router.server import create_runner
-from millrace_router.startup import Running, StartupError, start
+from millrace_router.startup import Running, start
 
 EVENT_LOOP_MODULE = "uvloop" if find_spec("uvloop") else "asyncio"
 BACKLOG = 128
@@ -35,7 +38,11 @@ log = structlog.get_logger(__name__)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the router; return the exit status."""
-    config = RouterConfig.from_args(sys.argv[1:] if argv is None else argv)
+    arguments = sys.argv[1:] if argv is None else argv
+    if list(arguments) == ["print-schema"]:
+        sys.stdout.write(openapi_json().decode() + "\n")
+        return 0
+    config = RouterConfig.from_args(arguments)
     logs.configure(config.log_level, json_output=config.json_output)
     die_with_parent()
     new_event_loop = import_module(EVENT_LOOP_MODULE).new_event_loop
@@ -149,6 +156,7 @@ async def _serve_http(
         await asyncio.wait({stopping, running.batcher_task}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         if not running.batcher_task.done():
+            runner.app[RUNS].drain()
             await drain(running.services.infer, config.graceful_termination_timeout)
     finally:
         try:

@@ -63,17 +63,25 @@ class Admission(Generic[E]):
 
     def resume(self, row: Row[E]) -> None:
         """Queue the entry of a preempted row, none of whose steps is in flight any more."""
-        heappush(self._paused, (row.seniority, row.slot, row.entry))
+        self.readmit(row.seniority, row.entry)
 
-    def adopt(self, other: Admission[E]) -> None:
-        """Take over the preempted entries of `other`, before anything is admitted here."""
-        self._paused, self._seniority = other._paused, other._seniority
+    def readmit(self, seniority: int, entry: E) -> None:
+        """Queue an entry that was admitted before, with the seniority it had."""
+        heappush(self._paused, (seniority, entry.request_id, entry))
 
-    def abandon(self) -> list[E]:
-        """Give up, and return, the preempted entries."""
-        entries = [entry for _, _, entry in self._paused]
+    def succeed(self, other: Admission[E]) -> None:
+        """Let whoever is admitted here be junior to all that `other` admitted."""
+        self._seniority = other._seniority
+
+    def surrender(self) -> list[tuple[int, E]]:
+        """Give up, and return, the preempted entries, each with its seniority."""
+        entries = [(seniority, entry) for seniority, _, entry in self._paused]
         self._paused.clear()
         return entries
+
+    def limit(self, budgets: Budgets) -> None:
+        """Admit within `budgets` from now on; there are as many slots as before."""
+        self._budgets = budgets
 
     def num_cached(self, entry: E) -> int:
         """Input tokens of `entry` that are cached now."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Mapping
 
 from millrace_router.entry import Entry
+from millrace_router.errors import Quarantined, RouterError
 from millrace_router.metrics import Metrics
 from millrace_router.planner import Planner
 from millrace_router.step_plan import StepPlan
@@ -72,7 +73,26 @@ class BatchMetrics:
         if timings.concat is not None:
             metrics.batch_concat_duration.labels(method="decode").observe(timings.concat)
 
-    def failed(self, plans: Iterable[StepPlan[Entry]]) -> None:
-        """Count steps in flight that will never be answered, once for each kind."""
+    def failed(self, plans: Iterable[StepPlan[Entry]], kind: str) -> None:
+        """Count an epoch's end, and steps in flight that will never be answered, once for each kind of step."""
+        self._metrics.recoveries.labels(reason=kind).inc()
         for method in {plan.method for plan in plans if plan.has_forward}:
             self._metrics.batch_inference_failure.labels(method=method).inc()
+
+    def replayed(self, num_entries: int) -> None:
+        """Count entries that are admitted again in a new epoch."""
+        self._metrics.requests_replayed.inc(num_entries)
+
+    def recovering(self) -> None:
+        """The shards do not serve."""
+        self._metrics.recovering.set(1)
+
+    def recovered(self, seconds: float) -> None:
+        """The shards serve again, after so many seconds."""
+        self._metrics.recovering.set(0)
+        self._metrics.recovery_seconds.observe(seconds)
+
+    def ended(self, error: RouterError) -> None:
+        """Count a request that a failure of the shards has ended."""
+        if isinstance(error, Quarantined):
+            self._metrics.requests_quarantined.inc()

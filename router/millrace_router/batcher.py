@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
@@ -17,27 +16,32 @@ from millrace_router.entry_queue import EntryQueue
 from millrace_router.errors import (
     GenerationError,
     NonFiniteOutput,
+    Quarantined,
     QueueExpired,
     RouterError,
     ShuttingDown,
 )
 from millrace_router.estimate import Estimate
+from millrace_router.lifeline import Lifeline
 from millrace_router.metrics import Metrics
+from millrace_router.patience import DEFAULT_PATIENCE, Patience
 from millrace_router.planner import Planner
 from millrace_router.prospects import Outlook, Prospects
+from millrace_router.quarantine import Quarantine
+from millrace_router.recovery import Recovery
 from millrace_router.request import Terms, ValidRequest
+from millrace_router.rescue import PlannerFactory, Rescue
+from millrace_router.sentry import Oldest
 from millrace_router.shard_client import ShardedClient, ShardError
 from millrace_router.step_plan import StepPlan
+from millrace_router.supervisor import Supervisor
 from millrace_router.tokenizer import Tokenizer
+from millrace_router.waiting import WaitingQueue
 from millrace_router.wire import StepResult
 
-REOPEN_SECONDS = 0.5
-UNREACHABLE_SECONDS = 60.0
+NOBODY: WaitingQueue[Entry] = WaitingQueue()
 
 log = structlog.get_logger(__name__)
-
-PlannerFactory = Callable[[], Planner[Entry]]
-"""Makes an empty planner for each new epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +61,8 @@ class Batcher:
     """Continuous batching: entries join and leave the batch at every step.
 
     The task of `run` is the only writer of scheduling state. Up to `depth` steps are in flight, so the shards never
-    wait for the router; what is learned one step late costs at most one discarded token. Whatever fails, every
-    entry in flight gets its terminal event and the loop goes on in a new epoch.
+    wait for the router; what is learned one step late costs at most one discarded token. Whatever fails, a new epoch
+    begins in which every entry in flight is replayed and goes on where it was.
     """
 
     def __init__(  # noqa: PLR0913
@@ -71,14 +75,24 @@ class Batcher:
         tokenizer: Tokenizer,
         eos_token_ids: frozenset[int],
         metrics: Metrics,
+        supervisor: Supervisor | None = None,
+        patience: Patience = DEFAULT_PATIENCE,
         depth: int = 2,
     ) -> None:
+        self.quarantine = Quarantine()
+        self._metrics = BatchMetrics(metrics)
+        self._lifeline = Lifeline(
+            shards,
+            supervisor or Supervisor(None),
+            patience,
+            prospects.cost,
+            self._metrics,
+            oldest=self._oldest,
+        )
+        self._rescue = Rescue(new_planner, self.quarantine)
         self._shards = shards
-        self._new_planner = new_planner
-        self._planner = new_planner()
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
-        self._metrics = BatchMetrics(metrics)
         self._depth = depth
         self._waiting = waiting
         self._prospects = prospects
@@ -89,16 +103,31 @@ class Batcher:
         self._wake = asyncio.Event()
         self._stopped = False
 
+    @property
+    def recovery(self) -> Recovery:
+        """Whether the shards serve."""
+        return self._lifeline.recovery
+
+    @property
+    def _planner(self) -> Planner[Entry]:
+        return self._rescue.planner
+
     def submit(self, request: ValidRequest) -> TokenStream:
         """Queue a request; its stream gets exactly one terminal event, whatever happens.
 
         Raises:
             ShuttingDown: nothing is accepted any more.
+            ShardsGone: the shards are down, and not expected back in time.
+            Quarantined: this very request broke the shards a while ago.
             Overloaded: the queue is full, or longer than the request is willing to wait.
 
         """
         if self._stopped:
             raise ShuttingDown
+        if (refusal := self._lifeline.refusal) is not None:
+            raise refusal
+        if self.quarantine.refuses(request):
+            raise Quarantined
         entry = self._entry(request)
         num_cached = self._planner.num_cached(entry)
         self._prospects.accept(entry, self._outlook(request.terms), num_cached=num_cached)
@@ -117,7 +146,7 @@ class Batcher:
         return Estimate(
             prediction=prediction,
             num_cached=num_cached,
-            num_waiting=len(self._waiting) + self._planner.num_paused,
+            num_waiting=len(self._waiting) + self._planner.num_paused + self._rescue.num_held,
             num_running=len(self._planner.rows),
         )
 
@@ -144,47 +173,53 @@ class Batcher:
             rows=planner.rows.values(),
             num_waiting=len(self._waiting),
             ahead=(
-                num_ahead + planner.num_paused,
-                tokens_ahead + planner.num_paused_tokens,
+                num_ahead + planner.num_paused + self._rescue.num_held,
+                tokens_ahead + planner.num_paused_tokens + self._rescue.num_held_tokens,
             ),
             now_in_step=now - began_at,
         )
 
     async def run(self) -> None:
         """Serve for ever; cancel to stop. Ends every stream before it returns."""
+        sentry = asyncio.create_task(self._lifeline.watch())
         try:
-            await self._open()
+            await self._lifeline.open(self._without_shards)
             while True:
                 try:
-                    await self._turn()
+                    async with self._lifeline.interrupt:
+                        await self._turn()
+                    if self._rescue.must_regroup and not self._flights:
+                        await self._next_epoch()
                 except ShardError as error:
-                    await self._recover(str(error))
+                    await self._recover(error)
                 except Exception as error:
                     # The loop has to outlive any defect in a step.
                     log.exception("step failed")
-                    await self._recover(repr(error))
+                    await self._recover(ShardError(repr(error)))
         finally:
             self._stopped = True
-            self._fail_running("the server is shutting down")
-            self._fail_waiting(ShuttingDown())
+            sentry.cancel()
+            self._fail_admitted(GenerationError("the server is shutting down"))
+            self._fail_everybody(ShuttingDown())
 
     async def _turn(self) -> None:
         """Keep the shards busy, then take one answer."""
-        for entry in self._waiting.expired(time.monotonic()):
-            self._end(entry, QueueExpired(retry_after_seconds=self.drain_seconds()))
-        while len(self._flights) < self._depth:
-            plan = self._planner.plan(
-                self._waiting,
+        self._expire()
+        rescue = self._rescue
+        while len(self._flights) < self._depth and not rescue.must_regroup:
+            plan = rescue.planner.plan(
+                NOBODY if rescue.is_searching else self._waiting,
                 last_sent=self._shards.last_sent,
                 last_answered=self._last_answered,
             )
             if plan is None:
                 break
             await self._send(plan)
-        self._metrics.batch(self._planner, len(self._waiting))
+        self._metrics.batch(rescue.planner, len(self._waiting))
         if self._flights:
             self._deliver(await self._shards.receive())
-        else:
+        elif not rescue.must_regroup:
+            self._lifeline.served(computed=False)
             self._wake.clear()
             await self._wake.wait()
 
@@ -204,8 +239,10 @@ class Batcher:
         if flight.plan.has_forward:
             seconds = answered_at - flight.began_at(self._answered_at)
             self._prospects.observe(flight.plan.load, seconds)
+            self._lifeline.served(computed=True)
         self._last_answered, self._answered_at = result.number, answered_at
         planner.computed(flight.plan, result.failed_slots)
+        self._rescue.computed(flight.plan)
         for slot, logprobs in result.prompt_logprobs:
             if (row := planner.row(slot)) is not None:
                 row.entry.accept_prompt_logprobs(logprobs)
@@ -235,43 +272,57 @@ class Batcher:
             entry.accounted = True
             self._prospects.ended(entry)
             self._waiting.served(entry, entry.num_generated)
+            self._rescue.ended(entry)
         if error is not None:
             entry.stream.fail(error)
 
-    async def _recover(self, message: str) -> None:
-        """Fail what is in flight and begin a new epoch; what waits goes on waiting."""
-        log.error("epoch failed", error=message)
-        self._metrics.failed(flight.plan for flight in self._flights)
-        self._fail_running(message)
-        await self._open()
+    async def _recover(self, error: ShardError) -> None:
+        """Find out whom to blame, see to it that the shards come back, and replay everybody else in a new epoch."""
+        kind = self._lifeline.failed(error)
+        log.error("epoch failed", kind=kind, error=str(error), in_flight=len(self._flights))
+        plans = [flight.plan for flight in self._flights]
+        self._metrics.failed(plans, kind)
+        ending = None
+        if kind == "out_of_memory" and plans:
+            ending = self._rescue.shrink(plans[0])
+        elif kind != "planned":
+            ending = self._rescue.blame(plans)
+        if ending is not None:
+            self._metrics.ended(ending[1])
+            self._end(*ending)
+        self._lifeline.restart(kind, error, num_suspects=self._rescue.num_suspects)
+        await self._next_epoch()
 
-    def _fail_running(self, message: str) -> None:
-        failed, self._planner = self._planner, self._new_planner()
-        self._planner.adopt(failed)
+    async def _next_epoch(self) -> None:
         self._flights.clear()
-        for row in failed.running:
-            self._end(row.entry, GenerationError(message))
-
-    async def _open(self) -> None:
-        """Begin an epoch, however long that takes; who waits longer than UNREACHABLE_SECONDS is told so."""
         self._last_answered = 0
-        started_at = time.monotonic()
-        while True:
-            try:
-                await self._shards.open()
-            except ShardError as error:
-                log.warning("cannot open a stream to the shards", error=str(error))
-                if time.monotonic() - started_at > UNREACHABLE_SECONDS:
-                    self._fail_waiting(GenerationError(str(error)))
-                await asyncio.sleep(REOPEN_SECONDS)
-            else:
-                return
+        self._metrics.replayed(self._rescue.next_epoch())
+        await self._lifeline.open(self._without_shards)
 
-    def _fail_waiting(self, error: RouterError) -> None:
-        for entry in self._planner.abandon():
-            self._end(entry, error)
+    def _oldest(self) -> Oldest | None:
+        if not self._flights:
+            return None
+        flight = self._flights[0]
+        return Oldest(flight.number, flight, flight.plan.load)
+
+    def _expire(self) -> None:
+        for entry in self._waiting.expired(time.monotonic()):
+            self._end(entry, QueueExpired(retry_after_seconds=self.drain_seconds()))
+
+    def _without_shards(self, error: RouterError | None) -> None:
+        """Time passes while no epoch is open; with an error it will not be before long."""
+        self._expire()
+        if error is not None:
+            self._fail_everybody(error)
+
+    def _fail_everybody(self, error: RouterError) -> None:
+        self._fail_admitted(error)
         while len(self._waiting):
             self._end(self._waiting.pop(), error)
+
+    def _fail_admitted(self, error: RouterError) -> None:
+        for entry in self._rescue.surrender():
+            self._end(entry, error)
 
     def _on_close(self, entry: Entry) -> None:
         """A reader has left: a waiting entry goes at once, a running one with the next step."""

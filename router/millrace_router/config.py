@@ -5,10 +5,13 @@ Imported by the launcher too, so nothing here may be heavier than pydantic.
 
 from __future__ import annotations
 
+import io
 import ipaddress
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -28,6 +31,17 @@ def _switch(value: object) -> object:
 
 
 OnOff = Annotated[Literal["on", "off"], BeforeValidator(_switch)]
+
+
+@contextmanager
+def _printable_help() -> Iterator[None]:
+    """Show no default where there is none: what stands for None there cannot be typed, or printed."""
+    shown = io.StringIO()
+    try:
+        with redirect_stdout(shown):
+            yield
+    finally:
+        sys.stdout.write(re.sub(r"\s*\(default:\s*\0\)", "", shown.getvalue()))
 
 
 class RouterConfig(BaseSettings):
@@ -63,6 +77,17 @@ class RouterConfig(BaseSettings):
     master_shard_uds_path: str = Field(
         default="/tmp/text-generation-server-0",  # noqa: S108
         description="Unix socket of the only shard when --shard-addresses is absent.",
+    )
+
+    shard_tls_cert: Path | None = Field(
+        default=None,
+        description="PEM file with the router's certificate, for shards at host:port.",
+    )
+    shard_tls_key: Path | None = Field(
+        default=None, description="PEM file with the certificate's key."
+    )
+    shard_tls_ca: Path | None = Field(
+        default=None, description="PEM file with the authority that signs shards' certificates."
     )
 
     hostname: str = Field(
@@ -168,6 +193,32 @@ class RouterConfig(BaseSettings):
         description="Steps sent before the first is answered; 1 turns it off.",
     )
 
+    step_timeout: float = Field(
+        default=30.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds that a step always gets; one that takes longer, and far longer than "
+        "predicted, means that the shards hang: they are restarted.",
+    )
+    recovery_grace: float = Field(
+        default=300.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Seconds that shards may take to come back; then /health fails and requests end.",
+    )
+    resume_grace: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Seconds that a request with an Idempotency-Key outlives its connection, and can "
+        "be resumed; 0 ends it with the connection.",
+    )
+    supervisor_fd: int | None = Field(
+        default=None,
+        ge=0,
+        description="Socket to the launcher, inherited; for the launcher's use.",
+    )
+
     validation_workers: int = Field(default=2, description="Threads that tokenize prompts.")
     tokenizer_config_path: Path | None = Field(
         default=None, description="tokenizer_config.json to take the chat template from."
@@ -205,7 +256,8 @@ class RouterConfig(BaseSettings):
         empty_key = "--api-key=" in argv or ("--api-key", "") in pairwise(argv)
         values: dict[str, Any] = {"api_key": ""} if empty_key else {}
         try:
-            return cls(_cli_parse_args=list(argv), **values)  # type: ignore[call-arg]
+            with _printable_help():
+                return cls(_cli_parse_args=list(argv), **values)  # type: ignore[call-arg]
         except ValidationError as error:
             for problem in error.errors():
                 flag = "--" + "-".join(map(str, problem["loc"])).replace("_", "-")

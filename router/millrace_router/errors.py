@@ -13,14 +13,18 @@ RouterError
 ├── TemplateError             422  template_error
 ├── ToolError                 422  tool_error
 ├── GenerationError           424  generation
-│   └── NonFiniteOutput       424  generation         (this request's own doing)
+│   ├── NonFiniteOutput       424  generation         (this request's own doing)
+│   ├── Quarantined           424  generation         (it breaks steps, in company and alone)
+│   └── DoesNotFit            424  generation         (the shards lack memory to run it even alone)
 ├── Overloaded                429  overloaded
 │   ├── QueueFull             429  overloaded         (`--max-queue-size`)
 │   ├── QueueTooLong          429  overloaded         (it would wait for too long)
 │   └── QueueExpired          429  overloaded         (it has waited for too long)
+├── NotResumable              410  not_resumable      (the stream that `Last-Event-ID` speaks of is gone)
 ├── IncompleteGeneration      500  incomplete_generation
 │   └── IncompleteGenerationStream     incomplete_generation_stream (after the status was sent)
-├── Unhealthy                 503  healthcheck
+├── Unhealthy                 503  healthcheck        (with the reason)
+├── ShardsGone                503  unavailable        (the shards do not come back)
 └── ShuttingDown              503  unavailable
 """
 
@@ -170,6 +174,20 @@ class NonFiniteOutput(GenerationError):
         super().__init__(NON_FINITE)
 
 
+class Quarantined(GenerationError):
+    """The step that runs this request fails, in company and alone; others are not concerned."""
+
+    def __init__(self) -> None:
+        super().__init__("the request breaks the model server and has been quarantined")
+
+
+class DoesNotFit(GenerationError):
+    """The shards run out of memory with this request alone; others are not concerned."""
+
+    def __init__(self) -> None:
+        super().__init__("out of memory, even with this request alone")
+
+
 class Overloaded(RouterError):
     """No permit of `--max-concurrent-requests` is free."""
 
@@ -215,6 +233,23 @@ class QueueExpired(Overloaded):
         )
 
 
+class NotResumable(RouterError):
+    """What a client wants to go on reading is not there any more.
+
+    410, because clients give up on it instead of trying again: starting anew in silence would repeat tokens, and a
+    409 is repeated by OpenAI's clients. Whoever wants to start anew sends the request without `Last-Event-ID`.
+    """
+
+    status = 410
+    error_type = "not_resumable"
+    failure_label = "validation"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The stream cannot be resumed: it has ended, or its beginning is forgotten"
+        )
+
+
 class IncompleteGeneration(RouterError):
     """A stream ended without its terminal event: our mistake, never the client's."""
 
@@ -236,13 +271,25 @@ class IncompleteGenerationStream(IncompleteGeneration):
 
 
 class Unhealthy(RouterError):
-    """The shards do not answer, or do not generate."""
+    """The server cannot do its work; `reason` says why."""
 
     status = 503
     error_type = "healthcheck"
 
-    def __init__(self) -> None:
+    def __init__(self, reason: str | None = None) -> None:
         super().__init__("unhealthy")
+        self.reason = reason
+
+
+class ShardsGone(RouterError):
+    """The shards are down, and are not expected back in time."""
+
+    status = 503
+    error_type = "unavailable"
+    failure_label = "generation"
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"The model server is down: {reason}")
 
 
 class ShuttingDown(RouterError):

@@ -139,6 +139,7 @@ class Generation:
         self._record = record
         self._counted = counted
         self._release = release
+        self._reader: Reader | None = None
         self._closed = False
         self.generated_tokens = 0
         self._finished = False
@@ -216,18 +217,19 @@ class Generation:
 
     def hear(self, event: Event) -> None:
         """Take an event from the stream; raises nothing."""
-        if not isinstance(event, TokenEvent):
+        reader = self._reader
+        if reader is None or not isinstance(event, TokenEvent):
             return
         self._count(event)
         try:
-            self._reader.token(event)
+            reader.token(event)
         except Exception as error:  # noqa: BLE001
             # The edge of the request: what calls is the batcher, which must not suffer.
-            self._reader.fail(error)
+            reader.fail(error)
 
     def fail(self, error: RouterError) -> None:
         """Take the stream's failure; raises nothing."""
-        if not self._failed:
+        if self._reader is not None and not self._failed:
             self._failed = True
             self._reader.fail(self._fail(error))
 
@@ -259,6 +261,8 @@ class Generation:
             return
         self._closed = True
         self._stream.close()
+        # It holds what has been sent, and an idle connection its last request with all generations.
+        self._reader = None
         self._release()
         if self._counted:
             self._record.left()

@@ -55,7 +55,10 @@ class RelayHandler(logging.Handler):
             # Its messages and errors quote what clients sent.
             kind = record.exc_info[0] if record.exc_info else None
             error = kind.__name__ if kind else None
-            logger.log(record.levelno, "an HTTP connection failed", error=error)
+            # A client that has gone, or been cut off, is nobody's mistake.
+            left = kind is not None and issubclass(kind, ConnectionError)
+            level = logging.DEBUG if left else record.levelno
+            logger.log(level, "an HTTP connection failed", error=error)
         else:
             logger.log(record.levelno, record.getMessage(), exc_info=record.exc_info)
 

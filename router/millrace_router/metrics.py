@@ -23,6 +23,8 @@ DURATION_BUCKETS: tuple[float, ...] = tuple(
 """Seconds, 35 bounds from 0.15 ms to 145.6 s; multiplied step by step, so that the text equals TGI's."""
 BATCH_SIZE_BUCKETS: tuple[float, ...] = tuple(float(size) for size in range(1, 1025))
 SKIPPED_TOKENS_BUCKETS: tuple[float, ...] = tuple(float(count) for count in range(9))
+RECOVERY_REASONS = ("lost", "hung", "failed", "out_of_memory", "planned")
+"""Values of `reason` in `millrace_recoveries_total`."""
 
 
 def length_buckets(limit: int) -> tuple[float, ...]:
@@ -167,6 +169,7 @@ class Metrics:
         self._requests(inputs=length_buckets(max_input_tokens), generated=generated)
         self._batches()
         self._additions()
+        self._survival()
 
     def _requests(self, *, inputs: Sequence[float], generated: Sequence[float]) -> None:
         counter, histogram, duration = self._counter, self._histogram, self._duration
@@ -270,6 +273,29 @@ class Metrics:
         self.requests_paused = gauge("millrace_requests_paused", "Requests that were preempted")
         self.requests_running = gauge("millrace_requests_running", "Requests in the batch")
         self.requests_waiting = gauge("millrace_requests_waiting", "Requests in the queue")
+
+    def _survival(self) -> None:
+        self.recoveries = self._family(
+            "millrace_recoveries_total", "Times the shards stopped serving", Counter, "reason"
+        )
+        self.recovery_seconds = self._duration(
+            "millrace_recovery_duration", "Until the shards served again"
+        )
+        self.recovering = self._gauge("millrace_recovering", "1 while the shards do not serve")
+        self.requests_replayed = self._counter(
+            "millrace_requests_replayed_total", "Requests that were computed again after a failure"
+        )
+        self.requests_quarantined = self._counter(
+            "millrace_requests_quarantined_total", "Requests refused because they break the shards"
+        )
+
+    def show_survival(self) -> None:
+        """Show at zero what alerts watch: to Prometheus a series that begins at 1 has not increased."""
+        for reason in RECOVERY_REASONS:
+            self.recoveries.labels(reason=reason).inc(0)
+        self.recovering.set(0)
+        self.requests_replayed.inc(0)
+        self.requests_quarantined.inc(0)
 
     def _family(
         self, name: str, documentation: str, make: Callable[[], Instrument], *labels: str

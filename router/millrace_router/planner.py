@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from itertools import chain, repeat
 from typing import Generic
 
@@ -34,8 +34,8 @@ class Planner(Generic[E]):
         self._cost = cost
         self._admission: Admission[E] = Admission(budgets, blocks)
         self._preempted: dict[int, Row[E]] = {}
-        self._yielded: list[E] = []
-        """Entries that yielded to another tenant, on their way back into the queue."""
+        self._yielded: list[Row[E]] = []
+        """Rows that yielded to another tenant, on their way back into the queue."""
         self._to_drop: list[Row[E]] = []
         self._retired: deque[tuple[int, int]] = deque()
         self._least_chunk = min(blocks.block_size, budgets.max_batch_prefill_tokens)
@@ -62,16 +62,29 @@ class Planner(Generic[E]):
         """Input tokens of `entry` that are cached now."""
         return self._admission.num_cached(entry)
 
-    def adopt(self, other: Planner[E]) -> None:
-        """Take over the entries that `other` preempted and had no step in flight."""
-        self._admission.adopt(other._admission)
-        self._yielded.extend(other._yielded)
-
-    def abandon(self) -> list[E]:
-        """Give up, and return, the preempted entries that have no step in flight."""
-        entries = self._yielded + self._admission.abandon()
+    def surrender(self) -> list[tuple[int, E]]:
+        """Give up, and return, every entry that was admitted and is still read, with its seniority, in that order."""
+        rows = [*self.running, *self._yielded]
+        entries = [(row.seniority, row.entry) for row in rows] + self._admission.surrender()
+        self.rows.clear()
+        self._preempted.clear()
         self._yielded.clear()
-        return entries
+        return sorted((e for e in entries if not e[1].closed), key=lambda e: e[0])
+
+    def succeed(self, other: Planner[E], entries: Iterable[tuple[int, E]]) -> None:
+        """Take the place of `other`, some of whose surrendered `entries` are to be admitted here, by replay."""
+        self._admission.succeed(other._admission)
+        self.readmit(entries)
+
+    def readmit(self, entries: Iterable[tuple[int, E]]) -> None:
+        """Admit entries that were admitted before, each with its seniority, by replay."""
+        for seniority, entry in entries:
+            self._admission.readmit(seniority, entry)
+
+    def limit(self, budgets: Budgets) -> None:
+        """Plan within `budgets` from now on; there are as many slots as before."""
+        self.budgets = budgets
+        self._admission.limit(budgets)
 
     def row(self, slot: int) -> Row[E] | None:
         """The row in `slot` whose tokens count: one that runs, or was preempted with steps in flight."""
@@ -90,14 +103,14 @@ class Planner(Generic[E]):
 
         Of rows in `failed_slots`, whose values are not finite, nothing is shared any more.
         """
-        if self.blocks.cache is None:
-            return
-        size = self.blocks.block_size
+        size, is_caching = self.blocks.block_size, self.blocks.cache is not None
         for slot, num_tokens in chain(plan.chunks, zip(plan.decodes, repeat(1))):
             row = self.rows.get(slot) or self._preempted.get(slot)
             if row is None:
                 continue
             row.num_computed += num_tokens
+            if not is_caching:
+                continue
             if slot in failed_slots:
                 self.blocks.forget(slot)
             elif row.num_computed >= row.num_entered + size:
@@ -113,7 +126,7 @@ class Planner(Generic[E]):
             self._admission.free(slot)
             row = self._preempted.pop(slot, None)
             if row is not None and row.has_yielded:
-                self._yielded.append(row.entry)
+                self._yielded.append(row)
             elif row is not None:
                 self._admission.resume(row)
 
@@ -126,8 +139,8 @@ class Planner(Generic[E]):
             self.drop(row)
         self._retire(plan, last_sent)
         self.answered(last_answered)
-        for entry in self._yielded:
-            waiting.append(entry)
+        for row in self._yielded:
+            waiting.append(row.entry)
         self._yielded.clear()
         if not self.budgets.reserve_all:
             retired = (slot for _, slot in self._retired)

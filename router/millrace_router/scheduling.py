@@ -10,9 +10,11 @@ from millrace_router.config import RouterConfig
 from millrace_router.cost import CostModel
 from millrace_router.entry import Entry
 from millrace_router.metrics import Metrics
+from millrace_router.patience import Patience
 from millrace_router.policies import forecaster_from, planner_from, queue_from
 from millrace_router.prospects import Prospects
 from millrace_router.shard_client import ShardedClient
+from millrace_router.supervisor import Supervisor
 from millrace_router.tenants import TenantQueue
 from millrace_router.tokenizer import Tokenizer
 from millrace_router.waiting import WaitingQueue
@@ -29,6 +31,7 @@ def batcher_from(  # noqa: PLR0913
     tokenizer: Tokenizer,
     metrics: Metrics,
     cost: CostModel,
+    supervisor: Supervisor,
 ) -> Batcher:
     """A batcher that is not running yet."""
     forecaster = forecaster_from(
@@ -50,5 +53,7 @@ def batcher_from(  # noqa: PLR0913
         tokenizer=tokenizer,
         eos_token_ids=info.eos_token_ids,
         metrics=metrics,
+        supervisor=supervisor,
+        patience=Patience(step_seconds=config.step_timeout, recovery_seconds=config.recovery_grace),
         depth=config.steps_in_flight,
     )

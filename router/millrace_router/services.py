@@ -12,6 +12,7 @@ from millrace_router.health import Health
 from millrace_router.infer import Infer
 from millrace_router.limits import Limits
 from millrace_router.metrics import Metrics
+from millrace_router.quarantine import Quarantine
 from millrace_router.template import ChatTemplate
 from millrace_router.tokenizer import Tokenizer
 from millrace_router.validation import Validator
@@ -36,6 +37,7 @@ class Services:
     infer: Infer
     metrics: Metrics
     health: Health
+    quarantine: Quarantine
     cost: CostModel | None = None
     pipeline_tag: str | None = "text-generation"
     compute_type: str = "gpu+optimized"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
 from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
+from millrace_router.channels import open_channel
 from millrace_router.entry import Entry
 from millrace_router.step_plan import StepPlan
 from millrace_router.wire import (
@@ -24,13 +25,9 @@ from millrace_router.wire import (
     result_from_pb,
 )
 
-CHANNEL_OPTIONS = (
-    ("grpc.max_send_message_length", -1),
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.use_local_subchannel_pool", 1),
-)
-STUCK_SECONDS = 120
-"""Longer than any step should take, and than the time-out of a group's collectives."""
+WATCH_SECONDS = 1.0
+"""How often shards that warm up are asked for their health."""
+GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 STREAM_ERRORS = (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError)
 
 T = TypeVar("T")
@@ -38,18 +35,35 @@ StepCall = grpc.aio.StreamStreamCall[pb.StepRequest, pb.StepResponse]
 
 
 class ShardError(Exception):
-    """A shard failed, refused a step or cannot be reached; everything in flight has failed with it."""
+    """A call to the shards failed; if it was a step, everything in flight has failed with it."""
+
+
+class StepFailed(ShardError):  # noqa: N818
+    """The shards are there, but a step raised or was refused."""
+
+    def __init__(self, message: str, *, out_of_memory: bool = False) -> None:
+        super().__init__(message)
+        self.out_of_memory = out_of_memory
+
+
+class ShardLost(ShardError):  # noqa: N818
+    """A shard is not there, or has gone."""
+
+
+class ShardHung(ShardError):  # noqa: N818
+    """A shard is there, and does nothing."""
 
 
 class ShardClient:
     """One shard: unary control calls, and the stream of numbered steps."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, tls: grpc.ChannelCredentials | None = None) -> None:
         self.address = address
+        self._tls = tls
         self._connect()
 
     def _connect(self) -> None:
-        self._channel = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+        self._channel = open_channel(self.address, self._tls)
         self._stub: pb_grpc.ShardServiceAsyncStub = pb_grpc.ShardServiceStub(self._channel)
         self._steps: StepCall | None = None
 
@@ -75,16 +89,20 @@ class ShardClient:
         """The oldest answer that has not been read.
 
         Raises:
-            ShardError: the step failed, or the stream has ended.
+            StepFailed: it says that the step failed.
+            ShardLost: the stream has ended.
 
         """
         if self._steps is None:
-            raise ShardError(f"no step was sent to {self.address}")
+            raise ShardLost(f"no step was sent to {self.address}")
         answer = await self._steps.read()
         if not isinstance(answer, pb.StepResponse):
-            raise ShardError(f"shard {self.address} ended its stream of steps")
+            raise ShardLost(f"shard {self.address} ended its stream of steps")
         if answer.HasField("error"):
-            raise ShardError(answer.error.message)
+            kind = answer.error.kind
+            raise StepFailed(
+                answer.error.message, out_of_memory=kind == pb.StepError.KIND_OUT_OF_MEMORY
+            )
         return answer
 
     async def reset(self) -> None:
@@ -103,12 +121,20 @@ class ShardedClient:
     Steps may be sent ahead of answers; answers come in order. Any `ShardError` ends the epoch.
     """
 
-    def __init__(self, addresses: Sequence[str]) -> None:
-        self._shards = [ShardClient(address) for address in addresses]
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        tls: grpc.ChannelCredentials | None = None,
+        *,
+        silence_seconds: float = 30.0,
+    ) -> None:
+        """A rank that does not answer for `silence_seconds` while nothing is computed counts as hung."""
+        self._silence_seconds = silence_seconds
+        self._shards = [ShardClient(address, tls) for address in addresses]
         self._epoch = 0
         self._number = 0
         self._batch_id = 0
-        self._warmup: pb.WarmupRequest | None = None
+        self._warmup = pb.WarmupRequest()
         self._capacity: Capacity | None = None
 
     @property
@@ -131,11 +157,22 @@ class ShardedClient:
         self._shards = [by_rank[rank] for rank in ranks]
         return info_from_pb(min(infos, key=lambda info: info.rank))
 
-    async def health(self, *, timeout: float = 5.0) -> None:
-        """Ask every rank; raises ShardError unless all answer and none sits on a step."""
-        for state in await self._all(shard.health(timeout=timeout) for shard in self._shards):
-            if state.pending_steps and state.idle_ns > STUCK_SECONDS * 1e9:
-                raise ShardError(f"no step has ended for {state.idle_ns / 1e9:.0f} s")
+    @property
+    def world_size(self) -> int:
+        """Ranks of the group."""
+        return len(self._shards)
+
+    async def health(self) -> bool:
+        """Ask every rank, which answers while it computes; whether all have been warmed up.
+
+        Raises:
+            ShardLost: one is not there.
+            ShardHung: one did not answer for `silence_seconds`.
+
+        """
+        timeout = self._silence_seconds
+        states = await self._all(shard.health(timeout=timeout) for shard in self._shards)
+        return all(state.warmed_up for state in states)
 
     async def warmup(
         self,
@@ -161,30 +198,23 @@ class ShardedClient:
         return self._capacity
 
     async def open(self) -> None:
-        """Begin a new epoch with an empty batch on every rank.
+        """Begin a new epoch with an empty batch on every rank, which has to be there.
 
-        Shards that were started anew have no KV cache yet, and are warmed up again.
+        Shards that were started anew have no KV cache yet, and are warmed up again. Raises ShardError.
         """
-        try:
-            await self._open()
-        except ShardError:
-            if self._warmup is None:
-                raise
-            if await self._warm_up(self._warmup) != self._capacity:
-                raise ShardError("the shards came back with another KV capacity") from None
-            await self._open()
-
-    async def _warm_up(self, request: pb.WarmupRequest) -> Capacity:
-        return capacity_from_pb(await self._all(shard.warmup(request) for shard in self._shards))
-
-    async def _open(self) -> None:
         if self._epoch:
-            for shard in self._shards:
-                await shard.reset()
+            await self.reset()
+        # No rank may be kept waiting in a warm-up for another one that has not come back yet.
+        if not await self.health() and self._capacity is not None:
+            await self._warm_up_again(self._capacity)
         self._epoch = max(self._epoch + 1, time.time_ns())
         self._number = 0
-        await self._all(shard.write(open_to_pb(self._epoch)) for shard in self._shards)
-        await self._answers()
+        try:
+            async with asyncio.timeout(self._silence_seconds):
+                await self._all(shard.write(open_to_pb(self._epoch)) for shard in self._shards)
+                await self._answers()
+        except TimeoutError:
+            raise ShardHung("a shard does not begin") from None
 
     async def send(self, plan: StepPlan[Entry]) -> int:
         """Send a step without waiting for its answer; its number."""
@@ -195,7 +225,7 @@ class ShardedClient:
             try:
                 await self._shards[0].write(message)
             except STREAM_ERRORS as error:
-                raise ShardError(describe(error)) from error
+                raise from_grpc(error) from error
         else:
             await self._all(shard.write(message) for shard in self._shards)
         return self._number
@@ -203,6 +233,41 @@ class ShardedClient:
     async def receive(self) -> StepResult:
         """The answer to the oldest step that has none yet."""
         return result_from_pb(await self._answers())
+
+    async def reset(self) -> None:
+        """Discard every stream and channel, with whatever is under way, and begin anew."""
+        for shard in self._shards:
+            await shard.reset()
+
+    async def _warm_up(self, request: pb.WarmupRequest) -> Capacity:
+        """Warm all ranks up together; one that dies or stops meanwhile is noticed, however long it takes."""
+        warming = asyncio.gather(*(shard.warmup(request) for shard in self._shards))
+        watching = asyncio.create_task(self._watch())
+        try:
+            both: set[asyncio.Future[Any]] = {warming, watching}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if not warming.done():
+                watching.result()
+            return capacity_from_pb(await warming)
+        except STREAM_ERRORS as error:
+            raise from_grpc(error) from error
+        finally:
+            watching.cancel()
+            warming.cancel()
+            await asyncio.gather(watching, warming, return_exceptions=True)
+
+    async def _warm_up_again(self, before: Capacity) -> None:
+        """Have shards that were started anew make the room that there was; raises ShardError."""
+        request = pb.WarmupRequest(num_blocks=before.num_blocks)
+        request.MergeFrom(self._warmup)
+        if await self._warm_up(request) != before:
+            raise ShardError("the shards came back with another KV capacity")
+
+    async def _watch(self) -> None:
+        """Ask for health until it fails."""
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            await self.health()
 
     async def close(self) -> None:
         """End every stream and channel."""
@@ -214,7 +279,7 @@ class ShardedClient:
             try:
                 return [await self._shards[0].read()]
             except STREAM_ERRORS as error:
-                raise ShardError(describe(error)) from error
+                raise from_grpc(error) from error
         answers = await self._all(shard.read() for shard in self._shards)
         first = answers[0]
         if any((a.number, a.checksum) != (first.number, first.checksum) for a in answers):
@@ -225,11 +290,17 @@ class ShardedClient:
         try:
             return list(await asyncio.gather(*calls))
         except STREAM_ERRORS as error:
-            raise ShardError(describe(error)) from error
+            raise from_grpc(error) from error
 
 
-def describe(error: BaseException) -> str:
-    """What a client may be told of a failed call."""
-    if isinstance(error, grpc.aio.AioRpcError):
-        return error.details() or error.code().name
-    return "the stream to the shard has ended"
+def from_grpc(error: BaseException) -> ShardError:
+    """What a failed call means; its message may be told to clients."""
+    if not isinstance(error, grpc.aio.AioRpcError):
+        return ShardLost("the stream to the shard has ended")
+    code, message = error.code(), error.details() or error.code().name
+    if code == grpc.StatusCode.DEADLINE_EXCEEDED:
+        return ShardHung("a shard does not answer")
+    # A connection that breaks may be reported as "Stream removed", of the same code as an exception in a servicer.
+    if code in GONE or (code == grpc.StatusCode.UNKNOWN and "xception" not in message):
+        return ShardLost(message)
+    return ShardError(message)

@@ -12,6 +12,8 @@ import structlog
 from millrace_router.batcher import Batcher
 from millrace_router.budgets import Budgets
 from millrace_router.calibration import calibrate
+from millrace_router.channels import TlsError, is_exposed, tls_from
+from millrace_router.checks import StartupError, check_arguments, check_capacity
 from millrace_router.config import RouterConfig
 from millrace_router.cost import CostModel
 from millrace_router.health import Health
@@ -22,17 +24,18 @@ from millrace_router.model_files import ModelFiles, ModelFilesError
 from millrace_router.policies import DEFAULT_PREFILL_TOKENS, budgets_from, spare_slots
 from millrace_router.scheduling import batcher_from
 from millrace_router.services import Services
-from millrace_router.shard_client import ShardedClient, ShardError
+from millrace_router.shard_client import ShardedClient, ShardError, ShardHung, ShardLost
+from millrace_router.supervisor import Supervisor
 from millrace_router.template import ChatTemplate
 from millrace_router.tokenizer import Tokenizer, TokenizerError
 from millrace_router.validation import Validator
 from millrace_router.wire import Capacity, ShardInfo
 
+RETRY_SECONDS = 0.5
+PATIENCE_SECONDS = 10.0
+"""How long shards are waited for before the log says what keeps them."""
+
 log = structlog.get_logger(__name__)
-
-
-class StartupError(Exception):
-    """The server cannot start; the message says what to change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +45,7 @@ class Running:
     services: Services
     batcher_task: asyncio.Task[None]
     shards: ShardedClient
+    supervisor_task: asyncio.Task[None]
 
     async def stop_batcher(self) -> None:
         """End the batcher, and with it every stream that is still open."""
@@ -51,6 +55,7 @@ class Running:
 
     async def close(self) -> None:
         """Let the shards go; they keep their weights."""
+        self.supervisor_task.cancel()
         await self.shards.close()
         self.services.tokenizer.close()
 
@@ -65,17 +70,24 @@ async def start(config: RouterConfig) -> Running:
         tokenizer = Tokenizer.load(
             config.model_folder, validation_workers=config.validation_workers
         )
-    except (ModelFilesError, TokenizerError) as error:
+        tls = tls_from(config)
+    except (ModelFilesError, TokenizerError, TlsError) as error:
         raise StartupError(str(error)) from error
-    shards = ShardedClient(config.shard_addresses)
+    for address in config.shard_addresses:
+        if is_exposed(address, tls):
+            log.warning("Prompts go to the shard without TLS", address=address)
+    shards = ShardedClient(config.shard_addresses, tls, silence_seconds=config.step_timeout)
     try:
         info, capacity = await warm_up(config, shards)
         check_capacity(config, capacity)
     except StartupError:
         await shards.close()
         raise
-    cost = CostModel()
-    await _calibrate(config, shards, info, capacity, tokenizer=tokenizer, cost=cost)
+    cost, supervisor = CostModel(), Supervisor(config.supervisor_fd)
+    supervisor_task = asyncio.create_task(supervisor.run())
+    await _calibrate(
+        config, shards, info, capacity, tokenizer=tokenizer, cost=cost, supervisor=supervisor
+    )
     services, batcher = assemble(
         config,
         shards=shards,
@@ -84,59 +96,14 @@ async def start(config: RouterConfig) -> Running:
         tokenizer=tokenizer,
         template=ChatTemplate.of(files),
         cost=cost,
+        supervisor=supervisor,
     )
     return Running(
-        services=services, batcher_task=asyncio.create_task(batcher.run()), shards=shards
+        services=services,
+        batcher_task=asyncio.create_task(batcher.run()),
+        shards=shards,
+        supervisor_task=supervisor_task,
     )
-
-
-def check_arguments(config: RouterConfig) -> None:
-    """Check what needs no model; raises StartupError."""
-    if config.validation_workers < 1:
-        raise _argument_error("`validation_workers` must be > 0")
-    if config.max_batch_size is not None and config.max_batch_size < 1:
-        raise _argument_error("`max_batch_size` must be > 0")
-    if config.ngrok:
-        raise _argument_error("`ngrok` is not supported")
-    if config.max_input_tokens is not None and config.max_total_tokens is not None:
-        _check_lengths(config.max_input_tokens, config.max_total_tokens)
-
-
-def check_capacity(config: RouterConfig, capacity: Capacity) -> None:
-    """Check the limits against what the shards have room for; raises StartupError."""
-    _check_lengths(capacity.max_input_tokens, capacity.max_total_tokens)
-    prefill, available = config.max_batch_prefill_tokens, capacity.max_batch_total_tokens
-    if prefill is not None and prefill > available:
-        raise _argument_error(
-            "`max_batch_prefill_tokens` must be <= `max_batch_total_tokens`. "
-            f"Given: {prefill} and {available}"
-        )
-    if capacity.max_total_tokens > available:
-        raise _argument_error(
-            "`max_total_tokens` must be <= `max_batch_total_tokens`. "
-            f"Given: {capacity.max_total_tokens} and {available}"
-        )
-    if config.prefill_chunking == "off":
-        _check_prompts_fit(
-            prefill or min(DEFAULT_PREFILL_TOKENS, available), capacity.max_input_tokens
-        )
-
-
-def _check_prompts_fit(prefill: int, max_input_tokens: int) -> None:
-    if prefill < max_input_tokens:
-        raise _argument_error(
-            "`max_batch_prefill_tokens` must be >= `max_input_tokens`. "
-            f"Given: {prefill} and {max_input_tokens}"
-        )
-
-
-def _check_lengths(max_input_tokens: int, max_total_tokens: int) -> None:
-    if max_input_tokens >= max_total_tokens:
-        raise _argument_error("`max_input_tokens` must be < `max_total_tokens`")
-
-
-def _argument_error(message: str) -> StartupError:
-    return StartupError(f"Argument validation error: {message}")
 
 
 def prefill_tokens(config: RouterConfig, info: ShardInfo, capacity: Capacity | None = None) -> int:
@@ -152,10 +119,27 @@ def prefill_tokens(config: RouterConfig, info: ShardInfo, capacity: Capacity | N
 
 
 async def warm_up(config: RouterConfig, shards: ShardedClient) -> tuple[ShardInfo, Capacity]:
-    """Learn what the shards have loaded, and have them make room; raises StartupError."""
+    """Learn what the shards have loaded, and have them make room; shards that die meanwhile are waited for.
+
+    Raises:
+        StartupError: they cannot serve what the flags ask for.
+
+    """
     log.info("Connecting to the shards", addresses=",".join(config.shard_addresses))
+    while True:
+        try:
+            return await _warm_up(config, shards)
+        except (ShardLost, ShardHung) as error:
+            log.warning("the shards went away while warming up", error=str(error))
+            await asyncio.sleep(RETRY_SECONDS)
+            await shards.reset()
+
+
+async def _warm_up(config: RouterConfig, shards: ShardedClient) -> tuple[ShardInfo, Capacity]:
     try:
-        info = await shards.info()
+        info = await _info(shards)
+    except (ShardLost, ShardHung):
+        raise
     except ShardError as error:
         raise StartupError(f"Unable to get the Python model shards info: {error}") from error
     log.info("Warming up model")
@@ -168,10 +152,29 @@ async def warm_up(config: RouterConfig, shards: ShardedClient) -> tuple[ShardInf
             max_total_tokens=config.max_total_tokens,
             max_batch_total_tokens=config.max_batch_total_tokens,
         )
+    except (ShardLost, ShardHung):
+        raise
     except ShardError as error:
         raise StartupError(f"Unable to warmup the Python model shards: {error}") from error
     log.info("Setting max batch total tokens to %d", capacity.max_batch_total_tokens)
     return info, capacity
+
+
+async def _info(shards: ShardedClient) -> ShardInfo:
+    """Wait for the shards to listen, which takes as long as loading; raises ShardError."""
+    while True:
+        try:
+            return await shards.info(timeout=PATIENCE_SECONDS)
+        except ShardHung:
+            await _say_why(shards)
+
+
+async def _say_why(shards: ShardedClient) -> None:
+    """Log what keeps shards from answering: wrong papers for TLS, for one, would be waited out in silence."""
+    try:
+        await shards.health()
+    except ShardError as error:
+        log.warning("Waiting for the shards", error=str(error))
 
 
 def batch_size(config: RouterConfig) -> int:
@@ -192,6 +195,7 @@ async def _calibrate(
     *,
     tokenizer: Tokenizer,
     cost: CostModel,
+    supervisor: Supervisor,
 ) -> None:
     """Have `cost` learn from a batcher of its own, which leaves no trace in metrics, cache or queue."""
     limits = limits_from(config, info, capacity)
@@ -207,6 +211,7 @@ async def _calibrate(
         tokenizer=tokenizer,
         metrics=_metrics(limits),
         cost=cost,
+        supervisor=supervisor,
     )
     log.info("Measuring steps")
     await calibrate(batcher, limits, max_batch_size=batch_size(config))
@@ -226,7 +231,7 @@ def _metrics(limits: Limits) -> Metrics:
     )
 
 
-def assemble(
+def assemble(  # noqa: PLR0913
     config: RouterConfig,
     *,
     shards: ShardedClient,
@@ -235,6 +240,7 @@ def assemble(
     tokenizer: Tokenizer,
     template: ChatTemplate,
     cost: CostModel | None = None,
+    supervisor: Supervisor | None = None,
 ) -> tuple[Services, Batcher]:
     """Put the parts together, `cost` being what is known of steps; the batcher is not running yet."""
     limits = limits_from(config, info, capacity)
@@ -252,8 +258,10 @@ def assemble(
         tokenizer=tokenizer,
         metrics=metrics,
         cost=cost,
+        supervisor=supervisor or Supervisor(None),
     )
-    health = Health(shards, batcher)
+    metrics.show_survival()
+    health = Health(batcher.recovery, batcher, grace_seconds=config.recovery_grace)
     validator = Validator(tokenizer, limits, metrics)
     services = Services(
         config=config,
@@ -273,6 +281,7 @@ def assemble(
         ),
         metrics=metrics,
         health=health,
+        quarantine=batcher.quarantine,
         cost=cost,
         compute_type=os.environ.get("COMPUTE_TYPE", "gpu+optimized"),
     )

@@ -14,6 +14,7 @@ TENANT_HEADER = "x-tenant"
 MAX_QUEUE_HEADER = "x-max-queue-ms"
 MAX_PRIORITY = 10
 """Priorities reach from minus this to this."""
+MAX_QUEUE_MS = 10**12 - 1
 DEFAULT_TERMS = Terms()
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,9}")

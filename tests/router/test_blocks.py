@@ -35,6 +35,8 @@ class Held:
     num_tokens: int
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
+    is_forgotten: bool = False
+    """Whether a block it holds was made unfindable, by whoever shared it."""
 
 
 class BlockTableMachine(RuleBasedStateMachine):
@@ -97,7 +99,7 @@ class BlockTableMachine(RuleBasedStateMachine):
             assert self.content.setdefault(block, key) == key
         self.table.enter(slot, held.keys[: held.num_computed])
         rivals = [h for h in self.held.values() if h is not held and h.keys[:1] == held.keys[:1]]
-        if self.table.cache is not None and not rivals:
+        if self.table.cache is not None and not rivals and not held.is_forgotten:
             assert len(self.table.find(held.keys)) >= held.num_computed
 
     @precondition(lambda self: self.held)
@@ -106,6 +108,8 @@ class BlockTableMachine(RuleBasedStateMachine):
         slot = data.draw(st.sampled_from(sorted(self.held)))
         if fails:
             self.table.forget(slot)
+            for held in self.held.values():
+                held.is_forgotten |= not set(held.blocks).isdisjoint(self.held[slot].blocks)
         available, releasable = self.table.num_available, self.table.num_releasable(slot)
         self.table.release(slot)
         assert self.table.num_available == available + releasable

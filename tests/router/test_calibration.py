@@ -27,9 +27,9 @@ async def test_costs_are_known_afterwards_and_nothing_is_left_behind() -> None:
 
 async def test_shards_that_fail_are_reported_and_do_not_stop_the_start() -> None:
     shard = FakeShard()
-    shard.fail_next = "the device caught fire"
+    shard.fail_always = "the device caught fire"
     batcher = new_batcher(DirectShards(shard), shard)
     with structlog.testing.capture_logs() as logs:
         await calibrate(batcher, LIMITS, max_batch_size=4)
     (warning,) = [entry for entry in logs if entry["log_level"] == "warning"]
-    assert "the device caught fire" in warning["error"]
+    assert "quarantined" in warning["error"]

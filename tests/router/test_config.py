@@ -45,3 +45,12 @@ def test_keys_that_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
     assert RouterConfig.from_args([*ARGV, "--api-key=a"]).api_key == "a"
     monkeypatch.setenv("API_KEY", "b")
     assert RouterConfig.from_args(ARGV).api_key == "b"
+
+
+def test_help_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        RouterConfig.from_args(["--help"])
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert "--step-timeout" in shown
+    assert shown.replace("\n", "").isprintable()

@@ -95,6 +95,26 @@ def test_the_clients_own_parser_reads_it_back() -> None:
     assert samples["tgi_request_generated_tokens_sum", None] == 1e9 + 1
 
 
+def test_what_alerts_watch_is_there_from_the_start() -> None:
+    metrics = new_metrics()
+    metrics.show_survival()
+    metrics.recoveries.labels(reason="hung").inc()
+    metrics.recovery_seconds.observe(2.0)
+    lines = render(metrics.registry).decode().splitlines()
+    assert "# TYPE millrace_recoveries_total counter" in lines
+    for line in (
+        *(
+            f'millrace_recoveries_total{{reason="{reason}"}} {int(reason == "hung")}'
+            for reason in ("lost", "hung", "failed", "out_of_memory", "planned")
+        ),
+        "millrace_recovering 0",
+        "millrace_requests_replayed_total 0",
+        "millrace_requests_quarantined_total 0",
+        "millrace_recovery_duration_sum 2",
+    ):
+        assert line in lines
+
+
 def test_buckets_are_tgis() -> None:
     assert len(DURATION_BUCKETS) == 35
     assert repr(DURATION_BUCKETS[0]) == "0.00015000000000000001"

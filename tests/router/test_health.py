@@ -1,32 +1,111 @@
-"""The flag: what takes it down, what puts it up, and checks that are cut off."""
+"""The health routes in every state; what takes the flag down, and what puts it up."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 
 import orjson
 import pytest
 
-from millrace_fakes_edge import FakeBatcher, FakeShards, echo, fail, play, serving, token_event
+from millrace_fakes_edge import (
+    GRACE_SECONDS,
+    Edge,
+    FakeBatcher,
+    echo,
+    fail,
+    play,
+    serving,
+    token_event,
+)
 from millrace_router.entry import TokenStream
 from millrace_router.errors import (
     GenerationError,
     NonFiniteOutput,
     QueueExpired,
     QueueFull,
+    ShardsGone,
     Unhealthy,
 )
 from millrace_router.health import Health
+from millrace_router.recovery import Recovery
 from millrace_router.request import ValidRequest
 
 ASKED = {"inputs": "a", "parameters": {"max_new_tokens": 2}}
+STATES = ("serves", "recovers", "recovers for too long", "has given up", "drains")
+HEALTH = ("/", "/health", "/ping")
+AT_FAULT = "a shard was killed"
+ILL = {"error": "unhealthy", "error_type": "healthcheck"}
 
 
-class CancelledShards(FakeShards):
-    """Shards whose channel is reset under every call."""
+def bring_into(state: str, edge: Edge) -> None:
+    now, recovery = time.monotonic(), edge.batcher.recovery
+    if state == "recovers":
+        recovery.begin(AT_FAULT, now - GRACE_SECONDS / 2)
+    elif state == "recovers for too long":
+        recovery.begin(AT_FAULT, now - GRACE_SECONDS - 1)
+    elif state == "has given up":
+        recovery.give_up(AT_FAULT, now)
+    elif state == "drains":
+        edge.services.infer.drain()
 
-    async def health(self, *, timeout: float) -> None:
-        raise asyncio.CancelledError
+
+def expected(state: str, path: str) -> int:
+    """By the failure contract."""
+    if path == "/livez":
+        return 200
+    well = {"serves"} if path == "/readyz" else {"serves", "recovers"}
+    return 200 if state in well else 503
+
+
+@pytest.mark.parametrize("state", STATES)
+async def test_every_route_in_every_state(state: str) -> None:
+    async with serving(None, api_key="secret") as edge:
+        bring_into(state, edge)
+        for path in (*HEALTH, "/livez", "/readyz"):
+            status, body, _ = await edge.get(path)
+            assert (path, status) == (path, expected(state, path))
+            async with edge.client.head(edge.url + path) as response:
+                assert response.status == status
+                assert await response.read() == b""
+            if status == 200:
+                assert body == b""
+            elif state == "drains":
+                assert orjson.loads(body) == {
+                    "error": "Server is shutting down",
+                    "error_type": "unavailable",
+                }
+            else:
+                answer = orjson.loads(body)
+                assert AT_FAULT in answer.pop("reason")
+                assert answer == ILL
+
+
+async def test_it_says_what_it_waits_for_and_for_how_long() -> None:
+    now = 1000.0
+    recovery = Recovery()
+    health = Health(recovery, FakeBatcher(), grace_seconds=60.0, clock=lambda: now)
+    recovery.begin(AT_FAULT, now)
+    with pytest.raises(Unhealthy) as raised:
+        await health.check_ready()
+    assert raised.value.reason == "the shards are recovering: a shard was killed"
+    now += 60.0
+    await health.check()
+    now += 1.0
+    with pytest.raises(Unhealthy) as raised:
+        await health.check()
+    assert raised.value.reason == "the shards have not served for 61 s: a shard was killed"
+    recovery.give_up("it fails at every start", now)
+    with pytest.raises(Unhealthy) as raised:
+        await health.check()
+    assert raised.value.reason == "the shards do not come back: it fails at every start"
+
+
+async def test_a_server_that_serves_is_not_troubled_by_checks() -> None:
+    async with serving() as edge:
+        for path in (*HEALTH, "/readyz"):
+            assert (await edge.get(path))[0] == 200
+        assert edge.batcher.requests == []
 
 
 async def test_output_that_is_not_finite_is_that_requests_own_affair() -> None:
@@ -42,6 +121,24 @@ async def test_output_that_is_not_finite_is_that_requests_own_affair() -> None:
         assert 'tgi_request_failure{err="generation"} 1' in await edge.exposition()
 
 
+async def test_after_a_failure_only_a_generation_restores_health() -> None:
+    async with serving(fail) as edge:
+        assert (await edge.post("/generate", ASKED))[0] == 424
+        for path in ("/health", "/readyz"):
+            status, body, _ = await edge.get(path)
+            answer = orjson.loads(body)
+            assert status == 503
+            assert "out of luck" in answer.pop("reason")
+            assert answer == ILL
+        assert edge.batcher.requests[-1].max_new_tokens == 1
+        edge.batcher.script = echo
+        assert (await edge.get("/health"))[0] == 200
+        assert edge.batcher.streams[-1].closed
+        edge.batcher.script = fail
+        assert (await edge.get("/health"))[0] == 200
+        assert "tgi_request_count 1" in await edge.exposition()
+
+
 @pytest.mark.parametrize("parameters", [{}, {"best_of": 2, "do_sample": True}])
 async def test_a_generation_restores_health(parameters: dict[str, object]) -> None:
     async with serving(fail) as edge:
@@ -52,36 +149,90 @@ async def test_a_generation_restores_health(parameters: dict[str, object]) -> No
         assert (await edge.get("/health"))[0] == 200
 
 
+async def test_after_a_recovery_too_only_a_generation_restores_health() -> None:
+    batcher = FakeBatcher()
+    health = Health(batcher.recovery, batcher, grace_seconds=60.0)
+    batcher.recovery.begin(AT_FAULT, time.monotonic())
+    await health.check()
+    batcher.recovery.end(time.monotonic())
+    await batcher.arrived.wait()
+    batcher.streams[0].fail(GenerationError("no"))
+    with pytest.raises(Unhealthy):
+        await health.check()
+    batcher.script = echo
+    await health.check()
+
+
+async def test_many_checks_are_one_probe() -> None:
+    async with serving(fail) as edge:
+        await edge.post("/generate", ASKED)
+        edge.batcher.script = None
+        edge.batcher.arrived.clear()
+        probes = [asyncio.create_task(edge.get("/health")) for _ in range(5)]
+        await edge.batcher.arrived.wait()
+        probes[0].cancel()
+        play(edge.batcher.streams[-1], "x")
+        assert [(await probe)[0] for probe in probes[1:]] == [200] * 4
+        assert len(edge.batcher.streams) == 2
+
+
 async def test_a_token_of_another_request_stands_in_for_the_probe() -> None:
+    batcher = FakeBatcher()
+    health = Health(batcher.recovery, batcher, grace_seconds=60.0, probe_seconds=60.0)
+    health.failed(GenerationError("no"))
+    asking = asyncio.create_task(health.check())
+    await batcher.arrived.wait()
+    # The probe gets no token: it still waits in the queue.
+    health.generated()
+    await asking
+    assert batcher.streams[0].closed
+
+
+async def test_a_token_of_a_request_reaches_the_flag() -> None:
     async with serving(fail) as edge:
         await edge.post("/generate", ASKED)
         edge.batcher.script = None
         edge.batcher.arrived.clear()
         other = asyncio.create_task(edge.post("/generate", ASKED))
         await edge.batcher.arrived.wait()
-        edge.batcher.arrived.clear()
-        check = asyncio.create_task(edge.get("/health"))
-        await edge.batcher.arrived.wait()
-        running, probe = edge.batcher.streams[1:]
+        running = edge.batcher.streams[-1]
         running.send(token_event(1, "x"))
-        # The probe gets no token: it still waits in the queue.
-        async with asyncio.timeout(5):
-            assert (await check)[0] == 200
-        assert probe.closed
-        running.send(token_event(2, "y"))
-        play(running, "z")
-        await other
+        play(running, "y", "z")
+        assert (await other)[0] == 200
+        assert (await edge.get("/health"))[0] == 200
+        assert len(edge.batcher.streams) == 2
 
 
-async def test_without_tokens_it_stays_unhealthy() -> None:
+async def test_a_probe_may_take_as_long_as_a_recovery() -> None:
+    now = 1000.0
     batcher = FakeBatcher()
-    health = Health(FakeShards(), batcher, timeout_seconds=0.02)
+    health = Health(
+        batcher.recovery, batcher, grace_seconds=60.0, probe_seconds=0.001, clock=lambda: now
+    )
     health.failed(GenerationError("no"))
-    with pytest.raises(Unhealthy):
-        await health.check()
-    assert batcher.streams[0].closed
-    health.generated()
     await health.check()
+    now += 60.0
+    await health.check()
+    now += 1.0
+    with pytest.raises(Unhealthy) as raised:
+        await health.check()
+    assert raised.value.reason == "no token has been generated for 61 s"
+    assert len(batcher.streams) == 1
+    play(batcher.streams[0], "x")
+    await health.check()
+
+
+async def test_a_probe_that_has_failed_is_not_forgotten_while_another_runs() -> None:
+    batcher = FakeBatcher()
+    health = Health(batcher.recovery, batcher, grace_seconds=60.0, probe_seconds=0.001)
+    health.failed(GenerationError("no"))
+    await health.check()
+    batcher.streams[0].fail(ShardsGone("no more"))
+    for _ in range(3):
+        with pytest.raises(Unhealthy) as raised:
+            await health.check()
+        assert raised.value.reason == "The model server is down: no more"
+    assert len(batcher.streams) == 2
 
 
 class FullBatcher(FakeBatcher):
@@ -102,7 +253,7 @@ class FullBatcher(FakeBatcher):
 async def test_with_a_full_queue_it_is_up_to_the_tokens_of_others(*, expires: bool) -> None:
     batcher = FullBatcher()
     batcher.expires = expires
-    health = Health(FakeShards(), batcher, timeout_seconds=60.0)
+    health = Health(batcher.recovery, batcher, grace_seconds=60.0, probe_seconds=60.0)
     health.failed(GenerationError("no"))
     asking = asyncio.create_task(health.check())
     await batcher.arrived.wait()
@@ -113,32 +264,29 @@ async def test_with_a_full_queue_it_is_up_to_the_tokens_of_others(*, expires: bo
     await asking
 
 
-async def test_with_a_full_queue_that_stands_still_it_is_unhealthy() -> None:
-    health = Health(FakeShards(), FullBatcher(), timeout_seconds=0.02)
+class BrokenBatcher(FakeBatcher):
+    """Has a defect."""
+
+    def submit(self, request: ValidRequest) -> TokenStream:
+        raise RuntimeError("a defect")
+
+
+async def test_a_defect_is_not_taken_for_health() -> None:
+    batcher = BrokenBatcher()
+    health = Health(batcher.recovery, batcher, grace_seconds=60.0)
     health.failed(GenerationError("no"))
-    with pytest.raises(Unhealthy):
+    with pytest.raises(RuntimeError):
         await health.check()
 
 
-async def test_a_check_whose_channel_is_reset_is_answered() -> None:
-    async with serving() as edge:
-        edge.services.health._shards = CancelledShards()
-        for _ in range(2):
-            status, body, _ = await edge.get("/health")
-            assert status == 503
-            assert orjson.loads(body) == {"error": "unhealthy", "error_type": "healthcheck"}
-        edge.services.health._shards = edge.shards
-        assert (await edge.get("/health"))[0] == 200
-
-
-async def test_a_check_that_is_really_cancelled_ends() -> None:
+async def test_a_check_during_which_the_shards_are_given_up_says_so() -> None:
     batcher = FakeBatcher()
-    health = Health(FakeShards(), batcher)
+    health = Health(batcher.recovery, batcher, grace_seconds=60.0, probe_seconds=60.0)
     health.failed(GenerationError("no"))
     asking = asyncio.create_task(health.check())
     await batcher.arrived.wait()
-    assert health._check is not None
-    health._check.cancel()
-    with pytest.raises(asyncio.CancelledError):
+    batcher.recovery.give_up(AT_FAULT, time.monotonic())
+    batcher.streams[0].fail(ShardsGone(AT_FAULT))
+    with pytest.raises(Unhealthy) as raised:
         await asking
-    assert batcher.streams[0].closed
+    assert raised.value.reason == f"the shards do not come back: {AT_FAULT}"

@@ -12,7 +12,6 @@ import pytest
 from millrace_fakes_edge import (
     Edge,
     FakeBatcher,
-    FakeShards,
     echo,
     fail,
     finished,
@@ -45,7 +44,7 @@ def request(**parameters: object) -> GenerateRequest:
 
 def new_infer(batcher: FakeBatcher, total: int = 2) -> Infer:
     limits = limits_with(max_concurrent_requests=total)
-    return services_over(batcher, FakeShards(), limits=limits).infer
+    return services_over(batcher, limits=limits).infer
 
 
 def failures(infer: Infer) -> dict[str, float]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -17,7 +16,6 @@ from millrace_held_shards import HeldShards
 from millrace_router.budgets import Budgets
 from millrace_router.entry import Entry
 from millrace_router.entry_queue import EntryQueue
-from millrace_router.errors import GenerationError
 from millrace_router.tenants import TenantQueue
 from millrace_router.waiting import WaitingQueue
 from millrace_schedule_client import Client
@@ -56,7 +54,7 @@ class LoopMachine(RuleBasedStateMachine):
             max_batch_size=budgets.num_slots,
             eos_every=eos_every,
         )
-        self.shards = HeldShards(self.shard, on_error=self.fail_running)
+        self.shards = HeldShards(self.shard, on_error=self.count_failures)
         waiting: EntryQueue = (
             TenantQueue[Entry](quantum=8) if budgets.share_slots else WaitingQueue[Entry]()
         )
@@ -75,11 +73,11 @@ class LoopMachine(RuleBasedStateMachine):
         if not budgets.prefill_chunking:
             self.longest = min(self.longest, budgets.max_batch_prefill_tokens)
 
-    def fail_running(self) -> None:
-        """Those whose tokens a failed step was to compute may hear of it, and nobody else."""
+    def count_failures(self) -> None:
+        """Those whose tokens a failed step was to compute never hear of the first one."""
         streams = {row.entry.stream for row in self.batcher._planner.running}
         for client in self.clients:
-            client.may_fail |= client.stream in streams
+            client.num_failures += client.stream in streams
 
     def let_it_work(self) -> None:
         async def turn() -> None:
@@ -196,8 +194,7 @@ async def test_a_failed_step_empties_the_cache() -> None:
     async with running(batcher):
         await collect(batcher.submit(request([5] * 11, 3)))
         shard.fail_next = "the device caught fire"
-        with pytest.raises(GenerationError, match="the device caught fire"):
-            await collect(batcher.submit(request([6], 3)))
+        await collect(batcher.submit(request([6], 3)))
         again = batcher.submit(request([5] * 11, 3))
         assert ids_of(await collect(again)) == expected_tokens([5] * 11, 3)
     assert again.cached_tokens == 0

@@ -10,7 +10,6 @@ import pytest
 
 from millrace_fakes_router import collect, ids_of, new_batcher, request, running
 from millrace_fakes_shard import FakeShard, continuation, serve_fake_shard
-from millrace_router.errors import GenerationError
 from millrace_router.shard_client import ShardedClient, ShardError
 
 
@@ -53,7 +52,7 @@ async def test_streams_over_a_real_socket(address: str) -> None:
         assert ids_of(events) == continuation([i, i + 1], 9)
 
 
-async def test_a_shard_that_dies_fails_its_streams_and_the_next_epoch_serves(address: str) -> None:
+async def test_a_stream_outlives_the_shard_that_computed_it(address: str) -> None:
     shard = FakeShard()
     shard.gate = Event()
     shards = ShardedClient([address])
@@ -63,12 +62,12 @@ async def test_a_shard_that_dies_fails_its_streams_and_the_next_epoch_serves(add
             while len(shard.steps) < 2:
                 await asyncio.sleep(0.01)
             stopped = server.stop(grace=None)
-            with pytest.raises(GenerationError):
-                await collect(stream)
             shard.gate.set()
             await asyncio.to_thread(stopped.wait)
             fresh = FakeShard()
             with serve_fake_shard(address, fresh):
+                assert ids_of(await collect(stream)) == continuation([1, 2, 3], 5)
+                assert fresh.steps, "the second shard was not asked"
                 events = await collect(batcher.submit(request([4, 5], 5)))
             assert ids_of(events) == continuation([4, 5], 5)
     await shards.close()
@@ -81,28 +80,17 @@ async def test_shards_started_anew_are_warmed_up_again(address: str) -> None:
     with serve_fake_shard(address, FakeShard()):
         await shards.warmup(**sizes, **limits)  # type: ignore[arg-type]
         await shards.open()
-    cold = FakeShard()
+    # It has become roomier, as far as it can tell; what was planned with stays.
+    cold = FakeShard(num_blocks=500)
     cold.is_warm = False
     with serve_fake_shard(address, cold):
         await shards.open()
     assert cold.is_warm
     smaller = FakeShard(num_blocks=5)
     smaller.is_warm = False
-    with serve_fake_shard(address, smaller), pytest.raises(ShardError, match="another KV capacity"):
+    with serve_fake_shard(address, smaller), pytest.raises(ShardError, match="Not enough memory"):
         await shards.open()
     await shards.close()
-
-
-async def test_a_shard_that_sits_on_a_step_is_not_healthy(address: str) -> None:
-    shard = FakeShard()
-    with serve_fake_shard(address, shard):
-        shards = ShardedClient([address])
-        shard.stuck_seconds = 10.0
-        await shards.health()
-        shard.stuck_seconds = 1000.0
-        with pytest.raises(ShardError, match="no step has ended for 1000 s"):
-            await shards.health()
-        await shards.close()
 
 
 async def test_every_rank_gets_every_step(tmp_path: Path) -> None:
@@ -140,5 +128,5 @@ async def test_an_absent_shard_is_an_error_not_a_hang(address: str) -> None:
     with pytest.raises(ShardError):
         await shards.info(timeout=0.3)
     with pytest.raises(ShardError):
-        await shards.health(timeout=0.3)
+        await shards.health()
     await shards.close()

@@ -8,22 +8,16 @@ from typing import Any
 
 import pytest
 
-from millrace_fakes_edge import FakeBatcher, FakeShards, services_over, word_tokenizer
+from millrace_fakes_edge import FakeBatcher, services_over, word_tokenizer
+from millrace_router.checks import StartupError, check_arguments, check_capacity
 from millrace_router.config import RouterConfig
 from millrace_router.cost import CostModel
 from millrace_router.shard_client import ShardedClient
-from millrace_router.startup import (
-    StartupError,
-    assemble,
-    check_arguments,
-    check_capacity,
-    prefill_tokens,
-    start,
-)
+from millrace_router.startup import assemble, prefill_tokens, start
 from millrace_router.template import ChatTemplate
 from millrace_router.wire import Capacity
 
-INFO = services_over(FakeBatcher(), FakeShards()).shard
+INFO = services_over(FakeBatcher()).shard
 
 
 def config_with(**values: Any) -> RouterConfig:

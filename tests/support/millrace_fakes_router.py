@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from millrace_fakes_shard import EOS_TOKEN_ID, VOCAB_SIZE, FakeShard
 from millrace_hash_shard import HashShard
+from millrace_proto import generate_pb2 as pb
 from millrace_router.batcher import Batcher
 from millrace_router.blocks import BlockTable
 from millrace_router.budgets import Budgets
@@ -22,12 +23,14 @@ from millrace_router.entry_queue import EntryQueue
 from millrace_router.events import Event, Finished, TokenEvent
 from millrace_router.forecast import Forecaster
 from millrace_router.metrics import Metrics
+from millrace_router.patience import DEFAULT_PATIENCE, Patience
 from millrace_router.planner import Planner
 from millrace_router.prefix_cache import PrefixCache
 from millrace_router.prospects import Prospects
 from millrace_router.request import ValidRequest
-from millrace_router.shard_client import ShardedClient, ShardError
+from millrace_router.shard_client import ShardedClient, ShardError, StepFailed
 from millrace_router.step_plan import StepPlan
+from millrace_router.supervisor import Supervisor
 from millrace_router.tokenizer import Tokenizer
 from millrace_router.waiting import WaitingQueue
 from millrace_router.wire import StepResult, open_to_pb, plan_to_pb, result_from_pb
@@ -46,11 +49,16 @@ def tiny_tokenizer() -> Tokenizer:
 class DirectShards:
     """A `ShardedClient` whose only shard is a fake in the same process."""
 
+    world_size = 1
+
     def __init__(self, shard: FakeShard | HashShard) -> None:
         self.shard = shard
         self.last_sent = 0
         self._epoch = 0
         self._answers: deque[StepResult | ShardError] = deque()
+
+    async def health(self) -> bool:
+        return True
 
     async def open(self) -> None:
         self._epoch += 1
@@ -64,7 +72,12 @@ class DirectShards:
         answer = self.shard.step(message)
         failed = answer.HasField("error")
         self._answers.append(
-            ShardError(answer.error.message) if failed else result_from_pb([answer])
+            StepFailed(
+                answer.error.message,
+                out_of_memory=answer.error.kind == pb.StepError.KIND_OUT_OF_MEMORY,
+            )
+            if failed
+            else result_from_pb([answer])
         )
         return self.last_sent
 
@@ -88,6 +101,8 @@ def new_batcher(
     prefix_caching: bool = True,
     waiting: EntryQueue | None = None,
     max_queue_size: int | None = None,
+    supervisor: Supervisor | None = None,
+    patience: Patience = DEFAULT_PATIENCE,
     depth: int = 2,
 ) -> Batcher:
     """A batcher over `shard`'s blocks; `budgets` take the place of the two numbers before them."""
@@ -117,6 +132,8 @@ def new_batcher(
         tokenizer=tiny_tokenizer(),
         eos_token_ids=frozenset({EOS_TOKEN_ID}),
         metrics=metrics,
+        supervisor=supervisor,
+        patience=patience,
         depth=depth,
     )
 

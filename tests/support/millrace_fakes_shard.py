@@ -58,6 +58,11 @@ class FakeShard:
         self.sequences: dict[int, FakeSequence] = {}
         self.steps: list[pb.StepRequest] = []
         self.fail_next: str | None = None
+        self.fail_always: str | None = None
+        self.poison_id: int | None = None
+        """A token that makes every step fail whose rows have it in their history."""
+        self.most_tokens: int | None = None
+        """A step of more tokens runs out of memory."""
         self.not_finite: set[int] = set()
         self.eos_after: dict[int, int] = {}
         self.gate: Event | None = None
@@ -97,11 +102,9 @@ class FakeShard:
             response.error.kind = pb.StepError.KIND_REFUSED
             response.error.message = "an earlier step failed"
             return response
-        if self.fail_next is not None:
-            self._failed = True
-            response.error.kind = pb.StepError.KIND_FAILED
-            response.error.message, self.fail_next = self.fail_next, None
-            return response
+        failure, self.fail_next = self.fail_next or self.fail_always, None
+        if failure is not None:
+            return self._fail(response, pb.StepError.KIND_FAILED, failure)
         if work == "filter_batch":
             for slot in request.filter_batch.dropped_slots:
                 del self.sequences[slot]
@@ -109,7 +112,28 @@ class FakeShard:
             self.sequences.clear()
         else:
             self._forward(request, response)
+            response = self._harmed(request, response)
         return response
+
+    def _harmed(self, request: pb.StepRequest, response: pb.StepResponse) -> pb.StepResponse:
+        if self.most_tokens is not None and _num_tokens(request) > self.most_tokens:
+            return self._fail(response, pb.StepError.KIND_OUT_OF_MEMORY, "out of memory")
+        if self._is_poisoned(request):
+            return self._fail(response, pb.StepError.KIND_FAILED, "poison")
+        return response
+
+    def _is_poisoned(self, request: pb.StepRequest) -> bool:
+        slots = [*_work(request).decode_slots, *request.prefill.chunk_slots]
+        rows = [self.sequences[slot] for slot in slots if slot in self.sequences]
+        return any(self.poison_id in row.ids for row in rows)
+
+    def _fail(
+        self, response: pb.StepResponse, kind: pb.StepError.Kind.ValueType, message: str
+    ) -> pb.StepResponse:
+        self._failed = True
+        failed = pb.StepResponse(epoch=response.epoch, number=response.number)
+        failed.error.kind, failed.error.message = kind, message
+        return failed
 
     def _forward(self, request: pb.StepRequest, response: pb.StepResponse) -> None:
         prefill = request.WhichOneof("work") == "prefill"
@@ -196,6 +220,15 @@ class FakeShard:
         response.logprobs.append(-0.5)
 
 
+def _work(request: pb.StepRequest) -> pb.Prefill | pb.Decode:
+    is_prefill = request.WhichOneof("work") == "prefill"
+    return request.prefill if is_prefill else request.decode
+
+
+def _num_tokens(request: pb.StepRequest) -> int:
+    return len(_work(request).decode_slots) + sum(request.prefill.chunk_tokens)
+
+
 class FakeShardService(pb_grpc.ShardServiceServicer):
     """The fake behind a real gRPC server."""
 
@@ -221,16 +254,21 @@ class FakeShardService(pb_grpc.ShardServiceServicer):
 
     def Health(self, request: pb.HealthRequest, context: grpc.ServicerContext) -> pb.HealthResponse:
         stuck = self.shard.stuck_seconds
-        return pb.HealthResponse(pending_steps=int(stuck > 0), idle_ns=int(stuck * 1e9))
+        return pb.HealthResponse(
+            pending_steps=int(stuck > 0), idle_ns=int(stuck * 1e9), warmed_up=self.shard.is_warm
+        )
 
     def Warmup(self, request: pb.WarmupRequest, context: grpc.ServicerContext) -> pb.WarmupResponse:
         if self.shard.warmup_gate is not None:
             assert self.shard.warmup_gate.wait(30)
+        if request.num_blocks > self.shard.num_blocks:
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "Not enough memory")
         self.shard.is_warm = True
-        capacity = (self.shard.num_blocks - 1) * self.shard.block_size
+        num_blocks = request.num_blocks or self.shard.num_blocks
+        capacity = (num_blocks - 1) * self.shard.block_size
         total = request.max_total_tokens or min(capacity, 1024)
         return pb.WarmupResponse(
-            num_blocks=self.shard.num_blocks,
+            num_blocks=num_blocks,
             max_batch_total_tokens=capacity,
             max_total_tokens=total,
             max_input_tokens=request.max_input_tokens or total - 1,

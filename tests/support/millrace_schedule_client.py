@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from millrace_fakes_shard import EOS_TOKEN_ID
 from millrace_hash_tokens import POISON_TOKEN_ID, expected_prompt_logprobs, expected_tokens
 from millrace_router.entry import TokenStream
-from millrace_router.errors import NonFiniteOutput, RouterError
+from millrace_router.errors import NonFiniteOutput, Quarantined, RouterError
 from millrace_router.events import Event, Finished, PromptLogprobs, TokenEvent
 from millrace_router.request import FinishReason, ValidRequest
 
@@ -46,7 +46,9 @@ class Client:
     error: RouterError | None = None
     has_left: bool = False
     may_fail: bool = False
-    """Whether something was done to it that is no fault of its own: its step failed, or its KV was corrupted."""
+    """Whether something was done to it that is no fault of its own: its KV was corrupted, or the server stops."""
+    num_failures: int = 0
+    """Failed steps that it was in; from the second on it may be taken for their cause."""
     wrong: list[str] = field(default_factory=list)
     """What broke the rules; kept because a listener may not raise into a batcher."""
     num_prompt_logprobs: int = 0
@@ -102,6 +104,7 @@ class Client:
         self.error = error
         if not self.may_fail:
             own = self.is_poisoned and isinstance(error, NonFiniteOutput)
+            own |= self.num_failures > 1 and isinstance(error, Quarantined)
             self._expect(own, f"failed without a reason: {error}")
 
     def check(self) -> None:

@@ -14,7 +14,7 @@ from millrace_router.blocks import BlockTable
 from millrace_router.budgets import Budgets
 from millrace_router.entry import Entry
 from millrace_router.entry_queue import EntryQueue
-from millrace_router.errors import GenerationError, NonFiniteOutput
+from millrace_router.errors import NonFiniteOutput
 from millrace_router.planner import Planner
 from millrace_router.prefix_cache import PrefixCache
 from millrace_router.request import ValidRequest
@@ -156,7 +156,7 @@ class ScheduleDriver:
         """Take the oldest answer; one that is an error ends the epoch."""
         flight = self.flights.popleft()
         if flight.answer.HasField("error"):
-            self._recover(flight.answer.error.message)
+            self._recover()
             return
         result, planner = result_from_pb([flight.answer]), self.planner
         self.last_answered = self.shard.answered = result.number
@@ -175,13 +175,10 @@ class ScheduleDriver:
                 self.waiting.served(row.entry, row.entry.num_generated)
         planner.answered(result.number)
 
-    def _recover(self, message: str) -> None:
+    def _recover(self) -> None:
         failed, self.planner = self.planner, self._new_planner()
-        self.planner.adopt(failed)
+        self.planner.succeed(failed, failed.surrender())
         self.flights.clear()
-        for row in failed.running:
-            self.clients[row.entry.request_id].may_fail = True
-            row.entry.stream.fail(GenerationError(message))
         self._open()
 
     def turn(self) -> bool:

@@ -1,0 +1,62 @@
+"""gRPC channels to shards: plain over unix sockets, TLS with certificates on both sides over TCP."""
+
+from __future__ import annotations
+
+import ipaddress
+import ssl
+
+import grpc
+
+from millrace_router.config import RouterConfig
+
+CHANNEL_OPTIONS = (
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+class TlsError(Exception):
+    """The files for TLS are not usable."""
+
+
+def tls_from(config: RouterConfig) -> grpc.ChannelCredentials | None:
+    """What the router shows to shards at TCP addresses, and whom it trusts there; None when nothing is configured.
+
+    Raises:
+        TlsError: some of the three files are not given, or not usable.
+
+    """
+    cert, key, ca = config.shard_tls_cert, config.shard_tls_key, config.shard_tls_ca
+    if cert is None and key is None and ca is None:
+        return None
+    if cert is None or key is None or ca is None:
+        files = {"cert": cert, "key": key, "ca": ca}
+        missing = [f"--shard-tls-{name}" for name, path in files.items() if path is None]
+        raise TlsError(f"TLS needs {' and '.join(missing)} too")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        # Without a password function OpenSSL would ask the terminal.
+        context.load_cert_chain(cert, key, password=lambda: "")
+        context.load_verify_locations(ca)
+        return grpc.ssl_channel_credentials(ca.read_bytes(), key.read_bytes(), cert.read_bytes())
+    except OSError as error:
+        raise TlsError(f"{cert}, {key} or {ca} cannot be used for TLS: {error}") from error
+
+
+def open_channel(address: str, tls: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
+    """Make a channel to a gRPC target; with `tls`, the shard's certificate has to name the target's host."""
+    if tls is None or address.startswith("unix:"):
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(address, tls, options=CHANNEL_OPTIONS)
+
+
+def is_exposed(address: str, tls: grpc.ChannelCredentials | None) -> bool:
+    """Whether prompts on their way to `address` may be read by others."""
+    if tls is not None or address.startswith("unix:"):
+        return False
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return not ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host != "localhost"

@@ -1,0 +1,60 @@
+"""What has to hold of the flags, and of what the shards have room for, before anything is served."""
+
+from __future__ import annotations
+
+from millrace_router.config import RouterConfig
+from millrace_router.policies import DEFAULT_PREFILL_TOKENS
+from millrace_router.wire import Capacity
+
+
+class StartupError(Exception):
+    """The server cannot start; the message says what to change."""
+
+
+def check_arguments(config: RouterConfig) -> None:
+    """Check what needs no model; raises StartupError."""
+    if config.validation_workers < 1:
+        raise _argument_error("`validation_workers` must be > 0")
+    if config.max_batch_size is not None and config.max_batch_size < 1:
+        raise _argument_error("`max_batch_size` must be > 0")
+    if config.ngrok:
+        raise _argument_error("`ngrok` is not supported")
+    if config.max_input_tokens is not None and config.max_total_tokens is not None:
+        _check_lengths(config.max_input_tokens, config.max_total_tokens)
+
+
+def check_capacity(config: RouterConfig, capacity: Capacity) -> None:
+    """Check the limits against what the shards have room for; raises StartupError."""
+    _check_lengths(capacity.max_input_tokens, capacity.max_total_tokens)
+    prefill, available = config.max_batch_prefill_tokens, capacity.max_batch_total_tokens
+    if prefill is not None and prefill > available:
+        raise _argument_error(
+            "`max_batch_prefill_tokens` must be <= `max_batch_total_tokens`. "
+            f"Given: {prefill} and {available}"
+        )
+    if capacity.max_total_tokens > available:
+        raise _argument_error(
+            "`max_total_tokens` must be <= `max_batch_total_tokens`. "
+            f"Given: {capacity.max_total_tokens} and {available}"
+        )
+    if config.prefill_chunking == "off":
+        _check_prompts_fit(
+            prefill or min(DEFAULT_PREFILL_TOKENS, available), capacity.max_input_tokens
+        )
+
+
+def _check_prompts_fit(prefill: int, max_input_tokens: int) -> None:
+    if prefill < max_input_tokens:
+        raise _argument_error(
+            "`max_batch_prefill_tokens` must be >= `max_input_tokens`. "
+            f"Given: {prefill} and {max_input_tokens}"
+        )
+
+
+def _check_lengths(max_input_tokens: int, max_total_tokens: int) -> None:
+    if max_input_tokens >= max_total_tokens:
+        raise _argument_error("`max_input_tokens` must be < `max_total_tokens`")
+
+
+def _argument_error(message: str) -> StartupError:
+    return StartupError(f"Argument validation error: {message}")
