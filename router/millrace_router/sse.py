@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 import structlog
 from aiohttp import HttpVersion11, web
@@ -11,7 +12,9 @@ from aiohttp.abc import AbstractStreamWriter
 
 from millrace_router.bodies import error_body
 from millrace_router.errors import IncompleteGeneration, IncompleteGenerationStream, RouterError
-from millrace_router.outlet import Outlet
+from millrace_router.idempotency import Run
+from millrace_router.outlet import Outlet, Sink
+from millrace_router.recording import Form, Recording
 
 KEEP_ALIVE = b":\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -31,16 +34,29 @@ def error_event(error: RouterError) -> bytes:
     return event(error_body(error))
 
 
+RUN: web.RequestKey[Run] = web.RequestKey("run", Run)
+"""The run on whose behalf a handler works, if its request carries a key: its streams are recorded, not sent."""
+
+
 async def respond(
-    request: web.Request,
-    feed: Callable[[Outlet], None],
-    *,
-    headers: Mapping[str, str],
-    keep_alive_seconds: float,
-    may_expire: Callable[[], bool],
-    on_error: Callable[[RouterError], bytes] = error_event,
+    request: web.Request, feed: Callable[[Sink], None], form: Form
 ) -> web.StreamResponse:
-    """Send the frames that `feed` has put into the outlet, at once or later, until it ends.
+    """Send the frames that `feed` puts into a sink, at once or later, until it ends; raises as `send`."""
+    run = request.get(RUN)
+    if run is None:
+        outlet = Outlet(partial(cut_off, request))
+        feed(outlet)
+        return await send(request, outlet, form)
+    on_error = form.on_error
+    recording = Recording(form, lambda error: on_error(_of_stream(error)))
+    run.record(recording)
+    feed(recording)
+    await recording.wait()
+    return web.StreamResponse()
+
+
+async def send(request: web.Request, outlet: Outlet, form: Form) -> web.StreamResponse:
+    """Send the frames that come into the outlet, until it ends.
 
     The status line waits for the first frame, so that a request which fails before it gets its true status; after
     `keep_alive_seconds` of silence it is sent all the same, unless the request `may_expire` in the queue: its client
@@ -51,16 +67,15 @@ async def respond(
         ConnectionError: the client has gone, or has stopped reading.
 
     """
-    outlet = Outlet()
-    feed(outlet)
-    while not await outlet.news(keep_alive_seconds) and may_expire():
+    keep_alive_seconds = form.keep_alive_seconds
+    while not await outlet.news(keep_alive_seconds) and form.may_expire():
         pass
     beginning = outlet.take()
     if not beginning and outlet.error is not None:
         raise outlet.error
     response = web.StreamResponse(
         headers={
-            **headers,
+            **form.headers,
             "content-type": "text/event-stream",
             "cache-control": "no-cache",
             "x-accel-buffering": "no",
@@ -69,12 +84,19 @@ async def respond(
     writer = await response.prepare(request)
     assert writer is not None
     connection = _Connection(request, response, writer)
-    await connection.write(beginning or KEEP_ALIVE)
+    if beginning or not outlet.ended:
+        await connection.write(beginning or KEEP_ALIVE)
     await _pump(outlet, connection, keep_alive_seconds)
     if outlet.error is not None:
-        await connection.write(on_error(_of_stream(outlet.error)))
+        await connection.write(form.on_error(_of_stream(outlet.error)))
     await connection.end()
     return response
+
+
+def cut_off(request: web.Request) -> None:
+    """Close the connection without waiting for its client to read."""
+    if request.transport is not None:
+        request.transport.abort()
 
 
 async def _pump(outlet: Outlet, connection: _Connection, keep_alive_seconds: float) -> None:
@@ -146,6 +168,5 @@ class _Connection:
             async with asyncio.timeout(WRITE_SECONDS):
                 await writing
         except TimeoutError:
-            if self._request.transport is not None:
-                self._request.transport.abort()
+            cut_off(self._request)
             raise ConnectionResetError("the client has stopped reading") from None

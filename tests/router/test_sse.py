@@ -19,7 +19,7 @@ from millrace_router import sse
 from millrace_router.entry import TokenStream
 from millrace_router.errors import QueueExpired
 from millrace_router.events import TokenEvent
-from millrace_router.outlet import Outlet
+from millrace_router.outlet import MAX_HELD_BYTES, Outlet
 from millrace_router.request import ValidRequest
 from millrace_router.routes import native
 
@@ -105,35 +105,78 @@ async def test_a_late_defect_is_followed_by_nothing(monkeypatch: pytest.MonkeyPa
 
 async def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "WRITE_SECONDS", 0.05)
+    output = io.BytesIO()
+    outlets = watched_outlets(monkeypatch)
+    with logging_to(output, level="info"):
+        async with serving(None) as edge:
+            reader, writer = await deaf_client(edge)
+            stream = edge.batcher.streams[0]
+            index = 0
+            while not outlets or not outlets[0]._num_held_bytes:
+                index += 1
+                stream.send(token_event(index, "x" * 10_000))
+                await asyncio.sleep(0)
+            async with asyncio.timeout(20):
+                await edge.services.infer.permits.all_free()
+            assert stream.closed
+            assert 'tgi_request_failure{err="dropped"} 1' in await edge.exposition()
+            writer.transport.abort()
+            assert not reader.at_eof()
+    messages = [json.loads(line)["fields"]["message"] for line in output.getvalue().splitlines()]
+    assert messages == ["request"]
+
+
+def watched_outlets(monkeypatch: pytest.MonkeyPatch) -> list[Outlet]:
+    """The outlets of all streams to come, in order."""
+    outlets: list[Outlet] = []
+
+    def outlet(cut_off: Callable[[], None]) -> Outlet:
+        outlets.append(Outlet(cut_off))
+        return outlets[-1]
+
+    monkeypatch.setattr(sse, "Outlet", outlet)
+    return outlets
+
+
+async def test_a_client_that_reads_slowly_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    outlets = watched_outlets(monkeypatch)
     async with serving(None) as edge:
         reader, writer = await deaf_client(edge)
         stream = edge.batcher.streams[0]
-        for index in range(1, 200):
-            stream.send(token_event(index, "x" * 100_000))
-        async with asyncio.timeout(20):
-            await edge.services.infer.permits.all_free()
-        assert stream.closed
-        assert 'tgi_request_failure{err="dropped"} 1' in await edge.exposition()
-        writer.transport.abort()
-        assert not reader.at_eof()
-
-
-async def test_a_client_that_reads_slowly_loses_nothing() -> None:
-    async with serving(None) as edge:
-        reader, writer = await deaf_client(edge)
-        stream = edge.batcher.streams[0]
-        for index in range(1, 100):
-            stream.send(token_event(index, f"{index} " * 50_000))
+        index = 0
+        while not outlets or outlets[0]._num_held_bytes < MAX_HELD_BYTES // 2:
+            index += 1
+            stream.send(token_event(index, f"{index} " * 5_000))
             await asyncio.sleep(0)
-        stream.send(token_event(100, "end", finished=finished("whole", 100)))
+        stream.send(token_event(index + 1, "end", finished=finished("whole", index + 1)))
         writer.transport.resume_reading()  # type: ignore[attr-defined]
         async with asyncio.timeout(20):
             text = unchunked((await reader.read()).partition(b"\r\n\r\n")[2])
         writer.close()
     events = [json.loads(event[6:]) for event in text.split(b"\n\n")[:-1]]
-    assert [event["index"] for event in events] == list(range(1, 101))
+    assert [event["index"] for event in events] == list(range(1, index + 2))
     assert all(event["token"]["text"].startswith(str(event["index"])) for event in events[:-1])
     assert events[-1]["generated_text"] == "whole"
+
+
+async def test_a_client_that_is_too_far_behind_is_cut_off_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Long before `WRITE_SECONDS`: memory is held for nobody."""
+    outlets = watched_outlets(monkeypatch)
+    async with serving(None) as edge:
+        _, writer = await deaf_client(edge)
+        stream = edge.batcher.streams[0]
+        most, index = 0, 0
+        while not stream.closed:
+            index += 1
+            stream.send(token_event(index, "x" * 10_000))
+            await asyncio.sleep(0)
+            most = max([most, *(outlet._num_held_bytes for outlet in outlets)])
+        await edge.services.infer.permits.all_free()
+        assert MAX_HELD_BYTES < most < MAX_HELD_BYTES + 20_000
+        assert 'tgi_request_failure{err="dropped"} 1' in await edge.exposition()
+        writer.transport.abort()
 
 
 async def test_what_was_held_waits_until_the_client_has_read() -> None:

@@ -1,4 +1,4 @@
-"""A stand-in for a server's `/generate_stream`, scripted to the last byte, on a real socket."""
+"""Stand-ins for both ends of a stream: a server scripted to the last byte on a real socket, and a connection."""
 
 from __future__ import annotations
 
@@ -41,6 +41,26 @@ def unchunked(data: bytes) -> bytes:
         body, end, data = body + data[:length], data[length : length + 2], data[length + 2 :]
         assert end == b"\r\n"
     return body
+
+
+class FakeTransport:
+    """Remembers what was written; the test says what the client has read."""
+
+    def __init__(self) -> None:
+        self.written = b""
+        self.num_unread = 0
+        self.closing = False
+
+    def write(self, data: bytes) -> None:
+        assert not self.closing
+        self.written += data
+        self.num_unread += len(data)
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def get_write_buffer_size(self) -> int:
+        return self.num_unread
 
 
 class FakeServer:

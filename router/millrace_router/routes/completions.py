@@ -14,17 +14,22 @@ from millrace_router.api.openai_answers import (
     AnswerHead,
     ChoiceText,
     ChunkTemplate,
-    JsonObject,
     Piece,
     Usage,
     completion_choice,
+)
+from millrace_router.api.openai_json import (
+    ChunkJson,
+    CompletionCompleteJson,
+    CompletionFinalJson,
 )
 from millrace_router.bodies import json_response, read_model
 from millrace_router.errors import BatchSizeExceeded
 from millrace_router.events import TokenEvent
 from millrace_router.generation import Generation
 from millrace_router.headers import answer_headers, stream_headers, sum_of_times
-from millrace_router.outlet import Outlet
+from millrace_router.outlet import Sink
+from millrace_router.recording import Form
 from millrace_router.routes.asking import counting_refusals, terms_of
 from millrace_router.routes.openai_edge import (
     fingerprint,
@@ -62,9 +67,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         watch(request, *generations)
         if not body.stream:
             return await _answer(services, body, generations, head)
-        return await respond(
-            request,
-            _Chunks(body, generations, head).feed,
+        form = Form(
             headers=stream_headers(
                 compute_type=services.compute_type,
                 num_characters=sum(map(len, body.prompts)),
@@ -74,13 +77,15 @@ async def completions(request: web.Request) -> web.StreamResponse:
             may_expire=lambda: any(generation.may_expire for generation in generations),
             on_error=stream_error,
         )
+        return await respond(request, _Chunks(body, generations, head).feed, form)
 
 
 async def _answer(
     services: Services, body: CompletionRequest, generations: list[Generation], head: AnswerHead
 ) -> web.Response:
     """Read one generation after the other: the events of the others wait in their streams."""
-    choices, usage = [], Usage(0, 0)
+    choices: list[CompletionCompleteJson] = []
+    usage = Usage(0, 0)
     for index, generation in enumerate(generations):
         pieces = [piece async for piece in pieces_of(generation, ChoiceText(body.stop_sequences))]
         text = "".join(piece.text for piece in pieces)
@@ -96,7 +101,8 @@ async def _answer(
     )
     # TGI gives no such sum here.
     del headers["x-compute-time"]
-    return json_response(head.json(choices=choices, usage=usage.json()), headers=headers)
+    answer: CompletionFinalJson = {**head.json(), "choices": choices, "usage": usage.json()}
+    return json_response(answer, headers=headers)
 
 
 class _Chunks:
@@ -114,39 +120,48 @@ class _Chunks:
         self._total = Usage(0, 0)
         self._num_open = len(generations)
 
-    def feed(self, outlet: Outlet) -> None:
-        self._outlet = outlet
+    def feed(self, sink: Sink) -> None:
+        self._sink = sink
         for index, generation in enumerate(self._generations):
             choice = _Choice(index, ChoiceText(self._body.stop_sequences), self)
             generation.listen(choice)
 
-    def chunk(self, index: int, text: str, finish_reason: str = "") -> JsonObject:
+    def chunk(self, index: int, text: str, finish_reason: str = "") -> ChunkJson:
         """One piece of one choice."""
-        return self._head.json(choices=[completion_choice(index, text, finish_reason)])
+        return {
+            **self._head.json(),
+            "choices": [completion_choice(index, text, finish_reason)],
+        }
 
     def send(self, json: bytes) -> None:
         """Frame a chunk."""
-        self._outlet.send(event(json))
+        self._sink.send(event(json))
 
     def finish(self, index: int, piece: Piece) -> None:
         """Send the last piece of one choice, and the end after that of the last choice."""
         chunk = self.chunk(index, piece.text, piece.finish_reason or "")
         usage = usage_of(self._generations[index], piece)
         self._total += usage
-        if not self._body.includes_usage:
-            chunk["usage"] = usage.json()
-        self.send(orjson.dumps(chunk))
+        if self._body.includes_usage:
+            self.send(orjson.dumps(chunk))
+        else:
+            self.send(_final_json({**chunk, "usage": usage.json()}))
         self._num_open -= 1
         if self._num_open:
             return
         if self._body.includes_usage:
-            self.send(orjson.dumps(self._head.json(choices=[], usage=self._total.json())))
-        self._outlet.send(DONE)
-        self._outlet.end()
+            total: CompletionFinalJson = {
+                **self._head.json(),
+                "choices": [],
+                "usage": self._total.json(),
+            }
+            self._sink.end(event(_final_json(total)), DONE)
+        else:
+            self._sink.end(DONE)
 
     def fail(self, error: Exception) -> None:
         """End the stream for all."""
-        self._outlet.fail(error)
+        self._sink.fail(error)
 
 
 class _Choice:
@@ -172,3 +187,7 @@ class _Choice:
     def fail(self, error: Exception) -> None:
         if not self._finished:
             self._chunks.fail(error)
+
+
+def _final_json(chunk: CompletionFinalJson) -> bytes:
+    return orjson.dumps(chunk)

@@ -23,17 +23,19 @@ from millrace_router.bodies import json_response, read_model
 from millrace_router.events import Finished, TokenEvent
 from millrace_router.generation import Collected, Generation
 from millrace_router.headers import answer_headers, stream_headers
-from millrace_router.outlet import Outlet
+from millrace_router.outlet import Sink
+from millrace_router.recording import Form
 from millrace_router.routes.asking import counting_refusals, terms_of
+from millrace_router.routes.keyed import keyed
 from millrace_router.services import SERVICES, Services
-from millrace_router.sse import event, respond
+from millrace_router.sse import error_event, event, respond
 
 
 def register(app: web.Application) -> None:
     """Add the routes to `app`."""
-    app.router.add_post("/", compat_generate)
-    app.router.add_post("/generate", generate)
-    app.router.add_post("/generate_stream", generate_stream)
+    app.router.add_post("/", keyed(compat_generate))
+    app.router.add_post("/generate", keyed(generate))
+    app.router.add_post("/generate_stream", keyed(generate_stream))
     app.router.add_post("/tokenize", tokenize)
 
 
@@ -132,9 +134,7 @@ async def _stream(request: web.Request, body: GenerateRequest) -> web.StreamResp
         terms = terms_of(request, body.parameters)
     async with await services.infer.start(body, terms=terms) as generation:
         watch(request, generation)
-        return await respond(
-            request,
-            _Events(generation, body).feed,
+        form = Form(
             headers=stream_headers(
                 compute_type=services.compute_type,
                 num_characters=len(body.inputs),
@@ -142,7 +142,9 @@ async def _stream(request: web.Request, body: GenerateRequest) -> web.StreamResp
             ),
             keep_alive_seconds=services.keep_alive_seconds,
             may_expire=lambda: generation.may_expire,
+            on_error=error_event,
         )
+        return await respond(request, _Events(generation, body).feed, form)
 
 
 class _Events:
@@ -152,21 +154,21 @@ class _Events:
         self._generation = generation
         self._body = body
 
-    def feed(self, outlet: Outlet) -> None:
-        self._outlet = outlet
+    def feed(self, sink: Sink) -> None:
+        self._sink = sink
         self._generation.listen(self)
 
     def token(self, token: TokenEvent) -> None:
         if token.finished is not None:
-            self._outlet.send(event(orjson.dumps(self._last(token, token.finished))))
-            self._outlet.end()
+            self._sink.send(event(orjson.dumps(self._last(token, token.finished))))
+            self._sink.end()
         elif token.top_tokens:
-            self._outlet.send(event(orjson.dumps(stream_json(token))))
+            self._sink.send(event(orjson.dumps(stream_json(token))))
         else:
-            self._outlet.send(event(plain_event(token)))
+            self._sink.send(event(plain_event(token)))
 
     def fail(self, error: Exception) -> None:
-        self._outlet.fail(error)
+        self._sink.fail(error)
 
     def _last(self, token: TokenEvent, finished: Finished) -> StreamResponse:
         json = stream_json(token)

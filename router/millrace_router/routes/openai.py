@@ -15,14 +15,18 @@ from millrace_router.api.openai_answers import (
     Piece,
     chat_answer,
     chat_chunk,
+    usage_chunk,
 )
+from millrace_router.api.openai_json import ModelInfoJson
 from millrace_router.bodies import json_response, read_model
 from millrace_router.events import TokenEvent
 from millrace_router.generation import Generation
 from millrace_router.headers import answer_headers, stream_headers
-from millrace_router.outlet import Outlet
+from millrace_router.outlet import Sink
+from millrace_router.recording import Form
 from millrace_router.routes.asking import counting_refusals, terms_of
 from millrace_router.routes.completions import completions
+from millrace_router.routes.keyed import keyed
 from millrace_router.routes.openai_edge import (
     fingerprint,
     model_name,
@@ -38,8 +42,8 @@ from millrace_router.sse import DONE, event, respond
 
 def register(app: web.Application) -> None:
     """Add the routes to `app`."""
-    app.router.add_post("/v1/chat/completions", openai_errors(chat_completions))
-    app.router.add_post("/v1/completions", openai_errors(completions))
+    app.router.add_post("/v1/chat/completions", openai_errors(keyed(chat_completions)))
+    app.router.add_post("/v1/completions", openai_errors(keyed(completions)))
     app.router.add_get("/v1/models", models)
     app.router.add_post("/chat_tokenize", chat_tokenize)
 
@@ -47,8 +51,11 @@ def register(app: web.Application) -> None:
 async def models(request: web.Request) -> web.StreamResponse:
     """`GET /v1/models`: the one that is served."""
     name = request.app[SERVICES].config.model_id
-    model = {"id": name, "object": "model", "created": 0, "owned_by": name}
-    return json_response({"object": "list", "data": [model]})
+    answer: ModelInfoJson = {
+        "object": "list",
+        "data": [{"id": name, "object": "model", "created": 0, "owned_by": name}],
+    }
+    return json_response(answer)
 
 
 async def chat_tokenize(request: web.Request) -> web.StreamResponse:
@@ -83,9 +90,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         watch(request, generation)
         if not body.stream:
             return await _answer(services, body, generation, head)
-        return await respond(
-            request,
-            _Chunks(body, generation, head).feed,
+        form = Form(
             headers=stream_headers(
                 compute_type=services.compute_type,
                 num_characters=len(prompt),
@@ -95,6 +100,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
             may_expire=lambda: generation.may_expire,
             on_error=stream_error,
         )
+        return await respond(request, _Chunks(body, generation, head).feed, form)
 
 
 async def _answer(
@@ -125,29 +131,28 @@ class _Chunks:
         self._text = _choice_text(body)
         self._template = ChunkTemplate(lambda text: chat_chunk(head, Piece(text, None, 0, None)))
 
-    def feed(self, outlet: Outlet) -> None:
-        self._outlet = outlet
+    def feed(self, sink: Sink) -> None:
+        self._sink = sink
         self._generation.listen(self)
 
     def token(self, token: TokenEvent) -> None:
         piece = self._text.push(token)
         if piece.finish_reason is None and piece.logprobs is None:
-            self._outlet.send(event(self._template.fill(piece.text)))
+            self._sink.send(event(self._template.fill(piece.text)))
             return
-        self._outlet.send(event(orjson.dumps(chat_chunk(self._head, piece))))
+        self._sink.send(event(orjson.dumps(chat_chunk(self._head, piece))))
         if piece.finish_reason is not None:
             self._end(piece)
 
     def fail(self, error: Exception) -> None:
-        self._outlet.fail(error)
+        self._sink.fail(error)
 
     def _end(self, last: Piece) -> None:
         if self._body.includes_usage:
-            usage = usage_of(self._generation, last).json()
-            chunk = self._head.json("chat.completion.chunk", choices=[], usage=usage)
-            self._outlet.send(event(orjson.dumps(chunk)))
-        self._outlet.send(DONE)
-        self._outlet.end()
+            usage = event(orjson.dumps(usage_chunk(self._head, usage_of(self._generation, last))))
+            self._sink.end(usage, DONE)
+        else:
+            self._sink.end(DONE)
 
 
 def _choice_text(body: ChatCompletionRequest) -> ChoiceText:
