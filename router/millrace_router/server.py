@@ -13,13 +13,28 @@ from aiohttp.typedefs import Handler, Middleware
 from millrace_router.access_log import access_log, add_request_id
 from millrace_router.bodies import error_response
 from millrace_router.errors import RouterError
-from millrace_router.routes import estimate, native, openai, operations
+from millrace_router.idempotency import Runs
+from millrace_router.routes import estimate, native, openai, operations, schema
+from millrace_router.routes.keyed import RUNS, end_runs
 from millrace_router.services import SERVICES, Services
 
 OPEN_PATHS = frozenset(
-    {"/health", "/ping", "/metrics", "/info", "/v1/models", "/docs", "/api-doc/openapi.json"}
+    {
+        "/health",
+        "/ping",
+        "/livez",
+        "/readyz",
+        "/metrics",
+        "/info",
+        "/v1/models",
+        "/docs",
+        "/api-doc/openapi.json",
+        "/openapi.json",
+    }
 )
-ALLOWED_HEADERS = "content-type,authorization,x-priority,x-tenant,x-max-queue-ms"
+ALLOWED_HEADERS = (
+    "content-type,authorization,x-priority,x-tenant,x-max-queue-ms,idempotency-key,last-event-id"
+)
 RESPONSE_SECONDS = 5.0
 """What answers that are being written get at the end, when no generation runs any more."""
 VARY = "origin, access-control-request-method, access-control-request-headers"
@@ -35,12 +50,15 @@ def create_app(services: Services) -> web.Application:
         middlewares.append(require_key(config.api_key))
     app = web.Application(middlewares=middlewares, client_max_size=config.payload_limit)
     app[SERVICES] = services
+    app[RUNS] = Runs(config.resume_grace)
+    app.on_cleanup.append(end_runs)
     app.on_response_prepare.append(add_request_id)
     app.on_response_prepare.append(allow_origins(config.cors_allow_origin))
     native.register(app)
     operations.register(app)
     openai.register(app)
     estimate.register(app)
+    schema.register(app)
     return app
 
 

@@ -155,3 +155,8 @@ def test_promtool_has_only_the_known_complaints(server: RunningServer) -> None:
 
 def test_promtool_accepts_the_configuration() -> None:
     subprocess.run([program("promtool"), "check", "config", str(CONFIG)], check=True)
+
+
+def test_promtool_accepts_the_alerts() -> None:
+    rules = CONFIG.with_name("alerts.yml")
+    subprocess.run([program("promtool"), "check", "rules", str(rules)], check=True)

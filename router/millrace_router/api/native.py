@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Annotated, NotRequired, TypedDict
+from typing import Annotated, NotRequired
 
 import orjson
 from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field
+from typing_extensions import TypedDict
 
 from millrace_router.events import Finished, PromptLogprobs, Token, TokenEvent
 from millrace_router.float32 import rounded, shortest
+from millrace_router.request import FinishReason
 
 UINT32_MAX = 2**32 - 1
 UINT64_MAX = 2**64 - 1
@@ -98,7 +100,7 @@ class TokenJson(PrefillTokenJson):
 class SequenceJson(TypedDict):
     """What is told of any finished sequence."""
 
-    finish_reason: str
+    finish_reason: FinishReason
     generated_tokens: int
     seed: int | None
     prefill: list[PrefillTokenJson]
@@ -130,7 +132,7 @@ class GenerateResponse(TypedDict):
 class StreamDetailsJson(TypedDict):
     """`details` of a stream's last event."""
 
-    finish_reason: str
+    finish_reason: FinishReason
     generated_tokens: int
     seed: int | None
     input_length: int

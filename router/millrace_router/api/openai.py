@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
 from pydantic import AliasChoices, Field, model_validator
@@ -12,6 +12,9 @@ from millrace_router.errors import SuffixNotSupported, ToolError, ValidationErro
 
 Seed = Annotated[int, Field(ge=-(2**63), le=UINT64_MAX)]
 MAX_PENALTY = 2.0
+Item = TypeVar("Item")
+Items = Annotated[list[Item], Field(fail_fast=True)]
+"""A list of which only the first mistake is looked for: a million of them would take seconds to collect."""
 
 
 class StreamOptions(RequestModel):
@@ -28,14 +31,15 @@ class CommonRequest(RequestModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     seed: Seed | None = None
-    stop: str | list[str] | None = None
+    stop: str | Items[str] | None = None
     temperature: Float32 | None = None
     top_p: Float32 | None = None
     frequency_penalty: Float32 | None = None
     presence_penalty: Float32 | None = None
     repetition_penalty: Float32 | None = None
     n: int | None = None
-    logit_bias: dict[str, float] | list[float] | None = None
+    logit_bias: dict[str, Any] | list[Any] | None = None
+    """Refused, so nobody looks into it."""
     ignore_eos: bool | None = None
     priority: int | None = None
     """Not in OpenAI's: how much sooner than others; beats the header `x-priority`."""
@@ -143,8 +147,8 @@ class ChatMessage(RequestModel):
     """One turn; it has content, tool calls, or both."""
 
     role: str
-    content: str | list[ContentPart] | None = None
-    tool_calls: list[ToolCall] | None = None
+    content: str | Items[ContentPart] | None = None
+    tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
 
@@ -171,11 +175,11 @@ class ChatMessage(RequestModel):
 class ChatCompletionRequest(CommonRequest):
     """Body of `/v1/chat/completions` and `/chat_tokenize`."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Items[ChatMessage] = Field(min_length=1)
     max_completion_tokens: UInt32 | None = None
     logprobs: bool | None = None
     top_logprobs: UInt32 | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -202,7 +206,7 @@ class ChatCompletionRequest(CommonRequest):
 class CompletionRequest(CommonRequest):
     """Body of `/v1/completions`."""
 
-    prompt: str | Annotated[list[str], Field(min_length=1)]
+    prompt: str | Annotated[list[str], Field(min_length=1, fail_fast=True)]
     suffix: str | None = None
     echo: bool | None = None
     logprobs: int | None = None

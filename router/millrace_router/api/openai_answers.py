@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import orjson
 
+from millrace_router.api.openai_json import (
+    ChatCompletionChunkJson,
+    ChatCompletionJson,
+    ChatCompletionLogprobJson,
+    ChatCompletionTopLogprobJson,
+    CompletionCompleteJson,
+    HeadJson,
+    OpenAIErrorResponseJson,
+    StreamFailureJson,
+    UsageJson,
+)
 from millrace_router.errors import RouterError
 from millrace_router.events import Token, TokenEvent
 from millrace_router.float32 import shortest
 from millrace_router.request import FinishReason
 from millrace_router.stopping import StopTrimmer
-
-JsonObject = dict[str, Any]
 
 _FINISH_REASONS = {
     FinishReason.LENGTH: "length",
@@ -41,7 +49,7 @@ class Usage:
             self.cached_tokens + other.cached_tokens,
         )
 
-    def json(self) -> JsonObject:
+    def json(self) -> UsageJson:
         """Render."""
         return {
             "prompt_tokens": self.prompt_tokens,
@@ -59,7 +67,7 @@ class Piece:
     finish_reason: str | None
     num_tokens: int
     """Tokens of the choice so far."""
-    logprobs: JsonObject | None
+    logprobs: ChatCompletionLogprobJson | None
 
 
 class ChoiceText:
@@ -82,12 +90,12 @@ class ChoiceText:
         return Piece(text, reason, event.index, _logprobs(event) if self._logprobs else None)
 
 
-def _logprobs(event: TokenEvent) -> JsonObject:
+def _logprobs(event: TokenEvent) -> ChatCompletionLogprobJson:
     entry = _token_logprob(event.token)
     return {**entry, "top_logprobs": [_token_logprob(token) for token in event.top_tokens]}
 
 
-def _token_logprob(token: Token) -> JsonObject:
+def _token_logprob(token: Token) -> ChatCompletionTopLogprobJson:
     return {"token": token.text, "logprob": shortest(token.logprob)}
 
 
@@ -95,23 +103,23 @@ class AnswerHead:
     """The keys that every answer and chunk of one request begins with."""
 
     def __init__(self, kind: str, id_prefix: str, *, model: str, fingerprint: str) -> None:
-        self._kind = kind
-        self._rest = {
+        self._json: HeadJson = {
+            "object": kind,
             "id": f"{id_prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": fingerprint,
         }
 
-    def json(self, kind: str | None = None, **body: object) -> JsonObject:
-        """Render an answer; `kind` replaces the usual `object`."""
-        return {"object": kind or self._kind, **self._rest, **body}
+    def json(self, kind: str | None = None) -> HeadJson:
+        """Render; `kind` replaces the usual `object`."""
+        return {**self._json, "object": kind or self._json["object"]}
 
 
 class ChunkTemplate:
     """A chunk that is rendered once, with room for the text that changes from token to token."""
 
-    def __init__(self, render: Callable[[str], JsonObject]) -> None:
+    def __init__(self, render: Callable[[str], Mapping[str, object]]) -> None:
         mark = uuid.uuid4().hex
         self._before, self._after = orjson.dumps(render(mark)).split(orjson.dumps(mark))
 
@@ -120,41 +128,62 @@ class ChunkTemplate:
         return b"%b%b%b" % (self._before, orjson.dumps(text), self._after)
 
 
-def chat_chunk(head: AnswerHead, piece: Piece) -> JsonObject:
+CHUNK = "chat.completion.chunk"
+
+
+def chat_chunk(head: AnswerHead, piece: Piece) -> ChatCompletionChunkJson:
     """Render the chunk of one token."""
-    choice = {
-        "index": 0,
-        "delta": {"role": "assistant", "content": piece.text},
-        "logprobs": None if piece.logprobs is None else {"content": [piece.logprobs]},
-        "finish_reason": piece.finish_reason,
+    return {
+        **head.json(CHUNK),
+        "choices": [
+            {
+                "index": 0,
+                "delta": {"role": "assistant", "content": piece.text},
+                "logprobs": None if piece.logprobs is None else {"content": [piece.logprobs]},
+                "finish_reason": piece.finish_reason,
+            }
+        ],
+        "usage": None,
     }
-    return head.json("chat.completion.chunk", choices=[choice], usage=None)
 
 
-def chat_answer(head: AnswerHead, pieces: list[Piece], usage: Usage) -> JsonObject:
+def usage_chunk(head: AnswerHead, usage: Usage) -> ChatCompletionChunkJson:
+    """Render the chunk that follows the last token."""
+    return {**head.json(CHUNK), "choices": [], "usage": usage.json()}
+
+
+def chat_answer(head: AnswerHead, pieces: list[Piece], usage: Usage) -> ChatCompletionJson:
     """Render a chat completion in one piece."""
     logprobs = [piece.logprobs for piece in pieces if piece.logprobs is not None]
-    choice = {
-        "index": 0,
-        "message": {"role": "assistant", "content": "".join(piece.text for piece in pieces)},
-        "logprobs": {"content": logprobs} if logprobs else None,
-        "finish_reason": pieces[-1].finish_reason,
+    text = "".join(piece.text for piece in pieces)
+    return {
+        **head.json(),
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": text},
+                "logprobs": {"content": logprobs} if logprobs else None,
+                "finish_reason": pieces[-1].finish_reason,
+            }
+        ],
+        "usage": usage.json(),
     }
-    return head.json(choices=[choice], usage=usage.json())
 
 
-def completion_choice(index: int, text: str, finish_reason: str) -> JsonObject:
+def completion_choice(index: int, text: str, finish_reason: str) -> CompletionCompleteJson:
     """Render a choice of a text completion; in a stream, `finish_reason` is "" until the last."""
     return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
 
 
-def error_answer(error: RouterError) -> JsonObject:
-    """Render a failure for OpenAI's clients, which print `error.message`, and TGI's, which read `error_type`."""
-    detail = error_detail(error) | {"param": None, "code": None}
-    return {"error": detail, "error_type": error.error_type}
+def error_answer(error: RouterError) -> OpenAIErrorResponseJson:
+    """Render a failure that comes before the first byte."""
+    return {
+        "error": {**error_detail(error), "param": None, "code": None},
+        "error_type": error.error_type,
+    }
 
 
-def error_detail(error: RouterError) -> JsonObject:
+def error_detail(error: RouterError) -> StreamFailureJson:
     """Render a failure for the middle of a stream."""
     return {
         "message": str(error),

@@ -1,0 +1,114 @@
+"""Hooks of schemathesis: events of a stream are checked one by one, and on request only what is accepted is sent.
+
+With `MILLRACE_ACCEPTED` in the environment the document is narrowed to requests that this server answers with 200:
+what is generated from the whole document is nearly always refused, and says little of answers.
+"""
+
+import json
+import os
+
+import schemathesis
+from jsonschema_rs import validator_for
+
+EVENTS = "text/event-stream"
+TEXT = {"type": "string", "minLength": 1, "maxLength": 100, "pattern": "^[a-z ]+$"}
+# Not ranges: 3.0 is an integer to JSON schema, and not to TGI.
+FEW = {"enum": [1, 3, 5]}
+SEED = {"enum": [0, 7, 2**63]}
+NUCLEUS = {"type": "number", "minimum": 0.1, "maximum": 0.9}
+COMMON = {"seed": SEED, "stop": {"type": "array", "items": TEXT, "maxItems": 2}, "top_p": NUCLEUS}
+OPENAI = {**COMMON, "max_tokens": FEW, "stream": None, "stream_options": None, "model": None}
+NARROWED = {
+    "GenerateParameters": (
+        {
+            **COMMON,
+            "max_new_tokens": FEW,
+            "details": None,
+            "do_sample": None,
+            "return_full_text": None,
+            "top_k": FEW,
+            "top_n_tokens": FEW,
+        },
+        ["max_new_tokens"],
+    ),
+    "GenerateRequest": ({"inputs": TEXT, "parameters": None}, ["inputs", "parameters"]),
+    "CompatGenerateRequest": (
+        {"inputs": TEXT, "parameters": None, "stream": None},
+        ["inputs", "parameters"],
+    ),
+    "ChatRequest": (
+        {**OPENAI, "messages": None, "logprobs": None, "top_logprobs": FEW},
+        ["messages", "max_tokens"],
+    ),
+    "Message": (
+        {"role": {"enum": ["system", "user", "assistant"]}, "content": TEXT},
+        ["role", "content"],
+    ),
+    "CompletionRequest": (
+        {
+            **OPENAI,
+            "prompt": {
+                "anyOf": [TEXT, {"type": "array", "items": TEXT, "minItems": 1, "maxItems": 3}]
+            },
+        },
+        ["prompt", "max_tokens"],
+    ),
+}
+"""Schemas by name: their properties, narrowed or as they are, and those that must be there."""
+
+events_by_operation = {}
+
+
+@schemathesis.hook
+def before_load_schema(context, document):
+    """Keep the events' schemas for `events_conform`: schemathesis reads them as fields of events."""
+    for path in document["paths"].values():
+        for operation in path.values():
+            content = operation["responses"]["200"].get("content", {})
+            if EVENTS in content:
+                schema = content[EVENTS].pop("schema")
+                events_by_operation[operation["operationId"]] = validator_for(
+                    {"components": document["components"], **schema}
+                )
+    if "MILLRACE_ACCEPTED" in os.environ:
+        for name, (properties, required) in NARROWED.items():
+            schema = document["components"]["schemas"][name]
+            schema["properties"] = {
+                key: narrowed or schema["properties"][key] for key, narrowed in properties.items()
+            }
+            schema["required"] = required
+            schema["additionalProperties"] = False
+        for path in document["paths"].values():
+            for operation in path.values():
+                # They speak of requests that have been sent before.
+                operation["parameters"] = [
+                    parameter
+                    for parameter in operation.get("parameters", [])
+                    if parameter["name"] not in {"idempotency-key", "last-event-id"}
+                ]
+
+
+@schemathesis.check
+def events_conform(context, response, case):
+    """Each `data:` line of a stream is JSON as documented, but for OpenAI's last."""
+    if not response.headers.get("content-type", [""])[0].startswith(EVENTS):
+        return
+    operation = case.operation.definition.raw["operationId"]
+    blocks = response.content.decode().split("\n\n")
+    assert blocks.pop() == "", "the last event is not finished"
+    lines = [block.split("\n")[-1] for block in blocks if block != ":"]
+    assert all(line.startswith("data: ") for line in lines), blocks
+    data = [line.removeprefix("data: ") for line in lines]
+    if case.operation.path.startswith("/v1/"):
+        assert data.pop() == "[DONE]", "no end"
+    assert data, "no event"
+    for one in data:
+        events_by_operation[operation].validate(json.loads(one))
+
+
+@schemathesis.check
+def narrowed_is_accepted(context, response, case):
+    """Nothing but overload refuses what the narrowed document allows, save that only one prompt can be estimated."""
+    narrowed = "MILLRACE_ACCEPTED" in os.environ and case.operation.method == "post"
+    if narrowed and case.operation.path != "/v1/estimate":
+        assert response.status_code in {200, 429}, response.text

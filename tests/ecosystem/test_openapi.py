@@ -1,0 +1,54 @@
+"""schemathesis over our own document, against a running server."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from bench.serve import RunningServer
+
+pytestmark = pytest.mark.ecosystem
+
+ROOT = Path(__file__).parent.parent.parent
+PROGRAM = ROOT / ".venvs" / "schemathesis" / "bin" / "schemathesis"
+HOOKS = Path(__file__).parent / "clients"
+SECONDS = 20
+"""For each of the runs to generate requests."""
+
+
+@pytest.mark.parametrize(
+    ("mode", "phases", "environment"),
+    [
+        pytest.param("all", "coverage,fuzzing", {}, id="anything"),
+        pytest.param("positive", "fuzzing", {"MILLRACE_ACCEPTED": "1"}, id="accepted"),
+    ],
+)
+def test_every_answer_is_documented(
+    server: RunningServer, tmp_path: Path, mode: str, phases: str, environment: dict[str, str]
+) -> None:
+    if not PROGRAM.exists():
+        pytest.skip("no .venvs/schemathesis: make test-ecosystem makes it")
+    config = str(HOOKS / "schemathesis.toml")
+    command = [
+        *(str(PROGRAM), "--config-file", config, "run", f"{server.url}/openapi.json"),
+        *(f"--mode={mode}", f"--phases={phases}", f"--max-time={SECONDS}", "--max-examples=20"),
+        *("--seed=5", "--no-color", "--request-timeout=60"),
+    ]
+    answer = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=SECONDS * 8,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(HOOKS),
+            "SCHEMATHESIS_HOOKS": "schemathesis_hooks",
+            **environment,
+        },
+        check=False,
+    )
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert "SSE" not in answer.stderr

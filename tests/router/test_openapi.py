@@ -1,0 +1,293 @@
+"""The document and the server say the same: of routes, keys, answers, and each way to be refused."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+import orjson
+import pytest
+
+from millrace_fakes_edge import Edge, echo, limits_with, play, serving, token_event
+from millrace_openapi import (
+    DOCUMENT,
+    EVENTS,
+    JSON,
+    check_documented,
+    described,
+    events_of,
+    fits,
+    resolved,
+    schema_of,
+)
+from millrace_router.__main__ import main
+from millrace_router.api.operations import OPERATIONS, Operation
+from millrace_router.cost import COEFFICIENTS, CostModel
+from millrace_router.entry import TokenStream
+from millrace_router.errors import GenerationError, IncompleteGeneration, RouterError, ShardsGone
+from millrace_router.estimate import Estimate
+from millrace_router.forecast import Prediction
+from millrace_router.request import ValidRequest
+
+BY_NAME = {operation.id: operation for operation in OPERATIONS}
+GETS = [operation for operation in OPERATIONS if operation.method == "get"]
+POSTS = [operation for operation in OPERATIONS if operation.method == "post"]
+HEALTH = ("root", "health", "ping", "ready")
+GENERATE = ("compat_generate", "generate", "generate_stream", "chat_completions", "completions")
+
+FEW = {"max_new_tokens": 2}
+EVERYTHING = {"details": True, "decoder_input_details": True, "seed": 2**64 - 1, **FEW}
+NATIVE: dict[str, Any] = {"inputs": "hello world", "parameters": FEW}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+COMPLETION: dict[str, Any] = {"prompt": ["hello", "world"], "max_tokens": 2}
+LOGPROBS = {"logprobs": True, "top_logprobs": 2}
+USAGE = {"stream_options": {"include_usage": True}}
+STREAM = {"stream": True}
+BODIES = {
+    "compat_generate": NATIVE,
+    "generate": NATIVE,
+    "generate_stream": NATIVE,
+    "tokenize": NATIVE,
+    "get_chat_tokenize": CHAT,
+    "chat_completions": CHAT,
+    "completions": COMPLETION,
+    "estimate": NATIVE,
+}
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("compat_generate", NATIVE | STREAM),
+    ("generate", NATIVE | {"parameters": EVERYTHING}),
+    ("generate", NATIVE | {"parameters": FEW | {"details": True, "best_of": 2, "top_k": 2}}),
+    ("generate_stream", NATIVE | {"parameters": FEW | {"details": True, "top_n_tokens": 2}}),
+    ("chat_completions", CHAT | LOGPROBS),
+    ("chat_completions", CHAT | STREAM),
+    ("chat_completions", CHAT | STREAM | LOGPROBS | USAGE),
+    ("completions", COMPLETION | STREAM),
+    ("completions", COMPLETION | STREAM | USAGE),
+    ("estimate", CHAT),
+    ("estimate", {"prompt": "hello"}),
+    ("estimate", {"inputs": "hello " * 9}),
+]
+
+
+def generate(request: ValidRequest, stream: TokenStream) -> None:
+    """As `echo`, and candidates beside each token if they were asked for."""
+    if request.top_n_tokens:
+        stream.send(token_event(1, " x", x=-0.5, y=float("nan")))
+    echo(request, stream)
+
+
+def serve(**options: Any) -> Any:
+    """Whatever a route needs to have something to say."""
+    limits = limits_with(prefill_logprobs=True, max_concurrent_requests=4)
+    usual: dict[str, Any] = {"script": generate, "template": "hello", "limits": limits}
+    return serving(**usual | options)
+
+
+async def ask(
+    edge: Edge, operation: Operation, body: object = None, **headers: str
+) -> tuple[int, str, bytes, Any]:
+    """Status, media type, body and headers of the answer; `body` is sent as it is if it is bytes."""
+    data = body if isinstance(body, bytes) or body is None else orjson.dumps(body)
+    headers = ({"content-type": JSON} if body is not None else {}) | headers
+    method, url = operation.method.upper(), edge.url + operation.path
+    async with edge.client.request(method, url, data=data, headers=headers) as answer:
+        return answer.status, answer.content_type, await answer.read(), answer.headers
+
+
+def references_in(value: object) -> Iterator[str]:
+    if isinstance(value, dict):
+        if isinstance(value.get("$ref"), str):
+            yield value["$ref"]
+        value = list(value.values())
+    if isinstance(value, list):
+        for part in value:
+            yield from references_in(part)
+
+
+async def test_every_route_is_documented_and_no_other() -> None:
+    async with serving() as edge:
+        routes = Counter(
+            (route.method.lower(), route.resource.canonical)
+            for route in edge.runner.app.router.routes()
+            if route.method != "HEAD" and route.resource is not None
+        )
+    assert routes == Counter((operation.method, operation.path) for operation in OPERATIONS)
+    assert len(BY_NAME) == len(OPERATIONS)
+
+
+async def test_the_document_is_served_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["print-schema"]) == 0
+    printed = capsys.readouterr().out
+    assert json.loads(printed) == DOCUMENT
+    async with serving() as edge:
+        for name in ("openapi", "openapi_alias"):
+            _, _, body, _ = await ask(edge, BY_NAME[name])
+            assert body.decode() + "\n" == printed
+
+
+def test_references_lead_to_components_and_every_component_is_used() -> None:
+    references = set(references_in(DOCUMENT))
+    named = [resolved(reference) for reference in references]
+    assert len(named) == len(DOCUMENT["components"]["schemas"])
+
+
+async def test_a_key_is_asked_for_where_the_document_says_so() -> None:
+    async with serving(api_key="secret") as edge:
+        for operation in OPERATIONS:
+            status, media_type, body, _ = await ask(edge, operation, BODIES.get(operation.id))
+            assert ("security" in described(operation)) == (status == 401), operation.path
+            if status == 401:
+                check_documented(operation, status, media_type, body)
+
+
+@pytest.mark.parametrize("operation", GETS, ids=lambda operation: operation.id)
+async def test_what_is_told_is_as_documented(operation: Operation) -> None:
+    async with serve(cost=CostModel.fixed(dict.fromkeys(COEFFICIENTS, 0.001))) as edge:
+        request = ValidRequest(input_ids=(1, 2), max_new_tokens=3)
+        edge.batcher.quarantine.add(request, num_generated=1, reason="lost")
+        status, media_type, body, _ = await ask(edge, operation)
+    assert status == 200
+    check_documented(operation, status, media_type, body)
+
+
+@pytest.mark.parametrize(
+    ("name", "body"), [*BODIES.items(), *VARIANTS], ids=lambda value: str(value)[:60]
+)
+async def test_what_is_answered_is_as_documented(name: str, body: dict[str, Any]) -> None:
+    operation = BY_NAME[name]
+    async with serve() as edge:
+        prediction = Prediction(queue_seconds=0.1, first_token_seconds=0.2, finish_seconds=0.3)
+        edge.batcher.outlook = Estimate(
+            prediction=prediction, num_cached=1, num_waiting=2, num_running=3
+        )
+        status, media_type, answer, _ = await ask(edge, operation, body)
+    assert status == 200, answer
+    assert (media_type == EVENTS) == (body.get("stream", False) or name == "generate_stream")
+    check_documented(operation, status, media_type, answer)
+
+
+def fails(error: RouterError) -> Callable[[ValidRequest, TokenStream], None]:
+    """A generation that fails before its first token."""
+
+    def script(_: ValidRequest, stream: TokenStream) -> None:
+        stream.fail(error)
+
+    return script
+
+
+def leave(_: Edge) -> None:
+    pass
+
+
+def drain(edge: Edge) -> None:
+    edge.services.infer.drain()
+
+
+def fill(edge: Edge) -> None:
+    edge.services.infer.permits.take(edge.services.infer.permits.free)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """One way to get a status: a server, what has happened to it, and what is sent."""
+
+    status: HTTPStatus
+    options: dict[str, Any] = field(default_factory=dict)
+    prepare: Callable[[Edge], None] = leave
+    body: bytes | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_of_generation(self) -> bool:
+        """Whether it happens to what runs alone."""
+        return "script" in self.options
+
+
+REFUSALS = [
+    Refusal(status=HTTPStatus.BAD_REQUEST, body=b"{"),
+    Refusal(status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE, options={"payload_limit": 10}),
+    Refusal(status=HTTPStatus.UNSUPPORTED_MEDIA_TYPE, headers={"content-type": "text/plain"}),
+    Refusal(status=HTTPStatus.UNPROCESSABLE_ENTITY, body=b"[]"),
+    Refusal(status=HTTPStatus.TOO_MANY_REQUESTS, prepare=fill),
+    Refusal(status=HTTPStatus.SERVICE_UNAVAILABLE, prepare=drain),
+    Refusal(status=HTTPStatus.SERVICE_UNAVAILABLE, options={"script": fails(ShardsGone("gone"))}),
+    Refusal(status=HTTPStatus.GONE, headers={"idempotency-key": "k", "last-event-id": "1"}),
+    Refusal(status=HTTPStatus.FAILED_DEPENDENCY, options={"script": fails(GenerationError("no"))}),
+    Refusal(
+        status=HTTPStatus.INTERNAL_SERVER_ERROR, options={"script": fails(IncompleteGeneration())}
+    ),
+]
+
+
+@pytest.mark.parametrize("operation", POSTS, ids=lambda operation: operation.id)
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.status.name)
+async def test_a_refusal_is_documented_where_it_happens_and_nowhere_else(
+    operation: Operation, refusal: Refusal
+) -> None:
+    async with serve(**refusal.options) as edge:
+        refusal.prepare(edge)
+        body = refusal.body or BODIES[operation.id]
+        status, media_type, answer, headers = await ask(edge, operation, body, **refusal.headers)
+    happens = (
+        operation.id in GENERATE
+        if refusal.is_of_generation
+        else refusal.status in operation.failures
+    )
+    assert status == (refusal.status if happens else 200), answer
+    check_documented(operation, status, media_type, answer)
+    documented = described(operation)["responses"][str(status)].get("headers", {})
+    assert ("retry-after" in headers) == ("retry-after" in documented)
+    assert int(headers.get("retry-after", 1)) >= 1
+
+
+def test_no_failure_is_documented_that_nothing_provokes() -> None:
+    known = {refusal.status for refusal in REFUSALS}
+    assert {failure for operation in POSTS for failure in operation.failures} == known
+
+
+@pytest.mark.parametrize("name", ["generate_stream", "chat_completions", "completions"])
+async def test_a_failure_in_mid_stream_is_an_event_as_documented(name: str) -> None:
+    operation = BY_NAME[name]
+
+    def script(_: ValidRequest, stream: TokenStream) -> None:
+        stream.send(token_event(1, " x"))
+        stream.fail(GenerationError("no"))
+
+    async with serve(script=script) as edge:
+        status, media_type, body, _ = await ask(edge, operation, BODIES[name] | STREAM)
+    assert (status, media_type) == (200, EVENTS)
+    assert "error" in events_of(operation, body)[-1]
+    check_documented(operation, status, media_type, body)
+
+
+@pytest.mark.parametrize("operation", GETS, ids=lambda operation: operation.id)
+async def test_ill_health_is_documented_where_it_is_told(operation: Operation) -> None:
+    async with serving() as edge:
+        edge.batcher.recovery.give_up("the shards are lost", 0.0)
+        status, media_type, body, _ = await ask(edge, operation)
+    assert (status == 503) == (operation.id in HEALTH)
+    assert (status == 503) == (HTTPStatus.SERVICE_UNAVAILABLE in operation.failures)
+    if status == 503:
+        assert "the shards are lost" in json.loads(body)["reason"]
+        check_documented(operation, status, media_type, body)
+
+
+async def test_what_is_not_documented_does_not_fit() -> None:
+    """The measure itself: a key too many, one too few, another type."""
+    schema = schema_of(BY_NAME["generate_stream"], 200, EVENTS)
+
+    def script(_: ValidRequest, stream: TokenStream) -> None:
+        play(stream, " x")
+
+    async with serve(script=script) as edge:
+        _, _, body, _ = await ask(edge, BY_NAME["generate_stream"], NATIVE)
+    (event,) = events_of(BY_NAME["generate_stream"], body)
+    assert fits(event, schema)
+    assert not fits(event | {"more": 1}, schema)
+    assert not fits(event | {"index": "1"}, schema)
+    assert not fits(event | {"index": True}, schema)
+    assert not fits({key: value for key, value in event.items() if key != "token"}, schema)
