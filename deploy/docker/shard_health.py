@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -11,10 +12,19 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 TIMEOUT_SECONDS = 5
 
 
+def open_channel(port: str) -> grpc.Channel:
+    """With TLS where TLS_CERT, TLS_KEY and TLS_CA are set; the certificate has to name localhost too."""
+    files = [os.environ.get(name) for name in ("TLS_CA", "TLS_KEY", "TLS_CERT")]
+    if not any(files):
+        return grpc.insecure_channel(f"127.0.0.1:{port}")
+    ca, key, cert = (Path(name).read_bytes() if name else None for name in files)
+    return grpc.secure_channel(f"localhost:{port}", grpc.ssl_channel_credentials(ca, key, cert))
+
+
 def main() -> int:
     """Ask once, at the port of ADDRESS."""
-    target = "127.0.0.1:" + os.environ["ADDRESS"].rpartition(":")[2]
-    with grpc.insecure_channel(target) as channel:
+    target = os.environ["ADDRESS"]
+    with open_channel(target.rpartition(":")[2]) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         try:
             answer = health.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_SECONDS)

@@ -16,7 +16,7 @@ REQUEST_ID_HEADER = "x-request-id"
 MAX_REQUEST_ID_LENGTH = 128
 CLIENT_GONE = 499
 """nginx's number for a client that did not wait; only ever logged."""
-PROBED_PATHS = frozenset({"/", "/health", "/ping", "/metrics"})
+PROBED_PATHS = frozenset({"/", "/health", "/ping", "/livez", "/readyz", "/metrics"})
 
 REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
 _GENERATIONS: web.RequestKey[list[Generation | Collected]] = web.RequestKey("generations", list)

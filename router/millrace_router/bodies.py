@@ -5,8 +5,10 @@ Of a key that an object has twice the last value counts, as in most parsers.
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import TypeVar
 
 import orjson
@@ -22,11 +24,18 @@ from millrace_router.errors import (
     MediaTypeError,
     Overloaded,
     RouterError,
+    Unhealthy,
 )
 
 MAX_DEPTH = 200
 """Levels of arrays and objects in a body; what is parsed may have to be rendered again, and orjson renders 254."""
+MAX_CONTAINERS = 20_000
+"""Arrays and objects in a body: read 20 times as slowly as numbers and texts, with nobody else running."""
 ENCODINGS = frozenset({"", "identity", "gzip", "deflate"})
+
+_NO_BRACKETS = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[^]\[{}"]++', re.DOTALL)
+"""Whole strings, and whatever is neither a string nor a bracket."""
+_LEVELS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -38,27 +47,40 @@ async def read_json(request: web.Request) -> object:
         MediaTypeError: the body does not claim to be JSON.
         EncodingError: it is compressed in an unknown way.
         BodySizeError: it is longer than the application's limit.
-        BodyError: it cannot be decompressed, is not JSON, or nested too deeply.
+        BodyError: it cannot be decompressed, is not JSON, nested too deeply, or in too many parts.
 
     """
     if not _is_json(request.content_type):
         raise MediaTypeError
     encoding = request.headers.get("content-encoding", "").strip().lower()
     if encoding not in ENCODINGS:
-        raise EncodingError(encoding)
+        raise EncodingError(encoding.encode(errors="backslashreplace").decode())
     try:
         body = _decompressed(await request.read(), encoding, limit=request.client_max_size)
     except web.HTTPRequestEntityTooLarge:
         raise BodySizeError from None
+    check_structure(body)
     try:
         parsed: object = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise BodyError(f"Failed to parse the request body as JSON: {error}") from None
-    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and _is_deep(parsed):
+    return parsed
+
+
+def check_structure(body: bytes) -> None:
+    """Raise BodyError for JSON with too many levels or containers; whether it is JSON at all is not looked at."""
+    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
+        return
+    brackets = _NO_BRACKETS.sub(b"", body)
+    opening = brackets.count(b"[") + brackets.count(b"{")
+    if opening > MAX_CONTAINERS:
+        raise BodyError(
+            f"Failed to parse the request body as JSON: more than {MAX_CONTAINERS} arrays and objects"
+        )
+    if max(accumulate(_LEVELS.get(char, 0) for char in brackets), default=0) > MAX_DEPTH:
         raise BodyError(
             f"Failed to parse the request body as JSON: more than {MAX_DEPTH} levels deep"
         )
-    return parsed
 
 
 def _decompressed(body: bytes, encoding: str, *, limit: int) -> bytes:
@@ -77,21 +99,6 @@ def _decompressed(body: bytes, encoding: str, *, limit: int) -> bytes:
     if not inflate.eof or inflate.unused_data:
         raise BodyError("Failed to decompress the request body: it is cut short or too long")
     return plain
-
-
-def _is_deep(parsed: object) -> bool:
-    level = [parsed]
-    for _ in range(MAX_DEPTH):
-        level = [
-            child
-            for parent in level
-            if isinstance(parent, dict | list)
-            for child in (parent.values() if isinstance(parent, dict) else parent)
-            if isinstance(child, dict | list)
-        ]
-        if not level:
-            return False
-    return True
 
 
 async def read_model(request: web.Request, model: type[Model]) -> Model:
@@ -127,8 +134,11 @@ def json_response(
 
 
 def error_body(error: RouterError) -> bytes:
-    """Render TGI's error envelope."""
-    return orjson.dumps({"error": str(error), "error_type": error.error_type})
+    """Render TGI's error envelope; ill health has its reason beside it."""
+    body = {"error": str(error), "error_type": error.error_type}
+    if isinstance(error, Unhealthy) and error.reason is not None:
+        body["reason"] = error.reason
+    return orjson.dumps(body)
 
 
 def error_response(error: RouterError) -> web.Response:

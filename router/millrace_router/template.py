@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
+import orjson
 from jinja2 import TemplateError as JinjaError
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
@@ -24,6 +25,8 @@ _END_MARK = "\ue0f1\ue0f2\ue0f1"
 """Private-use characters that mark the end of a message to be continued."""
 _LARGE_PROMPT_CHARS = 16_384
 _RENDER_SECONDS = 30.0
+_MAX_INDENTED_CHARS = 8_000_000
+"""Indentation makes a deeply nested list a hundred times as long as it was on its way here."""
 
 
 class ChatTemplate:
@@ -36,7 +39,8 @@ class ChatTemplate:
         if source is not None:
             try:
                 self._template = _environment().from_string(source)
-            except (JinjaError, RecursionError) as error:
+            # The compiler's own mistakes come as anything; a bad template is to refuse chats, and nothing else.
+            except Exception as error:  # noqa: BLE001
                 self._fault = f"the model's chat template is not valid: {error}"
 
     @classmethod
@@ -88,7 +92,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Do as `render`; a large conversation in a thread, for a bounded time."""
+        """Do as `render`; what is large in a thread, for a bounded time."""
         render = functools.partial(
             self.render,
             messages,
@@ -96,10 +100,10 @@ class ChatTemplate:
             tools=tools,
             variables=variables,
         )
-        if (
-            sum(len(message.get("content") or "") + 16 for message in messages)
-            < _LARGE_PROMPT_CHARS
-        ):
+        num_chars = sum(len(message.get("content") or "") + 16 for message in messages)
+        if tools or variables:
+            num_chars += len(orjson.dumps([tools, variables]))
+        if num_chars < _LARGE_PROMPT_CHARS:
             return render()
         try:
             return await asyncio.wait_for(asyncio.to_thread(render), _RENDER_SECONDS)
@@ -143,9 +147,18 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,  # noqa: FBT001, FBT002
 ) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    encoder = json.JSONEncoder(
+        ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+    if indent is None:
+        return encoder.encode(value)
+    pieces, num_chars = [], 0
+    for piece in encoder.iterencode(value):
+        pieces.append(piece)
+        num_chars += len(piece)
+        if num_chars > _MAX_INDENTED_CHARS:
+            raise JinjaError(f"more than {_MAX_INDENTED_CHARS} characters of indented JSON")
+    return "".join(pieces)
 
 
 def _raise_exception(message: str) -> NoReturn:

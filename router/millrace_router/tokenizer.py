@@ -15,6 +15,7 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as RustTokenizer
 
 from millrace_router.pieces import PieceDecoder
+from millrace_router.token_length import longest_token
 
 TOKENIZER_FILE = "tokenizer.json"
 SPANS_AT_ONCE = 1024
@@ -52,6 +53,8 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
         self._whole_texts: dict[int, str | None] = {}
         self._pieces = PieceDecoder.of(rust)
+        self.longest_token = longest_token(rust)
+        """The most bytes of a text that one token stands for, if that is known."""
         self.vocab_size: int = rust.get_vocab_size(with_added_tokens=True)
 
     @classmethod

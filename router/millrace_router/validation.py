@@ -13,6 +13,9 @@ from millrace_router.request import SamplingParameters, Terms, ValidRequest
 from millrace_router.terms import DEFAULT_TERMS
 from millrace_router.tokenizer import Tokenizer, TokenizerError
 
+MAX_STOP_CHARS = 4096
+"""Longer stop sequences are refused: looking for them would cost more than the token."""
+
 _random = SystemRandom()
 
 
@@ -85,6 +88,11 @@ def check_extent(parameters: GenerateParameters, limits: Limits) -> None:
             f"`stop` supports up to {limits.max_stop_sequences} stop sequences. "
             f"Given: {len(parameters.stop)}"
         )
+    longest_stop = max(map(len, parameters.stop), default=0)
+    if longest_stop > MAX_STOP_CHARS:
+        raise ValidationError(
+            f"`stop` sequences must have at most {MAX_STOP_CHARS} characters. Given: {longest_stop}"
+        )
     if parameters.seed is not None and (parameters.best_of or 1) > 1:
         raise ValidationError("`seed` must not be set when `best_of` > 1")
     top_n = parameters.top_n_tokens
@@ -120,6 +128,24 @@ def check_length(input_length: int, max_new_tokens: int, limits: Limits) -> None
     else:
         return
     raise SizeError(message, num_prompt_tokens=input_length, max_new_tokens=max_new_tokens)
+
+
+def check_bytes(request: GenerateRequest, limits: Limits, longest_token: int | None) -> None:
+    """Refuse what is too long however it is tokenized, before it is; raises SizeError.
+
+    `longest_token` is the most bytes of a prompt that one token stands for, None where that has no bound.
+    """
+    if longest_token is None or request.parameters.truncate is not None:
+        return
+    num_bytes = len(request.inputs.encode(errors="surrogatepass"))
+    least = -(-num_bytes // longest_token)
+    if least > limits.max_input_tokens:
+        raise SizeError(
+            f"`inputs` must have less than {limits.max_input_tokens} tokens. "
+            f"Given: at least {least}",
+            num_prompt_tokens=least,
+            max_new_tokens=request.parameters.max_new_tokens or 0,
+        )
 
 
 def check_vocabulary(input_ids: tuple[int, ...], limits: Limits) -> None:
@@ -214,6 +240,7 @@ class Validator:
         check_sampling(parameters)
         check_extent(parameters, limits)
         check_inputs(request, limits)
+        check_bytes(request, limits, self._tokenizer.longest_token)
         input_ids = await self._encode(request.inputs, add_special_tokens=add_special_tokens)
         if parameters.truncate is not None:
             input_ids = input_ids[-parameters.truncate :]

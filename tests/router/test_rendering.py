@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import orjson
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -33,7 +35,7 @@ def test_a_token(index: int, id_: int, text: str, logprob: float, special: bool)
 def test_a_chunk_of_a_chat(text: str, model: str) -> None:
     head = AnswerHead("chat.completion", "chatcmpl", model=model, fingerprint="1-native")
 
-    def render(text: str) -> dict[str, object]:
+    def render(text: str) -> Mapping[str, object]:
         return chat_chunk(head, Piece(text, None, 1, None))
 
     assert ChunkTemplate(render).fill(text) == orjson.dumps(render(text))
@@ -43,7 +45,7 @@ def test_a_chunk_of_a_chat(text: str, model: str) -> None:
 def test_a_chunk_of_a_completion(text: str, model: str, index: int) -> None:
     head = AnswerHead("text_completion", "cmpl", model=model, fingerprint="1-native")
 
-    def render(text: str) -> dict[str, object]:
-        return head.json(choices=[completion_choice(index, text, "")])
+    def render(text: str) -> Mapping[str, object]:
+        return {**head.json(), "choices": [completion_choice(index, text, "")]}
 
     assert ChunkTemplate(render).fill(text) == orjson.dumps(render(text))

@@ -9,11 +9,12 @@ from typing import Any
 import orjson
 import pytest
 
-from millrace_fakes_edge import echo, fail, logging_to, play, serving
+from millrace_fakes_edge import logging_to, play, serving
 from millrace_router.cost import COEFFICIENTS, CostModel
 from millrace_router.simulator.deployment import Deployment
 
 ASKED = {"inputs": "a", "parameters": {"max_new_tokens": 2}}
+HEALTH = ("/", "/health", "/ping", "/livez", "/readyz")
 POSTS = ("/", "/generate", "/generate_stream", "/tokenize", "/v1/chat/completions", "/v1/estimate")
 
 
@@ -26,7 +27,8 @@ async def test_without_the_key_nothing_is_generated(given: str | None) -> None:
         for path in (*POSTS, "/chat_tokenize"):
             status, body, _ = await edge.post(path, ASKED, headers=headers)
             assert (status, body) == (401, "")
-        for path in ("/", "/health", "/ping", "/metrics", "/info", "/v1/models"):
+        assert (await edge.get("/v1/quarantine", headers=headers))[:2] == (401, b"")
+        for path in (*HEALTH, "/metrics", "/info", "/v1/models"):
             assert (await edge.get(path, headers=headers))[0] == 200
         assert (await edge.get("/nothing"))[0] == 404
         assert edge.batcher.requests == []
@@ -55,7 +57,8 @@ async def test_preflight(path: str) -> None:
         assert response.headers["access-control-allow-origin"] == "*"
         assert response.headers["access-control-allow-methods"] == "GET,POST"
         assert response.headers["access-control-allow-headers"] == (
-            "content-type,authorization,x-priority,x-tenant,x-max-queue-ms"
+            "content-type,authorization,x-priority,x-tenant,x-max-queue-ms,"
+            "idempotency-key,last-event-id"
         )
 
 
@@ -163,46 +166,6 @@ async def test_info_tells_the_prefill_tokens_that_are_in_force() -> None:
         assert edge.services.config.max_batch_prefill_tokens is None
         _, body, _ = await edge.get("/info")
     assert orjson.loads(body)["max_batch_prefill_tokens"] == 32
-
-
-async def test_health_asks_the_shards() -> None:
-    async with serving() as edge:
-        for path in ("/", "/health", "/ping"):
-            assert (await edge.get(path))[:2] == (200, b"")
-        assert edge.shards.asked == 3
-        edge.shards.well = False
-        status, body, _ = await edge.get("/health")
-        assert status == 503
-        assert orjson.loads(body) == {"error": "unhealthy", "error_type": "healthcheck"}
-        edge.shards.well = True
-        assert (await edge.get("/health"))[0] == 200
-
-
-async def test_after_a_failure_only_a_generation_restores_health() -> None:
-    async with serving(fail) as edge:
-        assert (await edge.post("/generate", ASKED))[0] == 424
-        assert (await edge.get("/health"))[0] == 503
-        assert edge.batcher.requests[-1].max_new_tokens == 1
-        assert edge.shards.asked == 0
-        edge.batcher.script = echo
-        assert (await edge.get("/health"))[0] == 200
-        assert edge.batcher.streams[-1].closed
-        edge.batcher.script = fail
-        assert (await edge.get("/health"))[0] == 200
-        assert "tgi_request_count 1" in await edge.exposition()
-
-
-async def test_many_probes_are_one_check() -> None:
-    async with serving(fail) as edge:
-        await edge.post("/generate", ASKED)
-        edge.batcher.script = None
-        edge.batcher.arrived.clear()
-        probes = [asyncio.create_task(edge.get("/health")) for _ in range(5)]
-        await edge.batcher.arrived.wait()
-        probes[0].cancel()
-        play(edge.batcher.streams[-1], "x")
-        assert [(await probe)[0] for probe in probes[1:]] == [200] * 4
-        assert len(edge.batcher.streams) == 2
 
 
 async def test_a_megabyte_does_not_stop_health() -> None:
