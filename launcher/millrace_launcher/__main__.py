@@ -1,4 +1,8 @@
-"""`millrace-launcher`: check the settings, then run the deployment until it ends."""
+"""`millrace-launcher`: check the settings, then run the deployment until it ends.
+
+Exit codes: 0 after a signal; 1 when something cannot be had or started, or the router dies again and again; 2 for a
+wrong command line; 3 when the shards die again and again (`ShardCrashLoop`).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ from millrace_launcher.threads import find_intel_openmp, plan_threads, usable_co
 
 
 def main(argv: Sequence[str] | None = None, programs: Programs | None = None) -> int:
-    """Exit code: 0 after a signal, 1 with `Error: …` on stderr, 2 for a wrong command line."""
+    """The exit code; 1 and 3 come with `Error: …` on stderr."""
     settings = read_settings(sys.argv[1:] if argv is None else argv)
     logs.setup(settings.launcher)
     try:
@@ -32,7 +36,7 @@ def main(argv: Sequence[str] | None = None, programs: Programs | None = None) ->
             asyncio.run(_launch(commands))
     except LaunchError as error:
         sys.stderr.write(f"Error: {error}\n")
-        return 1
+        return error.exit_code
     return 0
 
 

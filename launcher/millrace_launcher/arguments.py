@@ -75,6 +75,8 @@ class _Parser(argparse.ArgumentParser):
             usage="millrace-launcher [--model-id MODEL] [FLAG ...]",
             description="Serves a language model over HTTP. Every flag may also be set by the environment"
             " variable named beside it; the command line beats the environment.",
+            epilog="Exit codes: 0 after SIGTERM or SIGINT; 1 when something cannot be had or started, or the router"
+            " dies again and again; 2 for a wrong command line; 3 when the shards die again and again.",
             allow_abbrev=False,
             argument_default=argparse.SUPPRESS,
         )

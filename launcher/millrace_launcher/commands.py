@@ -74,8 +74,8 @@ class Commands:
         )
         return Command(f"shard-{rank}", argv, self._environment() | dict(self.threads.environment))
 
-    def router(self, folder: Path) -> Command:
-        """The HTTP server in front of all shards."""
+    def router(self, folder: Path, supervisor_fd: int | None = None) -> Command:
+        """The HTTP server in front of all shards; it inherits `supervisor_fd`."""
         launcher, router = self.settings.launcher, self.settings.router
         commit = COMMIT.search(folder.name)
         config = router.model_copy(
@@ -86,6 +86,7 @@ class Commands:
                 "shard_addresses": tuple(f"unix:{path}" for path in self.socket_paths()),
                 "max_input_tokens": router.max_input_tokens or launcher.max_input_length,
                 "trust_remote_code": self.settings.shard.trust_remote_code,
+                "supervisor_fd": supervisor_fd,
                 "json_output": True,
                 "log_level": launcher.log_level,
             }
@@ -98,7 +99,8 @@ class Commands:
         if self.compute_type is not None:
             environment.setdefault("COMPUTE_TYPE", self.compute_type)
         argv = (*self.programs.router, *options(config, leave_out=SECRETS))
-        return Command("router", argv, environment)
+        inherited = () if supervisor_fd is None else (supervisor_fd,)
+        return Command("router", argv, environment, inherited)
 
     def guard(self) -> Command:
         """Unlinks the sockets once the launcher is gone."""

@@ -40,6 +40,11 @@ class LauncherConfig(BaseSettings):
     weights_cache_override: Path | None = Field(
         default=None, description="Folder to take the model from instead of the hub's cache."
     )
+    max_restarts: int = Field(
+        default=5,
+        ge=0,
+        description="Restarts of the shards, or of the router, without progress before all is ended.",
+    )
     json_output: bool = Field(default=False, description="Logs as JSON, one object a line.")
     log_level: Literal["trace", "debug", "info", "warning", "error"] = Field(
         default="info", description="Least severity that is logged."

@@ -1,4 +1,4 @@
-"""How a launch can fail; each is one of TGI's variants, which operators grep for on stderr."""
+"""How a launch can fail; each but the last is one of TGI's variants, which operators grep for on stderr."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import json
 
 
 class LaunchError(Exception):
-    """Ends the launcher with exit code 1 and `Error: {variant}` on stderr."""
+    """Ends the launcher with `exit_code` and `Error: {variant}` on stderr."""
+
+    exit_code = 1
 
     def __str__(self) -> str:
         detail = "".join(map(str, self.args))
@@ -27,16 +29,22 @@ class DownloadError(LaunchError):
 
 
 class ShardCannotStart(LaunchError):  # noqa: N818
-    """A shard died before it was ready."""
-
-
-class ShardFailed(LaunchError):  # noqa: N818
-    """A shard died later."""
+    """A shard said why it cannot start."""
 
 
 class WebserverCannotStart(LaunchError):  # noqa: N818
-    """The router died before it was ready."""
+    """The router said why it cannot start, or never became ready."""
 
 
 class WebserverFailed(LaunchError):  # noqa: N818
-    """The router died later."""
+    """The router died again and again."""
+
+
+class ShardCrashLoop(LaunchError):  # noqa: N818
+    """The shards died again and again without a step between."""
+
+    exit_code = 3
+
+    def __init__(self, reason: str) -> None:
+        super().__init__()
+        self.reason = reason

@@ -1,39 +1,30 @@
-"""The life of a deployment: download, shards, router, watch, and down again in reverse."""
+"""The life of a deployment: download, shards, router, whatever happens to them, and down again in reverse."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import logging
+import os
 import signal
 import sys
-import time
-from collections.abc import Awaitable, Callable, Iterable
-from pathlib import Path
-from typing import Any
 
-from millrace_launcher.banner import closing_banner, url
+from millrace_launcher.banner import closing_banner
+from millrace_launcher.children import Children
 from millrace_launcher.commands import Commands
-from millrace_launcher.errors import (
-    DownloadError,
-    LaunchError,
-    ShardCannotStart,
-    ShardFailed,
-    WebserverCannotStart,
-    WebserverFailed,
-)
-from millrace_launcher.guard import DONE
-from millrace_launcher.logs import log, relay
-from millrace_launcher.process import Command, ManagedProcess
-from millrace_launcher.readiness import router_ready, shard_ready
+from millrace_launcher.download import resolve_model
+from millrace_launcher.errors import ShardCrashLoop
+from millrace_launcher.logs import log
+from millrace_launcher.shards import Shards
 from millrace_launcher.sockets import refuse_busy_port
+from millrace_launcher.tasks import cancel, first
+from millrace_launcher.webserver import Webserver
 from millrace_router.config import listen_address
 
-DOWNLOAD_GRACE_SECONDS = 10.0
 # When the grace is over, the router still cuts off what runs and gives its last answers 5 s to be sent.
 EXIT_MARGIN_SECONDS = 10.0
-GUARD_SECONDS = 12.0
+# For the router to tell its clients that the shards do not come back, before it is asked to end.
+LAST_WORDS_SECONDS = 1.0
+LOST_GRACE_SECONDS = 5.0
 
 
 class Launcher:
@@ -42,25 +33,26 @@ class Launcher:
     def __init__(self, commands: Commands) -> None:
         self._commands = commands
         self._settings = commands.settings
-        self._download: ManagedProcess | None = None
-        self._shards: list[ManagedProcess] = []
-        self._router: ManagedProcess | None = None
-        self._guard: asyncio.subprocess.Process | None = None
+        self._children = Children()
+        self._webserver = Webserver(commands, self._children, self._announce)
+        self._shards = Shards(commands, self._children, self._webserver.restarting)
+        self._grace = self._settings.router.graceful_termination_timeout + EXIT_MARGIN_SECONDS
         self._stop = asyncio.Event()
+        self._is_announced = False
+        self._had_terminal = has_terminal()
 
     async def run(self) -> None:
         """Serve until a signal; raises LaunchError for every other ending."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
-        serving = asyncio.create_task(self._serve())
-        stopping = asyncio.create_task(self._stop.wait())
+        loop.add_signal_handler(signal.SIGHUP, self._on_hang_up)
         try:
-            await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
-            if serving.done():
-                serving.result()
+            await first(self._serve(), self._stop.wait())
+        except ShardCrashLoop as error:
+            await self._give_up(error.reason)
+            raise
         finally:
-            await _cancel((serving, stopping))
             await self._shut_down()
 
     def _on_signal(self, number: signal.Signals) -> None:
@@ -70,71 +62,27 @@ class Launcher:
             self._stop.set()
         elif number == signal.SIGINT:
             log.warning("interrupted again, ending at once")
-            for process in self._processes():
-                process.kill()
+            self._children.kill()
+
+    def _on_hang_up(self) -> None:
+        """A terminal that was closed ends the deployment; anybody else who sends it wants new shards."""
+        if self._had_terminal and not has_terminal():
+            self._on_signal(signal.SIGHUP)
+        elif self._is_announced:
+            log.info("SIGHUP received, restarting the shards")
+            self._shards.restart_as_planned()
+        else:
+            log.info("SIGHUP received, but nothing is served yet")
 
     async def _serve(self) -> None:
         router = self._settings.router
         refuse_busy_port(listen_address(router.hostname), router.port)
-        folder = await self._resolve_model()
-        await self._start_shards(folder)
-        base = await self._start_router(folder)
-        self._announce(base)
-        await self._until((), shards=ShardFailed, webserver=WebserverFailed)
-
-    async def _resolve_model(self) -> Path:
-        """Run the download, whose last line of stdout names the folder."""
-        log.info("Starting check and download process for %s", self._commands.model_name)
-        command = self._commands.download()
-        last = ""
-
-        def on_line(line: str) -> None:
-            nonlocal last
-            relay(last, source="download")
-            last = line
-
-        self._download = await ManagedProcess.start(
-            command, on_line=on_line, on_error_line=_relay_stderr(command)
-        )
-        code = await self._download.wait()
-        folder = _folder_of(last)
-        if code != 0 or folder is None:
-            relay(last, source="download")
-            _explain(self._download, "Download encountered an error")
-            raise DownloadError
-        log.info("Successfully resolved the model to %s", folder)
-        return folder
-
-    async def _start_shards(self, folder: Path) -> None:
-        started = time.monotonic()
-        guard = self._commands.guard()
-        self._guard = await asyncio.create_subprocess_exec(
-            *guard.argv,
-            env=dict(guard.environment),
-            stdin=asyncio.subprocess.PIPE,
-            start_new_session=True,
-        )
-        for rank in range(self._commands.num_shard):
-            log.info("Starting shard %d", rank)
-            self._shards.append(await self._start(self._commands.shard(rank, folder)))
-
-        async def ready(path: Path) -> None:
-            await shard_ready(path)
-            log.info("Shard ready in %.3fs", time.monotonic() - started)
-
-        waits = [ready(path) for path in self._commands.socket_paths()]
-        await self._until(waits, shards=ShardCannotStart, webserver=WebserverCannotStart)
-
-    async def _start_router(self, folder: Path) -> str:
-        """The router's base URL, once it answers there."""
-        log.info("Starting Webserver")
-        router = self._settings.router
-        base = url(listen_address(router.hostname), router.port)
-        self._router = await self._start(self._commands.router(folder))
-        await self._until([router_ready(base)], shards=ShardFailed, webserver=WebserverCannotStart)
-        return base
+        folder = await resolve_model(self._commands, self._children)
+        await self._children.guard(self._commands.guard())
+        await first(self._shards.run(folder), self._webserver.run(folder, self._shards))
 
     def _announce(self, base: str) -> None:
+        self._is_announced = True
         model = self._commands.model_name
         if self._settings.launcher.json_output:
             fields = {"url": base, "metrics_url": f"{base}/metrics"}
@@ -144,108 +92,36 @@ class Launcher:
         sys.stdout.write(closing_banner(base, model=model, needs_key=needs_key))
         sys.stdout.flush()
 
-    async def _until(
-        self,
-        waits: Iterable[Awaitable[None]],
-        *,
-        shards: type[LaunchError],
-        webserver: type[LaunchError],
-    ) -> None:
-        """Return when all waits are over; raise when a child dies first. Without waits, watch for ever."""
-        pending = [asyncio.ensure_future(wait) for wait in waits]
-        everything = (
-            asyncio.gather(*pending) if pending else asyncio.get_running_loop().create_future()
-        )
-        processes = [*self._shards, *((self._router,) if self._router else ())]
-        deaths = {asyncio.create_task(process.wait()): process for process in processes}
-        try:
-            done, _ = await asyncio.wait((everything, *deaths), return_when=asyncio.FIRST_COMPLETED)
-            dead = [deaths[task] for task in done if task in deaths]
-            if dead:
-                self._report_death(dead[0], shards=shards, webserver=webserver)
-            everything.result()
-        finally:
-            await _cancel((everything, *pending, *deaths))
-
-    def _report_death(
-        self, process: ManagedProcess, *, shards: type[LaunchError], webserver: type[LaunchError]
-    ) -> None:
-        """Log what is known of it and raise."""
-        if process is self._router:
-            _explain(
-                process,
-                "Webserver Crashed"
-                if webserver is WebserverFailed
-                else "Webserver failed to start",
-            )
-            raise webserver
-        rank = self._shards.index(process)
-        _explain(
-            process,
-            f"Shard {rank} crashed" if shards is ShardFailed else f"Shard {rank} failed to start",
-        )
-        raise shards
+    async def _give_up(self, reason: str) -> None:
+        """Leave the router a moment to tell its clients."""
+        log.error("Giving up on the shards: %s", reason)
+        self._webserver.gave_up(reason)
+        self._grace = LOST_GRACE_SECONDS
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stop.wait(), LAST_WORDS_SECONDS)
 
     async def _shut_down(self) -> None:
         """Router first, so that requests drain while the shards live; then shards; then sockets."""
-        if self._download is not None and self._download.is_running:
-            await self._download.terminate(DOWNLOAD_GRACE_SECONDS)
-        grace = self._settings.router.graceful_termination_timeout + EXIT_MARGIN_SECONDS
-        if self._router is not None:
-            await self._router.terminate(grace)
-        await asyncio.gather(*(shard.terminate(grace) for shard in self._shards))
-        if self._guard is not None:
-            self._tell_guard(DONE)
-            assert self._guard.stdin is not None
-            self._guard.stdin.close()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._guard.wait(), GUARD_SECONDS)
+        warning = asyncio.create_task(self._warn_of_dead_shards())
+        # If they are gone already, the router hears of it before it is asked to end.
+        await asyncio.sleep(0)
+        try:
+            await self._webserver.terminate(self._grace)
+        finally:
+            await cancel([warning])
+        await self._shards.terminate(self._grace)
+        await self._children.dismiss_guard()
 
-    async def _start(self, command: Command) -> ManagedProcess:
-        process = await ManagedProcess.start(
-            command,
-            on_line=lambda line: relay(line, source=command.name),
-            on_error_line=_relay_stderr(command),
-        )
-        self._tell_guard(str(process.pid))
-        return process
-
-    def _tell_guard(self, word: str) -> None:
-        if self._guard is not None and self._guard.stdin is not None:
-            self._guard.stdin.write(f"{word}\n".encode())
-
-    def _processes(self) -> list[ManagedProcess]:
-        return [
-            process
-            for process in (self._download, self._router, *self._shards)
-            if process is not None
-        ]
+    async def _warn_of_dead_shards(self) -> None:
+        """Requests do not wait out the grace for shards that nobody restarts any more."""
+        await self._shards.death()
+        self._webserver.gave_up("the server is shutting down, and its shards are gone")
 
 
-def _relay_stderr(command: Command) -> Callable[[str], None]:
-    """Stderr is shown in full only on death; until then it is for those who debug."""
-    return lambda line: relay(line, source=command.name, plain_level=logging.DEBUG)
-
-
-def _explain(process: ManagedProcess, what: str) -> None:
-    """Say how a child ended, with the last lines of its stderr."""
-    log.error("%s (%s)", what, process.ending)
-    if process.stderr_tail:
-        log.error(
-            "%s complete standard error output:\n%s", process.name, "\n".join(process.stderr_tail)
-        )
-
-
-def _folder_of(line: str) -> Path | None:
+def has_terminal() -> bool:
+    """Whether stdin is the terminal that controls this process, and still there."""
     try:
-        return Path(json.loads(line)["model_folder"])
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
-async def _cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel and wait; whatever they raise by now is nobody's concern."""
-    found = list(tasks)
-    for task in found:
-        task.cancel()
-    await asyncio.gather(*found, return_exceptions=True)
+        os.tcgetpgrp(0)
+    except OSError:
+        return False
+    return True

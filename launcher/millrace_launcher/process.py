@@ -21,11 +21,12 @@ DRAIN_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What to run: a program by absolute path with arguments, and its whole environment."""
+    """What to run: a program by absolute path with arguments, its whole environment, descriptors it inherits."""
 
     name: str
     argv: tuple[str, ...]
     environment: Mapping[str, str]
+    inherited: tuple[int, ...] = ()
 
 
 class ManagedProcess:
@@ -34,20 +35,22 @@ class ManagedProcess:
     def __init__(
         self,
         name: str,
-        process: asyncio.subprocess.Process,
+        transport: asyncio.SubprocessTransport,
+        protocol: _Protocol,
         *,
         on_line: Callable[[str], None],
         on_error_line: Callable[[str], None],
     ) -> None:
         self.name = name
-        self.pid = process.pid
-        self._process = process
+        self.pid = transport.get_pid()
+        self._transport = transport
+        self._exited = protocol.exited
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
-        assert process.stdout is not None
-        assert process.stderr is not None
+        assert protocol.stdout is not None
+        assert protocol.stderr is not None
         self._pumps = (
-            asyncio.create_task(_pump(process.stdout, on_line)),
-            asyncio.create_task(_pump(process.stderr, self._tail.append, on_error_line)),
+            asyncio.create_task(_pump(protocol.stdout, on_line)),
+            asyncio.create_task(_pump(protocol.stderr, self._tail.append, on_error_line)),
         )
         self._finished = asyncio.create_task(self._finish())
 
@@ -60,7 +63,9 @@ class ManagedProcess:
         on_error_line: Callable[[str], None],
     ) -> ManagedProcess:
         """Run a command; each line of its stdout and stderr is handed over without its newline."""
-        process = await asyncio.create_subprocess_exec(
+        loop = asyncio.get_running_loop()
+        transport, protocol = await loop.subprocess_exec(
+            lambda: _Protocol(loop),
             sys.executable,
             "-m",
             "millrace_launcher.child",
@@ -71,23 +76,30 @@ class ManagedProcess:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,
+            pass_fds=command.inherited,
         )
-        return cls(command.name, process, on_line=on_line, on_error_line=on_error_line)
+        return cls(command.name, transport, protocol, on_line=on_line, on_error_line=on_error_line)
 
     @property
     def is_running(self) -> bool:
         """Whether it has not ended yet."""
-        return self._process.returncode is None
+        return self.exit_code is None
 
     @property
     def ending(self) -> str:
         """How it ended, in words."""
-        code = self._process.returncode
+        code = self.exit_code
         if code is None:
             return "still running"
         if code < 0:
-            return f"killed by signal {signal.Signals(-code).name}"
+            known = -code in list(signal.Signals)
+            return f"killed by signal {signal.Signals(-code).name if known else -code}"
         return f"exit code {code}"
+
+    @property
+    def exit_code(self) -> int | None:
+        """Negative for a signal, None while it runs."""
+        return self._transport.get_returncode()
 
     @property
     def stderr_tail(self) -> list[str]:
@@ -108,26 +120,53 @@ class ManagedProcess:
                 await asyncio.wait_for(self.wait(), grace_seconds)
             if self.is_running:
                 log.warning("Killing %s, which did not end within %g s", self.name, grace_seconds)
-        # Whatever it started goes with it.
-        self.kill()
+            self.kill()
         await self.wait()
         log.info("%s terminated", self.name)
 
     def kill(self) -> None:
         """End it and its descendants at once."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+        if self.is_running:
+            _kill_group(self.pid)
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(number)
+            self._transport.send_signal(number)
 
     async def _finish(self) -> int:
-        code = await self._process.wait()
+        await self._exited.wait()
         _, unfinished = await asyncio.wait(self._pumps, timeout=DRAIN_SECONDS)
         for pump in unfinished:
             pump.cancel()
+        self._transport.close()
+        code = self.exit_code
+        assert code is not None
         return code
+
+
+class _Protocol(asyncio.subprocess.SubprocessStreamProtocol):
+    """Knows of a child's end at once, where asyncio's own `wait` waits until nobody holds its pipes."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(READ_BYTES, loop)
+        self.exited = asyncio.Event()
+        self._pid = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        assert isinstance(transport, asyncio.SubprocessTransport)
+        self._pid = transport.get_pid()
+
+    def process_exited(self) -> None:
+        """Whatever it started goes with it."""
+        _kill_group(self._pid)
+        super().process_exited()
+        self.exited.set()
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 async def _pump(stream: asyncio.StreamReader, *receivers: Callable[[str], None]) -> None:

@@ -90,6 +90,10 @@ OURS = [
     ("--priority-ageing", "2.5", "router", 2.5),
     ("--max-queue-size", "40", "router", 40),
     ("--max-queue-wait", "1.5", "router", 1.5),
+    ("--max-restarts", "0", "launcher", 0),
+    ("--step-timeout", "1.5", "router", 1.5),
+    ("--recovery-grace", "60", "router", 60.0),
+    ("--resume-grace", "5", "router", 5.0),
 ]
 
 

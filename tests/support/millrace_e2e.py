@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,21 +58,26 @@ class Server:
         return samples
 
 
+LAUNCHER = ("-m", "millrace_launcher")
+
+
 @contextmanager
-def launch(*args: str, env: dict[str, str] | None = None) -> Iterator[Server]:
-    """The launcher with `args`, ready to serve; killed at the end if it has not ended by itself."""
+def launch(
+    *args: str,
+    env: dict[str, str] | None = None,
+    launcher: Sequence[str] = LAUNCHER,
+    meanwhile: Callable[[Server], None] | None = None,
+) -> Iterator[Server]:
+    """The launcher with `args`, ready to serve; killed at the end if it has not ended by itself.
+
+    `launcher` is what Python runs; `meanwhile` is called while the server starts.
+    """
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="millrace-") as folder:
         sockets = Path(folder)
         process = subprocess.Popen(
             [
-                *(
-                    sys.executable,
-                    "-m",
-                    "millrace_launcher",
-                    f"--port={port}",
-                    "--hostname=127.0.0.1",
-                ),
+                *(sys.executable, *launcher, f"--port={port}", "--hostname=127.0.0.1"),
                 *(f"--shard-uds-path={sockets}/shard", f"--master-port={free_port()}", *args),
             ],
             stdout=subprocess.PIPE,
@@ -100,6 +105,8 @@ def launch(*args: str, env: dict[str, str] | None = None) -> Iterator[Server]:
         thread = Thread(target=pump, daemon=True)
         thread.start()
         try:
+            if meanwhile is not None:
+                meanwhile(server)
             assert ready.wait(READY_SECONDS), f"not ready in {READY_SECONDS} s:\n{server.log}"
             assert not ended.is_set(), f"ended before it was ready:\n{server.log}"
             yield server

@@ -1,7 +1,11 @@
 """Stand-ins for the launcher's children; run as `python FILE ROLE ARGUMENT…`.
 
-They write `{FAKE_DIR}/{name}.pid` and append to `{FAKE_DIR}/events`; `FAKE_{ROLE}` says how one misbehaves:
-`crash` ends at once with a line on stderr, `deaf` ignores SIGTERM, `mute` never becomes ready.
+They write `{FAKE_DIR}/{name}.pid`, append it to `{name}.lives`, and append to `events`. `FAKE_{ROLE}` says how they
+behave, a word for each life and the last for all further ones: `serve`; `crash` says why on stderr and exits 1; `lost`
+is killed at once; `gone` exits 0 at once; `deaf` ignores SIGTERM; `mute` never becomes ready, and crashes at SIGUSR1;
+`parent` has a child of its own.
+
+The router logs what it hears from the launcher, and tells it what is POSTed.
 """
 
 from __future__ import annotations
@@ -10,11 +14,14 @@ import argparse
 import json
 import os
 import signal
+import socket
+import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import NoReturn
 
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
@@ -33,21 +40,41 @@ def begin(name: str, role: str) -> threading.Event:
     (FOLDER / f"{name}.json").write_text(
         json.dumps({"argv": sys.argv[2:], "environ": dict(os.environ)})
     )
-    behaviour = os.environ.get(f"FAKE_{role.upper()}")
+    with (FOLDER / f"{name}.lives").open("a+") as file:
+        file.write(f"{os.getpid()}\n")
+        file.seek(0)
+        life = len(file.readlines())
+    words = os.environ.get(f"FAKE_{role.upper()}", "serve").split(",")
+    behaviour = words[min(life, len(words)) - 1]
     if behaviour == "crash":
-        sys.stderr.write(f"{name} cannot find its feet\n")
-        sys.exit(7)
+        crash(name)
+    if behaviour == "lost":
+        sys.stderr.write(f"{name} has met its end\n")
+        sys.stderr.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if behaviour == "gone":
+        sys.exit(0)
+    if behaviour == "parent":
+        # The alarm is for tests that fail.
+        code = "import signal; signal.alarm(120); signal.pause()"
+        subprocess.Popen([sys.executable, "-c", code])
     stop = threading.Event()
     if behaviour == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     else:
         signal.signal(signal.SIGTERM, lambda *_: stop.set())
     if behaviour == "mute":
+        signal.signal(signal.SIGUSR1, lambda *_: crash(name))
         say(f"{name} is mute")
         stop.wait()
         event(f"{name} stopped")
         sys.exit(0)
     return stop
+
+
+def crash(name: str) -> NoReturn:
+    sys.stderr.write(f"{name} cannot find its feet\n")
+    sys.exit(1)
 
 
 def say(message: str, level: str = "INFO") -> None:
@@ -76,18 +103,42 @@ def shard(argv: list[str]) -> None:
 def router(argv: list[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, default=3000)
+    parser.add_argument("--supervisor-fd", type=int, required=True)
     known, _ = parser.parse_known_args(argv)
     stop = begin("router", "router")
-    server = ThreadingHTTPServer(("127.0.0.1", known.port), Health)
+    launcher = socket.socket(fileno=known.supervisor_fd)
+    hearing = threading.Thread(target=hear, args=(launcher,), daemon=True)
+    hearing.start()
+    server = Server(("127.0.0.1", known.port), Handler)
+    server.launcher = launcher
     threading.Thread(target=server.serve_forever, daemon=True).start()
     stop.wait()
+    launcher.shutdown(socket.SHUT_RD)
+    hearing.join()
     event("router stopped")
 
 
-class Health(BaseHTTPRequestHandler):
+def hear(launcher: socket.socket) -> None:
+    with launcher.makefile("r") as lines:
+        for line in lines:
+            event(f"router heard {line.strip()}")
+            say(f"router heard {line.strip()}")
+
+
+class Server(ThreadingHTTPServer):
+    launcher: socket.socket
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
     def do_GET(self) -> None:
         self.send_response(200)
         self.end_headers()
+
+    def do_POST(self) -> None:
+        self.server.launcher.sendall(self.rfile.read(int(self.headers["Content-Length"])))
+        self.do_GET()
 
     def log_message(self, *_: object) -> None: ...
 

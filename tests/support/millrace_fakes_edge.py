@@ -27,16 +27,18 @@ from millrace_router.health import Health
 from millrace_router.infer import Infer
 from millrace_router.limits import Limits
 from millrace_router.metrics import Metrics
+from millrace_router.quarantine import Quarantine
+from millrace_router.recovery import Recovery
 from millrace_router.request import FinishReason, ValidRequest
 from millrace_router.server import create_runner
 from millrace_router.services import Services
-from millrace_router.shard_client import ShardError
 from millrace_router.template import ChatTemplate
 from millrace_router.tokenizer import Tokenizer
 from millrace_router.validation import Validator
 from millrace_router.wire import Capacity, ShardInfo
 
 WORDS = ("hello", "world", "wörld", "日本", "a", "b")
+GRACE_SECONDS = 300.0
 LIMITS = Limits(
     max_input_tokens=8,
     max_total_tokens=16,
@@ -91,12 +93,15 @@ def play(stream: TokenStream, *texts: str, logprob: float = -0.5, seed: int | No
 class FakeBatcher:
     """Keeps what is submitted; `script` says what happens to it, if anything.
 
-    Estimates every request as `outlook` says, and remembers which they were.
+    Its shards serve until `recovery` says otherwise. Estimates every request as `outlook` says, and remembers which
+    they were.
     """
 
     script: Callable[[ValidRequest, TokenStream], None] | None = None
     outlook: Estimate = UNKNOWN
     drains_in: float = 0.0
+    recovery: Recovery = field(default_factory=Recovery)
+    quarantine: Quarantine = field(default_factory=Quarantine)
     estimated: list[ValidRequest] = field(default_factory=list)
     requests: list[ValidRequest] = field(default_factory=list)
     streams: list[TokenStream] = field(default_factory=list)
@@ -135,25 +140,11 @@ def fail(_: ValidRequest, stream: TokenStream) -> None:
 
 
 @dataclass
-class FakeShards:
-    """A group of shards that is well until told otherwise."""
-
-    well: bool = True
-    asked: int = 0
-
-    async def health(self, *, timeout: float) -> None:
-        self.asked += 1
-        if not self.well:
-            raise ShardError("no answer")
-
-
-@dataclass
 class Edge:
     """A running server and the fakes beneath it."""
 
     url: str
     batcher: FakeBatcher
-    shards: FakeShards
     services: Services
     client: aiohttp.ClientSession
     runner: web.AppRunner
@@ -180,7 +171,6 @@ class Edge:
 
 def services_over(
     batcher: FakeBatcher,
-    shards: FakeShards,
     *,
     limits: Limits = LIMITS,
     template: str | None = None,
@@ -193,7 +183,7 @@ def services_over(
     metrics = Metrics(
         max_input_tokens=limits.max_input_tokens, max_total_tokens=limits.max_total_tokens
     )
-    health = Health(shards, batcher)
+    health = Health(batcher.recovery, batcher, grace_seconds=GRACE_SECONDS)
     validator = Validator(tokenizer, limits, metrics)
     return Services(
         config=RouterConfig(
@@ -234,6 +224,7 @@ def services_over(
         ),
         metrics=metrics,
         health=health,
+        quarantine=batcher.quarantine,
         cost=cost,
         compute_type="1-cpu",
         keep_alive_seconds=keep_alive_seconds,
@@ -245,8 +236,8 @@ async def serving(
     script: Callable[[ValidRequest, TokenStream], None] | None = echo, **options: Any
 ) -> AsyncIterator[Edge]:
     """Serve on a free port for the length of the block."""
-    batcher, shards = FakeBatcher(script), FakeShards()
-    services = services_over(batcher, shards, **options)
+    batcher = FakeBatcher(script)
+    services = services_over(batcher, **options)
     runner = create_runner(services)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -254,7 +245,7 @@ async def serving(
     host, port = runner.addresses[0][:2]
     try:
         async with aiohttp.ClientSession() as client:
-            yield Edge(f"http://{host}:{port}", batcher, shards, services, client, runner)
+            yield Edge(f"http://{host}:{port}", batcher, services, client, runner)
     finally:
         await runner.cleanup()
         services.tokenizer.close()

@@ -1,0 +1,27 @@
+"""Waiting for whichever comes first."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+from typing import Any
+
+
+async def first(*coroutines: Coroutine[Any, Any, Any]) -> int:
+    """Run all until one is over, cancel the others: its place in the order given. What it raises is raised."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        place = next(place for place, task in enumerate(tasks) if task.done())
+        tasks[place].result()
+        return place
+    finally:
+        await cancel(tasks)
+
+
+async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel and wait; whatever they raise by now is nobody's concern."""
+    found = list(tasks)
+    for task in found:
+        task.cancel()
+    await asyncio.gather(*found, return_exceptions=True)
