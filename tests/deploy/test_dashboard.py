@@ -1,4 +1,4 @@
-"""Our Grafana dashboard asks only for metrics that the router has."""
+"""Our Grafana dashboard and our alerts ask only for metrics that the router has."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from millrace_router.metrics import Family, Metrics
 
-DASHBOARD: dict[str, Any] = json.loads(
-    (Path(__file__).parent.parent.parent / "deploy/grafana/dashboards/millrace.json").read_text()
-)
+DEPLOY = Path(__file__).parent.parent.parent / "deploy"
+DASHBOARD: dict[str, Any] = json.loads((DEPLOY / "grafana/dashboards/millrace.json").read_text())
+PROMETHEUS: dict[str, Any] = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
+(RULES,) = (DEPLOY / "prometheus" / name for name in PROMETHEUS["rule_files"])
 NAME = re.compile(r"\b(?:tgi|millrace)_[a-z_]+")
 
 
@@ -34,6 +37,20 @@ def test_every_metric_of_every_panel_exists() -> None:
     asked = {name for expression in expressions() for name in NAME.findall(expression)}
     assert len(asked) > 20
     assert asked <= series_names()
+
+
+def test_every_alert_watches_what_is_there_from_the_start() -> None:
+    metrics = Metrics(max_input_tokens=10, max_total_tokens=20)
+    metrics.show_survival()
+    shown = {metric.name for metric in metrics.registry.collect()}
+    rules = [
+        rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]
+    ]
+    assert len(rules) == 3
+    for rule in rules:
+        asked = set(NAME.findall(rule["expr"]))
+        assert asked
+        assert asked <= shown
 
 
 def test_the_variable_reads_a_metric_that_exists() -> None:

@@ -15,6 +15,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from millrace_certificates import certificate
+
 SCRIPTS = Path(__file__).parent.parent.parent / "deploy" / "docker"
 
 
@@ -69,3 +71,24 @@ def test_shard_health_follows_the_standard_service() -> None:
     finally:
         server.stop(grace=None).wait()
     assert status("shard_health.py", ADDRESS=address) == 1
+
+
+def test_shard_health_has_the_shard_s_papers(tmp_path: Path) -> None:
+    files = certificate(tmp_path, "shard", "shard-0", "localhost")
+    credentials = grpc.ssl_server_credentials(
+        [(files.key.read_bytes(), files.cert.read_bytes())],
+        root_certificates=files.ca.read_bytes(),
+        require_client_auth=True,
+    )
+    states = health.HealthServicer()
+    states.set("", health_pb2.HealthCheckResponse.SERVING)
+    server = grpc.server(ThreadPoolExecutor(1))
+    health_pb2_grpc.add_HealthServicer_to_server(states, server)
+    address = f"0.0.0.0:{server.add_secure_port('localhost:0', credentials)}"
+    papers = {"TLS_CERT": str(files.cert), "TLS_KEY": str(files.key), "TLS_CA": str(files.ca)}
+    server.start()
+    try:
+        assert status("shard_health.py", ADDRESS=address, **papers) == 0
+        assert status("shard_health.py", ADDRESS=address) == 1
+    finally:
+        server.stop(grace=None).wait()
