@@ -20,7 +20,7 @@ PROTO := proto/millrace_proto/generate.proto
 GENERATED := proto/millrace_proto/generate_pb2.py
 PIP_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help install serve test test-ecosystem check format bench bench-quick bench-curves bench-gpu bench-gpu-bundle proto clean
+.PHONY: help install serve test test-ecosystem check format bench bench-quick bench-curves bench-gpu bench-gpu-bundle chaos proto clean
 .DEFAULT_GOAL := help
 
 help:
@@ -34,6 +34,7 @@ help:
 	@echo "make bench-curves     throughput over concurrency and context length, to bench/out"
 	@echo "make bench-gpu        on a machine with a GPU and torch: engine, server, transformers; ten minutes"
 	@echo "make bench-gpu-bundle what such a machine lacks to run it without a network, to .gpu-bundle"
+	@echo "make chaos            break the server 100 times under load, and audit it; a quarter of an hour"
 	@echo "make format           rewrite the sources in house style"
 	@echo "make proto            regenerate the protobuf code"
 	@echo "make clean            remove what these verbs made, but for the environments"
@@ -94,6 +95,9 @@ bench-gpu:
 
 bench-gpu-bundle: install
 	$(BIN)/python -m bench.gpu.bundle $(ARGS)
+
+chaos: install
+	$(BIN)/python -m bench.chaos $(ARGS)
 
 clean:
 	find proto router shard launcher tests bench demo -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

@@ -77,7 +77,7 @@ class BlankShard(pb_grpc.ShardServiceServicer):
 
     def Health(self, _: pb.HealthRequest, context: grpc.ServicerContext) -> pb.HealthResponse:  # noqa: N802, ARG002
         """Always well."""
-        return pb.HealthResponse()
+        return pb.HealthResponse(warmed_up=True)
 
     def Warmup(self, _: pb.WarmupRequest, context: grpc.ServicerContext) -> pb.WarmupResponse:  # noqa: N802, ARG002
         """More room than anybody needs."""

@@ -111,12 +111,18 @@ async def stamped_events(
     response: aiohttp.ClientResponse,
 ) -> AsyncIterator[tuple[float, dict[str, Any]]]:
     """Yield each `data:` event with the moment its last byte was read; comments are skipped."""
+    async for arrival, data in stamped_data(response):
+        yield arrival, orjson.loads(data)
+
+
+async def stamped_data(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[float, bytes]]:
+    """Yield what follows each `data:`, but for the closing `[DONE]`, with the moment its last byte was read."""
     buffer = b""
     async for chunk in response.content.iter_any():
         arrival = time.perf_counter()
         *blocks, buffer = (buffer + chunk).split(b"\n\n")
         for block in blocks:
             if block.startswith(b"data:") and (data := block[5:].strip()) != DONE:
-                yield arrival, orjson.loads(data)
+                yield arrival, data
     if buffer.strip():
         raise BadStreamError(f"the stream ended inside an event: {buffer[:80]!r}")

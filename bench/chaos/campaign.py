@@ -1,0 +1,116 @@
+"""Which faults a campaign injects, in which order and where: everything that its seed decides."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(Enum):
+    """A kind of fault; the value says what is done."""
+
+    KILL = "kill -9 a shard"
+    SEGV = "segfault a shard"
+    HANG = "stop a shard (it hangs)"
+    KILL_AGAIN = "kill -9 a shard, and again while it restarts"
+    KILL_IDLE = "kill -9 an idle shard"
+    HANG_IDLE = "stop an idle shard"
+    ROUTER = "kill -9 the router"
+    ROLL = "rolling restart (SIGHUP)"
+    VANISH = "clients vanish mid-answer"
+    SLOW = "clients stop reading"
+    MALFORMED = "malformed requests"
+    OVERSIZED = "oversized requests"
+    BURST = "burst past the permits"
+    EXHAUST = "more KV than there is"
+
+    @property
+    def is_fatal(self) -> bool:
+        """Whether a process dies of it."""
+        return self in _FATAL
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is injected while nothing runs."""
+        return self in {Kind.KILL_IDLE, Kind.HANG_IDLE}
+
+
+_FATAL = frozenset(
+    {
+        Kind.KILL,
+        Kind.SEGV,
+        Kind.HANG,
+        Kind.KILL_AGAIN,
+        Kind.KILL_IDLE,
+        Kind.HANG_IDLE,
+        Kind.ROUTER,
+        Kind.ROLL,
+    }
+)
+WEIGHTS = {
+    Kind.KILL: 18,
+    Kind.SEGV: 8,
+    Kind.HANG: 7,
+    Kind.KILL_AGAIN: 6,
+    Kind.KILL_IDLE: 4,
+    Kind.HANG_IDLE: 3,
+    Kind.ROUTER: 7,
+    Kind.ROLL: 6,
+    Kind.VANISH: 10,
+    Kind.SLOW: 7,
+    Kind.MALFORMED: 6,
+    Kind.OVERSIZED: 6,
+    Kind.BURST: 6,
+    Kind.EXHAUST: 6,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One fault of a campaign."""
+
+    kind: Kind
+    ranks: tuple[int, ...]
+    """Whom it hits if it hits shards: one rank, or all."""
+    delay: float
+    """Seconds of undisturbed load before it; for a second kill, after the new process appears."""
+    seed: int
+    """For what else is drawn while it is injected."""
+
+
+def campaign(
+    seed: int, *, num_faults: int, num_ranks: int, kinds: Sequence[Kind] = tuple(Kind)
+) -> list[Fault]:
+    """The faults in order, of each of `kinds` by its weight and at least one where `num_faults` allows."""
+    drawing = random.Random(f"campaign {seed}")
+    drawn = _shares(num_faults, kinds)
+    drawing.shuffle(drawn)
+    return [
+        Fault(
+            kind=kind,
+            ranks=_ranks(drawing, num_ranks),
+            delay=drawing.uniform(0.05, 1.0),
+            seed=drawing.getrandbits(32),
+        )
+        for kind in drawn
+    ]
+
+
+def _shares(num_faults: int, kinds: Sequence[Kind]) -> list[Kind]:
+    """Largest remainders over what is left once every kind has had one."""
+    drawn = list(kinds)[:num_faults]
+    left = num_faults - len(drawn)
+    total = sum(WEIGHTS[kind] for kind in kinds)
+    quotas = {kind: left * WEIGHTS[kind] / total for kind in kinds}
+    for kind in kinds:
+        drawn += [kind] * int(quotas[kind])
+    by_remainder = sorted(kinds, key=lambda kind: int(quotas[kind]) - quotas[kind])
+    return drawn + by_remainder[: num_faults - len(drawn)]
+
+
+def _ranks(drawing: random.Random, num_ranks: int) -> tuple[int, ...]:
+    if num_ranks > 1 and drawing.random() < 0.2:
+        return tuple(range(num_ranks))
+    return (drawing.randrange(num_ranks),)

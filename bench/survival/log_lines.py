@@ -1,0 +1,32 @@
+"""The launcher's log in JSON, with what it relays of its children."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+import orjson
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One record."""
+
+    at: float
+    """Unix seconds, by the clock of the process that wrote it."""
+    target: str
+    """The module that logged it."""
+    message: str
+
+
+def parse_lines(text: str) -> list[Line]:
+    """Every record; what is none, such as a line that is still being written, is left out."""
+    found = []
+    for line in text.splitlines():
+        try:
+            record = orjson.loads(line)
+            at = datetime.fromisoformat(record["timestamp"]).timestamp()
+            found.append(Line(at, record["target"], record["fields"]["message"]))
+        except (ValueError, TypeError, KeyError):
+            continue
+    return found

@@ -1,0 +1,23 @@
+"""A short campaign of faults against the real server; `make chaos` runs the long one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from bench.chaos.__main__ import main
+
+KINDS = "kill,hang,router,vanish,malformed,burst"
+
+
+def test_a_short_campaign_is_survived(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "server.log"
+    code = main(
+        [
+            *("--seed=11", "--requests=40", "--faults=6", f"--kinds={KINDS}"),
+            *("--pool=24", "--clients=8", f"--log={log}"),
+        ]
+    )
+    shown = capsys.readouterr().out
+    assert code == 0, f"{shown}\n{log.read_text(errors='replace')[-5000:]}"
+    assert "Audit: clean" in shown
