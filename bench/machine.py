@@ -48,8 +48,8 @@ def _commit() -> str:
     return answer.stdout.strip() or "not a checkout"
 
 
-def cpu_seconds(processes: Iterable[psutil.Process]) -> float:
-    """User and system time so far of the processes that are still alive."""
+def cpu_seconds(processes: Iterable[psutil.Process], *, with_ended: bool = False) -> float:
+    """User and system time so far of the processes that are still alive, and of children that they have outlived."""
     total = 0.0
     for process in processes:
         try:
@@ -57,6 +57,8 @@ def cpu_seconds(processes: Iterable[psutil.Process]) -> float:
         except psutil.NoSuchProcess:
             continue
         total += times.user + times.system
+        if with_ended:
+            total += times.children_user + times.children_system
     return total
 
 
@@ -92,7 +94,7 @@ class CpuMeter:
         return (
             time.perf_counter(),
             cpu_seconds([self._client]),
-            cpu_seconds(self._server()),
+            cpu_seconds(self._server(), with_ended=True),
             _busy_seconds(),
         )
 

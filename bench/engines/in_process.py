@@ -59,6 +59,12 @@ class InProcessShard:
         future = self._engine.warm_up(warmup_from_pb(request))
         return capacity_from_pb([capacity_to_pb(await asyncio.wrap_future(future))])
 
+    world_size = 1
+
+    async def health(self) -> bool:
+        """Say that the engine is there, as it is while this process is."""
+        return True
+
     async def open(self) -> None:
         """Begin a new epoch with an empty batch."""
         self._epoch = max(self._epoch + 1, time.time_ns())

@@ -59,7 +59,8 @@ class Children:
         assert self._guard.stdin is not None
         self._guard.stdin.close()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._guard.wait(), GUARD_SECONDS)
+            async with asyncio.timeout(GUARD_SECONDS):
+                await self._guard.wait()
 
     async def _see_off(self, process: ManagedProcess) -> None:
         await process.wait()

@@ -98,7 +98,8 @@ class Launcher:
         self._webserver.gave_up(reason)
         self._grace = LOST_GRACE_SECONDS
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._stop.wait(), LAST_WORDS_SECONDS)
+            async with asyncio.timeout(LAST_WORDS_SECONDS):
+                await self._stop.wait()
 
     async def _shut_down(self) -> None:
         """Router first, so that requests drain while the shards live; then shards; then sockets."""

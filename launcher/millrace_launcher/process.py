@@ -117,7 +117,8 @@ class ManagedProcess:
             self._signal(signal.SIGTERM)
             log.info("Waiting for %s to gracefully shutdown", self.name)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.wait(), grace_seconds)
+                async with asyncio.timeout(grace_seconds):
+                    await self.wait()
             if self.is_running:
                 log.warning("Killing %s, which did not end within %g s", self.name, grace_seconds)
             self.kill()

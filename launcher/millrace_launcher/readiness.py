@@ -45,7 +45,9 @@ async def router_ready(base: str) -> None:
 
     async def ask() -> bool:
         with contextlib.suppress(OSError, TimeoutError, ValueError, IndexError):
-            return await asyncio.wait_for(_status(f"{base}/health"), ASK_SECONDS) == 200
+            # Python 3.11's `wait_for` may lose a cancellation that comes with the end of what it waits for.
+            async with asyncio.timeout(ASK_SECONDS):
+                return await _status(f"{base}/health") == 200
         return False
 
     await _poll(ask, say="Waiting for the router to be ready...")

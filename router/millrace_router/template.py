@@ -106,7 +106,8 @@ class ChatTemplate:
         if num_chars < _LARGE_PROMPT_CHARS:
             return render()
         try:
-            return await asyncio.wait_for(asyncio.to_thread(render), _RENDER_SECONDS)
+            async with asyncio.timeout(_RENDER_SECONDS):
+                return await asyncio.to_thread(render)
         except TimeoutError as error:
             raise TemplateError(f"rendering took more than {_RENDER_SECONDS:g} s") from error
 
