@@ -6,18 +6,22 @@
 #                       PIP_EXTRA_INDEX_URL and PIP_FIND_LINKS work as well)
 #   PORT=3000           where `make serve` listens
 #   MODEL=NAME          what `make serve` serves: a folder or a hub name; the demo model when empty
+#   WORKERS=2           processes that tests are run in
 #   ARGS="--flag ..."   more flags for the launcher, pytest or the benchmark
 
 PYTHON ?= python3
 TORCH_INDEX ?=
 PORT ?= 3000
 MODEL ?=
+WORKERS ?= 2
 ARGS ?=
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 PROTO := proto/millrace_proto/generate.proto
 GENERATED := proto/millrace_proto/generate_pb2.py
+# A file's tests stay in one process, for the servers that they share.
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 PIP_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 .PHONY: help install serve test test-ecosystem check format bench bench-quick bench-curves bench-gpu bench-gpu-bundle chaos proto clean
@@ -63,12 +67,12 @@ serve: install
 	@exec $(BIN)/millrace-launcher $(if $(MODEL),--model-id $(MODEL)) --port $(PORT) $(ARGS)
 
 test: install
-	$(BIN)/python -m pytest -m "not ecosystem" $(ARGS)
+	$(PYTEST) -m "not ecosystem" $(ARGS)
 
 test-ecosystem: install
 	$(BIN)/python -m tests.ecosystem.prepare
 	$(BIN)/python -m pytest -m ecosystem tests/ecosystem $(ARGS)
-	$(BIN)/python -m pytest tests/shard/kernels $(ARGS)
+	$(PYTEST) tests/shard/kernels $(ARGS)
 
 check: install
 	$(BIN)/ruff check .

@@ -24,11 +24,14 @@ from bench.plan import say
 from bench.quiet import Quiet
 from bench.scheduling import sections
 from bench.serve import ServerError
-from bench.survival import kills, poison, soak
+from bench.survival import kills, overload, poison, soak
 from bench.survival.deployment import NoShard
 from bench.survival.lab import Lab, Part, Report
 
-PARTS = {part.name: part for part in (kills.KILLS, kills.RANKS, kills.HANG, poison.PART, soak.PART)}
+PARTS = {
+    part.name: part
+    for part in (kills.KILLS, kills.RANKS, kills.HANG, poison.PART, overload.PART, soak.PART)
+}
 RESULTS = Path(__file__).parents[1] / "RESULTS.md"
 DEMO = Path(__file__).parents[2] / "demo" / "model"
 

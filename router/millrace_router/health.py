@@ -9,10 +9,12 @@ from collections.abc import Callable
 import structlog
 
 from millrace_router.errors import (
+    DoesNotFit,
     GenerationError,
     IncompleteGeneration,
     NonFiniteOutput,
     Overloaded,
+    Quarantined,
     RouterError,
     Unhealthy,
 )
@@ -20,6 +22,8 @@ from millrace_router.events import TokenEvent
 from millrace_router.infer import SHORTEST, Batcher
 from millrace_router.recovery import Recovery
 
+OF_ONE_REQUEST = (NonFiniteOutput, Quarantined, DoesNotFit)
+"""Failures that say nothing of the shards: they serve everybody else."""
 PROBE_SECONDS = 0.5
 """How long an answer may wait for the probe: half of what Kubernetes gives a check unless told otherwise."""
 
@@ -56,7 +60,7 @@ class Health:
 
     def failed(self, error: RouterError) -> None:
         """Take notice of a request's failure."""
-        if isinstance(error, GenerationError) and not isinstance(error, NonFiniteOutput):
+        if isinstance(error, GenerationError) and not isinstance(error, OF_ONE_REQUEST):
             self._generates.clear()
 
     def generated(self) -> None:

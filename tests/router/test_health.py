@@ -20,10 +20,13 @@ from millrace_fakes_edge import (
 )
 from millrace_router.entry import TokenStream
 from millrace_router.errors import (
+    DoesNotFit,
     GenerationError,
     NonFiniteOutput,
+    Quarantined,
     QueueExpired,
     QueueFull,
+    RouterError,
     ShardsGone,
     Unhealthy,
 )
@@ -108,14 +111,15 @@ async def test_a_server_that_serves_is_not_troubled_by_checks() -> None:
         assert edge.batcher.requests == []
 
 
-async def test_output_that_is_not_finite_is_that_requests_own_affair() -> None:
+@pytest.mark.parametrize("error", [NonFiniteOutput, Quarantined, DoesNotFit])
+async def test_what_one_request_fails_of_is_its_own_affair(error: type[RouterError]) -> None:
     def script(_: ValidRequest, stream: TokenStream) -> None:
-        stream.fail(NonFiniteOutput())
+        stream.fail(error())
 
     async with serving(script) as edge:
         status, body, _ = await edge.post("/generate", ASKED)
         assert (status, body["error_type"]) == (424, "generation")
-        assert body["error"].endswith("Server error: the model's output is not finite")
+        assert body["error"] == str(error())
         assert (await edge.get("/health"))[0] == 200
         assert len(edge.batcher.requests) == 1
         assert 'tgi_request_failure{err="generation"} 1' in await edge.exposition()
