@@ -20,7 +20,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 PROTO := proto/millrace_proto/generate.proto
 GENERATED := proto/millrace_proto/generate_pb2.py
-# A file's tests stay in one process, for the servers that they share.
+# A file's tests stay in one process, for the servers that they share. Ids of parameters have to be the same in each.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 PIP_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 

@@ -105,7 +105,7 @@ def test_every_image_is_pinned_labelled_and_checked(dockerfile: Path) -> None:
     assert "CMD" in words["HEALTHCHECK"]
 
 
-@pytest.mark.parametrize("service", set(COMPOSE["services"]) - set(OURS))
+@pytest.mark.parametrize("service", sorted(set(COMPOSE["services"]) - set(OURS)))
 def test_every_foreign_image_is_pinned(service: str) -> None:
     assert re.search(r":v?\d+\.\d+\.\d+$", COMPOSE["services"][service]["image"])
 
