@@ -131,6 +131,7 @@ class Batcher:
         entry = self._entry(request)
         num_cached = self._planner.num_cached(entry)
         self._prospects.accept(entry, self._outlook(request.terms), num_cached=num_cached)
+        entry.stream.when_closed(lambda: self._on_close(entry))
         self._waiting.append(entry)
         self._metrics.waiting(len(self._waiting))
         self._wake.set()
@@ -155,15 +156,13 @@ class Batcher:
         return self._prospects.drain_seconds(self._outlook(Terms()))
 
     def _entry(self, request: ValidRequest) -> Entry:
-        entry = Entry(
+        return Entry(
             next(self._request_ids),
             request,
             self._tokenizer,
             self._eos_token_ids,
             block_size=self._planner.blocks.block_size,
-            on_close=lambda: self._on_close(entry),
         )
-        return entry
 
     def _outlook(self, terms: Terms) -> Outlook:
         now = time.monotonic()

@@ -33,7 +33,7 @@ class TokenStream:
     Ends exactly once: with a token that has a `Finished`, or with an error. `close` is the only abort there is.
     """
 
-    def __init__(self, on_close: Callable[[], None] | None = None) -> None:
+    def __init__(self) -> None:
         self.queued_at = time.monotonic()
         self.batched_at: float | None = None
         self.finished_at: float | None = None
@@ -42,7 +42,7 @@ class TokenStream:
         """Prompt tokens found in the prefix cache when the request was first admitted."""
         self.predicted_queue_seconds: float | None = None
         """What was expected of the time until then, when the request came."""
-        self._on_close = on_close
+        self._on_close: Callable[[], None] | None = None
         self._events: deque[Event] = deque()
         self._error: RouterError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -54,23 +54,25 @@ class TokenStream:
         return self.finished_at is not None
 
     def send(self, event: Event) -> None:
-        """Hand an event to the reader; never blocks."""
+        """Hand an event to the reader, unless it has left; never blocks."""
         if isinstance(event, TokenEvent) and event.finished is not None:
-            self.finished_at = time.monotonic()
+            self._end()
+        if self.closed:
+            return
         if self._listener is None:
             self._events.append(event)
             self._wake()
-        elif not self.closed:
+        else:
             self._listener.hear(event)
 
     def fail(self, error: RouterError) -> None:
         """End the stream with `error`, after the events already sent."""
         if not self.ended:
-            self.finished_at = time.monotonic()
+            self._end()
             self._error = error
             if self._listener is None:
                 self._wake()
-            elif not self.closed:
+            else:
                 self._listener.fail(error)
 
     def listen(self, listener: Listener) -> None:
@@ -81,13 +83,20 @@ class TokenStream:
         if self._error is not None:
             listener.fail(self._error)
 
+    def when_closed(self, call: Callable[[], None]) -> None:
+        """Call `call` should the reader leave before the end."""
+        self._on_close = call
+
     def close(self) -> None:
         """Say that nobody reads any more. Idempotent; closing an ended stream changes nothing."""
         if self.closed:
             return
         self.closed = True
-        if not self.ended and self._on_close is not None:
-            self._on_close()
+        # They refer to the stream as well: a request is to be freed when it has gone, not when the collector comes.
+        self._listener = None
+        on_close, self._on_close = self._on_close, None
+        if on_close is not None:
+            on_close()
 
     def __aiter__(self) -> TokenStream:
         return self
@@ -101,6 +110,10 @@ class TokenStream:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         return self._events.popleft()
+
+    def _end(self) -> None:
+        self.finished_at = time.monotonic()
+        self._on_close = None
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -121,7 +134,6 @@ class Entry:
         eos_token_ids: frozenset[int],
         *,
         block_size: int,
-        on_close: Callable[[], None] | None = None,
     ) -> None:
         self.request_id = request_id
         self.request = request
@@ -132,7 +144,7 @@ class Entry:
         self.accounted = False
         """Whether the scheduler has taken note of its end."""
         self.wants_prompt_logprobs = request.prefill_logprobs
-        self.stream = TokenStream(on_close)
+        self.stream = TokenStream()
         self.generated_ids: list[int] = []
         self._tokenizer = tokenizer
         self._eos_token_ids = frozenset() if request.ignore_eos else eos_token_ids

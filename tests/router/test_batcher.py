@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -79,6 +82,34 @@ async def until_idle(shard: FakeShard) -> None:
             return
         await asyncio.sleep(0)
     pytest.fail(f"sequences left behind: {shard.sequences}")
+
+
+@pytest.fixture
+def _without_collector() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_without_collector")
+@pytest.mark.parametrize("leaves", [False, True], ids=["ends", "leaves"])
+async def test_a_request_is_freed_when_it_has_gone_and_not_by_the_collector(leaves: bool) -> None:
+    """Otherwise memory grows for as long as the collector sees no reason to come."""
+    shard = FakeShard()
+    batcher = new_batcher(DirectShards(shard), shard)
+    async with running(batcher):
+        stream = batcher.submit(request([1] * 5, 8))
+        if leaves:
+            await anext(stream)
+        else:
+            await collect(stream)
+        stream.close()
+        gone = weakref.ref(stream)
+        del stream
+        await until_idle(shard)
+        batcher.estimate(request([1] * 5, 8))
+        await collect(batcher.submit(request([2], 1)))
+        assert gone() is None
 
 
 async def test_requests_join_while_others_decode_and_blocks_are_reused() -> None:

@@ -109,7 +109,8 @@ class FakeBatcher:
     closed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def submit(self, request: ValidRequest) -> TokenStream:
-        stream = TokenStream(self.closed.set)
+        stream = TokenStream()
+        stream.when_closed(self.closed.set)
         self.requests.append(request)
         self.streams.append(stream)
         self.arrived.set()

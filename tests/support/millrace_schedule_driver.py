@@ -78,8 +78,8 @@ class ScheduleDriver:
             TOKENIZER,
             frozenset({EOS_TOKEN_ID}),
             block_size=self.shard.block_size,
-            on_close=lambda: self._close(entry),
         )
+        entry.stream.when_closed(lambda: self._close(entry))
         self.entries[request_id] = entry
         client = Client(request, entry.stream, self.shard.eos_every)
         self.clients[request_id] = client
