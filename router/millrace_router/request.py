@@ -14,6 +14,22 @@ class FinishReason(StrEnum):
     STOP_SEQUENCE = "stop_sequence"
 
 
+class GrammarKind(StrEnum):
+    """The language a grammar is written in."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "lark"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the generated text has to match as a whole."""
+
+    kind: GrammarKind
+    source: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParameters:
     """How the next token is chosen; the defaults are the neutral values of the wire."""
@@ -31,6 +47,10 @@ class SamplingParameters:
     """OpenAI's, over generated tokens."""
     occurrence_penalty: float = 0.0
     """OpenAI's `frequency_penalty`, over generated tokens."""
+    min_p: float = 0.0
+    watermark: bool = False
+    bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its score), each id once."""
 
     @property
     def samples(self) -> bool:
@@ -41,6 +61,7 @@ class SamplingParameters:
             or self.top_k != 0
             or self.top_p < 1.0
             or self.typical_p < 1.0
+            or self.min_p > 0.0
         )
 
 
@@ -69,4 +90,5 @@ class ValidRequest:
     min_new_tokens: int = 0
     top_n_tokens: int = 0
     prefill_logprobs: bool = False
+    grammar: Grammar | None = None
     terms: Terms = Terms()

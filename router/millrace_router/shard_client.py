@@ -13,12 +13,14 @@ from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
 from millrace_router.channels import open_channel
 from millrace_router.entry import Entry
+from millrace_router.request import Grammar
 from millrace_router.step_plan import StepPlan
 from millrace_router.wire import (
     Capacity,
     ShardInfo,
     StepResult,
     capacity_from_pb,
+    grammar_to_pb,
     info_from_pb,
     open_to_pb,
     plan_to_pb,
@@ -74,6 +76,10 @@ class ShardClient:
     async def health(self, *, timeout: float) -> pb.HealthResponse:
         """How far the engine has come."""
         return await self._stub.Health(pb.HealthRequest(), timeout=timeout)
+
+    async def compile_grammar(self, request: pb.CompileGrammarRequest) -> pb.CompileGrammarResponse:
+        """Whether a sequence may have a grammar; waits for the shard to listen."""
+        return await self._stub.CompileGrammar(request, wait_for_ready=True)
 
     async def warmup(self, request: pb.WarmupRequest) -> pb.WarmupResponse:
         """Allocate the KV cache and run the largest step."""
@@ -173,6 +179,12 @@ class ShardedClient:
         timeout = self._silence_seconds
         states = await self._all(shard.health(timeout=timeout) for shard in self._shards)
         return all(state.warmed_up for state in states)
+
+    async def compile_grammar(self, grammar: Grammar) -> str | None:
+        """Why no sequence may have `grammar`, or None if one may. Raises ShardError."""
+        request = pb.CompileGrammarRequest(grammar=grammar_to_pb(grammar))
+        (answer,) = await self._all([self._shards[0].compile_grammar(request)])
+        return answer.error if answer.HasField("error") else None
 
     async def warmup(
         self,

@@ -8,8 +8,15 @@ from itertools import chain, islice, repeat
 
 from millrace_proto import generate_pb2 as pb
 from millrace_router.entry import Entry
+from millrace_router.request import Grammar, GrammarKind
 from millrace_router.row import Row
 from millrace_router.step_plan import StepPlan
+
+GRAMMAR_KINDS = {
+    GrammarKind.JSON_SCHEMA: pb.Grammar.KIND_JSON_SCHEMA,
+    GrammarKind.REGEX: pb.Grammar.KIND_REGEX,
+    GrammarKind.LARK: pb.Grammar.KIND_LARK,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +35,9 @@ class ShardInfo:
     deterministic: bool
     prefill_logprobs: bool
     window_size: int | None
+    speculate: int = 0
+    """Tokens that may be guessed ahead for one sequence in one step."""
+    grammars: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +78,8 @@ class StepResult:
     """(slot, log probabilities of the prompt tokens computed in this step)."""
     failed_slots: Sequence[int]
     timings: StepTimings
+    computed: Sequence[tuple[int, int, int]] = ()
+    """(slot, KV positions filled so far, guesses given), of decodes that were allowed more than one position."""
 
 
 def info_from_pb(message: pb.InfoResponse) -> ShardInfo:
@@ -85,6 +97,8 @@ def info_from_pb(message: pb.InfoResponse) -> ShardInfo:
         deterministic=message.deterministic,
         prefill_logprobs=message.prefill_logprobs,
         window_size=message.window_size if message.HasField("window_size") else None,
+        speculate=message.speculate,
+        grammars=message.grammars,
     )
 
 
@@ -146,11 +160,21 @@ def _sequence_to_pb(row: Row[Entry]) -> pb.Sequence:
             frequency_penalty=sampling.frequency_penalty,
             presence_penalty=sampling.presence_penalty,
             occurrence_penalty=sampling.occurrence_penalty,
+            min_p=sampling.min_p,
+            watermark=sampling.watermark,
+            bias_ids=[id_ for id_, _ in sampling.bias],
+            bias_values=[value for _, value in sampling.bias],
         ),
         top_n_tokens=request.top_n_tokens,
         prefill_logprobs=entry.wants_prompt_logprobs,
         min_new_tokens=request.min_new_tokens,
+        grammar=None if request.grammar is None else grammar_to_pb(request.grammar),
     )
+
+
+def grammar_to_pb(grammar: Grammar) -> pb.Grammar:
+    """Write a grammar."""
+    return pb.Grammar(kind=GRAMMAR_KINDS[grammar.kind], source=grammar.source)
 
 
 def result_from_pb(messages: Sequence[pb.StepResponse]) -> StepResult:
@@ -168,6 +192,9 @@ def result_from_pb(messages: Sequence[pb.StepResponse]) -> StepResult:
             decode=slowest.decode_ns / 1e9,
             total=slowest.total_ns / 1e9,
             concat=slowest.concat_ns / 1e9 if slowest.HasField("concat_ns") else None,
+        ),
+        computed=tuple(
+            zip(first.computed_slots, first.computed_positions, first.drafted_tokens, strict=True)
         ),
     )
 

@@ -66,6 +66,7 @@ class LaunchedStep:
         prompts = self._prompts
         return StepResult(
             slots=slots[rows],
+            counts=np.ones(len(rows), dtype=np.int64),
             ids=result_ids,
             logprobs=logprobs.view(np.float32)[rows],
             top_counts=top_counts,

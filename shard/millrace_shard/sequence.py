@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ PARAMETERS = np.dtype(
         ("temperature", np.float32),
         ("top_p", np.float32),
         ("typical_p", np.float32),
+        ("min_p", np.float32),
         ("repetition_penalty", np.float32),
         ("frequency_penalty", np.float32),
         ("presence_penalty", np.float32),
@@ -28,10 +30,29 @@ PARAMETERS = np.dtype(
         ("top_n_tokens", np.int64),
         ("min_new_tokens", np.int64),
         ("num_prompt", np.int64),
+        ("watermark", np.bool_),
+        ("is_biased", np.bool_),
+        ("is_guided", np.bool_),
     ],
     align=True,
 )
 """One sequence's choice of tokens as a row of columns; `num_prompt` is where its generated tokens begin."""
+
+
+class GrammarKind(Enum):
+    """The language a grammar is written in."""
+
+    JSON_SCHEMA = auto()
+    REGEX = auto()
+    LARK = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What a sequence's text has to match, from its first generated token to its last."""
+
+    kind: GrammarKind
+    source: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +69,10 @@ class SamplingParameters:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     occurrence_penalty: float = 0.0
+    min_p: float = 0.0
+    watermark: bool = False
+    bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its score), each id once."""
 
     def check(self) -> None:
         """Raise StepInvalid for values that have no meaning."""
@@ -59,6 +84,10 @@ class SamplingParameters:
         penalties = (self.frequency_penalty, self.presence_penalty, self.occurrence_penalty)
         if not all(math.isfinite(value) for value in penalties):
             raise StepInvalid("penalties have to be finite")
+        if not 0 <= self.min_p <= 1:
+            raise StepInvalid("min_p has to be between 0 and 1")
+        if not all(math.isfinite(value) for _, value in self.bias):
+            raise StepInvalid("biases have to be finite")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -74,6 +103,7 @@ class Sequence:
     top_n_tokens: int = 0
     prefill_logprobs: bool = False
     min_new_tokens: int = 0
+    grammar: Grammar | None = None
 
     @property
     def num_inputs(self) -> int:
@@ -98,6 +128,8 @@ class Sequence:
             )
         if not 0 <= self.generated_tokens < self.num_inputs:
             raise StepInvalid(f"request {self.request_id} has no prompt")
+        if any(not 0 <= id_ < vocab_size for id_, _ in self.parameters.bias):
+            raise StepInvalid(f"request {self.request_id} biases ids beyond {vocab_size}")
         self.parameters.check()
 
     def columns(self) -> NDArray[np.void]:
@@ -117,5 +149,9 @@ class Sequence:
         row["seed"] = p.seed
         row["top_n_tokens"] = self.top_n_tokens
         row["min_new_tokens"] = self.min_new_tokens
+        row["min_p"] = p.min_p
+        row["watermark"] = p.watermark
+        row["is_biased"] = bool(p.bias)
+        row["is_guided"] = self.grammar is not None
         row["num_prompt"] = self.num_inputs - self.generated_tokens
         return row

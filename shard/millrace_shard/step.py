@@ -47,12 +47,16 @@ class Open:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Forward:
-    """A forward pass: rows that compute prompt tokens, then rows that decode one token each."""
+    """A forward pass: rows that compute prompt tokens, then rows that decode."""
 
     change: BatchChange = field(default_factory=BatchChange)
     chunk_slots: Ints = field(default_factory=no_ints)
     chunk_tokens: Ints = field(default_factory=no_ints)
     decode_slots: Ints = field(default_factory=no_ints)
+    decode_tokens: Ints = field(default_factory=no_ints)
+    """KV positions each decode may fill; empty: one each."""
+    draft_tokens: Ints = field(default_factory=no_ints)
+    """How many of them may be guesses; empty: none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,16 +103,24 @@ class StepResult:
     """What a step yielded; columns by row, by candidate and by prompt token, as on the wire."""
 
     slots: Ints = field(default_factory=no_ints)
+    counts: Ints = field(default_factory=no_ints)
+    """Tokens of each slot, which follow each other in `ids`."""
     ids: Ints = field(default_factory=no_ints)
     logprobs: Floats = field(default_factory=no_floats)
     top_counts: Ints = field(default_factory=no_ints)
-    """One per row, or empty when no row asked for candidates."""
+    """One per token, or empty when no row asked for candidates."""
     top_ids: Ints = field(default_factory=no_ints)
     top_logprobs: Floats = field(default_factory=no_floats)
     prefill_slots: Ints = field(default_factory=no_ints)
     prefill_counts: Ints = field(default_factory=no_ints)
     prefill_logprobs: Floats = field(default_factory=no_floats)
     failed_slots: Ints = field(default_factory=no_ints)
+    computed_slots: Ints = field(default_factory=no_ints)
+    """Decodes that were allowed more than one position."""
+    computed_positions: Ints = field(default_factory=no_ints)
+    """KV positions they have filled so far."""
+    drafted_tokens: Ints = field(default_factory=no_ints)
+    """Guesses they were given in this step."""
     checksum: int = 0
     timings: Timings = field(default_factory=Timings)
 

@@ -9,7 +9,7 @@ import numpy as np
 from millrace_proto import generate_pb2 as pb
 from millrace_shard.capacity import Capacity, WarmupRequest
 from millrace_shard.engine import Progress
-from millrace_shard.sequence import SamplingParameters, Sequence
+from millrace_shard.sequence import Grammar, GrammarKind, SamplingParameters, Sequence
 from millrace_shard.step import (
     BatchChange,
     Clear,
@@ -31,6 +31,12 @@ KINDS = {
     FailureKind.FAILED: pb.StepError.KIND_FAILED,
     FailureKind.OUT_OF_MEMORY: pb.StepError.KIND_OUT_OF_MEMORY,
     FailureKind.REFUSED: pb.StepError.KIND_REFUSED,
+}
+
+GRAMMAR_KINDS = {
+    pb.Grammar.KIND_JSON_SCHEMA: GrammarKind.JSON_SCHEMA,
+    pb.Grammar.KIND_REGEX: GrammarKind.REGEX,
+    pb.Grammar.KIND_LARK: GrammarKind.LARK,
 }
 
 
@@ -105,11 +111,15 @@ def _work(message: pb.StepRequest, *, prefill_logprobs: bool) -> Work:
                 chunk_slots=_ints(message.prefill.chunk_slots),
                 chunk_tokens=_ints(message.prefill.chunk_tokens),
                 decode_slots=_ints(message.prefill.decode_slots),
+                decode_tokens=_ints(message.prefill.decode_tokens),
+                draft_tokens=_ints(message.prefill.draft_tokens),
             )
         case "decode":
             return Forward(
                 change=_change(message.decode.change, prefill_logprobs=prefill_logprobs),
                 decode_slots=_ints(message.decode.decode_slots),
+                decode_tokens=_ints(message.decode.decode_tokens),
+                draft_tokens=_ints(message.decode.draft_tokens),
             )
         case "filter_batch":
             return Filter(_ints(message.filter_batch.dropped_slots))
@@ -141,7 +151,13 @@ def _sequence(message: pb.Sequence, *, prefill_logprobs: bool) -> Sequence:
         top_n_tokens=message.top_n_tokens,
         prefill_logprobs=message.prefill_logprobs and prefill_logprobs,
         min_new_tokens=message.min_new_tokens,
+        grammar=grammar_from_pb(message.grammar) if message.HasField("grammar") else None,
     )
+
+
+def grammar_from_pb(message: pb.Grammar) -> Grammar:
+    """Read a grammar; one of no known kind is a regular expression, as TGI has it."""
+    return Grammar(GRAMMAR_KINDS.get(message.kind, GrammarKind.REGEX), message.source)
 
 
 def _parameters(message: pb.Sequence) -> SamplingParameters:
@@ -159,6 +175,9 @@ def _parameters(message: pb.Sequence) -> SamplingParameters:
         frequency_penalty=p.frequency_penalty,
         presence_penalty=p.presence_penalty,
         occurrence_penalty=p.occurrence_penalty,
+        min_p=p.min_p,
+        watermark=p.watermark,
+        bias=tuple(zip(p.bias_ids, p.bias_values, strict=False)),
     )
 
 
@@ -172,6 +191,9 @@ def reply_to_pb(reply: StepReply, *, with_tokens: bool) -> pb.StepResponse:
     result = reply.outcome
     message.checksum = result.checksum
     message.failed_slots.extend(result.failed_slots.tolist())
+    message.computed_slots.extend(result.computed_slots.tolist())
+    message.computed_positions.extend(result.computed_positions.tolist())
+    message.drafted_tokens.extend(result.drafted_tokens.tolist())
     message.timings.forward_ns = result.timings.forward_ns
     message.timings.decode_ns = result.timings.decode_ns
     message.timings.total_ns = result.timings.total_ns
@@ -184,7 +206,7 @@ def reply_to_pb(reply: StepReply, *, with_tokens: bool) -> pb.StepResponse:
 
 def _write_tokens(message: pb.StepResponse, result: StepResult) -> None:
     message.slots.extend(result.slots.tolist())
-    message.counts.extend([1] * len(result.slots))
+    message.counts.extend(result.counts.tolist())
     message.ids.extend(result.ids.tolist())
     message.logprobs.extend(result.logprobs.tolist())
     message.top_counts.extend(result.top_counts.tolist())
