@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import json
 import threading
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import orjson
@@ -166,6 +169,23 @@ async def test_cached_tokens_are_told() -> None:
     last = json.loads(text.removesuffix("\n\n").split("\n\n")[-1][6:])
     assert last["details"]["cached_tokens"] == 16
     assert "x-cached-tokens" not in response.headers
+
+
+@pytest.fixture
+def _without_collector() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_without_collector")
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream", "/"])
+async def test_an_answered_request_is_freed_without_the_collector(path: str) -> None:
+    async with serving() as edge:
+        await edge.post(path, ASKED)
+        stream = weakref.ref(edge.batcher.streams.pop())
+        await edge.get("/health")
+        assert stream() is None
 
 
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream", "/"])
