@@ -19,7 +19,9 @@ from functools import partial
 from hashlib import blake2b
 from typing import Protocol
 
-from millrace_router.errors import ShuttingDown, ValidationError
+import structlog
+
+from millrace_router.errors import RouterError, ShuttingDown, ValidationError
 from millrace_router.recording import Recording
 
 KEY_HEADER = "idempotency-key"
@@ -29,6 +31,8 @@ MAX_LAST_EVENT = 10**9 - 1
 MAX_KEPT_RUNS = 1024
 MAX_KEPT_BYTES = 2**26
 """64 MiB, of all answers that have ended."""
+
+log = structlog.get_logger(__name__)
 
 
 def digest_of(*parts: str | bytes) -> bytes:
@@ -226,6 +230,9 @@ class Runs:
         if error is None:
             run.finish(task.result())
         else:
+            if isinstance(error, Exception) and not isinstance(error, RouterError):
+                # With nobody left to read it, this is the only place that hears of it.
+                log.error("keyed request failed", exc_info=error)
             run.finish(error if isinstance(error, Exception) else ShuttingDown())
         if self._runs.get(scope) is not run:
             return

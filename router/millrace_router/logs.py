@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 
 import orjson
 import structlog
+from aiohttp.http_exceptions import HttpProcessingError
 from structlog.typing import ExcInfo
 
 LEVELS = {
@@ -55,9 +56,9 @@ class RelayHandler(logging.Handler):
             # Its messages and errors quote what clients sent.
             kind = record.exc_info[0] if record.exc_info else None
             error = kind.__name__ if kind else None
-            # A client that has gone, or been cut off, is nobody's mistake.
-            left = kind is not None and issubclass(kind, ConnectionError)
-            level = logging.DEBUG if left else record.levelno
+            # A client that has gone, been cut off, or does not speak HTTP is no mistake of ours.
+            theirs = kind is not None and issubclass(kind, (ConnectionError, HttpProcessingError))
+            level = logging.DEBUG if theirs else record.levelno
             logger.log(level, "an HTTP connection failed", error=error)
         else:
             logger.log(record.levelno, record.getMessage(), exc_info=record.exc_info)

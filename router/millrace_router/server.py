@@ -27,7 +27,6 @@ OPEN_PATHS = frozenset(
         "/metrics",
         "/info",
         "/v1/models",
-        "/docs",
         "/api-doc/openapi.json",
         "/openapi.json",
     }

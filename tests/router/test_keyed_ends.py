@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import io
 import json
 import weakref
 from collections.abc import AsyncIterator
@@ -11,7 +12,15 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from millrace_fakes_edge import Edge, finished, limits_with, play, serving, token_event
+from millrace_fakes_edge import (
+    Edge,
+    finished,
+    limits_with,
+    logging_to,
+    play,
+    serving,
+    token_event,
+)
 from millrace_fakes_keyed import (
     ASKED,
     CHAT,
@@ -30,6 +39,7 @@ from millrace_fakes_keyed import (
 from millrace_router import recording
 from millrace_router.entry import TokenStream
 from millrace_router.errors import GenerationError
+from millrace_router.idempotency import Run, Runs
 from millrace_router.request import ValidRequest
 from millrace_router.routes.keyed import RUNS
 
@@ -118,6 +128,21 @@ async def test_a_failure_of_a_whole_answer_is_told_to_those_who_wait() -> None:
         edge.batcher.script = lambda _, stream: play(stream, " x")
         assert (await edge.post("/generate", ASKED, headers=KEY))[0] == 200
         assert len(edge.batcher.streams) == 2
+
+
+async def test_a_defect_that_nobody_waits_for_is_logged() -> None:
+    output = io.BytesIO()
+
+    async def work(_: Run) -> None:
+        raise ZeroDivisionError("oh")
+
+    with logging_to(output):
+        runs = Runs(GRACE)
+        run = runs.start(b"scope", b"body", work)
+        await until(lambda: run.ended)
+    line = json.loads(output.getvalue())
+    assert line["level"] == "ERROR"
+    assert "ZeroDivisionError: oh" in line["fields"]["exception"]
 
 
 async def test_a_refusal_is_not_kept() -> None:

@@ -94,6 +94,7 @@ async def test_malformed_requests_are_not_quoted(json_output: bool) -> None:
             writer.close()
     assert b"an HTTP connection failed" in output.getvalue()
     assert b"BadHttpMessage" in output.getvalue() or b"InvalidHeader" in output.getvalue()
+    assert b"ERROR" not in output.getvalue(), "it is the client's mistake"
     for quoted in (b"hush", b"secret", b"Traceback", b"127.0.0.1"):
         assert quoted not in output.getvalue()
 
