@@ -23,6 +23,7 @@ from millrace_router.config import ANY_ADDRESS, RouterConfig, listen_address
 from millrace_router.infer import Infer
 from millrace_router.openapi import openapi_json
 from millrace_router.process import bind, die_with_parent, return_freed_memory
+from millrace_router.replay.command import replay
 from millrace_router.routes.keyed import RUNS
 from millrace_router.server import create_runner
 from millrace_router.startup import Running, start
@@ -42,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if list(arguments) == ["print-schema"]:
         sys.stdout.write(openapi_json().decode() + "\n")
         return 0
+    if list(arguments[:1]) == ["replay"]:
+        return replay(arguments[1:])
     config = RouterConfig.from_args(arguments)
     logs.configure(config.log_level, json_output=config.json_output)
     die_with_parent()

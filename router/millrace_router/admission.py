@@ -152,10 +152,18 @@ class Admission(Generic[E]):
         return budgets.reserve_all or entry.num_preemptions >= budgets.max_preemptions
 
     def _num_promised_tokens(self, entry: E) -> int:
-        """KV positions whose blocks `entry` is promised; the last token's are never needed."""
+        """KV positions whose blocks `entry` is promised; the last token's are never needed.
+
+        With everything reserved also those of guesses, as in TGI, although none is made beyond the last token. That
+        may not keep out what fits without.
+        """
         if not self._needs_all(entry):
             return entry.num_inputs
-        return entry.num_inputs + entry.max_new_tokens - entry.num_generated - 1
+        num_tokens = entry.num_inputs + entry.max_new_tokens - entry.num_generated - 1
+        if self._budgets.reserve_all and self._budgets.speculate:
+            most = max(num_tokens, self._blocks.num_blocks * self._blocks.block_size)
+            num_tokens = min(num_tokens + self._budgets.speculate, most)
+        return num_tokens
 
     def _shortage(self, entry: E, hits: Sequence[CachedBlock], rows: Iterable[Row[E]]) -> int:
         """Blocks that are missing to admit `entry` beside `rows`; none if not above 0."""
@@ -220,4 +228,5 @@ class Admission(Generic[E]):
             num_kv_owned=num_cached,
             num_computed=num_cached,
             num_entered=num_cached,
+            is_flexible=self._budgets.speculate > 0 or entry.most_forced > 0,
         )

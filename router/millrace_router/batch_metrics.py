@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 
+from millrace_router.allowances import Progress
 from millrace_router.entry import Entry
 from millrace_router.errors import Quarantined, RouterError
 from millrace_router.metrics import Metrics
@@ -72,6 +73,12 @@ class BatchMetrics:
         metrics.batch_filter_duration.labels(method=method).observe(time.monotonic() - answered_at)
         if timings.concat is not None:
             metrics.batch_concat_duration.labels(method="decode").observe(timings.concat)
+
+    def speculated(self, progress: Progress) -> None:
+        """Count the guesses of a step."""
+        if progress.drafted:
+            self._metrics.speculation_drafted_tokens.inc(progress.drafted)
+            self._metrics.speculation_accepted_tokens.inc(progress.accepted)
 
     def failed(self, plans: Iterable[StepPlan[Entry]], kind: str) -> None:
         """Count an epoch's end, and steps in flight that will never be answered, once for each kind of step."""

@@ -235,12 +235,7 @@ class Batcher:
         """Hand a step's tokens to their streams; drop what has ended with them."""
         flight, planner = self._flights.popleft(), self._planner
         answered_at = time.monotonic()
-        if flight.plan.has_forward:
-            seconds = answered_at - flight.began_at(self._answered_at)
-            self._prospects.observe(flight.plan.load, seconds)
-            self._lifeline.served(computed=True)
-        self._last_answered, self._answered_at = result.number, answered_at
-        planner.computed(flight.plan, result.failed_slots)
+        self._note(flight, result, answered_at)
         self._rescue.computed(flight.plan)
         for slot, logprobs in result.prompt_logprobs:
             if (row := planner.row(slot)) is not None:
@@ -249,7 +244,7 @@ class Batcher:
             if (row := planner.row(slot)) is not None:
                 planner.drop(row)
                 self._end(row.entry, NonFiniteOutput())
-        skipped = Counter(count - 1 for slot, count in result.counts if planner.row(slot))
+        skipped = Counter(count - 1 for slot, count in result.counts if count and planner.row(slot))
         for slot, token_id, logprob, top in result.tokens:
             # A row that has ended is not there any more, whatever else the step says of its slot.
             row = planner.row(slot)
@@ -264,6 +259,23 @@ class Batcher:
         self._metrics.answered(
             flight.plan, result.timings, skipped, sent_at=flight.sent_at, answered_at=answered_at
         )
+
+    def _note(self, flight: _Flight, result: StepResult, answered_at: float) -> None:
+        """Take note of what a step has computed, and in which time."""
+        plan = flight.plan
+        progress = self._planner.computed(
+            plan, result.failed_slots, counts=result.counts, computed=result.computed
+        )
+        if progress is not None:
+            self._metrics.speculated(progress)
+            self._prospects.yielded(progress)
+        if plan.has_forward:
+            seconds = answered_at - flight.began_at(self._answered_at)
+            if progress is not None:
+                self._planner.paid(progress, seconds)
+            self._prospects.observe(plan.load if progress is None else progress.load, seconds)
+            self._lifeline.served(computed=True)
+        self._last_answered, self._answered_at = result.number, answered_at
 
     def _end(self, entry: Entry, error: RouterError | None = None) -> None:
         """Take note that `entry` has ended, with `error` unless its last token has been sent."""

@@ -27,6 +27,8 @@ class Budgets:
     """… or until this many steps of decodes have passed since the last prefill."""
     share_slots: bool = False
     """Preempt rows of the tenant that has most for the head of the queue, if its own tenant has fewer."""
+    speculate: int = 0
+    """Tokens that may be guessed ahead for one sequence in one step."""
     max_preemptions: int = 3
     """After so many an entry is admitted only with all the blocks it can ever need."""
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ipaddress
 import ssl
+from pathlib import Path
+from typing import Protocol
 
 import grpc
-
-from millrace_router.config import RouterConfig
 
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),
@@ -20,7 +20,23 @@ class TlsError(Exception):
     """The files for TLS are not usable."""
 
 
-def tls_from(config: RouterConfig) -> grpc.ChannelCredentials | None:
+class TlsFiles(Protocol):
+    """The flags for TLS, as `RouterConfig` has them."""
+
+    @property
+    def shard_tls_cert(self) -> Path | None:
+        """The router's certificate."""
+
+    @property
+    def shard_tls_key(self) -> Path | None:
+        """Its key."""
+
+    @property
+    def shard_tls_ca(self) -> Path | None:
+        """The authority that signs shards' certificates."""
+
+
+def tls_from(config: TlsFiles) -> grpc.ChannelCredentials | None:
     """What the router shows to shards at TCP addresses, and whom it trusts there; None when nothing is configured.
 
     Raises:

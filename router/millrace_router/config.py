@@ -110,6 +110,7 @@ class RouterConfig(BaseSettings):
         default=128, ge=1, description="Requests accepted at once; more are answered 429."
     )
     max_best_of: int = Field(default=2, ge=1, description="Largest `best_of`.")
+    max_n: int = Field(default=16, ge=1, description="Largest `n` on the OpenAI routes.")
     max_stop_sequences: int = Field(
         default=4, ge=0, description="Most stop sequences in one request."
     )
@@ -212,6 +213,20 @@ class RouterConfig(BaseSettings):
         allow_inf_nan=False,
         description="Seconds that a request with an Idempotency-Key outlives its connection, and can "
         "be resumed; 0 ends it with the connection.",
+    )
+    journal: Path | None = Field(
+        default=None,
+        description="Folder to record every step in, for replay; none is kept when absent.",
+    )
+    journal_tokens: bool = Field(
+        default=False,
+        description="Record token ids, log probabilities and grammars as well: all that is asked and "
+        "answered can be read from them.",
+    )
+    journal_max_bytes: int = Field(
+        default=1 << 30,
+        ge=1 << 16,
+        description="Bytes that journal files may take together; the oldest make room for new ones.",
     )
     supervisor_fd: int | None = Field(
         default=None,

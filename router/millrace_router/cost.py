@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from millrace_router.extra_costs import ExtraCosts
 from millrace_router.least_squares import solve_nonnegative
 from millrace_router.step_load import StepLoad
 
@@ -18,6 +19,8 @@ COEFFICIENTS = (
 )
 """What each costs, in seconds: any step; a row that decodes; a KV position it attends to; computing prompt at all
 (on CUDA such a step replays no graph); a prompt token; a KV position that one attends to."""
+EXTRA_COEFFICIENTS = ("extra_step", "extra_position")
+"""Further ones, where decodes fill more than one KV position: for that at all; for each position beyond the first."""
 
 _GUESS = (1.0, 1 / 32, 1 / 32768, 0.0, 1 / 32, 1 / 32768)
 """Proportions assumed of what has not been seen. Reading the weights once costs as much as computing some tens of
@@ -45,6 +48,7 @@ class CostModel:
     shared machine move the fit little (a Huber-like M-estimator by reweighting: Holland and Welsch 1977). Steps with
     prompt and steps without fade separately, because the latter are many more. Directions that the observations
     leave open take the proportions of `_GUESS`: decodes of one row alone put about 1/32 of their time on the row.
+    Steps whose decodes fill several positions tell of nothing but what that adds (`ExtraCosts`).
 
     The fit is slow by design; the *pace*, one factor on all of it, follows a machine that became slower or faster.
     """
@@ -55,6 +59,7 @@ class CostModel:
         self._frozen = False
         self._decode_steps = _Memory(3)
         self._prefill_steps = _Memory(6)
+        self._extra = ExtraCosts()
         self._num_observed = 0
         self._next_fit = _LEAST_OBSERVED
 
@@ -62,16 +67,22 @@ class CostModel:
     def fixed(cls, coefficients: Mapping[str, float]) -> CostModel:
         """A model that knows its coefficients, by the names of `COEFFICIENTS`, and learns nothing.
 
+        Those of `EXTRA_COEFFICIENTS` may be left out: a further position then costs what a row does.
+
         Raises:
             ValueError: one is missing, unknown, negative or not finite.
 
         """
-        if set(coefficients) != set(COEFFICIENTS):
+        if set(coefficients) - set(EXTRA_COEFFICIENTS) != set(COEFFICIENTS):
             raise ValueError(f"a cost model has the coefficients {', '.join(COEFFICIENTS)}")
         if not all(0.0 <= value < math.inf for value in coefficients.values()):
             raise ValueError(f"costs are finite and not negative: {dict(coefficients)}")
         model = cls()
         model._coefficients = [float(coefficients[name]) for name in COEFFICIENTS]
+        model._extra = ExtraCosts.fixed(
+            once=coefficients.get("extra_step", 0.0),
+            each=coefficients.get("extra_position", coefficients["decode_row"]),
+        )
         model._frozen = True
         return model
 
@@ -86,9 +97,12 @@ class CostModel:
         return cls.fixed(coefficients) if coefficients else cls()
 
     def to_json(self) -> dict[str, float]:
-        """The coefficients at the present pace; empty while nothing is known."""
-        costs = (self._pace * value for value in self._coefficients)
-        return dict(zip(COEFFICIENTS, costs, strict=False))
+        """The coefficients at the present pace, those of further positions included; empty while nothing is known."""
+        if not self._coefficients:
+            return {}
+        costs = [*self._coefficients, self._extra.once, self._extra.each]
+        names = COEFFICIENTS + EXTRA_COEFFICIENTS
+        return {name: self._pace * cost for name, cost in zip(names, costs, strict=True)}
 
     def observe(self, load: StepLoad, seconds: float) -> None:
         """Learn from an answered step; one without a forward pass or without a duration says nothing."""
@@ -96,6 +110,12 @@ class CostModel:
         if self._frozen or not computes or not 0.0 < seconds < math.inf:
             return
         features = _features(load)
+        if load.extra_positions:
+            if self._coefficients:
+                plain = self._pace * sum(map(float.__mul__, self._coefficients, features))
+                self._extra.add(load.extra_positions, seconds, plain=plain, pace=self._pace)
+            return
+        self._extra.fade()
         expected = sum(map(float.__mul__, self._coefficients, features)) or seconds
         if self._coefficients:
             paced = self._pace * expected
@@ -111,10 +131,29 @@ class CostModel:
         """How long such a step takes; None until enough was observed."""
         if not self._coefficients:
             return None
-        return self._pace * sum(map(float.__mul__, self._coefficients, _features(load)))
+        seconds = sum(map(float.__mul__, self._coefficients, _features(load)))
+        return self._pace * (seconds + self._extra.seconds(load.extra_positions))
+
+    def extra_prices(self) -> tuple[float, float, float] | None:
+        """Seconds for decodes of more than one position; None until enough was observed.
+
+        For having any in a step; for each position beyond a row's first; for each position which that attends to.
+        """
+        if not self._coefficients:
+            return None
+        pace, extra = self._pace, self._extra
+        return pace * extra.once, pace * extra.each, pace * self._coefficients[2]
 
     def prefill_tokens_within(
-        self, seconds: float, *, decodes: int, context: int, start: int, least: int, most: int
+        self,
+        seconds: float,
+        *,
+        decodes: int,
+        context: int,
+        start: int,
+        least: int,
+        most: int,
+        extra_positions: int = 0,
     ) -> int:
         """Most tokens of a prompt computed up to `start` that keep a step with these decodes within `seconds`.
 
@@ -124,6 +163,7 @@ class CostModel:
             return most
         step, row, position, prefill_step, token, pair = self._coefficients
         rest = seconds / self._pace - step - prefill_step - row * decodes - position * context
+        rest -= self._extra.seconds(extra_positions)
         if rest <= 0.0:
             return least
         # Token i of the chunk attends to start + i positions: n tokens cost quadratic * n² + linear * n.
@@ -139,6 +179,7 @@ class CostModel:
         self._pace /= change
         for memory in (self._decode_steps, self._prefill_steps):
             memory.rescale(change)
+        self._extra.rescale(change)
         gram, moment = self._prefill_steps.plus(self._decode_steps)
         size = range(len(_GUESS))
         moment = [moment[i] * _SCALE[i] for i in size]
@@ -152,6 +193,7 @@ class CostModel:
         right = [unit * moment[i] + (_RIDGE if _GUESS[i] else 0.0) for i in size]
         solution = solve_nonnegative(matrix, right)
         self._coefficients = [unit * _SCALE[i] * solution[i] for i in size]
+        self._extra.assume(step=self._coefficients[0] or unit, row=self._coefficients[1])
 
 
 class _Memory:

@@ -13,8 +13,12 @@ from millrace_router.detokenizer import IncrementalDetokenizer
 from millrace_router.errors import RouterError
 from millrace_router.events import Event, Finished, PromptLogprobs, Token, TokenEvent
 from millrace_router.request import FinishReason, ValidRequest
+from millrace_router.speculation import Acceptance
 from millrace_router.stopping import StopMatcher
 from millrace_router.tokenizer import Tokenizer
+
+MOST_FORCED = 16
+"""Tokens forced by a grammar that one step computes beside a sampled one: as many as a block has positions."""
 
 
 class Listener(Protocol):
@@ -144,6 +148,8 @@ class Entry:
         self.accounted = False
         """Whether the scheduler has taken note of its end."""
         self.wants_prompt_logprobs = request.prefill_logprobs
+        self.most_forced = 0 if request.grammar is None else MOST_FORCED
+        self.acceptance = Acceptance()
         self.stream = TokenStream()
         self.generated_ids: list[int] = []
         self._tokenizer = tokenizer

@@ -19,6 +19,8 @@ _MOST_ENDS = 128
 """Ends played through one by one; more entries ahead than that are counted at the mean rate."""
 _PROMPT_RATE = 1 / 64
 """How far one answer moves what is known of prompts."""
+_YIELD_RATE = 1 / 64
+"""How far one step moves what is known of tokens per row and step."""
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -115,6 +117,8 @@ class Forecaster:
         self._target = target_inter_token_latency
         self._lengths = AnswerLengths()
         self._computed_share = 1.0
+        self._tokens_per_step = 1.0
+        """Of a row: more where guesses are right."""
         self._mean_prompt = 0.0
         quantiles = (((slot + 0.5) * _GOLDEN) % 1.0 for slot in range(max_batch_size))
         self._hazards = [-math.log1p(-quantile) for quantile in quantiles]
@@ -128,6 +132,11 @@ class Forecaster:
         share = num_computed / max(1, num_prompt)
         self._computed_share += _PROMPT_RATE * (share - self._computed_share)
         self._mean_prompt += _PROMPT_RATE * (num_computed - self._mean_prompt)
+
+    def yielded(self, num_tokens: int, num_rows: int) -> None:
+        """Learn from a step in which so many rows that might yield several tokens have yielded so many."""
+        found = num_tokens / num_rows
+        self._tokens_per_step += _YIELD_RATE * (found - self._tokens_per_step)
 
     def predict(
         self,
@@ -165,9 +174,10 @@ class Forecaster:
         step = pace.seconds
         if batch.num_rows:
             # Load goes on as it is: for each row that ends another one brings its prompt.
-            replaced = (pace.decodes - 1) / self._mean_length(max_new_tokens)
+            replaced = (pace.decodes - 1) / self._mean_steps(max_new_tokens)
             step += replaced * self._prompt_seconds(pace, self._mean_prompt, 0)
-        return Prediction(queue, first, first + max(0.0, own_length - 1) * step)
+        num_steps = max(0.0, own_length - 1) / self._tokens_per_step
+        return Prediction(queue, first, first + num_steps * step)
 
     def drain_seconds(
         self,
@@ -255,7 +265,7 @@ class Forecaster:
         self, batch: _Batch, num_ahead: int, num_places: int, max_new_tokens: int
     ) -> float:
         """Steps until as many rows have ended as there are entries ahead without a place, and one more."""
-        turnover = 2 * (DEPTH - 1)
+        turnover, at_once = 2 * (DEPTH - 1), self._tokens_per_step
         lengths = cycle(self._lengths.recent or (max_new_tokens,))
         quantile_left, hazards = self._lengths.quantile_left, self._hazards
         ends = [
@@ -264,17 +274,21 @@ class Forecaster:
             + quantile_left(
                 row.num_tokens_planned, row.max_tokens, hazards[row.slot % len(hazards)]
             )
+            / at_once
             for row in batch.rows
         ]
-        ends.extend(turnover + next(lengths) for _ in range(min(num_places, num_ahead)))
+        ends.extend(turnover + next(lengths) / at_once for _ in range(min(num_places, num_ahead)))
         if not ends:
             return 0.0
         heapify(ends)
         num_ends = num_ahead - num_places
         for length in islice(lengths, min(num_ends, _MOST_ENDS)):
-            heapreplace(ends, ends[0] + length + turnover)
-        mean = self._mean_length(max_new_tokens) + turnover
+            heapreplace(ends, ends[0] + length / at_once + turnover)
+        mean = self._mean_steps(max_new_tokens) + turnover
         return ends[0] + max(0, num_ends - _MOST_ENDS) * mean / len(ends)
+
+    def _mean_steps(self, unknown: int) -> float:
+        return self._mean_length(unknown) / self._tokens_per_step
 
     def _mean_length(self, unknown: int) -> float:
         recent = self._lengths.recent

@@ -79,6 +79,12 @@ class RequestRecord:
         self._ended = False
         metrics.request_count.inc()
 
+    def sibling(self) -> RequestRecord:
+        """Make the record of another sample of the same request, which counts as a request, too."""
+        other = RequestRecord(self._metrics, self._on_failure, self._on_token)
+        other.arrived_at = self.arrived_at
+        return other
+
     def token(self) -> None:
         """Count a token that is handed to its reader now."""
         now = time.monotonic()

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Protocol
 
 from millrace_router.api.native import GenerateRequest
-from millrace_router.errors import Overloaded, RouterError, ShuttingDown, SizeError
+from millrace_router.errors import RouterError, ShuttingDown, SizeError
 from millrace_router.estimate import Appraisal, Estimate
 from millrace_router.generation import Collected, EventStream, Generation, RequestRecord
 from millrace_router.metrics import Metrics
+from millrace_router.permits import Permits
 from millrace_router.request import Terms, ValidRequest
+from millrace_router.seeds import seed_of_sample
 from millrace_router.terms import DEFAULT_TERMS
-from millrace_router.validation import (
-    Validated,
-    Validator,
-    check_best_of,
-    check_stream,
-    random_seed,
-)
+from millrace_router.validation import Validated, Validator, check_best_of, check_stream
 
 
 class Batcher(Protocol):
@@ -39,41 +35,6 @@ class Batcher(Protocol):
 
 SHORTEST = ValidRequest(input_ids=(0,), max_new_tokens=1)
 """The least that anyone may ask for."""
-
-
-class Permits:
-    """How many generations may be in the house at once; nobody waits for one."""
-
-    def __init__(self, total: int, drain_seconds: Callable[[], float]) -> None:
-        """`drain_seconds` says after how long one who is refused may come again."""
-        self.free = total
-        self._total = total
-        self._drain_seconds = drain_seconds
-        self._all_free = asyncio.Event()
-        self._all_free.set()
-
-    def take(self, count: int = 1) -> None:
-        """Take `count` permits, or none and raise Overloaded."""
-        if self.free < count:
-            raise Overloaded(retry_after_seconds=self._drain_seconds())
-        self.free -= count
-        self._all_free.clear()
-
-    def give(self, count: int = 1) -> None:
-        """Give `count` permits back."""
-        self.free += count
-        assert self.free <= self._total
-        if self.free == self._total:
-            self._all_free.set()
-
-    @property
-    def taken(self) -> int:
-        """How many generations are in the house."""
-        return self._total - self.free
-
-    async def all_free(self) -> None:
-        """Wait until nothing runs."""
-        await self._all_free.wait()
 
 
 def ignore(_: RouterError) -> None:
@@ -165,7 +126,24 @@ class Infer:
         terms: Terms = DEFAULT_TERMS,
         add_special_tokens: bool = True,
     ) -> Generation:
-        """Validate and queue one generation, whose events are read as they come.
+        """Validate and queue one generation, whose events are read as they come; raises as `start_samples`."""
+        (generation,) = await self.start_samples(
+            request, 1, terms=terms, add_special_tokens=add_special_tokens
+        )
+        return generation
+
+    async def start_samples(
+        self,
+        request: GenerateRequest,
+        count: int,
+        *,
+        terms: Terms = DEFAULT_TERMS,
+        add_special_tokens: bool = True,
+    ) -> tuple[Generation, ...]:
+        """Validate once, and queue `count` generations that differ in their seeds alone, or none.
+
+        They share the full blocks of their prompt: the first computes them, and the others wait for it in the queue.
+        Each holds a permit, and each counts as a request in the metrics.
 
         Raises:
             RouterError: the server drains, is overloaded, or the request is not valid.
@@ -174,7 +152,7 @@ class Infer:
         with self._accounted() as record:
             check_stream(request.parameters)
             return await self._start(
-                request, record, terms=terms, add_special_tokens=add_special_tokens
+                request, record, count=count, terms=terms, add_special_tokens=add_special_tokens
             )
 
     async def generate(
@@ -193,8 +171,8 @@ class Infer:
         best_of = request.parameters.best_of or 1
         with self._accounted() as record:
             if best_of == 1:
-                generation = await self._start(
-                    request, record, terms=terms, add_special_tokens=add_special_tokens
+                (generation,) = await self._start(
+                    request, record, count=1, terms=terms, add_special_tokens=add_special_tokens
                 )
                 async with generation:
                     return await generation.collect()
@@ -229,18 +207,24 @@ class Infer:
         request: GenerateRequest,
         record: RequestRecord,
         *,
+        count: int,
         terms: Terms,
         add_special_tokens: bool,
-    ) -> Generation:
-        self.permits.take()
+    ) -> tuple[Generation, ...]:
+        self.permits.take(count)
         with ExitStack() as undo:
-            undo.callback(self.permits.give)
+            undo.callback(self.permits.give, count)
             validated = await self._validator.validate(
                 request, terms=terms, add_special_tokens=add_special_tokens
             )
-            generation = self._submit(validated, record, counted=True)
+            samples = _samples_of(validated, count)
+            streams = self._submit(samples)
             undo.pop_all()
-        return generation
+        records = (record, *(record.sibling() for _ in samples[1:]))
+        return tuple(
+            Generation(sample, stream, record=own, counted=True, release=self.permits.give)
+            for sample, stream, own in zip(samples, streams, records, strict=True)
+        )
 
     async def _best_of(
         self,
@@ -258,27 +242,37 @@ class Infer:
             validated = await self._validator.validate(
                 request, terms=terms, add_special_tokens=add_special_tokens
             )
-            generations = []
-            for _ in range(best_of):
-                generation = self._submit(_reseeded(validated), record, counted=False)
+            samples = _samples_of(validated, best_of)
+            generations = [
+                Generation(sample, stream, record=record, counted=False, release=_nothing)
+                for sample, stream in zip(samples, self._submit(samples), strict=True)
+            ]
+            for generation in generations:
                 cleanup.callback(generation.close)
-                generations.append(generation)
             collected = [await generation.collect() for generation in generations]
         best = max(collected, key=lambda one: one.mean_logprob)
         others = tuple(one for one in collected if one is not best)
         return replace(best, others=others)
 
-    def _submit(self, validated: Validated, record: RequestRecord, *, counted: bool) -> Generation:
-        """Queue; a counted generation owns its permit, the others' belong to their request."""
-        return Generation(
-            validated,
-            self._batcher.submit(validated.request),
-            record=record,
-            counted=counted,
-            release=self.permits.give if counted else _nothing,
-        )
+    def _submit(self, samples: Sequence[Validated]) -> list[EventStream]:
+        """Queue all of them, or none; raises RouterError."""
+        with ExitStack() as undo:
+            streams = []
+            for sample in samples:
+                stream = self._batcher.submit(sample.request)
+                undo.callback(stream.close)
+                streams.append(stream)
+            undo.pop_all()
+        return streams
 
 
-def _reseeded(validated: Validated) -> Validated:
-    sampling = replace(validated.request.sampling, seed=random_seed())
-    return replace(validated, request=replace(validated.request, sampling=sampling))
+def _samples_of(validated: Validated, count: int) -> list[Validated]:
+    """The same request as often as it is to be sampled, each time with a seed of its own."""
+    if count == 1:
+        return [validated]
+    request = validated.request
+    seeds = [seed_of_sample(request.sampling.seed, index) for index in range(count)]
+    return [
+        replace(validated, request=replace(request, sampling=replace(request.sampling, seed=seed)))
+        for seed in seeds
+    ]

@@ -101,11 +101,9 @@ class Lifeline:
         """The epoch is over; the kind of failure, as `millrace_recoveries_total` has it."""
         self._has_served = False
         self._begin(str(error))
-        if isinstance(error, StepFailed):
-            return "out_of_memory" if error.out_of_memory else "failed"
-        if isinstance(error, ShardHung):
-            return "hung"
-        return "planned" if self._restart_is_planned else "lost"
+        kind = self._kind_of(error)
+        self._shards.failed(kind, error)
+        return kind
 
     def restart(self, kind: str, error: ShardError, *, num_suspects: int) -> None:
         """Have the shards restarted if they will not serve again as they are."""
@@ -128,6 +126,13 @@ class Lifeline:
         if seconds is not None:
             log.info("the shards serve again", seconds=round(seconds, 3))
             self._metrics.recovered(seconds)
+
+    def _kind_of(self, error: ShardError) -> str:
+        if isinstance(error, StepFailed):
+            return "out_of_memory" if error.out_of_memory else "failed"
+        if isinstance(error, ShardHung):
+            return "hung"
+        return "planned" if self._restart_is_planned else "lost"
 
     def _begin(self, reason: str) -> None:
         self.recovery.begin(reason, time.monotonic())

@@ -15,8 +15,12 @@ class Limits:
     """Tokens that the model knows: ids are smaller than this."""
     max_concurrent_requests: int = 128
     max_best_of: int = 2
+    max_n: int = 16
+    """Not in TGI: choices for one prompt on the OpenAI routes."""
     max_stop_sequences: int = 4
     max_top_n_tokens: int = 5
     max_client_batch_size: int = 4
     prefill_logprobs: bool = False
     """Whether the shards report log probabilities of prompts."""
+    grammars: bool = False
+    """Whether the shards can guide a generation, and may."""

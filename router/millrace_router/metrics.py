@@ -263,12 +263,21 @@ class Metrics:
         self.preemptions = self._counter(
             "millrace_preemptions_total", "Sequences paused because KV blocks ran out"
         )
+        self.speculation_drafted_tokens = self._counter(
+            "millrace_speculation_drafted_tokens_total", "Tokens that were guessed"
+        )
+        self.speculation_accepted_tokens = self._counter(
+            "millrace_speculation_accepted_tokens_total", "Guesses that were right"
+        )
         self.prediction_error = self._family(
             "millrace_prediction_error_seconds",
             "Absolute error of the last thousand predictions, by percentile, in seconds",
             Gauge,
             "prediction",
             "percentile",
+        )
+        self.journal_dropped_records = self._counter(
+            "millrace_journal_dropped_records_total", "Records that --journal could not keep"
         )
         self.requests_paused = gauge("millrace_requests_paused", "Requests that were preempted")
         self.requests_running = gauge("millrace_requests_running", "Requests in the batch")

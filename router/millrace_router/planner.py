@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 from itertools import chain, repeat
 from typing import Generic
 
 from millrace_router.admission import Admission, Waiting
+from millrace_router.allowances import Allowances, Progress, grow
 from millrace_router.blocks import BlockTable
 from millrace_router.budgets import Budgets
 from millrace_router.cost import CostModel
+from millrace_router.kv_progress import advance
 from millrace_router.preemption import row_to_yield, rows_to_preempt
 from millrace_router.row import E, Row
+from millrace_router.speculation import LengthPolicy, Longest
 from millrace_router.step_plan import StepPlan
 
 
@@ -27,11 +30,23 @@ class Planner(Generic[E]):
     goes on. A slot and its blocks are reused only once every step that named them is answered.
     """
 
-    def __init__(self, budgets: Budgets, blocks: BlockTable, cost: CostModel | None = None) -> None:
+    def __init__(
+        self,
+        budgets: Budgets,
+        blocks: BlockTable,
+        cost: CostModel | None = None,
+        guesses: LengthPolicy | None = None,
+    ) -> None:
+        """Where the shards can guess, `guesses` says how many tokens ahead; without it as many as they can."""
+        if guesses is None and budgets.speculate:
+            guesses = Longest(budgets.speculate)
         self.budgets = budgets
         self.blocks = blocks
         self.rows: dict[int, Row[E]] = {}
         self._cost = cost
+        self._allowances: Allowances[E] = Allowances(blocks, guesses)
+        self._flexible: set[int] = set()
+        """Slots of flexible rows."""
         self._admission: Admission[E] = Admission(budgets, blocks)
         self._preempted: dict[int, Row[E]] = {}
         self._yielded: list[Row[E]] = []
@@ -67,6 +82,7 @@ class Planner(Generic[E]):
         rows = [*self.running, *self._yielded]
         entries = [(row.seniority, row.entry) for row in rows] + self._admission.surrender()
         self.rows.clear()
+        self._flexible.clear()
         self._preempted.clear()
         self._yielded.clear()
         return sorted((e for e in entries if not e[1].closed), key=lambda e: e[0])
@@ -94,29 +110,42 @@ class Planner(Generic[E]):
         """Take `row` out of the batch for good; the shards hear of it with the next step."""
         if self.rows.get(row.slot) is row:
             del self.rows[row.slot]
+            self._flexible.discard(row.slot)
             self._to_drop.append(row)
         elif self._preempted.get(row.slot) is row:
             del self._preempted[row.slot]
 
-    def computed(self, plan: StepPlan[E], failed_slots: Container[int] = ()) -> None:
+    def computed(
+        self,
+        plan: StepPlan[E],
+        failed_slots: Container[int] = (),
+        *,
+        counts: Iterable[tuple[int, int]] = (),
+        computed: Iterable[tuple[int, int, int]] = (),
+    ) -> Progress | None:
         """Take note that `plan` has run, before its tokens are delivered: full blocks may be shared from now on.
 
-        Of rows in `failed_slots`, whose values are not finite, nothing is shared any more.
+        Of rows in `failed_slots`, whose values are not finite, nothing is shared any more. `counts` and `computed`,
+        as in `wire.StepResult`, tell of flexible rows; what became of those is returned, None where there are none.
+
+        Raises:
+            ValueError: the answer contradicts the plan.
+
         """
-        size, is_caching = self.blocks.block_size, self.blocks.cache is not None
-        for slot, num_tokens in chain(plan.chunks, zip(plan.decodes, repeat(1))):
-            row = self.rows.get(slot) or self._preempted.get(slot)
-            if row is None:
-                continue
-            row.num_computed += num_tokens
-            if not is_caching:
-                continue
-            if slot in failed_slots:
-                self.blocks.forget(slot)
-            elif row.num_computed >= row.num_entered + size:
-                num_full = row.num_computed // size
-                self.blocks.enter(slot, row.entry.block_keys(num_full))
-                row.num_entered = num_full * size
+        progress: Progress | None = None
+        advances: Iterator[int] = repeat(1)
+        if plan.flexible:
+            progress = self._allowances.settle(
+                plan, self.row, counts=counts, computed=computed, failed_slots=failed_slots
+            )
+            advances = iter(progress.advances) if progress.advances else advances
+        filled = chain(plan.chunks, zip(plan.decodes, advances, strict=False))
+        advance(filled, (self.rows, self._preempted), self.blocks, failed_slots)
+        return progress
+
+    def paid(self, progress: Progress, seconds: float) -> None:
+        """Take note of what the step that made `progress` has taken."""
+        self._allowances.paid(progress, seconds)
 
     def answered(self, number: int) -> None:
         """Reuse what no step after `number` can still name."""
@@ -184,6 +213,10 @@ class Planner(Generic[E]):
         self._preempted[row.slot] = row
 
     def _plan_decodes(self, plan: StepPlan[E]) -> None:
+        if self._flexible:
+            most = self.budgets.max_batch_prefill_tokens - self._least_chunk
+            self._allowances.plan_decodes(self.rows.values(), plan, most=most)
+            return
         context = 0
         for slot, row in self.rows.items():
             # Runs for every token there is, hence few calls.
@@ -212,13 +245,15 @@ class Planner(Generic[E]):
 
     def _chunk_budget(self, plan: StepPlan[E], unfinished: list[Row[E]]) -> int:
         target, load = self.budgets.target_inter_token_latency, plan.load
-        budget = self.budgets.max_batch_prefill_tokens - load.decodes
+        budget = self.budgets.max_batch_prefill_tokens - load.decodes - load.extra_positions
         if target is None or self._cost is None or not load.decodes or budget < self._least_chunk:
             return budget
+        load = self._allowances.expected(load)
         return self._cost.prefill_tokens_within(
             target,
             decodes=load.decodes,
             context=load.context,
+            extra_positions=load.extra_positions,
             start=unfinished[0].num_prompt_planned if unfinished else 0,
             least=self._least_chunk,
             most=budget,
@@ -280,6 +315,8 @@ class Planner(Generic[E]):
                 break
             row, cached = admitted
             self.rows[row.slot] = row
+            if row.is_flexible:
+                self._flexible.add(row.slot)
             plan.admitted.append(row)
             plan.grown.extend((row.slot, block) for block in cached)
             budget -= self._chunk(row, budget, plan)
@@ -294,6 +331,8 @@ class Planner(Generic[E]):
         row.num_prompt_planned = row.num_kv_tokens = start + num_tokens
         if row.num_prompt_left == 0:
             row.num_tokens_planned = 1
+            if row.is_flexible:
+                plan.flexible.append(row.slot)
         self._grow(row, plan)
         plan.chunks.append((row.slot, num_tokens))
         plan.load.num_chunks += 1
@@ -302,10 +341,4 @@ class Planner(Generic[E]):
         return num_tokens
 
     def _grow(self, row: Row[E], plan: StepPlan[E]) -> bool:
-        """Give `row` the blocks for what is planned; whether they were there."""
-        blocks = self.blocks.grow(row.slot, row.num_kv_tokens)
-        if blocks is None:
-            return False
-        plan.grown.extend((row.slot, block) for block in blocks)
-        row.num_kv_owned += len(blocks) * self.blocks.block_size
-        return True
+        return grow(row, self.blocks, plan)

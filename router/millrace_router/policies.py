@@ -11,6 +11,7 @@ from millrace_router.forecast import Forecaster
 from millrace_router.planner import Planner
 from millrace_router.prefix_cache import PrefixCache
 from millrace_router.row import Candidate
+from millrace_router.speculation import LengthPolicy
 from millrace_router.tenants import TenantQueue
 from millrace_router.waiting import Waiting, WaitingQueue
 
@@ -70,8 +71,10 @@ def spare_slots(batch_size: int) -> int:
     return max(2, batch_size // 4)
 
 
-def budgets_from(flags: Flags, *, prefill_tokens: int, batch_size: int) -> Budgets:
-    """What the flags say of a step and the batch."""
+def budgets_from(
+    flags: Flags, *, prefill_tokens: int, batch_size: int, speculate: int = 0
+) -> Budgets:
+    """What the flags say of a step and the batch; `speculate` is what the shards can guess ahead."""
     target = flags.target_inter_token_latency
     return Budgets(
         max_batch_prefill_tokens=prefill_tokens,
@@ -83,6 +86,7 @@ def budgets_from(flags: Flags, *, prefill_tokens: int, batch_size: int) -> Budge
         waiting_served_ratio=flags.waiting_served_ratio,
         max_waiting_tokens=flags.max_waiting_tokens,
         share_slots=flags.fairness == "tenant",
+        speculate=speculate,
     )
 
 
@@ -98,11 +102,17 @@ def queue_from(flags: Flags) -> WaitingQueue[S] | TenantQueue[S]:
 
 
 def planner_from(
-    budgets: Budgets, cost: CostModel, *, num_blocks: int, block_size: int, prefix_caching: bool
+    budgets: Budgets,
+    cost: CostModel,
+    *,
+    num_blocks: int,
+    block_size: int,
+    prefix_caching: bool,
+    guesses: LengthPolicy | None = None,
 ) -> Planner[S]:
     """A planner with nothing running; block 0 is one of `num_blocks`."""
     cache = PrefixCache() if prefix_caching else None
-    return Planner(budgets, BlockTable(num_blocks, block_size, cache), cost)
+    return Planner(budgets, BlockTable(num_blocks, block_size, cache), cost, guesses)
 
 
 def forecaster_from(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from millrace_router.allowances import Progress
 from millrace_router.cost import CostModel
 from millrace_router.entry import Entry
 from millrace_router.errors import QueueFull, QueueTooLong
@@ -119,6 +120,11 @@ class Prospects:
     def observe(self, load: StepLoad, seconds: float) -> None:
         """Learn from a step that took `seconds`."""
         self.cost.observe(load, seconds)
+
+    def yielded(self, progress: Progress) -> None:
+        """Learn how many tokens rows yield at once, of those that may yield several."""
+        if progress.num_rows:
+            self._forecaster.yielded(progress.num_tokens, progress.num_rows)
 
     def _publish(self, what: str, audit: PredictionAudit) -> None:
         error = self._metrics.prediction_error

@@ -72,6 +72,8 @@ def _describe(request: ValidRequest, *, num_generated: int, reason: str) -> dict
         "generated_tokens": num_generated,
         "parameters": {
             **asdict(request.sampling),
+            "bias": len(request.sampling.bias),
+            "grammar": None if request.grammar is None else request.grammar.kind,
             "max_new_tokens": request.max_new_tokens,
             "min_new_tokens": request.min_new_tokens,
             "stop_sequences": len(request.stop_sequences),

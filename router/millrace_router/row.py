@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from millrace_router.speculation import Acceptance
+
 
 class Candidate(Protocol):
     """What scheduling needs to know of an entry; the simulator has its own."""
@@ -13,6 +15,14 @@ class Candidate(Protocol):
     request_id: int
     max_new_tokens: int
     num_preemptions: int
+
+    @property
+    def most_forced(self) -> int:
+        """Tokens that its grammar may force at once beyond one; 0 for free text."""
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """What became of guesses so far."""
 
     @property
     def closed(self) -> bool:
@@ -43,7 +53,11 @@ E = TypeVar("E", bound=Candidate)
 
 @dataclass(slots=True, eq=False)
 class Row(Generic[E]):
-    """An admitted entry. Its counts include steps that are still in flight, but for `num_computed`."""
+    """An admitted entry. Its counts include steps that are still in flight, but for `num_computed`.
+
+    Of a flexible row only answers tell how many positions a step filled and how many tokens it yielded. Until they
+    do, each step in flight counts for all the positions it may fill, and for one token.
+    """
 
     entry: E
     slot: int
@@ -60,7 +74,7 @@ class Row(Generic[E]):
     num_tokens_planned: int = 0
     """New tokens that the steps planned so far yield; 0 as long as some input is left."""
     num_kv_tokens: int = 0
-    """KV positions filled once everything planned so far has run."""
+    """KV positions filled, at most, once everything planned so far has run."""
     num_kv_owned: int = 0
     """KV positions in the blocks it has got so far."""
     num_computed: int = 0
@@ -71,8 +85,15 @@ class Row(Generic[E]):
     """Whether all blocks it can ever need are promised, so that it is never preempted."""
     has_yielded: bool = False
     """Whether it was preempted for another tenant, and waits for its turn like everybody."""
+    is_flexible: bool = False
+    """Whether its decodes may be allowed more than one position."""
 
     @property
     def num_prompt_left(self) -> int:
         """Input tokens that no step computes yet."""
         return self.num_inputs - self.num_prompt_planned
+
+    @property
+    def num_room(self) -> int:
+        """KV positions that it may need beyond those planned; its last token's is never computed."""
+        return self.num_inputs + self.max_tokens - 1 - self.num_kv_tokens

@@ -14,6 +14,7 @@ from millrace_router.patience import Patience
 from millrace_router.policies import forecaster_from, planner_from, queue_from
 from millrace_router.prospects import Prospects
 from millrace_router.shard_client import ShardedClient
+from millrace_router.speculation import Speculator
 from millrace_router.supervisor import Supervisor
 from millrace_router.tenants import TenantQueue
 from millrace_router.tokenizer import Tokenizer
@@ -47,6 +48,7 @@ def batcher_from(  # noqa: PLR0913
             num_blocks=capacity.num_blocks,
             block_size=info.block_size,
             prefix_caching=config.prefix_caching == "on",
+            guesses=Speculator(cost, most=budgets.speculate) if budgets.speculate else None,
         ),
         waiting=waiting,
         prospects=Prospects(cost, forecaster, metrics, max_queue_size=config.max_queue_size),

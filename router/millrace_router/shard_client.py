@@ -1,4 +1,4 @@
-"""The router's side of the wire: one client per shard, and one that speaks to all ranks as if they were one."""
+"""The router's side of the wire: all ranks of a group, spoken to as if they were one."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from typing import Any, TypeVar
 import grpc
 
 from millrace_proto import generate_pb2 as pb
-from millrace_proto import generate_pb2_grpc as pb_grpc
-from millrace_router.channels import open_channel
 from millrace_router.entry import Entry
+from millrace_router.journal.journal import Journal
 from millrace_router.request import Grammar
+from millrace_router.shard_stream import STREAM_ERRORS, ShardClient, from_grpc
+from millrace_router.shard_stream import ShardError as ShardError
+from millrace_router.shard_stream import ShardHung as ShardHung
+from millrace_router.shard_stream import ShardLost as ShardLost
+from millrace_router.shard_stream import StepFailed as StepFailed
 from millrace_router.step_plan import StepPlan
 from millrace_router.wire import (
     Capacity,
@@ -29,96 +33,8 @@ from millrace_router.wire import (
 
 WATCH_SECONDS = 1.0
 """How often shards that warm up are asked for their health."""
-GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-STREAM_ERRORS = (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError)
 
 T = TypeVar("T")
-StepCall = grpc.aio.StreamStreamCall[pb.StepRequest, pb.StepResponse]
-
-
-class ShardError(Exception):
-    """A call to the shards failed; if it was a step, everything in flight has failed with it."""
-
-
-class StepFailed(ShardError):  # noqa: N818
-    """The shards are there, but a step raised or was refused."""
-
-    def __init__(self, message: str, *, out_of_memory: bool = False) -> None:
-        super().__init__(message)
-        self.out_of_memory = out_of_memory
-
-
-class ShardLost(ShardError):  # noqa: N818
-    """A shard is not there, or has gone."""
-
-
-class ShardHung(ShardError):  # noqa: N818
-    """A shard is there, and does nothing."""
-
-
-class ShardClient:
-    """One shard: unary control calls, and the stream of numbered steps."""
-
-    def __init__(self, address: str, tls: grpc.ChannelCredentials | None = None) -> None:
-        self.address = address
-        self._tls = tls
-        self._connect()
-
-    def _connect(self) -> None:
-        self._channel = open_channel(self.address, self._tls)
-        self._stub: pb_grpc.ShardServiceAsyncStub = pb_grpc.ShardServiceStub(self._channel)
-        self._steps: StepCall | None = None
-
-    async def info(self, *, timeout: float | None = None) -> pb.InfoResponse:
-        """What the shard has loaded; waits for it to listen."""
-        return await self._stub.Info(pb.InfoRequest(), wait_for_ready=True, timeout=timeout)
-
-    async def health(self, *, timeout: float) -> pb.HealthResponse:
-        """How far the engine has come."""
-        return await self._stub.Health(pb.HealthRequest(), timeout=timeout)
-
-    async def compile_grammar(self, request: pb.CompileGrammarRequest) -> pb.CompileGrammarResponse:
-        """Whether a sequence may have a grammar; waits for the shard to listen."""
-        return await self._stub.CompileGrammar(request, wait_for_ready=True)
-
-    async def warmup(self, request: pb.WarmupRequest) -> pb.WarmupResponse:
-        """Allocate the KV cache and run the largest step."""
-        return await self._stub.Warmup(request)
-
-    async def write(self, message: pb.StepRequest) -> None:
-        """Send a step; the first one opens the stream."""
-        if self._steps is None:
-            self._steps = self._stub.Steps()
-        await self._steps.write(message)
-
-    async def read(self) -> pb.StepResponse:
-        """The oldest answer that has not been read.
-
-        Raises:
-            StepFailed: it says that the step failed.
-            ShardLost: the stream has ended.
-
-        """
-        if self._steps is None:
-            raise ShardLost(f"no step was sent to {self.address}")
-        answer = await self._steps.read()
-        if not isinstance(answer, pb.StepResponse):
-            raise ShardLost(f"shard {self.address} ended its stream of steps")
-        if answer.HasField("error"):
-            kind = answer.error.kind
-            raise StepFailed(
-                answer.error.message, out_of_memory=kind == pb.StepError.KIND_OUT_OF_MEMORY
-            )
-        return answer
-
-    async def reset(self) -> None:
-        """Discard stream and channel: an old channel reconnects late, a fresh one at once."""
-        await self._channel.close()
-        self._connect()
-
-    async def close(self) -> None:
-        """End stream and channel."""
-        await self._channel.close()
 
 
 class ShardedClient:
@@ -142,11 +58,23 @@ class ShardedClient:
         self._batch_id = 0
         self._warmup = pb.WarmupRequest()
         self._capacity: Capacity | None = None
+        self.journal: Journal | None = None
+        """Told of every message and answer from the next epoch on."""
+
+    @property
+    def epoch(self) -> int:
+        """The current epoch; 0 before the first."""
+        return self._epoch
 
     @property
     def last_sent(self) -> int:
         """Number of the last step sent in this epoch."""
         return self._number
+
+    @property
+    def warmup_fields(self) -> dict[str, int]:
+        """Fields of the WarmupRequest that shards were given."""
+        return {field.name: value for field, value in self._warmup.ListFields()}
 
     async def info(self, *, timeout: float | None = None) -> ShardInfo:
         """Rank 0's view of the model.
@@ -197,14 +125,19 @@ class ShardedClient:
         max_batch_total_tokens: int | None,
     ) -> Capacity:
         """Have every rank allocate its KV cache and run the largest step once."""
-        request = pb.WarmupRequest(
-            max_batch_prefill_tokens=max_batch_prefill_tokens,
-            max_batch_size=max_batch_size,
-            max_concurrent_requests=max_concurrent_requests,
-            max_input_tokens=max_input_tokens,
-            max_total_tokens=max_total_tokens,
-            max_batch_total_tokens=max_batch_total_tokens,
+        return await self.warm_up(
+            pb.WarmupRequest(
+                max_batch_prefill_tokens=max_batch_prefill_tokens,
+                max_batch_size=max_batch_size,
+                max_concurrent_requests=max_concurrent_requests,
+                max_input_tokens=max_input_tokens,
+                max_total_tokens=max_total_tokens,
+                max_batch_total_tokens=max_batch_total_tokens,
+            )
         )
+
+    async def warm_up(self, request: pb.WarmupRequest) -> Capacity:
+        """Have every rank do as `request` says; raises ShardError."""
         self._warmup = request
         self._capacity = await self._warm_up(request)
         return self._capacity
@@ -223,8 +156,8 @@ class ShardedClient:
         self._number = 0
         try:
             async with asyncio.timeout(self._silence_seconds):
-                await self._all(shard.write(open_to_pb(self._epoch)) for shard in self._shards)
-                await self._answers()
+                await self.write(open_to_pb(self._epoch))
+                await self.read()
         except TimeoutError:
             raise ShardHung("a shard does not begin") from None
 
@@ -232,7 +165,19 @@ class ShardedClient:
         """Send a step without waiting for its answer; its number."""
         self._number += 1
         self._batch_id += bool(plan.admitted)
-        message = plan_to_pb(plan, epoch=self._epoch, number=self._number, batch_id=self._batch_id)
+        await self.write(
+            plan_to_pb(plan, epoch=self._epoch, number=self._number, batch_id=self._batch_id)
+        )
+        return self._number
+
+    async def receive(self) -> StepResult:
+        """The answer to the oldest step that has none yet."""
+        return result_from_pb(await self.read())
+
+    async def write(self, message: pb.StepRequest) -> None:
+        """Send a message to every rank as it is."""
+        if self.journal is not None:
+            self.journal.sent(message)
         if len(self._shards) == 1:
             try:
                 await self._shards[0].write(message)
@@ -240,11 +185,27 @@ class ShardedClient:
                 raise from_grpc(error) from error
         else:
             await self._all(shard.write(message) for shard in self._shards)
-        return self._number
 
-    async def receive(self) -> StepResult:
-        """The answer to the oldest step that has none yet."""
-        return result_from_pb(await self._answers())
+    async def read(self) -> list[pb.StepResponse]:
+        """What every rank answers to the oldest message that has no answer yet."""
+        if len(self._shards) == 1:
+            try:
+                answers = [await self._shards[0].read()]
+            except STREAM_ERRORS as error:
+                raise from_grpc(error) from error
+        else:
+            answers = await self._all(shard.read() for shard in self._shards)
+            first = answers[0]
+            if any((a.number, a.checksum) != (first.number, first.checksum) for a in answers):
+                raise ShardError("the ranks of the group disagree about a step")
+        if self.journal is not None:
+            self.journal.answered(answers)
+        return answers
+
+    def failed(self, kind: str, error: ShardError) -> None:
+        """Take note of why the epoch has ended."""
+        if self.journal is not None:
+            self.journal.failed(kind, str(error))
 
     async def reset(self) -> None:
         """Discard every stream and channel, with whatever is under way, and begin anew."""
@@ -286,33 +247,8 @@ class ShardedClient:
         for shard in self._shards:
             await shard.close()
 
-    async def _answers(self) -> list[pb.StepResponse]:
-        if len(self._shards) == 1:
-            try:
-                return [await self._shards[0].read()]
-            except STREAM_ERRORS as error:
-                raise from_grpc(error) from error
-        answers = await self._all(shard.read() for shard in self._shards)
-        first = answers[0]
-        if any((a.number, a.checksum) != (first.number, first.checksum) for a in answers):
-            raise ShardError("the ranks of the group disagree about a step")
-        return answers
-
     async def _all(self, calls: Iterable[Awaitable[T]]) -> list[T]:
         try:
             return list(await asyncio.gather(*calls))
         except STREAM_ERRORS as error:
             raise from_grpc(error) from error
-
-
-def from_grpc(error: BaseException) -> ShardError:
-    """What a failed call means; its message may be told to clients."""
-    if not isinstance(error, grpc.aio.AioRpcError):
-        return ShardLost("the stream to the shard has ended")
-    code, message = error.code(), error.details() or error.code().name
-    if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-        return ShardHung("a shard does not answer")
-    # A connection that breaks may be reported as "Stream removed", of the same code as an exception in a servicer.
-    if code in GONE or (code == grpc.StatusCode.UNKNOWN and "xception" not in message):
-        return ShardLost(message)
-    return ShardError(message)

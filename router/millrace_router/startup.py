@@ -16,8 +16,11 @@ from millrace_router.channels import TlsError, is_exposed, tls_from
 from millrace_router.checks import StartupError, check_arguments, check_capacity
 from millrace_router.config import RouterConfig
 from millrace_router.cost import CostModel
+from millrace_router.grammars import Grammars
 from millrace_router.health import Health
 from millrace_router.infer import Infer
+from millrace_router.journal.errors import JournalError
+from millrace_router.journal.start import journal_folder, open_journal
 from millrace_router.limits import Limits
 from millrace_router.metrics import Metrics
 from millrace_router.model_files import ModelFiles, ModelFilesError
@@ -56,6 +59,8 @@ class Running:
     async def close(self) -> None:
         """Let the shards go; they keep their weights."""
         self.supervisor_task.cancel()
+        if self.shards.journal is not None:
+            await self.shards.journal.close()
         await self.shards.close()
         self.services.tokenizer.close()
 
@@ -71,7 +76,8 @@ async def start(config: RouterConfig) -> Running:
             config.model_folder, validation_workers=config.validation_workers
         )
         tls = tls_from(config)
-    except (ModelFilesError, TokenizerError, TlsError) as error:
+        folder = journal_folder(config)
+    except (ModelFilesError, TokenizerError, TlsError, JournalError) as error:
         raise StartupError(str(error)) from error
     for address in config.shard_addresses:
         if is_exposed(address, tls):
@@ -98,6 +104,8 @@ async def start(config: RouterConfig) -> Running:
         cost=cost,
         supervisor=supervisor,
     )
+    if folder is not None:
+        shards.journal = open_journal(folder, config, services, shards.warmup_fields)
     return Running(
         services=services,
         batcher_task=asyncio.create_task(batcher.run()),
@@ -222,6 +230,7 @@ def _budgets(config: RouterConfig, info: ShardInfo, capacity: Capacity) -> Budge
         config,
         prefill_tokens=prefill_tokens(config, info, capacity),
         batch_size=batch_size(config),
+        speculate=info.speculate,
     )
 
 
@@ -262,7 +271,8 @@ def assemble(  # noqa: PLR0913
     )
     metrics.show_survival()
     health = Health(batcher.recovery, batcher, grace_seconds=config.recovery_grace)
-    validator = Validator(tokenizer, limits, metrics)
+    grammars = Grammars(shards, batcher.recovery, grace_seconds=config.recovery_grace)
+    validator = Validator(tokenizer, limits, metrics, grammars)
     services = Services(
         config=config,
         shard=info,
@@ -296,8 +306,11 @@ def limits_from(config: RouterConfig, info: ShardInfo, capacity: Capacity) -> Li
         vocab_size=info.vocab_size,
         max_concurrent_requests=config.max_concurrent_requests,
         max_best_of=config.max_best_of,
+        # Every choice takes a permit, so more could never be had.
+        max_n=min(config.max_n, config.max_concurrent_requests),
         max_stop_sequences=config.max_stop_sequences,
         max_top_n_tokens=config.max_top_n_tokens,
         max_client_batch_size=config.max_client_batch_size,
         prefill_logprobs=info.prefill_logprobs,
+        grammars=info.grammars and not config.disable_grammar_support,
     )

@@ -16,6 +16,8 @@ class StepLoad:
     num_chunks: int = 0
     """Prompts they belong to."""
     decodes: int = 0
-    """Rows that decode one token."""
+    """Rows that decode."""
     context: int = 0
-    """Sum over those of the KV positions each attends to."""
+    """Sum over their KV positions in this step of the positions each attends to."""
+    extra_positions: int = 0
+    """KV positions beyond the first of each of those rows: forced tokens and guesses."""

@@ -20,6 +20,12 @@ class StepPlan(Generic[E]):
     chunks: list[tuple[int, int]] = field(default_factory=list)
     """(slot, prompt tokens to compute)."""
     decodes: list[int] = field(default_factory=list)
+    decode_tokens: list[int] = field(default_factory=list)
+    """KV positions each decode may fill; empty: one each."""
+    draft_tokens: list[int] = field(default_factory=list)
+    """How many of them may be guesses; empty where the above is."""
+    flexible: list[int] = field(default_factory=list)
+    """Slots of which only the answer tells how many tokens they yield; one is counted until then."""
     num_preempted: int = 0
     concat_reason: str | None = None
     """TGI's word for why entries join a running batch now; None when none do."""

@@ -32,6 +32,7 @@ class StopTrimmer:
 
     def __init__(self, stop_sequences: Sequence[str]) -> None:
         self._stops = tuple(stop for stop in stop_sequences if stop)
+        self._beginnings = [_Beginning(stop) for stop in self._stops]
         self._held = ""
         self.stopped = False
 
@@ -41,13 +42,13 @@ class StopTrimmer:
             return ""
         if not self._stops:
             return text
-        text = self._held + text
+        added, text = text, self._held + text
         found = _first(text, self._stops)
         if found is not None:
             self.stopped = True
             self._held = ""
             return text[: found[0]]
-        num_held = max((_overlap(text, stop) for stop in self._stops), default=0)
+        num_held = max(beginning.push(added) for beginning in self._beginnings)
         num_safe = len(text) - num_held
         self._held = text[num_safe:]
         return text[:num_safe]
@@ -72,9 +73,30 @@ def _order(start: int, stop: str) -> tuple[int, int]:
     return start + len(stop), start
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`, `stop` itself excluded."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+class _Beginning:
+    """How much of a stop sequence the text so far ends with, by Knuth, Morris and Pratt: a few steps a character."""
+
+    def __init__(self, stop: str) -> None:
+        self._stop = stop
+        self._length = 0
+        # For each beginning of the sequence, the longest shorter one that it ends with.
+        self._shorter = [0] * len(stop)
+        length = 0
+        for i in range(1, len(stop)):
+            length = self._next(length, stop[i])
+            self._shorter[i] = length
+
+    def push(self, text: str) -> int:
+        """Take text in which the sequence is not completed; the length of the longest beginning at its end."""
+        length = self._length
+        if length == 0 and self._stop[0] not in text:
+            return 0
+        for char in text:
+            length = self._next(length, char)
+        self._length = length
+        return length
+
+    def _next(self, length: int, char: str) -> int:
+        while length and self._stop[length] != char:
+            length = self._shorter[length - 1]
+        return length + (self._stop[length] == char)

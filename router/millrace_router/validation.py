@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from random import SystemRandom
 
 from millrace_router.api.native import GenerateParameters, GenerateRequest, OpenAIParameters
 from millrace_router.errors import SizeError, ValidationError
+from millrace_router.grammars import Grammars
 from millrace_router.limits import Limits
 from millrace_router.metrics import Metrics
-from millrace_router.request import SamplingParameters, Terms, ValidRequest
+from millrace_router.request import Grammar, SamplingParameters, Terms, ValidRequest
+from millrace_router.seeds import random_seed
 from millrace_router.terms import DEFAULT_TERMS
 from millrace_router.tokenizer import Tokenizer, TokenizerError
 
 MAX_STOP_CHARS = 4096
 """Longer stop sequences are refused: looking for them would cost more than the token."""
-
-_random = SystemRandom()
-
-
-def random_seed() -> int:
-    """Any 64-bit number."""
-    return _random.getrandbits(64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +54,11 @@ def check_sampling(parameters: GenerateParameters) -> None:
     temperature, top_k = parameters.temperature, parameters.top_k
     top_p, typical_p = parameters.top_p, parameters.typical_p
     repetition, frequency = parameters.repetition_penalty, parameters.frequency_penalty
-    samples = parameters.do_sample or any(
-        warper is not None for warper in (temperature, top_k, top_p, typical_p)
+    min_p = parameters.min_p
+    samples = (
+        parameters.do_sample
+        or bool(min_p)
+        or any(warper is not None for warper in (temperature, top_k, top_p, typical_p))
     )
     if (parameters.best_of or 1) > 1 and not samples:
         raise ValidationError("you must use sampling when `best_of` is > 1")
@@ -77,6 +74,8 @@ def check_sampling(parameters: GenerateParameters) -> None:
         raise ValidationError("`typical_p` must be > 0.0 and < 1.0")
     if top_k is not None and top_k <= 0:
         raise ValidationError("`top_k` must be strictly positive")
+    if min_p is not None and not 0 <= min_p <= 1:
+        raise ValidationError("`min_p` must be >= 0.0 and <= 1.0")
 
 
 def check_extent(parameters: GenerateParameters, limits: Limits) -> None:
@@ -157,12 +156,30 @@ def check_vocabulary(input_ids: tuple[int, ...], limits: Limits) -> None:
         )
 
 
-def check_features(parameters: GenerateParameters) -> None:
-    """Refuse what would otherwise be ignored in silence; raises ValidationError."""
-    if parameters.grammar is not None:
+def check_bias(parameters: GenerateParameters, limits: Limits) -> None:
+    """Check that the model knows the tokens that are to be more or less likely; raises ValidationError."""
+    bias = parameters.logit_bias if isinstance(parameters, OpenAIParameters) else ()
+    highest = max((id_ for id_, _ in bias), default=0)
+    if highest >= limits.vocab_size:
+        raise ValidationError(
+            f"`logit_bias` contains token id {highest}, but the model knows only {limits.vocab_size}"
+        )
+
+
+def grammar_from(parameters: GenerateParameters, limits: Limits) -> Grammar | None:
+    """Read the grammar as far as that takes no compiler; raises ValidationError."""
+    if parameters.grammar is None:
+        return None
+    if not limits.grammars:
         raise ValidationError("grammar is not supported")
-    if parameters.watermark:
-        raise ValidationError("`watermark` is not supported")
+    grammar = parameters.grammar.resolved()
+    if parameters.ignore_eos:
+        raise ValidationError("`ignore_eos` has no meaning beside a grammar, which says what ends")
+    return grammar
+
+
+def check_adapter(parameters: GenerateParameters) -> None:
+    """Refuse what would otherwise be ignored in silence; raises ValidationError."""
     if parameters.adapter_id is not None:
         raise ValidationError(f"`adapter_id` is not known. Given: {parameters.adapter_id}")
 
@@ -181,6 +198,9 @@ def sampling_from(parameters: GenerateParameters) -> SamplingParameters:
         frequency_penalty=_default(parameters.frequency_penalty, 0.0),
         presence_penalty=openai.presence_penalty,
         occurrence_penalty=openai.occurrence_penalty,
+        min_p=_default(parameters.min_p, 0.0),
+        watermark=parameters.watermark,
+        bias=openai.logit_bias,
     )
 
 
@@ -191,10 +211,13 @@ def _default(value: float | None, default: float) -> float:
 class Validator:
     """Checks requests and tokenizes them off the event loop."""
 
-    def __init__(self, tokenizer: Tokenizer, limits: Limits, metrics: Metrics) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, limits: Limits, metrics: Metrics, grammars: Grammars
+    ) -> None:
         self.limits = limits
         self._tokenizer = tokenizer
         self._metrics = metrics
+        self._grammars = grammars
 
     async def validate(
         self,
@@ -203,14 +226,20 @@ class Validator:
         terms: Terms = DEFAULT_TERMS,
         add_special_tokens: bool = True,
     ) -> Validated:
-        """Check, as `check` does, a request that is to be generated, and count what it asks for."""
+        """Check, as `check` does, a request that is to be generated, and count what it asks for.
+
+        A grammar that is new is compiled by the shards, which are waited for. Raises RouterError.
+        """
         input_ids, max_new_tokens = await self._measure(
             request, add_special_tokens=add_special_tokens
         )
         self._metrics.request_input_length.observe(len(input_ids))
-        check_features(request.parameters)
+        validated = self._trusted(request, terms, input_ids, max_new_tokens)
+        grammar = validated.request.grammar
+        if grammar is not None:
+            await self._grammars.check(grammar, wait_seconds=terms.max_queue_seconds)
         self._metrics.request_max_new_tokens.observe(max_new_tokens)
-        return self._trusted(request, terms, input_ids, max_new_tokens)
+        return validated
 
     async def check(
         self,
@@ -219,7 +248,7 @@ class Validator:
         terms: Terms = DEFAULT_TERMS,
         add_special_tokens: bool = True,
     ) -> Validated:
-        """Check everything that does not depend on the route.
+        """Check everything that depends neither on the route nor on the shards, which compile grammars.
 
         Raises:
             SizeError: it is well-formed, but too long.
@@ -229,7 +258,6 @@ class Validator:
         input_ids, max_new_tokens = await self._measure(
             request, add_special_tokens=add_special_tokens
         )
-        check_features(request.parameters)
         return self._trusted(request, terms, input_ids, max_new_tokens)
 
     async def _measure(
@@ -239,6 +267,7 @@ class Validator:
         parameters, limits = request.parameters, self.limits
         check_sampling(parameters)
         check_extent(parameters, limits)
+        check_bias(parameters, limits)
         check_inputs(request, limits)
         check_bytes(request, limits, self._tokenizer.longest_token)
         input_ids = await self._encode(request.inputs, add_special_tokens=add_special_tokens)
@@ -258,7 +287,10 @@ class Validator:
         input_ids: tuple[int, ...],
         max_new_tokens: int,
     ) -> Validated:
+        """Check what is left, and resolve the defaults; raises ValidationError."""
         parameters, limits = request.parameters, self.limits
+        grammar = grammar_from(parameters, limits)
+        check_adapter(parameters)
         valid = ValidRequest(
             input_ids=input_ids,
             max_new_tokens=max_new_tokens,
@@ -267,6 +299,7 @@ class Validator:
             ignore_eos=parameters.ignore_eos,
             top_n_tokens=parameters.top_n_tokens or 0,
             prefill_logprobs=parameters.decoder_input_details and limits.prefill_logprobs,
+            grammar=grammar,
             terms=terms,
         )
         return Validated(valid, request.inputs)

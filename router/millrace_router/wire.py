@@ -128,6 +128,10 @@ def plan_to_pb(plan: StepPlan[Entry], *, epoch: int, number: int, batch_id: int)
     step = message.prefill if plan.chunks else message.decode
     step.batch_id = batch_id
     step.decode_slots.extend(plan.decodes)
+    if plan.decode_tokens:
+        step.decode_tokens.extend(plan.decode_tokens)
+        if any(plan.draft_tokens):
+            step.draft_tokens.extend(plan.draft_tokens)
     if plan.chunks:
         message.prefill.chunk_slots.extend(slot for slot, _ in plan.chunks)
         message.prefill.chunk_tokens.extend(num_tokens for _, num_tokens in plan.chunks)

@@ -1,4 +1,4 @@
-"""`millrace-shard`: serve a model, download one, or convert one to safetensors."""
+"""`millrace-shard`: serve a model, download one, convert one to safetensors, or ask `transformers` about one."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "serve": "millrace_shard.serve",
-    "download-weights": "millrace_shard.hub",
+    "download-weights": "millrace_shard.download_weights",
     "convert": "millrace_shard.convert",
+    "reference": "millrace_shard.reference",
 }
 USAGE = f"usage: millrace-shard {{{','.join(COMMANDS)}}} ...\n"
 

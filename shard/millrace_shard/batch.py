@@ -7,68 +7,51 @@ puts them. So a step can be built before the host has seen the tokens of the one
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from millrace_shard.batch_limits import BatchLimits
+from millrace_shard.block_tables import BlockTables
 from millrace_shard.host_copies import upload, upload_columns
 from millrace_shard.prepared import PreparedStep
 from millrace_shard.ragged import RaggedBatch
-from millrace_shard.sampling import SamplingRows
+from millrace_shard.sampling_rows import SamplingRows
 from millrace_shard.sequence import PARAMETERS, Sequence
-from millrace_shard.step import BatchChange, Forward, Ints, StepInvalid, no_ints
+from millrace_shard.step import BatchChange, Flags, Forward, Ints, StepInvalid, no_ints
+from millrace_shard.step_rows import StepRows, spread
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchLimits:
-    """Sizes that are fixed once the KV cache is allocated."""
-
-    max_batch_size: int
-    max_tokens: int
-    """Longest sequence, in tokens."""
-    num_blocks: int
-    block_size: int
-    vocab_size: int
-    padding_block: int = 0
-    """Where rows that pad a captured step store their one token: a block that no sequence owns."""
-
-    @property
-    def table_width(self) -> int:
-        """Blocks a sequence may own: one token more than the longest, for a step sent ahead of its end."""
-        return -(-(self.max_tokens + 1) // self.block_size)
 
 
 class Batch:
     """At most `max_batch_size` sequences. Methods raise StepInvalid where a step contradicts what is here."""
 
     def __init__(self, limits: BatchLimits, device: torch.device) -> None:
-        size, width = limits.max_batch_size, limits.table_width
+        size = limits.max_batch_size
         self.limits = limits
         self.device = device
         self._in_use = np.zeros(size, dtype=np.bool_)
         self._is_invalid = np.zeros(size, dtype=np.bool_)
+        self._admissions = np.zeros(size, dtype=np.int64)
+        """How many sequences each slot has held, so that an old one's news is not taken for the present one's."""
         self._num_inputs = np.zeros(size, dtype=np.int64)
         self._num_tokens = np.zeros(size, dtype=np.int64)
         self._num_computed = np.zeros(size, dtype=np.int64)
         self._num_cached = np.zeros(size, dtype=np.int64)
-        self._num_blocks = np.zeros(size, dtype=np.int64)
         self._prompt_logprobs = np.zeros(size, dtype=np.bool_)
         self._parameters = np.zeros(size, dtype=PARAMETERS)
-        self._tables = np.zeros((size, width), dtype=np.int32)
-        self._num_owners = np.zeros(limits.num_blocks, dtype=np.int32)
         self.padding_slot = size
         """A row of the tables below that is no sequence's: one token of id 0, in the block for padding."""
         self.history = torch.empty(
-            size + 1, width * limits.block_size + 1, dtype=torch.int32, device=device
+            size + 1,
+            limits.table_width * limits.block_size + 1,
+            dtype=torch.int32,
+            device=device,
         )
         self.history[self.padding_slot, 0] = 0
-        self.tables = torch.zeros(size + 1, width, dtype=torch.int32, device=device)
-        self.tables[self.padding_slot, 0] = limits.padding_block
+        self.blocks = BlockTables(limits, device)
         self.failed = torch.zeros(size, dtype=torch.bool, device=device)
         """Sequences whose logits were not finite once: nothing they yield later counts."""
         self.next_prompt_logprob = torch.zeros(size, dtype=torch.float32, device=device)
@@ -80,8 +63,7 @@ class Batch:
     def clear(self) -> None:
         """Drop every sequence."""
         self._in_use[:] = False
-        self._num_blocks[:] = 0
-        self._num_owners[:] = 0
+        self.blocks.clear()
 
     def apply(self, change: BatchChange) -> Ints:
         """Drop, admit, grow, in this order; returns the blocks to be cleared before they are used.
@@ -102,24 +84,21 @@ class Batch:
     def drop(self, slots: Ints) -> None:
         """Forget the sequences in `slots`."""
         self._check_slots(slots)
-        for slot in slots:
-            np.subtract.at(self._num_owners, self._tables[slot, : self._num_blocks[slot]], 1)
+        self.blocks.drop(slots)
         self._in_use[slots] = False
-        self._num_blocks[slots] = 0
 
     def without_invalid(self, step: Forward) -> tuple[Forward, Ints]:
-        """`step` without the rows of invalid sequences, and their slots."""
-        if not (self._in_use & self._is_invalid).any():
+        """`step` without the rows of invalid sequences, and their slots; what is left names sequences that are here."""
+        named = self._named(step)
+        step.allowances()
+        invalid = self._is_invalid[named]
+        if not invalid.any():
             return step, no_ints()
-        named = self._rows_of(step)[0]
-        chunks, decodes = np.split(~self._is_invalid[named], [len(step.chunk_slots)])
-        valid = replace(
-            step,
-            chunk_slots=step.chunk_slots[chunks],
-            chunk_tokens=step.chunk_tokens[chunks],
-            decode_slots=step.decode_slots[decodes],
-        )
-        return valid, named[self._is_invalid[named]]
+        return step.without(*np.split(invalid, [len(step.chunk_slots)])), named[invalid]
+
+    def is_valid(self, slot: int) -> bool:
+        """Whether there is a sequence in `slot`, and it can run."""
+        return bool(self._in_use[slot] and not self._is_invalid[slot])
 
     def _fault(self, sequence: Sequence) -> StepInvalid | None:
         limits = self.limits
@@ -142,6 +121,7 @@ class Batch:
 
     def _admit(self, sequence: Sequence) -> None:
         slot, num_inputs = sequence.slot, sequence.num_inputs
+        self._admissions[slot] += 1
         self._num_inputs[slot] = self._num_tokens[slot] = num_inputs
         self._num_computed[slot] = self._num_cached[slot] = sequence.cached_tokens
         self._prompt_logprobs[slot] = sequence.prefill_logprobs
@@ -155,25 +135,7 @@ class Batch:
             raise StepInvalid(f"{len(slots)} slots grow by {len(blocks)} blocks")
         self._check_slots(np.unique(slots))
         valid = ~self._is_invalid[slots]
-        slots, blocks = slots[valid], blocks[valid]
-        if not len(slots):
-            return blocks
-        if blocks.min() < 1 or blocks.max() >= self.limits.num_blocks:
-            raise StepInvalid(f"blocks are numbered 1 to {self.limits.num_blocks - 1}")
-        columns = self._num_blocks[slots] + _occurrence(slots)
-        if columns.max() >= self.limits.table_width:
-            raise StepInvalid(f"a sequence of over {self.limits.table_width} blocks")
-        private = columns * self.limits.block_size >= self._num_cached[slots]
-        distinct, places, counts = np.unique(blocks, return_inverse=True, return_counts=True)
-        num_owners = self._num_owners[distinct] + counts
-        if (num_owners[places[private]] > 1).any():
-            raise StepInvalid("a block to be written has another owner")
-        self._num_owners[distinct] = num_owners
-        self._tables[slots, columns] = blocks
-        np.add.at(self._num_blocks, slots, 1)
-        index = self.to_device(np.stack([slots, columns, blocks]))
-        self.tables[index[0], index[1]] = index[2].to(torch.int32)
-        return blocks[private]
+        return self.blocks.grow(slots[valid], blocks[valid], self._num_cached[slots[valid]])
 
     def _check_slots(self, slots: Ints) -> None:
         """Known, and each named once."""
@@ -185,128 +147,182 @@ class Batch:
         if len(np.unique(slots)) != len(slots):
             raise StepInvalid("a slot is named twice")
 
-    def _rows_of(self, step: Forward) -> tuple[Ints, Ints]:
+    def _named(self, step: Forward) -> Ints:
         if len(step.chunk_slots) != len(step.chunk_tokens):
             raise StepInvalid("chunks without lengths")
         slots = np.concatenate([step.chunk_slots, step.decode_slots])
         self._check_slots(slots)
-        return slots, np.concatenate([step.chunk_tokens, np.ones_like(step.decode_slots)])
+        return slots
 
-    def prepare(self, step: Forward) -> PreparedStep:
-        """Lay out the rows of a forward pass. At least one row is asked for; nothing changes here."""
-        slots, counts = self._ready_rows(step)
+    def rows(self, step: Forward) -> StepRows:
+        """What `step` asks for, within what there is room for; nothing changes here.
+
+        A decode computes what its sequence holds and has not computed, as far as it may and there are blocks. Counts of
+        the sequences named, which are here and valid, have to be settled. Raises StepInvalid.
+        """
+        slots = np.concatenate([step.chunk_slots, step.decode_slots])
+        num_chunks = len(step.chunk_slots)
+        allowed, drafts = step.allowances()
         starts = self._num_computed[slots]
-        ends = starts + counts
-        bounds = np.concatenate([[0], counts.cumsum()])
-        token_rows = np.repeat(np.arange(len(slots)), counts)
-        positions = np.arange(bounds[-1]) + (starts - bounds[:-1])[token_rows]
-        finished = ends == self._num_tokens[slots]
+        left = self._num_tokens[slots] - starts
+        is_prompt = starts < self._num_inputs[slots]
+        if not is_prompt[:num_chunks].all() or is_prompt[num_chunks:].any():
+            raise StepInvalid("a chunk of a finished prompt, or a decode of an unfinished one")
+        if (step.chunk_tokens < 1).any() or (step.chunk_tokens > left[:num_chunks]).any():
+            raise StepInvalid("a chunk of more tokens than its prompt has left, or of none")
+        limits = self.limits
+        room = np.minimum(self.blocks.capacity(slots), limits.max_tokens) - starts
+        # A step sent ahead may name a sequence that has become as long as one can be.
+        at_end = starts >= limits.max_tokens
+        counts = np.concatenate([step.chunk_tokens, np.minimum(left[num_chunks:], allowed)])
+        counts[num_chunks:] = np.minimum(counts, np.maximum(room, 1))[num_chunks:]
+        if (counts > room)[~at_end].any():
+            raise StepInvalid("a block table too short for its tokens")
+        counts[at_end] = 0
+        finished = (counts == left) & ~at_end
+        allowed = np.concatenate([np.ones(num_chunks, dtype=np.int64), allowed])
+        drafts = np.concatenate([np.zeros(num_chunks, dtype=np.int64), drafts])
+        most_guesses = np.minimum(np.minimum(allowed, room) - counts, limits.max_guesses)
+        most_guesses = np.minimum(most_guesses, drafts)
+        wide, some = allowed > 1, ~at_end
+        return StepRows(
+            slots=slots[some],
+            num_chunks=num_chunks,
+            starts=starts[some],
+            counts=counts[some],
+            finished=finished[some],
+            most_guesses=np.where(finished, np.maximum(most_guesses, 0), 0)[some],
+            most_tokens=np.minimum(allowed, limits.max_tokens + 1 - starts - counts)[some],
+            wide_slots=slots[wide],
+            wide_computed=(starts + counts)[wide],
+        )
+
+    def prepare(self, rows: StepRows, guesses: Ints) -> PreparedStep:
+        """Lay out the rows of a forward pass with so many `guesses` [B] each. At least one row is asked for."""
+        slots, starts = rows.slots, rows.starts
+        counts = rows.counts + guesses
+        token_rows, positions = spread(starts, counts)
+        lasts = counts.cumsum() - 1
         prompt_rows = np.flatnonzero(
             self._prompt_logprobs[slots] & (starts < self._num_inputs[slots])
         )
         is_prompt = np.isin(token_rows, prompt_rows)
-        wanted = is_prompt.copy()
-        last = bounds[1:] - 1
-        wanted[last] = True
-        logit_rows = np.flatnonzero(wanted)
-        logits_of = np.searchsorted(logit_rows, last)
-        sampled = slots[finished]
+        # The last token that is sure, and the guesses after it.
+        is_last = lasts[token_rows] - np.arange(len(token_rows)) <= guesses[token_rows]
+        logit_rows = np.flatnonzero(is_prompt | is_last)
+        sampled_tokens = np.flatnonzero(is_last & rows.finished[token_rows])
+        sampled = slots[token_rows[sampled_tokens]]
+        yields = np.flatnonzero(rows.finished)
         targets = np.minimum(positions + 1, self._num_inputs[slots[token_rows]] - 1)
         return PreparedStep(
             slots=slots,
+            starts=starts,
             counts=counts,
-            positions=positions,
+            guesses=guesses,
             logit_rows=logit_rows,
-            num_chunks=len(step.chunk_slots),
+            num_chunks=rows.num_chunks,
+            yields=yields,
+            admissions=self._admissions[slots[yields]],
+            most_tokens=rows.most_tokens[yields],
             sampled=sampled,
             sampling=SamplingRows(
                 parameters=self._parameters[sampled],
-                positions=ends[finished],
+                positions=positions[sampled_tokens] + 1,
                 history_rows=sampled,
             ),
-            sampling_logits=None if len(logit_rows) == len(sampled) else logits_of[finished],
-            unfinished=slots[~finished],
-            unfinished_logits=logits_of[~finished],
+            sampling_logits=None
+            if len(logit_rows) == len(sampled)
+            else np.searchsorted(logit_rows, sampled_tokens),
+            unfinished=slots[~rows.finished],
+            unfinished_logits=np.searchsorted(logit_rows, lasts[~rows.finished]),
             prompt_rows=prompt_rows,
             prompt_logits=np.searchsorted(logit_rows, np.flatnonzero(is_prompt)),
             prompt_targets=targets[is_prompt],
+            is_plain=not rows.num_chunks and not len(rows.wide_slots),
         )
 
-    def _ready_rows(self, step: Forward) -> tuple[Ints, Ints]:
-        slots, counts = self._rows_of(step)
-        left = self._num_tokens[slots] - self._num_computed[slots]
-        is_prompt = self._num_computed[slots] < self._num_inputs[slots]
-        num_chunks = len(step.chunk_slots)
-        if not is_prompt[:num_chunks].all() or is_prompt[num_chunks:].any():
-            raise StepInvalid("a chunk of a finished prompt, or a decode of an unfinished one")
-        if (counts < 1).any() or (counts > left).any():
-            raise StepInvalid("a chunk of more tokens than its prompt has left, or of none")
-        capacity = self._num_blocks[slots] * self.limits.block_size
-        if (self._num_computed[slots] + counts > capacity).any():
-            raise StepInvalid("a block table too short for its tokens")
-        return slots, counts
+    def ragged(self, slots: Ints, starts: Ints, counts: Ints, logit_rows: Ints) -> RaggedBatch:
+        """`counts` [B] tokens from positions `starts` [B] on of `slots` [B], on the device by one copy.
 
-    def ragged(self, prepared: PreparedStep) -> RaggedBatch:
-        """The tokens of `prepared` on the device, by one copy."""
-        block_size = self.limits.block_size
-        slots, counts, positions = prepared.slots, prepared.counts, prepared.positions
-        context = self._num_computed[slots] + counts
-        token_slots = np.repeat(slots, counts)
-        blocks = self._tables[token_slots, positions // block_size].astype(np.int64)
-        cache_rows = blocks * block_size + positions % block_size
+        The logits of `logit_rows` [L] of these tokens are wanted.
+        """
+        token_rows, positions = spread(starts, counts)
+        token_slots = slots[token_rows]
+        context = starts + counts
+        cache_rows = self.blocks.cache_rows(token_slots, positions)
         bounds = np.concatenate([[0], counts.cumsum(), context])
-        columns = [positions, cache_rows, token_slots, slots, prepared.logit_rows, bounds]
-        token_positions, rows, token_slot, slot, logit_rows, bound = upload_columns(
+        columns = [positions, cache_rows, token_slots, slots, logit_rows, bounds]
+        token_positions, rows, token_slot, slot, device_logit_rows, bound = upload_columns(
             columns, self.device
         )
         narrow = bound.to(torch.int32)
-        width = -(-int(context.max()) // block_size)
+        width = -(-int(context.max()) // self.limits.block_size)
         return RaggedBatch(
             ids=self.history[token_slot, token_positions].long(),
             positions=token_positions,
             cache_rows=rows,
             query_starts=narrow[: len(slots) + 1],
             context_lengths=narrow[len(slots) + 1 :],
-            block_tables=self.tables[:, :width].index_select(0, slot),
-            logit_rows=logit_rows,
+            block_tables=self.blocks.tables[:, :width].index_select(0, slot),
+            logit_rows=device_logit_rows,
             num_queries=tuple(counts.tolist()),
             num_context=tuple(context.tolist()),
         )
 
+    def write(self, slots: Ints, positions: Ints, ids: Tensor) -> None:
+        """Store `ids` [n], on the device, at `positions` [n] of the histories of `slots` [n] there."""
+        slot, position = upload_columns([slots, positions], self.device)
+        self.history[slot, position] = ids.to(torch.int32)
+
     def put(self, prepared: PreparedStep, ids: Tensor, failed: Tensor) -> Tensor:
         """Append the sampled `ids` [R] to the histories on the device, where the next step reads them.
 
-        `failed` [R] bool is kept, and returned with those that failed before: what they yield never counts again.
+        After a guess that was wrong they are nothing, and lie past the end. `failed` [R] bool is kept by sequence, and
+        returned with those that failed before: what they yield never counts again.
         """
         slots, positions = upload_columns(
             [prepared.sampled, prepared.sampling.positions], self.device
         )
-        failed = failed | self.failed[slots]
-        self.failed[slots] = failed
+        self._keep_failed(slots, failed)
         self.history[slots, positions] = ids.to(torch.int32)
-        return failed
+        return self.failed[slots]
 
     def fail(self, slots: Ints, failed: Tensor) -> None:
         """Keep in mind which of `slots` have `failed` [U] bool: what they yield never counts."""
-        index = self.to_device(slots)
-        self.failed[index] |= failed
+        self._keep_failed(self.to_device(slots), failed)
 
-    def commit(self, prepared: PreparedStep) -> None:
-        """Advance the sequences of a step that has run."""
-        self._num_computed[prepared.slots] += prepared.counts
-        self._num_tokens[prepared.sampled] += 1
+    def _keep_failed(self, slots: Tensor, failed: Tensor) -> None:
+        """A slot that is named several times has failed where any of them says so."""
+        counts = torch.zeros(len(self.failed), dtype=torch.int32, device=self.device)
+        self.failed |= counts.index_add_(0, slots, failed.to(torch.int32)) > 0
+
+    def commit(self, prepared: PreparedStep, counts: Ints) -> None:
+        """Advance the sequences of a step that has run. `counts` [Y] tokens are what each row yields.
+
+        0 where that is not known yet, because tokens were guessed: the row waits to be settled.
+        """
+        self._num_computed[prepared.slots] = prepared.starts + prepared.counts - prepared.guesses
+        self._num_tokens[prepared.yield_slots] += counts
+
+    def settle(self, slots: Ints, admissions: Ints, counts: Ints) -> Flags:
+        """Advance rows whose guesses have been looked at: all of their `counts` tokens but the last are computed.
+
+        Returns which of the sequences, told by their admission, are still there.
+        """
+        there = self.has(slots, admissions)
+        self._num_tokens[slots[there]] += counts[there]
+        self._num_computed[slots[there]] += counts[there] - 1
+        return there
+
+    def num_computed(self, slots: Ints) -> Ints:
+        """[n], KV positions that each of `slots` [n] has filled with tokens that count."""
+        return self._num_computed[slots]
+
+    def has(self, slots: Ints, admissions: Ints) -> Flags:
+        """Whether each slot holds the sequence that it held then."""
+        there: Flags = self._in_use[slots] & (self._admissions[slots] == admissions)
+        return there
 
     def to_device(self, values: Ints) -> Tensor:
         """A host column on the device, int64."""
         return upload(values, self.device)
-
-
-def _occurrence(values: NDArray[np.int64]) -> Ints:
-    """For each value, how often it occurred before: [7, 3, 7, 7] gives [0, 0, 1, 2]."""
-    order = np.argsort(values, kind="stable")
-    ordered = values[order]
-    starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
-    run = np.repeat(starts, np.diff(np.append(starts, len(values))))
-    ranks = np.empty(len(values), dtype=np.int64)
-    ranks[order] = np.arange(len(values)) - run
-    return ranks

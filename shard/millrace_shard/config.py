@@ -153,7 +153,14 @@ class ShardConfig(BaseSettings):
     speculate: int | None = Field(
         default=None,
         ge=0,
-        description="Tokens guessed ahead; above 0 refused until it is supported.",
+        le=64,
+        description="Most tokens guessed ahead for one sequence: by --draft-model or Medusa heads, else by what"
+        " followed the last tokens before. When absent as many as there are heads, 4 with a draft model, else none.",
+    )
+    draft_model: str | None = Field(
+        default=None,
+        description="Smaller model of the same tokens that guesses ahead, or Medusa heads for the model:"
+        " a folder or a name on the Hugging Face hub.",
     )
     kv_cache_dtype: Literal["fp8_e4m3fn", "fp8_e5m2"] | None = Field(
         default=None, description="Refused until it is supported."
@@ -166,12 +173,27 @@ class ShardConfig(BaseSettings):
         gt=0,
         description="Factor of --rope-scaling, 1.0 when absent; alone it implies linear.",
     )
-    lora_adapters: str | None = Field(default=None, description="Refused until it is supported.")
-    watermark_gamma: float | None = Field(
-        default=None, description="No effect: nothing is watermarked."
+    grammar_timeout: float = Field(
+        default=5.0,
+        gt=0,
+        le=60,
+        description="Seconds a grammar may take to compile before it is refused.",
     )
-    watermark_delta: float | None = Field(
-        default=None, description="No effect: nothing is watermarked."
+    max_grammar_bytes: ByteSize = Field(
+        default=ByteSize(1 << 20), description="Longest grammar or JSON schema, such as 1MiB."
+    )
+    lora_adapters: str | None = Field(default=None, description="Refused until it is supported.")
+    watermark_gamma: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="Share of the vocabulary that the watermark of requests with `watermark` favours.",
+    )
+    watermark_delta: float = Field(
+        default=2.0,
+        ge=-1000,
+        le=1000,
+        description="What the watermark adds to the scores of the tokens it favours.",
     )
 
     json_output: bool = Field(default=False, description="Logs as JSON, one object a line.")

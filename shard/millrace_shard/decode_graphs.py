@@ -142,7 +142,7 @@ class DecodeGraphs:
         batch, size = self._batch, inputs.shape[1]
         block_size = batch.limits.block_size
         slots, positions = inputs
-        tables = batch.tables.index_select(0, slots)
+        tables = batch.blocks.tables.index_select(0, slots)
         blocks = tables.gather(1, (positions // block_size).unsqueeze(1)).squeeze(1).long()
         ragged = RaggedBatch(
             ids=batch.history[slots, positions].long(),

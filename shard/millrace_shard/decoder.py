@@ -49,6 +49,7 @@ class Decoder:
     ) -> None:
         """Load this rank's weights; `rope` is the table of `rope_table` on the model's device."""
         self.info = info
+        self.hidden_size = arch.hidden_size
         self._arch = arch
         self._kernels = kernels
         self._group = group
@@ -64,13 +65,28 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch, cache: Sequence[LayerCache]) -> Tensor:
         """Logits of `batch.logit_rows` over the whole vocabulary, [R, vocab] float32, on every rank."""
+        return self.logits(self.states(batch, cache))
+
+    @torch.inference_mode()
+    def states(self, batch: RaggedBatch, cache: Sequence[LayerCache]) -> Tensor:
+        """What the head reads of `batch.logit_rows`: hidden states after the last norm, [R, hidden], on every rank."""
         residual = self._embed(batch.ids)
         x: Tensor | None = None
         for layer, layer_cache in zip(self._layers, cache, strict=True):
             x = self._group.all_reduce(layer.attention(x, residual, batch, layer_cache))
             x = self._group.all_reduce(layer.mlp(x, residual))
         assert x is not None, "a decoder has layers"
-        return self._logits(x[batch.logit_rows], residual[batch.logit_rows])
+        x, residual = x[batch.logit_rows], residual[batch.logit_rows]
+        if x.shape[0] == 0:
+            return x
+        return self._kernels.add_rms_norm(x, residual, self._norm, self._arch.norm_eps)
+
+    @torch.inference_mode()
+    def logits(self, states: Tensor) -> Tensor:
+        """[R, vocab] float32 of states [R, hidden]."""
+        if states.shape[0] == 0:
+            return states.new_empty(0, self.info.vocab_size, dtype=torch.float32)
+        return self._group.all_gather(self._head(states))[:, : self.info.vocab_size]
 
     def _embed(self, ids: Tensor) -> Tensor:
         if self._group.world_size == 1:
@@ -80,12 +96,6 @@ class Decoder:
         elsewhere = (local < 0) | (local >= share)
         x = F.embedding(local.masked_fill(elsewhere, 0), self._embedding)
         return self._group.all_reduce(x.masked_fill_(elsewhere.unsqueeze(1), 0))
-
-    def _logits(self, x: Tensor, residual: Tensor) -> Tensor:
-        if x.shape[0] == 0:
-            return x.new_empty(0, self.info.vocab_size, dtype=torch.float32)
-        normed = self._kernels.add_rms_norm(x, residual, self._norm, self._arch.norm_eps)
-        return self._group.all_gather(self._head(normed))[:, : self.info.vocab_size]
 
 
 class LayerLoader:

@@ -60,7 +60,7 @@ def download_snapshot(model_id: str, *, revision: str | None, access: HubAccess)
     files = [RemoteFile(sibling.rfilename, sibling.size or 0) for sibling in info.siblings or ()]
 
     def fetch(chosen: Sequence[RemoteFile]) -> list[Path]:
-        return [_fetch(model_id, file, revision=revision, access=access) for file in chosen]
+        return [download_file(model_id, file, revision=revision, access=access) for file in chosen]
 
     small = fetch(metadata_files(files))
     index = next((path.read_bytes() for path in small if path.name == INDEX), None)
@@ -70,8 +70,10 @@ def download_snapshot(model_id: str, *, revision: str | None, access: HubAccess)
         return fetch(weights)[0].parent
 
 
-def _fetch(model_id: str, file: RemoteFile, *, revision: str | None, access: HubAccess) -> Path:
-    """One file by revision name, so that the cache also learns which commit the name stands for."""
+def download_file(
+    model_id: str, file: RemoteFile, *, revision: str | None, access: HubAccess
+) -> Path:
+    """One file, by revision name, so that the cache also learns which commit the name stands for."""
     return Path(
         _retried(
             lambda: hf_hub_download(

@@ -22,8 +22,8 @@ from millrace_shard.decode_graphs import GraphSettings
 from millrace_shard.epoch import Epoch
 from millrace_shard.errors import EngineEnded
 from millrace_shard.failures import forget_frames, is_lost, is_out_of_memory
+from millrace_shard.launched_step import LaunchedStep
 from millrace_shard.parallel import CollectiveError
-from millrace_shard.runner import LaunchedStep
 from millrace_shard.step import (
     Clear,
     FailureKind,
@@ -211,7 +211,7 @@ class Engine:
         # A rank that kept its cache while another one measures anew would be missed in the other's collectives.
         all_keep = self.loaded.group.minimum(int(kept is not None))
         if kept is not None and all_keep:
-            kept.runner.batch.clear()
+            kept.runner.clear()
             return kept
         kept = None
         self._warmed_up = None
@@ -223,7 +223,7 @@ class Engine:
         if self._epoch.is_current(epoch):
             self._epoch.end()
             if self._warmed_up is not None:
-                self._warmed_up.runner.batch.clear()
+                self._warmed_up.runner.clear()
 
     def _execute(self, step: Step, future: Future[StepReply]) -> None:
         """The process edge of a step: whatever is raised below becomes its answer."""
@@ -251,9 +251,9 @@ class Engine:
             case Forward():
                 return runner.launch(step.work)
             case Filter(dropped_slots):
-                runner.batch.drop(dropped_slots)
+                runner.drop(dropped_slots)
             case Open() | Clear():
-                runner.batch.clear()
+                runner.clear()
             case Unknown():
                 raise StepInvalid("the step asks for nothing this shard knows")
         return StepResult()

@@ -32,7 +32,7 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     num_rows, size = weights.shape
     padding = -size % BLOCK
     whole = torch.nn.functional.pad(weights, (0, padding)) if padding else weights
-    blocks = whole.view(num_rows, -1, BLOCK)
+    blocks = whole.view(num_rows, whole.shape[1] // BLOCK, BLOCK)
     sums = blocks.sum(-1)
     ends = sums.cumsum(-1)
     target = (uniforms * ends[:, -1]) >> UNIFORM_BITS

@@ -19,4 +19,6 @@ def choose_greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
         torch.ops.millrace.greedy(ids, logprobs, logits.contiguous())
         return ids, logprobs
     best = logits.max(-1)
-    return best.indices, best.values - logits.logsumexp(-1)
+    # Of one long row `logsumexp` has its threads sum a part each; this sums every row by itself.
+    logprobs = logits.log_softmax(-1).gather(1, best.indices[:, None]).squeeze(1)
+    return best.indices, logprobs

@@ -1,18 +1,14 @@
-"""`download-weights`: a model's name to one local folder that router and shards can both read, offline first."""
+"""From a model's name to one local folder that router and shards can both read, offline first."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import os
 import stat
-import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
@@ -130,7 +126,7 @@ def _from_hub(model_id: str, *, revision: str | None, settings: HubSettings) -> 
     try:
         folder = download_snapshot(model_id, revision=revision, access=settings.access)
     except DOWNLOAD_FAILURES as error:
-        raise HubError(_explain(error, model_id, revision=revision, settings=settings)) from error
+        raise HubError(explain(error, model_id, revision=revision, settings=settings)) from error
     missing = missing_files(folder)
     if missing:
         raise HubError(f"the repository {model_id} has no {', '.join(missing)}")
@@ -139,20 +135,26 @@ def _from_hub(model_id: str, *, revision: str | None, settings: HubSettings) -> 
 
 def _cached(model_id: str, *, revision: str | None, cache: Path) -> tuple[Path | None, list[str]]:
     """The cached snapshot, if any, and what it lacks."""
-    try:
-        config = try_to_load_from_cache(model_id, "config.json", revision=revision, cache_dir=cache)
-    except HFValidationError:
+    config = cached_file(model_id, "config.json", revision=revision, cache=cache)
+    if config is None:
         return None, []
-    if not isinstance(config, str):
-        return None, []
-    folder = Path(config).parent
+    folder = config.parent
     try:
         return folder, missing_files(folder)
     except PickledWeightsError:
         return folder, ["safetensors"]
 
 
-def _explain(
+def cached_file(model_id: str, name: str, *, revision: str | None, cache: Path) -> Path | None:
+    """A file of a repository that was downloaded before, if it was."""
+    try:
+        found = try_to_load_from_cache(model_id, name, revision=revision, cache_dir=cache)
+    except HFValidationError:
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def explain(
     error: BaseException, model_id: str, *, revision: str | None, settings: HubSettings
 ) -> str:
     """The sentence that tells the user what to do about a failed download."""
@@ -214,52 +216,3 @@ def own_folder(shared: Path) -> Path:
             f"{path} can be written by other users: remove it, or set HF_HOME to a folder of yours"
         )
     return path
-
-
-class _JsonLines(logging.Formatter):
-    """The line format that the launcher relays."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = {
-            "timestamp": datetime.fromtimestamp(record.created, tz=UTC).isoformat(),
-            "level": record.levelname,
-            "fields": {"message": record.getMessage()},
-            "target": record.name,
-        }
-        return json.dumps(line)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Resolve the model named on the command line; the last line of stdout is a JSON object with `model_folder`."""
-    parser = argparse.ArgumentParser(prog="millrace-shard download-weights", description=__doc__)
-    parser.add_argument("model_id", help="a folder or a name on the hub")
-    parser.add_argument("--revision", default=os.environ.get("REVISION") or None)
-    parser.add_argument("--json-output", action="store_true", help="logs as JSON lines")
-    # TGI's flags of this command that change nothing here.
-    parser.add_argument("--extension", default=".safetensors", help=argparse.SUPPRESS)
-    parser.add_argument("--logger-level", default="INFO", help=argparse.SUPPRESS)
-    for flag in ("--trust-remote-code", "--merge-lora"):
-        parser.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args(argv)
-
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(
-        _JsonLines() if arguments.json_output else logging.Formatter("%(message)s")
-    )
-    package = logging.getLogger("millrace_shard")
-    package.setLevel(logging.INFO)
-    package.addHandler(handler)
-    try:
-        folder = resolve(
-            arguments.model_id,
-            revision=arguments.revision,
-            settings=HubSettings.from_environment(os.environ),
-        )
-    except ModelError as error:
-        log.error("%s", error)  # noqa: TRY400
-        return 1
-    finally:
-        package.removeHandler(handler)
-    sys.stdout.write(json.dumps({"model_folder": str(folder)}) + "\n")
-    sys.stdout.flush()
-    return 0

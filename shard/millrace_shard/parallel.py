@@ -39,6 +39,7 @@ class ProcessGroup:
         self.world_size = world_size
         self.device = device
         self._one_shot: OneShotAllReduce | None = None
+        self._in_rank_order = False
 
     @classmethod
     def single(cls) -> ProcessGroup:
@@ -82,6 +83,14 @@ class ProcessGroup:
             ) from error
         return group
 
+    def add_in_rank_order(self) -> None:
+        """From now on, sum from rank 0 to the last one, so that an element's sum does not depend on its place.
+
+        A ring begins each part of a tensor at another rank, and which part an element is in depends on the number of
+        rows. The sum of two numbers is the same in any order, so two ranks go on as before.
+        """
+        self._in_rank_order = self.world_size > 2
+
     def use_one_shot(self, memory: SharedMemory) -> None:
         """Sum small tensors through `memory` from now on, or go on as before, with a warning, where any rank cannot."""
         if self.world_size == 1:
@@ -100,16 +109,32 @@ class ProcessGroup:
         """Sum over the ranks; every rank gets the same bits. `t` is overwritten, or left as it is."""
         if self.world_size == 1:
             return t
+        if self._in_rank_order:
+            return self._sum_in_rank_order(t)
         with _failing_as_group():
             if self._one_shot is not None and self._one_shot.fits(t):
                 return self._one_shot(t)
             dist.all_reduce(t)
         return t
 
+    def _sum_in_rank_order(self, t: Tensor) -> Tensor:
+        """Every rank's part comes here, and each adds them up by itself; floats are rounded once, at the end."""
+        first, *others = self._parts(t)
+        total = (
+            first.to(torch.promote_types(t.dtype, torch.float32))
+            if t.is_floating_point()
+            else first
+        )
+        for part in others:
+            total = total + part
+        return total.to(t.dtype)
+
     def all_gather(self, t: Tensor) -> Tensor:
         """Every rank's `t` side by side in the last dimension, rank 0 first."""
-        if self.world_size == 1:
-            return t
+        return t if self.world_size == 1 else torch.cat(self._parts(t), dim=-1)
+
+    def _parts(self, t: Tensor) -> list[Tensor]:
+        """Every rank's `t`, by rank."""
         parts = [
             torch.empty_like(t, memory_format=torch.contiguous_format)
             for _ in range(self.world_size)
@@ -117,7 +142,7 @@ class ProcessGroup:
         whole = t.contiguous()
         with _failing_as_group():
             dist.all_gather(parts, whole)
-        return torch.cat(parts, dim=-1)
+        return parts
 
     def minimum(self, value: int) -> int:
         """The smallest `value` of all ranks."""

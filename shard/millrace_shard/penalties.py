@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+_GENERATED = 1 << 32
+"""Above the count of all a sequence's tokens that are one id, the count of the generated ones."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Penalties:
@@ -16,6 +19,8 @@ class Penalties:
     frequency: Tensor
     presence: Tensor
     occurrence: Tensor
+    counts: bool
+    """Whether any row has another penalty than the one for repetition."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,37 +35,50 @@ class History:
     """[n, 1] int64; tokens from there on are generated ones."""
 
 
-def penalise(scores: Tensor, history: History, penalties: Penalties) -> Tensor:
-    """Scores [n, V] float32 after repetition, frequency, presence and occurrence penalty, in this order.
+def penalise(scores: Tensor, rows: Tensor, history: History, penalties: Penalties) -> None:
+    """Apply repetition, frequency, presence and occurrence penalty to n `rows` of scores [R, V] float32, in place.
 
-    They are finite where the scores given were, however large a penalty is.
+    In this order, to the ids that a sequence holds; for others there is nothing to do. Scores are finite where they
+    were, however large a penalty is, and minus infinity where they were that.
     """
     columns = torch.arange(history.ids.shape[1], device=scores.device)
     held = columns < history.lengths
-    # Where a row has no token its first one is repeated, which changes nothing.
+    # Where a row has no token its first one stands again, for which the same score is found again.
     ids = torch.where(held, history.ids, history.ids[:, :1])
-    scores = _repetition(scores, ids, penalties.repetition)
-    ones = held.to(torch.float32)
-    counts = torch.zeros_like(scores).scatter_add_(1, ids, ones)
-    scores = _finite(scores - penalties.frequency * counts / history.lengths)
-    generated = ones * (columns >= history.num_prompt)
-    counts = torch.zeros_like(scores).scatter_add_(1, ids, generated)
-    scores = _finite(scores - penalties.presence * (counts > 0))
-    return _finite(scores - penalties.occurrence * counts)
+    line = scores.view(-1)
+    places = rows[:, None] * scores.shape[1] + ids
+    before = line[places]
+    penalty = penalties.repetition
+    after = finite(torch.where(before < 0, before * penalty, before / penalty), before)
+    if penalties.counts:
+        is_generated = columns >= history.num_prompt
+        ones = held * torch.where(is_generated, 1 + _GENERATED, 1)
+        counted = torch.zeros(len(ids), scores.shape[1], dtype=torch.int64, device=scores.device)
+        counts = counted.scatter_add_(1, ids, ones).gather(1, ids)
+        in_all = (counts & (_GENERATED - 1)).to(torch.float32)
+        generated = (counts >> 32).to(torch.float32)
+        after = finite(after - penalties.frequency * in_all / history.lengths, after)
+        after = finite(after - penalties.presence * (generated > 0), after)
+        after = finite(after - penalties.occurrence * generated, after)
+    line[places] = after
 
 
-def _finite(scores: Tensor) -> Tensor:
-    """Overflow undone, in place; NaN stays what it is."""
-    limits = torch.finfo(scores.dtype)
-    return scores.clamp_(limits.min, limits.max)
-
-
-def _repetition(scores: Tensor, ids: Tensor, penalty: Tensor) -> Tensor:
-    seen = scores.gather(1, ids)
-    penalised = torch.where(seen < 0, seen * penalty, seen / penalty)
-    return scores.scatter(1, ids, _finite(penalised))
+def finite(changed: Tensor, before: Tensor) -> Tensor:
+    """`changed` scores without overflow: finite where `before` was, and what `before` was where it was infinite."""
+    limits = torch.finfo(changed.dtype)
+    return torch.where(before.isinf(), before, changed.clamp_(limits.min, limits.max))
 
 
 def forbid(scores: Tensor, rows: Tensor, ids: Tensor) -> None:
     """Set the scores of `ids` [m] in `rows` [n] to minus infinity, in place."""
     scores[rows[:, None], ids[None, :]] = float("-inf")
+
+
+def forbid_if_others(scores: Tensor, rows: Tensor, ids: Tensor) -> None:
+    """Do as `forbid`, but leave a row alone that would have nothing possible left."""
+    place = (rows[:, None], ids[None, :])
+    before = scores[place]
+    scores[place] = float("-inf")
+    has_others = scores.index_select(0, rows).amax(-1, keepdim=True) > float("-inf")
+    # What is no number stays so, and its row fails.
+    scores[place] = torch.where(has_others, float("-inf"), before)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from millrace_shard.sampling import SamplingRows
+from millrace_shard.sampling_rows import SamplingRows
 from millrace_shard.step import Ints
 
 
@@ -14,21 +14,29 @@ class PreparedStep:
 
     slots: Ints
     """[B], chunks first."""
+    starts: Ints
+    """[B], first position that each row computes."""
     counts: Ints
-    """[B], tokens each row computes."""
-    positions: Ints
-    """[T], absolute position of each token in its sequence."""
+    """[B], tokens each row computes, guesses included."""
+    guesses: Ints
+    """[B], how many of them, at their end, are guesses."""
     logit_rows: Ints
     """[L], the tokens whose logits are wanted."""
     num_chunks: int
     """How many of the rows compute a prompt."""
+    yields: Ints
+    """[Y], which rows sample: one token after their last for sure, and one after each guess."""
+    admissions: Ints
+    """[Y], which admission to its slot each belongs to."""
+    most_tokens: Ints
+    """[Y], tokens that each may yield."""
     sampled: Ints
-    """[R], slots of the rows that yield a token."""
+    """[R], slots of the positions that are sampled, those of a row side by side."""
     sampling: SamplingRows
     sampling_logits: Ints | None
     """[R], their place among the logits; None when those are all of them, in order."""
     unfinished: Ints
-    """[U], slots of the rows with prompt left: the logits of their last token show whether all before is finite."""
+    """[U], slots of the rows with more to compute: the logits of their last token show whether all before is finite."""
     unfinished_logits: Ints
     """[U], their place among the logits."""
     prompt_rows: Ints
@@ -37,3 +45,15 @@ class PreparedStep:
     """Place among the logits of every token of those rows, in order."""
     prompt_targets: Ints
     """The position each of these predicts, clamped to the prompt."""
+    is_plain: bool
+    """Whether every row is a decode that was allowed one position."""
+
+    @property
+    def yield_slots(self) -> Ints:
+        """[Y]."""
+        return self.slots[self.yields]
+
+    @property
+    def num_samples(self) -> Ints:
+        """[Y], positions that each of them samples."""
+        return 1 + self.guesses[self.yields]

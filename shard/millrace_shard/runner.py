@@ -1,10 +1,10 @@
-"""One step on the device: change the batch, run the model, sample, bring the tokens to the host."""
+"""One step on the device: change the batch, guess, run the model, sample, bring the tokens to the host."""
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Sequence
-from dataclasses import replace
+import logging
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -12,102 +12,36 @@ from torch import Tensor
 
 from millrace_shard.batch import Batch
 from millrace_shard.decode_graphs import DecodeGraphs
-from millrace_shard.host_copies import start_download
+from millrace_shard.guidance import Guidance, Rulings
+from millrace_shard.guides import Guides
 from millrace_shard.kernels.base import Kernels, LayerCache
+from millrace_shard.launched_step import LaunchedStep
 from millrace_shard.model import CausalModel
 from millrace_shard.prepared import PreparedStep
-from millrace_shard.prompt_logprobs import PromptLogprobs, prompt_logprobs
+from millrace_shard.prompt_logprobs import prompt_logprobs
 from millrace_shard.sampling import Sampled, Sampler
-from millrace_shard.step import Floats, Forward, Ints, StepResult, Timings, no_floats, no_ints
+from millrace_shard.sequence import Sequence
+from millrace_shard.speculation.guesses import Guesses
+from millrace_shard.speculation.proposer import Proposer
+from millrace_shard.step import BatchChange, Forward, Ints, no_ints
+from millrace_shard.step_rows import StepRows
+from millrace_shard.step_tokens import StepTokens, expected
 from millrace_shard.stopwatch import Stopwatch
+from millrace_shard.unsettled import UnsettledSteps
+from millrace_shard.watermark import Watermark
+
+logger = logging.getLogger(__name__)
 
 
-class LaunchedStep:
-    """A step whose work is submitted. On CUDA its tokens are still on their way; `finish` waits for them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenAids:
+    """What has a say in the choice of tokens beside the model, or speeds it up."""
 
-    def __init__(
-        self,
-        prepared: PreparedStep | None,
-        watch: Stopwatch,
-        *,
-        sampled: Sampled | None = None,
-        prompts: PromptLogprobs | None = None,
-        unfinished_failed: Tensor | None = None,
-        invalid_slots: Ints,
-    ) -> None:
-        """`invalid_slots` were to run, but hold sequences that cannot."""
-        self._prepared = prepared
-        self._watch = watch
-        self._invalid_slots = invalid_slots
-        self._prompts = prompts
-        tops = sampled.top if sampled else ()
-        self._tops = [(top, start_download(top.best)) for top in tops]
-        self._tokens = (
-            start_download(_pack(sampled)) if sampled else torch.empty(3, 0, dtype=torch.int32)
-        )
-        self._prompt_values = start_download(prompts.values) if prompts else None
-        self._unfinished_failed = (
-            torch.empty(0, dtype=torch.bool)
-            if unfinished_failed is None
-            else start_download(unfinished_failed)
-        )
-        watch.mark()
-
-    def finish(self) -> StepResult:
-        """The tokens. Waits for the device without holding the interpreter."""
-        self._watch.wait()
-        if self._prepared is None:
-            return StepResult(failed_slots=self._invalid_slots, timings=self._timings())
-        ids, logprobs, failed = self._tokens.numpy()
-        rows = np.flatnonzero(failed == 0)
-        slots = self._prepared.sampled
-        top_counts, top_ids, top_logprobs = self._top_columns(rows)
-        result_ids = ids[rows].astype(np.int64)
-        prompts = self._prompts
-        return StepResult(
-            slots=slots[rows],
-            counts=np.ones(len(rows), dtype=np.int64),
-            ids=result_ids,
-            logprobs=logprobs.view(np.float32)[rows],
-            top_counts=top_counts,
-            top_ids=top_ids,
-            top_logprobs=top_logprobs,
-            prefill_slots=no_ints() if prompts is None else prompts.slots,
-            prefill_counts=no_ints() if prompts is None else prompts.counts,
-            prefill_logprobs=no_floats()
-            if self._prompt_values is None
-            else self._prompt_values.numpy(),
-            failed_slots=np.concatenate(
-                [
-                    slots[failed != 0],
-                    self._prepared.unfinished[self._unfinished_failed.numpy()],
-                    self._invalid_slots,
-                ]
-            ),
-            checksum=_checksum(slots[rows], result_ids),
-            timings=self._timings(),
-        )
-
-    def _top_columns(self, rows: Ints) -> tuple[Ints, Ints, Floats]:
-        """Candidates of `rows`, by row, then most likely first, then by id."""
-        if not self._tops:
-            return no_ints(), no_ints(), no_floats()
-        parts = [top.chosen(best) for top, best in self._tops]
-        owners, ids, logprobs = (np.concatenate(column) for column in zip(*parts, strict=True))
-        kept = np.isin(owners, rows)
-        owners, ids, logprobs = owners[kept], ids[kept], logprobs[kept]
-        order = np.lexsort((ids, -logprobs, owners))
-        counts = np.bincount(owners, minlength=int(rows.max(initial=0)) + 1)[rows]
-        return counts, ids[order], logprobs[order]
-
-    def _timings(self) -> Timings:
-        forward_ns, end_ns = self._watch.elapsed_ns(1), self._watch.elapsed_ns(2)
-        return Timings(
-            forward_ns=forward_ns,
-            decode_ns=end_ns - forward_ns,
-            total_ns=self._watch.since_start_ns(),
-            concat_ns=self._watch.concat_ns,
-        )
+    guides: Guides | None = None
+    """Without, no sequence may have a grammar."""
+    proposer: Proposer | None = None
+    """Without, nothing is guessed."""
+    watermark: Watermark | None = None
 
 
 class StepRunner:
@@ -117,58 +51,149 @@ class StepRunner:
         self,
         model: CausalModel,
         kernels: Kernels,
-        cache: Sequence[LayerCache],
+        cache: Many[LayerCache],
         batch: Batch,
         graphs: DecodeGraphs | None = None,
+        aids: TokenAids | None = None,
     ) -> None:
         """`graphs` over the same cache and batch run the steps of decodes alone that they have room for."""
+        aids = aids or TokenAids()
         self._model = model
         self._kernels = kernels
         self._cache = cache
         self._graphs = graphs
-        self._sampler = Sampler(batch.history, model.info.eos_token_ids)
+        self._sampler = Sampler(batch.history, model.info.eos_token_ids, aids.watermark)
+        self._biases = self._sampler.biases
+        self._guidance = Guidance(aids.guides)
+        self._proposer = aids.proposer
+        self._unsettled = UnsettledSteps(batch.limits.max_batch_size)
         self.batch = batch
 
+    def clear(self) -> None:
+        """Drop every sequence."""
+        self.batch.clear()
+        self._guidance.clear()
+        self._biases.clear()
+        self._unsettled.clear()
+
+    def drop(self, slots: Ints) -> None:
+        """Drop the sequences in `slots`. Raises StepInvalid."""
+        self.batch.drop(slots)
+        self._guidance.drop(slots)
+        self._biases.drop(slots)
+
     def launch(self, step: Forward) -> LaunchedStep:
-        """Submit a step. Raises StepInvalid, or whatever the device raises; sequences have not advanced then."""
+        """Submit a step. Raises StepInvalid, or whatever the device raises; sequences have not advanced then.
+
+        Waits for tokens of earlier steps only where a row had guesses in them, or is to have some now that cannot be
+        made without these tokens.
+        """
         watch = Stopwatch(self.batch.device)
-        self._clear_blocks(self.batch.apply(step.change))
+        self._change(step.change)
         if step.change.admitted:
             watch.concat_ns = watch.since_start_ns()
         step, invalid_slots = self.batch.without_invalid(step)
-        if not len(step.chunk_slots) and not len(step.decode_slots):
+        self._settle(step)
+        rows = self.batch.rows(step)
+        if not len(rows.slots):
             watch.mark()
-            return LaunchedStep(None, watch, invalid_slots=invalid_slots)
-        prepared = self.batch.prepare(step)
+            return LaunchedStep(watch, rows, invalid_slots=invalid_slots)
+        guesses = self._propose(rows)
+        prepared = self.batch.prepare(rows, guesses.counts)
+        pending = self._guidance.start(prepared, guesses)
         logits = self._forward(prepared)
         watch.mark()
         prompts = prompt_logprobs(logits, prepared, self.batch)
-        sampled = self._sample(logits, prepared) if len(prepared.sampled) else None
+        rulings = None if pending is None else pending.result(self.batch.device)
+        sampled = self._sample(logits, prepared, rulings) if len(prepared.sampled) else None
+        tokens = None
+        if sampled is not None:
+            tokens = self._tokens_of(prepared, sampled, watch, guesses, rulings)
         launched = LaunchedStep(
-            prepared,
             watch,
-            sampled=sampled,
+            rows,
+            tokens=tokens,
+            tops=sampled.top if sampled else (),
             prompts=prompts,
             unfinished_failed=self._check_unfinished(logits, prepared),
             invalid_slots=invalid_slots,
         )
-        self.batch.commit(prepared)
+        self._commit(prepared, tokens)
         return launched
+
+    def _change(self, change: BatchChange) -> None:
+        blocks = self.batch.apply(change)
+        self._guidance.drop(change.dropped_slots)
+        self._biases.drop(change.dropped_slots)
+        for sequence in change.admitted:
+            if self.batch.is_valid(sequence.slot):
+                self._admit(sequence)
+        self._clear_blocks(blocks)
+
+    def _admit(self, sequence: Sequence) -> None:
+        self._biases.put(sequence.slot, sequence.parameters.bias)
+        if not self._guidance.admit(sequence):
+            logger.error("a sequence has a grammar, which none may have here, and fails alone")
+            self._fail(np.array([sequence.slot]))
+        if self._proposer is not None:
+            self._proposer.admit(sequence)
+
+    def _fail(self, slots: Ints) -> None:
+        """The sequences in `slots` fail, alone, in the next step that has them sample."""
+        ones = torch.ones(len(slots), dtype=torch.bool, device=self.batch.device)
+        self.batch.fail(slots, ones)
+
+    def _settle(self, step: Forward) -> None:
+        """Look at the tokens of earlier steps, as many as this one depends on, and of all that are done."""
+        reads = self._proposer is not None and self._proposer.reads_tokens
+        drafting = step.decode_slots[step.allowances()[1] > 0] if reads else no_ints()
+        for tokens in self._unsettled.due(step.decode_slots, drafting):
+            self._count(tokens)
+            if self._proposer is not None and reads:
+                self._read(tokens, self._proposer)
+
+    def _count(self, tokens: StepTokens) -> None:
+        rows = tokens.awaited
+        slots, admissions = tokens.prepared.yield_slots[rows], tokens.prepared.admissions[rows]
+        # A row that failed yields nothing, and says so again in whatever step names it next.
+        there = self.batch.settle(slots, admissions, np.maximum(tokens.emitted.counts[rows], 1))
+        if self._proposer is not None:
+            self._proposer.settle(slots[there], self.batch.num_computed(slots[there]))
+
+    def _read(self, tokens: StepTokens, proposer: Proposer) -> None:
+        prepared, emitted = tokens.prepared, tokens.emitted
+        there = self.batch.has(prepared.yield_slots, prepared.admissions)[emitted.rows]
+        slots = prepared.yield_slots[emitted.rows]
+        proposer.read(slots[there], emitted.positions[there], emitted.ids[there])
+
+    def _propose(self, rows: StepRows) -> Guesses:
+        if self._proposer is None or not (rows.num_chunks or rows.most_guesses.any()):
+            return Guesses.none(len(rows.slots), self.batch.device)
+        guesses = self._proposer.propose(rows)
+        if len(guesses):
+            self.batch.write(*guesses.places(rows.slots, rows.num_tokens), guesses.ids)
+        return guesses
 
     def _forward(self, prepared: PreparedStep) -> Tensor:
         graphs = self._graphs
-        if graphs is not None and not prepared.num_chunks and graphs.fits(len(prepared.slots)):
-            return graphs.logits(prepared.slots, prepared.positions)
-        return self._model.forward(self.batch.ragged(prepared), self._cache)
+        if graphs is not None and prepared.is_plain and graphs.fits(len(prepared.slots)):
+            return graphs.logits(prepared.slots, prepared.starts)
+        ragged = self.batch.ragged(
+            prepared.slots, prepared.starts, prepared.counts, prepared.logit_rows
+        )
+        return self._model.forward(ragged, self._cache)
 
     def _clear_blocks(self, blocks: Ints) -> None:
-        if len(blocks):
-            index = self.batch.to_device(blocks)
-            for layer in self._cache:
-                self._kernels.zero_blocks(layer, index)
+        if not len(blocks):
+            return
+        index = self.batch.to_device(blocks)
+        for layer in self._cache:
+            self._kernels.zero_blocks(layer, index)
+        if self._proposer is not None:
+            self._proposer.clear_blocks(index)
 
     def _check_unfinished(self, logits: Tensor, prepared: PreparedStep) -> Tensor | None:
-        """Which unfinished prompts are not finite, [U] bool: the router may share their blocks from now on."""
+        """Which rows with more to compute are not finite, [U] bool: the router may share their blocks from now on."""
         if not len(prepared.unfinished):
             return None
         logits = logits[self.batch.to_device(prepared.unfinished_logits)]
@@ -176,24 +201,47 @@ class StepRunner:
         self.batch.fail(prepared.unfinished, failed)
         return failed
 
-    def _sample(self, logits: Tensor, prepared: PreparedStep) -> Sampled:
+    def _sample(self, logits: Tensor, prepared: PreparedStep, rulings: Rulings | None) -> Sampled:
         if prepared.sampling_logits is not None:
             logits = logits[self.batch.to_device(prepared.sampling_logits)]
-        sampled = self._sampler.sample(logits, prepared.sampling)
+        masks = None if rulings is None else rulings.masks
+        sampled = self._sampler.sample(logits, prepared.sampling, masks)
+        if rulings is not None and len(rulings.failed_slots):
+            self._fail(rulings.failed_slots)
         failed = self.batch.put(prepared, sampled.ids, sampled.failed)
+        if rulings is not None and rulings.forced:
+            self._force(prepared, rulings)
         return replace(sampled, failed=failed)
 
+    def _force(self, prepared: PreparedStep, rulings: Rulings) -> None:
+        """Have what a grammar forces take the place of what was sampled."""
+        rows = np.array(list(rulings.forced), dtype=np.int64)
+        lengths = np.array([len(chain) for chain in rulings.forced.values()], dtype=np.int64)
+        ids = np.array([id_ for chain in rulings.forced.values() for id_ in chain], dtype=np.int64)
+        chains = Guesses(counts=lengths, ids=self.batch.to_device(ids))
+        ends = (prepared.starts + prepared.counts - prepared.guesses)[prepared.yields[rows]]
+        self.batch.write(*chains.places(prepared.yield_slots[rows], ends), chains.ids)
 
-def _pack(sampled: Sampled) -> Tensor:
-    """[3, R] int32: ids, bits of the logprobs, failed."""
-    return torch.stack(
-        [
-            sampled.ids.to(torch.int32),
-            sampled.logprobs.view(torch.int32),
-            sampled.failed.to(torch.int32),
-        ]
-    )
+    def _tokens_of(
+        self,
+        prepared: PreparedStep,
+        sampled: Sampled,
+        watch: Stopwatch,
+        guesses: Guesses,
+        rulings: Rulings | None,
+    ) -> StepTokens:
+        guessed = expected(prepared, guesses.ids) if len(guesses) else None
+        forced = {} if rulings is None else rulings.forced
+        tokens = StepTokens(prepared, sampled, watch, expected=guessed, forced=forced)
+        if self._proposer is not None:
+            self._proposer.follow(tokens.prepared, sampled.ids, guessed, forced)
+        return tokens
 
-
-def _checksum(slots: Ints, ids: Ints) -> int:
-    return zlib.crc32(np.concatenate([slots, ids]).tobytes())
+    def _commit(self, prepared: PreparedStep, tokens: StepTokens | None) -> None:
+        if tokens is None:
+            self.batch.commit(prepared, no_ints())
+            return
+        self.batch.commit(prepared, tokens.num_known())
+        self._guidance.follow(tokens)
+        if len(tokens.awaited) or (self._proposer is not None and self._proposer.reads_tokens):
+            self._unsettled.add(tokens)

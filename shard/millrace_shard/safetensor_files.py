@@ -19,9 +19,10 @@ PREFIX = "model."
 class SafetensorFiles:
     """Which file holds which tensor. Raises WeightsError for files that are missing or damaged, naming them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, single: str = SINGLE) -> None:
+        """Of an index, of files of a model beside each other, or of one file that is called otherwise, `single`."""
         self._open: dict[Path, Any] = {}
-        self._paths = self._find(folder)
+        self._paths = self._find(folder) if single == SINGLE else self._names([folder / single])
 
     def __contains__(self, name: str) -> bool:
         return self._stored_name(name) is not None
@@ -63,6 +64,9 @@ class SafetensorFiles:
         paths = [single] if single.is_file() else sorted(folder.glob("model*.safetensors"))
         if not paths:
             raise WeightsError(f"no {SINGLE} and no {INDEX} in {folder}")
+        return self._names(paths)
+
+    def _names(self, paths: list[Path]) -> dict[str, Path]:
         return {name: path for path in paths for name in self._file(path).keys()}  # noqa: SIM118
 
     def _file(self, path: Path) -> Any:  # noqa: ANN401

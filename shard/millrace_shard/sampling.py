@@ -1,13 +1,14 @@
 """From logits to tokens: penalties, warpers and choice, in TGI's order, vectorised over the rows of a step.
 
-Which operations a row goes through depends on its own parameters alone, and each of them treats rows independently,
-so a row's token, log probability and candidates are the same bits in any company.
+Which operations a row goes through depends on its own parameters and scores alone, and each of them treats rows
+independently, so a row's token, log probability and candidates are the same bits in any company.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,39 +16,34 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from millrace_shard import cuts
+from millrace_shard.biases import BiasTable
+from millrace_shard.candidates import (
+    NUM_CANDIDATES,
+    Candidates,
+    Warps,
+    draw_candidate,
+    find_candidates,
+    join_candidates,
+)
 from millrace_shard.fixed_point import draw, fixed_point
 from millrace_shard.greedy import choose_greedy
 from millrace_shard.host_copies import upload
-from millrace_shard.penalties import History, Penalties, forbid, penalise
+from millrace_shard.masks import RowMasks
+from millrace_shard.processors import TILE_ELEMENTS, Processors
 from millrace_shard.randomness import uniforms
+from millrace_shard.sampling_rows import SamplingRows as SamplingRows
+from millrace_shard.sampling_rows import is_greedy, is_narrow
 from millrace_shard.step import Ints
 from millrace_shard.top_tokens import TopTokens
-from millrace_shard.warpers import apply_temperature, keep_top_k, keep_top_p, keep_typical
-
-Mask = NDArray[np.bool_]
-
-TILE_ELEMENTS = 1 << 19
-"""Scores worked on at a time on CPU, so that what each pass leaves is still in the cache for the next."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SamplingRows:
-    """What is known on the host of the R rows to be sampled, before the forward pass ends."""
-
-    parameters: NDArray[np.void]
-    """[R] of sequence.PARAMETERS."""
-    positions: Ints
-    """[R], index of the token to be sampled in its sequence: the number of tokens before it."""
-    history_rows: Ints
-    """[R], row of the history table."""
-
-    def select(self, rows: Ints) -> SamplingRows:
-        """Some of the rows."""
-        return SamplingRows(
-            parameters=self.parameters[rows],
-            positions=self.positions[rows],
-            history_rows=self.history_rows[rows],
-        )
+from millrace_shard.warpers import (
+    apply_temperature,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    keep_typical,
+)
+from millrace_shard.watermark import Watermark
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,121 +63,113 @@ class Sampled:
 class Sampler:
     """Knows the device, the table of token histories [slots, length] int32, and the end-of-sequence ids."""
 
-    def __init__(self, history: Tensor, eos_token_ids: tuple[int, ...]) -> None:
-        self._history = history
+    def __init__(
+        self, history: Tensor, eos_token_ids: tuple[int, ...], watermark: Watermark | None = None
+    ) -> None:
         self._device = history.device
-        self._eos = torch.tensor(eos_token_ids, dtype=torch.int64, device=history.device)
+        self.biases = BiasTable(history.device)
+        """To be told of the biases of each sequence that has some, when it is admitted and when it is dropped."""
+        self._processors = Processors(history, eos_token_ids, self.biases, watermark or Watermark())
 
-    def sample(self, logits: Tensor, rows: SamplingRows) -> Sampled:
-        """Choose one token a row from `logits` [R, V] float32, which this overwrites."""
-        plain = _is_plain(rows)
-        if plain.all():
+    def sample(self, logits: Tensor, rows: SamplingRows, masks: RowMasks | None = None) -> Sampled:
+        """Choose one token a row from `logits` [R, V] float32, contiguous, which this overwrites."""
+        self._processors.apply(logits, rows, masks)
+        p = rows.parameters
+        greedy = is_greedy(p)
+        if greedy.all():
             return _choose_best(logits)
-        if plain.any():
-            return self._sample_parts(logits, rows, np.flatnonzero(plain), np.flatnonzero(~plain))
-        return self._sample_tiles(logits, rows)
+        size = logits.shape[1]
+        parts = [
+            (tile, _choose_best(self._part(logits, tile)))
+            for tile in self._tiles(np.flatnonzero(greedy), size)
+        ]
+        is_left = ~greedy
+        if cuts.may_wait(self._device):
+            narrow = is_narrow(p, NUM_CANDIDATES)
+            for kind in (narrow & (p["top_k"] > 0), narrow & (p["top_k"] == 0)):
+                if len(chosen := np.flatnonzero(kind)):
+                    parts.append(self._sample_narrow(logits, rows, chosen))
+                    is_left[parts[-1][0]] = False
+        parts += [
+            (tile, self._sample_whole(self._part(logits, tile), rows.select(tile)))
+            for tile in self._tiles(np.flatnonzero(is_left), size)
+        ]
+        return _join(parts, self._device)
 
-    def _sample_parts(
-        self, logits: Tensor, rows: SamplingRows, plain: Ints, other: Ints
-    ) -> Sampled:
-        """Rows that need nothing but their greatest logit apart from the rest."""
-        plain_index, other_index = self._index(plain), self._index(other)
-        best = _choose_best(logits[plain_index])
-        sampled = self._sample_tiles(logits[other_index], rows.select(other))
-        order = self._index(np.argsort(np.concatenate([plain, other])))
-        return Sampled(
-            ids=torch.cat([best.ids, sampled.ids])[order],
-            logprobs=torch.cat([best.logprobs, sampled.logprobs])[order],
-            failed=torch.cat([best.failed, sampled.failed])[order],
-            top=tuple(replace(top, rows=other[top.rows]) for top in sampled.top),
-        )
+    def _sample_narrow(
+        self, logits: Tensor, rows: SamplingRows, chosen: Ints
+    ) -> tuple[Ints, Sampled]:
+        """Those of the `chosen` rows that their likeliest tokens settle, and what they yield."""
+        warps = Warps(rows.parameters[chosen], self._device)
+        has_top_k = bool(rows.parameters["top_k"][chosen[0]] > 0)
+        tiles = []
+        done = 0
+        for tile in self._tiles(chosen, logits.shape[1]):
+            temperature = None if has_top_k else warps.temperature[done : done + len(tile)]
+            tiles.append(find_candidates(self._part(logits, tile), temperature))
+            done += len(tile)
+        candidates = join_candidates(tiles)
+        scores, is_settled = warps.apply(candidates)
+        kept = np.flatnonzero(is_settled.numpy())
+        mine = chosen[kept]
+        if len(kept) < len(chosen):
+            index = self._index(kept)
+            scores, candidates = scores[index], candidates.select(index)
+        return mine, self._draw_narrow(candidates, scores, rows.select(mine))
 
-    def _sample_tiles(self, logits: Tensor, rows: SamplingRows) -> Sampled:
-        num_rows, size = logits.shape
-        height = max(1, TILE_ELEMENTS // size)
-        if self._device.type != "cpu" or num_rows <= height:
-            return self._sample(logits, rows)
-        starts = range(0, num_rows, height)
-        tiles = [np.arange(start, min(start + height, num_rows)) for start in starts]
-        return _join(
-            [self._sample(logits[t[0] : t[-1] + 1], rows.select(t)) for t in tiles], starts
-        )
-
-    def _sample(self, logits: Tensor, rows: SamplingRows) -> Sampled:
-        best = logits.max(-1)
-        ids = best.indices
-        scores = self._process(logits, rows)
-        scores = self._warp(scores, rows)
+    def _draw_narrow(self, candidates: Candidates, scores: Tensor, rows: SamplingRows) -> Sampled:
         logprobs = scores.log_softmax(-1)
-        p = rows.parameters
-        changed = np.flatnonzero(~p["do_sample"] & _is_processed(rows))
-        if len(changed):
-            index = self._index(changed)
-            ids = ids.index_copy(0, index, scores[index].max(-1).indices)
-        drawn = np.flatnonzero(p["do_sample"])
-        if len(drawn):
-            index = self._index(drawn)
-            bits = uniforms(p["seed"][drawn], rows.positions[drawn])
-            chosen = scores if len(drawn) == len(p) else scores[index]
-            weights = fixed_point(chosen.softmax(-1))
-            ids = ids.index_copy(0, index, draw(weights, self._index(bits)))
-        chosen_logprobs = logprobs.gather(1, ids[:, None]).squeeze(1)
+        place = draw_candidate(candidates, scores, self._uniforms(rows))[:, None]
+        chosen_logprobs = logprobs.gather(1, place).squeeze(1)
+        wanted = rows.parameters["top_n_tokens"]
+        top: tuple[TopTokens, ...] = ()
+        if len(asking := np.flatnonzero(wanted > 0)):
+            index = self._index(asking)
+            top = (TopTokens.among(candidates.ids[index], logprobs[index], asking, wanted[asking]),)
         return Sampled(
-            ids=ids,
+            ids=candidates.ids.gather(1, place).squeeze(1),
             logprobs=chosen_logprobs,
-            failed=~(best.values.isfinite() & chosen_logprobs.isfinite()),
-            top=self._top_tokens(logprobs, p["top_n_tokens"]),
+            failed=~chosen_logprobs.isfinite(),
+            top=top,
         )
 
-    def _process(self, scores: Tensor, rows: SamplingRows) -> Tensor:
-        chosen = np.flatnonzero(_is_penalised(rows.parameters))
-        if len(chosen):
-            mine = rows.select(chosen)
-            p = mine.parameters
-            penalties = Penalties(
-                repetition=self._column(p["repetition_penalty"]),
-                frequency=self._column(p["frequency_penalty"]),
-                presence=self._column(p["presence_penalty"]),
-                occurrence=self._column(p["occurrence_penalty"]),
-            )
-            history = self._history_of(mine)
-            scores = self._on(scores, chosen, lambda some: penalise(some, history, penalties))
-        short = np.flatnonzero(_is_too_short(rows))
-        if len(short) and len(self._eos):
-            forbid(scores, self._index(short), self._eos)
-        return scores
-
-    def _warp(self, scores: Tensor, rows: SamplingRows) -> Tensor:
+    def _sample_whole(self, scores: Tensor, rows: SamplingRows) -> Sampled:
+        """From the scores [n, V] of rows that may keep any number of tokens."""
         p = rows.parameters
-        if len(chosen := np.flatnonzero(p["temperature"] != 1)):
-            temperature = self._column(p["temperature"][chosen])
-            scores = self._on(scores, chosen, lambda some: apply_temperature(some, temperature))
+        scores = self._warp(apply_temperature(scores, self._column(p["temperature"])), p)
+        logprobs = scores.log_softmax(-1)
+        drawn = np.flatnonzero(p["do_sample"])
+        ids = torch.zeros(len(p), dtype=torch.int64, device=self._device)
+        if len(drawn) < len(p):
+            ids = scores.max(-1).indices
+        if len(drawn):
+            chosen = scores if len(drawn) == len(p) else scores[self._index(drawn)]
+            weights = fixed_point(chosen.softmax(-1))
+            picked = draw(weights, self._uniforms(rows.select(drawn)))
+            ids = ids.index_copy(0, self._index(drawn), picked)
+        chosen_logprobs = logprobs.gather(1, ids[:, None]).squeeze(1)
+        top: tuple[TopTokens, ...] = ()
+        if len(asking := np.flatnonzero(p["top_n_tokens"] > 0)):
+            asked = logprobs[self._index(asking)]
+            top = (TopTokens.of(asked, asking, p["top_n_tokens"][asking]),)
+        failed = ~chosen_logprobs.isfinite()
+        return Sampled(ids=ids, logprobs=chosen_logprobs, failed=failed, top=top)
+
+    def _warp(self, scores: Tensor, p: NDArray[np.void]) -> Tensor:
+        """Scores [n, V] with what is dropped at minus infinity."""
         if len(chosen := np.flatnonzero(p["top_k"] > 0)):
             k = p["top_k"][chosen]
             ks, largest = self._column(k), int(k.max())
             scores = self._on(scores, chosen, lambda some: keep_top_k(some, ks, largest))
-        if len(chosen := np.flatnonzero(p["top_p"] < 1)):
-            top_p = self._column(p["top_p"][chosen])
-            scores = self._on(scores, chosen, lambda some: keep_top_p(some, top_p))
-        if len(chosen := np.flatnonzero(p["typical_p"] < 1)):
-            typical_p = self._column(p["typical_p"][chosen])
-            scores = self._on(scores, chosen, lambda some: keep_typical(some, typical_p))
+        for name, off, keep_part in (
+            ("top_p", 1.0, keep_top_p),
+            ("typical_p", 1.0, keep_typical),
+            ("min_p", 0.0, keep_min_p),
+        ):
+            if len(chosen := np.flatnonzero(p[name] != off)):
+                keep = partial(_keep, keep_part, self._column(p[name][chosen]))
+                scores = self._on(scores, chosen, keep)
         return scores
-
-    def _history_of(self, rows: SamplingRows) -> History:
-        longest = int(rows.positions.max())
-        ids = self._history[:, :longest].index_select(0, self._index(rows.history_rows))
-        return History(
-            ids=ids.long(),
-            lengths=self._column(rows.positions),
-            num_prompt=self._column(rows.parameters["num_prompt"]),
-        )
-
-    def _top_tokens(self, logprobs: Tensor, wanted: Ints) -> tuple[TopTokens, ...]:
-        chosen = np.flatnonzero(wanted > 0)
-        if not len(chosen):
-            return ()
-        return (TopTokens.of(logprobs[self._index(chosen)], chosen, wanted[chosen]),)
 
     def _on(self, scores: Tensor, rows: Ints, change: Callable[[Tensor], Tensor]) -> Tensor:
         """`scores` with `change` applied to some rows; the rows are few or all."""
@@ -190,6 +178,22 @@ class Sampler:
         index = self._index(rows)
         return scores.index_copy_(0, index, change(scores[index]))
 
+    def _part(self, logits: Tensor, rows: Ints) -> Tensor:
+        """The `rows`, which ascend, to be read only: no copy where they follow each other."""
+        first, last = int(rows[0]), int(rows[-1])
+        if last - first + 1 == len(rows):
+            return logits[first : last + 1]
+        return logits[self._index(rows)]
+
+    def _tiles(self, rows: Ints, size: int) -> Iterator[Ints]:
+        """Parts of `rows` that are worked on together: all of them, but on CPU."""
+        whole = TILE_ELEMENTS // size if self._device.type == "cpu" else len(rows)
+        height = max(1, whole)
+        return (rows[start : start + height] for start in range(0, len(rows), height))
+
+    def _uniforms(self, rows: SamplingRows) -> Tensor:
+        return upload(uniforms(rows.parameters["seed"], rows.positions), self._device)
+
     def _index(self, values: Ints) -> Tensor:
         return upload(values, self._device)
 
@@ -197,58 +201,26 @@ class Sampler:
         return upload(values, self._device)[:, None]
 
 
-def _join(parts: list[Sampled], starts: Iterable[int]) -> Sampled:
-    """One above the other; `starts` are the first rows of the parts."""
-    tops = (
-        replace(top, rows=top.rows + start)
-        for part, start in zip(parts, starts, strict=True)
-        for top in part.top
-    )
+def _keep(keep: Callable[[Tensor, Tensor], Tensor], column: Tensor, scores: Tensor) -> Tensor:
+    return keep(scores, column)
+
+
+def _join(parts: list[tuple[Ints, Sampled]], device: torch.device) -> Sampled:
+    """What parts of the rows yield, in the rows' order."""
+    sampled = [part for _, part in parts]
+    # Candidates go by the rows' own numbers from here on.
+    tops = tuple(replace(top, rows=rows[top.rows]) for rows, part in parts for top in part.top)
+    if len(parts) == 1:
+        return replace(sampled[0], top=tops)
+    order = upload(np.argsort(np.concatenate([rows for rows, _ in parts])), device)
     return Sampled(
-        ids=torch.cat([part.ids for part in parts]),
-        logprobs=torch.cat([part.logprobs for part in parts]),
-        failed=torch.cat([part.failed for part in parts]),
-        top=tuple(tops),
+        ids=torch.cat([part.ids for part in sampled])[order],
+        logprobs=torch.cat([part.logprobs for part in sampled])[order],
+        failed=torch.cat([part.failed for part in sampled])[order],
+        top=tops,
     )
 
 
 def _choose_best(logits: Tensor) -> Sampled:
     ids, logprobs = choose_greedy(logits)
     return Sampled(ids=ids, logprobs=logprobs, failed=~logprobs.isfinite(), top=())
-
-
-def _is_plain(rows: SamplingRows) -> Mask:
-    """Whether the greatest logit is the answer, and its log probability all that is asked for."""
-    p = rows.parameters
-    plain: Mask = (
-        ~p["do_sample"]
-        & ~_is_processed(rows)
-        & (p["temperature"] == 1)
-        & (p["top_k"] == 0)
-        & (p["top_p"] >= 1)
-        & (p["typical_p"] >= 1)
-        & (p["top_n_tokens"] == 0)
-    )
-    return plain
-
-
-def _is_penalised(p: NDArray[np.void]) -> Mask:
-    penalised: Mask = (
-        (p["repetition_penalty"] != 1)
-        | (p["frequency_penalty"] != 0)
-        | (p["presence_penalty"] != 0)
-        | (p["occurrence_penalty"] != 0)
-    )
-    return penalised
-
-
-def _is_too_short(rows: SamplingRows) -> Mask:
-    """Whether fewer tokens than `min_new_tokens` are generated yet."""
-    p = rows.parameters
-    short: Mask = rows.positions - p["num_prompt"] < p["min_new_tokens"]
-    return short
-
-
-def _is_processed(rows: SamplingRows) -> Mask:
-    """Whether the greatest score may lie elsewhere than in the logits."""
-    return _is_penalised(rows.parameters) | _is_too_short(rows)

@@ -136,14 +136,14 @@ class Sequence:
         """A row of PARAMETERS, of no dimension."""
         p = self.parameters
         row: NDArray[np.void] = np.zeros((), dtype=PARAMETERS)
-        row["temperature"] = p.temperature
+        # Beyond float32 a tiny one would be 0, and a huge one infinite, which make no number of some scores.
+        row["temperature"] = np.clip(p.temperature, FLOAT32.tiny, FLOAT32.max)
         row["top_p"] = min(p.top_p, 1.0)
         row["typical_p"] = min(p.typical_p, 1.0)
-        # In float32 a tiny one would be 0, and 0 divided by it no number.
         row["repetition_penalty"] = np.clip(p.repetition_penalty, FLOAT32.tiny, FLOAT32.max)
-        row["frequency_penalty"] = p.frequency_penalty
-        row["presence_penalty"] = p.presence_penalty
-        row["occurrence_penalty"] = p.occurrence_penalty
+        row["frequency_penalty"] = np.clip(p.frequency_penalty, FLOAT32.min, FLOAT32.max)
+        row["presence_penalty"] = np.clip(p.presence_penalty, FLOAT32.min, FLOAT32.max)
+        row["occurrence_penalty"] = np.clip(p.occurrence_penalty, FLOAT32.min, FLOAT32.max)
         row["top_k"] = p.top_k
         row["do_sample"] = p.do_sample
         row["seed"] = p.seed

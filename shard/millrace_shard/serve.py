@@ -20,19 +20,27 @@ from millrace_shard.credentials import server_credentials
 from millrace_shard.decode_graphs import GraphSettings
 from millrace_shard.engine import Engine
 from millrace_shard.errors import EngineEnded, ModelError, UnsupportedModel
+from millrace_shard.grammars import GrammarCompiler
 from millrace_shard.graph_capture import CudaCapture
+from millrace_shard.guides import Guides
+from millrace_shard.hub import HubSettings
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.choose import choose_kernels
 from millrace_shard.kernels.int8_linear import is_fast, with_int8
 from millrace_shard.load import RopeOverride, load_model, read_config
 from millrace_shard.logs import configure
+from millrace_shard.model import ModelInfo
 from millrace_shard.one_shot import SymmetricMemory
 from millrace_shard.parallel import GroupError, ProcessGroup
 from millrace_shard.parent import die_with_parent
 from millrace_shard.resources import usable_cores
 from millrace_shard.service import ShardService, new_server
 from millrace_shard.socket_file import SocketFile, for_this_user_only
+from millrace_shard.speculation.checkpoints import Checkpoints, find_draft
+from millrace_shard.speculation.loading import SpeculationLoader
+from millrace_shard.speculation.medusa_config import is_medusa
 from millrace_shard.warmup import LoadedModel, MemoryLimits
+from millrace_shard.watermark import Watermark
 
 STOP_SECONDS = 5.0
 """How long calls that are under way, a step among them, may go on after a signal."""
@@ -139,6 +147,7 @@ def _quantized(kernels: Kernels, kind: str, device: torch.device, dtype: torch.d
 
 def load(config: ShardConfig, device: torch.device) -> LoadedModel:
     """Meet the other ranks, then read this rank's weights."""
+    config = with_folders(config)
     group = ProcessGroup.connect(
         config.rank,
         config.world_size,
@@ -146,6 +155,8 @@ def load(config: ShardConfig, device: torch.device) -> LoadedModel:
         master_port=config.master_port,
         device=device,
     )
+    if is_deterministic(config, device):
+        group.add_in_rank_order()
     if config.one_shot_all_reduce and config.world_size > 1 and device.type == "cuda":
         group.use_one_shot(SymmetricMemory(device))
     dtype = choose_dtype(config, device)
@@ -153,7 +164,7 @@ def load(config: ShardConfig, device: torch.device) -> LoadedModel:
         device,
         dtype,
         deterministic=is_deterministic(config, device),
-        head_dims=_head_dims(config.model_folder),
+        head_dims=_head_dims(config),
         custom=not config.disable_custom_kernels,
     )
     if config.quantize is not None:
@@ -168,10 +179,54 @@ def load(config: ShardConfig, device: torch.device) -> LoadedModel:
         rope_override=_rope_override(config),
         max_total_tokens=config.max_total_tokens,
     )
+    draft_folder = None if config.draft_model is None else Path(config.draft_model)
+    loader = SpeculationLoader(
+        folder=config.model_folder,
+        dtype=dtype,
+        kernels=kernels,
+        group=group,
+        device=device,
+        max_total_tokens=config.max_total_tokens,
+    )
+    model, speculation = loader.load(model, draft_folder=draft_folder, speculate=config.speculate)
     size = sum(path.stat().st_size for path in config.model_folder.glob("*.safetensors"))
     seconds = time.monotonic() - started
     logger.info("weights loaded in %.1f s, %s", seconds, readable_size(size))
-    return LoadedModel(model=model, kernels=kernels, group=group, device=device, dtype=dtype)
+    return LoadedModel(
+        model=model,
+        kernels=kernels,
+        group=group,
+        device=device,
+        dtype=dtype,
+        guides=_guides(config, model.info),
+        speculation=speculation,
+        watermark=Watermark(config.watermark_gamma, config.watermark_delta),
+    )
+
+
+def with_folders(config: ShardConfig) -> ShardConfig:
+    """`config` with folders alone: of the model, and of what guesses for it if there is anything. Raises ModelError."""
+    settings = HubSettings.from_environment(os.environ)
+    if config.draft_model is not None:
+        draft = find_draft(config.draft_model, settings)
+        return config.model_copy(update={"draft_model": str(draft)})
+    if not is_medusa(config.model_folder):
+        return config
+    found = Checkpoints.find(
+        str(config.model_folder), draft_model=None, revision=None, settings=settings
+    )
+    return config.model_copy(update={"model_folder": found.model, "draft_model": str(found.draft)})
+
+
+def _guides(config: ShardConfig, info: ModelInfo) -> Guides:
+    compiler = GrammarCompiler.load(
+        config.model_folder,
+        vocab_size=info.vocab_size,
+        eos_token_ids=info.eos_token_ids,
+        timeout=config.grammar_timeout,
+        max_source_bytes=config.max_grammar_bytes,
+    )
+    return Guides(compiler, info.vocab_size)
 
 
 def readable_size(num_bytes: int) -> str:
@@ -218,7 +273,14 @@ def _rope_override(config: ShardConfig) -> RopeOverride | None:
     return RopeOverride(config.rope_scaling or "linear", config.rope_factor or 1.0)
 
 
-def _head_dims(folder: Path) -> tuple[int, ...]:
-    config = read_config(folder).get_text_config()
-    own = getattr(config, "head_dim", None)
-    return (own or config.hidden_size // config.num_attention_heads,)
+def _head_dims(config: ShardConfig) -> tuple[int, ...]:
+    """Of the model, and of a draft model, whose attention the same kernels compute."""
+    folders = [config.model_folder]
+    if config.draft_model is not None and not is_medusa(Path(config.draft_model)):
+        folders.append(Path(config.draft_model))
+    found = []
+    for folder in folders:
+        text = read_config(folder).get_text_config()
+        own = getattr(text, "head_dim", None)
+        found.append(own or text.hidden_size // text.num_attention_heads)
+    return tuple(dict.fromkeys(found))

@@ -17,9 +17,13 @@ from millrace_proto import generate_pb2_grpc as pb_grpc
 from millrace_shard.capacity import CapacityError
 from millrace_shard.engine import Engine
 from millrace_shard.errors import EngineEnded
+from millrace_shard.grammar_source import GrammarInvalid
+from millrace_shard.grammars import TooManyGrammars
+from millrace_shard.guides import NO_GRAMMARS
 from millrace_shard.step import StepReply
 from millrace_shard.wire import (
     capacity_to_pb,
+    grammar_from_pb,
     info_to_pb,
     progress_to_pb,
     reply_to_pb,
@@ -32,7 +36,8 @@ SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.so_reuseport", 0),
 )
-NUM_WORKERS = 32
+NUM_WORKERS = 96
+"""Threads come with the calls. Grammars may keep `MAX_CALLS` of them waiting, and steps and health checks go on."""
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ShardService"].full_name
 
 logger = logging.getLogger(__name__)
@@ -75,6 +80,21 @@ class ShardService(pb_grpc.ShardServiceServicer):
             context.abort(grpc.StatusCode.INTERNAL, str(error) or type(error).__name__)
         logger.info("KV cache of %d tokens", capacity.max_batch_total_tokens)
         return capacity_to_pb(capacity)
+
+    def CompileGrammar(
+        self, request: pb.CompileGrammarRequest, context: grpc.ServicerContext
+    ) -> pb.CompileGrammarResponse:
+        """Compile on this thread and in another process; the engine is not asked."""
+        guides = self.engine.loaded.guides
+        if guides is None or guides.compiler is None:
+            return pb.CompileGrammarResponse(error=NO_GRAMMARS)
+        try:
+            guides.compiler.check(grammar_from_pb(request.grammar))
+        except GrammarInvalid as error:
+            return pb.CompileGrammarResponse(error=str(error))
+        except TooManyGrammars as error:
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        return pb.CompileGrammarResponse()
 
     def Steps(
         self, request_iterator: Iterator[pb.StepRequest], context: grpc.ServicerContext

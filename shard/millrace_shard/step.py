@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
+Flags = NDArray[np.bool_]
 
 
 class StepInvalid(Exception):  # noqa: N818
@@ -57,6 +58,30 @@ class Forward:
     """KV positions each decode may fill; empty: one each."""
     draft_tokens: Ints = field(default_factory=no_ints)
     """How many of them may be guesses; empty: none."""
+
+    def allowances(self) -> tuple[Ints, Ints]:
+        """KV positions and guesses of each decode, with what is left out filled in. Raises StepInvalid."""
+        count = len(self.decode_slots)
+        positions = (
+            self.decode_tokens if len(self.decode_tokens) else np.ones(count, dtype=np.int64)
+        )
+        guesses = self.draft_tokens if len(self.draft_tokens) else np.zeros(count, dtype=np.int64)
+        if len(positions) != count or len(guesses) != count:
+            raise StepInvalid("decodes and what they are allowed differ in number")
+        if (positions < 1).any() or (guesses < 0).any():
+            raise StepInvalid("a decode that may fill no position, or less than none by guesses")
+        return positions, guesses
+
+    def without(self, chunks: Flags, decodes: Flags) -> Forward:
+        """The same step without these rows; a flag for each."""
+        return replace(
+            self,
+            chunk_slots=self.chunk_slots[~chunks],
+            chunk_tokens=self.chunk_tokens[~chunks],
+            decode_slots=self.decode_slots[~decodes],
+            decode_tokens=self.decode_tokens[~decodes] if len(self.decode_tokens) else no_ints(),
+            draft_tokens=self.draft_tokens[~decodes] if len(self.draft_tokens) else no_ints(),
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -30,6 +30,13 @@ class Stopwatch:
         if self._is_cuda:
             self._events[-1].synchronize()
 
+    def is_done(self) -> bool:
+        """Whether that work is done."""
+        if not self._is_cuda:
+            return True
+        is_done: bool = self._events[-1].query()  # type: ignore[no-untyped-call]
+        return is_done
+
     def elapsed_ns(self, mark: int) -> int:
         """From the start, or on CUDA from when the device got there, to mark `mark`, counted from 1."""
         if self._is_cuda:

@@ -31,7 +31,7 @@ class TopTokens:
     best: Tensor
     """[2, n, W] int32: ids and bits of log probabilities, the likeliest first."""
     logprobs: Tensor
-    """[n, V] float32."""
+    """[n, V] float32, or [n, W] where all possible tokens are among the best."""
 
     @classmethod
     def of(cls, logprobs: Tensor, rows: Ints, wanted: Ints) -> TopTokens:
@@ -41,6 +41,15 @@ class TopTokens:
         values, ids = logprobs.topk(width, dim=-1)
         best = torch.stack([ids.to(torch.int32), values.view(torch.int32)])
         return cls(rows=rows, wanted=wanted, best=best, logprobs=logprobs)
+
+    @classmethod
+    def among(cls, ids: Tensor, logprobs: Tensor, rows: Ints, wanted: Ints) -> TopTokens:
+        """Those of `ids` [n, W] int64 with `logprobs` [n, W] float32, which are all the possible tokens of a row."""
+        ordered = logprobs.sort(dim=-1, descending=True)
+        ids = ids.gather(1, ordered.indices).to(torch.int32)
+        best = torch.stack([ids, ordered.values.view(torch.int32)])
+        wanted = np.minimum(wanted, logprobs.shape[1])
+        return cls(rows=rows, wanted=wanted, best=best, logprobs=ordered.values)
 
     def chosen(self, best: Tensor) -> tuple[Ints, Ints, Floats]:
         """Row, id and log probability of the likeliest `wanted` of each row and of all that tie with the last of them.

@@ -15,11 +15,17 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils.logging import disable_progress_bar
 
 from millrace_shard.errors import UnsupportedModel, WeightsError
+from millrace_shard.invariant_modules import make_invariant, multiplies_by_itself
 from millrace_shard.kernels.base import Kernels, LayerCache, Linear
 from millrace_shard.model import KVGeometry, ModelInfo
 from millrace_shard.paged_attention import NAME, PagedAttention, ShapeProbe, answering
 from millrace_shard.ragged import RaggedBatch
-from millrace_shard.rope import LENGTH_DEPENDENT, model_rope_table, rope_kind
+from millrace_shard.rope import (
+    LENGTH_DEPENDENT,
+    POSITIONS_PER_STEP,
+    model_rope_table,
+    rope_kind,
+)
 from millrace_shard.safetensor_files import SafetensorFiles
 
 _OWN_ROTARY = ("cohere", "olmo2")
@@ -48,8 +54,8 @@ SUPPORTED = (
 class TransformersModel:
     """A CausalModel around a transformers class.
 
-    Its projections and attention are our kernels', the rest its own code, whose elementwise functions may give the
-    last bit by where an element lies in the step: it is not batch invariant.
+    Its projections and attention are our kernels', the rest its own code. On CPU, with deterministic kernels, what of
+    that would round by what else is in the step is replaced; elsewhere the model is not batch invariant.
     """
 
     def __init__(self, model: PreTrainedModel, info: ModelInfo, kernels: Kernels) -> None:
@@ -62,7 +68,8 @@ class TransformersModel:
         self.info = replace(
             info,
             window_size=windows.pop() if len(windows) == 1 else None,
-            batch_invariant=False,
+            batch_invariant=_wants_invariance(kernels, model.device)
+            and not multiplies_by_itself(model),
         )
         self.geometry = KVGeometry(tuple(shapes.layers[i] for i in range(len(shapes.layers))))
 
@@ -103,8 +110,10 @@ class TransformersModel:
         for name in sorted(report["missing_keys"]):
             raise WeightsError(f"tensor {name} is missing from the checkpoint")
         model.to(device)
-        _use_rope_table(model, max_total_tokens)
+        _use_rotary_table(model, info.max_position_embeddings, max_total_tokens)
         _use_linears(model, kernels)
+        if _wants_invariance(kernels, device):
+            make_invariant(model, kernels)
         return cls(model, info, kernels)
 
     @torch.inference_mode()
@@ -164,16 +173,21 @@ def _check_windows(model: PreTrainedModel, windows: dict[int, int | None]) -> No
 
 
 class TableRotary(nn.Module):
-    """A class's rotary embedding, read from our table: its own would depend on the longest sequence in the batch."""
+    """A class's rotary embedding as a table: a position is rotated alike whatever else is in the step.
 
-    def __init__(self, table: Tensor) -> None:
+    Computed in place, the last bits of cosines would depend on the number of tokens, and with some kinds of RoPE the
+    angles on the longest sequence.
+    """
+
+    def __init__(self, cosines: Tensor, sines: Tensor) -> None:
+        """Both [positions, rotary_dim], laid out as the class wants them."""
         super().__init__()
-        self._table = table
+        self._cosines = cosines
+        self._sines = sines
 
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of `position_ids` [1, T], each repeated for both halves: [1, T, rotary_dim]."""
-        cos, sin = self._table[position_ids].to(x.dtype).chunk(2, dim=-1)
-        return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+    def forward(self, _: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of `position_ids` [1, T]: [1, T, rotary_dim]."""
+        return self._cosines[position_ids], self._sines[position_ids]
 
 
 class KernelLinear(nn.Module):
@@ -188,11 +202,27 @@ class KernelLinear(nn.Module):
         return self._linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
 
-def _use_rope_table(model: PreTrainedModel, max_total_tokens: int | None) -> None:
-    """Where the class would let a batch's longest sequence choose the rotation of all."""
+def _wants_invariance(kernels: Kernels, device: torch.device) -> bool:
+    """On CUDA the order of a class's own sums depends on the number of rows."""
+    return kernels.deterministic and device.type == "cpu"
+
+
+def _use_rotary_table(model: PreTrainedModel, longest: int, max_total_tokens: int | None) -> None:
+    """For sequences of up to `longest` tokens, or `max_total_tokens` where that is less."""
+    rotary = getattr(model.base_model, "rotary_emb", None)
+    if rotary is None:
+        return
     if _rope_depends_on_length(model.config):
-        table = model_rope_table(model.config, max_total_tokens)
-        model.base_model.rotary_emb = TableRotary(table.to(model.device))
+        table = model_rope_table(model.config, max_total_tokens).to(model.device, model.dtype)
+        cosines, sines = (torch.cat((half, half), dim=-1) for half in table.chunk(2, dim=-1))
+    else:
+        x = torch.empty(0, dtype=model.dtype, device=model.device)
+        positions = torch.arange(min(longest, max_total_tokens or longest), device=model.device)
+        parts = [
+            rotary(x, part.unsqueeze(0)) for part in torch.split(positions, POSITIONS_PER_STEP)
+        ]
+        cosines, sines = (torch.cat([part[i][0] for part in parts]) for i in (0, 1))
+    model.base_model.rotary_emb = TableRotary(cosines, sines)
 
 
 def _use_linears(module: nn.Module, kernels: Kernels) -> None:

@@ -6,10 +6,10 @@ import gc
 import logging
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from millrace_shard.batch import Batch, BatchLimits
+from millrace_shard.batch import Batch
+from millrace_shard.batch_limits import BatchLimits
 from millrace_shard.capacity import (
     CacheShape,
     Capacity,
@@ -24,13 +24,15 @@ from millrace_shard.capacity import (
 )
 from millrace_shard.decode_graphs import DecodeGraphs, GraphSettings
 from millrace_shard.failures import is_out_of_memory
+from millrace_shard.guides import Guides
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.model import CausalModel
 from millrace_shard.parallel import ProcessGroup
+from millrace_shard.rehearsal import batch_too_large, prefill_too_large, run_largest
 from millrace_shard.resources import available_memory, free_cuda_memory
-from millrace_shard.runner import StepRunner
-from millrace_shard.sequence import SamplingParameters, Sequence
-from millrace_shard.step import BatchChange, Forward
+from millrace_shard.runner import StepRunner, TokenAids
+from millrace_shard.speculation.speculation import Speculation
+from millrace_shard.watermark import Watermark
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +46,26 @@ class LoadedModel:
     group: ProcessGroup
     device: torch.device
     dtype: torch.dtype
+    speculation: Speculation | None = None
+    """How tokens are guessed ahead; None: not at all."""
+    guides: Guides | None = None
+    """What makes the masks of sequences that have a grammar; None: such a sequence runs without."""
+    watermark: Watermark | None = None
+
+    @property
+    def max_guesses(self) -> int:
+        """Tokens that may be guessed ahead for one sequence in one step."""
+        return 0 if self.speculation is None else self.speculation.most
+
+    @property
+    def layers(self) -> tuple[tuple[int, int], ...]:
+        """(num_kv_heads, head_dim) of each layer with a KV cache, the model's own first."""
+        drafts = () if self.speculation is None else self.speculation.layers
+        return (*self.model.geometry.layers, *drafts)
 
     def cache_shape(self) -> CacheShape:
-        """What a block of this rank's cache costs."""
-        elements = sum(
-            2 * num_heads * head_dim for num_heads, head_dim in self.model.geometry.layers
-        )
+        """What a block of this rank's caches costs."""
+        elements = sum(2 * num_heads * head_dim for num_heads, head_dim in self.layers)
         return CacheShape(
             block_size=self.kernels.block_size,
             bytes_per_token=elements * self.dtype.itemsize,
@@ -123,7 +139,7 @@ def warm_up(
             num_blocks=capacity.num_blocks - 1,
             block_size=shape.block_size,
         )
-        _run_prefill(runner, lengths, limits, _prefill_too_large(sum(lengths)))
+        _rehearse(runner, lengths, limits, prefill_too_large(sum(lengths)))
     return WarmedUp(runner, capacity)
 
 
@@ -168,7 +184,8 @@ def _memory_after_rehearsal(
         block_size=shape.block_size,
     )
     num_blocks = 1 + sum(-(-length // shape.block_size) for length in lengths)
-    num_blocks = max(num_blocks, 1 + request.max_batch_size)
+    per_decode = -(-(2 + loaded.max_guesses) // shape.block_size)
+    num_blocks = max(num_blocks, 1 + request.max_batch_size * per_decode)
     try:
         runner = _new_runner(
             loaded,
@@ -178,57 +195,30 @@ def _memory_after_rehearsal(
             graphs=graphs,
         )
     except torch.OutOfMemoryError as error:
-        raise _prefill_too_large(sum(lengths)) from error
-    _run_prefill(runner, lengths, limits, _prefill_too_large(sum(lengths)))
+        raise prefill_too_large(sum(lengths)) from error
+    _rehearse(runner, lengths, limits, prefill_too_large(sum(lengths)))
     # Prompts of one token are sampled from as decodes are, all of them at once.
     single = [1] * request.max_batch_size
-    _run_prefill(runner, single, limits, _batch_too_large(request.max_batch_size))
+    _rehearse(runner, single, limits, batch_too_large(request.max_batch_size), decode=True)
     trial_bytes = num_blocks * shape.block_size * shape.bytes_per_token
     return _kv_memory(loaded.device, limits, trial_bytes)
 
 
-def _run_prefill(
-    runner: StepRunner, lengths: list[int], limits: MemoryLimits, too_large: CapacityError
+def _rehearse(
+    runner: StepRunner,
+    lengths: list[int],
+    limits: MemoryLimits,
+    too_large: CapacityError,
+    *,
+    decode: bool = False,
 ) -> None:
-    """One step over prompts of these lengths that uses every part of sampling; `too_large` where memory ends."""
-    size = runner.batch.limits.block_size
-    num_blocks = [-(-length // size) for length in lengths]
-    slots = np.arange(len(lengths))
-    step = Forward(
-        change=BatchChange(
-            admitted=tuple(_sequence(slot, length, limits) for slot, length in enumerate(lengths)),
-            grown_slots=np.repeat(slots, num_blocks),
-            grown_blocks=np.arange(1, 1 + sum(num_blocks)),
-        ),
-        chunk_slots=slots,
-        chunk_tokens=np.array(lengths, dtype=np.int64),
-    )
+    """Raises `too_large` where memory ends."""
     try:
-        runner.launch(step).finish()
+        run_largest(runner, lengths, prefill_logprobs=limits.prefill_logprobs, decode=decode)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         raise too_large from error
-    runner.batch.clear()
-
-
-def _sequence(slot: int, length: int, limits: MemoryLimits) -> Sequence:
-    return Sequence(
-        slot=slot,
-        request_id=0,
-        input_ids=np.zeros(length, dtype=np.int64),
-        parameters=SamplingParameters(
-            temperature=0.9,
-            top_k=10,
-            top_p=0.9,
-            typical_p=0.9,
-            do_sample=True,
-            repetition_penalty=1.2,
-            frequency_penalty=0.1,
-        ),
-        top_n_tokens=5,
-        prefill_logprobs=limits.prefill_logprobs,
-    )
 
 
 def _new_runner(
@@ -248,7 +238,7 @@ def _new_runner(
             dtype=loaded.dtype,
             device=loaded.device,
         )
-        for num_kv_heads, head_dim in loaded.model.geometry.layers
+        for num_kv_heads, head_dim in loaded.layers
     ]
     # Block 0 fills up short block tables: it is never written, and may be read where it weighs nothing.
     unowned = [0] if graphs is None else [0, num_blocks]
@@ -262,26 +252,27 @@ def _new_runner(
         block_size=loaded.kernels.block_size,
         vocab_size=loaded.model.info.vocab_size,
         padding_block=0 if graphs is None else num_blocks,
+        max_guesses=loaded.max_guesses,
     )
     batch = Batch(limits, loaded.device)
+    own = len(loaded.model.geometry.layers)
+    cache, draft_cache = cache[:own], cache[own:]
+    proposer = None
+    if loaded.speculation is not None:
+        proposer = loaded.speculation.proposer(
+            loaded.model, loaded.kernels, draft_cache, batch, loaded.dtype
+        )
     captured = None
     if graphs is not None:
         captured = DecodeGraphs(loaded.model, cache, batch)
         captured.capture(graphs, loaded.group)
-    return StepRunner(loaded.model, loaded.kernels, cache, batch, captured)
-
-
-def _prefill_too_large(num_tokens: int) -> CapacityError:
-    return CapacityError(
-        f"Not enough memory to handle {num_tokens} prefill tokens. "
-        "You need to decrease `--max-batch-prefill-tokens`"
-    )
-
-
-def _batch_too_large(num_rows: int) -> CapacityError:
-    return CapacityError(
-        f"Not enough memory to choose the tokens of {num_rows} sequences at once. "
-        "You need to decrease `--max-batch-size`"
+    return StepRunner(
+        loaded.model,
+        loaded.kernels,
+        cache,
+        batch,
+        captured,
+        TokenAids(guides=loaded.guides, proposer=proposer, watermark=loaded.watermark),
     )
 
 

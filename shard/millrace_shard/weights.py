@@ -12,7 +12,7 @@ from torch import Tensor
 from millrace_shard.errors import WeightsError
 from millrace_shard.mapped_pages import release_pages
 from millrace_shard.parallel import ProcessGroup
-from millrace_shard.safetensor_files import SafetensorFiles
+from millrace_shard.safetensor_files import SINGLE, SafetensorFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,16 @@ class Weights:
     """
 
     def __init__(
-        self, folder: Path, *, dtype: torch.dtype, device: torch.device, group: ProcessGroup
+        self,
+        folder: Path,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: ProcessGroup,
+        file: str = SINGLE,
     ) -> None:
-        self._files = SafetensorFiles(folder)
+        """Of the checkpoint in `folder`, or of one `file` in it that is called otherwise than a model's."""
+        self._files = SafetensorFiles(folder, file)
         self._dtype = dtype
         self._device = device
         self._rank = group.rank

@@ -83,6 +83,8 @@ def info_to_pb(
         deterministic=deterministic and loaded.model.info.batch_invariant,
         prefill_logprobs=prefill_logprobs,
         window_size=info.window_size,
+        speculate=loaded.max_guesses,
+        grammars=loaded.guides is not None and loaded.guides.compiler is not None,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -21,9 +21,10 @@ from millrace_fakes_router import (
     running,
 )
 from millrace_fakes_shard import EOS_TOKEN_ID, FakeShard, continuation
+from millrace_router.batcher import Batcher
 from millrace_router.errors import GenerationError, ShuttingDown
 from millrace_router.events import PromptLogprobs, TokenEvent
-from millrace_router.request import FinishReason, ValidRequest
+from millrace_router.request import FinishReason, Grammar, GrammarKind, ValidRequest
 
 requests = st.lists(
     st.tuples(
@@ -303,3 +304,130 @@ async def test_stopping_ends_every_stream() -> None:
         await collect(two)
     with pytest.raises(ShuttingDown):
         batcher.submit(request([3], 1))
+
+
+SPECULATE = 4
+
+
+def speculating(num_right: Callable[[int], int] = int) -> tuple[FakeShard, Batcher]:
+    """A shard whose guesses are right as `num_right` says of so many, and a batcher that allows all it can."""
+    shard = FakeShard(num_blocks=200)
+    shard.speculate, shard.num_right = SPECULATE, num_right
+    return shard, new_batcher(
+        DirectShards(shard), shard, max_batch_prefill_tokens=64, speculate=SPECULATE
+    )
+
+
+def samples(batcher: Batcher, name: str) -> dict[str, float]:
+    """Values of a metric by the label `le`, or by nothing."""
+    registry = batcher._metrics._metrics.registry
+    found = [sample for metric in registry.collect() for sample in metric.samples]
+    return {sample.labels.get("le", ""): sample.value for sample in found if sample.name == name}
+
+
+async def test_tokens_of_one_step_are_events_of_their_own() -> None:
+    shard, batcher = speculating()
+    async with running(batcher):
+        streams = [batcher.submit(request([number] * 3, 23)) for number in range(3)]
+        outputs = [ids_of(events) for events in await asyncio.gather(*map(collect, streams))]
+    assert outputs == [continuation([number] * 3, 23) for number in range(3)]
+    forwards = [s for s in shard.steps if s.WhichOneof("work") in {"prefill", "decode"}]
+    assert len(forwards) < 10
+
+
+@pytest.mark.parametrize("right", range(SPECULATE + 1))
+async def test_guesses_are_counted_and_so_is_what_they_saved(right: int) -> None:
+    _, batcher = speculating(lambda guesses: min(guesses, right))
+    async with running(batcher):
+        await collect(batcher.submit(request([1] * 3, 200)))
+    drafted = samples(batcher, "millrace_speculation_drafted_tokens_total")[""]
+    accepted = samples(batcher, "millrace_speculation_accepted_tokens_total")[""]
+    assert accepted == pytest.approx(drafted * right / SPECULATE, rel=0.05)
+    assert samples(batcher, "tgi_request_skipped_tokens_sum")[""] == accepted
+    buckets = samples(batcher, "tgi_request_skipped_tokens_bucket")
+    count = samples(batcher, "tgi_request_skipped_tokens_count")[""]
+    below = buckets[str(right - 1)] if right else 0.0
+    assert buckets[str(right)] - below > 0.9 * count
+
+
+async def test_what_follows_the_end_of_sequence_in_its_step_is_dropped() -> None:
+    shard, batcher = speculating()
+    shard.eos_after[0] = 7
+    async with running(batcher):
+        events = await collect(batcher.submit(request([5, 6], 50)))
+        await until_idle(shard)
+    assert ids_of(events) == [*continuation([5, 6], 7), EOS_TOKEN_ID]
+    assert end_of(events).finish_reason is FinishReason.EOS_TOKEN
+
+
+@pytest.mark.parametrize("place", range(5))
+async def test_what_follows_a_stop_sequence_in_its_step_is_dropped(place: int) -> None:
+    shard, batcher = speculating()
+    expected = continuation([8], 20)
+    stop = f"w{expected[4 + place]} w{expected[5 + place]}"
+    async with running(batcher):
+        events = await collect(
+            batcher.submit(ValidRequest(input_ids=(8,), max_new_tokens=40, stop_sequences=(stop,)))
+        )
+        await until_idle(shard)
+    assert ids_of(events) == expected[: 6 + place]
+    assert end_of(events).finish_reason is FinishReason.STOP_SEQUENCE
+
+
+@pytest.mark.parametrize("count", range(1, 13))
+async def test_forced_tokens_end_with_the_last_that_was_asked_for(count: int) -> None:
+    shard = FakeShard(num_blocks=100)
+    shard.num_forced = 5
+    batcher = new_batcher(DirectShards(shard), shard, max_batch_prefill_tokens=64)
+    guided = ValidRequest(
+        input_ids=(1, 2), max_new_tokens=count, grammar=Grammar(GrammarKind.REGEX, ".*")
+    )
+    async with running(batcher):
+        events, plain = await asyncio.gather(
+            collect(batcher.submit(guided)), collect(batcher.submit(request([3], 9)))
+        )
+        await until_idle(shard)
+    assert ids_of(events) == continuation([1, 2], count)
+    assert end_of(events).finish_reason is FinishReason.LENGTH
+    assert ids_of(plain) == continuation([3], 9)
+
+
+async def test_steps_that_yield_nothing_are_no_steps_that_saved_one() -> None:
+    """A chain of 20 takes two steps, of which the first is without a token."""
+    shard = FakeShard(num_blocks=100)
+    shard.num_forced = 20
+    batcher = new_batcher(DirectShards(shard), shard, max_batch_prefill_tokens=64)
+    guided = ValidRequest(
+        input_ids=(1, 2), max_new_tokens=60, grammar=Grammar(GrammarKind.REGEX, ".*")
+    )
+    async with running(batcher):
+        assert ids_of(await collect(batcher.submit(guided))) == continuation([1, 2], 60)
+    assert samples(batcher, "tgi_request_skipped_tokens_count") == {"": 3.0}
+    assert samples(batcher, "tgi_request_skipped_tokens_sum") == {"": 57.0}
+
+
+async def test_a_failed_step_of_guesses_is_computed_again_from_the_tokens_delivered() -> None:
+    shard, batcher = speculating(lambda guesses: guesses // 2)
+    async with running(batcher):
+        streams = [batcher.submit(request([number], 60)) for number in range(3)]
+        first = await anext(streams[0])
+        assert isinstance(first, TokenEvent)
+        shard.fail_next = "the device caught fire"
+        outputs = await asyncio.gather(*map(collect, streams))
+        await until_idle(shard)
+    assert [first.token.id, *(e.token.id for e in outputs[0] if isinstance(e, TokenEvent))] == (
+        continuation([0], 60)
+    )
+    assert [ids_of(events) for events in outputs[1:]] == [
+        continuation([number], 60) for number in (1, 2)
+    ]
+
+
+async def test_a_row_that_is_not_finite_fails_alone_beside_guesses() -> None:
+    shard, batcher = speculating()
+    shard.not_finite.add(1)
+    async with running(batcher):
+        good, bad = batcher.submit(request([1], 26)), batcher.submit(request([2], 26))
+        with pytest.raises(GenerationError, match="not finite"):
+            await collect(bad)
+        assert ids_of(await collect(good)) == continuation([1], 26)

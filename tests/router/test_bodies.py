@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError as ShapeError
 
 from millrace_fakes_edge import serving
-from millrace_router.api.native import UINT32_MAX, CompatGenerateRequest, GenerateParameters
+from millrace_router.api.fields import UINT32_MAX
+from millrace_router.api.native import CompatGenerateRequest, GenerateParameters
 from millrace_router.bodies import shape_message
 
 ROUTES = ("/", "/generate", "/generate_stream", "/tokenize")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from millrace_router.cost import COEFFICIENTS, CostModel
+from millrace_router.cost import COEFFICIENTS, EXTRA_COEFFICIENTS, CostModel
 from millrace_router.step_load import StepLoad
 
 SMALL = (0.0146, 0.0004, 1e-7, 0.001, 6e-5, 2.4e-7)
@@ -263,3 +263,94 @@ def test_json_carries_the_costs_to_a_model_that_learns_nothing() -> None:
 def test_wrong_costs_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="cost"):
         CostModel.fixed(wrong)
+
+
+def extra_price(load: StepLoad, once: float, each: float) -> float:
+    return price(load) + (once + each * load.extra_positions if load.extra_positions else 0.0)
+
+
+def with_extra(number: int, rng: random.Random) -> StepLoad:
+    """Guesses for most decodes of a batch of any size, which attend to as much as others."""
+    decodes = 1 + number * 7 % 32
+    extra = sum(rng.randint(1, 4) for _ in range(decodes))
+    return StepLoad(decodes=decodes, context=500 * (decodes + extra), extra_positions=extra)
+
+
+@pytest.mark.parametrize("noise", [1.0, 3.0])
+@pytest.mark.parametrize(("once", "each"), [(0.0, 0.0004), (0.01, 0.0004), (0.002, 0.004)])
+def test_learns_what_extra_positions_cost_and_of_plain_steps_keeps_what_it_knew(
+    once: float, each: float, noise: float
+) -> None:
+    """Though a neighbour holds up every eighth of them."""
+    model, rng = trained(1500), random.Random(4)
+    before = model.to_json()
+    for number in range(200):
+        load = with_extra(number, rng)
+        late = noise if number % 8 == 3 else 1.0
+        model.observe(load, late * extra_price(load, once, each))
+    for number in range(40):
+        load = with_extra(number, rng)
+        exact = extra_price(load, once, each)
+        assert model.seconds(load) == pytest.approx(exact, rel=0.2 if noise == 1.0 else 0.3)
+    after = model.to_json()
+    assert [before[name] for name in COEFFICIENTS] == [after[name] for name in COEFFICIENTS]
+    prices = model.extra_prices()
+    assert prices is not None
+    load = StepLoad(decodes=8, context=4000, extra_positions=12)
+    plain = StepLoad(decodes=8, context=4000)
+    assert sum(prices[:2]) + 11 * prices[1] == pytest.approx(
+        (model.seconds(load) or 0.0) - (model.seconds(plain) or 0.0)
+    )
+
+
+def test_a_few_steps_suffice_where_extra_positions_cost_many_rows() -> None:
+    """Or a machine on which they cost five steps would make hundreds of them."""
+    model = trained(1500)
+    load = StepLoad(decodes=4, context=2000, extra_positions=8)
+    for _ in range(6):
+        model.observe(load, extra_price(load, 0.1, 0.0004))
+    assert (model.seconds(load) or 0.0) > 2.5 * price(load)
+
+
+def test_one_step_that_was_held_up_says_little() -> None:
+    model = trained(1500)
+    load = StepLoad(decodes=4, context=2000, extra_positions=8)
+    before = model.seconds(load) or 0.0
+    model.observe(load, 10 * before)
+    assert (model.seconds(load) or 0.0) < 1.6 * before
+
+
+def test_a_bad_impression_fades_in_steps_without_extra_positions() -> None:
+    model, rng = trained(1500), random.Random(2)
+    load = StepLoad(decodes=4, context=2000, extra_positions=8)
+    before = model.seconds(load) or 0.0
+    for _ in range(10):
+        model.observe(load, 10 * before)
+    assert (model.seconds(load) or 0.0) > 2 * before
+    for _ in range(12000):
+        other = some_load(rng)
+        model.observe(other, price(other))
+    assert (model.seconds(load) or 0.0) == pytest.approx(before, rel=0.1)
+
+
+def test_until_then_an_extra_position_costs_what_a_row_does() -> None:
+    model = trained(1500)
+    known = model.to_json()
+    assert set(known) == {*COEFFICIENTS, *EXTRA_COEFFICIENTS}
+    assert model.extra_prices() == pytest.approx(
+        (0.0, known["decode_row"], known["decode_context_token"])
+    )
+    assert CostModel().extra_prices() is None
+    assert CostModel.fixed(costs()).extra_prices() == (0.0, SMALL[1], SMALL[2])
+
+
+def test_extra_positions_leave_less_for_prompts() -> None:
+    model = CostModel.fixed(costs() | dict(zip(EXTRA_COEFFICIENTS, (0.01, 0.001), strict=True)))
+    wanted = {"decodes": 8, "context": 4000, "start": 0, "least": 16, "most": 4096}
+    for number in (0, 10, 40):
+        found = model.prefill_tokens_within(0.1, extra_positions=number, **wanted)
+        for size, fits in ((found, True), (found + 1, False)):
+            load = chunk(size, 0, 8, 4000)
+            load.extra_positions = number
+            assert ((model.seconds(load) or 0.0) <= 0.1) is fits, number
+    assert CostModel.from_json(model.to_json()).to_json() == model.to_json()

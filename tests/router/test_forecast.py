@@ -518,3 +518,24 @@ def test_rows_in_spare_slots_are_rows_like_others() -> None:
     assert usual == forecaster().predict(
         rows, ahead=(8, 800), num_prompt_tokens=100, max_new_tokens=LIMIT
     )
+
+
+def test_rows_that_yield_several_tokens_at_once_end_sooner() -> None:
+    """Twice as many a step: half the steps until a place is free, and until the end."""
+    rows = [Job(0.0, 100, 200, limit=200, slot=slot, num_computed=100) for slot in range(32)]
+    for row in rows:
+        row.num_tokens_planned = 1
+    found = []
+    for tokens_per_row in (1, 2):
+        oracle = forecaster()
+        for _ in range(500):
+            oracle.yielded(32 * tokens_per_row, 32)
+        prediction = oracle.predict(
+            rows, ahead=(0, 0), num_prompt_tokens=10, max_new_tokens=200, num_cached=0
+        )
+        assert prediction is not None
+        found.append(prediction)
+    one, two = found
+    assert one.queue_seconds == pytest.approx(2 * two.queue_seconds, rel=0.05)
+    last = [each.finish_seconds - each.first_token_seconds for each in found]
+    assert last[0] == pytest.approx(2 * last[1], rel=0.01)

@@ -42,10 +42,11 @@ PARAMETERS: dict[str, Any] = {
     "decoder_input_details": False,
     "seed": 1,
     "top_n_tokens": 2,
-    "grammar": None,
+    "grammar": {"type": "json", "value": {"type": "object", "properties": {"a": {}}}},
+    "min_p": 0.1,
     "adapter_id": None,
     "priority": 1,
-    "ignore_eos": True,
+    "ignore_eos": False,
 }
 NATIVE = {"inputs": "hello world", "stream": True, "parameters": PARAMETERS}
 OPENAI = {
@@ -60,9 +61,13 @@ OPENAI = {
     "frequency_penalty": 0.5,
     "presence_penalty": 0.5,
     "repetition_penalty": 1.5,
-    "n": 1,
-    "logit_bias": {},
-    "ignore_eos": True,
+    "n": 2,
+    "logit_bias": {"3": 1, "4": -0.5},
+    "top_k": 3,
+    "typical_p": 0.5,
+    "min_p": 0.1,
+    "response_format": {"type": "regex", "value": "(a|b)+"},
+    "ignore_eos": False,
     "priority": 0,
 }
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": [1]}}}
@@ -84,10 +89,13 @@ CHAT = OPENAI | {
     "top_logprobs": 2,
     "tools": [],
     "tool_choice": "none",
-    "response_format": {"type": "text"},
+    "response_format": {
+        "type": "json_schema",
+        "json_schema": {"name": "a", "strict": True, "schema": {"type": "object"}},
+    },
     "chat_template_kwargs": {"a": {}},
 }
-COMPLETION = OPENAI | {"prompt": ["hello", "world"], "suffix": "", "echo": False, "best_of": 1}
+COMPLETION = OPENAI | {"prompt": ["hello", "world"], "suffix": "", "echo": False, "best_of": 2}
 BODIES: list[dict[str, Any]] = [NATIVE, CHAT, COMPLETION]
 
 HUGE = st.sampled_from(

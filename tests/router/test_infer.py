@@ -32,7 +32,8 @@ from millrace_router.errors import (
     ValidationError,
 )
 from millrace_router.events import TokenEvent
-from millrace_router.infer import Infer, Permits
+from millrace_router.infer import Infer
+from millrace_router.permits import Permits
 from millrace_router.request import Terms, ValidRequest
 
 ASKED = {"inputs": "a", "parameters": {"max_new_tokens": 2}}

@@ -38,6 +38,7 @@ STREAMS = [
         "/v1/chat/completions",
         CHAT | {"stream": True, "stream_options": {"include_usage": True}, "logprobs": True},
     ),
+    ("/v1/chat/completions", CHAT | {"stream": True, "n": 2}),
     ("/v1/completions", {"prompt": ["a", "b"], "stream": True}),
     (
         "/v1/completions",

@@ -97,6 +97,7 @@ async def test_every_optional_parameter_may_be_null() -> None:
         "top_n_tokens",
         "grammar",
         "adapter_id",
+        "min_p",
     ]
     async with serving() as edge:
         asked = {"inputs": "a", "parameters": dict.fromkeys(names), "unknown": {"x": [1]}}

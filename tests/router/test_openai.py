@@ -248,7 +248,7 @@ async def test_nulls_unknown_fields_and_aliases_are_taken() -> None:
     everything = [
         "model", "max_tokens", "stream", "stream_options", "seed", "stop", "temperature", "top_p",
         "frequency_penalty", "presence_penalty", "n", "logit_bias", "logprobs", "top_logprobs",
-        "tools", "tool_choice", "response_format", "user", "metadata",
+        "tools", "tool_choice", "response_format", "user", "metadata", "top_k", "typical_p", "min_p",
     ]  # fmt: skip
     body: dict[str, Any] = dict.fromkeys(everything)
     body |= {
@@ -315,12 +315,12 @@ def refused(fields: dict[str, Any], status: int, error_type: str, message: str) 
 @pytest.mark.parametrize(
     ("fields", "status", "error_type", "message"),
     [
-        refused({"n": 2}, 422, "validation", "`n` != 1 is not supported. Given: 2"),
+        refused({"n": 99}, 422, "validation", "`n` must be > 0 and <= 3. Given: 99"),
         refused({"tools": [{"type": "function"}]}, 422, "tool_error", "`tools` are not supported"),
-        refused(
-            {"response_format": {"type": "json_object"}}, 422, "validation", "`response_format`"
-        ),
-        refused({"logit_bias": {"5": 1}}, 422, "validation", "`logit_bias` is not supported"),
+        refused({"response_format": {"type": "json"}}, 422, "validation", "grammar is not supp"),
+        refused({"response_format": {"type": "yaml"}}, 422, "validation", "response_format: "),
+        refused({"logit_bias": {"9": 1}}, 422, "validation", "`logit_bias` contains token id 9"),
+        refused({"logit_bias": [1.0]}, 422, "validation", "logit_bias"),
         refused({"presence_penalty": 2.5}, 422, "validation", "`presence_penalty` must be"),
         refused({"temperature": -1}, 422, "validation", "`temperature` must be strictly positive"),
         refused({"max_tokens": 0}, 422, "validation", "`max_new_tokens` must be strictly positive"),
@@ -568,7 +568,7 @@ async def test_only_completions_get_the_tokenizer_s_special_tokens() -> None:
         ({"prompt": "a", "suffix": "z"}, "suffix not supported", "Suffix is not supported"),
         ({"prompt": "a", "echo": True}, "validation", "`echo` is not supported"),
         ({"prompt": "a", "logprobs": 1}, "validation", "`logprobs` is not supported"),
-        ({"prompt": "a", "best_of": 2}, "validation", "`best_of` != 1 is not supported"),
+        ({"prompt": "a", "best_of": 3}, "validation", "`best_of` must be > 0 and <= 2"),
         ({"prompt": ""}, "validation", "`inputs` cannot be empty"),
     ],
 )

@@ -13,14 +13,21 @@ import pytest
 
 from millrace_fakes_edge import serving
 from millrace_router.quarantine import REFUSED_SECONDS, Quarantine
-from millrace_router.request import SamplingParameters, Terms, ValidRequest
+from millrace_router.request import (
+    Grammar,
+    GrammarKind,
+    SamplingParameters,
+    Terms,
+    ValidRequest,
+)
 
-SAMPLED = SamplingParameters(do_sample=True, temperature=0.7, seed=7)
+SAMPLED = SamplingParameters(do_sample=True, temperature=0.7, seed=7, bias=((70009, 1.0),))
 POISON = ValidRequest(
     input_ids=(70001, 70002, 70003),
     max_new_tokens=20,
     sampling=SAMPLED,
     stop_sequences=("secret",),
+    grammar=Grammar(GrammarKind.REGEX, "secret"),
 )
 OTHER_VALUES: dict[str, Any] = {
     "input_ids": (70001, 70002, 70004),
@@ -31,6 +38,23 @@ OTHER_VALUES: dict[str, Any] = {
     "min_new_tokens": 2,
     "top_n_tokens": 1,
     "prefill_logprobs": True,
+    "grammar": Grammar(GrammarKind.REGEX, "secrets"),
+}
+
+
+OTHER_SAMPLING: dict[str, Any] = {
+    "temperature": 0.8,
+    "top_k": 3,
+    "top_p": 0.5,
+    "typical_p": 0.5,
+    "do_sample": False,
+    "repetition_penalty": 1.5,
+    "frequency_penalty": 0.5,
+    "presence_penalty": 0.5,
+    "occurrence_penalty": 0.5,
+    "min_p": 0.5,
+    "watermark": True,
+    "bias": ((70009, 2.0),),
 }
 
 
@@ -58,6 +82,14 @@ def test_the_same_request_is_refused_on_whatever_terms() -> None:
 )
 def test_a_request_that_differs_in_anything_is_not(name: str) -> None:
     assert not holding().refuses(replace(POISON, **{name: OTHER_VALUES[name]}))
+
+
+@pytest.mark.parametrize(
+    "name", [field.name for field in fields(SamplingParameters) if field.name != "seed"]
+)
+def test_a_request_that_is_sampled_in_another_way_is_not(name: str) -> None:
+    sampling = replace(SAMPLED, **{name: OTHER_SAMPLING[name]})
+    assert not holding().refuses(replace(POISON, sampling=sampling))
 
 
 @pytest.mark.parametrize(
@@ -129,6 +161,10 @@ async def test_the_route_shows_no_text_and_no_ids() -> None:
             "frequency_penalty": 0.0,
             "presence_penalty": 0.0,
             "occurrence_penalty": 0.0,
+            "min_p": 0.0,
+            "watermark": False,
+            "bias": 1,
+            "grammar": "regex",
             "max_new_tokens": 20,
             "min_new_tokens": 0,
             "stop_sequences": 1,

@@ -16,6 +16,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from millrace_hash_choices import Choices, RandomLengths
 from millrace_hash_shard import HashShard
 from millrace_router.budgets import Budgets
 from millrace_schedule_driver import ScheduleDriver
@@ -34,6 +35,7 @@ class SchedulingMachine(RuleBasedStateMachine):
         prefix_caching=st.booleans(),
         depth=st.integers(1, 3),
         eos_every=st.sampled_from([0, 0, 30]),
+        seed=st.integers(0, 2**16),
     )
     def begin(
         self,
@@ -43,14 +45,23 @@ class SchedulingMachine(RuleBasedStateMachine):
         prefix_caching: bool,
         depth: int,
         eos_every: int,
+        seed: int,
     ) -> None:
         shard = HashShard(
             num_blocks=2 + (12 + spare_tokens) // block_size,
             block_size=block_size,
             max_batch_size=budgets.num_slots,
             eos_every=eos_every,
+            speculate=budgets.speculate,
+            choices=Choices(seed),
         )
-        self.driver = ScheduleDriver(budgets, shard, prefix_caching=prefix_caching, depth=depth)
+        self.driver = ScheduleDriver(
+            budgets,
+            shard,
+            prefix_caching=prefix_caching,
+            depth=depth,
+            guesses=RandomLengths(seed, budgets.speculate) if budgets.speculate else None,
+        )
         self.capacity = (shard.num_blocks - 1) * block_size
         self.longest = min(MAX_PROMPT, self.capacity)
         if not budgets.prefill_chunking:

@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from millrace_fakes_router import DirectShards, collect, ids_of, new_batcher, request, running
+from millrace_hash_choices import Choices
 from millrace_hash_shard import HashShard
 from millrace_hash_tokens import expected_tokens
 from millrace_held_shards import HeldShards
 from millrace_router.budgets import Budgets
 from millrace_router.entry import Entry
 from millrace_router.entry_queue import EntryQueue
+from millrace_router.errors import Quarantined
 from millrace_router.tenants import TenantQueue
 from millrace_router.waiting import WaitingQueue
 from millrace_schedule_client import Client
@@ -36,6 +38,7 @@ class LoopMachine(RuleBasedStateMachine):
         prefix_caching=st.booleans(),
         depth=st.integers(1, 3),
         eos_every=st.sampled_from([0, 0, 30]),
+        seed=st.integers(0, 2**16),
     )
     def begin(
         self,
@@ -45,6 +48,7 @@ class LoopMachine(RuleBasedStateMachine):
         prefix_caching: bool,
         depth: int,
         eos_every: int,
+        seed: int,
     ) -> None:
         self.loop = asyncio.new_event_loop()
         self.clients: list[Client] = []
@@ -53,6 +57,8 @@ class LoopMachine(RuleBasedStateMachine):
             block_size=block_size,
             max_batch_size=budgets.num_slots,
             eos_every=eos_every,
+            speculate=budgets.speculate,
+            choices=Choices(seed),
         )
         self.shards = HeldShards(self.shard, on_error=self.count_failures)
         waiting: EntryQueue = (
@@ -95,7 +101,12 @@ class LoopMachine(RuleBasedStateMachine):
             )
         )
         for _ in range(copies):
-            stream = self.batcher.submit(request)
+            try:
+                stream = self.batcher.submit(request)
+            except Quarantined:
+                ids = [c.request.input_ids for c in self.clients if c.num_failures > 1]
+                assert request.input_ids in ids, "refused without a reason"
+                return
             self.clients.append(Client(request, stream, self.shard.eos_every))
         self.let_it_work()
 

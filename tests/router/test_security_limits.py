@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError as ShapeError
 
-from millrace_fakes_edge import LIMITS, serving, word_tokenizer
+from millrace_fakes_edge import LIMITS, grammars_of, serving, word_tokenizer
 from millrace_fakes_text import byte_level, tokenizer
-from millrace_router.api.native import GenerateParameters, GenerateRequest, RequestModel
+from millrace_router.api.fields import RequestModel
+from millrace_router.api.native import GenerateParameters, GenerateRequest
 from millrace_router.api.openai import ChatCompletionRequest, CompletionRequest
 from millrace_router.bodies import MAX_CONTAINERS, MAX_DEPTH, check_structure
 from millrace_router.errors import BodyError, SizeError, TemplateError, ValidationError
@@ -140,7 +141,8 @@ def _slow_lists(schema: object, path: str = "") -> list[str]:
 
 
 def validator(of: Tokenizer) -> Validator:
-    return Validator(of, LIMITS, Metrics(max_input_tokens=8, max_total_tokens=16))
+    metrics = Metrics(max_input_tokens=8, max_total_tokens=16)
+    return Validator(of, LIMITS, metrics, grammars_of())
 
 
 async def check(of: Tokenizer, inputs: str, **parameters: Any) -> None:

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from millrace_fakes_edge import logging_to, play, serving
-from millrace_router.cost import COEFFICIENTS, CostModel
+from millrace_router.cost import COEFFICIENTS, EXTRA_COEFFICIENTS, CostModel
 from millrace_router.simulator.deployment import Deployment
 
 ASKED = {"inputs": "a", "parameters": {"max_new_tokens": 2}}
@@ -104,6 +104,9 @@ async def test_info_has_the_fields_of_every_version() -> None:
         "model_pipeline_tag": "text-generation",
         "max_concurrent_requests": 4,
         "max_best_of": 2,
+        "max_n": 3,
+        "speculate": 2,
+        "grammars": True,
         "max_stop_sequences": 4,
         "max_input_tokens": 8,
         "max_total_tokens": 16,
@@ -139,7 +142,7 @@ async def test_info_tells_how_requests_are_scheduled() -> None:
 
 
 async def test_info_is_what_a_simulated_deployment_is_made_of() -> None:
-    costs = dict.fromkeys(COEFFICIENTS, 0.5)
+    costs = dict.fromkeys((*COEFFICIENTS, *EXTRA_COEFFICIENTS), 0.5)
     flags: dict[str, Any] = {
         "prefill_chunking": "off",
         "prefix_caching": "off",

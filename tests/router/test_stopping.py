@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import SupportsIndex
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -62,6 +64,47 @@ def test_trimmer_holds_back_only_what_may_begin_a_stop(pieces: list[str], stops:
             return
         held = text[len(shown) :]
         assert not held or any(stop.startswith(held) and stop != held for stop in stops)
+
+
+@settings(deadline=None, max_examples=300)
+@given(pieces=st.lists(st.text("ab", max_size=5), max_size=12), stop=st.text("ab", min_size=1))
+def test_what_is_held_back_is_the_longest_beginning_of_a_stop(pieces: list[str], stop: str) -> None:
+    """Of a sequence that repeats itself too, where one beginning ends with another."""
+    trimmer = StopTrimmer([stop])
+    text = shown = ""
+    for piece in pieces:
+        text += piece
+        shown += trimmer.push(piece)
+        if trimmer.stopped:
+            return
+        longest = max(n for n in range(len(stop)) if text.endswith(stop[:n]))
+        assert len(text) - len(shown) == longest
+
+
+class Counted(str):
+    """Counts how often it was looked into."""
+
+    __slots__ = ()
+    looks = 0
+
+    def __getitem__(self, key: SupportsIndex | slice) -> str:
+        Counted.looks += 1
+        return super().__getitem__(key)
+
+
+def test_holding_back_costs_a_few_steps_a_character() -> None:
+    """Text that is for ever about to become a long stop sequence, whose beginnings all end with shorter ones."""
+    trimmer = StopTrimmer(["a" * 4000 + "b"])
+    (beginning,) = trimmer._beginnings
+    beginning._stop = Counted(beginning._stop)
+    for _ in range(6):
+        before = Counted.looks
+        for _ in range(500):
+            trimmer.push("aac")
+        for _ in range(500):
+            trimmer.push("aaa")
+        assert Counted.looks - before <= 3 * 500 * 6
+    assert trimmer._held == "a" * 1500
 
 
 def test_matcher_keeps_less_than_a_stop_sequence() -> None:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from millrace_fakes_edge import LIMITS, limits_with, word_tokenizer
+from millrace_fakes_edge import LIMITS, FakeCompiler, grammars_of, limits_with, word_tokenizer
 from millrace_router.api.native import GenerateParameters, GenerateRequest, OpenAIParameters
 from millrace_router.errors import SizeError, ValidationError
 from millrace_router.limits import Limits
 from millrace_router.metrics import Metrics
-from millrace_router.request import Terms
+from millrace_router.request import Grammar, GrammarKind, Terms
 from millrace_router.validation import Validator, check_best_of, check_stream
 
 UINT64_MAX = 2**64 - 1
@@ -21,9 +21,9 @@ NINE = " ".join(["a"] * 9)
 EIGHT = " ".join(["a"] * 8)
 
 
-def new_validator(limits: Limits = LIMITS) -> Validator:
+def new_validator(limits: Limits = LIMITS, compiler: FakeCompiler | None = None) -> Validator:
     metrics = Metrics(max_input_tokens=8, max_total_tokens=16)
-    return Validator(word_tokenizer(), limits, metrics)
+    return Validator(word_tokenizer(), limits, metrics, grammars_of(compiler))
 
 
 async def refusal(inputs: str, limits: Limits = LIMITS, **parameters: Any) -> str:
@@ -43,6 +43,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"top_p": 1.0}, "`top_p` must be > 0.0 and < 1.0"),
     ({"typical_p": 1.0}, "`typical_p` must be > 0.0 and < 1.0"),
     ({"top_k": 0}, "`top_k` must be strictly positive"),
+    ({"min_p": 1.5}, "`min_p` must be >= 0.0 and <= 1.0"),
     ({"max_new_tokens": 0}, "`max_new_tokens` must be strictly positive"),
     ({"stop": list("abcde")}, "`stop` supports up to 4 stop sequences. Given: 5"),
     (
@@ -58,8 +59,11 @@ RULES: list[tuple[dict[str, Any], str]] = [
         "Given: 8 `inputs` tokens and 2000 `max_new_tokens`",
     ),
     ({"inputs": NINE}, "`inputs` must have less than 8 tokens. Given: 9"),
-    ({"grammar": {"type": "json", "value": {}}}, "grammar is not supported"),
-    ({"watermark": True}, "`watermark` is not supported"),
+    ({"grammar": {"type": "json", "value": 5}}, "grammar is not supported"),
+    (
+        {"grammar": {"type": "regex", "value": "a"}, "ignore_eos": True},
+        "`ignore_eos` has no meaning beside a grammar, which says what ends",
+    ),
     ({"adapter_id": "mine"}, "`adapter_id` is not known. Given: mine"),
 ]
 
@@ -79,7 +83,8 @@ async def test_each_rule_has_its_message(broken: dict[str, Any], message: str) -
         ({"top_p": 0.999999999999}, RULES[4][1]),
         ({"typical_p": -0.1}, RULES[5][1]),
         ({"top_k": -5}, RULES[6][1]),
-        ({"truncate": 9}, RULES[12][1].replace("Given: 0", "Given: 9")),
+        ({"min_p": -0.001}, RULES[7][1]),
+        ({"truncate": 9}, RULES[13][1].replace("Given: 0", "Given: 9")),
         ({"inputs": "  "}, "`inputs` cannot be empty"),
     ],
 )
@@ -87,7 +92,7 @@ async def test_other_ways_to_break_a_rule(broken: dict[str, Any], message: str) 
     assert await refusal(**{"inputs": "hello", **broken}) == message
 
 
-SAMPLING = {"temperature", "top_p", "typical_p", "top_k", "do_sample"}
+SAMPLING = {"temperature", "top_p", "typical_p", "top_k", "min_p", "do_sample"}
 # Rules that can be broken together: neither sets what the other needs, and nothing mends the first of all.
 PAIRS = [
     (first, second)
@@ -150,6 +155,9 @@ def test_what_a_stream_cannot_do(parameters: dict[str, Any], message: str) -> No
         {"typical_p": 0.01},
         {"frequency_penalty": -2.0},
         {"frequency_penalty": 2.0},
+        {"min_p": 0.0},
+        {"min_p": 1.0},
+        {"best_of": 2, "min_p": 0.5},
         {"top_n_tokens": 5},
         {"top_n_tokens": 0},
         {"truncate": 8},
@@ -186,6 +194,9 @@ async def test_values_are_passed_on() -> None:
         frequency_penalty=-0.5,
         presence_penalty=0.125,
         occurrence_penalty=0.0625,
+        min_p=0.03125,
+        watermark=True,
+        logit_bias=((7, -100.0), (0, 0.5)),
         stop=["x"],
         ignore_eos=True,
         decoder_input_details=True,
@@ -202,7 +213,9 @@ async def test_values_are_passed_on() -> None:
         1.5,
     )
     assert (sampling.frequency_penalty, sampling.presence_penalty) == (-0.5, 0.125)
-    assert sampling.occurrence_penalty == 0.0625
+    assert (sampling.occurrence_penalty, sampling.min_p) == (0.0625, 0.03125)
+    assert sampling.watermark
+    assert sampling.bias == ((7, -100.0), (0, 0.5))
     assert valid.prefill_logprobs
     assert valid.ignore_eos
     assert (valid.stop_sequences, valid.top_n_tokens) == (("x",), 2)
@@ -262,7 +275,7 @@ async def test_what_is_too_long_tells_how_long_it_is(
     [
         ({}, "a b", 1, 1),
         # TGI counts the length of whatever has a valid one.
-        ({"watermark": True}, "a b", 1, 0),
+        ({"adapter_id": "mine"}, "a b", 1, 0),
         ({}, NINE, 0, 0),
     ],
 )
@@ -270,7 +283,7 @@ async def test_only_what_is_to_be_generated_is_counted(
     parameters: dict[str, Any], inputs: str, lengths: int, new_tokens: int
 ) -> None:
     metrics = Metrics(max_input_tokens=8, max_total_tokens=16)
-    validator = Validator(word_tokenizer(), LIMITS, metrics)
+    validator = Validator(word_tokenizer(), LIMITS, metrics, grammars_of())
     request = GenerateRequest(inputs=inputs, parameters=GenerateParameters(**parameters))
     histograms = (metrics.request_input_length, metrics.request_max_new_tokens)
     with suppress(ValidationError):
@@ -292,3 +305,62 @@ async def test_ids_that_the_model_does_not_know() -> None:
     assert (await new_validator().validate(GenerateRequest(inputs="b"))).request.input_ids == (7,)
     message = await refusal("a b a", limits_with(vocab_size=7))
     assert message == "`inputs` contains token id 7, but the model knows only 7"
+
+
+async def test_biased_tokens_that_the_model_does_not_know() -> None:
+    validator = new_validator()
+    for id_, known in ((7, True), (8, False), (2**40, False)):
+        parameters = OpenAIParameters(logit_bias=((1, 1.0), (id_, 1.0)))
+        validating = validator.validate(GenerateRequest(inputs="a", parameters=parameters))
+        if known:
+            await validating
+            continue
+        with pytest.raises(ValidationError) as caught:
+            await validating
+        assert str(caught.value) == (
+            "Input validation error: "
+            f"`logit_bias` contains token id {id_}, but the model knows only 8"
+        )
+
+
+def guided(value: str = "a+") -> GenerateRequest:
+    parameters = GenerateParameters.model_validate({"grammar": {"type": "regex", "value": value}})
+    return GenerateRequest(inputs="a", parameters=parameters)
+
+
+async def test_a_grammar_is_passed_on() -> None:
+    valid = (await new_validator().validate(guided())).request
+    assert valid.grammar == Grammar(GrammarKind.REGEX, "a+")
+    assert (await new_validator().validate(GenerateRequest(inputs="a"))).request.grammar is None
+
+
+async def test_grammars_are_refused_where_they_are_off() -> None:
+    compiler = FakeCompiler()
+    validator = new_validator(limits_with(grammars=False), compiler)
+    # Whatever else is wrong with it.
+    for value in ("a+", "(" * 999):
+        with pytest.raises(ValidationError, match=r"^Input validation error: grammar is not supp"):
+            await validator.validate(guided(value))
+    assert compiler.asked == []
+
+
+async def test_what_is_only_checked_is_not_compiled() -> None:
+    compiler = FakeCompiler(refusal=lambda _: "no such thing")
+    validator = new_validator(compiler=compiler)
+    await validator.check(guided())
+    assert compiler.asked == []
+    with pytest.raises(ValidationError) as caught:
+        await validator.validate(guided())
+    assert str(caught.value) == "Input validation error: grammar is not valid: no such thing"
+    assert compiler.asked == [Grammar(GrammarKind.REGEX, "a+")]
+
+
+async def test_what_is_refused_for_another_reason_is_not_compiled() -> None:
+    compiler = FakeCompiler()
+    request = guided()
+    parameters = request.parameters.model_copy(update={"adapter_id": "mine"})
+    with pytest.raises(ValidationError, match="adapter_id"):
+        await new_validator(compiler=compiler).validate(
+            GenerateRequest(inputs="a", parameters=parameters)
+        )
+    assert compiler.asked == []

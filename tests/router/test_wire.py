@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace_proto import generate_pb2 as pb
-from millrace_router.wire import result_from_pb
+from millrace_router.entry import Entry
+from millrace_router.step_plan import StepPlan
+from millrace_router.wire import plan_to_pb, result_from_pb
 
 COUNTS = st.lists(st.integers(0, 3), max_size=6) | st.lists(st.just(1), max_size=6)
 
@@ -38,4 +40,36 @@ def test_columns_of_different_length_are_an_error(column: str) -> None:
     answer = pb.StepResponse(slots=[1, 2], counts=[1, 1], ids=[5, 6], logprobs=[-1.0, -2.0])
     getattr(answer, column).append(1)
     with pytest.raises(ValueError, match=r"length|shorter|longer"):
+        result_from_pb([answer])
+
+
+@pytest.mark.parametrize("chunks", [[], [(7, 3)]], ids=["decode", "prefill"])
+def test_what_decodes_are_allowed_is_two_columns_beside_their_slots(
+    chunks: list[tuple[int, int]],
+) -> None:
+    plan: StepPlan[Entry] = StepPlan(
+        decodes=[4, 2], decode_tokens=[5, 1], draft_tokens=[3, 0], chunks=chunks
+    )
+    message = plan_to_pb(plan, epoch=1, number=1, batch_id=0)
+    work = message.prefill if chunks else message.decode
+    assert list(work.decode_slots) == [4, 2]
+    assert list(work.decode_tokens) == [5, 1]
+    assert list(work.draft_tokens) == [3, 0]
+
+
+def test_what_decodes_have_filled_is_told_by_slot() -> None:
+    answer = pb.StepResponse(
+        slots=[4, 2],
+        counts=[0, 3],
+        ids=[7, 8, 9],
+        logprobs=[-1.0] * 3,
+        computed_slots=[4, 2],
+        computed_positions=[30, 12],
+        drafted_tokens=[0, 4],
+    )
+    result = result_from_pb([answer])
+    assert result.computed == ((4, 30, 0), (2, 12, 4))
+    assert [(slot, id_) for slot, id_, _, _ in result.tokens] == [(2, 7), (2, 8), (2, 9)]
+    answer.drafted_tokens.append(1)
+    with pytest.raises(ValueError, match=r"longer|shorter"):
         result_from_pb([answer])

@@ -95,7 +95,7 @@ def test_padding_writes_no_block_but_its_own(setup: Setup, recorder: Recorder) -
     by_graph, _ = steppers(setup, recorder)
     for slot in range(3):
         by_graph.run(by_graph.admission(slot, prompt_of(9, seed=slot)))
-    own = [int(b) for b in by_graph.batch._tables[:3].ravel() if b]
+    own = [int(b) for slot in range(3) for b in by_graph.batch.blocks.of(slot)]
     before = [layer.keys.clone() for layer in by_graph.cache]
     by_graph.decode([0, 1, 2])
     assert recorder.replays() == {4: 1}
@@ -208,7 +208,7 @@ def test_a_failed_row_among_good_ones_fails_alone_by_graph(
         for slot in range(3):
             stepper.run(stepper.admission(slot, prompt_of(6, seed=slot)))
         for layer in stepper.cache:
-            block = int(stepper.batch._tables[1, 0])
+            block = int(stepper.batch.blocks.of(1)[0])
             layer.keys[block] = torch.nan
             layer.values[block] = torch.nan
         result = stepper.decode([0, 1, 2])

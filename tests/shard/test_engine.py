@@ -17,9 +17,10 @@ from millrace_fakes_engine import (
     greedy,
     logits_for,
 )
-from millrace_shard.batch import Batch, BatchLimits
+from millrace_shard.batch import Batch
+from millrace_shard.batch_limits import BatchLimits
+from millrace_shard.launched_step import LaunchedStep
 from millrace_shard.parallel import CollectiveError
-from millrace_shard.runner import LaunchedStep
 from millrace_shard.sequence import SamplingParameters, Sequence
 from millrace_shard.step import (
     BatchChange,

@@ -18,8 +18,9 @@ from millrace_shard.batch import Batch
 from millrace_shard.capacity import CapacityError
 from millrace_shard.engine import Engine
 from millrace_shard.errors import EngineEnded
+from millrace_shard.launched_step import LaunchedStep
 from millrace_shard.parallel import CollectiveError, ProcessGroup
-from millrace_shard.runner import LaunchedStep, StepRunner
+from millrace_shard.runner import StepRunner
 from millrace_shard.sampling import Sampler
 from millrace_shard.step import FailureKind
 

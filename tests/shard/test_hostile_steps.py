@@ -18,6 +18,7 @@ from millrace_fakes_engine import greedy
 from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
 from millrace_shard.service import SERVICE_NAME, ShardService, new_server
+from millrace_shard.speculation.speculation import Speculation
 from millrace_shard.step import StepFailure, StepReply
 from millrace_shard.wire import reply_to_pb, step_from_pb
 
@@ -109,14 +110,30 @@ def consistent(draw: st.DrawFn) -> pb.Prefill:
 prefill = st.one_of(
     consistent(),
     messages(
-        pb.Prefill, change=change, chunk_slots=column, chunk_tokens=column, decode_slots=column
+        pb.Prefill,
+        change=change,
+        chunk_slots=column,
+        chunk_tokens=column,
+        decode_slots=column,
+        decode_tokens=column,
+        draft_tokens=column,
     ),
 )
 works = st.one_of(
     st.just({}),
     st.just({"open": pb.Open()}),
     st.fixed_dictionaries({"prefill": prefill}),
-    st.fixed_dictionaries({"decode": messages(pb.Decode, change=change, decode_slots=column)}),
+    st.fixed_dictionaries(
+        {
+            "decode": messages(
+                pb.Decode,
+                change=change,
+                decode_slots=column,
+                decode_tokens=column,
+                draft_tokens=column,
+            )
+        }
+    ),
     st.fixed_dictionaries({"filter_batch": messages(pb.FilterBatch, dropped_slots=column)}),
     st.just({"clear_cache": pb.ClearCache()}),
 )
@@ -175,7 +192,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    driver = Driver()
+    driver = Driver(speculation=Speculation(most=3))
     service = ShardService(driver.engine, deterministic=True, prefill_logprobs=True)
     address = f"unix:{tmp_path_factory.mktemp('shard')}/socket"
     server = new_server(service, address)

@@ -303,7 +303,7 @@ def test_command_prints_the_folder_last_and_no_carriage_return(tmp_path: Path) -
 def _download_command(
     model_id: str, folder: Path, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    code = "import sys; from millrace_shard.hub import main; sys.exit(main())"
+    code = "import sys; from millrace_shard.download_weights import main; sys.exit(main())"
     paths = os.pathsep.join(path for path in sys.path if path)
     return subprocess.run(
         [sys.executable, "-c", code, model_id, "--json-output"],

@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import MistralConfig, MistralForCausalLM
 
 from millrace_fakes_kernels import make_kernels
 from millrace_shard.capacity import WarmupRequest
 from millrace_shard.engine import Engine
+from millrace_shard.kernels.cpu import CpuKernels
 from millrace_shard.load import load_model
 from millrace_shard.parallel import ProcessGroup
 from millrace_shard.sequence import SamplingParameters, Sequence
@@ -31,21 +32,25 @@ PROMPTS = tuple(
     torch.randint(300, (length,), generator=torch.Generator().manual_seed(length)).numpy()
     for length in (19, 90, 3, 27)
 )
+WINDOW = 20
+MOST_ROWS = 128
 Found = list[tuple[int, int]]
 
 
 class Shard:
     """An engine, and the number of its next step."""
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, threads: int) -> None:
         self.block_size = loaded.kernels.block_size
         self.engine = Engine(
-            limits=MemoryLimits(kv_memory=4 << 20), device=loaded.device, cpu_threads=1
+            limits=MemoryLimits(kv_memory=16 << 20), device=loaded.device, cpu_threads=threads
         )
         self.engine.attach(loaded)
         self.engine.start()
         plan = WarmupRequest(
-            max_batch_prefill_tokens=64, max_batch_size=4, max_concurrent_requests=4
+            max_batch_prefill_tokens=64,
+            max_batch_size=MOST_ROWS,
+            max_concurrent_requests=MOST_ROWS,
         )
         self.engine.warm_up(plan).result(60)
         self.epoch = self.number = 0
@@ -73,16 +78,26 @@ class Shard:
         self.engine.submit(fill).result(60)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[(name, dtype) for name in ("plain", "cpu") for dtype in ("float32", "bfloat16")],
-    ids="-".join,
-)
+SHARDS = {
+    "plain-fp32": ("plain", torch.float32, None, 1),
+    "plain-bf16-window": ("plain", torch.bfloat16, WINDOW, 2),
+    "cpu-fp32-window": ("cpu", torch.float32, WINDOW, 1),
+    "cpu-fp32": ("cpu", torch.float32, None, 2),
+    "cpu-bf16": ("cpu", torch.bfloat16, None, 1),
+    "cpu-bf16-window": ("cpu", torch.bfloat16, WINDOW, 2),
+    "cpu-bf16-without-amx": ("cpu-without-amx", torch.bfloat16, None, 2),
+    "cpu-bf16-without-amx-window": ("cpu-without-amx", torch.bfloat16, WINDOW, 1),
+}
+"""Kernels, dtype, attention window, threads."""
+
+
+@pytest.fixture(scope="module", params=SHARDS)
 def shard(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Shard]:
+    name, dtype, window, threads = SHARDS[request.param]
     torch.manual_seed(1)
-    config = LlamaConfig(
+    config = MistralConfig(
         vocab_size=300,
         hidden_size=64,
         intermediate_size=96,
@@ -91,18 +106,19 @@ def shard(
         num_key_value_heads=2,
         max_position_embeddings=128,
         initializer_range=0.2,
+        sliding_window=window,
     )
-    folder: Path = tmp_path_factory.mktemp("llama")
-    LlamaForCausalLM(config).save_pretrained(folder)
-    name, type_name = request.param
-    dtype, device = getattr(torch, type_name), torch.device("cpu")
-    kernels = make_kernels(name, deterministic=True, dtype=dtype, block_size=8)
+    folder: Path = tmp_path_factory.mktemp("model")
+    MistralForCausalLM(config).save_pretrained(folder)
+    device = torch.device("cpu")
+    kernels = make_kernels(name.split("-")[0], deterministic=True, dtype=dtype, block_size=8)
+    if name == "cpu-without-amx":
+        kernels = CpuKernels(deterministic=True, amx=False)
     group = ProcessGroup.single()
     with torch.inference_mode():
         model = load_model(folder, dtype=dtype, kernels=kernels, group=group, device=device)
-    shard = Shard(
-        LoadedModel(model=model, kernels=kernels, group=group, device=device, dtype=dtype)
-    )
+    loaded = LoadedModel(model=model, kernels=kernels, group=group, device=device, dtype=dtype)
+    shard = Shard(loaded, threads)
     yield shard
     shard.engine.close()
 
@@ -111,8 +127,8 @@ def ints(values: Iterable[int]) -> Ints:
     return np.array(list(values), dtype=np.int64)
 
 
-def generate(shard: Shard, chosen: list[int], chunk: int) -> dict[int, Found]:
-    """(token, bits of its logprob) of the sequences `chosen`, whose prompts are cut into chunks of at most `chunk`."""
+def generate(shard: Shard, chosen: list[int], chunk: int) -> list[Found]:
+    """(token, bits of its logprob) of each of `chosen`, whose prompts are cut into chunks of at most `chunk`."""
     shard.open()
     blocks = count(1)
     admitted, grown = [], []
@@ -120,7 +136,7 @@ def generate(shard: Shard, chosen: list[int], chunk: int) -> dict[int, Found]:
     for slot, which in enumerate(chosen):
         prompt = PROMPTS[which]
         admitted.append(
-            Sequence(slot=slot, request_id=which, input_ids=prompt, parameters=SAMPLING[which])
+            Sequence(slot=slot, request_id=slot, input_ids=prompt, parameters=SAMPLING[which])
         )
         needed = -(-(len(prompt) + NUM_TOKENS) // shard.block_size)
         grown += [(slot, next(blocks)) for _ in range(needed)]
@@ -130,8 +146,8 @@ def generate(shard: Shard, chosen: list[int], chunk: int) -> dict[int, Found]:
         grown_slots=ints(slot for slot, _ in grown),
         grown_blocks=ints(block for _, block in grown),
     )
-    found: dict[int, Found] = {which: [] for which in chosen}
-    while running := [s for s, which in enumerate(chosen) if len(found[which]) < NUM_TOKENS]:
+    found: list[Found] = [[] for _ in chosen]
+    while running := [slot for slot in range(len(chosen)) if len(found[slot]) < NUM_TOKENS]:
         chunks = {slot: min(chunk, left[slot]) for slot in running if left[slot]}
         step = Forward(
             change=change,
@@ -146,23 +162,30 @@ def generate(shard: Shard, chosen: list[int], chunk: int) -> dict[int, Found]:
             left[slot] -= tokens
         bits = result.logprobs.view(np.int32)
         for slot, id_, logprob in zip(result.slots, result.ids, bits, strict=True):
-            found[chosen[slot]].append((int(id_), int(logprob)))
+            found[slot].append((int(id_), int(logprob)))
     return found
 
 
+@pytest.fixture(scope="module")
+def alone(shard: Shard) -> list[Found]:
+    """What each sequence yields by itself."""
+    return [generate(shard, [which], 64)[0] for which in range(len(PROMPTS))]
+
+
 @pytest.mark.parametrize("chunk", [64, 7, 1])
-def test_company_and_chunks_change_no_bit(shard: Shard, chunk: int) -> None:
-    together = generate(shard, [2, 0, 3, 1], chunk)
-    pair = generate(shard, [1, 0], 64)
-    for which in range(len(PROMPTS)):
-        alone = generate(shard, [which], 64)
-        assert together[which] == alone[which]
-    assert pair == {which: together[which] for which in (1, 0)}
+def test_company_and_chunks_change_no_bit(shard: Shard, alone: list[Found], chunk: int) -> None:
+    assert generate(shard, [2, 0, 3, 1], chunk) == [alone[which] for which in (2, 0, 3, 1)]
+    assert generate(shard, [1, 0], 64) == [alone[1], alone[0]]
 
 
-def test_sequences_differ_at_all(shard: Shard) -> None:
-    found = generate(shard, [0, 1, 2, 3], 64)
-    assert len({tuple(tokens) for tokens in found.values()}) == len(PROMPTS)
+@pytest.mark.parametrize("num_rows", [31, 32, 33, 64, 65, MOST_ROWS])
+def test_no_number_of_rows_changes_a_bit(shard: Shard, alone: list[Found], num_rows: int) -> None:
+    chosen = [slot % len(PROMPTS) for slot in range(num_rows)]
+    assert generate(shard, chosen, 33) == [alone[which] for which in chosen]
+
+
+def test_sequences_differ_at_all(alone: list[Found]) -> None:
+    assert len({tuple(tokens) for tokens in alone}) == len(PROMPTS)
 
 
 @pytest.mark.parametrize("chunk", [64, 7])

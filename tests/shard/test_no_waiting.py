@@ -17,11 +17,12 @@ from millrace_fakes_graphs import Recorder
 from millrace_fakes_kernels import make_kernels
 from millrace_fakes_models import prompt_of
 from millrace_fakes_steps import SAMPLING, Stepper, beside, ints, tiny_llama
-from millrace_shard import warpers
+from millrace_shard import cuts
 from millrace_shard.decode_graphs import GraphSettings
 from millrace_shard.graph_capture import CudaCapture
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.model import CausalModel
+from millrace_shard.speculation.speculation import Speculation
 from millrace_shard.step import Forward
 
 WAITING = {
@@ -97,8 +98,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[CausalModel, Kernel
 
 @pytest.fixture
 def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sort all candidates at once, as devices that must not be waited for do."""
-    monkeypatch.setattr(warpers, "NUM_CANDIDATES", ())
+    """Sample as on devices that must not be waited for."""
+    monkeypatch.setattr(cuts, "may_wait", lambda _: False)
 
 
 def play(stepper: Stepper, kind: str, launching: Callable[[], Any]) -> None:
@@ -133,6 +134,37 @@ def test_launching_waits_for_nothing(
     stepper = Stepper(*llama, dtype=torch.float32, graphs=graphs)
     play(stepper, kind, no_waiting)
     assert recorder.replays() == ({1: 1, 2: 1, 4: 1} if by_graph else {})
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+@pytest.mark.parametrize("kind", SAMPLING)
+@pytest.mark.parametrize("has_draft", [False, True], ids=["ngrams", "draft"])
+def test_launching_guesses_waits_for_no_operation(
+    llama: tuple[CausalModel, Kernels], kind: str, has_draft: bool
+) -> None:
+    """Of earlier steps it reads what was copied to the host; of its own it reads nothing."""
+    speculation = Speculation(most=3, draft=llama[0] if has_draft else None)
+    stepper = Stepper(*llama, dtype=torch.float32, speculation=speculation)
+    fields: dict[str, Any] = SAMPLING[kind]
+    loop = prompt_of(5) * 3
+    steps = [
+        stepper.admission(0, loop, **fields),
+        beside(stepper.admission(1, loop, top_n_tokens=2), [0]),
+        *(
+            Forward(
+                decode_slots=ints([1, 0]), decode_tokens=ints([4, 3]), draft_tokens=ints([3, 2])
+            )
+            for _ in range(3)
+        ),
+        Forward(decode_slots=ints([0, 1])),
+    ]
+    drafted = 0
+    for step in steps:
+        with torch.inference_mode():
+            with no_waiting():
+                launched = stepper.runner.launch(step)
+            drafted += int(launched.finish().drafted_tokens.sum())
+    assert drafted or not has_draft
 
 
 @pytest.fixture

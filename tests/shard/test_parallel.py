@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from millrace_fakes_models import Run, greedy, logprobs, prompt_of, save_tiny
-from millrace_fakes_ranks import Job, NoMemory, generate, run_ranks, work_of_a_rank
+from millrace_fakes_ranks import Job, NoMemory, generate, work_of_a_rank
+from millrace_rank_processes import part_of, run_ranks, sums_by_rows
 from millrace_shard.one_shot import MAX_BYTES
 from millrace_shard.parallel import GroupError, ProcessGroup
 
@@ -48,6 +50,7 @@ def test_missing_ranks_are_reported() -> None:
         )
 
 
+ROWS = (1, 2, 7, 64)
 NUM_TOKENS = 6
 CHUNKS = (None, 8)
 TENSOR_PARALLEL: dict[str, tuple[str, dict[str, Any]]] = {
@@ -116,6 +119,19 @@ def test_a_group_of_one_shares_nothing() -> None:
     group.use_one_shot(NoMemory())
     t = torch.ones(4)
     assert group.all_reduce(t) is t
+
+
+def test_in_rank_order_a_row_is_summed_alike_whatever_is_beside_it(tmp_path: Path) -> None:
+    """Of three parts the order of addition shows in the last bits, and rings begin each chunk elsewhere."""
+    by_rank = run_ranks(tmp_path, 3, sums_by_rows, ROWS)
+    parts = [part_of(rank) for rank in range(3)]
+    expected = (parts[0] + parts[1]) + parts[2]
+    rounded = (parts[0].bfloat16().float() + parts[1].bfloat16()) + parts[2].bfloat16()
+    for found in by_rank:
+        for num_rows in ROWS:
+            assert torch.equal(found["float32"][num_rows], expected[:num_rows])
+            assert torch.equal(found["bfloat16"][num_rows], rounded[:num_rows].bfloat16())
+        assert found["integers"].tolist() == [3, 3]
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)

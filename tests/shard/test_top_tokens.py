@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import numpy as np
 import pytest
 import torch
@@ -33,6 +35,21 @@ def test_the_rule_holds_however_many_tie(table: list[list[float]], wanted: list[
         assert found == expected(row, n)
         assert sorted(logprobs[found_rows == name]) == sorted(row[i] for i in found)
     assert len(ids) == sum(len(expected(row, n)) for row, n in zip(table, mine, strict=True))
+
+
+@settings(deadline=None, max_examples=100, derandomize=True)
+@given(rows, st.lists(st.integers(1, SIZE + 5), min_size=4, max_size=4), st.randoms())
+def test_the_rule_holds_among_all_that_is_possible(
+    table: list[list[float]], wanted: list[int], random: Random
+) -> None:
+    """Tokens of a row in any order, under their ids."""
+    mine = np.array(wanted[: len(table)])
+    ids = [random.sample(range(1000), SIZE) for _ in table]
+    top = TopTokens.among(torch.tensor(ids), torch.tensor(table), np.arange(len(table)), mine)
+    found_rows, found_ids, _ = top.chosen(top.best)
+    for i, (row, n) in enumerate(zip(table, mine.tolist(), strict=True)):
+        found = sorted(found_ids[found_rows == i].tolist())
+        assert found == sorted(ids[i][j] for j in expected(row, n))
 
 
 @pytest.mark.parametrize("ties", [TIE_ROOM, TIE_ROOM + 1, TIE_ROOM + 2, SIZE])

@@ -11,6 +11,7 @@ from transformers import AttentionInterface, AutoConfig
 
 from millrace_fakes_kernels import KERNELS, make_kernels
 from millrace_fakes_models import VOCAB, Driver, edit_json, greedy, logprobs, prompt_of, save_tiny
+from millrace_shard import invariant_modules
 from millrace_shard.errors import UnsupportedModel, WeightsError
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.load import load_model
@@ -27,8 +28,14 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def load(folder: Path, *, max_total_tokens: int | None = None, name: str = "plain") -> Driver:
-    kernels = make_kernels(name, deterministic=False)
+def load(
+    folder: Path,
+    *,
+    max_total_tokens: int | None = None,
+    name: str = "plain",
+    deterministic: bool = False,
+) -> Driver:
+    kernels = make_kernels(name, deterministic=deterministic)
     model = load_model(
         folder,
         dtype=torch.float32,
@@ -86,6 +93,44 @@ def test_greedy_output_equals_generate(name: str, kernels: str, tmp_path: Path) 
         for prompt, run, (tokens, probabilities) in zip(prompts, runs, expected, strict=True):
             assert run.ids[len(prompt) :] == tokens
             torch.testing.assert_close(logprobs(run), probabilities, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "overrides"),
+    [
+        ("gemma2", {"final_logit_softcapping": 3.0}),
+        ("gpt2", {"n_inner": 331}),
+        ("mixtral", {}),
+        ("qwen2_moe", {"norm_topk_prob": True}),
+        ("qwen2_moe", {"norm_topk_prob": False, "mlp_only_layers": [0]}),
+        ("starcoder2", {"intermediate_size": 331}),
+    ],
+    ids=["gemma2", "gpt2", "mixtral", "qwen2_moe-normalised", "qwen2_moe", "starcoder2"],
+)
+def test_invariant_stand_ins_compute_what_the_class_does(
+    model_type: str, overrides: dict[str, Any], tmp_path: Path
+) -> None:
+    reference = save_tiny(tmp_path, model_type, **overrides)
+    driver = load(tmp_path, deterministic=True)
+    assert driver.model.info.batch_invariant
+    prompts = [prompt_of(length, seed=length) for length in (4, 70)]
+    for prompt, run in zip(prompts, driver.generate(prompts, NUM_TOKENS), strict=True):
+        tokens, expected = greedy(reference, prompt, NUM_TOKENS)
+        assert run.ids[len(prompt) :] == tokens
+        torch.testing.assert_close(logprobs(run), expected, atol=1e-4, rtol=0)
+
+
+def test_invariance_is_not_claimed_without_deterministic_kernels(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "gpt2")
+    assert not load(tmp_path).model.info.batch_invariant
+
+
+def test_invariance_is_not_claimed_for_a_class_that_multiplies_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny(tmp_path, "mixtral")
+    monkeypatch.setattr(invariant_modules, "_MIXTURES", ())
+    assert not load(tmp_path, deterministic=True).model.info.batch_invariant
 
 
 LONGROPE = {

@@ -8,16 +8,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
+    MinPLogitsWarper,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
     TypicalLogitsWarper,
 )
 
-from millrace_shard import warpers
+from millrace_shard import cuts
 from millrace_shard.fixed_point import SCALE_BITS, draw, entropy, fixed_point
 from millrace_shard.randomness import UNIFORM_BITS
-from millrace_shard.warpers import apply_temperature, keep_top_k, keep_top_p, keep_typical
+from millrace_shard.warpers import (
+    apply_temperature,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    keep_typical,
+)
 
 VOCAB = 5000
 
@@ -107,14 +114,34 @@ def test_top_k_keeps_ties_of_the_kth(values: list[float], k: int) -> None:
 
 
 @pytest.mark.parametrize("mass", [0.05, 0.6, 0.97, 0.9999])
-def test_candidates_and_full_sort_cut_alike(mass: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_way_to_find_a_cut_keeps_the_same(
+    mass: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scores = torch.cat([random_scores(2, 5, spread) for spread in (0.01, 1.0, 4.0, 12.0)])
     scores = scores.bfloat16().float()
     masses = column([mass] * len(scores))
-    found = keep_top_p(scores, masses), keep_typical(scores, masses)
-    monkeypatch.setattr(warpers, "NUM_CANDIDATES", ())
+    ks = torch.tensor([[int(mass * VOCAB)]] * len(scores))
+    found = keep_top_p(scores, masses), keep_typical(scores, masses), keep_top_k(scores, ks, VOCAB)
+    monkeypatch.setattr(cuts, "may_wait", lambda _: False)
     assert torch.equal(found[0], keep_top_p(scores, masses))
     assert torch.equal(found[1], keep_typical(scores, masses))
+    assert torch.equal(found[2], keep_top_k(scores, ks, VOCAB))
+
+
+@pytest.mark.parametrize("share", [0.001, 0.05, 0.5, 1.0])
+def test_min_p_keeps_what_transformers_keeps(share: float) -> None:
+    scores = random_scores(4, 6)
+    theirs = MinPLogitsWarper(share)(None, scores.double())
+    ours = keep_min_p(scores, column([share] * 4))
+    assert differ(ours, theirs) <= 4
+    assert torch.equal(ours[kept(ours)], scores[kept(ours)])
+
+
+def test_min_p_measures_by_what_is_left() -> None:
+    """After typical sampling the likeliest token may be gone."""
+    scores = torch.tensor([[float("-inf"), 0.0, -1.0, -5.0]])
+    assert kept(keep_min_p(scores, column([0.3])))[0].tolist() == [False, True, True, False]
+    assert kept(keep_min_p(scores, column([0.0])))[0].tolist() == [False, True, True, True]
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=1100), st.integers(0, 2**24 - 1))

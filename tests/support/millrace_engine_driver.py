@@ -15,6 +15,7 @@ from millrace_shard.engine import Engine
 from millrace_shard.parallel import ProcessGroup
 from millrace_shard.runner import StepRunner
 from millrace_shard.sequence import Sequence
+from millrace_shard.speculation.speculation import Speculation
 from millrace_shard.step import (
     BatchChange,
     Filter,
@@ -43,6 +44,7 @@ class Driver:
         overlap: bool = False,
         prefill_logprobs: bool = True,
         group: ProcessGroup | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.model = FakeModel()
         self.kernels = FakeKernels()
@@ -59,6 +61,7 @@ class Driver:
                 group=group or ProcessGroup.single(),
                 device=torch.device("cpu"),
                 dtype=torch.float32,
+                speculation=speculation,
             )
         )
         self.engine.start()

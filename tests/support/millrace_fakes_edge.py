@@ -23,13 +23,14 @@ from millrace_router.entry import TokenStream
 from millrace_router.errors import GenerationError
 from millrace_router.estimate import Estimate
 from millrace_router.events import Finished, PromptLogprobs, Token, TokenEvent
+from millrace_router.grammars import Grammars
 from millrace_router.health import Health
 from millrace_router.infer import Infer
 from millrace_router.limits import Limits
 from millrace_router.metrics import Metrics
 from millrace_router.quarantine import Quarantine
 from millrace_router.recovery import Recovery
-from millrace_router.request import FinishReason, ValidRequest
+from millrace_router.request import FinishReason, Grammar, ValidRequest
 from millrace_router.server import create_runner
 from millrace_router.services import Services
 from millrace_router.template import ChatTemplate
@@ -45,8 +46,10 @@ LIMITS = Limits(
     vocab_size=8,
     max_concurrent_requests=4,
     max_best_of=2,
+    max_n=3,
     max_stop_sequences=4,
     max_top_n_tokens=5,
+    grammars=True,
 )
 
 UNKNOWN = Estimate(prediction=None, num_cached=0, num_waiting=0, num_running=0)
@@ -90,6 +93,29 @@ def play(stream: TokenStream, *texts: str, logprob: float = -0.5, seed: int | No
 
 
 @dataclass
+class FakeCompiler:
+    """Takes every grammar that `refusal` has no reason against, and remembers which it was asked for.
+
+    Answers when `gate` is open.
+    """
+
+    refusal: Callable[[Grammar], str | None] = lambda _: None
+    gate: asyncio.Event | None = None
+    asked: list[Grammar] = field(default_factory=list)
+
+    async def compile_grammar(self, grammar: Grammar) -> str | None:
+        self.asked.append(grammar)
+        if self.gate is not None:
+            await self.gate.wait()
+        return self.refusal(grammar)
+
+
+def grammars_of(compiler: FakeCompiler | None = None) -> Grammars:
+    """Ask `compiler`, which always serves."""
+    return Grammars(compiler or FakeCompiler(), Recovery(), grace_seconds=GRACE_SECONDS)
+
+
+@dataclass
 class FakeBatcher:
     """Keeps what is submitted; `script` says what happens to it, if anything.
 
@@ -102,6 +128,7 @@ class FakeBatcher:
     drains_in: float = 0.0
     recovery: Recovery = field(default_factory=Recovery)
     quarantine: Quarantine = field(default_factory=Quarantine)
+    compiler: FakeCompiler = field(default_factory=FakeCompiler)
     estimated: list[ValidRequest] = field(default_factory=list)
     requests: list[ValidRequest] = field(default_factory=list)
     streams: list[TokenStream] = field(default_factory=list)
@@ -185,7 +212,8 @@ def services_over(
         max_input_tokens=limits.max_input_tokens, max_total_tokens=limits.max_total_tokens
     )
     health = Health(batcher.recovery, batcher, grace_seconds=GRACE_SECONDS)
-    validator = Validator(tokenizer, limits, metrics)
+    grammars = Grammars(batcher.compiler, batcher.recovery, grace_seconds=GRACE_SECONDS)
+    validator = Validator(tokenizer, limits, metrics, grammars)
     return Services(
         config=RouterConfig(
             **{"model_folder": Path("model"), "model_id": "org/tiny", "revision": "abc", **config}
@@ -203,6 +231,8 @@ def services_over(
             deterministic=True,
             prefill_logprobs=limits.prefill_logprobs,
             window_size=None,
+            speculate=2,
+            grammars=limits.grammars,
         ),
         capacity=Capacity(
             num_blocks=9,

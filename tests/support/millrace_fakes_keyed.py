@@ -104,5 +104,6 @@ def index_of(event: bytes) -> int:
 
 
 def prompts_of(body: dict[str, object]) -> int:
-    prompts = body.get("prompt")
-    return len(prompts) if isinstance(prompts, list) else 1
+    prompts, n = body.get("prompt"), body.get("n", 1)
+    assert isinstance(n, int)
+    return n * (len(prompts) if isinstance(prompts, list) else 1)

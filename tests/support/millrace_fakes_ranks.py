@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from millrace_fakes_models import Driver, Run
+from millrace_rank_processes import run_ranks as run_ranks
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.load import load_model
 from millrace_shard.one_shot import MAX_BYTES
@@ -121,42 +120,3 @@ def _failing_collectives(group: ProcessGroup) -> list[str]:
         except CollectiveError:
             failed.append(name)
     return failed
-
-
-def run_ranks(
-    folder: Path, world_size: int, work: Callable[[ProcessGroup, Any], Any], argument: Any
-) -> list[Any]:
-    """Run `work` in `world_size` processes that are one group; what each rank returned."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    ranks = [
-        context.Process(target=_rank, args=(rank, world_size, port, folder, work, argument))
-        for rank in range(world_size)
-    ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(timeout=100)
-        if process.exitcode != 0:
-            for other in ranks:
-                other.kill()
-            raise RuntimeError(f"a rank ended with {process.exitcode}")
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(world_size)]
-
-
-def _rank(
-    rank: int,
-    world_size: int,
-    port: int,
-    folder: Path,
-    work: Callable[[ProcessGroup, Any], Any],
-    argument: Any,
-) -> None:
-    torch.set_num_threads(1)
-    group = ProcessGroup.connect(
-        rank, world_size, master_addr="127.0.0.1", master_port=port, device=torch.device("cpu")
-    )
-    torch.save(work(group, argument), folder / f"rank{rank}.pt")
-    group.close()

@@ -66,6 +66,9 @@ class DirectShards:
         self._answers.clear()
         self.shard.step(open_to_pb(self._epoch))
 
+    def failed(self, kind: str, error: ShardError) -> None:
+        pass
+
     async def send(self, plan: StepPlan[Entry]) -> int:
         self.last_sent += 1
         message = plan_to_pb(plan, epoch=self._epoch, number=self.last_sent, batch_id=0)
@@ -97,6 +100,7 @@ def new_batcher(
     *,
     max_batch_prefill_tokens: int = 16,
     max_batch_size: int | None = None,
+    speculate: int = 0,
     budgets: Budgets | None = None,
     prefix_caching: bool = True,
     waiting: EntryQueue | None = None,
@@ -109,6 +113,7 @@ def new_batcher(
     budgets = budgets or Budgets(
         max_batch_prefill_tokens=max_batch_prefill_tokens,
         max_batch_size=max_batch_size or shard.max_batch_size,
+        speculate=speculate,
     )
     metrics, cost = Metrics(max_input_tokens=1000, max_total_tokens=1000), CostModel()
     forecaster = Forecaster(

@@ -5,7 +5,7 @@ The next token depends on every id before it, so a lost, repeated or misplaced t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +13,7 @@ from threading import Event
 
 import grpc
 
+from millrace_hash_choices import allowances
 from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
 
@@ -65,6 +66,12 @@ class FakeShard:
         """A step of more tokens runs out of memory."""
         self.not_finite: set[int] = set()
         self.eos_after: dict[int, int] = {}
+        self.speculate = 0
+        """Tokens it can guess for a row; it guesses all that it may."""
+        self.num_right: Callable[[int], int] = int
+        """How many of so many guesses are right: all of them."""
+        self.num_forced = 0
+        """Tokens that a grammar forces whenever a token is due."""
         self.gate: Event | None = None
         self.warmup_gate: Event | None = None
         self.is_warm = True
@@ -158,20 +165,34 @@ class FakeShard:
                 if sequence.num_computed == len(sequence.ids):
                     self._sample(slot, sequence, response)
                 rows += 1
-        for slot in step.decode_slots:
-            sequence = self.sequences[slot]
+        limits = allowances(step, speculate=self.speculate)
+        for slot, (allowed, guesses) in zip(step.decode_slots, limits, strict=True):
             if slot in self._broken:
                 response.failed_slots.append(slot)
-                rows += 1
-                continue
-            assert sequence.num_computed == len(sequence.ids) - 1, (
-                "decodes a sequence with prompt left"
-            )
-            sequence.num_computed += 1
-            self._covered(sequence)
-            self._sample(slot, sequence, response)
+            else:
+                self._decode(slot, allowed, guesses, response)
             rows += 1
         assert 0 < rows <= self.max_batch_size
+
+    def _decode(self, slot: int, allowed: int, guesses: int, response: pb.StepResponse) -> None:
+        sequence = self.sequences[slot]
+        assert sequence.num_computed >= len(sequence.pb.input_ids), (
+            "decodes a sequence with prompt left"
+        )
+        assert sequence.num_computed + allowed <= len(sequence.blocks) * self.block_size
+        pending = len(sequence.ids) - sequence.num_computed
+        guesses = max(0, min(guesses, allowed - pending))
+        sequence.num_computed += min(pending, allowed)
+        if pending <= allowed:
+            sequence.num_computed += self._sample(slot, sequence, response, guesses)
+        else:
+            response.slots.append(slot)
+            response.counts.append(0)
+        self._covered(sequence)
+        if allowed > 1:
+            response.computed_slots.append(slot)
+            response.computed_positions.append(sequence.num_computed)
+            response.drafted_tokens.append(guesses)
 
     def _change(self, change: pb.BatchChange) -> None:
         for slot in change.dropped_slots:
@@ -203,21 +224,30 @@ class FakeShard:
         for i, block in enumerate(sequence.blocks[: sequence.num_computed // size]):
             self._contents[block] = sequence.ids[: (i + 1) * size]
 
-    def _sample(self, slot: int, sequence: FakeSequence, response: pb.StepResponse) -> None:
+    def _sample(
+        self, slot: int, sequence: FakeSequence, response: pb.StepResponse, guesses: int = 0
+    ) -> int:
+        """Yield a token, those that are forced or those behind right guesses; how many guesses were right."""
         if sequence.pb.request_id in self.not_finite:
             self._broken.add(slot)
             response.failed_slots.append(slot)
-            return
-        token = next_token(sequence.ids, sequence.pb.parameters.seed)
-        num_prompt = len(sequence.pb.input_ids) - sequence.pb.generated_tokens
-        num_generated = len(sequence.ids) - num_prompt
-        if self.eos_after.get(sequence.pb.request_id) == num_generated:
-            token = EOS_TOKEN_ID
-        sequence.ids.append(token)
+            return 0
+        num_right = self.num_right(guesses)
+        num_forced = self.num_forced if sequence.pb.HasField("grammar") else 0
+        count = num_forced or 1 + num_right
+        for _ in range(count):
+            sequence.ids.append(self._next(sequence))
         response.slots.append(slot)
-        response.counts.append(1)
-        response.ids.append(token)
-        response.logprobs.append(-0.5)
+        response.counts.append(count)
+        response.ids.extend(sequence.ids[-count:])
+        response.logprobs.extend([-0.5] * count)
+        return 0 if num_forced else num_right
+
+    def _next(self, sequence: FakeSequence) -> int:
+        num_prompt = len(sequence.pb.input_ids) - sequence.pb.generated_tokens
+        if self.eos_after.get(sequence.pb.request_id) == len(sequence.ids) - num_prompt:
+            return EOS_TOKEN_ID
+        return next_token(sequence.ids, sequence.pb.parameters.seed)
 
 
 def _work(request: pb.StepRequest) -> pb.Prefill | pb.Decode:
@@ -226,7 +256,9 @@ def _work(request: pb.StepRequest) -> pb.Prefill | pb.Decode:
 
 
 def _num_tokens(request: pb.StepRequest) -> int:
-    return len(_work(request).decode_slots) + sum(request.prefill.chunk_tokens)
+    work = _work(request)
+    num_decoded = sum(work.decode_tokens) or len(work.decode_slots)
+    return num_decoded + sum(request.prefill.chunk_tokens)
 
 
 class FakeShardService(pb_grpc.ShardServiceServicer):
@@ -250,6 +282,7 @@ class FakeShardService(pb_grpc.ShardServiceServicer):
             world_size=self._world_size,
             attention="none",
             prefill_logprobs=True,
+            speculate=self.shard.speculate,
         )
 
     def Health(self, request: pb.HealthRequest, context: grpc.ServicerContext) -> pb.HealthResponse:
@@ -257,6 +290,11 @@ class FakeShardService(pb_grpc.ShardServiceServicer):
         return pb.HealthResponse(
             pending_steps=int(stuck > 0), idle_ns=int(stuck * 1e9), warmed_up=self.shard.is_warm
         )
+
+    def CompileGrammar(
+        self, request: pb.CompileGrammarRequest, context: grpc.ServicerContext
+    ) -> pb.CompileGrammarResponse:
+        return pb.CompileGrammarResponse()
 
     def Warmup(self, request: pb.WarmupRequest, context: grpc.ServicerContext) -> pb.WarmupResponse:
         if self.shard.warmup_gate is not None:

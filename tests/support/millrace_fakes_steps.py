@@ -5,26 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from millrace_fakes_models import VOCAB, save_tiny
-from millrace_shard.batch import Batch, BatchLimits
+from millrace_fakes_models import save_tiny
+from millrace_shard.batch import Batch
+from millrace_shard.batch_limits import BatchLimits
 from millrace_shard.decode_graphs import DecodeGraphs, GraphSettings
+from millrace_shard.guides import Guides
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.load import load_model
 from millrace_shard.model import CausalModel
 from millrace_shard.parallel import ProcessGroup
-from millrace_shard.runner import StepRunner
+from millrace_shard.runner import StepRunner, TokenAids
 from millrace_shard.sequence import SamplingParameters, Sequence
+from millrace_shard.speculation.speculation import Speculation
 from millrace_shard.step import BatchChange, Forward, Ints, StepResult
 
 NUM_BLOCKS = 48
 MAX_TOKENS = 96
 MAX_BATCH_SIZE = 8
 
-SAMPLING = {
+SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {},
     "temperature": {"temperature": 0.8, "do_sample": True, "seed": 3},
     "filters": {"do_sample": True, "top_k": 9, "top_p": 0.8, "typical_p": 0.9, "seed": 4},
@@ -33,6 +37,13 @@ SAMPLING = {
         "frequency_penalty": 0.3,
         "presence_penalty": 0.2,
         "occurrence_penalty": 0.1,
+    },
+    "marked": {
+        "watermark": True,
+        "bias": ((5, 2.0), (9, -1.0)),
+        "min_p": 0.02,
+        "do_sample": True,
+        "seed": 5,
     },
 }
 
@@ -67,7 +78,11 @@ class Stepper:
         dtype: torch.dtype,
         graphs: GraphSettings | None = None,
         device: torch.device | str = "cpu",
+        speculation: Speculation | None = None,
+        guides: Guides | None = None,
+        max_guesses: int = 0,
     ) -> None:
+        """`max_guesses` for a proposer that is set later, as `runner._proposer`."""
         self.device = torch.device(device)
         self.block_size = kernels.block_size
         self.cache = [
@@ -78,7 +93,10 @@ class Stepper:
                 dtype=dtype,
                 device=self.device,
             )
-            for heads, head_dim in model.geometry.layers
+            for heads, head_dim in (
+                *model.geometry.layers,
+                *(speculation.layers if speculation else ()),
+            )
         ]
         reserved = torch.tensor([0, NUM_BLOCKS], device=self.device)
         for layer in self.cache:
@@ -90,22 +108,36 @@ class Stepper:
             max_tokens=MAX_TOKENS,
             num_blocks=NUM_BLOCKS,
             block_size=kernels.block_size,
-            vocab_size=VOCAB,
+            vocab_size=model.info.vocab_size,
             padding_block=NUM_BLOCKS,
+            max_guesses=speculation.most if speculation else max_guesses,
         )
         self.batch = Batch(limits, self.device)
+        own = len(model.geometry.layers)
+        self.cache, self.draft_cache = self.cache[:own], self.cache[own:]
+        proposer = None
+        if speculation is not None:
+            proposer = speculation.proposer(model, kernels, self.draft_cache, self.batch, dtype)
         self.graphs: DecodeGraphs | None = None
         with torch.inference_mode():
             if graphs is not None:
                 self.graphs = DecodeGraphs(model, self.cache, self.batch)
                 self.graphs.capture(graphs, ProcessGroup.single())
-            self.runner = StepRunner(model, kernels, self.cache, self.batch, self.graphs)
+            self.runner = StepRunner(
+                model,
+                kernels,
+                self.cache,
+                self.batch,
+                self.graphs,
+                TokenAids(guides=guides, proposer=proposer),
+            )
         self.free = list(range(1, NUM_BLOCKS))
 
     def admission(self, slot: int, ids: Iterable[int], **fields: object) -> Forward:
         """The step that admits a sequence, with room for 16 tokens more, and computes all of its prompt."""
         top = fields.pop("top_n_tokens", 0)
         prefill_logprobs = fields.pop("prefill_logprobs", False)
+        grammar = fields.pop("grammar", None)
         sequence = Sequence(
             slot=slot,
             request_id=slot,
@@ -113,6 +145,7 @@ class Stepper:
             parameters=SamplingParameters(**fields),  # type: ignore[arg-type]
             top_n_tokens=top,  # type: ignore[arg-type]
             prefill_logprobs=prefill_logprobs,  # type: ignore[arg-type]
+            grammar=grammar,  # type: ignore[arg-type]
         )
         count = -(-(sequence.num_inputs + 16) // self.block_size)
         blocks = [self.free.pop(0) for _ in range(count)]

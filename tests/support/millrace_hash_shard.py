@@ -11,7 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from millrace_hash_tokens import POISON_TOKEN_ID, choose, extend, fold, score
+from millrace_hash_choices import Choices, allowances
+from millrace_hash_tokens import (
+    POISON_TOKEN_ID,
+    choose,
+    expected_tokens,
+    extend,
+    fold,
+    score,
+)
 from millrace_proto import generate_pb2 as pb
 
 
@@ -50,7 +58,11 @@ class HashShard:
         block_size: int = 4,
         max_batch_size: int = 16,
         eos_every: int = 0,
+        speculate: int = 0,
+        choices: Choices | None = None,
     ) -> None:
+        self.speculate = speculate
+        self.choices = choices or Choices()
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.max_batch_size = max_batch_size
@@ -136,11 +148,31 @@ class HashShard:
             self._compute(running, count)
             self.num_prefilled += count
             self._answer(running, response, count)
-        for slot in work.decode_slots:
+        limits = allowances(work, speculate=self.speculate)
+        for slot, (allowed, guesses) in zip(work.decode_slots, limits, strict=True):
             running = self._named(slot)
             assert running.num_computed >= len(running.pb.input_ids), "a decode before the prompt"
-            self._compute(running, 1)
-            self._answer(running, response, 0)
+            self._decode(running, allowed, guesses, response)
+
+    def _decode(
+        self, running: Running, allowed: int, guesses: int, response: pb.StepResponse
+    ) -> None:
+        sequence, num_named = running.pb, len(response.slots)
+        held = len(running.table) * self.block_size
+        assert running.num_computed + allowed <= held, "fewer blocks than positions are allowed"
+        is_guided = sequence.HasField("grammar")
+        assert is_guided or allowed <= 1 + guesses, "positions that nothing can fill"
+        count = min(len(running.ids) - running.num_computed, allowed)
+        self._compute(running, count)
+        num_guesses = self._answer(running, response, 0, min(guesses, allowed - count))
+        if allowed > 1:
+            response.computed_slots.append(sequence.slot)
+            response.computed_positions.append(running.num_computed)
+            response.drafted_tokens.append(num_guesses)
+            is_silent = len(response.slots) == num_named and not running.has_failed
+            if is_silent and self.choices.says_zero():
+                response.slots.append(sequence.slot)
+                response.counts.append(0)
 
     def _named(self, slot: int) -> Running:
         assert slot in self.running, f"no sequence in slot {slot}"
@@ -238,7 +270,10 @@ class HashShard:
         assert cell is not None, f"position {position} is read before it is computed"
         return cell
 
-    def _answer(self, running: Running, response: pb.StepResponse, num_prompt: int) -> None:
+    def _answer(
+        self, running: Running, response: pb.StepResponse, num_prompt: int, guesses: int = 0
+    ) -> int:
+        """Answer for a row whose tokens are computed; how many guesses were made, up to `guesses`."""
         cells = [self._read(running, position) for position in range(running.num_computed)]
         sequence = running.pb
         if sequence.prefill_logprobs and num_prompt:
@@ -249,26 +284,65 @@ class HashShard:
             response.prefill_logprobs.extend([running.next_logprob, *scores[first:-1]])
             running.next_logprob = scores[-1]
         running.has_failed |= not all(cell.is_finite for cell in cells)
-        if running.num_computed < len(running.ids):
-            if running.has_failed:
-                response.failed_slots.append(sequence.slot)
-            return
-        folded = 0
-        for position, cell in enumerate(cells):
-            folded = fold(folded, cell.digest, position)
+        tokens: list[int] = []
+        if running.num_computed == len(running.ids):
+            guesses = self.choices.num_guesses(guesses)
+            tokens = self._forced(running) or self._verified(running, guesses)
+            running.ids += tokens
+        else:
+            guesses = 0
+        if running.has_failed:
+            response.failed_slots.append(sequence.slot)
+        elif tokens:
+            response.slots.append(sequence.slot)
+            response.counts.append(len(tokens))
+            response.ids.extend(tokens)
+            response.logprobs.extend([-0.5] * len(tokens))
+        return guesses
+
+    def _predict(self, running: Running) -> int:
+        """The token that follows what is computed."""
+        folded, sequence = 0, running.pb
+        for position in range(running.num_computed):
+            folded = fold(folded, self._read(running, position).digest, position)
         original = len(sequence.input_ids) - sequence.generated_tokens
-        token_id = choose(
+        return choose(
             folded,
             seed=sequence.parameters.seed,
             num_prompt=original,
             eos_every=self.eos_every,
-            may_end=len(running.ids) - original >= sequence.min_new_tokens,
+            may_end=running.num_computed - original >= sequence.min_new_tokens,
         )
-        running.ids.append(token_id)
-        if running.has_failed:
-            response.failed_slots.append(sequence.slot)
-            return
-        response.slots.append(sequence.slot)
-        response.counts.append(1)
-        response.ids.append(token_id)
-        response.logprobs.append(-0.5)
+
+    def _forced(self, running: Running) -> list[int]:
+        """Tokens that are known without a prediction, as those are that a grammar leaves no choice about."""
+        sequence = running.pb
+        if not sequence.HasField("grammar"):
+            return []
+        original = len(sequence.input_ids) - sequence.generated_tokens
+        num_generated = len(running.ids) - original
+        return expected_tokens(
+            sequence.input_ids[:original],
+            num_generated + self.choices.chain_length(),
+            seed=sequence.parameters.seed,
+            eos_every=self.eos_every,
+            min_new_tokens=sequence.min_new_tokens,
+        )[num_generated:]
+
+    def _verified(self, running: Running, num_guesses: int) -> list[int]:
+        """Predict, behind right guesses too, all of which are written; nothing is left of those after a wrong one."""
+        num_ids, tokens, are_right = len(running.ids), [self._predict(running)], True
+        for _ in range(num_guesses):
+            is_right = self.choices.is_right()
+            running.ids.append(tokens[-1] if is_right else (tokens[-1] + 1) % 90)
+            self._compute(running, 1)
+            are_right &= is_right
+            if are_right:
+                tokens.append(self._predict(running))
+        num_computed = num_ids + len(tokens) - 1
+        for position in range(num_computed, running.num_computed):
+            block = running.table[position // self.block_size]
+            self._cells[block][position % self.block_size] = None
+        running.num_computed = num_computed
+        del running.ids[num_ids:]
+        return tokens

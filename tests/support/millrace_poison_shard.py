@@ -21,8 +21,9 @@ from torch import Tensor
 
 from millrace_shard import engine, warmup
 from millrace_shard.__main__ import main
+from millrace_shard.launched_step import LaunchedStep
 from millrace_shard.prepared import PreparedStep
-from millrace_shard.runner import LaunchedStep, StepRunner
+from millrace_shard.runner import StepRunner
 from millrace_shard.step import Forward
 from millrace_shard.warmup import WarmedUp
 

@@ -18,6 +18,8 @@ from millrace_router.errors import NonFiniteOutput
 from millrace_router.planner import Planner
 from millrace_router.prefix_cache import PrefixCache
 from millrace_router.request import ValidRequest
+from millrace_router.row import Row
+from millrace_router.speculation import LengthPolicy
 from millrace_router.step_plan import StepPlan
 from millrace_router.tenants import TenantQueue
 from millrace_router.waiting import WaitingQueue
@@ -39,9 +41,16 @@ class ScheduleDriver:
     """Sends steps and takes answers when the test says so; at most `depth` are in flight."""
 
     def __init__(
-        self, budgets: Budgets, shard: HashShard, *, prefix_caching: bool = True, depth: int = 2
+        self,
+        budgets: Budgets,
+        shard: HashShard,
+        *,
+        prefix_caching: bool = True,
+        depth: int = 2,
+        guesses: LengthPolicy | None = None,
     ) -> None:
         self.budgets = budgets
+        self.guesses = guesses
         self.shard = shard
         self.depth = depth
         self.prefix_caching = prefix_caching
@@ -62,7 +71,7 @@ class ScheduleDriver:
     def _new_planner(self) -> Planner[Entry]:
         cache = PrefixCache() if self.prefix_caching else None
         blocks = BlockTable(self.shard.num_blocks, self.shard.block_size, cache)
-        return Planner(self.budgets, blocks)
+        return Planner(self.budgets, blocks, guesses=self.guesses)
 
     def _open(self) -> None:
         self._epoch += 1
@@ -114,9 +123,14 @@ class ScheduleDriver:
             row, running = rows[slot], self.shard.running.get(slot)
             assert not row.entry.closed, "work for a client that has left"
             # After a failed step the shard does not follow any more.
-            if running is not None and running.pb.request_id == row.entry.request_id:
+            is_own = running is not None and running.pb.request_id == row.entry.request_id
+            if running is not None and is_own and not row.entry.most_forced:
                 num_new = len(running.ids) - row.entry.num_prompt_tokens
                 assert num_new <= row.entry.max_new_tokens, "more tokens than asked for"
+        if plan.decode_tokens:
+            num_tokens = sum(plan.decode_tokens) + sum(count for _, count in plan.chunks)
+            most = self.budgets.max_batch_prefill_tokens
+            assert num_tokens <= most, "a step of more tokens than it may hold"
         if rows:
             self._check_order(plan, named)
 
@@ -134,6 +148,8 @@ class ScheduleDriver:
         for row in plan.admitted:
             assert row.seniority < min(paused, default=math.inf), "somebody paused is overtaken"
         is_done = rows[0].num_tokens_planned >= rows[0].max_tokens or rows[0].slot in named
+        # What it may still need is all in flight.
+        is_done |= rows[0].num_room == 0 and len(self.flights) > 1
         self._num_stalled = 0 if is_done else self._num_stalled + 1
         assert self._num_stalled <= self._longest_pause(), "the most senior row does not go on"
         unfinished = [row for row in rows if row.num_prompt_left]
@@ -160,7 +176,9 @@ class ScheduleDriver:
             return
         result, planner = result_from_pb([flight.answer]), self.planner
         self.last_answered = self.shard.answered = result.number
-        planner.computed(flight.plan, result.failed_slots)
+        planner.computed(
+            flight.plan, result.failed_slots, counts=result.counts, computed=result.computed
+        )
         for slot, logprobs in result.prompt_logprobs:
             if (row := planner.row(slot)) is not None:
                 row.entry.accept_prompt_logprobs(logprobs)
@@ -208,6 +226,21 @@ class ScheduleDriver:
         for entry in self.entries.values():
             assert entry.num_preemptions <= self.budgets.max_preemptions
         check_blocks(self.planner.blocks)
+        for row in self.planner.rows.values():
+            self._check_row(row)
+
+    def _check_row(self, row: Row[Entry]) -> None:
+        """What is planned of a row is a bound of what the shard has done, and exact where nothing is in flight."""
+        assert row.num_computed <= row.num_kv_tokens <= row.num_kv_owned
+        assert row.num_room >= 0, "more positions than it can ever need"
+        running = self.shard.running.get(row.slot)
+        if running is None or running.pb.request_id != row.entry.request_id:
+            return
+        assert row.num_computed <= running.num_computed <= row.num_kv_tokens
+        if not self.flights and not running.has_failed:
+            assert row.num_computed == running.num_computed == row.num_kv_tokens
+            num_new = row.entry.num_inputs - row.num_inputs
+            assert row.num_tokens_planned == num_new, "tokens are planned that nobody computes"
 
     def check_idle(self) -> None:
         """Raise AssertionError if anything is left over once everything has ended."""

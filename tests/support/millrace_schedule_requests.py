@@ -8,10 +8,18 @@ from hypothesis import strategies as st
 
 from millrace_hash_tokens import POISON_TOKEN_ID, expected_tokens
 from millrace_router.budgets import Budgets
-from millrace_router.request import SamplingParameters, Terms, ValidRequest
+from millrace_router.request import (
+    Grammar,
+    GrammarKind,
+    SamplingParameters,
+    Terms,
+    ValidRequest,
+)
 
 MAX_PROMPT = 24
 MAX_NEW = 20
+ANY_TEXT = Grammar(GrammarKind.REGEX, ".*")
+"""A fake shard asks for no more than that there is a grammar."""
 
 policies = st.builds(
     Budgets,
@@ -24,6 +32,7 @@ policies = st.builds(
     max_waiting_tokens=st.integers(0, 6),
     max_preemptions=st.integers(0, 3),
     share_slots=st.sampled_from([False, False, True]),
+    speculate=st.sampled_from([0, 0, 1, 4]),
 )
 
 
@@ -56,6 +65,7 @@ def valid_requests(draw: st.DrawFn, *, longest: int, capacity: int, eos_every: i
         else (),
         prefill_logprobs=draw(st.integers(0, 2)) == 0,
         min_new_tokens=draw(st.sampled_from([0, 0, 3])),
+        grammar=draw(st.sampled_from([None, None, None, ANY_TEXT])),
         terms=Terms(
             priority=draw(st.sampled_from([-10, 0, 0, 10])),
             tenant=draw(st.sampled_from(["", "", "other"])),

@@ -13,6 +13,7 @@ from millrace_router.planner import Planner
 from millrace_router.request import Terms
 from millrace_router.simulator.arrival import Arrival
 from millrace_router.simulator.deployment import Deployment
+from millrace_router.speculation import Acceptance
 from millrace_router.step_plan import StepPlan
 
 
@@ -30,6 +31,8 @@ class SlowCandidate:
     num_preemptions: int = 0
     closed: bool = False
     wants_prompt_logprobs: bool = False
+    most_forced: int = 0
+    acceptance: Acceptance = field(default_factory=Acceptance)
 
     @property
     def queued_at(self) -> float:

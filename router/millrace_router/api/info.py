@@ -32,6 +32,7 @@ class InfoJson(TypedDict):
     model_pipeline_tag: str | None
     max_concurrent_requests: int
     max_best_of: int
+    max_n: int
     max_stop_sequences: int
     max_top_n_tokens: int
     max_input_tokens: int
@@ -58,6 +59,8 @@ class InfoJson(TypedDict):
     cost_model: dict[str, float]
     attention: str
     deterministic: bool
+    speculate: int
+    grammars: bool
     num_shard: int
     router: str
     version: str

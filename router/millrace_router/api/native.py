@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Annotated, NotRequired
+from typing import NotRequired
 
 import orjson
-from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, Field
 from typing_extensions import TypedDict
 
+from millrace_router.api.fields import Float32, Int32, RequestModel, UInt32, UInt64
+from millrace_router.api.grammar import GrammarType
 from millrace_router.events import Finished, PromptLogprobs, Token, TokenEvent
-from millrace_router.float32 import rounded, shortest
+from millrace_router.float32 import shortest
 from millrace_router.request import FinishReason
-
-UINT32_MAX = 2**32 - 1
-UINT64_MAX = 2**64 - 1
-
-UInt32 = Annotated[int, Field(ge=0, le=UINT32_MAX)]
-UInt64 = Annotated[int, Field(ge=0, le=UINT64_MAX)]
-Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
-Float32 = Annotated[float, Field(allow_inf_nan=False), AfterValidator(rounded)]
-
-
-class RequestModel(BaseModel):
-    """Nothing is coerced, nothing changes later, unknown fields are ignored."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", protected_namespaces=())
 
 
 class GenerateParameters(RequestModel):
@@ -48,7 +36,7 @@ class GenerateParameters(RequestModel):
     decoder_input_details: bool = False
     seed: UInt64 | None = None
     top_n_tokens: UInt32 | None = None
-    grammar: dict[str, object] | None = None
+    grammar: GrammarType | None = None
     adapter_id: str | None = None
     priority: int | None = None
     """Not in TGI: how much sooner than others; beats the header `x-priority`."""
@@ -56,6 +44,8 @@ class GenerateParameters(RequestModel):
         default=False, validation_alias=AliasChoices("ignore_eos", "ignore_eos_token")
     )
     """Not in TGI: generate `max_new_tokens` tokens whatever the model says; benchmarks ask for it."""
+    min_p: Float32 | None = None
+    """Not in TGI: tokens less likely than this share of the likeliest one are not drawn."""
 
 
 class OpenAIParameters(GenerateParameters):
@@ -63,6 +53,8 @@ class OpenAIParameters(GenerateParameters):
 
     presence_penalty: Float32 = 0.0
     occurrence_penalty: Float32 = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its score), each id once."""
 
 
 def sampling_parameters() -> GenerateParameters:

@@ -7,8 +7,12 @@ from typing import Annotated, Any, Literal, TypeVar
 import orjson
 from pydantic import AliasChoices, Field, model_validator
 
-from millrace_router.api.native import UINT64_MAX, Float32, OpenAIParameters, RequestModel, UInt32
+from millrace_router.api.bias import biases_from
+from millrace_router.api.fields import UINT64_MAX, Float32, Int32, RequestModel, UInt32
+from millrace_router.api.grammar import ResponseFormat, grammar_of
+from millrace_router.api.native import OpenAIParameters
 from millrace_router.errors import SuffixNotSupported, ToolError, ValidationError
+from millrace_router.limits import Limits
 
 Seed = Annotated[int, Field(ge=-(2**63), le=UINT64_MAX)]
 MAX_PENALTY = 2.0
@@ -36,13 +40,21 @@ class CommonRequest(RequestModel):
     top_p: Float32 | None = None
     frequency_penalty: Float32 | None = None
     presence_penalty: Float32 | None = None
-    repetition_penalty: Float32 | None = None
     n: int | None = None
-    logit_bias: dict[str, Any] | list[Any] | None = None
-    """Refused, so nobody looks into it."""
+    logit_bias: dict[str, Any] | Annotated[list[Any], Field(max_length=0)] | None = None
+    """An empty list is taken, too: TGI has lists here, and ignores them."""
+    response_format: ResponseFormat | None = None
+    repetition_penalty: Float32 | None = None
+    """Not in OpenAI's, like everything that follows."""
+    top_k: Int32 | None = None
+    """0 and -1 are no restriction."""
+    typical_p: Float32 | None = None
+    """1 is no restriction."""
+    min_p: Float32 | None = None
+    """0 is no restriction."""
     ignore_eos: bool | None = None
     priority: int | None = None
-    """Not in OpenAI's: how much sooner than others; beats the header `x-priority`."""
+    """How much sooner than others; beats the header `x-priority`."""
 
     @property
     def stop_sequences(self) -> list[str]:
@@ -55,27 +67,35 @@ class CommonRequest(RequestModel):
         """Whether a stream ends with a chunk of its own for usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def check(self) -> None:
-        """Refuse what would otherwise be ignored in silence; raises RouterError."""
-        if self.n is not None and self.n != 1:
-            raise ValidationError(f"`n` != 1 is not supported. Given: {self.n}")
-        if self.logit_bias:
-            raise ValidationError("`logit_bias` is not supported")
+    @property
+    def num_choices(self) -> int:
+        """Choices for each prompt."""
+        return 1 if self.n is None else self.n
+
+    def check(self, limits: Limits) -> None:
+        """Check what only these routes have, and refuse what would be ignored in silence; raises RouterError."""
+        if not 0 < self.num_choices <= limits.max_n:
+            raise ValidationError(f"`n` must be > 0 and <= {limits.max_n}. Given: {self.n}")
         for name in ("frequency_penalty", "presence_penalty"):
             penalty = getattr(self, name)
             if penalty is not None and not -MAX_PENALTY <= penalty <= MAX_PENALTY:
                 raise ValidationError(f"`{name}` must be >= -2.0 and <= 2.0")
 
     def parameters(self, *, top_n_tokens: int | None = None) -> OpenAIParameters:
-        """Translate: temperature 0 is greedy, anything else samples; `top_p` 1 is no restriction."""
+        """Translate: temperature 0 is greedy, anything else samples; raises ValidationError."""
         greedy = self.temperature == 0
         return OpenAIParameters(
             temperature=None if greedy else self.temperature,
             top_p=None if greedy or self.top_p == 1 else self.top_p,
+            top_k=None if greedy or self.top_k in {-1, 0} else self.top_k,
+            typical_p=None if greedy or self.typical_p == 1 else self.typical_p,
+            min_p=None if greedy else self.min_p,
             do_sample=not greedy,
             repetition_penalty=self.repetition_penalty,
             occurrence_penalty=self.frequency_penalty or 0.0,
             presence_penalty=self.presence_penalty or 0.0,
+            logit_bias=biases_from(self.logit_bias) if isinstance(self.logit_bias, dict) else (),
+            grammar=grammar_of(self.response_format),
             max_new_tokens=self.max_tokens,
             stop=self.stop_sequences,
             seed=None if self.seed is None else self.seed & UINT64_MAX,
@@ -181,17 +201,14 @@ class ChatCompletionRequest(CommonRequest):
     top_logprobs: UInt32 | None = None
     tools: Items[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    response_format: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Not in TGI: further variables for the template, such as `enable_thinking`."""
 
-    def check(self) -> None:
-        """Refuse what would otherwise be ignored in silence; raises RouterError."""
-        super().check()
+    def check(self, limits: Limits) -> None:
+        """Check what only this route has; raises RouterError."""
+        super().check(limits)
         if self.tools and self.tool_choice != "none":
             raise ToolError("`tools` are not supported yet")
-        if self.response_format and self.response_format.get("type") != "text":
-            raise ValidationError("`response_format` is not supported yet")
 
     def parameters(self, *, top_n_tokens: int | None = None) -> OpenAIParameters:
         """Translate; `max_completion_tokens` is the newer name of `max_tokens` and beats it."""
@@ -217,14 +234,35 @@ class CompletionRequest(CommonRequest):
         """All prompts, in the order of the choices."""
         return [self.prompt] if isinstance(self.prompt, str) else self.prompt
 
-    def check(self) -> None:
-        """Refuse what would otherwise be ignored in silence; raises RouterError."""
-        super().check()
+    @property
+    def num_samples(self) -> int:
+        """Samples of each prompt, of which the best are its choices."""
+        return max(self.num_choices, self.best_of or 0)
+
+    def check(self, limits: Limits) -> None:
+        """Check what only this route has; raises RouterError."""
+        super().check(limits)
         if self.suffix:
             raise SuffixNotSupported
         if self.echo:
             raise ValidationError("`echo` is not supported")
         if self.logprobs is not None:
             raise ValidationError("`logprobs` is not supported on this endpoint")
-        if self.best_of is not None and self.best_of != 1:
-            raise ValidationError(f"`best_of` != 1 is not supported. Given: {self.best_of}")
+        if self.best_of is not None:
+            self._check_best_of(self.best_of, limits)
+
+    def _check_best_of(self, best_of: int, limits: Limits) -> None:
+        if best_of < self.num_choices:
+            raise ValidationError(
+                f"`best_of` must be >= `n`. Given: {best_of} and {self.num_choices}"
+            )
+        if best_of == self.num_choices:
+            return
+        if best_of > limits.max_best_of:
+            raise ValidationError(
+                f"`best_of` must be > 0 and <= {limits.max_best_of}. Given: {best_of}"
+            )
+        if self.stream:
+            raise ValidationError("`best_of` > `n` is not supported when streaming tokens")
+        if self.temperature == 0:
+            raise ValidationError("you must use sampling when `best_of` is > 1")

@@ -11,7 +11,7 @@ import orjson
 
 from millrace_router.api.openai_json import (
     ChatCompletionChunkJson,
-    ChatCompletionJson,
+    ChatCompletionCompleteJson,
     ChatCompletionLogprobJson,
     ChatCompletionTopLogprobJson,
     CompletionCompleteJson,
@@ -73,13 +73,26 @@ class Piece:
 class ChoiceText:
     """Turns a generation's tokens into a choice: special tokens hidden, cut before a stop string."""
 
-    def __init__(self, stop_sequences: list[str], *, logprobs: bool = False) -> None:
+    def __init__(
+        self, stop_sequences: list[str], *, logprobs: bool = False, num_candidates: int = 0
+    ) -> None:
+        """With `logprobs`, each token has its own beside it, and those of so many candidates."""
         self._trimmer = StopTrimmer(stop_sequences)
         self._logprobs = logprobs
+        self._num_candidates = num_candidates
+        self._num_tokens = 0
+        self._sum_of_logprobs = 0.0
+
+    @property
+    def mean_logprob(self) -> float:
+        """Average log probability of the tokens taken, by which `best_of` judges; one is needed."""
+        return self._sum_of_logprobs / self._num_tokens
 
     def push(self, event: TokenEvent) -> Piece:
         """Take the next token; nothing may follow a piece that has a finish reason."""
         token = event.token
+        self._num_tokens = event.index
+        self._sum_of_logprobs += token.logprob
         text = self._trimmer.push("" if token.special else token.text)
         reason: str | None = None
         if self._trimmer.stopped:
@@ -87,12 +100,15 @@ class ChoiceText:
         elif event.finished is not None:
             reason = _FINISH_REASONS[event.finished.finish_reason]
             text += self._trimmer.finish()
-        return Piece(text, reason, event.index, _logprobs(event) if self._logprobs else None)
+        logprobs = _logprobs(event, self._num_candidates) if self._logprobs else None
+        return Piece(text, reason, event.index, logprobs)
 
 
-def _logprobs(event: TokenEvent) -> ChatCompletionLogprobJson:
+def _logprobs(event: TokenEvent, num_candidates: int) -> ChatCompletionLogprobJson:
+    """Render a token, and the first candidates: of those that tie for the last place some are left out."""
     entry = _token_logprob(event.token)
-    return {**entry, "top_logprobs": [_token_logprob(token) for token in event.top_tokens]}
+    candidates = event.top_tokens[:num_candidates]
+    return {**entry, "top_logprobs": [_token_logprob(token) for token in candidates]}
 
 
 def _token_logprob(token: Token) -> ChatCompletionTopLogprobJson:
@@ -131,13 +147,13 @@ class ChunkTemplate:
 CHUNK = "chat.completion.chunk"
 
 
-def chat_chunk(head: AnswerHead, piece: Piece) -> ChatCompletionChunkJson:
-    """Render the chunk of one token."""
+def chat_chunk(head: AnswerHead, piece: Piece, index: int = 0) -> ChatCompletionChunkJson:
+    """Render the chunk of one token of the choice `index`."""
     return {
         **head.json(CHUNK),
         "choices": [
             {
-                "index": 0,
+                "index": index,
                 "delta": {"role": "assistant", "content": piece.text},
                 "logprobs": None if piece.logprobs is None else {"content": [piece.logprobs]},
                 "finish_reason": piece.finish_reason,
@@ -152,21 +168,14 @@ def usage_chunk(head: AnswerHead, usage: Usage) -> ChatCompletionChunkJson:
     return {**head.json(CHUNK), "choices": [], "usage": usage.json()}
 
 
-def chat_answer(head: AnswerHead, pieces: list[Piece], usage: Usage) -> ChatCompletionJson:
-    """Render a chat completion in one piece."""
+def chat_choice(index: int, pieces: list[Piece]) -> ChatCompletionCompleteJson:
+    """Render a choice of a chat completion in one piece."""
     logprobs = [piece.logprobs for piece in pieces if piece.logprobs is not None]
-    text = "".join(piece.text for piece in pieces)
     return {
-        **head.json(),
-        "choices": [
-            {
-                "index": 0,
-                "message": {"role": "assistant", "content": text},
-                "logprobs": {"content": logprobs} if logprobs else None,
-                "finish_reason": pieces[-1].finish_reason,
-            }
-        ],
-        "usage": usage.json(),
+        "index": index,
+        "message": {"role": "assistant", "content": "".join(piece.text for piece in pieces)},
+        "logprobs": {"content": logprobs} if logprobs else None,
+        "finish_reason": pieces[-1].finish_reason,
     }
 
 

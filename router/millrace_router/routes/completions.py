@@ -1,10 +1,10 @@
-"""OpenAI's text completions: one prompt or a few, each a choice."""
+"""OpenAI's text completions: one prompt or a few, and one choice or several of each."""
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack
 
-import orjson
 from aiohttp import web
 
 from millrace_router.access_log import watch
@@ -13,7 +13,6 @@ from millrace_router.api.openai import CompletionRequest
 from millrace_router.api.openai_answers import (
     AnswerHead,
     ChoiceText,
-    ChunkTemplate,
     Piece,
     Usage,
     completion_choice,
@@ -25,12 +24,11 @@ from millrace_router.api.openai_json import (
 )
 from millrace_router.bodies import json_response, read_model
 from millrace_router.errors import BatchSizeExceeded
-from millrace_router.events import TokenEvent
 from millrace_router.generation import Generation
 from millrace_router.headers import answer_headers, stream_headers, sum_of_times
-from millrace_router.outlet import Sink
 from millrace_router.recording import Form
 from millrace_router.routes.asking import counting_refusals, terms_of
+from millrace_router.routes.choices import Choices
 from millrace_router.routes.openai_edge import (
     fingerprint,
     model_name,
@@ -39,7 +37,7 @@ from millrace_router.routes.openai_edge import (
     usage_of,
 )
 from millrace_router.services import SERVICES, Services
-from millrace_router.sse import DONE, event, respond
+from millrace_router.sse import respond
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
@@ -47,7 +45,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     body = await read_model(request, CompletionRequest)
     with counting_refusals(services.metrics):
-        body.check()
+        body.check(services.limits)
         if len(body.prompts) > services.limits.max_client_batch_size:
             raise BatchSizeExceeded(services.limits.max_client_batch_size)
         parameters = body.parameters()
@@ -58,12 +56,14 @@ async def completions(request: web.Request) -> web.StreamResponse:
         model=model_name(services, body.model),
         fingerprint=fingerprint(),
     )
-    async with AsyncExitStack() as open_generations:
+    with ExitStack() as cleanup:
         generations: list[Generation] = []
         for prompt in body.prompts:
             asked = GenerateRequest(inputs=prompt, parameters=parameters)
-            started = await services.infer.start(asked, terms=terms)
-            generations.append(await open_generations.enter_async_context(started))
+            samples = await services.infer.start_samples(asked, body.num_samples, terms=terms)
+            for sample in samples:
+                cleanup.callback(sample.close)
+            generations.extend(samples)
         watch(request, *generations)
         if not body.stream:
             return await _answer(services, body, generations, head)
@@ -77,20 +77,26 @@ async def completions(request: web.Request) -> web.StreamResponse:
             may_expire=lambda: any(generation.may_expire for generation in generations),
             on_error=stream_error,
         )
-        return await respond(request, _Chunks(body, generations, head).feed, form)
+        choices = Choices(
+            _Chunks(body, head),
+            [(generation, ChoiceText(body.stop_sequences)) for generation in generations],
+            num_samples=body.num_samples,
+        )
+        return await respond(request, choices.feed, form)
 
 
 async def _answer(
     services: Services, body: CompletionRequest, generations: list[Generation], head: AnswerHead
 ) -> web.Response:
-    """Read one generation after the other: the events of the others wait in their streams."""
+    """Choose among each prompt's samples; the tokens of those left out are counted, too."""
     choices: list[CompletionCompleteJson] = []
     usage = Usage(0, 0)
-    for index, generation in enumerate(generations):
-        pieces = [piece async for piece in pieces_of(generation, ChoiceText(body.stop_sequences))]
-        text = "".join(piece.text for piece in pieces)
-        choices.append(completion_choice(index, text, pieces[-1].finish_reason or ""))
-        usage += usage_of(generation, pieces[-1])
+    for first in range(0, len(generations), body.num_samples):
+        samples = generations[first : first + body.num_samples]
+        texts, used = await _texts(body, samples)
+        usage += used
+        for text, finish_reason in texts:
+            choices.append(completion_choice(len(choices), text, finish_reason))
     headers = answer_headers(
         compute_type=services.compute_type,
         num_characters=sum(map(len, body.prompts)),
@@ -105,89 +111,48 @@ async def _answer(
     return json_response(answer, headers=headers)
 
 
-class _Chunks:
-    """Frames one chunk a token, prompts interleaved as they come; the first failure ends it.
+async def _texts(
+    body: CompletionRequest, samples: Sequence[Generation]
+) -> tuple[list[tuple[str, str]], Usage]:
+    """Text and finish reason of one prompt's choices: its samples, or the likeliest of them first.
 
-    Usage comes with each prompt's last chunk as in TGI, or for all prompts in a chunk of its own if that is asked for.
+    They are read one after the other: the events of the others wait in their streams.
+    """
+    read: list[tuple[float, str, str]] = []
+    usage = Usage(0, 0)
+    for index, generation in enumerate(samples):
+        choice = ChoiceText(body.stop_sequences)
+        pieces = [piece async for piece in pieces_of(generation, choice)]
+        text = "".join(piece.text for piece in pieces)
+        read.append((choice.mean_logprob, text, pieces[-1].finish_reason or ""))
+        usage += usage_of(generation, pieces[-1], sample=index)
+    if len(read) > body.num_choices:
+        read.sort(key=lambda one: one[0], reverse=True)
+    return [(text, reason) for _, text, reason in read[: body.num_choices]], usage
+
+
+class _Chunks:
+    """Chunks of a completion.
+
+    Usage comes with each choice's last chunk as in TGI, or for all of them in a chunk of its own if that is asked for.
     """
 
-    def __init__(
-        self, body: CompletionRequest, generations: list[Generation], head: AnswerHead
-    ) -> None:
+    def __init__(self, body: CompletionRequest, head: AnswerHead) -> None:
         self._body = body
-        self._generations = generations
         self._head = head
-        self._total = Usage(0, 0)
-        self._num_open = len(generations)
 
-    def feed(self, sink: Sink) -> None:
-        self._sink = sink
-        for index, generation in enumerate(self._generations):
-            choice = _Choice(index, ChoiceText(self._body.stop_sequences), self)
-            generation.listen(choice)
+    def chunk(self, index: int, piece: Piece) -> ChunkJson:
+        choice = completion_choice(index, piece.text, piece.finish_reason or "")
+        return {**self._head.json(), "choices": [choice]}
 
-    def chunk(self, index: int, text: str, finish_reason: str = "") -> ChunkJson:
-        """One piece of one choice."""
-        return {
-            **self._head.json(),
-            "choices": [completion_choice(index, text, finish_reason)],
-        }
-
-    def send(self, json: bytes) -> None:
-        """Frame a chunk."""
-        self._sink.send(event(json))
-
-    def finish(self, index: int, piece: Piece) -> None:
-        """Send the last piece of one choice, and the end after that of the last choice."""
-        chunk = self.chunk(index, piece.text, piece.finish_reason or "")
-        usage = usage_of(self._generations[index], piece)
-        self._total += usage
+    def last_chunk(self, index: int, piece: Piece, usage: Usage) -> ChunkJson | CompletionFinalJson:
+        chunk = self.chunk(index, piece)
         if self._body.includes_usage:
-            self.send(orjson.dumps(chunk))
-        else:
-            self.send(_final_json({**chunk, "usage": usage.json()}))
-        self._num_open -= 1
-        if self._num_open:
-            return
-        if self._body.includes_usage:
-            total: CompletionFinalJson = {
-                **self._head.json(),
-                "choices": [],
-                "usage": self._total.json(),
-            }
-            self._sink.end(event(_final_json(total)), DONE)
-        else:
-            self._sink.end(DONE)
+            return chunk
+        final: CompletionFinalJson = {**chunk, "usage": usage.json()}
+        return final
 
-    def fail(self, error: Exception) -> None:
-        """End the stream for all."""
-        self._sink.fail(error)
-
-
-class _Choice:
-    """Reads the tokens of one prompt."""
-
-    def __init__(self, index: int, text: ChoiceText, chunks: _Chunks) -> None:
-        self._index = index
-        self._text = text
-        self._chunks = chunks
-        self._template = ChunkTemplate(lambda text: chunks.chunk(index, text))
-        self._finished = False
-
-    def token(self, token: TokenEvent) -> None:
-        if self._finished:
-            return
-        piece = self._text.push(token)
-        if piece.finish_reason is None:
-            self._chunks.send(self._template.fill(piece.text))
-        else:
-            self._finished = True
-            self._chunks.finish(self._index, piece)
-
-    def fail(self, error: Exception) -> None:
-        if not self._finished:
-            self._chunks.fail(error)
-
-
-def _final_json(chunk: CompletionFinalJson) -> bytes:
-    return orjson.dumps(chunk)
+    def usage_chunk(self, usage: Usage) -> CompletionFinalJson | None:
+        if not self._body.includes_usage:
+            return None
+        return {**self._head.json(), "choices": [], "usage": usage.json()}

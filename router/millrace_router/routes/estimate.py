@@ -38,12 +38,12 @@ async def _read(services: Services, body: object) -> tuple[GenerateRequest, bool
         return to_model(body, GenerateRequest), False
     if keys == ["messages"]:
         chat = to_model(body, ChatCompletionRequest)
-        chat.check()
+        chat.check(services.limits)
         prompt = await render_chat(services, chat)
         return GenerateRequest(inputs=prompt, parameters=chat.parameters()), True
     if keys == ["prompt"]:
         completion = to_model(body, CompletionRequest)
-        completion.check()
+        completion.check(services.limits)
         if len(completion.prompts) > 1:
             raise ValidationError(
                 f"`prompt` must be one prompt to be estimated. Given: {len(completion.prompts)}"

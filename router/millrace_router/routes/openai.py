@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import ExitStack
+
 import orjson
 from aiohttp import web
 
@@ -11,20 +14,24 @@ from millrace_router.api.openai import ChatCompletionRequest
 from millrace_router.api.openai_answers import (
     AnswerHead,
     ChoiceText,
-    ChunkTemplate,
     Piece,
-    chat_answer,
+    Usage,
+    chat_choice,
     chat_chunk,
     usage_chunk,
 )
-from millrace_router.api.openai_json import ModelInfoJson
+from millrace_router.api.openai_json import (
+    ChatCompletionChunkJson,
+    ChatCompletionCompleteJson,
+    ChatCompletionJson,
+    ModelInfoJson,
+)
 from millrace_router.bodies import json_response, read_model
-from millrace_router.events import TokenEvent
 from millrace_router.generation import Generation
-from millrace_router.headers import answer_headers, stream_headers
-from millrace_router.outlet import Sink
+from millrace_router.headers import answer_headers, stream_headers, sum_of_times
 from millrace_router.recording import Form
 from millrace_router.routes.asking import counting_refusals, terms_of
+from millrace_router.routes.choices import Choices
 from millrace_router.routes.completions import completions
 from millrace_router.routes.keyed import keyed
 from millrace_router.routes.openai_edge import (
@@ -37,7 +44,7 @@ from millrace_router.routes.openai_edge import (
     usage_of,
 )
 from millrace_router.services import SERVICES, Services
-from millrace_router.sse import DONE, event, respond
+from millrace_router.sse import respond
 
 
 def register(app: web.Application) -> None:
@@ -73,7 +80,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     body = await read_model(request, ChatCompletionRequest)
     with counting_refusals(services.metrics):
-        body.check()
+        body.check(services.limits)
         parameters = body.parameters()
         terms = terms_of(request, parameters)
         prompt = await render_chat(services, body)
@@ -84,76 +91,78 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         model=model_name(services, body.model),
         fingerprint=fingerprint(),
     )
-    async with await services.infer.start(
-        asked, terms=terms, add_special_tokens=False
-    ) as generation:
-        watch(request, generation)
+    with ExitStack() as cleanup:
+        generations = await services.infer.start_samples(
+            asked, body.num_choices, terms=terms, add_special_tokens=False
+        )
+        for generation in generations:
+            cleanup.callback(generation.close)
+        watch(request, *generations)
         if not body.stream:
-            return await _answer(services, body, generation, head)
+            return await _answer(services, body, generations, head)
         form = Form(
             headers=stream_headers(
                 compute_type=services.compute_type,
                 num_characters=len(prompt),
-                times=generation.times,
+                times=sum_of_times([generation.times for generation in generations]),
             ),
             keep_alive_seconds=services.keep_alive_seconds,
-            may_expire=lambda: generation.may_expire,
+            may_expire=lambda: any(generation.may_expire for generation in generations),
             on_error=stream_error,
         )
-        return await respond(request, _Chunks(body, generation, head).feed, form)
+        choices = Choices(
+            _Chunks(body, head),
+            [(generation, _choice_text(body)) for generation in generations],
+            num_samples=len(generations),
+        )
+        return await respond(request, choices.feed, form)
 
 
 async def _answer(
-    services: Services, body: ChatCompletionRequest, generation: Generation, head: AnswerHead
+    services: Services,
+    body: ChatCompletionRequest,
+    generations: Sequence[Generation],
+    head: AnswerHead,
 ) -> web.Response:
-    pieces = [piece async for piece in pieces_of(generation, _choice_text(body))]
-    usage = usage_of(generation, pieces[-1])
+    """Read one generation after the other: the events of the others wait in their streams."""
+    choices: list[ChatCompletionCompleteJson] = []
+    usage = Usage(0, 0)
+    for index, generation in enumerate(generations):
+        pieces = [piece async for piece in pieces_of(generation, _choice_text(body))]
+        choices.append(chat_choice(index, pieces))
+        usage += usage_of(generation, pieces[-1], sample=index)
     headers = answer_headers(
         compute_type=services.compute_type,
-        num_characters=len(generation.inputs),
+        num_characters=len(generations[0].inputs),
         prompt_tokens=usage.prompt_tokens,
         generated_tokens=usage.completion_tokens,
         cached_tokens=usage.cached_tokens,
-        times=generation.times,
+        times=sum_of_times([generation.times for generation in generations]),
     )
-    return json_response(chat_answer(head, pieces, usage), headers=headers)
+    answer: ChatCompletionJson = {**head.json(), "choices": choices, "usage": usage.json()}
+    return json_response(answer, headers=headers)
 
 
 class _Chunks:
-    """Frames one chunk a token, then usage if asked for, then the end."""
+    """Chunks of a chat, and usage in one of its own if that is asked for."""
 
-    def __init__(
-        self, body: ChatCompletionRequest, generation: Generation, head: AnswerHead
-    ) -> None:
+    def __init__(self, body: ChatCompletionRequest, head: AnswerHead) -> None:
         self._body = body
-        self._generation = generation
         self._head = head
-        self._text = _choice_text(body)
-        self._template = ChunkTemplate(lambda text: chat_chunk(head, Piece(text, None, 0, None)))
 
-    def feed(self, sink: Sink) -> None:
-        self._sink = sink
-        self._generation.listen(self)
+    def chunk(self, index: int, piece: Piece) -> ChatCompletionChunkJson:
+        return chat_chunk(self._head, piece, index)
 
-    def token(self, token: TokenEvent) -> None:
-        piece = self._text.push(token)
-        if piece.finish_reason is None and piece.logprobs is None:
-            self._sink.send(event(self._template.fill(piece.text)))
-            return
-        self._sink.send(event(orjson.dumps(chat_chunk(self._head, piece))))
-        if piece.finish_reason is not None:
-            self._end(piece)
+    def last_chunk(self, index: int, piece: Piece, usage: Usage) -> ChatCompletionChunkJson:  # noqa: ARG002
+        return chat_chunk(self._head, piece, index)
 
-    def fail(self, error: Exception) -> None:
-        self._sink.fail(error)
-
-    def _end(self, last: Piece) -> None:
-        if self._body.includes_usage:
-            usage = event(orjson.dumps(usage_chunk(self._head, usage_of(self._generation, last))))
-            self._sink.end(usage, DONE)
-        else:
-            self._sink.end(DONE)
+    def usage_chunk(self, usage: Usage) -> ChatCompletionChunkJson | None:
+        return usage_chunk(self._head, usage) if self._body.includes_usage else None
 
 
 def _choice_text(body: ChatCompletionRequest) -> ChoiceText:
-    return ChoiceText(body.stop_sequences, logprobs=bool(body.logprobs))
+    return ChoiceText(
+        body.stop_sequences,
+        logprobs=bool(body.logprobs),
+        num_candidates=body.top_logprobs or 0,
+    )

@@ -72,8 +72,10 @@ async def pieces_of(generation: Generation, text: ChoiceText) -> AsyncIterator[P
                 return
 
 
-def usage_of(generation: Generation, last: Piece) -> Usage:
-    """Token counts of a choice whose last piece is there."""
+def usage_of(generation: Generation, last: Piece, *, sample: int = 0) -> Usage:
+    """Token counts of a choice whose last piece is there; a prompt is counted with its first sample alone."""
+    if sample:
+        return Usage(0, last.num_tokens)
     return Usage(
         len(generation.valid.input_ids), last.num_tokens, cached_tokens=generation.cached_tokens
     )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from millrace_router.request import Terms
 from millrace_router.simulator.arrival import Arrival
+from millrace_router.speculation import Acceptance
 
 
 class PrefixNames:
@@ -43,6 +44,8 @@ class Candidate:
 
     closed = False
     wants_prompt_logprobs = False
+    most_forced = 0
+    acceptance = Acceptance()
 
     def __init__(
         self,

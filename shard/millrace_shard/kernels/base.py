@@ -89,6 +89,8 @@ class Kernels(Protocol):
     """One implementation per device; `plain` is the oracle of the others."""
 
     name: str
+    deterministic: bool
+    """Whether a row's bits have to be the same whatever else is in the step."""
     block_size: int
     """KV positions per block."""
     capturable: bool

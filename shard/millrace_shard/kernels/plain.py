@@ -12,11 +12,11 @@ from torch import Tensor
 
 from millrace_shard.kernels.base import LayerCache, Linear
 from millrace_shard.kernels.blocks import ComposedBlocks
+from millrace_shard.kernels.elementwise import elementwise
 from millrace_shard.kernels.plain_attention import ScoreRule, attend_fast, attend_fixed
 from millrace_shard.ragged import RaggedBatch
 
 LINEAR_ROWS = 32
-ACTIVATION_ELEMENTS = 16384
 
 
 class PlainLinear:
@@ -141,14 +141,4 @@ class PlainKernels(ComposedBlocks):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """`silu(gate) * up`, gate first."""
         gate, up = gate_up.chunk(2, dim=-1)
-        return (_silu_in_chunks(gate) if self.deterministic else F.silu(gate)) * up
-
-
-def _silu_in_chunks(x: Tensor) -> Tensor:
-    """`F.silu` over ACTIVATION_ELEMENTS at a time: vector loops round their last few elements differently.
-
-    So many fill whole vectors and are too few to be split over threads.
-    """
-    flat = F.pad(x.reshape(-1), (0, -x.numel() % ACTIVATION_ELEMENTS))
-    chunks = [F.silu(chunk) for chunk in torch.split(flat, ACTIVATION_ELEMENTS)]
-    return torch.cat(chunks)[: x.numel()].view(x.shape) if chunks else x
+        return (elementwise(F.silu, gate) if self.deterministic else F.silu(gate)) * up

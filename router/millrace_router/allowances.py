@@ -1,0 +1,209 @@
+"""Decodes of more than one KV position: what each may fill, and what it has filled once that is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Generic
+
+from millrace_router.blocks import BlockTable
+from millrace_router.preemption import LOOKAHEAD
+from millrace_router.row import E, Row
+from millrace_router.speculation import LengthPolicy
+from millrace_router.step_load import StepLoad
+from millrace_router.step_plan import StepPlan
+
+_SHARE_RATE = 1 / 16
+"""How far one step moves what is known of the positions that are used."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """What became of a step with flexible rows."""
+
+    load: StepLoad
+    """Of what it has really computed."""
+    advances: list[int] = field(default_factory=list)
+    """KV positions that each of its decodes has filled; empty: one each."""
+    drafted: int = 0
+    """Guesses."""
+    accepted: int = 0
+    """Those that were right."""
+    num_rows: int = 0
+    """Flexible rows that have not ended and may have yielded tokens."""
+    num_tokens: int = 0
+    """What they have yielded."""
+
+
+def grow(row: Row[E], blocks: BlockTable, plan: StepPlan[E]) -> bool:
+    """Give `row` the blocks for what is planned; whether they were there."""
+    grown = blocks.grow(row.slot, row.num_kv_tokens)
+    if grown is None:
+        return False
+    plan.grown.extend((row.slot, block) for block in grown)
+    row.num_kv_owned += len(grown) * blocks.block_size
+    return True
+
+
+class Allowances(Generic[E]):
+    """Allows decodes more than the one position that each needs: for tokens a grammar has forced, and for guesses.
+
+    The shards decide what a decode computes, and the next step is sent before they have said so. Hence the positions
+    of a row are bounded from above: by those that the last answer told, and all that steps in flight may fill. Blocks
+    are there up to the bound, and each answer lowers it. The bound never exceeds what the row can ever need, so that
+    no promise of blocks is exceeded; and because each allowance leaves a position for the next step where there is
+    one, a row close to its end waits for no answer.
+    """
+
+    def __init__(self, blocks: BlockTable, policy: LengthPolicy | None) -> None:
+        """Without a policy nothing is guessed."""
+        self._blocks = blocks
+        self._policy = policy
+        self._share = 1.0
+        """Extra positions that were computed, of those allowed: chains and guesses may be few."""
+
+    def expected(self, load: StepLoad) -> StepLoad:
+        """What a step of the planned `load` is going to compute, as steps went before."""
+        return _narrowed(load, round(self._share * load.extra_positions))
+
+    def plan_decodes(self, rows: Collection[Row[E]], plan: StepPlan[E], *, most: int) -> None:
+        """Let those of `rows` decode that can, at a position each, and allow them more up to `most` in all.
+
+        If those are too few, guesses go without first. Blocks that rows may need for the next steps are left to them.
+        """
+        decoding = []
+        for row in rows:
+            if 0 < row.num_tokens_planned < row.max_tokens and row.num_room > 0:
+                row.num_kv_tokens += 1
+                if row.num_kv_tokens > row.num_kv_owned and not grow(row, self._blocks, plan):
+                    row.num_kv_tokens -= 1
+                    continue
+                row.num_tokens_planned += 1
+                plan.load.context += row.num_kv_tokens
+                decoding.append(row)
+        plan.decodes = [row.slot for row in decoding]
+        plan.flexible = [row.slot for row in decoding if row.is_flexible]
+        plan.load.decodes = len(decoding)
+        self._widen(decoding, plan, most=most - len(decoding), spare=LOOKAHEAD * len(rows))
+
+    def _widen(self, rows: Sequence[Row[E]], plan: StepPlan[E], *, most: int, spare: int) -> None:
+        """Allow `rows` up to `most` further positions together, and leave `spare` blocks."""
+        extras, left = [], max(0, most)
+        for row in rows:
+            extra = min(row.entry.most_forced, left)
+            extras.append(extra)
+            left -= extra
+        guesses: Sequence[int] = [0] * len(rows)
+        if self._policy is not None:
+            known = [(row.entry.acceptance, row.num_kv_tokens) for row in rows]
+            guesses = self._policy.lengths(known, plan.load)
+            for place, length in enumerate(guesses):
+                more = min(length - extras[place], left)
+                if more > 0:
+                    extras[place] += more
+                    left -= more
+        if not any(extras):
+            return
+        extras = [
+            self._extend(row, extra, plan, spare) for row, extra in zip(rows, extras, strict=True)
+        ]
+        if any(extras):
+            plan.decode_tokens = [1 + extra for extra in extras]
+            plan.draft_tokens = [min(pair) for pair in zip(guesses, extras, strict=True)]
+
+    def settle(
+        self,
+        plan: StepPlan[E],
+        row_of: Callable[[int], Row[E] | None],
+        *,
+        counts: Iterable[tuple[int, int]],
+        computed: Iterable[tuple[int, int, int]],
+        failed_slots: Container[int],
+    ) -> Progress:
+        """Correct what was assumed of flexible rows by what the answer to `plan` says, before its tokens are delivered.
+
+        `counts` and `computed` are as in `wire.StepResult`. The caller adds what rows have advanced by.
+
+        Raises:
+            ValueError: a row has filled other positions than it was allowed.
+
+        """
+        num_tokens, progress = dict(counts), Progress(plan.load)
+        for slot in plan.flexible:
+            if (row := row_of(slot)) is not None:
+                found = num_tokens.get(slot, 0)
+                row.num_tokens_planned += found - 1
+                progress.num_rows += 1
+                progress.num_tokens += found
+        if not plan.decode_tokens:
+            return progress
+        answers = {slot: (positions, drafted) for slot, positions, drafted in computed}
+        num_extra = 0
+        columns = zip(plan.decodes, plan.decode_tokens, plan.draft_tokens, strict=True)
+        for slot, allowed, guesses in columns:
+            row, advance = row_of(slot), 1
+            if allowed > 1:
+                positions, drafted = answers.get(slot, (-1, 0))
+                progress.drafted += drafted
+                num_extra += drafted
+                if row is not None and slot in failed_slots:
+                    advance = 0
+                elif row is not None:
+                    advance, pending = _advance(row, allowed, positions)
+                    accepted = advance - pending
+                    progress.accepted += accepted
+                    num_extra += pending - 1
+                    # After a chain that a grammar forced, guesses were no use, whatever they were.
+                    if guesses and num_tokens.get(slot) == 1 + accepted:
+                        self._learn(row, allowed=guesses, drafted=drafted, accepted=accepted)
+            if row is not None:
+                row.num_kv_tokens -= allowed - advance
+            progress.advances.append(advance)
+        progress.load = _narrowed(plan.load, num_extra)
+        self._share += _SHARE_RATE * (num_extra / plan.load.extra_positions - self._share)
+        return progress
+
+    def paid(self, progress: Progress, seconds: float) -> None:
+        """Take note of what a step has taken."""
+        if self._policy is not None:
+            self._policy.paid(progress.load, seconds, accepted=progress.accepted)
+
+    def _learn(self, row: Row[E], *, allowed: int, drafted: int, accepted: int) -> None:
+        if self._policy is not None:
+            history = row.entry.acceptance
+            self._policy.observe(history, allowed=allowed, drafted=drafted, accepted=accepted)
+
+    def _extend(self, row: Row[E], extra: int, plan: StepPlan[E], spare: int) -> int:
+        """Allow `row` up to `extra` further positions, as far as it has room; how many."""
+        extra = min(extra, row.num_room - 1)
+        blocks = self._blocks
+        missing = blocks.count(row.num_kv_tokens + extra) - blocks.count(row.num_kv_owned)
+        if missing > 0 and not row.promised and blocks.num_available - missing < spare:
+            extra = min(extra, row.num_kv_owned - row.num_kv_tokens)
+        if extra <= 0:
+            return 0
+        plan.load.extra_positions += extra
+        plan.load.context += extra * row.num_kv_tokens + extra * (extra + 1) // 2
+        row.num_kv_tokens += extra
+        grow(row, blocks, plan)
+        return extra
+
+
+def _advance(row: Row[E], allowed: int, positions: int) -> tuple[int, int]:
+    """How many positions `row` has filled, and how many of those are not guesses."""
+    advance = positions - row.num_computed
+    pending = min(row.entry.num_inputs - row.num_computed, allowed)
+    if not pending <= advance <= allowed:
+        raise ValueError(
+            f"a shard filled {advance} positions where {pending} to {allowed} were to be"
+        )
+    return advance, pending
+
+
+def _narrowed(load: StepLoad, num_extra: int) -> StepLoad:
+    """`load` as if it had been planned with so many extra positions, which attend to as much as the others."""
+    if num_extra == load.extra_positions:
+        return load
+    num_positions = load.decodes + load.extra_positions
+    context = round(load.context * (load.decodes + num_extra) / num_positions)
+    return replace(load, extra_positions=num_extra, context=context)

@@ -1,0 +1,272 @@
+"""Reads a journal: one file, or all files of a folder as the one story they tell."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from itertools import chain
+from pathlib import Path
+
+from google.protobuf.message import DecodeError
+
+from millrace_proto import generate_pb2 as pb
+from millrace_router.journal.errors import JournalDamaged, JournalError, JournalUnusable
+from millrace_router.journal.folder import journal_files
+from millrace_router.journal.frames import read_frames
+from millrace_router.journal.header import Header, header_from_json
+from millrace_router.journal.records import Kind, Record, split
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A message left for the shards."""
+
+    time_ns: int
+    message: pb.StepRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The oldest message without an answer got one."""
+
+    time_ns: int
+    answer: pb.StepResponse
+    """Rank 0's."""
+    acknowledgements: tuple[pb.StepResponse, ...] = ()
+    """Those of the other ranks, in their order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Something ended the epoch."""
+
+    time_ns: int
+    kind: str
+    """As `reason` of `millrace_recoveries_total`."""
+    reason: str
+    unanswered: tuple[int, ...]
+    """Steps in flight, the oldest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """The records begin, or go on after some that are missing, in the middle of an epoch."""
+
+    time_ns: int
+    snapshot: pb.StepRequest
+    """What the shards hold: see `ledger.py`."""
+    num_dropped: int = 0
+
+
+Event = Sent | Answered | Failed | Resumed
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """What is recorded of one epoch, without a gap."""
+
+    index: int
+    """From 1, in the order in which they are recorded."""
+    header: Header
+    began_ns: int
+    snapshot: pb.StepRequest | None
+    """What the shards held; None when the record begins with the epoch."""
+    events: Iterator[Sent | Answered | Failed] = field(repr=False, compare=False)
+    """In order; to be read before the next epoch is asked for."""
+
+    @property
+    def began(self) -> datetime:
+        """By the router's clock."""
+        return datetime.fromtimestamp(self.began_ns / 1e9, UTC)
+
+
+def read_epochs(path: Path) -> Iterator[Epoch]:
+    """Yield the epochs of a file or folder; whatever is left of one is passed over when the next is asked for.
+
+    Raises:
+        JournalUnusable: there is no journal, or it is another version's.
+        JournalDamaged: a record is not as it was written.
+
+    """
+    story = _Story(path)
+    index = 0
+    while (start := story.next_start()) is not None:
+        header = story.header
+        story.take()
+        index += 1
+        yield Epoch(
+            index,
+            header,
+            start.time_ns,
+            start.snapshot if isinstance(start, Resumed) else None,
+            chain([start] if isinstance(start, Sent) else [], story.rest()),
+        )
+
+
+def read_events(path: Path) -> Iterator[tuple[Header, Event]]:
+    """Yield everything recorded in order, each with the header that holds for it; raises as `read_epochs` does."""
+    thread = _Thread()
+    for file in _files(path):
+        header: Header | None = None
+        try:
+            for record in _records(file):
+                if header is None:
+                    header = _header_of(record)
+                    thread.turn(header)
+                    continue
+                for event in thread.follow(record):
+                    yield header, event
+        except (JournalError, DecodeError, ValueError, KeyError, TypeError) as error:
+            kind = type(error) if isinstance(error, JournalError) else JournalDamaged
+            raise kind(f"{file.name}: {error}") from error
+
+
+class _Story:
+    """All events of a journal, looked at one ahead."""
+
+    def __init__(self, path: Path) -> None:
+        self._events = read_events(path)
+        self._next = next(self._events, None)
+
+    @property
+    def header(self) -> Header:
+        assert self._next is not None
+        return self._next[0]
+
+    def peek(self) -> Event | None:
+        return None if self._next is None else self._next[1]
+
+    def take(self) -> None:
+        self._next = next(self._events, None)
+
+    def next_start(self) -> Sent | Resumed | None:
+        """Where the next epoch begins."""
+        while (event := self.peek()) is not None:
+            if isinstance(event, Sent | Resumed) and _begins(event):
+                return event
+            self.take()
+        return None
+
+    def rest(self) -> Iterator[Sent | Answered | Failed]:
+        """Up to where the next epoch begins."""
+        while (event := self.peek()) is not None and not isinstance(event, Resumed):
+            if _begins(event):
+                return
+            self.take()
+            yield event
+
+
+def _begins(event: Event) -> bool:
+    return isinstance(event, Resumed) or (
+        isinstance(event, Sent) and event.message.HasField("open")
+    )
+
+
+def _files(path: Path) -> list[Path]:
+    files = journal_files(path)
+    if not files:
+        raise JournalUnusable(f"{path}: there is no journal in it")
+    return files
+
+
+def _records(file: Path) -> Iterator[Record]:
+    try:
+        with file.open("rb") as stream:
+            for records in read_frames(stream):
+                yield from split(records)
+    except OSError as error:
+        raise JournalUnusable(f"cannot be read: {error.strerror}") from error
+
+
+def _header_of(record: Record) -> Header:
+    if record.kind != Kind.HEADER:
+        raise JournalDamaged("begins without a header")
+    return header_from_json(record.payload)
+
+
+class _Thread:
+    """The thread of the story over the ends of files: a snapshot that tells nothing new is passed over."""
+
+    def __init__(self) -> None:
+        self._header: Header | None = None
+        self._is_next = False
+        self._num_dropped = 0
+        self._epoch = 0
+        self._last_sent = -1
+        self._last_answered = -1
+        self._acknowledgements: list[pb.StepResponse] = []
+
+    def turn(self, header: Header) -> None:
+        """A file begins."""
+        before = self._header
+        self._is_next = before is not None and (before.life, before.part + 1) == (
+            header.life,
+            header.part,
+        )
+        if not self._is_next:
+            self._epoch = 0
+        self._header = header
+        self._num_dropped = 0
+        self._acknowledgements.clear()
+
+    def follow(self, record: Record) -> Iterator[Event]:
+        """What `record` tells, if it is anything new."""
+        match record.kind:
+            case Kind.GAP:
+                self._num_dropped = json.loads(record.payload)["dropped_records"]
+            case Kind.SNAPSHOT:
+                yield from self._snapshot(record)
+            case Kind.REQUEST:
+                yield from self._request(record)
+            case Kind.ACKNOWLEDGEMENT:
+                self._acknowledgements.append(pb.StepResponse.FromString(record.payload))
+            case Kind.ANSWER:
+                yield self._answer(record)
+            case Kind.FAILURE:
+                yield _failure(record)
+            case _:
+                pass
+
+    def _snapshot(self, record: Record) -> Iterator[Event]:
+        snapshot = pb.StepRequest.FromString(record.payload)
+        is_known = (
+            self._is_next
+            and not self._num_dropped
+            and (snapshot.epoch, snapshot.number) == (self._epoch, self._last_answered)
+        )
+        if not is_known:
+            self._epoch = snapshot.epoch
+            self._last_sent = self._last_answered = snapshot.number
+            yield Resumed(record.time_ns, snapshot, self._num_dropped)
+
+    def _request(self, record: Record) -> Iterator[Event]:
+        message = pb.StepRequest.FromString(record.payload)
+        if message.HasField("open"):
+            self._epoch, self._last_sent, self._last_answered = message.epoch, -1, -1
+        elif message.epoch == self._epoch and message.number <= self._last_sent:
+            # Sent while the file before was written, and not answered by its end.
+            return
+        self._check(message.epoch, message.number, self._last_sent)
+        self._last_sent = message.number
+        yield Sent(record.time_ns, message)
+
+    def _answer(self, record: Record) -> Answered:
+        answer = pb.StepResponse.FromString(record.payload)
+        self._check(answer.epoch, answer.number, self._last_answered)
+        self._last_answered = answer.number
+        others = tuple(self._acknowledgements)
+        self._acknowledgements.clear()
+        return Answered(record.time_ns, answer, others)
+
+    def _check(self, epoch: int, number: int, last: int) -> None:
+        if (epoch, number) != (self._epoch, last + 1):
+            raise JournalDamaged(
+                f"step {number} of epoch {epoch} follows step {last} of epoch {self._epoch}"
+            )
+
+
+def _failure(record: Record) -> Failed:
+    content = json.loads(record.payload)
+    return Failed(record.time_ns, content["kind"], content["reason"], tuple(content["unanswered"]))

@@ -1,0 +1,242 @@
+"""Whether a shard answered what the record says, token by token."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from math import inf, isnan, nan
+from typing import NamedTuple
+
+from millrace_proto import generate_pb2 as pb
+
+
+class Token(NamedTuple):
+    """One that was chosen."""
+
+    id: int
+    logprob: float
+    candidates: tuple[tuple[int, float], ...] = ()
+    """Ids and log probabilities reported beside it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """The first thing in an epoch that is not as recorded."""
+
+    step: int
+    """Number of the step in the record."""
+    what: str
+    slot: int | None = None
+    request_id: int | None = None
+    position: int | None = None
+    """Of the token in its sequence, from 0, the prompt's included."""
+    recorded: str = ""
+    replayed: str = ""
+    gap: float | None = None
+    """Between the log probabilities."""
+
+
+@dataclass(slots=True)
+class _Line:
+    """Tokens of the sequence in a slot, recorded and replayed, that have no counterpart yet."""
+
+    request_id: int
+    position: int
+    """Of the next token to be compared."""
+    is_restored: bool = False
+    recorded: deque[Token] = field(default_factory=deque)
+    replayed: deque[Token] = field(default_factory=deque)
+
+
+class Comparison:
+    """Compares the answers of an epoch, in order."""
+
+    def __init__(self, *, is_exact: bool) -> None:
+        """Log probabilities have to be the same bits if it `is_exact`; otherwise only tokens have to be the same."""
+        self._is_exact = is_exact
+        self._lines: dict[int, _Line] = {}
+        self.num_tokens = 0
+        """Tokens that were the same."""
+        self.largest_gap = 0.0
+        """Between log probabilities of the same token at the same place."""
+
+    def admit(self, sequence: pb.Sequence) -> None:
+        """A sequence begins in its slot."""
+        self._lines[sequence.slot] = _Line(sequence.request_id, len(sequence.input_ids))
+
+    def restore(self, sequence: pb.Sequence, num_inputs: int) -> None:
+        """A sequence goes on in its slot, of whose tokens all but the first `num_inputs` are to be chosen again.
+
+        A chain of tokens that a grammar forces may be cut at other places from here on, so tokens need not come in the
+        same steps.
+        """
+        line = _Line(sequence.request_id, num_inputs, is_restored=True)
+        line.recorded.extend(Token(id_, nan) for id_ in sequence.input_ids[num_inputs:])
+        self._lines[sequence.slot] = line
+
+    def restored(self, step: int, replayed: pb.StepResponse) -> Difference | None:
+        """A step that is not in the record has chosen the last tokens of restored sequences again."""
+        return self._tokens(step, pb.StepResponse(), replayed)
+
+    def answered(self, recorded: pb.StepResponse, replayed: pb.StepResponse) -> Difference | None:
+        """The first difference between two answers to the same step; None if there is none."""
+        step = recorded.number
+        failed, now = set(recorded.failed_slots), set(replayed.failed_slots)
+        if failed != now:
+            return Difference(
+                step=step,
+                what="failed rows",
+                slot=min(failed ^ now),
+                recorded=_listed(failed),
+                replayed=_listed(now),
+            )
+        return self._tokens(step, recorded, replayed) or (
+            (self._prompts(step, recorded, replayed) or self._positions(step, recorded, replayed))
+            if self._is_exact
+            else None
+        )
+
+    def _tokens(
+        self, step: int, recorded: pb.StepResponse, replayed: pb.StepResponse
+    ) -> Difference | None:
+        for slot, tokens in _tokens_by_slot(recorded):
+            self._lines[slot].recorded.extend(tokens)
+        for slot, tokens in _tokens_by_slot(replayed):
+            self._lines[slot].replayed.extend(tokens)
+        for slot in dict.fromkeys((*recorded.slots, *replayed.slots)):
+            found = self._line(step, slot, self._lines[slot])
+            if found is not None:
+                return found
+        return None
+
+    def _line(self, step: int, slot: int, line: _Line) -> Difference | None:
+        while line.recorded and line.replayed:
+            was, now = line.recorded.popleft(), line.replayed.popleft()
+            found = self._token(step, slot, line, was, now)
+            if found is not None:
+                return found
+            line.position += 1
+            self.num_tokens += 1
+        if line.is_restored or not (line.recorded or line.replayed):
+            return None
+        return Difference(
+            step=step,
+            what="number of tokens",
+            slot=slot,
+            request_id=line.request_id,
+            position=line.position,
+            recorded=_ids(line.recorded),
+            replayed=_ids(line.replayed),
+        )
+
+    def _token(
+        self, step: int, slot: int, line: _Line, was: Token, now: Token
+    ) -> Difference | None:
+        is_known = not isnan(was.logprob)
+        gap = _gap(was.logprob, now.logprob) if is_known else 0.0
+        if was.id != now.id:
+            what = "token"
+        elif self._is_exact and gap:
+            what = "log probability"
+        elif self._is_exact and is_known and was.candidates != now.candidates:
+            what = "candidates"
+        else:
+            self.largest_gap = max(self.largest_gap, gap)
+            return None
+        return Difference(
+            step=step,
+            what=what,
+            slot=slot,
+            request_id=line.request_id,
+            position=line.position,
+            recorded=_shown(was, what),
+            replayed=_shown(now, what),
+            gap=gap,
+        )
+
+    def _prompts(
+        self, step: int, recorded: pb.StepResponse, replayed: pb.StepResponse
+    ) -> Difference | None:
+        """Log probabilities of prompts."""
+        was, now = _prompts_by_slot(recorded), _prompts_by_slot(replayed)
+        for slot in dict.fromkeys((*was, *now)):
+            before, after = was.get(slot, ()), now.get(slot, ())
+            gaps = list(map(_gap, before, after))
+            if len(before) == len(after) and not any(gaps):
+                continue
+            index = next((i for i, gap in enumerate(gaps) if gap), len(gaps))
+            return Difference(
+                step=step,
+                what="log probability of the prompt",
+                slot=slot,
+                request_id=self._lines[slot].request_id,
+                recorded=_number(before[index : index + 1]),
+                replayed=_number(after[index : index + 1]),
+                gap=gaps[index] if index < len(gaps) else None,
+            )
+        return None
+
+    def _positions(
+        self, step: int, recorded: pb.StepResponse, replayed: pb.StepResponse
+    ) -> Difference | None:
+        """KV positions filled by decodes that were allowed several."""
+        now = dict(zip(replayed.computed_slots, replayed.computed_positions, strict=True))
+        for slot, position in zip(
+            recorded.computed_slots, recorded.computed_positions, strict=True
+        ):
+            line = self._lines[slot]
+            if now.get(slot) != position and not line.is_restored:
+                return Difference(
+                    step=step,
+                    what="positions filled",
+                    slot=slot,
+                    request_id=line.request_id,
+                    recorded=str(position),
+                    replayed=str(now.get(slot, "none")),
+                )
+        return None
+
+
+def _tokens_by_slot(answer: pb.StepResponse) -> Iterator[tuple[int, list[Token]]]:
+    tops = iter(zip(answer.top_ids, answer.top_logprobs, strict=True))
+    top_counts = answer.top_counts or [0] * len(answer.ids)
+    tokens = (
+        Token(id_, logprob, tuple(islice(tops, count)))
+        for id_, logprob, count in zip(answer.ids, answer.logprobs, top_counts, strict=True)
+    )
+    for slot, count in zip(answer.slots, answer.counts, strict=True):
+        yield slot, list(islice(tokens, count))
+
+
+def _prompts_by_slot(answer: pb.StepResponse) -> dict[int, list[float]]:
+    logprobs = iter(answer.prefill_logprobs)
+    rows = zip(answer.prefill_slots, answer.prefill_counts, strict=True)
+    return {slot: list(islice(logprobs, count)) for slot, count in rows}
+
+
+def _gap(was: float, now: float) -> float:
+    """0 for the same, NaN for NaN included."""
+    if was == now or (isnan(was) and isnan(now)):
+        return 0.0
+    gap = abs(was - now)
+    return inf if isnan(gap) else gap
+
+
+def _number(values: Sequence[float]) -> str:
+    return f"{values[0]:.9g}" if values else "none"
+
+
+def _shown(token: Token, what: str) -> str:
+    if what == "candidates":
+        return ", ".join(f"{id_} ({logprob:.9g})" for id_, logprob in token.candidates) or "none"
+    return f"{token.id} ({token.logprob:.9g})"
+
+
+def _ids(tokens: Iterable[Token]) -> str:
+    return ", ".join(str(token.id) for token in tokens) or "none"
+
+
+def _listed(slots: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(slots))) or "none"

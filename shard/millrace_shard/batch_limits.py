@@ -1,0 +1,30 @@
+"""How much a batch may hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLimits:
+    """Sizes that are fixed once the KV cache is allocated."""
+
+    max_batch_size: int
+    max_tokens: int
+    """Longest sequence, in tokens."""
+    num_blocks: int
+    block_size: int
+    vocab_size: int
+    padding_block: int = 0
+    """Where rows that pad a captured step store their one token: a block that no sequence owns."""
+    max_guesses: int = 0
+    """Tokens that may be guessed ahead for one sequence in one step."""
+
+    @property
+    def table_width(self) -> int:
+        """Blocks a sequence may own.
+
+        Those of the longest one and of two steps sent ahead of its end, whose room the router counts in full though
+        nothing past the longest is ever computed.
+        """
+        return -(-(self.max_tokens + 1 + 2 * self.max_guesses) // self.block_size)

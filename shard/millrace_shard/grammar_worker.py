@@ -1,0 +1,94 @@
+"""A process that tries grammars out, so that one that takes for ever, or all memory, ends with it and harms nobody.
+
+`python -m millrace_shard.grammar_worker FOLDER VOCAB_SIZE EOS_IDS`: JSON lines, one answer for each request. A request
+has `kind` and `source`; an answer has `lark`, what `LLMatcher` may be given, or `error`. The first line says `ready`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from millrace_shard.grammar_source import GrammarInvalid, lark_of
+from millrace_shard.matcher import Matcher
+from millrace_shard.parent import die_with_parent
+from millrace_shard.sequence import Grammar, GrammarKind
+from millrace_shard.vocabulary import Vocabulary, load_vocabulary
+
+STACK_BYTES = 1 << 20
+"""Half of what the smallest thread of the shard may have: what overflows a stack does so here."""
+COMPILE_BYTES = 1 << 30
+NICENESS = 10
+"""A forward pass goes before."""
+
+
+def main(argv: list[str]) -> int:
+    """Answer until standard input ends."""
+    die_with_parent()
+    os.nice(NICENESS)
+    folder, vocab_size, eos_token_ids = argv
+    vocabulary = load_vocabulary(
+        Path(folder), vocab_size=int(vocab_size), eos_token_ids=json.loads(eos_token_ids)
+    )
+    if vocabulary is None:
+        return 1
+    _limit_memory(COMPILE_BYTES)
+    threading.stack_size(STACK_BYTES)
+    _write({"ready": True})
+    thread = threading.Thread(target=_serve, args=(vocabulary,))
+    thread.start()
+    thread.join()
+    return 0
+
+
+def _serve(vocabulary: Vocabulary) -> None:
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        grammar = Grammar(GrammarKind[request["kind"]], request["source"])
+        _write(_answer(grammar, vocabulary))
+
+
+def _answer(grammar: Grammar, vocabulary: Vocabulary) -> dict[str, Any]:
+    try:
+        return {"lark": _try_out(grammar, vocabulary)}
+    except GrammarInvalid as error:
+        return {"error": str(error)}
+    except RecursionError:
+        return {"error": "the grammar is nested too deeply"}
+    except MemoryError:
+        return {"error": "the grammar takes too much memory"}
+    except ValueError as error:
+        return {"error": str(error)[:500]}
+
+
+def _try_out(grammar: Grammar, vocabulary: Vocabulary) -> str:
+    """What to compile, which was compiled here and allows some first token."""
+    lark = lark_of(grammar)
+    matcher = Matcher.of(lark, vocabulary)
+    mask = matcher.inner.compute_bitmask()
+    if (reason := matcher.error()) is not None:
+        raise GrammarInvalid(reason)
+    if not any(mask):
+        raise GrammarInvalid("no text matches")
+    return lark
+
+
+def _limit_memory(num_bytes: int) -> None:
+    """Room for `num_bytes` more than is mapped now; an allocation past that ends the process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + num_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _write(answer: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,171 @@
+"""Grammars of all sequences: tried out in another process, compiled once, kept while they are used."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+from threading import BoundedSemaphore, Lock
+
+from millrace_shard.grammar_process import GrammarProcess
+from millrace_shard.grammar_source import GrammarInvalid, lark_of
+from millrace_shard.matcher import Matcher
+from millrace_shard.sequence import Grammar
+from millrace_shard.vocabulary import Vocabulary, load_vocabulary
+
+MAX_SOURCE_BYTES = 1 << 20
+TIMEOUT = 5.0
+NUM_PROCESSES = 2
+MAX_COMPILES = 8
+"""Grammars that are tried out, or wait for a process, at a time."""
+MAX_CALLS = 64
+"""Calls of `check` at a time, several of which may be for one grammar; fewer than the server has workers."""
+MAX_CACHED = 256
+MAX_CACHED_BYTES = 4 << 20
+"""Of source; compiled, a grammar takes up to a hundred times that."""
+SMALL = 1 << 14
+"""Characters of source that are translated in this process without anyone's noticing."""
+
+logger = logging.getLogger(__name__)
+
+
+class TooManyGrammars(Exception):  # noqa: N818
+    """More grammars are being compiled than may be at a time: to be tried again."""
+
+
+class GrammarCompiler:
+    """Safe for any number of threads; never to be waited for by the engine's."""
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        folder: Path,
+        *,
+        timeout: float = TIMEOUT,
+        max_source_bytes: int = MAX_SOURCE_BYTES,
+    ) -> None:
+        """`folder` is where the processes read the same vocabulary; `timeout` in seconds bounds one grammar."""
+        self.vocabulary = vocabulary
+        self._timeout = timeout
+        self._max_source_bytes = max_source_bytes
+        self._lock = Lock()
+        self._cache: OrderedDict[bytes, tuple[int, Future[Matcher]]] = OrderedDict()
+        self._compiles = BoundedSemaphore(MAX_COMPILES)
+        self._calls = BoundedSemaphore(MAX_CALLS)
+        self._processes = [
+            GrammarProcess(
+                folder, vocab_size=vocabulary.size, eos_token_ids=vocabulary.eos_token_ids
+            )
+            for _ in range(NUM_PROCESSES)
+        ]
+        self._idle: SimpleQueue[GrammarProcess] = SimpleQueue()
+        for process in self._processes:
+            self._idle.put(process)
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        *,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        timeout: float = TIMEOUT,
+        max_source_bytes: int = MAX_SOURCE_BYTES,
+    ) -> GrammarCompiler | None:
+        """For the model in `folder`; None, with a line in the log, where its tokenizer allows no grammars."""
+        vocabulary = load_vocabulary(folder, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+        if vocabulary is None:
+            return None
+        return cls(vocabulary, folder, timeout=timeout, max_source_bytes=max_source_bytes)
+
+    def check(self, grammar: Grammar) -> None:
+        """Whether a sequence may have `grammar`: compiles it unless that was done.
+
+        Raises GrammarInvalid with the reason, TooManyGrammars.
+        """
+        with _place(self._calls, f"{MAX_CALLS} requests wait for their grammars"):
+            self._compiled(grammar, tried_out=False)
+
+    def matcher(self, grammar: Grammar) -> Matcher:
+        """A new matcher at the start of a text. `grammar` was checked, here or in an earlier life of this shard.
+
+        Raises GrammarInvalid.
+        """
+        return self._compiled(grammar, tried_out=True).copy()
+
+    def forget(self, grammar: Grammar) -> None:
+        """Compile `grammar` anew for those that come: copies share the states of their lexer, which are limited."""
+        with self._lock:
+            self._cache.pop(_key(grammar), None)
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.close()
+
+    def _compiled(self, grammar: Grammar, *, tried_out: bool) -> Matcher:
+        size = len(grammar.source.encode(errors="surrogatepass"))
+        if size > self._max_source_bytes:
+            raise GrammarInvalid(
+                f"the grammar has {size} bytes; {self._max_source_bytes} are allowed"
+            )
+        key = _key(grammar)
+        future: Future[Matcher] = Future()
+        with self._lock:
+            _, known = self._cache.setdefault(key, (size, future))
+            self._cache.move_to_end(key)
+            self._evict()
+        if known is not future:
+            return known.result()
+        try:
+            matcher = self._compile(grammar, in_process=tried_out and size <= SMALL)
+        except BaseException as error:
+            # Whoever waits is told; whoever comes later tries again, as a process may have been slow or killed.
+            self._drop(key, future)
+            future.set_exception(error)
+            raise
+        future.set_result(matcher)
+        return matcher
+
+    def _compile(self, grammar: Grammar, *, in_process: bool) -> Matcher:
+        if in_process:
+            return Matcher.of(lark_of(grammar), self.vocabulary)
+        with _place(self._compiles, f"{MAX_COMPILES} grammars are being compiled"):
+            process = self._idle.get()
+            try:
+                lark = process.try_out(grammar, timeout=self._timeout)
+            finally:
+                self._idle.put(process)
+        return Matcher.of(lark, self.vocabulary)
+
+    def _evict(self) -> None:
+        """Down to the limits, least recently used first; the newest stays. The lock is held."""
+        total = sum(size for size, _ in self._cache.values())
+        while len(self._cache) > 1 and (len(self._cache) > MAX_CACHED or total > MAX_CACHED_BYTES):
+            _, (size, _) = self._cache.popitem(last=False)
+            total -= size
+
+    def _drop(self, key: bytes, future: Future[Matcher]) -> None:
+        with self._lock:
+            if self._cache.get(key, (0, None))[1] is future:
+                del self._cache[key]
+
+
+@contextmanager
+def _place(places: BoundedSemaphore, taken: str) -> Iterator[None]:
+    if not places.acquire(blocking=False):
+        raise TooManyGrammars(f"{taken}; try again later")
+    try:
+        yield
+    finally:
+        places.release()
+
+
+def _key(grammar: Grammar) -> bytes:
+    source = grammar.source.encode(errors="surrogatepass")
+    return hashlib.blake2b(source, person=grammar.kind.name.encode()).digest()

@@ -1,0 +1,278 @@
+"""Which tokens the grammars of running sequences allow: masks computed on the host while the forward pass runs.
+
+One worker thread follows all sequences, in the order of the steps: a token costs it microseconds under the
+interpreter's lock, and the masks of all rows are then filled at once by threads of llguidance that need no interpreter.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+from llguidance import LLExecutor
+from llguidance.numpy import fill_next_token_bitmask_par
+from numpy.typing import NDArray
+
+from millrace_shard.grammar_source import GrammarInvalid
+from millrace_shard.grammars import GrammarCompiler
+from millrace_shard.matcher import Matcher
+from millrace_shard.sequence import Grammar, Ids
+from millrace_shard.step import Ints
+
+Bits = NDArray[np.int32]
+
+NUM_COMPILES = 2
+MASK_THREADS = 2
+"""A mask takes 2 to 20 us: more threads would only take cores from the forward pass."""
+NO_GRAMMARS = "this model's tokenizer allows no grammars"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuidedRow:
+    """A sequence with a grammar that samples in the step about to be launched."""
+
+    slot: int
+    news: Callable[[], Sequence[int]]
+    """Tokens sampled since the last step that named this slot, forced ones left out; may wait for the device."""
+    drafts: Sequence[int] = ()
+    most_forced: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Masks:
+    """What each row may sample, at each of its positions."""
+
+    bits: Bits
+    """[M, ceil(V / 32)]: bit i of word j allows id 32 j + i. 1 + len(drafts) masks for each row, in order of the rows;
+    all ones after a guess that is not allowed, and for rows that failed."""
+    forced: tuple[tuple[int, ...], ...]
+    """By row: tokens of which each was the only one allowed after those before it, at most `most_forced`."""
+    failed: Ints
+    """Slots whose matcher cannot go on."""
+
+
+@dataclass(slots=True, eq=False)
+class _Guide:
+    """A sequence's matcher, once it is compiled and has replayed what was generated earlier."""
+
+    grammar: Grammar
+    matcher: Future[Matcher]
+    has_failed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """A row while its masks are computed."""
+
+    request: GuidedRow
+    guide: _Guide
+    first: int
+    """Where in the masks its own begin."""
+    matcher: Matcher | None = None
+    """None once it has failed."""
+    forced: list[int] = field(default_factory=list)
+
+
+class MaskJob:
+    """Masks that are being computed."""
+
+    def __init__(self, future: Future[Masks]) -> None:
+        self._future = future
+
+    def result(self) -> Masks:
+        """Wait for the masks, without holding the interpreter."""
+        error = self._future.exception()
+        if error is not None:
+            # Whatever it is, llguidance's panics included, fails the step and no more.
+            raise RuntimeError(f"masks could not be computed: {error}") from error
+        return self._future.result()
+
+
+class Guides:
+    """The matchers of guided sequences, by slot. Its methods are the engine thread's and wait for nothing."""
+
+    def __init__(self, compiler: GrammarCompiler | None, vocab_size: int) -> None:
+        """Without a compiler every guided sequence fails, alone."""
+        self.compiler = compiler
+        self._width = -(-vocab_size // 32)
+        self._guides: dict[int, _Guide] = {}
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="guides")
+        self._compiles = ThreadPoolExecutor(NUM_COMPILES, thread_name_prefix="grammars")
+        self._executor = LLExecutor(MASK_THREADS)
+        self._ends = np.zeros(self._width, dtype=np.int32)
+        if compiler is not None:
+            self._ends = _bits(compiler.vocabulary.eos_token_ids, self._width)
+
+    def admit(self, slot: int, grammar: Grammar, generated: Ids) -> None:
+        """Begin to guide `slot`, whose text so far is `generated`: a replayed sequence goes on where it was."""
+        matcher = self._compiles.submit(self._begin, grammar, generated)
+        self._guides[slot] = _Guide(grammar, matcher)
+
+    def drop(self, slots: Ints) -> None:
+        """Forget `slots`, guided or not."""
+        for slot in slots.tolist():
+            self._guides.pop(slot, None)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._guides.clear()
+
+    def close(self) -> None:
+        """End the threads once they have done what was begun."""
+        self._threads.shutdown()
+        self._compiles.shutdown()
+
+    def start(self, rows: Sequence[GuidedRow]) -> MaskJob:
+        """Begin to compute the masks of `rows`, each of an admitted slot, after those of all jobs before."""
+        work = []
+        num_masks = 0
+        for row in rows:
+            work.append(_Row(row, self._guides[row.slot], num_masks))
+            num_masks += 1 + len(row.drafts)
+        return MaskJob(self._threads.submit(self._compute, work, num_masks))
+
+    def _begin(self, grammar: Grammar, generated: Ids) -> Matcher:
+        if self.compiler is None:
+            raise GrammarInvalid(NO_GRAMMARS)
+        matcher = self.compiler.matcher(grammar)
+        if not matcher.consume_all(generated.tolist()):
+            raise GrammarInvalid(matcher.error() or "what was generated earlier does not match it")
+        return matcher
+
+    def _compute(self, rows: list[_Row], num_masks: int) -> Masks:
+        bits = np.full((num_masks, self._width), -1, dtype=np.int32)
+        for row in rows:
+            self._catch_up(row)
+        self._fill([(row, row.first) for row in rows], bits)
+        self._follow_chains(rows, bits)
+        self._follow_drafts(rows, bits)
+        for row in rows:
+            if row.matcher is None:
+                bits[row.first : row.first + 1 + len(row.request.drafts)] = -1
+        return Masks(
+            bits,
+            tuple(tuple(row.forced) for row in rows),
+            np.array([row.request.slot for row in rows if row.matcher is None], dtype=np.int64),
+        )
+
+    def _catch_up(self, row: _Row) -> None:
+        """Find the row's matcher and feed it what was sampled meanwhile; a row that cannot go on fails alone."""
+        guide = row.guide
+        news = row.request.news()
+        if guide.has_failed:
+            return
+        if (error := guide.matcher.exception()) is not None:
+            self._fail(row, str(error))
+            return
+        row.matcher = guide.matcher.result()
+        if not row.matcher.consume_all(news):
+            self._fail(row, row.matcher.error() or f"one of the tokens {list(news)} does not match")
+
+    def _fill(self, places: Sequence[tuple[_Row, int]], bits: Bits) -> None:
+        """Write the masks of rows as they stand to these lines of `bits`; rows without any fail."""
+        asked = []
+        for row, index in places:
+            if row.matcher is None:
+                continue
+            if row.matcher.has_ended:
+                bits[index] = self._ends
+            else:
+                asked.append((row, row.matcher, index))
+        if not asked:
+            return
+        fill_next_token_bitmask_par(
+            self._executor, [(matcher.inner, index) for _, matcher, index in asked], bits
+        )
+        for row, matcher, index in asked:
+            if (error := matcher.error()) is not None:
+                bits[index] = -1
+                self._fail(row, error)
+
+    def _follow_chains(self, rows: Sequence[_Row], bits: Bits) -> None:
+        """Feed the rows what is forced, a token each at a time, until more than one is allowed or the text ends."""
+        current = bits
+        places = [
+            (row, row.first)
+            for row in rows
+            if row.request.most_forced and row.matcher is not None and not row.matcher.has_ended
+        ]
+        while places:
+            places = [(row, index) for row, index in places if row.matcher is not None]
+            tokens = _only_tokens(current[[index for _, index in places]])
+            going_on = []
+            for (row, _), token in zip(places, tokens, strict=True):
+                if token is not None and self._force(row, token):
+                    going_on.append(row)
+            places = [(row, index) for index, row in enumerate(going_on)]
+            current = np.full((len(places), self._width), -1, dtype=np.int32)
+            self._fill(places, current)
+
+    def _force(self, row: _Row, token: int) -> bool:
+        """Append `token` to the chain; whether another one may follow."""
+        matcher = row.matcher
+        if matcher is None:
+            return False
+        if not matcher.consume(token):
+            self._fail(row, matcher.error() or f"token {token} is forced and does not match")
+            return False
+        row.forced.append(token)
+        return not matcher.has_ended and len(row.forced) < row.request.most_forced
+
+    def _follow_drafts(self, rows: Sequence[_Row], bits: Bits) -> None:
+        """Masks after each guess while the guesses are allowed; the matchers then stand where they stood."""
+        guessing = [row for row in rows if not row.forced and row.request.drafts]
+        marks = [(row, row.matcher.mark()) for row in guessing if row.matcher is not None]
+        depth = 0
+        while guessing:
+            guessing = [row for row in guessing if self._guess(row, bits[row.first + depth], depth)]
+            depth += 1
+            self._fill([(row, row.first + depth) for row in guessing], bits)
+        for row, mark in marks:
+            if row.matcher is not None and not row.matcher.return_to(mark):
+                self._fail(row, row.matcher.error() or "guesses could not be taken back")
+
+    def _guess(self, row: _Row, mask: Bits, depth: int) -> bool:
+        """Feed the guess at `depth` if there is one that `mask` allows; whether so."""
+        drafts = row.request.drafts
+        if row.matcher is None or depth >= len(drafts) or not _allows(mask, drafts[depth]):
+            return False
+        if not row.matcher.consume(drafts[depth]):
+            self._fail(row, row.matcher.error() or "a guess that is allowed does not match")
+            return False
+        return True
+
+    def _fail(self, row: _Row, reason: str) -> None:
+        logger.error("the grammar in slot %d cannot go on: %s", row.request.slot, reason)
+        row.guide.has_failed = True
+        row.matcher = None
+        row.forced.clear()
+        if self.compiler is not None:
+            self.compiler.forget(row.guide.grammar)
+
+
+def _bits(ids: Sequence[int], width: int) -> Bits:
+    """[width]: a mask of these ids."""
+    allowed = np.zeros(width * 32, dtype=np.bool_)
+    allowed[list(ids)] = True
+    return np.packbits(allowed, bitorder="little").view("<i4").astype(np.int32)
+
+
+def _allows(mask: Bits, token: int) -> bool:
+    return 0 <= token < mask.size * 32 and bool(mask[token >> 5] >> (token & 31) & 1)
+
+
+def _only_tokens(masks: Bits) -> list[int | None]:
+    """For each line of `masks` [N, W] the one token it allows, None where there are several."""
+    words = masks.view(np.uint32)
+    found: list[int | None] = []
+    for line, num_words in zip(words, np.count_nonzero(words, axis=1), strict=True):
+        place = int(line.argmax()) if num_words == 1 else 0
+        word = int(line[place])
+        is_one = num_words == 1 and word & (word - 1) == 0
+        found.append(place * 32 + word.bit_length() - 1 if is_one else None)
+    return found

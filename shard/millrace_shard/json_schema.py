@@ -1,0 +1,165 @@
+"""JSON Schemas as users write them, made into ones that llguidance keeps to the letter; what it would not is refused.
+
+llguidance refuses by itself, and by name, the keywords that it does not implement. Here is what it takes and gets
+wrong: references that never reach a value, so that no finite text matches; duplicate keys, which count twice towards
+`minProperties`; numbers that a double cannot tell apart; and the 29th of February of any year.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from millrace_shard.schema_references import References
+from millrace_shard.schema_walk import MAPS, subschemas
+
+MAX_DEPTH = 64
+MAX_EXACT = 2**53
+"""Largest magnitude up to which doubles tell integers apart."""
+NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
+REAL_DAY = (
+    f"^(?:[0-9]{{4}}-(?:0[13-9]|1[0-2])|[0-9]{{4}}-02-(?:[01][0-9]|2[0-8])|{LEAP_YEAR}-02-29)"
+)
+"""How dates begin, the 29th of February in leap years alone."""
+
+Schema = dict[str, Any]
+
+
+class SchemaInvalid(ValueError):  # noqa: N818
+    """Says what about a schema cannot be kept, and where."""
+
+
+def read_schema(source: str) -> Schema:
+    """Parse and check; the result allows the same instances. Raises SchemaInvalid, RecursionError."""
+    try:
+        schema = json.loads(source, parse_constant=_no_constant)
+    except ValueError as error:
+        raise SchemaInvalid(f"the schema is not JSON: {error}") from error
+    if schema is True:
+        return {}
+    if schema is False:
+        raise SchemaInvalid("the schema `false` allows nothing")
+    if not isinstance(schema, dict):
+        raise SchemaInvalid("a schema is an object or a boolean")
+    # What is asked of llguidance there is not the user's to say, and no keyword of JSON Schema.
+    schema.pop("x-guidance", None)
+    for place, part in _parts(schema):
+        _mend(part)
+        _check(part, place)
+    references = References(schema)
+    if (uri := references.loop()) is not None:
+        raise SchemaInvalid(f"`$ref` {uri!r} refers to itself without going into a value")
+    if not references.is_productive(schema):
+        raise SchemaInvalid("no finite JSON matches the schema")
+    _prune(schema, references)
+    return schema
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _parts(schema: Schema) -> Iterator[tuple[str, Schema]]:
+    """Every object that is a schema, with the path to it."""
+    waiting: list[tuple[str, Any, int]] = [("#", schema, 0)]
+    while waiting:
+        place, part, depth = waiting.pop()
+        if depth > MAX_DEPTH:
+            raise SchemaInvalid(f"schemas may be nested {MAX_DEPTH} deep")
+        if isinstance(part, dict):
+            yield place, part
+            waiting += [(f"{place}/{path}", sub, depth + 1) for path, sub in subschemas(part)]
+
+
+def _mend(part: Schema) -> None:
+    """Take out what says nothing, and say in llguidance's words what it reads otherwise."""
+    if part.get("uniqueItems") is False:
+        del part["uniqueItems"]
+    if "if" not in part:
+        part.pop("then", None)
+        part.pop("else", None)
+    elif "then" not in part and "else" not in part:
+        del part["if"]
+    if "contains" not in part:
+        part.pop("minContains", None)
+        part.pop("maxContains", None)
+    others = part.get("allOf", [])
+    if part.get("format") in {"date", "date-time"} and isinstance(others, list):
+        part["allOf"] = [*others, {"pattern": REAL_DAY}]
+    for name in COUNTS:
+        value = part.get(name)
+        if isinstance(value, float) and value.is_integer():
+            part[name] = int(value)
+
+
+def _check(part: Schema, place: str) -> None:
+    for name in NUMBERS:
+        _check_number(part.get(name), f"{place}/{name}")
+    if "const" in part:
+        _check_constant(part["const"], f"{place}/const")
+    values = part.get("enum", [])
+    if isinstance(values, list):
+        for value in values:
+            _check_constant(value, f"{place}/enum")
+    for name in MAPS:
+        if name in part and not isinstance(part[name], dict):
+            raise SchemaInvalid(f"{place}/{name} has to be an object")
+    if _counts_duplicates(part):
+        raise SchemaInvalid(
+            f"{place}: `minProperties` above 1 is not supported where `additionalProperties` or"
+            " `patternProperties` allow names that are not listed, as one may come twice"
+        )
+
+
+def _check_number(value: object, place: str) -> None:
+    if isinstance(value, int | float) and not (
+        math.isfinite(value) and -MAX_EXACT <= value <= MAX_EXACT
+    ):
+        raise SchemaInvalid(f"{place}: numbers beyond 2**53 are not supported")
+
+
+def _check_constant(value: object, place: str) -> None:
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        _check_number(each, place)
+        if isinstance(each, dict):
+            waiting += each.values()
+        elif isinstance(each, list):
+            waiting += each
+
+
+def _counts_duplicates(part: Schema) -> bool:
+    least = part.get("minProperties")
+    if not isinstance(least, int) or least <= 1:
+        return False
+    required = part.get("required", [])
+    if isinstance(required, list) and len(set(map(str, required))) >= least:
+        return False
+    return part.get("additionalProperties") is not False or bool(part.get("patternProperties"))
+
+
+def _prune(schema: Schema, references: References) -> None:
+    """Put `false` where no finite JSON matches: entered once, such a part would never end."""
+    for _, part in _parts(schema):
+        for container, key in _slots(part):
+            if not references.is_productive(container[key]):
+                container[key] = False
+
+
+def _slots(part: Schema) -> Iterator[tuple[Any, Any]]:
+    """Places of the subschemas of `part` that may be left out of a value."""
+    for name in ("properties", "patternProperties"):
+        for key in part.get(name, ()):
+            yield part[name], key
+    for name in ("additionalProperties", "items", "additionalItems"):
+        if isinstance(part.get(name), dict):
+            yield part, name
+    for name in ("prefixItems", "anyOf", "oneOf", "items"):
+        if isinstance(part.get(name), list):
+            for index in range(len(part[name])):
+                yield part[name], index

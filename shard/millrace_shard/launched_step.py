@@ -1,0 +1,140 @@
+"""A step whose work is submitted, and the answer that becomes of it."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import replace
+
+import numpy as np
+from torch import Tensor
+
+from millrace_shard.host_copies import start_download
+from millrace_shard.prepared import PreparedStep
+from millrace_shard.prompt_logprobs import PromptLogprobs
+from millrace_shard.step import Floats, Ints, StepResult, Timings, no_floats, no_ints
+from millrace_shard.step_rows import StepRows
+from millrace_shard.step_tokens import Emitted, StepTokens
+from millrace_shard.stopwatch import Stopwatch
+from millrace_shard.top_tokens import TopTokens
+
+
+class LaunchedStep:
+    """On CUDA its tokens are still on their way; `finish` waits for them."""
+
+    def __init__(
+        self,
+        watch: Stopwatch,
+        rows: StepRows,
+        *,
+        tokens: StepTokens | None = None,
+        tops: tuple[TopTokens, ...] = (),
+        prompts: PromptLogprobs | None = None,
+        unfinished_failed: Tensor | None = None,
+        invalid_slots: Ints,
+    ) -> None:
+        """`unfinished_failed` [U] bool are those of `rows` that are not finished; `watch` has its last mark to come.
+
+        `invalid_slots` were to run, but hold sequences that cannot.
+        """
+        self._rows = rows
+        self._watch = watch
+        self._tokens = tokens
+        self._invalid_slots = invalid_slots
+        self._prompts = prompts
+        self._tops = [(top, start_download(top.best)) for top in tops]
+        self._prompt_values = start_download(prompts.values) if prompts else None
+        self._unfinished_failed = (
+            None if unfinished_failed is None else start_download(unfinished_failed)
+        )
+        watch.mark()
+
+    def finish(self) -> StepResult:
+        """The tokens. Waits for the device without holding the interpreter."""
+        self._watch.wait()
+        result = StepResult(failed_slots=self._invalid_slots)
+        if self._unfinished_failed is not None:
+            unfinished = self._rows.slots[~self._rows.finished][self._unfinished_failed.numpy()]
+            result = StepResult(failed_slots=np.concatenate([unfinished, self._invalid_slots]))
+        if self._tokens is not None:
+            result = self._with_tokens(result, self._tokens)
+        if self._prompts is not None and self._prompt_values is not None:
+            result = replace(
+                result,
+                prefill_slots=self._prompts.slots,
+                prefill_counts=self._prompts.counts,
+                prefill_logprobs=self._prompt_values.numpy(),
+            )
+        if len(self._rows.wide_slots):
+            result = self._with_computed(result, self._rows)
+        return replace(result, timings=self._timings())
+
+    def _with_tokens(self, result: StepResult, tokens: StepTokens) -> StepResult:
+        emitted, slots = tokens.emitted, tokens.prepared.yield_slots
+        yielding = ~emitted.failed
+        counts = emitted.counts[yielding]
+        top_counts, top_ids, top_logprobs = self._top_columns(tokens.prepared, emitted)
+        return replace(
+            result,
+            slots=slots[yielding],
+            counts=counts,
+            ids=emitted.ids,
+            logprobs=emitted.logprobs,
+            top_counts=top_counts,
+            top_ids=top_ids,
+            top_logprobs=top_logprobs,
+            failed_slots=np.concatenate([slots[emitted.failed], result.failed_slots]),
+            checksum=_checksum(slots[yielding], counts, emitted.ids),
+        )
+
+    def _with_computed(self, result: StepResult, rows: StepRows) -> StepResult:
+        """What decodes that were allowed several positions have filled; guesses count as far as they were right."""
+        right, drafted = np.zeros((2, len(rows.wide_slots)), dtype=np.int64)
+        if self._tokens is not None:
+            tokens, emitted = self._tokens, self._tokens.emitted
+            slots = tokens.prepared.yield_slots[tokens.awaited]
+            # A row that failed has no token; what it has computed is of no use to anyone.
+            found = np.maximum(emitted.counts[tokens.awaited] - 1, 0)
+            order = np.argsort(rows.wide_slots)
+            places = order[np.searchsorted(rows.wide_slots, slots, sorter=order)]
+            right[places] = found
+            drafted[places] = tokens.prepared.num_samples[tokens.awaited] - 1
+        return replace(
+            result,
+            computed_slots=rows.wide_slots,
+            computed_positions=rows.wide_computed + right,
+            drafted_tokens=drafted,
+        )
+
+    def _top_columns(self, prepared: PreparedStep, emitted: Emitted) -> tuple[Ints, Ints, Floats]:
+        """Candidates by token, then most likely first, then by id; what was forced is its own only one."""
+        if not self._tops:
+            return no_ints(), no_ints(), no_floats()
+        tokens = np.arange(len(emitted.ids))
+        is_forced = emitted.sources < 0
+        token_of = np.full(len(prepared.sampled), -1, dtype=np.int64)
+        token_of[emitted.sources[~is_forced]] = tokens[~is_forced]
+        wanted = prepared.sampling.parameters["top_n_tokens"][
+            (prepared.num_samples.cumsum() - prepared.num_samples)[emitted.rows]
+        ]
+        alone = tokens[is_forced & (wanted > 0)]
+        parts = [top.chosen(best) for top, best in self._tops]
+        owners, ids, logprobs = (np.concatenate(column) for column in zip(*parts, strict=True))
+        kept = token_of[owners] >= 0
+        owners = np.concatenate([token_of[owners[kept]], alone])
+        ids = np.concatenate([ids[kept], emitted.ids[alone]])
+        logprobs = np.concatenate([logprobs[kept], emitted.logprobs[alone]])
+        order = np.lexsort((ids, -logprobs, owners))
+        return np.bincount(owners, minlength=len(tokens)), ids[order], logprobs[order]
+
+    def _timings(self) -> Timings:
+        forward_ns, end_ns = self._watch.elapsed_ns(1), self._watch.elapsed_ns(2)
+        return Timings(
+            forward_ns=forward_ns,
+            decode_ns=end_ns - forward_ns,
+            total_ns=self._watch.since_start_ns(),
+            concat_ns=self._watch.concat_ns,
+        )
+
+
+def _checksum(slots: Ints, counts: Ints, ids: Ints) -> int:
+    return zlib.crc32(np.concatenate([slots, counts, ids]).tobytes())

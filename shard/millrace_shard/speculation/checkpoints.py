@@ -1,0 +1,98 @@
+"""From names of models to folders: the model's, and that of what guesses for it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from huggingface_hub.errors import EntryNotFoundError
+
+from millrace_shard.checkpoint_files import RemoteFile
+from millrace_shard.download import download_file
+from millrace_shard.hub import (
+    DOWNLOAD_FAILURES,
+    HubError,
+    HubSettings,
+    cached_file,
+    explain,
+    resolve,
+)
+from millrace_shard.speculation.medusa_config import WEIGHTS, MedusaConfig, is_medusa
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    """Folders that can be served from."""
+
+    model: Path
+    draft: Path | None = None
+    """A draft model, or a folder with Medusa heads."""
+
+    @classmethod
+    def find(
+        cls, model_id: str, *, draft_model: str | None, revision: str | None, settings: HubSettings
+    ) -> Checkpoints:
+        """Both names are folders or names on the hub. Medusa heads in place of a model bring their model along.
+
+        Raises ModelError with the remedy in its text.
+        """
+        heads = None
+        if settings.weights_override is None:
+            heads = _heads(model_id, revision=revision, settings=settings)
+        if heads is None:
+            model = resolve(model_id, revision=revision, settings=settings)
+            return cls(model, None if draft_model is None else find_draft(draft_model, settings))
+        if draft_model is not None:
+            raise HubError(f"{model_id} has Medusa heads; start without --draft-model")
+        config = MedusaConfig.read(heads)
+        assert config is not None
+        logger.info("Medusa heads in %s for %s", heads, config.base_model)
+        return cls(resolve(config.base_model, revision=None, settings=settings), heads)
+
+
+def find_draft(draft_model: str, settings: HubSettings) -> Path:
+    """The folder of a draft model or of Medusa heads. Raises ModelError."""
+    # What replaces the model's weights does not replace these.
+    settings = replace(settings, weights_override=None)
+    heads = _heads(draft_model, revision=None, settings=settings)
+    return heads or resolve(draft_model, revision=None, settings=settings)
+
+
+def _heads(model_id: str, *, revision: str | None, settings: HubSettings) -> Path | None:
+    """The folder of Medusa heads; None where `model_id` is something else, or nothing that can be found."""
+    folder = Path(model_id).expanduser()
+    if folder.is_dir():
+        return folder.resolve() if is_medusa(folder) else None
+    if model_id.startswith(("/", ".", "~")) or model_id.count("/") > 1:
+        return None
+    try:
+        config = _file(model_id, "config.json", revision=revision, settings=settings)
+    except HubError as error:
+        cause = error.__cause__
+        is_absent = isinstance(cause, EntryNotFoundError) and not isinstance(cause, OSError)
+        if settings.offline or is_absent:
+            # Whoever looks for a model there says what is wrong.
+            return None
+        raise
+    if not is_medusa(config.parent):
+        return None
+    return _file(model_id, WEIGHTS, revision=revision, settings=settings).parent
+
+
+def _file(model_id: str, name: str, *, revision: str | None, settings: HubSettings) -> Path:
+    cached = cached_file(model_id, name, revision=revision, cache=settings.access.cache)
+    if cached is not None:
+        return cached
+    if settings.offline:
+        raise HubError(
+            f"{name} of {model_id} is not in {settings.access.cache}, and HF_HUB_OFFLINE forbids the download"
+        )
+    try:
+        return download_file(
+            model_id, RemoteFile(name, 0), revision=revision, access=settings.access
+        )
+    except DOWNLOAD_FAILURES as error:
+        raise HubError(explain(error, model_id, revision=revision, settings=settings)) from error

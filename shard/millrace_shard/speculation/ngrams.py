@@ -1,0 +1,67 @@
+"""Guessing by looking up: what followed the last few tokens when they occurred before.
+
+Prompt lookup decoding (Saxena 2023): the longest suffix of up to three tokens that has occurred earlier in prompt or
+answer, its latest occurrence, and the tokens after it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from millrace_shard.sequence import Sequence
+from millrace_shard.speculation.guesses import Guesses
+from millrace_shard.speculation.proposer import Proposer
+from millrace_shard.step import Ints
+from millrace_shard.step_rows import StepRows
+
+LONGEST_SUFFIX = 3
+
+
+class NgramProposer(Proposer):
+    """Keeps the tokens of every sequence on the host."""
+
+    reads_tokens = True
+
+    def __init__(self, num_slots: int, max_tokens: int, device: torch.device) -> None:
+        self._tokens = np.zeros((num_slots, max_tokens), dtype=np.int32)
+        self._device = device
+
+    def admit(self, sequence: Sequence) -> None:
+        """Take its prompt."""
+        self._tokens[sequence.slot, : sequence.num_inputs] = sequence.input_ids
+
+    def read(self, slots: Ints, positions: Ints, ids: Ints) -> None:
+        """Take what was sampled."""
+        self._tokens[slots, positions] = ids
+
+    def propose(self, rows: StepRows) -> Guesses:
+        """A chain for each row that has room for one and an n-gram that occurred before."""
+        chains = [
+            lookup(self._tokens[slot, :length], int(most)) if most else np.empty(0, dtype=np.int64)
+            for slot, length, most in zip(
+                rows.slots, rows.num_tokens, rows.most_guesses, strict=True
+            )
+        ]
+        return Guesses.of(chains, self._device)
+
+
+def lookup(tokens: NDArray[np.int32], most: int) -> Ints:
+    """Up to `most` tokens that may follow `tokens` [n]; none where their last one never occurred before.
+
+    What would follow past the end is taken from the beginning of the repetition, as if it went on.
+    """
+    ends = np.flatnonzero(tokens[:-1] == tokens[-1])
+    if not len(ends):
+        return np.empty(0, dtype=np.int64)
+    for back in range(1, LONGEST_SUFFIX):
+        if len(tokens) <= back:
+            break
+        longer = ends[(ends >= back) & (tokens[ends - back] == tokens[-1 - back])]
+        if not len(longer):
+            break
+        ends = longer
+    period = len(tokens) - 1 - int(ends[-1])
+    places = len(tokens) - period + np.arange(most) % period
+    return tokens[places].astype(np.int64)

@@ -1,0 +1,69 @@
+"""A watermark in the choice of tokens: the soft one of Kirchenbauer et al. 2023 (arXiv 2301.10226).
+
+The token before decides which ids are green, and their scores are raised. TGI takes the green ids from a generator's
+permutation, which is another on every kind of device. Here a hash of the two ids says whether one is green: the same
+everywhere, whatever else is in the batch, and known to whoever looks for the watermark without a model:
+
+    green(previous, id) = mix(mix(id) ^ mix(15485863 * previous mod 2**32)) >> 8 < gamma * 2**24
+
+where `mix` is the finaliser of MurmurHash3 on 32 bits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+PRIME = 15485863
+HASH_BITS = 24
+_WORD = 1 << 32
+
+
+@dataclass(frozen=True, slots=True)
+class Watermark:
+    """How many ids are green, and by how much that raises their scores; the defaults are TGI's."""
+
+    gamma: float = 0.5
+    """Share of the vocabulary, 0 to 1: each id is green with this probability."""
+    delta: float = 2.0
+
+    def apply(self, scores: Tensor, previous: Tensor) -> Tensor:
+        """Scores [n, V] float32 after raising the green ones; `previous` [n] int64 are the tokens before."""
+        # Minus one where an id is green, and zero elsewhere.
+        signs = (_top_bits(previous, scores.shape[1]) - self._limit) >> 31
+        return signs.to(torch.float32).mul_(-self.delta).add_(scores)
+
+    def green(self, previous: Tensor, vocab_size: int) -> Tensor:
+        """Which ids are green after each of `previous` [n] int64, [n, vocab_size] bool."""
+        return _top_bits(previous, vocab_size) < self._limit
+
+    @property
+    def _limit(self) -> int:
+        return math.ceil(self.gamma * (1 << HASH_BITS))
+
+
+def _top_bits(previous: Tensor, vocab_size: int) -> Tensor:
+    """HASH_BITS of each id's hash, [n, vocab_size] int32."""
+    ids = torch.arange(vocab_size, dtype=torch.int32, device=previous.device)
+    keys = _wrapped(previous * PRIME)
+    hashes = _mix(_mix(ids)[None, :] ^ _mix(keys)[:, None])
+    return (hashes >> (32 - HASH_BITS)) & ((1 << HASH_BITS) - 1)
+
+
+def _wrapped(values: Tensor) -> Tensor:
+    """The low 32 bits of int64 as int32."""
+    half = _WORD >> 1
+    return (((values + half) & (_WORD - 1)) - half).to(torch.int32)
+
+
+def _mix(values: Tensor) -> Tensor:
+    """MurmurHash3's finaliser of int32, which stand for unsigned numbers of 32 bits; products wrap."""
+    values = values ^ ((values >> 16) & 0xFFFF)
+    values = values.mul_(0x85EBCA6B - _WORD)
+    values ^= (values >> 13) & 0x7FFFF
+    values = values.mul_(0xC2B2AE35 - _WORD)
+    values ^= (values >> 16) & 0xFFFF
+    return values

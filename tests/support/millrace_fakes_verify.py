@@ -1,0 +1,146 @@
+"""A server that answers by arithmetic, and can be told to say something else when it is asked again."""
+
+from __future__ import annotations
+
+import json
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+BLOCK = 16
+VOCAB = 1000
+
+
+def tokens_of(text: str) -> list[int]:
+    """One a character."""
+    return [ord(letter) % VOCAB for letter in text]
+
+
+def generated(ids: Sequence[int], count: int, seed: int) -> list[tuple[int, float]]:
+    """A continuation that depends on the whole prompt and the seed."""
+    state, found = hash((tuple(ids), seed)), []
+    for _ in range(count):
+        state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
+        logprob = struct.unpack("<f", struct.pack("<f", -(state % 10_007) / 1000))[0]
+        found.append((state % VOCAB, float(logprob)))
+    return found
+
+
+@dataclass
+class FakeServer:
+    """Knows which prompts it has seen; the faults make answers depend on that."""
+
+    deterministic: bool = True
+    dtype: str = "float32"
+    again_adds: float = 0.0
+    """Added to the third log probability of an answer that was given before."""
+    again_changes_tokens: bool = False
+    caches: bool = True
+    fails: bool = False
+    seen: set[tuple[int, ...]] = field(default_factory=set)
+    url: str = ""
+    keys: list[str | None] = field(default_factory=list)
+
+    def info(self) -> dict[str, Any]:
+        return {
+            "model_id": "fake/model",
+            "model_dtype": f"torch.{self.dtype}",
+            "model_device_type": "cpu",
+            "version": "0",
+            "deterministic": self.deterministic,
+            "num_shard": 1,
+            "block_size": BLOCK,
+            "max_input_tokens": 500,
+            "max_total_tokens": 600,
+            "max_concurrent_requests": 32,
+            "max_batch_total_tokens": 6000,
+            "prefix_caching": "on",
+        }
+
+    def events(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        parameters = body["parameters"]
+        ids = tuple(tokens_of(body["inputs"])[-parameters["truncate"] :])
+        is_again = ids in self.seen
+        self.seen.add(ids)
+        count = parameters["max_new_tokens"]
+        found = generated(ids, count, parameters.get("seed", 0))
+        if is_again and count > 2:
+            found[2] = (found[2][0], found[2][1] + self.again_adds)
+        if is_again and self.again_changes_tokens:
+            found[0] = ((found[0][0] + 1) % VOCAB, found[0][1])
+        for index, (id_, logprob) in enumerate(found, start=1):
+            if self.fails and index == 2:
+                yield {"error": "it broke", "error_type": "generation"}
+                return
+            last = index == count
+            yield {
+                "index": index,
+                "token": {"id": id_, "text": "x", "logprob": logprob, "special": False},
+                "generated_text": "x" * count if last else None,
+                "details": {
+                    "finish_reason": "length",
+                    "cached_tokens": len(ids) // BLOCK * BLOCK if is_again and self.caches else 0,
+                }
+                if last
+                else None,
+            }
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    fake: FakeServer
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self.fake.keys.append(self.headers.get("Authorization"))
+        answers = {
+            "/info": json.dumps(self.fake.info()),
+            "/metrics": '# HELP a A\na{reason="x y"} 3\nb 4.5\n',
+            "/readyz": "",
+        }
+        known = self.path in answers
+        self._send(answers.get(self.path, '{"error": "no such thing"}'), 200 if known else 404)
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/tokenize":
+            self._send(json.dumps([{"id": id_} for id_ in tokens_of(body["inputs"])]))
+            return
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for event in self.fake.events(body):
+            self._chunk(b"data:" + json.dumps(event).encode() + b"\n\n")
+        self._chunk(b"")
+
+    def _chunk(self, data: bytes) -> None:
+        self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def _send(self, text: str, status: int = 200) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text.encode())))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+
+@contextmanager
+def fake_server(port: int = 0, **settings: Any) -> Iterator[FakeServer]:
+    """On `port`, or a free one, for the length of the block."""
+    fake = FakeServer(**settings)
+    handler = type("BoundHandler", (Handler,), {"fake": fake})
+    server = ThreadingHTTPServer(("127.0.0.1", port), handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    fake.url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield fake
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
