@@ -24,7 +24,7 @@ GENERATED := proto/millrace_proto/generate_pb2.py
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 PIP_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help install serve test test-ecosystem check format bench bench-quick bench-curves bench-gpu bench-gpu-bundle chaos proto clean
+.PHONY: help install serve test test-ecosystem test-json-schema check format verify bench bench-quick bench-curves bench-gpu bench-gpu-bundle chaos proto clean
 .DEFAULT_GOAL := help
 
 help:
@@ -33,6 +33,8 @@ help:
 	@echo "make check            lint, format, types, import contracts"
 	@echo "make test             the tests that need Python alone"
 	@echo "make test-ecosystem   the tests against Prometheus, real clients and a C++ compiler"
+	@echo "make test-json-schema the official JSON-Schema-Test-Suite, from the package index"
+	@echo "make verify           that output does not depend on company, on the demo model and every architecture"
 	@echo "make bench            all cases beside the peers that are installed, to bench/out"
 	@echo "make bench-quick      has our engine become slower? three minutes"
 	@echo "make bench-curves     throughput over concurrency and context length, to bench/out"
@@ -73,6 +75,16 @@ test-ecosystem: install
 	$(BIN)/python -m tests.ecosystem.prepare
 	$(BIN)/python -m pytest -m ecosystem tests/ecosystem $(ARGS)
 	$(PYTEST) tests/shard/kernels $(ARGS)
+
+# Its cases come with the source distribution of jsonschema, and only with that.
+test-json-schema: install
+	$(BIN)/python -m pip download --quiet --no-deps --no-binary jsonschema -d bench/out/json-schema jsonschema
+	tar -xzf bench/out/json-schema/jsonschema-*.tar.gz -C bench/out/json-schema --strip-components=1
+	JSON_SCHEMA_TEST_SUITE=bench/out/json-schema/json/tests/draft2020-12 \
+	$(BIN)/python -m pytest tests/shard/test_json_schema.py $(ARGS)
+
+verify: install
+	$(BIN)/python -m pytest tests/e2e/verify_architectures.py $(ARGS)
 
 check: install
 	$(BIN)/ruff check .

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None, programs: Programs | None = None) ->
     logs.setup(settings.launcher)
     try:
         with ExitStack() as claims:
-            commands = _prepare(settings, programs or Programs(), claims)
+            commands = prepare(settings, programs or Programs(), claims)
             asyncio.run(_launch(commands))
     except LaunchError as error:
         sys.stderr.write(f"Error: {error}\n")
@@ -44,7 +44,7 @@ async def _launch(commands: Commands) -> None:
     await Launcher(commands).run()
 
 
-def _prepare(settings: Settings, programs: Programs, claims: ExitStack) -> Commands:
+def prepare(settings: Settings, programs: Programs, claims: ExitStack) -> Commands:
     """Say what will be run, refuse what cannot be, and decide shards, sockets and threads. Raises LaunchError.
 
     What is claimed for this deployment is let go of by `claims`.

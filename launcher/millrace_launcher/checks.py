@@ -15,8 +15,6 @@ WITHOUT_EFFECT = {
     "prometheus_port": "metrics are served on --port",
     "otlp_endpoint": "traces are not exported yet",
     "otlp_service_name": "traces are not exported yet",
-    "watermark_gamma": "nothing is watermarked",
-    "watermark_delta": "nothing is watermarked",
     "ngrok_authtoken": "it is used with --ngrok only",
     "ngrok_edge": "it is used with --ngrok only",
     "disable_grammar_support": "grammars are not supported yet, so requests with one are refused anyway",
@@ -101,8 +99,6 @@ def _refuse_unsupported(settings: Settings) -> None:
             raise ArgumentValidation(
                 f"{option_name(name)} {value} is not supported yet; start without it"
             )
-    if settings.shard.speculate:
-        raise ArgumentValidation("--speculate is not supported yet; start without it or with 0")
     router = settings.router
     if router.ngrok:
         if router.ngrok_authtoken is None:

@@ -45,14 +45,16 @@ class Commands:
     programs: Programs = Programs()
 
     def download(self) -> Command:
-        """Resolves the model to a folder, which is the last line it prints."""
-        launcher = self.settings.launcher
+        """Resolves the model, and what guesses for it, to folders, which are the last line it prints."""
+        launcher, draft_model = self.settings.launcher, self.settings.shard.draft_model
         revision = (f"--revision={launcher.revision}",) if launcher.revision else ()
-        argv = (*self.programs.shard, "download-weights", self.model_id, "--json-output", *revision)
+        draft = (f"--draft-model={draft_model}",) if draft_model else ()
+        program = (*self.programs.shard, "download-weights")
+        argv = (*program, self.model_id, "--json-output", *revision, *draft)
         return Command("download", argv, self._environment())
 
-    def shard(self, rank: int, folder: Path) -> Command:
-        """One rank of the tensor-parallel group."""
+    def shard(self, rank: int, folder: Path, draft: Path | None = None) -> Command:
+        """One rank of the tensor-parallel group; `draft` is the folder of what guesses for the model."""
         config = self.settings.shard.model_copy(
             update={
                 "uds_path": self.shard_uds_path,
@@ -60,6 +62,7 @@ class Commands:
                 "address": None,
                 "rank": rank,
                 "world_size": self.num_shard,
+                "draft_model": None if draft is None else str(draft),
                 "cpu_threads": self.threads.threads,
                 "max_total_tokens": self.settings.router.max_total_tokens,
                 "json_output": True,

@@ -8,13 +8,14 @@ from pathlib import Path
 from millrace_launcher.children import Children, explain
 from millrace_launcher.commands import Commands
 from millrace_launcher.errors import DownloadError
+from millrace_launcher.folders import ModelFolders
 from millrace_launcher.logs import log, relay
 
 GRACE_SECONDS = 10.0
 
 
-async def resolve_model(commands: Commands, children: Children) -> Path:
-    """Run the download, whose last line of stdout names the folder. Raises DownloadError."""
+async def resolve_model(commands: Commands, children: Children) -> ModelFolders:
+    """Run the download, whose last line of stdout names the folders. Raises DownloadError."""
     log.info("Starting check and download process for %s", commands.model_name)
     last = ""
 
@@ -29,17 +30,19 @@ async def resolve_model(commands: Commands, children: Children) -> Path:
     finally:
         if process.is_running:
             await process.terminate(GRACE_SECONDS)
-    folder = _folder_of(last)
-    if code != 0 or folder is None:
+    folders = _folders_of(last)
+    if code != 0 or folders is None:
         relay(last, source="download")
         explain(process, "Download encountered an error")
         raise DownloadError
-    log.info("Successfully resolved the model to %s", folder)
-    return folder
+    log.info("Successfully resolved the model to %s", folders.model)
+    return folders
 
 
-def _folder_of(line: str) -> Path | None:
+def _folders_of(line: str) -> ModelFolders | None:
     try:
-        return Path(json.loads(line)["model_folder"])
-    except (ValueError, KeyError, TypeError):
+        found = json.loads(line)
+        draft = found.get("draft_folder")
+        return ModelFolders(Path(found["model_folder"]), None if draft is None else Path(draft))
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None

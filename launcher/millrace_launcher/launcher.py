@@ -77,9 +77,10 @@ class Launcher:
     async def _serve(self) -> None:
         router = self._settings.router
         refuse_busy_port(listen_address(router.hostname), router.port)
-        folder = await resolve_model(self._commands, self._children)
+        folders = await resolve_model(self._commands, self._children)
         await self._children.guard(self._commands.guard())
-        await first(self._shards.run(folder), self._webserver.run(folder, self._shards))
+        webserver = self._webserver.run(folders.model, self._shards)
+        await first(self._shards.run(folders), webserver)
 
     def _announce(self, base: str) -> None:
         self._is_announced = True

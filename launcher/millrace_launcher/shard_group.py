@@ -8,6 +8,7 @@ from pathlib import Path
 
 from millrace_launcher.children import Children, explain
 from millrace_launcher.commands import Commands
+from millrace_launcher.folders import ModelFolders
 from millrace_launcher.logs import log
 from millrace_launcher.process import ManagedProcess
 from millrace_launcher.readiness import shard_ready
@@ -37,7 +38,7 @@ class ShardGroup:
         """Whether any rank can be reached, ready or not."""
         return any(path.exists() for path in self._commands.socket_paths())
 
-    async def start(self, folder: Path) -> None:
+    async def start(self, folders: ModelFolders) -> None:
         """Start every rank; none may run. Raises ArgumentValidation when somebody else took a socket's path."""
         self._started = time.monotonic()
         self._ranks = []
@@ -45,7 +46,8 @@ class ShardGroup:
             clear_socket(path)
         for rank in range(self._commands.num_shard):
             log.info("Starting shard %d", rank)
-            self._ranks.append(await self._children.start(self._commands.shard(rank, folder)))
+            command = self._commands.shard(rank, folders.model, folders.draft)
+            self._ranks.append(await self._children.start(command))
 
     async def ready(self) -> None:
         """Return once every rank says that it serves."""

@@ -6,13 +6,13 @@ import asyncio
 import time
 from collections.abc import Callable
 from enum import IntEnum
-from pathlib import Path
 from typing import Protocol
 
 from millrace_launcher.breaker import Breaker, is_steady
 from millrace_launcher.children import Children
 from millrace_launcher.commands import Commands
 from millrace_launcher.errors import ShardCannotStart, ShardCrashLoop
+from millrace_launcher.folders import ModelFolders
 from millrace_launcher.logs import log
 from millrace_launcher.shard_group import ShardGroup
 from millrace_launcher.tasks import first
@@ -86,13 +86,13 @@ class Shards:
         """Replace them as soon as they serve; what they compute is computed again."""
         self._planned.set()
 
-    async def run(self, folder: Path) -> None:
+    async def run(self, folders: ModelFolders) -> None:
         """Keep them serving for ever; raises ShardCannotStart or ShardCrashLoop."""
         while True:
             self._lives += 1
             self._asked.clear()
             self._ready_at = None
-            await self._group.start(folder)
+            await self._group.start(folders)
             why = await self._live()
             self._ready.clear()
             if why is Why.PLANNED:

@@ -70,8 +70,10 @@ PATH_FLAGS = [
     ("--huggingface-hub-cache", "launcher"),
     ("--weights-cache-override", "launcher"),
     ("--tokenizer-config-path", "router"),
+    ("--journal", "router"),
 ]
 OURS = [
+    ("--draft-model", "org/draft", "shard", "org/draft"),
     ("--device", "cpu", "shard", "cpu"),
     ("--dtype", "float32", "shard", "float32"),
     ("--cpu-threads", "3", "shard", 3),
@@ -80,7 +82,10 @@ OURS = [
     ("--deterministic", "off", "shard", "off"),
     ("--deterministic", "TRUE", "shard", "on"),
     ("--steps-in-flight", "1", "router", 1),
+    ("--max-n", "3", "router", 3),
     ("--one-shot-all-reduce", "", "shard", True),
+    ("--grammar-timeout", "2.5", "shard", 2.5),
+    ("--max-grammar-bytes", "64KiB", "shard", 65536),
     ("--prefill-chunking", "off", "router", "off"),
     ("--prefill-chunking", "TRUE", "router", "on"),
     ("--prefix-caching", "0", "router", "off"),
@@ -94,6 +99,8 @@ OURS = [
     ("--step-timeout", "1.5", "router", 1.5),
     ("--recovery-grace", "60", "router", 60.0),
     ("--resume-grace", "5", "router", 5.0),
+    ("--journal-tokens", "", "router", True),
+    ("--journal-max-bytes", "70000", "router", 70_000),
 ]
 
 

@@ -49,7 +49,6 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--quantize=gptq", "--quantize gptq is not supported yet"),
         ("--kv-cache-dtype=fp8_e5m2", "--kv-cache-dtype fp8_e5m2 is not supported yet"),
         ("--lora-adapters=a", "--lora-adapters a is not supported yet"),
-        ("--speculate=2", "--speculate is not supported yet"),
         ("--port=0", "`port` must be > 0"),
         (
             "--prefill-chunking=off --max-batch-prefill-tokens=7 --max-input-tokens=8",
@@ -72,6 +71,7 @@ def test_refused(argv: str, message: str) -> None:
     [
         "",
         "--speculate=0",
+        "--speculate=2 --draft-model=a/b",
         "--max-input-tokens=8 --max-total-tokens=9",
         "--max-total-tokens=10 --max-batch-total-tokens=10",
         "--ngrok-edge=b",
@@ -108,8 +108,6 @@ WITHOUT_EFFECT = {
     "--trust-remote-code": "",
     "--usage-stats": "off",
     "--waiting-served-ratio": "1.5",
-    "--watermark-delta": "1",
-    "--watermark-gamma": "1",
 }
 EVERY_ONE = [
     f"{flag}={value}" if value else flag
@@ -144,6 +142,6 @@ def test_what_has_an_effect_depends_on_chunking(chunking: str, expected: list[st
 
 def test_flags_without_effect_are_told_only_when_set(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(notices(read_settings([]), on_cpu=True)) == []
-    monkeypatch.setenv("WATERMARK_GAMMA", "0.5")
+    monkeypatch.setenv("USAGE_STATS", "off")
     (found,) = notices(read_settings([]), on_cpu=True)
-    assert found == "--watermark-gamma has no effect: nothing is watermarked"
+    assert found == "--usage-stats has no effect: no usage statistics are ever sent"

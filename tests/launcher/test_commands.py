@@ -96,6 +96,15 @@ def test_defaults_are_not_repeated() -> None:
     assert argv[4:] == ("--cpu-threads=3", "--json-output", str(FOLDER))
 
 
+def test_a_draft_model_is_downloaded_and_handed_on_as_a_folder() -> None:
+    given = commands("--draft-model=org/draft --speculate=3")
+    assert "--draft-model=org/draft" in given.download().argv
+    config = ShardConfig.from_args(given.shard(0, FOLDER, Path("/hub/draft")).argv[4:])
+    assert (config.draft_model, config.speculate) == ("/hub/draft", 3)
+    without = ShardConfig.from_args(commands("").shard(0, FOLDER).argv[4:])
+    assert (without.draft_model, without.speculate) == (None, None)
+
+
 def test_hub_variables_reach_the_download(monkeypatch: pytest.MonkeyPatch) -> None:
     environ = {"HF_API_TOKEN": "t", "PATH": "/bin", "PORT": "3", "WEIGHTS_CACHE_OVERRIDE": "/w"}
     command = commands("--huggingface-hub-cache=/c --revision=v1", environ).download()

@@ -16,6 +16,7 @@ from millrace_launcher.arguments import read_settings
 from millrace_launcher.children import Children
 from millrace_launcher.commands import Commands, Programs
 from millrace_launcher.errors import ShardCrashLoop
+from millrace_launcher.folders import ModelFolders
 from millrace_launcher.shards import STEADY_SECONDS, Shards
 from millrace_launcher.tasks import first
 from millrace_launcher.threads import ThreadPlan
@@ -62,7 +63,7 @@ class Served:
     async def endure(self, blow: Callable[[], None], *seconds: float) -> None:
         """Strike after so many seconds of service of each life; returns once they are back. Raises what `run` does."""
         try:
-            await first(self.shards.run(self._folder), self._strike(blow, seconds))
+            await first(self.shards.run(ModelFolders(self._folder)), self._strike(blow, seconds))
         finally:
             await self.shards.terminate(0)
 

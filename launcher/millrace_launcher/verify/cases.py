@@ -1,0 +1,246 @@
+"""What is compared on servers of our own, and with which flags some of them are started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from threading import Lock
+
+from millrace_launcher.verify.comparison import Comparison, compare, merged
+from millrace_launcher.verify.counters import (
+    ACCEPTED,
+    DRAFTED,
+    LOST,
+    PREEMPTIONS,
+    PROMPT_STEPS,
+    REPLAYED,
+    STEPS,
+    counting,
+)
+from millrace_launcher.verify.deployment import Deployment
+from millrace_launcher.verify.promise import REFERENCE_TOLERANCE, close, same_tokens
+from millrace_launcher.verify.reference import Reference, until_tie
+from millrace_launcher.verify.rounds import ask_alone, ask_in_traffic, ask_together
+from millrace_launcher.verify.row import Row, judged
+from millrace_launcher.verify.suite import ServerInfo, Suite, plain_greedy
+
+ALONE = ("--prefix-caching=off", "--speculate=0")
+"""The server that answers each request alone, and computes every prompt whole."""
+CACHED = ("--prefix-caching=on", "--speculate=0")
+KILL_AFTER = 0.3
+"""Share of all tokens after which the shard is killed."""
+DEMAND = 4
+"""Blocks that growing requests need in all, in multiples of what a server is given that has to preempt."""
+MOST_ROUNDS = 3
+
+
+def chunked_flags(suite: Suite) -> tuple[str, ...]:
+    """Prompts in pieces that end inside blocks."""
+    return (*ALONE, f"--max-batch-prefill-tokens={chunk_tokens(suite.info)}")
+
+
+def preempted_flags(suite: Suite) -> tuple[str, ...]:
+    """Room for the largest request and one block more."""
+    blocks = max(suite.info.num_blocks(question.num_tokens) for question in suite.questions) + 1
+    return (
+        *ALONE,
+        "--kv-reservation=grow",
+        f"--max-batch-total-tokens={blocks * suite.info.block_size}",
+    )
+
+
+def chunk_tokens(info: ServerInfo) -> int:
+    """Prompt tokens of a step: no multiple of a block."""
+    return max(24, info.block_size // 2 + 5)
+
+
+def batched(server: Deployment, suite: Suite) -> Iterator[Row]:
+    """All at once on the server that answered each alone, then beside other traffic."""
+    client, promise = server.client, suite.info.promise
+    with counting(client) as counted:
+        answers = ask_together(client, suite.questions, suite.num_workers)
+    found = compare(suite.questions, suite.expected, answers)
+    num_tokens, steps = sum(len(answer.ids) for answer in answers), counted.of(STEPS)
+    yield judged(
+        "batched",
+        "solo / batched",
+        promise,
+        found,
+        exercised=steps < num_tokens,
+        note=f"{num_tokens} tokens in {steps} steps",
+    )
+    with counting(client) as counted:
+        answers = ask_in_traffic(client, suite)
+    num_tokens, steps = sum(len(answer.ids) for answer in answers), counted.of(STEPS)
+    yield judged(
+        "batched",
+        "solo / unrelated traffic",
+        promise,
+        compare(suite.questions, suite.expected, answers),
+        exercised=steps < num_tokens,
+    )
+
+
+def chunked(server: Deployment, suite: Suite) -> Iterator[Row]:
+    """Prompts in small pieces beside decodes."""
+    chunk = chunk_tokens(suite.info)
+    longest = max(len(question.input_ids) for question in suite.questions)
+    with counting(server.client) as counted:
+        answers = ask_together(server.client, suite.questions, suite.num_workers)
+    steps = counted.of(PROMPT_STEPS)
+    yield judged(
+        "chunked",
+        "prompts whole / in chunks",
+        suite.info.promise,
+        compare(suite.questions, suite.expected, answers),
+        exercised=longest > chunk and steps >= -(-longest // chunk),
+        note=f"chunks of {chunk} tokens or less, the longest prompt has {longest}",
+    )
+
+
+def cached(server: Deployment, suite: Suite) -> Iterator[Row]:
+    """From an empty prefix cache, and from one that holds the prompts."""
+    client, promise = server.client, suite.info.promise
+    cold = ask_alone(client, suite.questions)
+    yield judged(
+        "cached", "no cache / cold cache", promise, compare(suite.questions, suite.expected, cold)
+    )
+    warm = ask_together(client, suite.questions, suite.num_workers)
+    before, after = (sum(answer.cached_tokens for answer in round_) for round_ in (cold, warm))
+    yield judged(
+        "cached",
+        "no cache / warm cache",
+        promise,
+        compare(suite.questions, suite.expected, warm),
+        exercised=after > before,
+        note=f"{after} prompt tokens found cached, {before} when it was cold",
+    )
+
+
+def preempted(server: Deployment, suite: Suite) -> Iterator[Row]:
+    """With too few KV blocks for all, so that requests are paused and replayed; again until some were."""
+    info = ServerInfo.of(server.client)
+    order = crowd(suite, server_tokens=info.max_batch_total_tokens)
+    questions = [suite.questions[number] for number in order]
+    expected = [suite.expected[number] for number in order]
+    found: list[Comparison] = []
+    preemptions = 0
+    while not preemptions and len(found) < MOST_ROUNDS:
+        with counting(server.client) as counted:
+            answers = ask_together(server.client, questions, suite.num_workers)
+        preemptions += counted.of(PREEMPTIONS)
+        found.append(compare(questions, expected, answers))
+    yield judged(
+        "preempted",
+        "undisturbed / preempted",
+        suite.info.promise,
+        merged(found),
+        exercised=preemptions > 0,
+        note=f"{preemptions} preemptions",
+    )
+
+
+def restarted(server: Deployment, suite: Suite) -> Iterator[Row]:
+    """With a shard killed while tokens flow."""
+    client, questions = server.client, suite.questions
+    total = sum(len(answer.ids) for answer in suite.expected)
+    blow = After(max(1, int(total * KILL_AFTER)), server.kill_shard)
+    with counting(client) as counted:
+        answers = ask_together(client, questions, suite.num_workers, blow.on_token)
+    lost, replayed = counted.of(LOST), counted.of(REPLAYED)
+    yield judged(
+        "restarted",
+        "undisturbed / shard killed",
+        suite.info.promise,
+        compare(questions, suite.expected, answers),
+        exercised=lost > 0 and replayed > 0,
+        note=f"{lost} restart(s), {replayed} requests replayed",
+    )
+
+
+def speculated(server: Deployment, suite: Suite) -> Iterator[Row]:
+    """With guesses verified, alone and in company."""
+    client, questions = server.client, suite.questions
+    with counting(client) as counted:
+        alone = ask_alone(client, questions)
+        together = ask_together(client, questions, suite.num_workers)
+    drafted, accepted = counted.of(DRAFTED), counted.of(ACCEPTED)
+    for title, answers in (("speculation", alone), ("speculation, batched", together)):
+        yield judged(
+            "speculated",
+            f"no speculation / {title}",
+            suite.info.promise,
+            compare(questions, suite.expected, answers),
+            exercised=drafted > 0,
+            note=f"{drafted} tokens guessed in both rounds, {accepted} of them right",
+        )
+
+
+def tensor_parallel(server: Deployment, suite: Suite) -> Iterator[Row]:
+    """Several ranks against one, which is not promised to be equal, and against themselves, which is."""
+    info = ServerInfo.of(server.client)
+    alone = ask_alone(server.client, suite.questions)
+    yield judged(
+        "tensor-parallel",
+        f"{suite.info.num_shard} / {info.num_shard} shards",
+        close(info.dtype),
+        compare(suite.questions, suite.expected, alone),
+        exercised=info.num_shard != suite.info.num_shard,
+        note="sums over ranks are in another order",
+    )
+    together = ask_together(server.client, suite.questions, suite.num_workers)
+    yield judged(
+        "tensor-parallel",
+        f"{info.num_shard} shards, solo / batched",
+        info.promise,
+        compare(suite.questions, alone, together),
+    )
+
+
+def transformers(server: Deployment, suite: Suite, reference: Reference) -> Iterator[Row]:
+    """Greedy answers of a float32 server against those of plain `transformers`, until the first tie."""
+    greedy = plain_greedy(suite.questions, reference.max_new_tokens)
+    answers = ask_together(server.client, greedy, suite.num_workers)
+    promise = same_tokens(REFERENCE_TOLERANCE)
+    pairs = [
+        until_tie(one, answer, REFERENCE_TOLERANCE)
+        for one, answer in zip(reference.ask(greedy), answers, strict=True)
+    ]
+    ties = sum(is_tie for _, _, is_tie in pairs)
+    yield judged(
+        "transformers",
+        "transformers / float32",
+        promise,
+        compare(greedy, [one for one, _, _ in pairs], [other for _, other, _ in pairs]),
+        note=f"{ties} compared up to a tie" if ties else "",
+    )
+
+
+class After:
+    """Does something once, when so many tokens have come, on the thread that saw the last of them."""
+
+    def __init__(self, num_tokens: int, act: Callable[[], object]) -> None:
+        self._left = num_tokens
+        self._act = act
+        self._lock = Lock()
+
+    def on_token(self) -> None:
+        """Count one."""
+        with self._lock:
+            self._left -= 1
+            is_time = self._left == 0
+        if is_time:
+            self._act()
+
+
+def crowd(suite: Suite, *, server_tokens: int) -> list[int]:
+    """Places of questions: those that grow most, again and again until they need DEMAND times the room; then the rest.
+
+    With so many, there is always one to admit beside rows that have yet to grow.
+    """
+    info, questions = suite.info, suite.questions
+    growth = [info.num_blocks(q.num_tokens) - info.num_blocks(len(q.input_ids)) for q in questions]
+    growing = [place for place, blocks in enumerate(growth) if blocks == max(growth)]
+    others = [place for place in range(len(questions)) if place not in growing]
+    demand = sum(info.num_blocks(questions[place].num_tokens) for place in growing)
+    copies = -(-DEMAND * info.num_blocks(server_tokens) // demand)
+    return growing * max(1, copies) + others

@@ -1,0 +1,123 @@
+"""Everything that was found, as a table or as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from millrace_launcher.verify.comparison import Comparison, Place
+from millrace_launcher.verify.row import Row
+from millrace_launcher.verify.suite import ServerInfo
+
+COLUMNS = ("case", "requests", "tokens", "equal", "first difference", "largest gap", "verdict")
+FAST = """\
+The server says deterministic: false. In this fast mode no equality is promised, only that no token that was sent is
+taken back or drawn again: answers are held to the tolerance of the dtype, and what differs within it is no fault.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The rows in the order in which they were found, and the server that answered each request alone."""
+
+    info: ServerInfo
+    rows: tuple[Row, ...]
+
+    @property
+    def exit_code(self) -> int:
+        """0 when every verdict is green."""
+        return 0 if all(row.verdict.is_green for row in self.rows) else 1
+
+    def as_table(self) -> str:
+        """For people; notes follow the table."""
+        info = self.info
+        kind = "deterministic" if info.deterministic else "fast"
+        head = (
+            f"{info.model_id}: {info.dtype} on {info.device}, {info.num_shard} shard(s), {kind}, "
+            f"millrace {info.version}\n"
+        )
+        cells = [COLUMNS, *(_cells(row) for row in self.rows)]
+        notes = [f"  {row.title}: {row.note}\n" for row in self.rows if row.note]
+        fast = "" if info.deterministic else f"\n{FAST}"
+        return head + fast + "\n" + _aligned(cells) + "\n" + "".join(notes)
+
+    def as_json(self) -> str:
+        """For programs: one object; gaps that are not finite are null."""
+        info = self.info
+        server = {
+            "model_id": info.model_id,
+            "dtype": info.dtype,
+            "device": info.device,
+            "num_shard": info.num_shard,
+            "deterministic": info.deterministic,
+            "block_size": info.block_size,
+            "version": info.version,
+        }
+        rows = [_row_json(row) for row in self.rows]
+        return (
+            json.dumps({"server": server, "passed": self.exit_code == 0, "rows": rows}, indent=2)
+            + "\n"
+        )
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    found = row.comparison
+    if found is None:
+        return (row.title, "", "", "", "", "", row.verdict.value)
+    return (
+        row.title,
+        str(found.num_requests),
+        str(found.num_tokens),
+        f"{found.num_equal}/{found.num_requests}",
+        _place(found.first_difference),
+        f"{found.largest_gap:.2g}" if found.largest_gap else "0",
+        f"{row.verdict.value} ({row.promise})",
+    )
+
+
+def _place(place: Place | None) -> str:
+    return "-" if place is None else f"request {place.request}, token {place.position}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Columns side by side, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    is_number = [name in ("requests", "tokens", "equal", "largest gap") for name in rows[0]]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, is_number, strict=True)
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def _row_json(row: Row) -> dict[str, Any]:
+    return {
+        "case": row.case,
+        "title": row.title,
+        "verdict": row.verdict.name.lower(),
+        "passed": row.verdict.is_green,
+        "promise": row.promise or None,
+        "note": row.note or None,
+        **({} if row.comparison is None else _comparison_json(row.comparison)),
+    }
+
+
+def _comparison_json(found: Comparison) -> dict[str, Any]:
+    place = found.first_difference
+    return {
+        "requests": found.num_requests,
+        "tokens": found.num_tokens,
+        "requests_equal": found.num_equal,
+        "requests_with_other_tokens": found.num_other_tokens,
+        "first_difference": None
+        if place is None
+        else {"request": place.request, "position": place.position},
+        "largest_gap": found.largest_gap if math.isfinite(found.largest_gap) else None,
+        "failures": list(found.failures),
+    }

@@ -1,0 +1,97 @@
+"""millrace-verify on real servers: green on the models that ship or are made here, red once a fault is planted."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace_e2e import launch
+from millrace_launcher.verify.__main__ import main
+from millrace_launcher.verify.deployment import LAUNCHER
+from millrace_launcher.verify.options import CASES
+from millrace_tiny_models import save_with_tokenizer
+
+SUPPORT = Path(__file__).parents[1] / "support"
+SPLIT_SHARD = (
+    str(SUPPORT / "millrace_shard_launcher.py"),
+    str(SUPPORT / "millrace_split_shard.py"),
+)
+PLAIN = ("--", "--dtype=float32", "--disable-custom-kernels")
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def verify(
+    capsys: pytest.CaptureFixture[str], *argv: str, launcher: tuple[str, ...] = LAUNCHER
+) -> tuple[int, dict[str, Any]]:
+    """Exit code and report."""
+    code = main(["--json", *argv], launcher)
+    shown = capsys.readouterr()
+    assert shown.out, shown.err
+    return code, json.loads(shown.out)
+
+
+def by_case(report: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in report["rows"]:
+        found.setdefault(row["case"], []).append(row)
+    return found
+
+
+def test_the_demo_model_keeps_every_promise(capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = verify(capsys, "--requests=8")
+    rows = by_case(report)
+    assert code == 0, report
+    assert list(rows) == list(CASES)
+    assert report["server"]["deterministic"]
+    assert all(row["verdict"] == "equal" for row in rows["batched"] + rows["preempted"])
+    (restarted,) = rows["restarted"]
+    assert restarted["requests_equal"] == 8
+    against_one, against_itself = rows["tensor-parallel"]
+    assert against_one["promise"] != "same bits"
+    assert against_itself["verdict"] == "equal"
+    assert rows["transformers"][0]["tokens"] > 8 * 24
+
+
+def test_a_model_of_the_transformers_backend_keeps_its_promises(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_with_tokenizer(tmp_path, "gpt2")
+    cases = "batched,preempted,transformers"
+    code, report = verify(capsys, str(tmp_path), "--requests=6", "--cases", cases)
+    assert code == 0, report
+    assert {row["verdict"] for row in by_case(report)["transformers"]} <= {
+        "equal",
+        "close",
+    }
+
+
+@pytest.mark.parametrize("planted", [False, True], ids=["whole", "split by batch"])
+def test_a_split_of_keys_chosen_by_the_batch_turns_it_red(
+    planted: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launcher = SPLIT_SHARD if planted else LAUNCHER
+    argv = ("--requests=6", "--max-new-tokens=16", "--cases=batched", *PLAIN)
+    code, report = verify(capsys, *argv, launcher=launcher)
+    verdicts = {row["verdict"] for row in report["rows"]}
+    assert (code, verdicts) == ((1, {"broken"}) if planted else (0, {"equal"}))
+    if planted:
+        assert all(0 < row["largest_gap"] < 1e-3 for row in report["rows"]), "its last bits alone"
+
+
+def test_a_running_server_is_checked_from_outside(capsys: pytest.CaptureFixture[str]) -> None:
+    with launch() as server:
+        code, report = verify(capsys, server.url, "--requests=6")
+    rows = by_case(report)
+    assert code == 0, report
+    checked = {case for case in rows if rows[case][0]["verdict"] != "not_checked"}
+    assert checked == {"batched", "cached"}
