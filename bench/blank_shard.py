@@ -88,6 +88,14 @@ class BlankShard(pb_grpc.ShardServiceServicer):
             max_input_tokens=MAX_TOKENS - 1,
         )
 
+    def CompileGrammar(  # noqa: N802
+        self,
+        _: pb.CompileGrammarRequest,
+        context: grpc.ServicerContext,  # noqa: ARG002
+    ) -> pb.CompileGrammarResponse:
+        """Take every grammar, and keep to none."""
+        return pb.CompileGrammarResponse()
+
     def Steps(  # noqa: N802
         self,
         requests: Iterator[pb.StepRequest],

@@ -38,7 +38,12 @@ ROUTES = {
     "chat": "/v1/chat/completions",
     "completions": "/v1/completions",
 }
-PARTS = ("cost", "hidden", "memory", "profile")
+PARTS = ("cost", "hidden", "memory", "profile", "journal")
+JOURNALS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "schedule": ("--journal=",),
+    "with token ids": ("--journal=", "--journal-tokens"),
+}
 FORWARD_MS = (5.0, 17.0)
 HIDDEN_STREAMS = 32
 HIDDEN_SECONDS = 3.0
@@ -127,23 +132,43 @@ def stream(at: Rig, route: str, *, streams: int, tokens: int, rounds: int = 1) -
 
 def cost(options: argparse.Namespace) -> None:
     """Print CPU microseconds a token by route, the median of some repetitions."""
-    tokens = options.streams * options.rounds * options.tokens
     print(f"router CPU, {options.streams} streams of {options.tokens} tokens")
     print("| route | µs a token (each run) | tokens a CPU second |\n|---|---|--:|")
     flags = [f"--max-batch-size={options.streams}"]
     with rig(options, flags=flags) as at:
         for route in options.routes:
             stream(at, route, streams=options.streams, tokens=32)
-            runs = []
-            for _ in range(options.repeats):
-                before = at.cpu_seconds()
-                stream(
-                    at, route, streams=options.streams, tokens=options.tokens, rounds=options.rounds
-                )
-                runs.append(1e6 * (at.cpu_seconds() - before) / tokens)
+            runs = [measured(at, route, options) for _ in range(options.repeats)]
             middle = median(runs)
             each = " ".join(f"{run:.1f}" for run in runs)
             print(f"| {route} | **{middle:.1f}** ({each}) | {1e6 / middle:,.0f} |", flush=True)
+
+
+def measured(at: Rig, route: str, options: argparse.Namespace) -> float:
+    """CPU microseconds a token of one run."""
+    before = at.cpu_seconds()
+    stream(at, route, streams=options.streams, tokens=options.tokens, rounds=options.rounds)
+    tokens: int = options.streams * options.rounds * options.tokens
+    return 1e6 * (at.cpu_seconds() - before) / tokens
+
+
+def journal(options: argparse.Namespace) -> None:
+    """Print CPU microseconds a token with and without a journal, in turn, and what a token takes on disk."""
+    runs: dict[str, list[float]] = {name: [] for name in JOURNALS}
+    sizes: dict[str, float] = {}
+    for _ in range(options.repeats):
+        for name, flags in JOURNALS.items():
+            with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
+                given = [f"{flag}{folder}" if flag.endswith("=") else flag for flag in flags]
+                with rig(options, flags=[f"--max-batch-size={options.streams}", *given]) as at:
+                    stream(at, "generate_stream", streams=options.streams, tokens=32)
+                    runs[name].append(measured(at, "generate_stream", options))
+                size = sum(path.stat().st_size for path in Path(folder).iterdir())
+                sizes[name] = size / options.streams / (options.rounds * options.tokens + 32)
+    print("\n| journal | µs a token (each run) | bytes a token |\n|---|---|--:|")
+    for name, each in runs.items():
+        shown = " ".join(f"{run:.1f}" for run in each)
+        print(f"| {name} | **{median(each):.1f}** ({shown}) | {sizes[name]:.1f} |", flush=True)
 
 
 def hidden(options: argparse.Namespace) -> None:
@@ -248,7 +273,13 @@ def main() -> int:
     parser.add_argument("--router-prefix", default="", help="such as `chrt -f 10`")
     parser.add_argument("--py-spy", default="py-spy", help="where that program is")
     options = parser.parse_args()
-    parts = {"cost": cost, "hidden": hidden, "memory": memory, "profile": profile}
+    parts = {
+        "cost": cost,
+        "hidden": hidden,
+        "memory": memory,
+        "profile": profile,
+        "journal": journal,
+    }
     for part in options.parts:
         parts[part](options)
     return 0

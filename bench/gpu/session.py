@@ -19,10 +19,11 @@ from millrace_shard.capacity import WarmupRequest
 from millrace_shard.config import ShardConfig
 from millrace_shard.decoder import Decoder
 from millrace_shard.kernels.choose import choose_kernels
+from millrace_shard.launched_step import LaunchedStep
 from millrace_shard.load import model_info
 from millrace_shard.parallel import ProcessGroup
 from millrace_shard.rope import model_rope_table
-from millrace_shard.runner import LaunchedStep, StepRunner
+from millrace_shard.runner import StepRunner
 from millrace_shard.sequence import Sequence
 from millrace_shard.serve import graph_settings, is_deterministic
 from millrace_shard.step import BatchChange, Forward, StepResult

@@ -17,6 +17,7 @@ from millrace_router.budgets import Budgets
 from millrace_router.planner import Planner
 from millrace_router.prefix_cache import PrefixCache
 from millrace_router.request import Terms
+from millrace_router.speculation import Acceptance
 from millrace_router.step_plan import StepPlan
 from millrace_router.tenants import TenantQueue
 from millrace_router.waiting import WaitingQueue
@@ -48,7 +49,9 @@ class Waiter:
     prompt: list[int] = field(default_factory=list)
     generated: list[int] = field(default_factory=list)
     keys: BlockKeys = field(default_factory=lambda: BlockKeys(BLOCK_SIZE))
+    acceptance: Acceptance = field(default_factory=Acceptance)
     closed: bool = False
+    most_forced: int = 0
     wants_prompt_logprobs: bool = False
 
     @property

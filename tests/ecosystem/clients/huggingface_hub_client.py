@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 
 from cases import MESSAGES, PROMPT, raised, run
 from huggingface_hub import AsyncInferenceClient, InferenceClient
 from huggingface_hub.errors import ValidationError
 
 NO_PROMPT = {"return_full_text": False}
+SCHEMA = {
+    "type": "object",
+    "properties": {"place": {"enum": ["river", "sea"]}, "wheel": {"type": "boolean"}},
+    "required": ["place", "wheel"],
+    "additionalProperties": False,
+}
 
 
 def text_generation_gives_text(base_url: str) -> None:
@@ -93,6 +101,62 @@ def chat_answers_and_streams(base_url: str) -> None:
     assert text == whole.choices[0].message.content
 
 
+def is_as_described(text: str) -> bool:
+    value = json.loads(text)
+    return value.keys() == {"place", "wheel"} and value["place"] in {"river", "sea"}
+
+
+def a_grammar_binds_the_text(base_url: str) -> None:
+    client = InferenceClient(base_url)
+    options = {"max_new_tokens": 60, **NO_PROMPT}
+    for value in (SCHEMA, json.dumps(SCHEMA)):
+        grammar = {"type": "json", "value": value}
+        assert is_as_described(client.text_generation(PROMPT, grammar=grammar, **options))
+    events = client.text_generation(PROMPT, grammar=grammar, stream=True, details=True, **options)
+    last = list(events)[-1]
+    assert is_as_described(last.generated_text)
+    assert last.details.finish_reason == "eos_token"
+    regex = {"type": "regex", "value": "[0-9]{2}-[a-f]+"}
+    text = client.text_generation(PROMPT, grammar=regex, max_new_tokens=10, **NO_PROMPT)
+    assert re.match("[0-9]{2}(-|$)", text)
+
+
+def a_bad_grammar_raises_validation_error(base_url: str) -> None:
+    client = InferenceClient(base_url)
+    for grammar in (
+        {"type": "regex", "value": "(" * 3},
+        {"type": "json", "value": "no schema"},
+        {"type": "json", "value": {"type": "no such type"}},
+    ):
+        error = raised(
+            ValidationError, lambda bad=grammar: client.text_generation(PROMPT, grammar=bad)
+        )
+        assert "grammar is not valid" in str(error)
+
+
+def a_response_format_binds_a_chat(base_url: str) -> None:
+    client = InferenceClient(base_url)
+    for response_format in (
+        {"type": "json_schema", "json_schema": {"name": "mill", "schema": SCHEMA, "strict": True}},
+        {"type": "json_object", "value": SCHEMA},
+        {"type": "json", "value": SCHEMA},
+    ):
+        answer = client.chat_completion(MESSAGES, max_tokens=60, response_format=response_format)
+        assert is_as_described(answer.choices[0].message.content)
+
+
+def several_choices_come_in_order(base_url: str) -> None:
+    answer = InferenceClient(base_url).chat_completion(MESSAGES, max_tokens=6, n=2, seed=3)
+    assert [choice.index for choice in answer.choices] == [0, 1]
+
+
+def watermarks_are_taken(base_url: str) -> None:
+    client = InferenceClient(base_url)
+    options = {"max_new_tokens": 12, "do_sample": True, "seed": 1, **NO_PROMPT}
+    plain = client.text_generation(PROMPT, **options)
+    assert client.text_generation(PROMPT, watermark=True, **options) != plain
+
+
 def a_bad_request_raises_validation_error(base_url: str) -> None:
     client = InferenceClient(base_url)
     bad = {"repetition_penalty": -1.0}
@@ -132,6 +196,11 @@ run(
         the_same_seed_samples_the_same,
         best_of_returns_the_others_too,
         chat_answers_and_streams,
+        a_grammar_binds_the_text,
+        a_bad_grammar_raises_validation_error,
+        a_response_format_binds_a_chat,
+        several_choices_come_in_order,
+        watermarks_are_taken,
         a_bad_request_raises_validation_error,
         info_and_health_answer,
         the_asynchronous_client_does_the_same,

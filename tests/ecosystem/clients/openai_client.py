@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from functools import partial
+from typing import Literal
 
 import openai
 from cases import MESSAGES, PROMPT, raised, run
+from pydantic import BaseModel, ConfigDict
 
 MODEL = "tgi"
+
+
+class Mill(BaseModel):
+    """What a model of any quality can say in a few tokens."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    stands_by: Literal["river", "sea"]
+    has_wheel: bool
 
 
 def client(base_url: str) -> openai.OpenAI:
@@ -138,6 +151,104 @@ def a_bad_request_is_an_error_with_its_reason(base_url: str) -> None:
         assert "temperature" in str(error.body)
 
 
+def parse_gives_an_object_of_the_asked_kind(base_url: str) -> None:
+    parse = client(base_url).chat.completions.parse
+    answer = parse(model=MODEL, messages=MESSAGES, max_tokens=60, response_format=Mill, seed=1)
+    assert isinstance(answer.choices[0].message.parsed, Mill)
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def a_schema_binds_a_stream_too(base_url: str) -> None:
+    schema = {"name": "mill", "strict": True, "schema": Mill.model_json_schema()}
+    stream = client(base_url).chat.completions.create(
+        model=MODEL,
+        messages=MESSAGES,
+        max_tokens=60,
+        response_format={"type": "json_schema", "json_schema": schema},
+        stream=True,
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+    Mill.model_validate_json(text)
+
+
+def json_mode_begins_an_object(base_url: str) -> None:
+    answer = client(base_url).chat.completions.create(
+        model=MODEL,
+        messages=MESSAGES,
+        max_tokens=40,
+        temperature=0,
+        response_format={"type": "json_object"},
+    )
+    choice = answer.choices[0]
+    assert choice.message.content.lstrip().startswith("{")
+    if choice.finish_reason == "stop":
+        assert isinstance(json.loads(choice.message.content), dict)
+
+
+def a_schema_that_is_none_is_an_error_with_its_reason(base_url: str) -> None:
+    create = client(base_url).chat.completions.create
+    schema = {"name": "mill", "schema": {"type": "no such type"}}
+    error = raised(
+        openai.UnprocessableEntityError,
+        partial(
+            create,
+            model=MODEL,
+            messages=MESSAGES,
+            response_format={"type": "json_schema", "json_schema": schema},
+        ),
+    )
+    assert "grammar is not valid" in str(error.body)
+
+
+def several_choices_differ_and_share_the_prompt(base_url: str) -> None:
+    create = client(base_url).chat.completions.create
+    options = {"model": MODEL, "messages": MESSAGES, "max_tokens": 12, "seed": 5, "temperature": 2}
+    one = create(**options)
+    three = create(n=3, **options)
+    assert [choice.index for choice in three.choices] == [0, 1, 2]
+    texts = [choice.message.content for choice in three.choices]
+    assert len(set(texts)) > 1
+    assert texts[0] == one.choices[0].message.content
+    assert three.usage.prompt_tokens == one.usage.prompt_tokens
+    stream = create(n=3, stream=True, **options)
+    streamed = ["", "", ""]
+    for chunk in stream:
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ""
+    assert streamed == texts
+
+
+def completions_choose_among_samples(base_url: str) -> None:
+    create = client(base_url).completions.create
+    options = {"model": MODEL, "prompt": PROMPT, "max_tokens": 6, "seed": 5}
+    both = create(n=2, **options)
+    best = create(best_of=2, **options)
+    assert len(best.choices) == 1
+    assert best.choices[0].text in {choice.text for choice in both.choices}
+
+
+def a_bias_bans_a_token(base_url: str) -> None:
+    create = client(base_url).chat.completions.create
+    options = {"model": MODEL, "messages": MESSAGES, "max_tokens": 1, "temperature": 0}
+    tokens = openai.OpenAI(base_url=base_url, api_key="-").post(
+        "/tokenize", body={"inputs": " mill"}, cast_to=object
+    )
+    wanted = tokens[-1]["id"]
+    forced = create(logit_bias={str(wanted): 100}, **options).choices[0].message.content
+    assert forced.strip() == tokens[-1]["text"].strip()
+    assert create(logit_bias={str(wanted): -100}, **options).choices[0].message.content != forced
+
+
+def tgi_s_regular_expression_is_taken(base_url: str) -> None:
+    answer = client(base_url).chat.completions.create(
+        model=MODEL,
+        messages=MESSAGES,
+        max_tokens=20,
+        extra_body={"response_format": {"type": "regex", "value": "[0-9]{3}"}, "min_p": 0.05},
+    )
+    assert re.fullmatch("[0-9]{3}", answer.choices[0].message.content)
+
+
 def streams_run_side_by_side(base_url: str) -> None:
     async def one(asynchronous: openai.AsyncOpenAI, number: int) -> int:
         stream = await asynchronous.chat.completions.create(
@@ -180,6 +291,14 @@ run(
         completions_takes_several_prompts,
         the_same_seed_samples_the_same,
         a_bad_request_is_an_error_with_its_reason,
+        parse_gives_an_object_of_the_asked_kind,
+        a_schema_binds_a_stream_too,
+        json_mode_begins_an_object,
+        a_schema_that_is_none_is_an_error_with_its_reason,
+        several_choices_differ_and_share_the_prompt,
+        completions_choose_among_samples,
+        a_bias_bans_a_token,
+        tgi_s_regular_expression_is_taken,
         streams_run_side_by_side,
         a_client_that_leaves_disturbs_nobody,
     ]

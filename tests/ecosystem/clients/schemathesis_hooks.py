@@ -18,6 +18,7 @@ SEED = {"enum": [0, 7, 2**63]}
 NUCLEUS = {"type": "number", "minimum": 0.1, "maximum": 0.9}
 COMMON = {"seed": SEED, "stop": {"type": "array", "items": TEXT, "maxItems": 2}, "top_p": NUCLEUS}
 OPENAI = {**COMMON, "max_tokens": FEW, "stream": None, "stream_options": None, "model": None}
+OPENAI["n"] = {"enum": [1, 2]}
 NARROWED = {
     "GenerateParameters": (
         {

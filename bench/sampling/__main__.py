@@ -1,0 +1,143 @@
+"""`python -m bench.sampling`: milliseconds of the sampler at 128 rows of 128 000 scores, by what the rows ask for.
+
+`--against FOLDER` measures the sampler of another checkout too (its `shard` folder), in turn with ours. `--step` adds
+a whole step of a 1B model, to say what share of it sampling is. `--record` writes a section of RESULTS.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from bench import machine
+from bench.quiet import Quiet, wait_until_quiet
+from bench.sampling.cases import CASES
+from bench.sampling.worker import STEP
+from bench.scheduling import sections
+
+RESULTS = Path(__file__).parents[1] / "RESULTS.md"
+ROOT = Path(__file__).parents[2]
+
+Times = dict[str, list[float]]
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line; argparse ends the program on a bad one."""
+    parser = argparse.ArgumentParser(prog="python -m bench.sampling", description=__doc__)
+    parser.add_argument("--rows", type=int, default=128)
+    parser.add_argument("--vocab", type=int, default=128_000)
+    parser.add_argument("--rounds", type=int, default=5, help="calls of each case in each repeat")
+    parser.add_argument("--repeats", type=int, default=2, help="processes, in turn")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="1 counts CPU time, more the clock's"
+    )
+    parser.add_argument("--only", nargs="*", default=[case.name for case in CASES])
+    parser.add_argument("--against", type=Path, help="another checkout's shard folder")
+    parser.add_argument("--step", action="store_true", help="time a step of a 1B model as well")
+    parser.add_argument(
+        "--patience", type=float, default=60.0, help="seconds to wait for a quiet machine"
+    )
+    parser.add_argument("--record", action="store_true", help="write a section of RESULTS.md")
+    return parser.parse_args(arguments)
+
+
+def measure(options: argparse.Namespace, names: list[str], *, shard: Path | None) -> Times:
+    """What one process says of our sampler, or of that in `shard`."""
+    places = [str(shard)] if shard is not None else []
+    paths = [*places, str(ROOT), os.environ.get("PYTHONPATH", "")]
+    numbers = {name: str(getattr(options, name)) for name in ("rows", "vocab", "rounds", "threads")}
+    flags = [part for name, value in numbers.items() for part in (f"--{name}", value)]
+    answer = subprocess.run(
+        [sys.executable, "-m", "bench.sampling.worker", "--names", json.dumps(names), *flags],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if answer.returncode:
+        raise SystemExit(answer.stderr)
+    found: Times = json.loads(answer.stdout)
+    return found
+
+
+def table(ours: Mapping[str, list[float]], theirs: Mapping[str, list[float]]) -> str:
+    """A line for each case: medians, ranges, and the share of a step where that is known."""
+    step = statistics.median(ours[STEP]) if STEP in ours else None
+    head = ["case", "ms", "range"]
+    head += ["before, ms", "range", "before / now"] if theirs else []
+    head += ["share of a 1B step"] if step else []
+    lines = [_line(head), _line(["---", *("--:" for _ in head[1:])])]
+    for name, found in ours.items():
+        middle = statistics.median(found)
+        cells = [name, f"{middle:.1f}", _range(found)]
+        if theirs:
+            before = theirs.get(name)
+            other = statistics.median(before) if before else 0.0
+            cells += (
+                [f"{other:.1f}", _range(before), f"{other / middle:.1f}"] if before else [""] * 3
+            )
+        if step:
+            cells.append("" if name == STEP else f"{100 * middle / (step + middle):.0f} %")
+        lines.append(_line(cells))
+    return "\n".join(lines)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _range(found: Sequence[float]) -> str:
+    return f"{min(found):.1f} to {max(found):.1f}"
+
+
+def section(options: argparse.Namespace, text: str, *, command: str, was_quiet: bool) -> str:
+    """The table under a heading that says when and where it was taken."""
+    facts = machine.describe()
+    clock = (
+        "CPU time of one thread"
+        if options.threads == 1
+        else f"wall time of {options.threads} threads"
+    )
+    noise = "" if was_quiet else " Other processes used the machine meanwhile."
+    return (
+        f"## What sampling costs a step ({datetime.now(UTC):%Y-%m-%d %H:%M})\n\n"
+        f"`{command}` at commit {facts['commit']}, on {facts['cpu']} ({facts['cores']}), torch {facts['torch']}."
+        f" {options.rows} rows, vocabulary {options.vocab}, {clock}, medians of"
+        f" {options.repeats} x {options.rounds} calls.{noise}\n\n{text}\n"
+    )
+
+
+def main() -> int:
+    """Measure in turn, print, record."""
+    options = parse_arguments(sys.argv[1:])
+    was_quiet = wait_until_quiet(Quiet(patience_seconds=options.patience))
+    ours: Times = {}
+    theirs: Times = {}
+    for _ in range(options.repeats):
+        names = [*options.only, *([STEP] if options.step else [])]
+        for name, found in measure(options, names, shard=None).items():
+            ours.setdefault(name, []).extend(found)
+        if options.against is not None:
+            for name, found in measure(options, options.only, shard=options.against).items():
+                theirs.setdefault(name, []).extend(found)
+    shown = ["FOLDER" if part == str(options.against) else part for part in sys.argv[1:]]
+    command = shlex.join(["python", "-m", "bench.sampling", *shown])
+    text = section(options, table(ours, theirs), command=command, was_quiet=was_quiet)
+    print(text)
+    if options.record:
+        key = "share of a step" if options.step else f"{options.threads} threads"
+        sections.record(text, RESULTS, key=key, topic="sampling")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
