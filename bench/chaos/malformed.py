@@ -62,7 +62,7 @@ MALFORMED = (
     ),
     _raw("cut off, OpenAI", b'{"messages": [', 400, paths=OPENAI),
     _raw("wrong shape, OpenAI", b'{"prompt": 5, "messages": 5}', 422, paths=OPENAI),
-    _raw("two choices", b'{"prompt": "x", "n": 2}', 422, paths=OPENAI[1:]),
+    _raw("no choices", b'{"prompt": "x", "n": 0}', 422, paths=OPENAI[1:]),
     _raw("no messages", b'{"messages": []}', 422, paths=OPENAI[:1]),
 )
 

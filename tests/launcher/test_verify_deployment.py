@@ -55,7 +55,8 @@ def test_a_server_gets_the_users_flags_and_after_them_those_of_the_case(tmp_path
         assert server.client.is_ready()
         program_path = str(tmp_path / "program.py")
         children = psutil.Process().children()
-        (child,) = [child for child in children if program_path in child.cmdline()]
+        running = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
+        (child,) = [child for child in running if program_path in child.cmdline()]
     assert not child.is_running()
     assert not server.client.is_ready()
     words = (tmp_path / "chunked.log").read_text().split("\n")[0].split()
