@@ -63,6 +63,9 @@ MALFORMED = (
     _raw("cut off, OpenAI", b'{"messages": [', 400, paths=OPENAI),
     _raw("wrong shape, OpenAI", b'{"prompt": 5, "messages": 5}', 422, paths=OPENAI),
     _raw("no choices", b'{"prompt": "x", "n": 0}', 422, paths=OPENAI[1:]),
+    _raw("a bias of no token", b'{"prompt": "x", "logit_bias": {"x": 1}}', 422, paths=OPENAI[1:]),
+    _native("a grammar of no kind", grammar={"type": "poem", "value": "x"}),
+    _native("an expression that does not end", grammar={"type": "regex", "value": "(a"}),
     _raw("no messages", b'{"messages": []}', 422, paths=OPENAI[:1]),
 )
 

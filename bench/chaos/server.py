@@ -36,6 +36,8 @@ class Members:
     ranks: dict[int, list[int]] = field(default_factory=dict)
     """Process ids by rank."""
     guards: list[int] = field(default_factory=list)
+    grammar_workers: list[int] = field(default_factory=list)
+    """Where rank 0 tries grammars out; there once the first one was."""
     others: list[str] = field(default_factory=list)
     """Command lines, and the state of those that have ended and that nobody waited for."""
 
@@ -43,6 +45,8 @@ class Members:
         """Sort in a process by its command line."""
         if "millrace_launcher.guard" in command:
             self.guards.append(pid)
+        elif "millrace_shard.grammar_worker" in command:
+            self.grammar_workers.append(pid)
         elif "millrace_router" in command:
             self.routers.append(pid)
         elif "millrace_shard serve" in command:
@@ -52,11 +56,12 @@ class Members:
             self.others.append(command)
 
     def is_complete(self, num_ranks: int) -> bool:
-        """Whether there is exactly one router, one guard, and one process for each rank."""
+        """Whether there is exactly one router, one guard, one process for each rank, and nothing else to spare."""
         one_each = sorted(self.ranks) == list(range(num_ranks)) and all(
             len(pids) == 1 for pids in self.ranks.values()
         )
-        return one_each and (len(self.routers), len(self.guards), self.others) == (1, 1, [])
+        ones = (len(self.routers), len(self.guards), self.others) == (1, 1, [])
+        return one_each and ones and len(self.grammar_workers) <= 1
 
     def pids(self) -> set[int]:
         """Router and shards."""
