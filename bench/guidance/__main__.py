@@ -15,6 +15,7 @@ from pathlib import Path
 
 from bench.checkpoints import SHAPES
 from bench.guidance import company, libraries, validity
+from bench.parts import parts_parser
 from bench.plan import say
 from bench.scheduling import sections
 from bench.scheduling.__main__ import lab_from, section
@@ -29,31 +30,15 @@ RESULTS = Path(__file__).parents[1] / "RESULTS.md"
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line; argparse ends the program on a bad one."""
-    parser = argparse.ArgumentParser(prog="python -m bench.guidance", description=__doc__)
-    parser.add_argument(
-        "--only", type=_parts, default=["company", "rates", "validity"], help="parts, with commas"
-    )
+    default = ["company", "rates", "validity"]
+    parser = parts_parser("python -m bench.guidance", __doc__, PARTS, default=default)
     parser.add_argument("--model", default="demo", choices=(*SHAPES, "demo"))
     parser.add_argument("--repeats", type=int, default=1, help="a figure is their median")
     parser.add_argument("--quick", action="store_true", help="fewer requests; nothing to quote")
-    parser.add_argument(
-        "--patience", type=float, default=60.0, help="seconds to wait for a quiet machine"
-    )
-    parser.add_argument("--flags", type=shlex.split, default=[], help="more, for every launcher")
-    parser.add_argument("--out", type=Path, default=Path("bench/out"))
-    parser.add_argument("--record", action="store_true", help="write sections of bench/RESULTS.md")
     options = parser.parse_args(arguments)
     if options.quick and options.record:
         parser.error("--quick measures nothing worth to --record")
     return options
-
-
-def _parts(text: str) -> list[str]:
-    names = text.split(",")
-    unknown = sorted(set(names) - set(PARTS))
-    if unknown:
-        raise argparse.ArgumentTypeError(f"no part {', '.join(unknown)}; there are {list(PARTS)}")
-    return names
 
 
 def main() -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from bench import machine
 from bench.checkpoints import MODELS_FOLDER, SHAPES, ensure_checkpoint
+from bench.parts import parts_parser
 from bench.plan import say
 from bench.quiet import Quiet
 from bench.scheduling import (
@@ -45,29 +46,14 @@ DEMO = Path(__file__).parents[2] / "demo" / "model"
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line; argparse ends the program on a bad one."""
-    parser = argparse.ArgumentParser(prog="python -m bench.scheduling", description=__doc__)
-    parser.add_argument("--only", type=_parts, default=list(PARTS), help="parts, with commas")
+    parser = parts_parser("python -m bench.scheduling", __doc__, PARTS)
     parser.add_argument("--model", default="135m", choices=(*SHAPES, "demo"))
     parser.add_argument("--repeats", type=int, default=1, help="a figure is their median")
     parser.add_argument("--quick", action="store_true", help="fewer requests; nothing to quote")
-    parser.add_argument(
-        "--patience", type=float, default=60.0, help="seconds to wait for a quiet machine"
-    )
-    parser.add_argument("--flags", type=shlex.split, default=[], help="more, for every launcher")
-    parser.add_argument("--out", type=Path, default=Path("bench/out"))
-    parser.add_argument("--record", action="store_true", help="write sections of bench/RESULTS.md")
     options = parser.parse_args(arguments)
     if options.quick and options.record:
         parser.error("--quick measures nothing worth to --record")
     return options
-
-
-def _parts(text: str) -> list[str]:
-    names = text.split(",")
-    unknown = sorted(set(names) - set(PARTS))
-    if unknown:
-        raise argparse.ArgumentTypeError(f"no part {', '.join(unknown)}; there are {list(PARTS)}")
-    return names
 
 
 def lab_from(options: argparse.Namespace) -> Lab:

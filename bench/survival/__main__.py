@@ -20,6 +20,7 @@ from typing import NoReturn
 import aiohttp
 
 from bench import machine
+from bench.parts import parts_parser
 from bench.plan import say
 from bench.quiet import Quiet
 from bench.scheduling import sections
@@ -38,32 +39,17 @@ DEMO = Path(__file__).parents[2] / "demo" / "model"
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line; argparse ends the program on a bad one."""
-    parser = argparse.ArgumentParser(prog="python -m bench.survival", description=__doc__)
-    parser.add_argument("--only", type=_parts, default=list(PARTS), help="parts, with commas")
+    parser = parts_parser("python -m bench.survival", __doc__, PARTS)
     parser.add_argument("--model", type=Path, default=DEMO, help="a folder")
     parser.add_argument(
         "--scale", type=float, default=1.0, help="of the numbers of streams and kills; not to quote"
     )
     parser.add_argument("--minutes", type=float, default=60.0, help="of the soak")
     parser.add_argument("--seed", default="survival", help="of the moments at which blows fall")
-    parser.add_argument(
-        "--patience", type=float, default=60.0, help="seconds to wait for a quiet machine"
-    )
-    parser.add_argument("--flags", type=shlex.split, default=[], help="more, for every launcher")
-    parser.add_argument("--out", type=Path, default=Path("bench/out"))
-    parser.add_argument("--record", action="store_true", help="write sections of bench/RESULTS.md")
     options = parser.parse_args(arguments)
     if options.scale < 1 and options.record:
         parser.error("a run with --scale below 1 measures nothing worth to --record")
     return options
-
-
-def _parts(text: str) -> list[str]:
-    names = text.split(",")
-    unknown = sorted(set(names) - set(PARTS))
-    if unknown:
-        raise argparse.ArgumentTypeError(f"no part {', '.join(unknown)}; there are {list(PARTS)}")
-    return names
 
 
 def section(part: Part, report: Report, *, command: str) -> str:
