@@ -238,6 +238,14 @@ class RouterConfig(BaseSettings):
     tokenizer_config_path: Path | None = Field(
         default=None, description="tokenizer_config.json to take the chat template from."
     )
+    tool_call_parser: Literal["auto", "hermes", "llama", "mistral", "json"] = Field(
+        default="auto",
+        description="How the model writes tool calls; told from its chat template when auto.",
+    )
+    strict_tgi: bool = Field(
+        default=False,
+        description="Answer as TGI does even where OpenAI's contract or its own clients want otherwise.",
+    )
     disable_grammar_support: bool = Field(
         default=False, description="Refuse requests with a grammar or tools."
     )

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError as ShapeError
 
+from millrace_router.api.chat import ChatCompletionRequest
+from millrace_router.api.completion import CompletionRequest
 from millrace_router.api.grammar import ANY_OBJECT, MAX_LEVELS, MAX_PARTS, MAX_SOURCE_BYTES
 from millrace_router.api.native import GenerateParameters
-from millrace_router.api.openai import ChatCompletionRequest, CompletionRequest
 from millrace_router.errors import ValidationError
 from millrace_router.request import Grammar, GrammarKind
 

@@ -8,14 +8,9 @@ import orjson
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from millrace_router.api.completion_answers import completion_choice
 from millrace_router.api.native import plain_event, stream_json
-from millrace_router.api.openai_answers import (
-    AnswerHead,
-    ChunkTemplate,
-    Piece,
-    chat_chunk,
-    completion_choice,
-)
+from millrace_router.api.openai_answers import AnswerHead, ChunkTemplate, Piece, chat_chunk
 from millrace_router.events import Token, TokenEvent
 
 TEXTS = st.text() | st.sampled_from(

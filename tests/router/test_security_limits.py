@@ -16,9 +16,10 @@ from pydantic import ValidationError as ShapeError
 
 from millrace_fakes_edge import LIMITS, grammars_of, serving, word_tokenizer
 from millrace_fakes_text import byte_level, tokenizer
+from millrace_router.api.chat import ChatCompletionRequest
+from millrace_router.api.completion import CompletionRequest
 from millrace_router.api.fields import RequestModel
 from millrace_router.api.native import GenerateParameters, GenerateRequest
-from millrace_router.api.openai import ChatCompletionRequest, CompletionRequest
 from millrace_router.bodies import MAX_CONTAINERS, MAX_DEPTH, check_structure
 from millrace_router.errors import BodyError, SizeError, TemplateError, ValidationError
 from millrace_router.metrics import Metrics

@@ -1,17 +1,16 @@
-"""OpenAI's requests as strict models, and what they mean in TGI's parameters."""
+"""What OpenAI's chat and text completions have in common, and what it means in TGI's parameters."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
-import orjson
-from pydantic import AliasChoices, Field, model_validator
+from pydantic import Field
 
 from millrace_router.api.bias import biases_from
 from millrace_router.api.fields import UINT64_MAX, Float32, Int32, RequestModel, UInt32
 from millrace_router.api.grammar import ResponseFormat, grammar_of
 from millrace_router.api.native import OpenAIParameters
-from millrace_router.errors import SuffixNotSupported, ToolError, ValidationError
+from millrace_router.errors import ValidationError
 from millrace_router.limits import Limits
 
 Seed = Annotated[int, Field(ge=-(2**63), le=UINT64_MAX)]
@@ -104,165 +103,3 @@ class CommonRequest(RequestModel):
             priority=self.priority,
             details=True,
         )
-
-
-class TextPart(RequestModel):
-    """A piece of text in a message."""
-
-    type: Literal["text"]
-    text: str
-
-    def as_text(self) -> str:
-        """Text for the template."""
-        return self.text
-
-
-class ImageUrl(RequestModel):
-    """Where an image is."""
-
-    url: str
-
-
-class ImagePart(RequestModel):
-    """An image in a message."""
-
-    type: Literal["image_url"]
-    image_url: ImageUrl
-
-    def as_text(self) -> str:
-        """Text for the template: TGI's markdown."""
-        return f"![]({self.image_url.url})"
-
-
-class FunctionCall(RequestModel):
-    """Function that the assistant called; arguments are JSON text or the object itself."""
-
-    name: str
-    arguments: Any = Field(validation_alias=AliasChoices("arguments", "parameters"), default=None)
-    description: str | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """Render as TGI does: arguments always as text."""
-        given = self.arguments
-        text = given if isinstance(given, str) else orjson.dumps(given).decode()
-        return {"description": self.description, "name": self.name, "arguments": text}
-
-
-class ToolCall(RequestModel):
-    """Call in the history of a conversation."""
-
-    id: str
-    type: str = "function"
-    function: FunctionCall
-
-    def as_json(self) -> dict[str, Any]:
-        """Render as TGI does."""
-        return {"id": self.id, "type": self.type, "function": self.function.as_json()}
-
-
-ContentPart = Annotated[TextPart | ImagePart, Field(discriminator="type")]
-
-
-class ChatMessage(RequestModel):
-    """One turn; it has content, tool calls, or both."""
-
-    role: str
-    content: str | Items[ContentPart] | None = None
-    tool_calls: Items[ToolCall] | None = None
-    tool_call_id: str | None = None
-    name: str | None = None
-
-    @model_validator(mode="after")
-    def _has_content(self) -> ChatMessage:
-        if self.content is None and not self.tool_calls:
-            raise ValueError("a message needs `content` or `tool_calls`")
-        return self
-
-    def for_template(self) -> dict[str, Any]:
-        """Flatten to what templates see: strings only, tool calls as their JSON."""
-        optional = {"name": self.name, "tool_call_id": self.tool_call_id}
-        given = {key: value for key, value in optional.items() if value is not None}
-        return {"role": self.role, "content": self._text(), **given}
-
-    def _text(self) -> str:
-        if self.tool_calls and not self.content:
-            return orjson.dumps([call.as_json() for call in self.tool_calls]).decode()
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.as_text() for part in self.content or [])
-
-
-class ChatCompletionRequest(CommonRequest):
-    """Body of `/v1/chat/completions` and `/chat_tokenize`."""
-
-    messages: Items[ChatMessage] = Field(min_length=1)
-    max_completion_tokens: UInt32 | None = None
-    logprobs: bool | None = None
-    top_logprobs: UInt32 | None = None
-    tools: Items[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    """Not in TGI: further variables for the template, such as `enable_thinking`."""
-
-    def check(self, limits: Limits) -> None:
-        """Check what only this route has; raises RouterError."""
-        super().check(limits)
-        if self.tools and self.tool_choice != "none":
-            raise ToolError("`tools` are not supported yet")
-
-    def parameters(self, *, top_n_tokens: int | None = None) -> OpenAIParameters:
-        """Translate; `max_completion_tokens` is the newer name of `max_tokens` and beats it."""
-        parameters = super().parameters(
-            top_n_tokens=self.top_logprobs if self.logprobs else top_n_tokens
-        )
-        if self.max_completion_tokens is None:
-            return parameters
-        return parameters.model_copy(update={"max_new_tokens": self.max_completion_tokens})
-
-
-class CompletionRequest(CommonRequest):
-    """Body of `/v1/completions`."""
-
-    prompt: str | Annotated[list[str], Field(min_length=1, fail_fast=True)]
-    suffix: str | None = None
-    echo: bool | None = None
-    logprobs: int | None = None
-    best_of: int | None = None
-
-    @property
-    def prompts(self) -> list[str]:
-        """All prompts, in the order of the choices."""
-        return [self.prompt] if isinstance(self.prompt, str) else self.prompt
-
-    @property
-    def num_samples(self) -> int:
-        """Samples of each prompt, of which the best are its choices."""
-        return max(self.num_choices, self.best_of or 0)
-
-    def check(self, limits: Limits) -> None:
-        """Check what only this route has; raises RouterError."""
-        super().check(limits)
-        if self.suffix:
-            raise SuffixNotSupported
-        if self.echo:
-            raise ValidationError("`echo` is not supported")
-        if self.logprobs is not None:
-            raise ValidationError("`logprobs` is not supported on this endpoint")
-        if self.best_of is not None:
-            self._check_best_of(self.best_of, limits)
-
-    def _check_best_of(self, best_of: int, limits: Limits) -> None:
-        if best_of < self.num_choices:
-            raise ValidationError(
-                f"`best_of` must be >= `n`. Given: {best_of} and {self.num_choices}"
-            )
-        if best_of == self.num_choices:
-            return
-        if best_of > limits.max_best_of:
-            raise ValidationError(
-                f"`best_of` must be > 0 and <= {limits.max_best_of}. Given: {best_of}"
-            )
-        if self.stream:
-            raise ValidationError("`best_of` > `n` is not supported when streaming tokens")
-        if self.temperature == 0:
-            raise ValidationError("you must use sampling when `best_of` is > 1")

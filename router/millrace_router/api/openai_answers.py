@@ -14,7 +14,6 @@ from millrace_router.api.openai_json import (
     ChatCompletionCompleteJson,
     ChatCompletionLogprobJson,
     ChatCompletionTopLogprobJson,
-    CompletionCompleteJson,
     HeadJson,
     OpenAIErrorResponseJson,
     StreamFailureJson,
@@ -177,11 +176,6 @@ def chat_choice(index: int, pieces: list[Piece]) -> ChatCompletionCompleteJson:
         "logprobs": {"content": logprobs} if logprobs else None,
         "finish_reason": pieces[-1].finish_reason,
     }
-
-
-def completion_choice(index: int, text: str, finish_reason: str) -> CompletionCompleteJson:
-    """Render a choice of a text completion; in a stream, `finish_reason` is "" until the last."""
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
 
 
 def error_answer(error: RouterError) -> OpenAIErrorResponseJson:

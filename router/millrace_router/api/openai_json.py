@@ -90,27 +90,6 @@ class ChatCompletionChunkJson(HeadJson):
     usage: UsageJson | None
 
 
-class CompletionCompleteJson(TypedDict):
-    """A choice of a text completion, or a piece of one, whose `finish_reason` is "" until the last."""
-
-    index: int
-    text: str
-    logprobs: None
-    finish_reason: str
-
-
-class ChunkJson(HeadJson):
-    """One event of a text completion's stream."""
-
-    choices: list[CompletionCompleteJson]
-
-
-class CompletionFinalJson(ChunkJson):
-    """Answer of `/v1/completions`, and a stream's last event of a prompt."""
-
-    usage: UsageJson
-
-
 class ModelJson(TypedDict):
     """The model that is served."""
 

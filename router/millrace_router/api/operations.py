@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
+from millrace_router.api.chat import ChatCompletionRequest
+from millrace_router.api.completion import CompletionRequest
+from millrace_router.api.completion_json import ChunkJson, CompletionFinalJson
 from millrace_router.api.estimate import EstimateJson
 from millrace_router.api.info import InfoJson, QuarantineJson
 from millrace_router.api.native import (
@@ -14,13 +17,10 @@ from millrace_router.api.native import (
     GenerateResponse,
     StreamResponse,
 )
-from millrace_router.api.openai import ChatCompletionRequest, CompletionRequest
 from millrace_router.api.openai_json import (
     ChatCompletionChunkJson,
     ChatCompletionJson,
     ChatTokenizeResponseJson,
-    ChunkJson,
-    CompletionFinalJson,
     ModelInfoJson,
 )
 from millrace_router.idempotency import KEY_HEADER, LAST_EVENT_HEADER

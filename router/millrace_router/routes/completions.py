@@ -8,20 +8,15 @@ from contextlib import ExitStack
 from aiohttp import web
 
 from millrace_router.access_log import watch
-from millrace_router.api.native import GenerateRequest
-from millrace_router.api.openai import CompletionRequest
-from millrace_router.api.openai_answers import (
-    AnswerHead,
-    ChoiceText,
-    Piece,
-    Usage,
-    completion_choice,
-)
-from millrace_router.api.openai_json import (
+from millrace_router.api.completion import CompletionRequest
+from millrace_router.api.completion_answers import completion_choice
+from millrace_router.api.completion_json import (
     ChunkJson,
     CompletionCompleteJson,
     CompletionFinalJson,
 )
+from millrace_router.api.native import GenerateRequest
+from millrace_router.api.openai_answers import AnswerHead, ChoiceText, Piece, Usage
 from millrace_router.bodies import json_response, read_model
 from millrace_router.errors import BatchSizeExceeded
 from millrace_router.generation import Generation

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from millrace_router.api.chat import ChatCompletionRequest
+from millrace_router.api.completion import CompletionRequest
 from millrace_router.api.estimate import estimate_json
 from millrace_router.api.native import GenerateRequest
-from millrace_router.api.openai import ChatCompletionRequest, CompletionRequest
 from millrace_router.bodies import json_response, read_json, to_model
 from millrace_router.errors import BodyShapeError, ValidationError
 from millrace_router.routes.asking import terms_of

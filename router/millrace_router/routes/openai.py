@@ -9,8 +9,8 @@ import orjson
 from aiohttp import web
 
 from millrace_router.access_log import watch
+from millrace_router.api.chat import ChatCompletionRequest
 from millrace_router.api.native import GenerateRequest
-from millrace_router.api.openai import ChatCompletionRequest
 from millrace_router.api.openai_answers import (
     AnswerHead,
     ChoiceText,

@@ -10,7 +10,7 @@ import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from millrace_router.api.openai import ChatCompletionRequest
+from millrace_router.api.chat import ChatCompletionRequest
 from millrace_router.api.openai_answers import ChoiceText, Piece, Usage, error_answer, error_detail
 from millrace_router.bodies import error_response
 from millrace_router.errors import RouterError
