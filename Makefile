@@ -21,7 +21,8 @@ INSTALLED := .venv/.installed
 PROTO := proto/millrace_proto/generate.proto
 GENERATED := proto/millrace_proto/generate_pb2.py
 # A file's tests stay in one process, for the servers that they share. Ids of parameters have to be the same in each.
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+# In the order of collection the few slow tests of whole servers come early, and leave no process alone at the end.
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 PIP_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 .PHONY: help install serve test test-ecosystem test-json-schema check format verify bench bench-quick bench-curves bench-gpu bench-gpu-bundle chaos proto clean

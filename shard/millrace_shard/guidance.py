@@ -105,10 +105,10 @@ class Guidance:
             )
             for row in guided
         ]
-        owners = np.repeat(np.arange(len(slots)), num_samples)
-        return PendingRulings(
-            self._guides.start(rows), tuple(guided), np.flatnonzero(np.isin(owners, guided))
-        )
+        is_guided = np.zeros(len(slots), dtype=np.bool_)
+        is_guided[guided] = True
+        places = np.flatnonzero(np.repeat(is_guided, num_samples))
+        return PendingRulings(self._guides.start(rows), tuple(guided), places)
 
     def follow(self, tokens: StepTokens) -> None:
         """A step was launched; what it forced is known to the matchers already."""

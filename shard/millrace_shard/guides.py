@@ -10,10 +10,11 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from llguidance import LLExecutor
-from llguidance.numpy import fill_next_token_bitmask_par
+from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 from numpy.typing import NDArray
 
 from millrace_shard.grammar_source import GrammarInvalid
@@ -27,6 +28,8 @@ Bits = NDArray[np.int32]
 NUM_COMPILES = 2
 MASK_THREADS = 2
 """A mask takes 2 to 20 us: more threads would only take cores from the forward pass."""
+NUM_SHARED = 4
+"""Masks from which on it pays to wake threads for them."""
 NO_GRAMMARS = "this model's tokenizer allows no grammars"
 
 logger = logging.getLogger(__name__)
@@ -79,26 +82,33 @@ class _Row:
 
 
 class MaskJob:
-    """Masks that are being computed."""
+    """Masks that are being computed, or will be when they are asked for."""
 
-    def __init__(self, future: Future[Masks]) -> None:
-        self._future = future
+    def __init__(self, take: Callable[[], Masks]) -> None:
+        self._take = take
 
     def result(self) -> Masks:
-        """Wait for the masks, without holding the interpreter."""
-        error = self._future.exception()
-        if error is not None:
-            # Whatever it is, llguidance's panics included, fails the step and no more.
+        """Wait for the masks."""
+        try:
+            return self._take()
+        # llguidance's panics are no Exceptions; whatever it is fails the step and no more.
+        except BaseException as error:
             raise RuntimeError(f"masks could not be computed: {error}") from error
-        return self._future.result()
 
 
 class Guides:
     """The matchers of guided sequences, by slot. Its methods are the engine thread's and wait for nothing."""
 
-    def __init__(self, compiler: GrammarCompiler | None, vocab_size: int) -> None:
-        """Without a compiler every guided sequence fails, alone."""
+    def __init__(
+        self, compiler: GrammarCompiler | None, vocab_size: int, *, beside: bool = True
+    ) -> None:
+        """Without a compiler every guided sequence fails, alone.
+
+        Masks are computed `beside` the forward pass, or else when they are asked for: where the forward pass has every
+        core already, a thread beside it holds up all of its threads for longer than a few masks take.
+        """
         self.compiler = compiler
+        self._beside = beside
         self._width = -(-vocab_size // 32)
         self._guides: dict[int, _Guide] = {}
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="guides")
@@ -134,7 +144,9 @@ class Guides:
         for row in rows:
             work.append(_Row(row, self._guides[row.slot], num_masks))
             num_masks += 1 + len(row.drafts)
-        return MaskJob(self._threads.submit(self._compute, work, num_masks))
+        if self._beside:
+            return MaskJob(self._threads.submit(self._compute, work, num_masks).result)
+        return MaskJob(partial(self._compute, work, num_masks))
 
     def _begin(self, grammar: Grammar, generated: Ids) -> Matcher:
         if self.compiler is None:
@@ -185,9 +197,13 @@ class Guides:
                 asked.append((row, row.matcher, index))
         if not asked:
             return
-        fill_next_token_bitmask_par(
-            self._executor, [(matcher.inner, index) for _, matcher, index in asked], bits
-        )
+        if len(asked) < NUM_SHARED:
+            for _, matcher, index in asked:
+                fill_next_token_bitmask(matcher.inner, bits, index)
+        else:
+            fill_next_token_bitmask_par(
+                self._executor, [(matcher.inner, index) for _, matcher, index in asked], bits
+            )
         for row, matcher, index in asked:
             if (error := matcher.error()) is not None:
                 bits[index] = -1

@@ -90,7 +90,6 @@ def serve(config: ShardConfig) -> None:
         limits=MemoryLimits(
             kv_memory=config.kv_memory,
             cuda_memory_fraction=config.cuda_memory_fraction,
-            prefill_logprobs=config.enable_prefill_logprobs,
         ),
         device=device,
         cpu_threads=threads if device.type == "cpu" else None,
@@ -198,7 +197,7 @@ def load(config: ShardConfig, device: torch.device) -> LoadedModel:
         group=group,
         device=device,
         dtype=dtype,
-        guides=_guides(config, model.info),
+        guides=_guides(config, model.info, device),
         speculation=speculation,
         watermark=Watermark(config.watermark_gamma, config.watermark_delta),
     )
@@ -218,7 +217,7 @@ def with_folders(config: ShardConfig) -> ShardConfig:
     return config.model_copy(update={"model_folder": found.model, "draft_model": str(found.draft)})
 
 
-def _guides(config: ShardConfig, info: ModelInfo) -> Guides:
+def _guides(config: ShardConfig, info: ModelInfo, device: torch.device) -> Guides:
     compiler = GrammarCompiler.load(
         config.model_folder,
         vocab_size=info.vocab_size,
@@ -226,7 +225,7 @@ def _guides(config: ShardConfig, info: ModelInfo) -> Guides:
         timeout=config.grammar_timeout,
         max_source_bytes=config.max_grammar_bytes,
     )
-    return Guides(compiler, info.vocab_size)
+    return Guides(compiler, info.vocab_size, beside=device.type != "cpu")
 
 
 def readable_size(num_bytes: int) -> str:

@@ -93,9 +93,9 @@ class StepTokens:
 
     def of(self, slot: int) -> tuple[int, ...]:
         """The tokens of one sequence."""
-        row = np.flatnonzero(self.prepared.yield_slots == slot)
-        found = self.emitted.ids[np.isin(self.emitted.rows, row)]
-        return tuple(found.tolist())
+        emitted = self.emitted
+        owners = self.prepared.yield_slots[emitted.rows]
+        return tuple(emitted.ids[owners == slot].tolist())
 
     @cached_property
     def emitted(self) -> Emitted:
@@ -116,12 +116,16 @@ class StepTokens:
         offsets = np.arange(len(rows)) - np.repeat(counts.cumsum() - counts, counts)
         sources = firsts[rows] + offsets
         positions = prepared.sampling.positions[firsts[rows]] + offsets
-        is_forced = np.isin(rows, list(self.forced))
-        sources[is_forced] = -1
-        chosen = ids[sources].astype(np.int64)
-        chosen[is_forced] = [
-            id_ for row, chain in sorted(self.forced.items()) if counts[row] for id_ in chain
-        ]
+        is_forced = None
+        if self.forced:
+            is_forced = np.isin(rows, list(self.forced))
+            sources[is_forced] = -1
+        chosen, chosen_logprobs = ids[sources].astype(np.int64), logprobs[sources]
+        if is_forced is not None:
+            chosen_logprobs[is_forced] = 0.0
+            chosen[is_forced] = [
+                id_ for row, chain in sorted(self.forced.items()) if counts[row] for id_ in chain
+            ]
         return Emitted(
             failed=failed,
             counts=counts,
@@ -129,7 +133,7 @@ class StepTokens:
             positions=positions,
             sources=sources,
             ids=chosen,
-            logprobs=np.where(is_forced, np.float32(0), logprobs[sources]),
+            logprobs=chosen_logprobs,
         )
 
 

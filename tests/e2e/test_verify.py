@@ -48,18 +48,18 @@ def by_case(report: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 
 def test_the_demo_model_keeps_every_promise(capsys: pytest.CaptureFixture[str]) -> None:
-    code, report = verify(capsys, "--requests=8")
+    code, report = verify(capsys, "--requests=5", "--max-new-tokens=24")
     rows = by_case(report)
     assert code == 0, report
     assert list(rows) == list(CASES)
     assert report["server"]["deterministic"]
     assert all(row["verdict"] == "equal" for row in rows["batched"] + rows["preempted"])
     (restarted,) = rows["restarted"]
-    assert restarted["requests_equal"] == 8
+    assert restarted["requests_equal"] == 5
     against_one, against_itself = rows["tensor-parallel"]
     assert against_one["promise"] != "same bits"
     assert against_itself["verdict"] == "equal"
-    assert rows["transformers"][0]["tokens"] > 8 * 24
+    assert rows["transformers"][0]["tokens"] > 5 * 12
 
 
 def test_a_model_of_the_transformers_backend_keeps_its_promises(

@@ -52,9 +52,9 @@ def step(guides: Guides, *rows: GuidedRow) -> Masks:
     return guides.start(rows).result()
 
 
-@pytest.fixture
-def guides() -> Guides:
-    return new_guides(WORDS)
+@pytest.fixture(params=[True, False], ids=["beside the forward pass", "when asked for"])
+def guides(request: pytest.FixtureRequest) -> Guides:
+    return new_guides(WORDS, beside=request.param)
 
 
 @settings(max_examples=60, deadline=None)

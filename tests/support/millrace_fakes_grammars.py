@@ -97,9 +97,9 @@ class Compiler:
         self.forgotten.append(grammar)
 
 
-def new_guides(words: Words) -> Guides:
+def new_guides(words: Words, *, beside: bool = True) -> Guides:
     """Guides over `words`."""
-    return Guides(Compiler(words), words.vocabulary.size)  # type: ignore[arg-type]
+    return Guides(Compiler(words), words.vocabulary.size, beside=beside)  # type: ignore[arg-type]
 
 
 def allowed(mask: NDArray[np.int32]) -> set[int]:
