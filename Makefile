@@ -73,7 +73,7 @@ test: install
 	$(PYTEST) -m "not ecosystem" $(ARGS)
 
 test-ecosystem: install
-	$(BIN)/python -m tests.ecosystem.prepare
+	$(if $(TORCH_INDEX),PIP_EXTRA_INDEX_URL="$(TORCH_INDEX) $$PIP_EXTRA_INDEX_URL") $(BIN)/python -m tests.ecosystem.prepare
 	$(BIN)/python -m pytest -m ecosystem tests/ecosystem $(ARGS)
 	$(PYTEST) tests/shard/kernels $(ARGS)
 

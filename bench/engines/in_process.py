@@ -86,7 +86,7 @@ class InProcessShard:
         return result_from_pb([await self._answer()])
 
     def _submit(self, message: pb.StepRequest) -> None:
-        step = step_from_pb(message, prefill_logprobs=False)
+        step = step_from_pb(message)
         self._replies.append(asyncio.wrap_future(self._engine.step(step)))
 
     async def _answer(self) -> pb.StepResponse:

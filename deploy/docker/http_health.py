@@ -1,4 +1,4 @@
-"""Container health check of router and launcher: exit 0 when `/health` on PORT answers 200."""
+"""Container health check of router and launcher: exit 0 when `/health` answers 200 on AIP_HTTP_PORT, or else PORT."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ TIMEOUT_SECONDS = 5
 
 def main() -> int:
     """Ask once."""
-    url = f"http://127.0.0.1:{os.environ['PORT']}/health"
+    port = os.environ.get("AIP_HTTP_PORT") or os.environ["PORT"]
+    url = f"http://127.0.0.1:{port}/health"
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as answer:
             return 0 if answer.status == 200 else 1

@@ -17,7 +17,7 @@ def url(hostname: str, port: int) -> str:
 
 
 def closing_banner(base: str, *, model: str, needs_key: bool) -> str:
-    """URL, metrics URL, a curl command and two lines of Python, ready to paste."""
+    """URLs for people, a curl command and two lines of Python, ready to paste."""
     request = {"inputs": PROMPT, "parameters": {"max_new_tokens": NUM_TOKENS}}
     body = json.dumps(request, separators=(",", ":"))
     key = ' -H "Authorization: Bearer $API_KEY"' if needs_key else ""
@@ -28,8 +28,8 @@ def closing_banner(base: str, *, model: str, needs_key: bool) -> str:
     return "\n".join(
         (
             "",
-            f"  {model} is served at {base}",
-            f"  metrics at {base}/metrics",
+            f"  {model} is served at {base}, with a chat page for browsers",
+            f"  documentation at {base}/docs, metrics at {base}/metrics",
             "",
             f"  curl {base}/generate -X POST -d '{body}' -H 'Content-Type: application/json'{key}",
             "",

@@ -5,6 +5,7 @@ Of a key that an object has twice the last value counts, as in most parsers.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import zlib
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from millrace_router.errors import (
     BodyError,
     BodyShapeError,
     BodySizeError,
+    BodyTimeout,
     EncodingError,
     MediaTypeError,
     Overloaded,
@@ -31,22 +33,44 @@ MAX_DEPTH = 200
 """Levels of arrays and objects in a body; what is parsed may have to be rendered again, and orjson renders 254."""
 MAX_CONTAINERS = 20_000
 """Arrays and objects in a body: read 20 times as slowly as numbers and texts, with nobody else running."""
+BODY_SECONDS = 120.0
+"""How long a body may take to come. aiohttp waits for ever for the rest of one whose chunks are malformed."""
 ENCODINGS = frozenset({"", "identity", "gzip", "deflate"})
 
 _NO_BRACKETS = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[^]\[{}"]++', re.DOTALL)
 """Whole strings, and whatever is neither a string nor a bracket."""
 _LEVELS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
+ERROR_TYPE: web.ResponseKey[str] = web.ResponseKey("error_type", str)
+"""What the log is to call a failure."""
+
 Model = TypeVar("Model", bound=BaseModel)
 
 
+async def read_body(request: web.Request) -> bytes:
+    """Read the body, which the request keeps: reading it again costs nothing.
+
+    Raises:
+        BodySizeError: it is longer than the application's limit.
+        BodyTimeout: it is not there in time.
+
+    """
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            return await request.read()
+    except web.HTTPRequestEntityTooLarge:
+        raise BodySizeError from None
+    except TimeoutError:
+        raise BodyTimeout(BODY_SECONDS) from None
+
+
 async def read_json(request: web.Request) -> object:
-    """Parse the body.
+    """Parse the body; raises as `read_body`, besides.
 
     Raises:
         MediaTypeError: the body does not claim to be JSON.
         EncodingError: it is compressed in an unknown way.
-        BodySizeError: it is longer than the application's limit.
+        BodySizeError: it is longer than the limit once it is decompressed.
         BodyError: it cannot be decompressed, is not JSON, nested too deeply, or in too many parts.
 
     """
@@ -55,10 +79,7 @@ async def read_json(request: web.Request) -> object:
     encoding = request.headers.get("content-encoding", "").strip().lower()
     if encoding not in ENCODINGS:
         raise EncodingError(encoding.encode(errors="backslashreplace").decode())
-    try:
-        body = _decompressed(await request.read(), encoding, limit=request.client_max_size)
-    except web.HTTPRequestEntityTooLarge:
-        raise BodySizeError from None
+    body = _decompressed(await read_body(request), encoding, limit=request.client_max_size)
     check_structure(body)
     try:
         parsed: object = orjson.loads(body)
@@ -146,8 +167,16 @@ def error_response(error: RouterError) -> web.Response:
     response = web.Response(
         body=error_body(error), status=error.status, content_type="application/json"
     )
+    response[ERROR_TYPE] = error.error_type
     if isinstance(error, Overloaded):
         response.headers["retry-after"] = str(error.retry_after_seconds)
+    return response
+
+
+def plain_response(error: RouterError) -> web.Response:
+    """Render an error as TGI does where a body cannot be read: its message alone, as text."""
+    response = web.Response(text=str(error), status=error.status)
+    response[ERROR_TYPE] = error.error_type
     return response
 
 

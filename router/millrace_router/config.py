@@ -17,7 +17,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 
 ANY_ADDRESS = "0.0.0.0"  # noqa: S104
 LogLevel = Literal["trace", "debug", "info", "warning", "error"]
@@ -101,6 +107,16 @@ class RouterConfig(BaseSettings):
     api_key: str | None = Field(default=None, description="Bearer token that clients must present.")
     cors_allow_origin: Annotated[tuple[str, ...], NoDecode] = Field(
         default=(), description="Origin that browsers may call from; repeatable; none means any."
+    )
+    aip_predict_route: str | None = Field(
+        default=None,
+        pattern="^/[^{}]*$",
+        description="Path of /vertex, besides; Vertex AI sets it. A path that is served already stays what it is.",
+    )
+    aip_health_route: str | None = Field(
+        default=None,
+        pattern="^/[^{}]*$",
+        description="Path of /health, besides; Vertex AI sets it.",
     )
     payload_limit: int = Field(
         default=2_000_000, ge=1, description="Largest request body in bytes."
@@ -247,7 +263,7 @@ class RouterConfig(BaseSettings):
         description="Answer as TGI does even where OpenAI's contract or its own clients want otherwise.",
     )
     disable_grammar_support: bool = Field(
-        default=False, description="Refuse requests with a grammar or tools."
+        default=False, description="Refuse requests with a grammar, or with tools that need one."
     )
     trust_remote_code: bool = Field(
         default=False, description="Accepted; code from a model repository is never run."
@@ -261,6 +277,15 @@ class RouterConfig(BaseSettings):
     )
     json_output: bool = Field(default=False, description="Logs as JSON, one object a line.")
     log_level: LogLevel = Field(default="info", description="Least severity that is logged.")
+    log_requests: Path | None = Field(
+        default=None,
+        description="File for the log's line of each request, as JSON; it is created for this user alone.",
+    )
+    log_requests_max_bytes: int = Field(
+        default=100 << 20,
+        ge=0,
+        description="Bytes after which that file is set aside as PATH.1 and so on; five are kept. 0: never.",
+    )
     otlp_endpoint: str | None = Field(default=None, description="OTLP collector; not used yet.")
     otlp_service_name: str = Field(
         default="text-generation-inference.router", description="Service name in traces."
@@ -271,6 +296,20 @@ class RouterConfig(BaseSettings):
     ngrok: bool = Field(default=False, description="Refused: tunnels are not supported.")
     ngrok_authtoken: str | None = Field(default=None, description="No effect without --ngrok.")
     ngrok_edge: str | None = Field(default=None, description="No effect without --ngrok.")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Let Vertex AI's AIP_HTTP_PORT beat PORT, which images set, but not the command line."""
+        port = os.environ.get("AIP_HTTP_PORT")
+        vertex = InitSettingsSource(settings_cls, {"port": port} if port else {})
+        return init_settings, vertex, env_settings
 
     @classmethod
     def from_args(cls, argv: Sequence[str]) -> Self:

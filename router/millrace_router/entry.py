@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -11,7 +12,7 @@ from typing import Protocol
 from millrace_router.block_keys import BlockKeys
 from millrace_router.detokenizer import IncrementalDetokenizer
 from millrace_router.errors import RouterError
-from millrace_router.events import Event, Finished, PromptLogprobs, Token, TokenEvent
+from millrace_router.events import Event, Finished, PromptChunk, PromptLogprobs, Token, TokenEvent
 from millrace_router.request import FinishReason, ValidRequest
 from millrace_router.speculation import Acceptance
 from millrace_router.stopping import StopMatcher
@@ -156,7 +157,8 @@ class Entry:
         self._eos_token_ids = frozenset() if request.ignore_eos else eos_token_ids
         self._text = IncrementalDetokenizer(tokenizer, request.input_ids)
         self._stop = StopMatcher(request.stop_sequences) if request.stop_sequences else None
-        self._prompt_logprobs: list[float] = []
+        self._prompt_logprobs = array("f")
+        self._prompt_candidates = array("I"), array("f")
         self._block_keys = BlockKeys(block_size)
 
     @property
@@ -193,15 +195,24 @@ class Entry:
         if self.stream.batched_at is None:
             self.stream.batched_at = now
             self.stream.cached_tokens = num_cached
-        self._prompt_logprobs.clear()
+        self._forget_prompt_logprobs()
 
-    def accept_prompt_logprobs(self, logprobs: Sequence[float]) -> None:
+    def accept_prompt_logprobs(self, chunk: PromptChunk) -> None:
         """Collect a chunk's log probabilities; send them once the prompt is complete."""
-        self._prompt_logprobs.extend(logprobs)
+        self._prompt_logprobs.extend(chunk.logprobs)
+        candidate_ids, candidate_logprobs = self._prompt_candidates
+        candidate_ids.extend(chunk.candidate_ids)
+        candidate_logprobs.extend(chunk.candidate_logprobs)
         ids = self.request.input_ids
         if len(self._prompt_logprobs) == len(ids):
             self.wants_prompt_logprobs = False
-            self.stream.send(PromptLogprobs(ids, tuple(self._prompt_logprobs)))
+            prompt = PromptLogprobs(ids, tuple(self._prompt_logprobs), *self._prompt_candidates)
+            self._forget_prompt_logprobs()
+            self.stream.send(prompt)
+
+    def _forget_prompt_logprobs(self) -> None:
+        self._prompt_logprobs = array("f")
+        self._prompt_candidates = array("I"), array("f")
 
     def accept(self, token_id: int, logprob: float, top: Sequence[tuple[int, float]]) -> bool:
         """Take the next token, send its event, and say whether the generation has ended with it."""

@@ -1,5 +1,7 @@
 """What can go wrong with a request, as one tree; each leaf knows how HTTP is to say it.
 
+`platform_errors.py` has those that only platforms are told.
+
 RouterError
 ├── ValidationError           422  validation
 │   ├── SizeError             422  validation         (it does not fit, though it is well-formed)
@@ -7,7 +9,12 @@ RouterError
 │       ├── BodyShapeError    422  validation         (JSON of another shape)
 │       ├── MediaTypeError    415  validation
 │       ├── EncodingError     415  validation
-│       └── BodySizeError     413  validation
+│       ├── BodySizeError     413  validation
+│       └── BodyTimeout       408  validation         (it did not come, or not whole)
+├── UnknownPath               404  not_found
+├── UnknownModel              404  not_found          (`/v1/models/{id}`; no other route asks for a name)
+├── NotStored                 404  not_found          (`/v1/responses/{id}`)
+├── WrongMethod               405  method_not_allowed
 ├── BatchSizeExceeded         422  batch size exceeded
 ├── SuffixNotSupported        422  suffix not supported
 ├── TemplateError             422  template_error
@@ -103,6 +110,55 @@ class BodySizeError(BodyError):
 
     def __init__(self) -> None:
         super().__init__("Failed to buffer the request body: length limit exceeded")
+
+
+class BodyTimeout(BodyError):
+    """The body has not come to its end in time."""
+
+    status = 408
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"Failed to buffer the request body: it took more than {seconds:.0f} s")
+
+
+class UnknownPath(RouterError):
+    """There is no such route."""
+
+    status = 404
+    error_type = "not_found"
+
+    def __init__(self, path: str) -> None:
+        super().__init__(f"Unknown path: {path}")
+
+
+class UnknownModel(RouterError):
+    """A model by another name than that of the one that is served."""
+
+    status = 404
+    error_type = "not_found"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"The model '{name}' does not exist")
+
+
+class NotStored(RouterError):
+    """A response of an earlier request, by its id."""
+
+    status = 404
+    error_type = "not_found"
+
+    def __init__(self, id_: str) -> None:
+        super().__init__(f"Response with id '{id_}' not found: responses are not stored")
+
+
+class WrongMethod(RouterError):
+    """The route does not take the method."""
+
+    status = 405
+    error_type = "method_not_allowed"
+
+    def __init__(self, method: str, path: str) -> None:
+        super().__init__(f"Method not allowed: {method} {path}")
 
 
 class BatchSizeExceeded(RouterError):

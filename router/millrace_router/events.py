@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from millrace_router.request import FinishReason
@@ -21,11 +22,31 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptChunk:
+    """Log probabilities of consecutive tokens of a prompt, whose first one has NaN.
+
+    Beside each token stand as many candidates, the likeliest in its place, most likely first; in one column for all.
+    """
+
+    logprobs: Sequence[float]
+    candidate_ids: Sequence[int] = ()
+    candidate_logprobs: Sequence[float] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Log probabilities of the prompt's tokens, the first NaN; sent once, before the first token."""
+    """`PromptChunk` of a whole prompt; sent once, before the first token."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+    candidate_ids: Sequence[int] = ()
+    candidate_logprobs: Sequence[float] = ()
+
+    def candidates(self, index: int) -> Iterator[tuple[int, float]]:
+        """Ids and log probabilities of the candidates beside one token."""
+        count = len(self.candidate_ids) // len(self.ids)
+        part = slice(index * count, (index + 1) * count)
+        return zip(self.candidate_ids[part], self.candidate_logprobs[part], strict=True)
 
 
 @dataclass(frozen=True, slots=True)

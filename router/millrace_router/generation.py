@@ -12,7 +12,7 @@ from millrace_router.entry import Listener
 from millrace_router.errors import IncompleteGeneration, RouterError
 from millrace_router.events import Event, Finished, PromptLogprobs, TokenEvent
 from millrace_router.metrics import Metrics
-from millrace_router.request import ValidRequest
+from millrace_router.request import FinishReason, ValidRequest
 from millrace_router.validation import Validated
 
 
@@ -60,6 +60,8 @@ class Timings:
     per_token: float
     predicted_queue: float | None = None
     """What `queue` was expected to be; None if nothing was known."""
+    first_token: float | None = None
+    """From arrival until the first token was handed on; None if there was none."""
 
 
 class RequestRecord:
@@ -75,6 +77,7 @@ class RequestRecord:
         self._metrics = metrics
         self._on_failure = on_failure
         self._on_token = on_token
+        self.first_token_at: float | None = None
         self._last_token_at: float | None = None
         self._ended = False
         metrics.request_count.inc()
@@ -89,6 +92,7 @@ class RequestRecord:
         """Count a token that is handed to its reader now."""
         now = time.monotonic()
         if self._last_token_at is None:
+            self.first_token_at = now
             self._metrics.time_to_first_token_seconds.observe(now - self.arrived_at)
         else:
             self._metrics.inter_token_latency_seconds.observe(now - self._last_token_at)
@@ -146,9 +150,13 @@ class Generation:
         self._counted = counted
         self._release = release
         self._reader: Reader | None = None
+        self._on_prompt: Callable[[PromptLogprobs], None] | None = None
         self._closed = False
         self.generated_tokens = 0
-        self._finished = False
+        self.finish_reason: FinishReason | None = None
+        """None while it runs, and if it fails or its client leaves."""
+        self.error_type: str | None = None
+        """What it has failed with."""
         self._failed = False
 
     @property
@@ -182,7 +190,12 @@ class Generation:
             inference=inference,
             per_token=inference / max(self.generated_tokens, 1),
             predicted_queue=stream.predicted_queue_seconds,
+            first_token=self._seconds_to_first_token(),
         )
+
+    def _seconds_to_first_token(self) -> float | None:
+        first_token_at = self._record.first_token_at
+        return None if first_token_at is None else first_token_at - self._record.arrived_at
 
     def __aiter__(self) -> Self:
         return self
@@ -192,7 +205,7 @@ class Generation:
         try:
             event = await self._stream.__anext__()
         except StopAsyncIteration:
-            if self._finished:
+            if self.finish_reason is not None:
                 raise
             raise self._fail(IncompleteGeneration()) from None
         except RouterError as error:
@@ -206,25 +219,36 @@ class Generation:
         if self._counted:
             self._record.token()
         if event.finished is not None:
-            self._finished = True
+            self.finish_reason = event.finished.finish_reason
             if self._counted:
                 self._record.succeeded(self.times, event.index)
 
     def _fail(self, error: RouterError) -> RouterError:
+        self.error_type = error.error_type
         self._record.failed(error)
         return error
 
-    def listen(self, reader: Reader) -> None:
-        """Hand `reader` every token at the moment it is there, instead of having it iterate."""
+    def listen(
+        self, reader: Reader, on_prompt: Callable[[PromptLogprobs], None] | None = None
+    ) -> None:
+        """Hand `reader` every token at the moment it is there, instead of having it iterate.
+
+        `on_prompt` is told of the prompt's log probabilities, which come before the first token; it may not raise.
+        """
         self._reader = reader
+        self._on_prompt = on_prompt
         self._stream.listen(self)
-        if self.ended and not self._finished:
+        if self.ended and self.finish_reason is None:
             self.fail(IncompleteGeneration())
 
     def hear(self, event: Event) -> None:
         """Take an event from the stream; raises nothing."""
         reader = self._reader
-        if reader is None or not isinstance(event, TokenEvent):
+        if reader is None:
+            return
+        if not isinstance(event, TokenEvent):
+            if self._on_prompt is not None:
+                self._on_prompt(event)
             return
         self._count(event)
         try:
@@ -268,7 +292,7 @@ class Generation:
         self._closed = True
         self._stream.close()
         # It holds what has been sent, and an idle connection its last request with all generations.
-        self._reader = None
+        self._reader = self._on_prompt = None
         self._release()
         if self._counted:
             self._record.left()
@@ -303,6 +327,11 @@ class Collected:
     def generated_tokens(self) -> int:
         """How many tokens there are."""
         return len(self.tokens)
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why it ended."""
+        return self.finished.finish_reason
 
     @property
     def mean_logprob(self) -> float:

@@ -54,7 +54,7 @@ def _predicted(times: Timings) -> dict[str, str]:
 
 
 def sum_of_times(times: Sequence[Timings]) -> Timings:
-    """Add up the durations of several generations of one request."""
+    """Add up the durations of several generations of one request; the first token is that of the fastest."""
     predicted = [one.predicted_queue for one in times if one.predicted_queue is not None]
     return Timings(
         total=sum(one.total for one in times),
@@ -63,4 +63,7 @@ def sum_of_times(times: Sequence[Timings]) -> Timings:
         inference=sum(one.inference for one in times),
         per_token=sum(one.per_token for one in times),
         predicted_queue=sum(predicted) if len(predicted) == len(times) else None,
+        first_token=min(
+            (one.first_token for one in times if one.first_token is not None), default=None
+        ),
     )

@@ -23,6 +23,7 @@ import structlog
 
 from millrace_router.errors import RouterError, ShuttingDown, ValidationError
 from millrace_router.recording import Recording
+from millrace_router.terms import presented_key
 
 KEY_HEADER = "idempotency-key"
 LAST_EVENT_HEADER = "last-event-id"
@@ -56,7 +57,7 @@ def scope_of(headers: Mapping[str, str], path: str) -> bytes | None:
         raise ValidationError(
             f"`{KEY_HEADER}` must have 1 to {MAX_KEY_LENGTH} characters. Given: {len(key)}"
         )
-    return digest_of(headers.get("authorization", ""), headers.get("x-tenant", ""), path, key)
+    return digest_of(presented_key(headers), headers.get("x-tenant", ""), path, key)
 
 
 def last_event_of(headers: Mapping[str, str]) -> int:

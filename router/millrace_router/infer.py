@@ -143,6 +143,7 @@ class Infer:
         """Validate once, and queue `count` generations that differ in their seeds alone, or none.
 
         They share the full blocks of their prompt: the first computes them, and the others wait for it in the queue.
+        Only the first tells the prompt's log probabilities.
         Each holds a permit, and each counts as a request in the metrics.
 
         Raises:
@@ -249,7 +250,8 @@ class Infer:
             ]
             for generation in generations:
                 cleanup.callback(generation.close)
-            collected = [await generation.collect() for generation in generations]
+            first, *rest = [await generation.collect() for generation in generations]
+            collected = [first, *(replace(one, prompt=first.prompt) for one in rest)]
         best = max(collected, key=lambda one: one.mean_logprob)
         others = tuple(one for one in collected if one is not best)
         return replace(best, others=others)
@@ -267,12 +269,23 @@ class Infer:
 
 
 def _samples_of(validated: Validated, count: int) -> list[Validated]:
-    """The same request as often as it is to be sampled, each time with a seed of its own."""
+    """The same request as often as it is to be sampled, each time with a seed of its own.
+
+    Only the first has the prompt scored, which is the same for all and would take each of them the whole prompt.
+    """
     if count == 1:
         return [validated]
     request = validated.request
-    seeds = [seed_of_sample(request.sampling.seed, index) for index in range(count)]
     return [
-        replace(validated, request=replace(request, sampling=replace(request.sampling, seed=seed)))
-        for seed in seeds
+        replace(
+            validated,
+            request=replace(
+                request,
+                sampling=replace(
+                    request.sampling, seed=seed_of_sample(request.sampling.seed, index)
+                ),
+                prefill_logprobs=request.prefill_logprobs and index == 0,
+            ),
+        )
+        for index in range(count)
     ]

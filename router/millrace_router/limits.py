@@ -24,3 +24,5 @@ class Limits:
     """Whether the shards report log probabilities of prompts."""
     grammars: bool = False
     """Whether the shards can guide a generation, and may."""
+    strict_tgi: bool = False
+    """What TGI refuses is refused, and what it ignores is ignored."""

@@ -99,6 +99,11 @@ def _add_target(logger: LineLogger, _: str, event: EventDict) -> EventDict:
 
 
 def _render_json(_: LineLogger, __: str, event: EventDict) -> bytes:
+    return json_line(event)
+
+
+def json_line(event: EventDict) -> bytes:
+    """Render one line, without its end; takes `event` to pieces."""
     level = event.pop("level")
     line = {
         "timestamp": event.pop("timestamp"),

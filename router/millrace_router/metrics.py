@@ -279,6 +279,9 @@ class Metrics:
         self.journal_dropped_records = self._counter(
             "millrace_journal_dropped_records_total", "Records that --journal could not keep"
         )
+        self.request_log_dropped_lines = self._counter(
+            "millrace_request_log_dropped_lines_total", "Lines that --log-requests could not keep"
+        )
         self.requests_paused = gauge("millrace_requests_paused", "Requests that were preempted")
         self.requests_running = gauge("millrace_requests_running", "Requests in the batch")
         self.requests_waiting = gauge("millrace_requests_waiting", "Requests in the queue")

@@ -26,6 +26,8 @@ class ModelFiles:
     tokenizer_config: JsonObject = field(default_factory=dict)
     generation_config: JsonObject = field(default_factory=dict)
     chat_template: str | None = None
+    tool_template: str | None = None
+    """Template for chats with tools, where the model has one of its own for them."""
 
     @classmethod
     def load(cls, folder: Path, *, tokenizer_config_path: Path | None = None) -> ModelFiles:
@@ -38,14 +40,16 @@ class ModelFiles:
         if tokenizer_config_path is not None and not tokenizer_config_path.is_file():
             raise ModelFilesError(f"{tokenizer_config_path} does not exist")
         tokenizer_config = _read_json(tokenizer_config_path or folder / "tokenizer_config.json")
-        templates = _chat_templates(
-            folder, tokenizer_config, chosen=tokenizer_config_path is not None
-        )
+        templates: dict[str, str] = {}
+        is_chosen = tokenizer_config_path is not None
+        for place in _places(folder, tokenizer_config, is_chosen=is_chosen):
+            templates = place | templates
         return cls(
             config=_read_json(folder / "config.json"),
             tokenizer_config=tokenizer_config,
             generation_config=_read_json(folder / "generation_config.json"),
-            chat_template=next((template for template in templates if template), None),
+            chat_template=templates.get("default"),
+            tool_template=templates.get("tool_use"),
         )
 
     @property
@@ -61,25 +65,38 @@ class ModelFiles:
         return {name: text for name, text in texts.items() if text is not None}
 
 
-def _chat_templates(
-    folder: Path, tokenizer_config: JsonObject, *, chosen: bool
-) -> Iterator[str | None]:
-    """Yield templates, the one to prefer first: TGI's order, with chat_template.jinja before what newer models drop."""
-    yield _template(_read_json(folder / "chat_template.json"))
-    if chosen:
-        yield _template(tokenizer_config)
-    yield _read_text(folder / "chat_template.jinja")
-    yield _template(tokenizer_config)
-    yield _template(_read_json(folder / "processor_config.json"))
+def _places(
+    folder: Path, tokenizer_config: JsonObject, *, is_chosen: bool
+) -> Iterator[dict[str, str]]:
+    """Yield templates by name, those to prefer first: TGI's order, with files before what newer models drop."""
+    yield _templates(_read_json(folder / "chat_template.json"))
+    if is_chosen and (chosen := _templates(tokenizer_config)):
+        yield chosen
+        return
+    yield _template_files(folder)
+    yield _templates(tokenizer_config)
+    yield _templates(_read_json(folder / "processor_config.json"))
 
 
-def _template(holder: JsonObject) -> str | None:
-    """Take the template out of a file: itself, or the one named `default` of a list."""
+def _template_files(folder: Path) -> dict[str, str]:
+    """Templates that are files of their own, named as transformers names them."""
+    paths = {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+    paths["default"] = folder / "chat_template.jinja"
+    read = {name: _read_text(path) for name, path in paths.items()}
+    return {name: text for name, text in read.items() if text}
+
+
+def _templates(holder: JsonObject) -> dict[str, str]:
+    """Take the templates out of a file: the only one, or those of a list, or of an object, by name."""
     value = holder.get("chat_template")
-    if isinstance(value, list):
+    if isinstance(value, str):
+        value = {"default": value}
+    elif isinstance(value, list):
         named = [entry for entry in value if isinstance(entry, dict)]
-        value = next((e.get("template") for e in named if e.get("name") == "default"), None)
-    return value if isinstance(value, str) else None
+        value = {str(entry.get("name")): entry.get("template") for entry in named}
+    if not isinstance(value, dict):
+        return {}
+    return {name: text for name, text in value.items() if isinstance(text, str) and text}
 
 
 def _token_text(value: object) -> str | None:

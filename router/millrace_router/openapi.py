@@ -8,17 +8,18 @@ from __future__ import annotations
 import re
 from functools import cache
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
-from typing_extensions import TypeForm
+from typing_extensions import TypeAliasType, TypeForm
 
 from millrace_router.api.info import ErrorResponseJson
+from millrace_router.api.messages_json import MessagesErrorResponseJson
 from millrace_router.api.openai_json import OpenAIErrorResponseJson, StreamErrorJson
-from millrace_router.api.operations import OPERATIONS, Operation
-from millrace_router.exposition import CONTENT_TYPE
+from millrace_router.api.operation import Operation
+from millrace_router.api.operations import OPERATIONS
 from millrace_router.idempotency import (
     KEY_HEADER,
     LAST_EVENT_HEADER,
@@ -26,6 +27,7 @@ from millrace_router.idempotency import (
     MAX_LAST_EVENT,
 )
 from millrace_router.terms import (
+    API_KEY_HEADER,
     MAX_PRIORITY,
     MAX_QUEUE_HEADER,
     MAX_QUEUE_MS,
@@ -38,11 +40,27 @@ JSON = "application/json"
 TAG = "Text Generation Inference"
 REFERENCE = "#/components/schemas/"
 _MODEL = re.compile(rf"(?<={REFERENCE})\w+")
-NAMES_IN_TGI = {
+_PATH_PARAMETER = re.compile(r"{(\w+)}")
+NAMES = {
+    "BestOfDetailsJson": "Details",
+    "CalledFunction": "PastFunction",
+    "CalledFunctionJson": "FunctionDefinition",
     "ChatCompletionRequest": "ChatRequest",
     "ChatMessage": "Message",
-    "SequenceJson": "Details",
+    "ContentPart": "MessageChunk",
+    "FunctionDefinition": "ToolFunction",
+    "ModelInfoJson": "ModelsInfo",
+    "ModelJson": "ModelInfo",
+    "SequenceJson": "SequenceDetails",
     "TokenSpan": "SimpleToken",
+    "ToolCall": "PastToolCall",
+    "ToolChoiceField": "ToolChoice",
+    "ToolDefinition": "Tool",
+}
+"""Schemas by type, so that TGI's have TGI's names; of all others the name is the type's."""
+SECURITY_SCHEMES = {
+    "ApiKey": {"type": "http", "scheme": "bearer"},
+    "ApiKeyHeader": {"type": "apiKey", "in": "header", "name": API_KEY_HEADER},
 }
 HEADERS: dict[str, dict[str, object]] = {
     PRIORITY_HEADER: {
@@ -94,14 +112,14 @@ def openapi() -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {
             "title": "Millrace",
-            "description": "Text generation, as TGI and OpenAI speak of it",
+            "description": "Text generation, as TGI, OpenAI and Anthropic speak of it",
             "license": {"name": "Apache 2.0", "identifier": "Apache-2.0"},
             "version": VERSION,
         },
         "paths": paths,
         "components": {
             "schemas": schemas.components,
-            "securitySchemes": {"ApiKey": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": SECURITY_SCHEMES,
         },
         "tags": [{"name": TAG}],
     }
@@ -130,17 +148,20 @@ class _Schemas:
         )
         for name, component in schema.pop("$defs", {}).items():
             self._add(name, component)
-        name = schema.get("title")
+        # An alias is inlined where it is all there is, and has a name all the same.
+        alias: object = type_
+        name = alias.__name__ if isinstance(alias, TypeAliasType) else schema.get("title")
         return schema if name is None else self._add(name, schema)
 
     def _add(self, name: str, component: dict[str, Any]) -> dict[str, Any]:
         component.pop("title", None)
+        assert self.components.get(_public(name), component) == component, name
         self.components[_public(name)] = component
         return {"$ref": REFERENCE + _public(name)}
 
 
 def _public(name: str) -> str:
-    return NAMES_IN_TGI.get(name, name.removesuffix("Json"))
+    return NAMES.get(name, name.removesuffix("Json"))
 
 
 def _operation(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
@@ -150,11 +171,18 @@ def _operation(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
         "operationId": operation.id,
         "responses": _responses(operation, schemas),
     }
-    if operation.headers:
-        described["parameters"] = [
+    parameters = [
+        *(
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in _PATH_PARAMETER.findall(operation.path)
+        ),
+        *(
             {"name": name, "in": "header", "required": False, **HEADERS[name]}
             for name in operation.headers
-        ]
+        ),
+    ]
+    if parameters:
+        described["parameters"] = parameters
     if operation.body is not None:
         described["requestBody"] = {
             "required": True,
@@ -162,12 +190,12 @@ def _operation(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
         }
     if not operation.is_open:
         # Only a server that was started with a key asks for one.
-        described["security"] = [{}, {"ApiKey": []}]
+        described["security"] = [{}, *({name: []} for name in SECURITY_SCHEMES)]
     return described
 
 
 def _responses(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
-    failure = schemas.of(OpenAIErrorResponseJson if operation.openai else ErrorResponseJson)
+    failure = schemas.of(_failures(operation).whole)
     responses = {"200": {"description": "OK", **_content(operation, schemas)}}
     for status in sorted(operation.failures):
         responses[str(status.value)] = {
@@ -177,17 +205,40 @@ def _responses(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
         }
     if not operation.is_open:
         unauthorized = HTTPStatus.UNAUTHORIZED
-        responses[str(unauthorized.value)] = {"description": unauthorized.phrase}
+        responses[str(unauthorized.value)] = {
+            "description": unauthorized.phrase,
+            **({"content": {JSON: {"schema": failure}}} if operation.anthropic else {}),
+        }
     return responses
+
+
+class _Failures(NamedTuple):
+    """How failures are told."""
+
+    whole: Any
+    """Before the first byte."""
+    event: Any
+    """In the middle of a stream."""
+
+
+def _failures(operation: Operation) -> _Failures:
+    if operation.openai:
+        return _Failures(OpenAIErrorResponseJson, StreamErrorJson)
+    if operation.either:
+        return _Failures(
+            ErrorResponseJson | OpenAIErrorResponseJson, ErrorResponseJson | StreamErrorJson
+        )
+    of_route = MessagesErrorResponseJson if operation.anthropic else ErrorResponseJson
+    return _Failures(of_route, of_route)
 
 
 def _content(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
     content: dict[str, Any] = {}
     if operation.answer is bytes:
-        content[CONTENT_TYPE.partition(";")[0]] = {"schema": {"type": "string"}}
+        content[operation.text_type] = {"schema": {"type": "string"}}
     elif operation.answer is not None:
         content[JSON] = {"schema": schemas.of(operation.answer)}
     if operation.event is not None:
-        failure = StreamErrorJson if operation.openai else ErrorResponseJson
+        failure = _failures(operation).event
         content["text/event-stream"] = {"schema": schemas.of(operation.event | failure)}
     return {"content": content} if content else {}

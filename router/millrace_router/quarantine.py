@@ -80,6 +80,7 @@ def _describe(request: ValidRequest, *, num_generated: int, reason: str) -> dict
             "ignore_eos": request.ignore_eos,
             "top_n_tokens": request.top_n_tokens,
             "prefill_logprobs": request.prefill_logprobs,
+            "prompt_top_n_tokens": request.prompt_top_n_tokens,
         },
     }
 

@@ -90,5 +90,8 @@ class ValidRequest:
     min_new_tokens: int = 0
     top_n_tokens: int = 0
     prefill_logprobs: bool = False
+    """Whether the log probabilities of the prompt's tokens are to be told."""
+    prompt_top_n_tokens: int = 0
+    """Candidates beside each of those."""
     grammar: Grammar | None = None
     terms: Terms = Terms()

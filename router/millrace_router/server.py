@@ -3,37 +3,47 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from hmac import compare_digest
 
+import orjson
 import structlog
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from millrace_router.access_log import access_log, add_request_id
-from millrace_router.bodies import error_response
-from millrace_router.errors import RouterError
+from millrace_router.api.openai_answers import error_answer
+from millrace_router.api.operations import OPERATIONS
+from millrace_router.bodies import error_response, plain_response
+from millrace_router.config import RouterConfig
+from millrace_router.errors import BodyError, RouterError, UnknownPath, WrongMethod
 from millrace_router.idempotency import Runs
-from millrace_router.routes import estimate, native, openai, operations, schema
-from millrace_router.routes.keyed import RUNS, end_runs
-from millrace_router.services import SERVICES, Services
-
-OPEN_PATHS = frozenset(
-    {
-        "/health",
-        "/ping",
-        "/livez",
-        "/readyz",
-        "/metrics",
-        "/info",
-        "/v1/models",
-        "/api-doc/openapi.json",
-        "/openapi.json",
-    }
+from millrace_router.routes import (
+    estimate,
+    kserve,
+    messages,
+    native,
+    openai,
+    operations,
+    pages,
+    responses,
+    sagemaker,
+    schema,
+    tokenizer_info,
+    vertex,
 )
+from millrace_router.routes.keyed import RUNS, end_runs
+from millrace_router.routes.messages_edge import is_of_messages, refusal, unauthorized
+from millrace_router.services import SERVICES, Services
+from millrace_router.terms import API_KEY_HEADER
+
+OPEN_PATHS = frozenset(operation.path for operation in OPERATIONS if operation.is_open)
+"""What may be read without the key."""
 ALLOWED_HEADERS = (
     "content-type,authorization,x-priority,x-tenant,x-max-queue-ms,idempotency-key,last-event-id"
 )
+"""What a browser may send, where it does not say what it wants to: otherwise whatever that is."""
+OPENAI_PREFIX = "/v1/"
 RESPONSE_SECONDS = 5.0
 """What answers that are being written get at the end, when no generation runs any more."""
 VARY = "origin, access-control-request-method, access-control-request-headers"
@@ -46,7 +56,7 @@ def create_app(services: Services) -> web.Application:
     config = services.config
     middlewares: list[Middleware] = [access_log, answer_preflight, describe_errors]
     if config.api_key is not None:
-        middlewares.append(require_key(config.api_key))
+        middlewares.append(require_key(config.api_key, _open_paths(config)))
     app = web.Application(middlewares=middlewares, client_max_size=config.payload_limit)
     app[SERVICES] = services
     app[RUNS] = Runs(config.resume_grace)
@@ -56,8 +66,15 @@ def create_app(services: Services) -> web.Application:
     native.register(app)
     operations.register(app)
     openai.register(app)
+    messages.register(app)
+    responses.register(app)
     estimate.register(app)
     schema.register(app)
+    pages.register(app)
+    sagemaker.register(app)
+    kserve.register(app)
+    tokenizer_info.register(app)
+    vertex.register(app)
     return app
 
 
@@ -78,18 +95,47 @@ async def describe_errors(request: web.Request, handler: Handler) -> web.StreamR
     """Turn every failure into an answer that says what it was."""
     try:
         return await handler(request)
+    except BodyError as error:
+        strict = request.app[SERVICES].config.strict_tgi
+        return plain_response(error) if strict else error_response(error)
     except RouterError as error:
         return error_response(error)
     except web.HTTPException as error:
-        # 404 and 405 are empty in TGI; the header names what is allowed.
-        allow = error.headers.get("allow")
-        return web.Response(status=error.status, headers={"allow": allow} if allow else None)
+        return _misdirected(request, error)
     except (ConnectionError, asyncio.CancelledError):
         raise
     except Exception:
         # The edge of the process: no request may end it.
         log.exception("request failed")
-        return error_response(RouterError("Internal server error"))
+        return _in_envelope_of_path(request, RouterError("Internal server error"))
+
+
+def _misdirected(request: web.Request, error: web.HTTPException) -> web.Response:
+    """Answer what no route takes: 404 and 405 are empty in TGI, and tell OpenAI's clients what is wrong."""
+    response = web.Response(status=error.status)
+    if _is_openais(request):
+        if isinstance(error, web.HTTPNotFound):
+            response = _in_envelope_of_path(request, UnknownPath(request.path))
+        elif isinstance(error, web.HTTPMethodNotAllowed):
+            wrong = WrongMethod(request.method, request.path)
+            response = _in_envelope_of_path(request, wrong)
+    if allow := error.headers.get("allow"):
+        response.headers["allow"] = allow
+    return response
+
+
+def _in_envelope_of_path(request: web.Request, error: RouterError) -> web.Response:
+    if is_of_messages(request):
+        return refusal(request, error)
+    response = error_response(error)
+    if _is_openais(request):
+        response.body = orjson.dumps(error_answer(error))
+    return response
+
+
+def _is_openais(request: web.Request) -> bool:
+    strict = request.app[SERVICES].config.strict_tgi
+    return request.path.startswith(OPENAI_PREFIX) and not strict
 
 
 @web.middleware
@@ -97,10 +143,14 @@ async def answer_preflight(request: web.Request, handler: Handler) -> web.Stream
     """Tell browsers what they may send; any OPTIONS counts as the question."""
     if request.method != "OPTIONS":
         return await handler(request)
+    wanted = request.headers.get("access-control-request-headers", "")
+    if not (wanted.isascii() and wanted.isprintable()):
+        wanted = ""
     return web.Response(
         headers={
             "access-control-allow-methods": "GET,POST",
-            "access-control-allow-headers": ALLOWED_HEADERS,
+            # Not a star, which browsers do not take to mean `Authorization`.
+            "access-control-allow-headers": wanted or ALLOWED_HEADERS,
         }
     )
 
@@ -112,7 +162,9 @@ def allow_origins(
 
     async def hook(request: web.Request, response: web.StreamResponse) -> None:
         origin = request.headers.get("origin")
-        response.headers["vary"] = VARY
+        of_handler = response.headers.get("vary")
+        response.headers["vary"] = f"{of_handler}, {VARY}" if of_handler else VARY
+        response.headers["access-control-expose-headers"] = "*"
         if not origins or "*" in origins:
             response.headers["access-control-allow-origin"] = "*"
         elif origin in origins:
@@ -121,22 +173,39 @@ def allow_origins(
     return hook
 
 
-def require_key(api_key: str) -> Middleware:
-    """Make the middleware that answers an empty 401 without the right key."""
-    expected = f"Bearer {api_key}".encode()
+def require_key(api_key: str, open_paths: Collection[str]) -> Middleware:
+    """Make the middleware that answers an empty 401 without the right key, but for what is read of `open_paths`.
+
+    It comes as a bearer token, or in `x-api-key`, as Anthropic's clients send it.
+    """
+    bearer, bare = f"Bearer {api_key}".encode(), api_key.encode()
 
     @web.middleware
     async def check_key(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.match_info.http_exception is not None or _is_open(request):
+        if request.match_info.http_exception is not None or _reads(request, open_paths):
             return await handler(request)
-        given = request.headers.get("authorization", "").encode(errors="surrogateescape")
-        if not compare_digest(given, expected):
-            return web.Response(status=401)
+        as_bearer = compare_digest(_header(request, "authorization"), bearer)
+        as_bare = compare_digest(_header(request, API_KEY_HEADER), bare)
+        if not (as_bearer or as_bare):
+            return unauthorized(request) if is_of_messages(request) else web.Response(status=401)
         return await handler(request)
 
     return check_key
 
 
-def _is_open(request: web.Request) -> bool:
-    path = request.path
-    return request.method in {"GET", "HEAD"} and (path == "/" or path in OPEN_PATHS)
+def _open_paths(config: RouterConfig) -> frozenset[str]:
+    """What may be read without the key: health also where the platform wants it, unless that is another route's."""
+    health = config.aip_health_route
+    if health is None or any(operation.path == health for operation in OPERATIONS):
+        return OPEN_PATHS
+    return OPEN_PATHS | {health}
+
+
+def _header(request: web.Request, name: str) -> bytes:
+    return request.headers.get(name, "").encode(errors="surrogateescape")
+
+
+def _reads(request: web.Request, paths: Collection[str]) -> bool:
+    resource = request.match_info.route.resource
+    path = None if resource is None else resource.canonical
+    return request.method in {"GET", "HEAD"} and path in paths

@@ -13,8 +13,10 @@ from millrace_router.infer import Infer
 from millrace_router.limits import Limits
 from millrace_router.metrics import Metrics
 from millrace_router.quarantine import Quarantine
+from millrace_router.request_log import RequestLog
 from millrace_router.template import ChatTemplate
 from millrace_router.tokenizer import Tokenizer
+from millrace_router.tools.tool_format import ToolFormat
 from millrace_router.validation import Validator
 from millrace_router.wire import Capacity, ShardInfo
 
@@ -33,11 +35,14 @@ class Services:
     """Resolved: what the flag says, or what fits."""
     tokenizer: Tokenizer
     template: ChatTemplate
+    tool_format: ToolFormat
+    """How the model writes tool calls."""
     validator: Validator
     infer: Infer
     metrics: Metrics
     health: Health
     quarantine: Quarantine
+    request_log: RequestLog | None = None
     cost: CostModel | None = None
     pipeline_tag: str | None = "text-generation"
     compute_type: str = "gpu+optimized"

@@ -18,6 +18,12 @@ from millrace_router.recording import Form, Recording
 
 KEEP_ALIVE = b":\n\n"
 DONE = b"data: [DONE]\n\n"
+STREAM_HEADERS = {
+    "content-type": "text/event-stream",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+"""What every stream says of itself."""
 WRITE_SECONDS = 60.0
 """How long a client may leave what it was sent unread."""
 
@@ -27,6 +33,11 @@ log = structlog.get_logger(__name__)
 def event(json: bytes) -> bytes:
     """Frame one event; `json` holds no line break."""
     return b"data: %b\n\n" % json
+
+
+def named_event(name: str, data: bytes) -> bytes:
+    """Frame an event that says its name, as OpenAI's responses and Anthropic's messages do; `data` as for `event`."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
 
 
 def error_event(error: RouterError) -> bytes:
@@ -73,14 +84,7 @@ async def send(request: web.Request, outlet: Outlet, form: Form) -> web.StreamRe
     beginning = outlet.take()
     if not beginning and outlet.error is not None:
         raise outlet.error
-    response = web.StreamResponse(
-        headers={
-            **form.headers,
-            "content-type": "text/event-stream",
-            "cache-control": "no-cache",
-            "x-accel-buffering": "no",
-        }
-    )
+    response = web.StreamResponse(headers={**form.headers, **STREAM_HEADERS})
     writer = await response.prepare(request)
     assert writer is not None
     connection = _Connection(request, response, writer)

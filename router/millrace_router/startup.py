@@ -25,12 +25,15 @@ from millrace_router.limits import Limits
 from millrace_router.metrics import Metrics
 from millrace_router.model_files import ModelFiles, ModelFilesError
 from millrace_router.policies import DEFAULT_PREFILL_TOKENS, budgets_from, spare_slots
+from millrace_router.request_file import RequestFile
+from millrace_router.request_log import RequestLog
 from millrace_router.scheduling import batcher_from
 from millrace_router.services import Services
 from millrace_router.shard_client import ShardedClient, ShardError, ShardHung, ShardLost
 from millrace_router.supervisor import Supervisor
 from millrace_router.template import ChatTemplate
 from millrace_router.tokenizer import Tokenizer, TokenizerError
+from millrace_router.tools.formats import format_of
 from millrace_router.validation import Validator
 from millrace_router.wire import Capacity, ShardInfo
 
@@ -63,6 +66,8 @@ class Running:
             await self.shards.journal.close()
         await self.shards.close()
         self.services.tokenizer.close()
+        if self.services.request_log is not None:
+            await asyncio.to_thread(self.services.request_log.close)
 
 
 async def start(config: RouterConfig) -> Running:
@@ -77,6 +82,7 @@ async def start(config: RouterConfig) -> Running:
         )
         tls = tls_from(config)
         folder = journal_folder(config)
+        request_file = _request_file(config)
     except (ModelFilesError, TokenizerError, TlsError, JournalError) as error:
         raise StartupError(str(error)) from error
     for address in config.shard_addresses:
@@ -103,6 +109,7 @@ async def start(config: RouterConfig) -> Running:
         template=ChatTemplate.of(files),
         cost=cost,
         supervisor=supervisor,
+        request_file=request_file,
     )
     if folder is not None:
         shards.journal = open_journal(folder, config, services, shards.warmup_fields)
@@ -112,6 +119,16 @@ async def start(config: RouterConfig) -> Running:
         shards=shards,
         supervisor_task=supervisor_task,
     )
+
+
+def _request_file(config: RouterConfig) -> RequestFile | None:
+    """Open the file that requests are logged to, if one is asked for; raises StartupError."""
+    if config.log_requests is None:
+        return None
+    try:
+        return RequestFile(config.log_requests, max_bytes=config.log_requests_max_bytes)
+    except OSError as error:
+        raise StartupError(f"cannot write --log-requests: {error}") from error
 
 
 def prefill_tokens(config: RouterConfig, info: ShardInfo, capacity: Capacity | None = None) -> int:
@@ -250,6 +267,7 @@ def assemble(  # noqa: PLR0913
     template: ChatTemplate,
     cost: CostModel | None = None,
     supervisor: Supervisor | None = None,
+    request_file: RequestFile | None = None,
 ) -> tuple[Services, Batcher]:
     """Put the parts together, `cost` being what is known of steps; the batcher is not running yet."""
     limits = limits_from(config, info, capacity)
@@ -281,6 +299,9 @@ def assemble(  # noqa: PLR0913
         max_batch_prefill_tokens=budgets.max_batch_prefill_tokens,
         tokenizer=tokenizer,
         template=template,
+        tool_format=format_of(
+            template.tool_source, config.tool_call_parser, special_ids=tokenizer.special_ids
+        ),
         validator=validator,
         infer=Infer(
             batcher,
@@ -292,6 +313,9 @@ def assemble(  # noqa: PLR0913
         metrics=metrics,
         health=health,
         quarantine=batcher.quarantine,
+        request_log=(
+            RequestLog(request_file, metrics.request_log_dropped_lines) if request_file else None
+        ),
         cost=cost,
         compute_type=os.environ.get("COMPUTE_TYPE", "gpu+optimized"),
     )
@@ -313,4 +337,5 @@ def limits_from(config: RouterConfig, info: ShardInfo, capacity: Capacity) -> Li
         max_client_batch_size=config.max_client_batch_size,
         prefill_logprobs=info.prefill_logprobs,
         grammars=info.grammars and not config.disable_grammar_support,
+        strict_tgi=config.strict_tgi,
     )

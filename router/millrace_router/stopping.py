@@ -34,18 +34,24 @@ class StopTrimmer:
         self._stops = tuple(stop for stop in stop_sequences if stop)
         self._beginnings = [_Beginning(stop) for stop in self._stops]
         self._held = ""
-        self.stopped = False
+        self.stop: str | None = None
+        """The stop sequence that was found."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether one was found."""
+        return self.stop is not None
 
     def push(self, text: str) -> str:
         """Take more text; return what certainly stands before any stop sequence, once each."""
-        if self.stopped or not text:
+        if self.stop is not None or not text:
             return ""
         if not self._stops:
             return text
         added, text = text, self._held + text
         found = _first(text, self._stops)
         if found is not None:
-            self.stopped = True
+            self.stop = found[1]
             self._held = ""
             return text[: found[0]]
         num_held = max(beginning.push(added) for beginning in self._beginnings)

@@ -9,6 +9,8 @@ from hashlib import blake2b
 from millrace_router.errors import ValidationError
 from millrace_router.request import Terms
 
+API_KEY_HEADER = "x-api-key"
+"""Where Anthropic's clients put what all others send as a bearer token."""
 PRIORITY_HEADER = "x-priority"
 TENANT_HEADER = "x-tenant"
 MAX_QUEUE_HEADER = "x-max-queue-ms"
@@ -48,10 +50,17 @@ def tenant_of(headers: Mapping[str, str]) -> str:
     name = headers.get(TENANT_HEADER)
     if name:
         return name
-    key = headers.get("authorization")
+    key = presented_key(headers)
     if not key:
         return ""
     return blake2b(key.encode(errors="surrogateescape"), digest_size=16).hexdigest()
+
+
+def presented_key(headers: Mapping[str, str]) -> str:
+    """The API key that comes with a request, right or wrong; "" for none."""
+    return headers.get("authorization", "").removeprefix("Bearer ") or headers.get(
+        API_KEY_HEADER, ""
+    )
 
 
 def _priority_of(headers: Mapping[str, str]) -> int:

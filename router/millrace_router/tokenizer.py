@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import TypeVar
 
 import orjson
 from tokenizers import Encoding
@@ -18,6 +19,7 @@ from millrace_router.pieces import PieceDecoder
 from millrace_router.token_length import longest_token
 
 TOKENIZER_FILE = "tokenizer.json"
+Result = TypeVar("Result")
 SPANS_AT_ONCE = 1024
 """How many are rendered before another thread may run."""
 
@@ -48,7 +50,9 @@ class Tokenizer:
         self._rust = rust
         self._workers = ThreadPoolExecutor(validation_workers, thread_name_prefix="tokenize")
         added = rust.get_added_tokens_decoder()
-        self._special_ids = frozenset(id_ for id_, token in added.items() if token.special)
+        self.special_ids = {token.content: id_ for id_, token in added.items() if token.special}
+        """Control tokens by their text."""
+        self._special_ids = frozenset(self.special_ids.values())
         self._texts: dict[int, str] = {}
         self._bytes: dict[int, bytes] = {}
         self._whole_texts: dict[int, str | None] = {}
@@ -115,6 +119,19 @@ class Tokenizer:
 
         return await asyncio.get_running_loop().run_in_executor(self._workers, render)
 
+    def encode_with_starts(self, text: str) -> list[tuple[int, int]]:
+        """Token ids of `text`, special tokens included, each with the character where it begins; raises TokenizerError.
+
+        A special token that was added begins where the token before it does.
+        """
+        encoding = _first_of(self._rust.encode_batch, text, special=True)
+        starts = accumulate((start for start, _ in encoding.offsets), max)
+        return list(zip(encoding.ids, starts, strict=True))
+
+    async def in_thread(self, call: Callable[[], Result]) -> Result:
+        """Make the call in one of the worker threads."""
+        return await asyncio.get_running_loop().run_in_executor(self._workers, call)
+
     def decode(self, ids: tuple[int, ...] | list[int], *, skip_special_tokens: bool) -> str:
         """Text of `ids` as a whole; ids outside the vocabulary add nothing."""
         text: str = self._rust.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -132,6 +149,16 @@ class Tokenizer:
             twice = self.decode([token_id, token_id], skip_special_tokens=False)
             text = self._texts[token_id] = twice[len(alone) :]
         return text
+
+    def token_name(self, token_id: int) -> str:
+        r"""`token_text`, or `bytes:\xe2\x80` where a token is not made of whole characters, as OpenAI writes it."""
+        if (
+            self.is_special(token_id)
+            or not self.has_pieces
+            or self.whole_text(token_id) is not None
+        ):
+            return self.token_text(token_id)
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.token_bytes(token_id))
 
     def token_bytes(self, token_id: int) -> bytes:
         """UTF-8 bytes that the token adds anywhere, b"" outside the vocabulary; see `has_pieces`."""

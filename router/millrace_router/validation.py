@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from millrace_router.api.grammar import check_as_tgi
 from millrace_router.api.native import GenerateParameters, GenerateRequest, OpenAIParameters
+from millrace_router.api.prompt import PromptRequest
 from millrace_router.errors import SizeError, ValidationError
 from millrace_router.grammars import Grammars
 from millrace_router.limits import Limits
@@ -173,14 +175,27 @@ def grammar_from(parameters: GenerateParameters, limits: Limits) -> Grammar | No
     if not limits.grammars:
         raise ValidationError("grammar is not supported")
     grammar = parameters.grammar.resolved()
+    # A grammar of tools is not the client's, and what its `response_format` says is checked before that.
+    if limits.strict_tgi and not isinstance(parameters, OpenAIParameters):
+        check_as_tgi(parameters.grammar)
     if parameters.ignore_eos:
         raise ValidationError("`ignore_eos` has no meaning beside a grammar, which says what ends")
     return grammar
 
 
-def check_adapter(parameters: GenerateParameters) -> None:
-    """Refuse what would otherwise be ignored in silence; raises ValidationError."""
-    if parameters.adapter_id is not None:
+def check_least(parameters: GenerateParameters, max_new_tokens: int) -> int:
+    """Tokens that are to come at least; raises ValidationError if they are more than may come."""
+    least = parameters.min_new_tokens if isinstance(parameters, OpenAIParameters) else None
+    if least is not None and least > max_new_tokens:
+        raise ValidationError(
+            f"`min_tokens` must be <= `max_tokens`. Given: {least} and {max_new_tokens}"
+        )
+    return least or 0
+
+
+def check_adapter(parameters: GenerateParameters, limits: Limits) -> None:
+    """Refuse what TGI ignores in silence, an adapter that is not there; raises ValidationError."""
+    if parameters.adapter_id is not None and not limits.strict_tgi:
         raise ValidationError(f"`adapter_id` is not known. Given: {parameters.adapter_id}")
 
 
@@ -202,6 +217,13 @@ def sampling_from(parameters: GenerateParameters) -> SamplingParameters:
         watermark=parameters.watermark,
         bias=openai.logit_bias,
     )
+
+
+def scores_from(parameters: GenerateParameters, limits: Limits) -> tuple[bool, int]:
+    """Whether the prompt's log probabilities are told, and how many candidates beside each of them."""
+    if isinstance(parameters, OpenAIParameters) and parameters.prompt_logprobs:
+        return True, parameters.prompt_top_n_tokens
+    return parameters.decoder_input_details and limits.prefill_logprobs, 0
 
 
 def _default(value: float | None, default: float) -> float:
@@ -268,9 +290,12 @@ class Validator:
         check_sampling(parameters)
         check_extent(parameters, limits)
         check_bias(parameters, limits)
-        check_inputs(request, limits)
-        check_bytes(request, limits, self._tokenizer.longest_token)
-        input_ids = await self._encode(request.inputs, add_special_tokens=add_special_tokens)
+        if isinstance(request, PromptRequest) and request.input_ids is not None:
+            input_ids = request.input_ids
+        else:
+            check_inputs(request, limits)
+            check_bytes(request, limits, self._tokenizer.longest_token)
+            input_ids = await self._encode(request.inputs, add_special_tokens=add_special_tokens)
         if parameters.truncate is not None:
             input_ids = input_ids[-parameters.truncate :]
         max_new_tokens = parameters.max_new_tokens
@@ -290,15 +315,19 @@ class Validator:
         """Check what is left, and resolve the defaults; raises ValidationError."""
         parameters, limits = request.parameters, self.limits
         grammar = grammar_from(parameters, limits)
-        check_adapter(parameters)
+        scores, candidates = scores_from(parameters, limits)
+        least = check_least(parameters, max_new_tokens)
+        check_adapter(parameters, limits)
         valid = ValidRequest(
             input_ids=input_ids,
             max_new_tokens=max_new_tokens,
             sampling=sampling_from(parameters),
             stop_sequences=tuple(parameters.stop),
             ignore_eos=parameters.ignore_eos,
+            min_new_tokens=least,
             top_n_tokens=parameters.top_n_tokens or 0,
-            prefill_logprobs=parameters.decoder_input_details and limits.prefill_logprobs,
+            prefill_logprobs=scores,
+            prompt_top_n_tokens=candidates,
             grammar=grammar,
             terms=terms,
         )
@@ -312,6 +341,10 @@ class Validator:
             )
         except TokenizerError as error:
             raise ValidationError(f"tokenizer error {error}") from error
+
+    async def count(self, text: str, *, add_special_tokens: bool = True) -> int:
+        """Count the tokens of a text, however long it is; raises ValidationError."""
+        return len(await self._encode(text, add_special_tokens=add_special_tokens))
 
     async def _encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         try:

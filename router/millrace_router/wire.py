@@ -8,6 +8,7 @@ from itertools import chain, islice, repeat
 
 from millrace_proto import generate_pb2 as pb
 from millrace_router.entry import Entry
+from millrace_router.events import PromptChunk
 from millrace_router.request import Grammar, GrammarKind
 from millrace_router.row import Row
 from millrace_router.step_plan import StepPlan
@@ -74,7 +75,7 @@ class StepResult:
     """(slot, token id, log probability, candidates beside it); a slot's tokens stand together, in order."""
     counts: Sequence[tuple[int, int]]
     """(slot, how many of the tokens are its own)."""
-    prompt_logprobs: Sequence[tuple[int, Sequence[float]]]
+    prompt_logprobs: Sequence[tuple[int, PromptChunk]]
     """(slot, log probabilities of the prompt tokens computed in this step)."""
     failed_slots: Sequence[int]
     timings: StepTimings
@@ -171,6 +172,7 @@ def _sequence_to_pb(row: Row[Entry]) -> pb.Sequence:
         ),
         top_n_tokens=request.top_n_tokens,
         prefill_logprobs=entry.wants_prompt_logprobs,
+        prefill_top_n_tokens=request.prompt_top_n_tokens if entry.wants_prompt_logprobs else 0,
         min_new_tokens=request.min_new_tokens,
         grammar=None if request.grammar is None else grammar_to_pb(request.grammar),
     )
@@ -220,7 +222,18 @@ def _candidates(message: pb.StepResponse) -> Iterator[Candidates]:
     return (tuple(islice(top, count)) for count in message.top_counts)
 
 
-def _prompt_logprobs(message: pb.StepResponse) -> Iterator[tuple[int, Sequence[float]]]:
-    logprobs = iter(message.prefill_logprobs)
-    for slot, count in zip(message.prefill_slots, message.prefill_counts, strict=True):
-        yield slot, tuple(islice(logprobs, count))
+def _prompt_logprobs(message: pb.StepResponse) -> Iterator[tuple[int, PromptChunk]]:
+    rows = zip(message.prefill_slots, message.prefill_counts, strict=True)
+    top_counts = message.prefill_top_counts or [0] * len(message.prefill_slots)
+    first = first_top = 0
+    for (slot, count), top_count in zip(rows, top_counts, strict=True):
+        end, end_top = first + count, first_top + count * top_count
+        yield (
+            slot,
+            PromptChunk(
+                message.prefill_logprobs[first:end],
+                message.prefill_top_ids[first_top:end_top],
+                message.prefill_top_logprobs[first_top:end_top],
+            ),
+        )
+        first, first_top = end, end_top

@@ -15,6 +15,7 @@ from torch import Tensor
 from millrace_shard.batch_limits import BatchLimits
 from millrace_shard.block_tables import BlockTables
 from millrace_shard.host_copies import upload, upload_columns
+from millrace_shard.pending_scores import PendingScores
 from millrace_shard.prepared import PreparedStep
 from millrace_shard.ragged import RaggedBatch
 from millrace_shard.sampling_rows import SamplingRows
@@ -54,7 +55,7 @@ class Batch:
         self.blocks = BlockTables(limits, device)
         self.failed = torch.zeros(size, dtype=torch.bool, device=device)
         """Sequences whose logits were not finite once: nothing they yield later counts."""
-        self.next_prompt_logprob = torch.zeros(size, dtype=torch.float32, device=device)
+        self.pending_scores = PendingScores(size, device)
         """What the last computed prompt token says of the one after it, which the next chunk reports."""
 
     def __len__(self) -> int:
@@ -128,7 +129,9 @@ class Batch:
         self._parameters[slot] = sequence.columns()
         self.history[slot, :num_inputs] = upload(sequence.input_ids, self.device)
         self.failed[slot] = False
-        self.next_prompt_logprob[slot] = float("nan")
+        if sequence.prefill_logprobs:
+            most = self.limits.vocab_size
+            self.pending_scores.admit(slot, min(sequence.prefill_top_n_tokens, most))
 
     def _grow(self, slots: Ints, blocks: Ints) -> Ints:
         if len(slots) != len(blocks):
@@ -209,7 +212,8 @@ class Batch:
         is_prompt = np.isin(token_rows, prompt_rows)
         # The last token that is sure, and the guesses after it.
         is_last = lasts[token_rows] - np.arange(len(token_rows)) <= guesses[token_rows]
-        logit_rows = np.flatnonzero(is_prompt | is_last)
+        logit_rows = np.flatnonzero(is_last)
+        state_rows = np.flatnonzero(is_prompt | is_last)
         sampled_tokens = np.flatnonzero(is_last & rows.finished[token_rows])
         sampled = slots[token_rows[sampled_tokens]]
         yields = np.flatnonzero(rows.finished)
@@ -236,7 +240,9 @@ class Batch:
             unfinished=slots[~rows.finished],
             unfinished_logits=np.searchsorted(logit_rows, lasts[~rows.finished]),
             prompt_rows=prompt_rows,
-            prompt_logits=np.searchsorted(logit_rows, np.flatnonzero(is_prompt)),
+            state_rows=state_rows,
+            logit_states=np.searchsorted(state_rows, logit_rows),
+            prompt_states=np.searchsorted(state_rows, np.flatnonzero(is_prompt)),
             prompt_targets=targets[is_prompt],
             is_plain=not rows.num_chunks and not len(rows.wide_slots),
         )

@@ -139,7 +139,8 @@ class ShardConfig(BaseSettings):
         description="Sum small tensors between GPUs through memory they share in place of NCCL.",
     )
     enable_prefill_logprobs: bool = Field(
-        default=False, description="Let requests ask for the log probabilities of their prompt."
+        default=False,
+        description="Let `decoder_input_details` tell the log probabilities of a prompt, as it does in TGI.",
     )
 
     trust_remote_code: bool = Field(

@@ -42,7 +42,7 @@ class LaunchedStep:
         self._invalid_slots = invalid_slots
         self._prompts = prompts
         self._tops = [(top, start_download(top.best)) for top in tops]
-        self._prompt_values = start_download(prompts.values) if prompts else None
+        self._prompt_scores = start_download(prompts.scores) if prompts else None
         self._unfinished_failed = (
             None if unfinished_failed is None else start_download(unfinished_failed)
         )
@@ -57,13 +57,8 @@ class LaunchedStep:
             result = StepResult(failed_slots=np.concatenate([unfinished, self._invalid_slots]))
         if self._tokens is not None:
             result = self._with_tokens(result, self._tokens)
-        if self._prompts is not None and self._prompt_values is not None:
-            result = replace(
-                result,
-                prefill_slots=self._prompts.slots,
-                prefill_counts=self._prompts.counts,
-                prefill_logprobs=self._prompt_values.numpy(),
-            )
+        if self._prompts is not None and self._prompt_scores is not None:
+            result = self._prompts.add_to(result, self._prompt_scores)
         if len(self._rows.wide_slots):
             result = self._with_computed(result, self._rows)
         return replace(result, timings=self._timings())

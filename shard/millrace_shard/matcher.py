@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from llguidance import LLMatcher, LLParserLimits
@@ -20,6 +21,7 @@ WORDING = {
     ),
 }
 """What llguidance says to those who call it, as it is said to those who write schemas."""
+SOURCE_LINE = re.compile(r"\n *[0-9]+ \| ")
 
 
 class Matcher:
@@ -85,8 +87,9 @@ class Matcher:
 
 def short_reason(message: str) -> str:
     """What llguidance says, without the source and the state that it echoes."""
-    for echo in ("\n<state>", "<grammar>", "\n   1 |", "<non-verbose/>"):
+    for echo in ("\n<state>", "<grammar>", "<non-verbose/>"):
         message = message.split(echo, maxsplit=1)[0]
+    message = SOURCE_LINE.split(message, maxsplit=1)[0]
     message = message.partition("failed to compile JSON schema: ")[2] or message
     for theirs, ours in WORDING.items():
         message = message.replace(theirs, ours)

@@ -41,3 +41,9 @@ class CausalModel(Protocol):
 
     def forward(self, batch: RaggedBatch, cache: Sequence[LayerCache]) -> Tensor:
         """Logits of `batch.logit_rows` over the whole vocabulary, [R, vocab] float32, on every rank."""
+
+    def states(self, batch: RaggedBatch, cache: Sequence[LayerCache]) -> Tensor:
+        """`forward` as far as the head: what that reads of `batch.logit_rows`, [R, hidden], on every rank."""
+
+    def logits(self, states: Tensor) -> Tensor:
+        """The rest of it, for any of these states [R, hidden]; the same bits."""

@@ -21,7 +21,7 @@ class PreparedStep:
     guesses: Ints
     """[B], how many of them, at their end, are guesses."""
     logit_rows: Ints
-    """[L], the tokens whose logits are wanted."""
+    """[L], the tokens whose logits are wanted, but for those that only score a prompt."""
     num_chunks: int
     """How many of the rows compute a prompt."""
     yields: Ints
@@ -41,8 +41,12 @@ class PreparedStep:
     """[U], their place among the logits."""
     prompt_rows: Ints
     """[P], rows in `slots` whose prompt logprobs are wanted."""
-    prompt_logits: Ints
-    """Place among the logits of every token of those rows, in order."""
+    state_rows: Ints
+    """[S], the tokens whose hidden states are wanted where prompts are scored: of `logit_rows` and of those rows."""
+    logit_states: Ints
+    """[L], place of `logit_rows` among them."""
+    prompt_states: Ints
+    """Place among them of every token of those rows, in order."""
     prompt_targets: Ints
     """The position each of these predicts, clamped to the prompt."""
     is_plain: bool

@@ -10,13 +10,13 @@ from millrace_shard.sequence import SamplingParameters, Sequence
 from millrace_shard.step import BatchChange, Forward
 
 
-def run_largest(
-    runner: StepRunner, lengths: list[int], *, prefill_logprobs: bool, decode: bool = False
-) -> None:
+def run_largest(runner: StepRunner, lengths: list[int], *, decode: bool = False) -> None:
     """One step over prompts of these lengths that uses every part of sampling; nothing of it stays.
 
     And to `decode`, where tokens may be guessed ahead, one with all guesses. Raises whatever the device raises.
     """
+    # What prompts are scored with is little, and takes a CPU long; on CUDA it counts, and takes no time.
+    scores = runner.batch.device.type == "cuda"
     size, most = runner.batch.limits.block_size, runner.batch.limits.max_guesses
     decode = decode and most > 0
     room = 1 + most if decode else 0
@@ -25,7 +25,7 @@ def run_largest(
     prompts = Forward(
         change=BatchChange(
             admitted=tuple(
-                _sequence(slot, length, prefill_logprobs=prefill_logprobs)
+                _sequence(slot, length, prefill_logprobs=scores)
                 for slot, length in enumerate(lengths)
             ),
             grown_slots=np.repeat(slots, num_blocks),
@@ -63,6 +63,7 @@ def _sequence(slot: int, length: int, *, prefill_logprobs: bool) -> Sequence:
         ),
         top_n_tokens=5,
         prefill_logprobs=prefill_logprobs,
+        prefill_top_n_tokens=5,
     )
 
 

@@ -18,7 +18,7 @@ from millrace_shard.kernels.base import Kernels, LayerCache
 from millrace_shard.launched_step import LaunchedStep
 from millrace_shard.model import CausalModel
 from millrace_shard.prepared import PreparedStep
-from millrace_shard.prompt_logprobs import prompt_logprobs
+from millrace_shard.prompt_logprobs import PromptLogprobs, prompt_logprobs
 from millrace_shard.sampling import Sampled, Sampler
 from millrace_shard.sequence import Sequence
 from millrace_shard.speculation.guesses import Guesses
@@ -101,9 +101,8 @@ class StepRunner:
         guesses = self._propose(rows)
         prepared = self.batch.prepare(rows, guesses.counts)
         pending = self._guidance.start(prepared, guesses)
-        logits = self._forward(prepared)
+        logits, prompts = self._forward(prepared)
         watch.mark()
-        prompts = prompt_logprobs(logits, prepared, self.batch)
         rulings = None if pending is None else pending.result(self.batch.device)
         sampled = self._sample(logits, prepared, rulings) if len(prepared.sampled) else None
         tokens = None
@@ -174,14 +173,23 @@ class StepRunner:
             self.batch.write(*guesses.places(rows.slots, rows.num_tokens), guesses.ids)
         return guesses
 
-    def _forward(self, prepared: PreparedStep) -> Tensor:
+    def _forward(self, prepared: PreparedStep) -> tuple[Tensor, PromptLogprobs | None]:
+        """Logits of `prepared.logit_rows`, and the scores of prompts that want any."""
         graphs = self._graphs
         if graphs is not None and prepared.is_plain and graphs.fits(len(prepared.slots)):
-            return graphs.logits(prepared.slots, prepared.starts)
+            return graphs.logits(prepared.slots, prepared.starts), None
+        scores = len(prepared.prompt_rows) > 0
         ragged = self.batch.ragged(
-            prepared.slots, prepared.starts, prepared.counts, prepared.logit_rows
+            prepared.slots,
+            prepared.starts,
+            prepared.counts,
+            prepared.state_rows if scores else prepared.logit_rows,
         )
-        return self._model.forward(ragged, self._cache)
+        if not scores:
+            return self._model.forward(ragged, self._cache), None
+        states = self._model.states(ragged, self._cache)
+        logits = self._model.logits(states[self.batch.to_device(prepared.logit_states)])
+        return logits, prompt_logprobs(states, self._model, prepared, self.batch)
 
     def _clear_blocks(self, blocks: Ints) -> None:
         if not len(blocks):

@@ -102,6 +102,7 @@ class Sequence:
     parameters: SamplingParameters = field(default_factory=SamplingParameters)
     top_n_tokens: int = 0
     prefill_logprobs: bool = False
+    prefill_top_n_tokens: int = 0
     min_new_tokens: int = 0
     grammar: Grammar | None = None
 

@@ -125,7 +125,7 @@ class ShardService(pb_grpc.ShardServiceServicer):
             for request in requests:
                 if request.number == 0:
                     epochs.add(request.epoch)
-                step = step_from_pb(request, prefill_logprobs=self._prefill_logprobs)
+                step = step_from_pb(request)
                 replies.put(self.engine.step(step))
         except grpc.RpcError:
             logger.info("a stream of steps broke")

@@ -139,6 +139,10 @@ class StepResult:
     prefill_slots: Ints = field(default_factory=no_ints)
     prefill_counts: Ints = field(default_factory=no_ints)
     prefill_logprobs: Floats = field(default_factory=no_floats)
+    prefill_top_counts: Ints = field(default_factory=no_ints)
+    """Candidates of each token of a slot, one number per slot, or empty when no row asked for candidates."""
+    prefill_top_ids: Ints = field(default_factory=no_ints)
+    prefill_top_logprobs: Floats = field(default_factory=no_floats)
     failed_slots: Ints = field(default_factory=no_ints)
     computed_slots: Ints = field(default_factory=no_ints)
     """Decodes that were allowed more than one position."""

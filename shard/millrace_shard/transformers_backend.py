@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.logging import disable_progress_bar
 
@@ -123,6 +125,26 @@ class TransformersModel:
             return self._run(batch.ids, batch.positions, batch.logit_rows).float()
 
     @torch.inference_mode()
+    def states(self, batch: RaggedBatch, cache: Sequence[LayerCache]) -> Tensor:
+        """`forward` as far as the head: what that reads of `batch.logit_rows`, [R, hidden]."""
+        with answering(PagedAttention(self._kernels, batch, cache)):
+            output = self._model.get_decoder()(
+                input_ids=batch.ids.unsqueeze(0),
+                position_ids=batch.positions.unsqueeze(0),
+                use_cache=False,
+            )
+        states: Tensor = output.last_hidden_state[0, batch.logit_rows]
+        return states
+
+    @torch.inference_mode()
+    def logits(self, states: Tensor) -> Tensor:
+        """[R, vocab] float32 of states [R, hidden], by the class's own code, which may scale or cap them."""
+        with _standing_in(self._model.get_decoder(), states.unsqueeze(0)):
+            output = self._model(inputs_embeds=states.unsqueeze(0), use_cache=False)
+        logits: Tensor = output.logits[0]
+        return logits.float()
+
+    @torch.inference_mode()
     def _probe(self) -> ShapeProbe:
         """Run two tokens to learn the shapes; a config may say otherwise than its class does."""
         probe = ShapeProbe()
@@ -142,6 +164,19 @@ class TransformersModel:
         )
         logits: Tensor = output.logits[0]
         return logits
+
+
+@contextmanager
+def _standing_in(decoder: nn.Module, states: Tensor) -> Iterator[None]:
+    """Have `decoder` answer with `states` [1, R, hidden], whatever it is given."""
+    output = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=states)
+    # Classes with a mixture of experts pass this on.
+    output.router_logits = None
+    decoder.forward = lambda *_, **__: output
+    try:
+        yield
+    finally:
+        del decoder.forward
 
 
 def check_supported(config: PretrainedConfig) -> None:

@@ -79,8 +79,6 @@ class MemoryLimits:
 
     kv_memory: int | None = None
     cuda_memory_fraction: float = 1.0
-    prefill_logprobs: bool = False
-    """Whether prompts may ask for logprobs, which makes the largest step larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +137,7 @@ def warm_up(
             num_blocks=capacity.num_blocks - 1,
             block_size=shape.block_size,
         )
-        _rehearse(runner, lengths, limits, prefill_too_large(sum(lengths)))
+        _rehearse(runner, lengths, prefill_too_large(sum(lengths)))
     return WarmedUp(runner, capacity)
 
 
@@ -196,10 +194,10 @@ def _memory_after_rehearsal(
         )
     except torch.OutOfMemoryError as error:
         raise prefill_too_large(sum(lengths)) from error
-    _rehearse(runner, lengths, limits, prefill_too_large(sum(lengths)))
+    _rehearse(runner, lengths, prefill_too_large(sum(lengths)))
     # Prompts of one token are sampled from as decodes are, all of them at once.
     single = [1] * request.max_batch_size
-    _rehearse(runner, single, limits, batch_too_large(request.max_batch_size), decode=True)
+    _rehearse(runner, single, batch_too_large(request.max_batch_size), decode=True)
     trial_bytes = num_blocks * shape.block_size * shape.bytes_per_token
     return _kv_memory(loaded.device, limits, trial_bytes)
 
@@ -207,14 +205,13 @@ def _memory_after_rehearsal(
 def _rehearse(
     runner: StepRunner,
     lengths: list[int],
-    limits: MemoryLimits,
     too_large: CapacityError,
     *,
     decode: bool = False,
 ) -> None:
     """Raises `too_large` where memory ends."""
     try:
-        run_largest(runner, lengths, prefill_logprobs=limits.prefill_logprobs, decode=decode)
+        run_largest(runner, lengths, decode=decode)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

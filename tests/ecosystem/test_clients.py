@@ -1,25 +1,50 @@
-"""Third-party clients, each in an environment of its own, against a running server."""
+"""Third-party clients, each in an environment of its own, against a running server.
+
+A client is a script `clients/NAME_client.py` or `clients/js/NAME_client.mjs`. A Python script runs in the environment
+whose name its own begins with.
+"""
 
 from __future__ import annotations
 
 import os
-import shutil
+import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from bench.serve import RunningServer
+from bench.serve import RunningServer, serving
+from tests.ecosystem import prepare
+from tests.ecosystem.conftest import DEMO_MODEL
 
 pytestmark = pytest.mark.ecosystem
 
-CLIENTS = Path(__file__).parent / "clients"
-ROOT = Path(__file__).parent.parent.parent
+CLIENTS = prepare.CLIENTS
+DOCUMENT = prepare.ROOT / "docs" / "clients.md"
+FORMATS = ["hermes", "llama", "mistral"]
 SECONDS = 300
+QUIET = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "DO_NOT_TRACK": "1"}
+"""Keeps clients from asking servers of their makers for anything."""
 
 
-def run_cases(command: Sequence[str]) -> None:
-    """Run a client script; what it printed is the failure's message."""
+def imported(code: str) -> str:
+    """The package that an example imports first."""
+    line = code.splitlines()[0]
+    quoted = re.search('"(.+)"', line)
+    return quoted[1] if quoted else re.split("[ .,]", line)[1]
+
+
+def names(pattern: str) -> list[str]:
+    return sorted(path.stem.removesuffix("_client") for path in CLIENTS.glob(pattern))
+
+
+def environment_of(name: str) -> str:
+    """The longest of the environments' names that the script's begins with."""
+    return max((path.stem for path in CLIENTS.glob("*.txt") if name.startswith(path.stem)), key=len)
+
+
+def run_quietly(command: Sequence[str], folder: Path) -> str:
+    """What the command printed; the same is the failure's message."""
     # huggingface_hub, told to stay offline, refuses a server on this machine too.
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     answer = subprocess.run(
@@ -27,25 +52,86 @@ def run_cases(command: Sequence[str]) -> None:
         capture_output=True,
         text=True,
         timeout=SECONDS,
-        cwd=CLIENTS,
-        env=environment,
+        cwd=folder,
+        env={**environment, **QUIET},
         check=False,
     )
-    assert "passed " in answer.stdout, answer.stdout + answer.stderr
     assert answer.returncode == 0, answer.stdout + answer.stderr
+    return answer.stdout
 
 
-@pytest.mark.parametrize("name", ["openai", "huggingface_hub", "text_generation"])
-def test_python_client(server: RunningServer, name: str) -> None:
-    python = ROOT / ".venvs" / name / "bin" / "python"
-    if not python.exists():
-        pytest.skip(f"no .venvs/{name}: make test-ecosystem makes it")
-    run_cases([str(python), f"{name}_client.py", server.url])
+def run_cases(command: Sequence[str]) -> None:
+    said = run_quietly(command, CLIENTS)
+    assert "passed " in said, said
 
 
-@pytest.mark.parametrize("name", ["openai", "huggingface"])
-def test_javascript_client(server: RunningServer, name: str) -> None:
-    node = shutil.which("node")
+def python_or_skip(name: str) -> str:
+    environment = environment_of(name)
+    python = prepare.interpreter(environment)
+    if python is None:
+        pytest.skip(f"no .venvs/{environment}: make test-ecosystem makes it")
+    return str(python)
+
+
+def node_or_skip() -> str:
+    node = prepare.node()
     if node is None or not (CLIENTS / "js" / "node_modules" / ".package.json").exists():
         pytest.skip("node or its packages are missing: make test-ecosystem installs them")
-    run_cases([node, f"js/{name}_client.mjs", server.url])
+    return str(node)
+
+
+@pytest.mark.parametrize("name", names("*_client.py"))
+def test_python_client(server: RunningServer, name: str) -> None:
+    run_cases([python_or_skip(name), f"{name}_client.py", server.url])
+
+
+@pytest.mark.parametrize("name", names("js/*_client.mjs"))
+def test_javascript_client(server: RunningServer, name: str) -> None:
+    run_cases([node_or_skip(), f"js/{name}_client.mjs", server.url])
+
+
+def examples(language: str) -> list[str]:
+    """The blocks of code of that language in the clients' documentation."""
+    return re.findall(rf"```{language}\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("code", examples("python"), ids=imported)
+def test_documented_python_example(server: RunningServer, code: str) -> None:
+    asked = code.replace("http://127.0.0.1:3000", server.url)
+    run_quietly([python_or_skip(imported(code)), "-c", asked], CLIENTS)
+
+
+@pytest.mark.parametrize("code", examples("js"), ids=imported)
+def test_documented_javascript_example(server: RunningServer, code: str) -> None:
+    asked = code.replace("http://127.0.0.1:3000", server.url)
+    run_quietly([node_or_skip(), "--input-type=module", "--eval", asked], CLIENTS / "js")
+
+
+@pytest.fixture(scope="module")
+def other_server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningServer]:
+    """A launcher that has the flag which the test gives as the fixture's parameter."""
+    log = tmp_path_factory.mktemp("launcher") / "launcher.log"
+    flags = ["--enable-prefill-logprobs", request.param]
+    with serving(DEMO_MODEL, log=log, flags=flags) as running:
+        yield running
+
+
+@pytest.mark.parametrize("other_server", ["--dtype=float32"], indirect=True)
+def test_lm_eval_finds_what_it_finds_without_a_server(other_server: RunningServer) -> None:
+    run_cases([python_or_skip("lm_eval"), "lm_eval_cases.py", other_server.url])
+
+
+# The demo model has no format of its own, so that any will do for it.
+@pytest.mark.parametrize(
+    "other_server", [f"--tool-call-parser={name}" for name in FORMATS], indirect=True
+)
+def test_tools_of_every_format(other_server: RunningServer) -> None:
+    run_cases([python_or_skip("openai"), "openai_tools_client.py", other_server.url])
+
+
+@pytest.mark.parametrize("other_server", ["--strict-tgi"], indirect=True)
+@pytest.mark.parametrize("name", ["huggingface_hub", "text_generation"])
+def test_tgi_s_clients_with_tgi_s_oddities(other_server: RunningServer, name: str) -> None:
+    run_cases([python_or_skip(name), f"{name}_client.py", other_server.url])

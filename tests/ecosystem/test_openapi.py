@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from bench.serve import RunningServer
 
+from millrace_router.openapi import openapi_json
+
 pytestmark = pytest.mark.ecosystem
 
 ROOT = Path(__file__).parent.parent.parent
@@ -16,6 +18,17 @@ PROGRAM = ROOT / ".venvs" / "schemathesis" / "bin" / "schemathesis"
 HOOKS = Path(__file__).parent / "clients"
 SECONDS = 20
 """For each of the runs to generate requests."""
+
+
+def test_the_document_is_valid(tmp_path: Path) -> None:
+    """Schema of OpenAPI 3.1, references, unique operation ids, parameters of paths."""
+    validator = PROGRAM.with_name("openapi-spec-validator")
+    if not validator.exists():
+        pytest.skip("no .venvs/schemathesis: make test-ecosystem makes it")
+    document = tmp_path / "openapi.json"
+    document.write_bytes(openapi_json())
+    answer = subprocess.run([validator, document], capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
 
 
 @pytest.mark.parametrize(

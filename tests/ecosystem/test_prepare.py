@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from tests.ecosystem import prepare
+
+CLIENTS = prepare.CLIENTS
+DOCUMENT = prepare.ROOT / "docs" / "clients.md"
 
 
 @pytest.fixture
@@ -24,13 +30,13 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return found
 
 
-def test_root_installs_node_and_npm(
+def test_root_installs_what_is_missing(
     commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     prepare.prepare_programs()
     installed = {command[-1] for command in commands if command[1] == "install"}
-    assert installed >= {"nodejs", "npm", "g++", "prometheus"}
+    assert installed >= {"g++", "prometheus", "docker-compose"}
 
 
 def test_others_are_told_what_is_missing(
@@ -40,5 +46,54 @@ def test_others_are_told_what_is_missing(
     prepare.prepare_programs()
     assert commands == []
     said = capsys.readouterr().out
-    assert "nodejs" in said
-    assert "npm" in said
+    assert "prometheus" in said
+    assert "docker-compose" in said
+
+
+def test_without_node_the_javascript_clients_are_named_as_skipped(
+    commands: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "js").mkdir()
+    (tmp_path / "js" / "package.json").write_text("{}")
+    monkeypatch.setattr(prepare, "VENVS", tmp_path / "none")
+    monkeypatch.setattr(prepare, "CLIENTS", tmp_path)
+    prepare.prepare_node()
+    assert commands == []
+    assert "the JavaScript clients' tests skip" in capsys.readouterr().out
+
+
+def test_an_environment_is_made_once_for_the_same_pins(
+    commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pins = tmp_path / "client.txt"
+    pins.write_text("client==1.0\n")
+    monkeypatch.setattr(prepare, "VENVS", tmp_path)
+    (tmp_path / "client").mkdir()
+    (tmp_path / "client" / "requirements.txt").write_text("client==1.0\n")
+    prepare.prepare_venv(pins)
+    assert commands == []
+
+
+def test_an_environment_that_was_not_installed_to_its_end_is_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(prepare, "VENVS", tmp_path)
+    monkeypatch.setattr(prepare, "_run", lambda command, **_: "venv" in command)
+    pins = tmp_path / "client.txt"
+    pins.write_text("client==1.0\n")
+    prepare.prepare_venv(pins)
+    assert prepare.interpreter("client") is None
+
+
+def test_the_documented_versions_are_those_installed() -> None:
+    lines = [line for file in CLIENTS.glob("*.txt") for line in file.read_text().splitlines()]
+    pinned = set(re.findall(r"^([\w-]+)(?:\[.*?\])?==(.+)$", "\n".join(lines), re.MULTILINE))
+    pinned |= json.loads((CLIENTS / "js" / "package.json").read_text())["dependencies"].items()
+    rows = re.findall(r"^\| (`.*?) \| ([\d., ]+) \|", DOCUMENT.read_text(), re.MULTILINE)
+    assert len(rows) > 10
+    for clients, numbers in rows:
+        named = zip(re.findall("`(.+?)`", clients), numbers.split(", "), strict=True)
+        assert set(named) <= pinned, clients

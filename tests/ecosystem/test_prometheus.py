@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import time
@@ -17,6 +18,8 @@ import pytest
 import yaml
 from bench.serve import RunningServer, free_port
 
+from millrace_tgi_series import SERIES
+
 pytestmark = pytest.mark.ecosystem
 
 ROOT = Path(__file__).parent.parent.parent
@@ -29,6 +32,8 @@ KNOWN_COMPLAINTS = (
 )
 """TGI's own names, which its dashboards ask for."""
 ALWAYS_THERE = "tgi_request_count"
+SERIES_LINE = re.compile(r"^(\w+)(?:\{(.*)\})? ", re.MULTILINE)
+LABEL = re.compile(r'\w+="[^"]*"')
 
 
 def program(name: str) -> str:
@@ -43,12 +48,14 @@ def get_json(url: str) -> Any:
         return json.load(answer)
 
 
-def generate(server: RunningServer) -> None:
-    body = json.dumps({"inputs": "The mill", "parameters": {"max_new_tokens": 4}}).encode()
+def generate(server: RunningServer, num_tokens: int = 4, route: str = "generate") -> Any:
+    """Ask for a text; the answer is to be read, or closed."""
+    parameters = {"max_new_tokens": num_tokens, "ignore_eos": True}
+    body = json.dumps({"inputs": "The mill", "parameters": parameters}).encode()
     request = urllib.request.Request(
-        f"{server.url}/generate", body, {"Content-Type": "application/json"}
+        f"{server.url}/{route}", body, {"Content-Type": "application/json"}
     )
-    urllib.request.urlopen(request, timeout=60).close()
+    return urllib.request.urlopen(request, timeout=60)
 
 
 def poll(probe: Callable[[], Any], *, what: str) -> Any:
@@ -117,7 +124,7 @@ def prometheus(
 
 
 def test_it_scrapes_the_server(server: RunningServer, prometheus: Prometheus) -> None:
-    generate(server)
+    generate(server).close()
     up = poll(lambda: prometheus.query("up == 1"), what="the target was not up")
     assert up[0]["metric"]["job"] == "millrace"
     series = poll(lambda: prometheus.query(ALWAYS_THERE), what=f"no {ALWAYS_THERE}")
@@ -128,7 +135,7 @@ def test_it_scrapes_the_server(server: RunningServer, prometheus: Prometheus) ->
 def test_every_query_of_the_dashboard_is_valid(
     server: RunningServer, prometheus: Prometheus
 ) -> None:
-    generate(server)
+    generate(server).close()
     poll(lambda: prometheus.query(ALWAYS_THERE), what=f"no {ALWAYS_THERE}")
     expressions = [
         target["expr"].replace("$container", ".*").replace("$__rate_interval", "1m")
@@ -140,9 +147,32 @@ def test_every_query_of_the_dashboard_is_valid(
         prometheus.query(expression)
 
 
+def series_in(exposition: str) -> set[str]:
+    """Selectors of the series that there are: the names, with each of their labels, and without."""
+    found: set[str] = set()
+    for name, labels in SERIES_LINE.findall(exposition):
+        found |= {name, *(f"{name}{{{label}}}" for label in LABEL.findall(labels))}
+    return found
+
+
+def test_every_series_that_tgi_s_dashboard_reads_is_there_after_traffic(
+    server: RunningServer,
+) -> None:
+    with generate(server, 200, "generate_stream") as running:
+        running.readline()
+        generate(server).close()
+        running.read()
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        generate(server, 10**6)
+    refused.value.close()
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as answer:
+        there = series_in(answer.read().decode())
+    assert [series for series in SERIES if series not in there] == []
+
+
 def test_promtool_has_only_the_known_complaints(server: RunningServer) -> None:
     promtool = program("promtool")
-    generate(server)
+    generate(server).close()
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as answer:
         text = answer.read()
     checked = subprocess.run(

@@ -71,6 +71,7 @@ PATH_FLAGS = [
     ("--weights-cache-override", "launcher"),
     ("--tokenizer-config-path", "router"),
     ("--journal", "router"),
+    ("--log-requests", "router"),
 ]
 OURS = [
     ("--draft-model", "org/draft", "shard", "org/draft"),
@@ -95,12 +96,17 @@ OURS = [
     ("--priority-ageing", "2.5", "router", 2.5),
     ("--max-queue-size", "40", "router", 40),
     ("--max-queue-wait", "1.5", "router", 1.5),
+    ("--aip-predict-route", "/predict", "router", "/predict"),
+    ("--aip-health-route", "/alive", "router", "/alive"),
+    ("--tool-call-parser", "hermes", "router", "hermes"),
+    ("--strict-tgi", "", "router", True),
     ("--max-restarts", "0", "launcher", 0),
     ("--step-timeout", "1.5", "router", 1.5),
     ("--recovery-grace", "60", "router", 60.0),
     ("--resume-grace", "5", "router", 5.0),
     ("--journal-tokens", "", "router", True),
     ("--journal-max-bytes", "70000", "router", 70_000),
+    ("--log-requests-max-bytes", "0", "router", 0),
 ]
 
 

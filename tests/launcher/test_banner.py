@@ -13,7 +13,16 @@ import pytest
 from millrace_launcher.banner import closing_banner, url
 
 # Of the router's.
-ROUTES = {"/", "/generate", "/generate_stream", "/health", "/info", "/metrics", "/v1/models"}
+ROUTES = {
+    "/",
+    "/docs",
+    "/generate",
+    "/generate_stream",
+    "/health",
+    "/info",
+    "/metrics",
+    "/v1/models",
+}
 
 
 @pytest.mark.parametrize(
@@ -42,7 +51,8 @@ def test_curl_and_python_parse(needs_key: bool) -> None:
     start = next(i for i, line in enumerate(lines) if line.startswith("from "))
     tree = ast.parse("\n".join(lines[start:]))
     assert len(tree.body) == 2
-    assert "http://127.0.0.1:3917/metrics" in text
+    for page in ("docs", "metrics"):
+        assert f"http://127.0.0.1:3917/{page}" in text
 
 
 def test_every_url_is_one_the_router_answers() -> None:

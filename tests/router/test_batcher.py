@@ -284,10 +284,17 @@ async def test_prompt_logprobs_arrive_whole_before_the_first_token() -> None:
     async with running(batcher):
         events = await collect(
             batcher.submit(
-                ValidRequest(input_ids=tuple(range(10)), max_new_tokens=2, prefill_logprobs=True)
+                ValidRequest(
+                    input_ids=tuple(range(10)),
+                    max_new_tokens=2,
+                    prefill_logprobs=True,
+                    prompt_top_n_tokens=2,
+                )
             )
         )
     assert isinstance(events[0], PromptLogprobs)
+    for i in range(1, 10):
+        assert list(events[0].candidates(i)) == [(i, -i), (i + 1, -i - 0.5)]
     assert events[0].ids == tuple(range(10))
     assert events[0].logprobs[1:] == tuple(-float(i) for i in range(1, 10))
 

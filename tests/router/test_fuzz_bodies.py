@@ -15,12 +15,14 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from millrace_fakes_edge import Edge, serving
-from millrace_openapi import EVENTS, JSON, check_documented
-from millrace_router.api.operations import OPERATIONS, Operation
+from millrace_fakes_edge import Edge, limits_with, serving
+from millrace_openapi import EVENTS, JSON, check_documented, path_of
+from millrace_router.api.operation import Operation
+from millrace_router.api.operations import OPERATIONS
 
 SECONDS = 10.0
 TEMPLATE = "{% for turn in messages %}{{ turn.role }}: {{ turn.content }}\n{% endfor %}"
+LIMITS = limits_with(max_input_tokens=20, max_total_tokens=40)
 POSTS = [operation for operation in OPERATIONS if operation.method == "post"]
 ROUTES = {operation.path: operation for operation in POSTS}
 
@@ -80,7 +82,7 @@ CHAT = OPENAI | {
             "role": "user",
             "content": [
                 {"type": "text", "text": "a"},
-                {"type": "image_url", "image_url": {"url": "b"}},
+                {"type": "text", "text": "b"},
             ],
         },
     ],
@@ -96,7 +98,66 @@ CHAT = OPENAI | {
     "chat_template_kwargs": {"a": {}},
 }
 COMPLETION = OPENAI | {"prompt": ["hello", "world"], "suffix": "", "echo": False, "best_of": 2}
-BODIES: list[dict[str, Any]] = [NATIVE, CHAT, COMPLETION]
+RESPONSES = {
+    "model": "tgi",
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "hello"}]},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "world"},
+    ],
+    "instructions": "a",
+    "max_output_tokens": 2,
+    "stream": True,
+    "text": {"format": {"type": "text"}},
+    "tools": [],
+    "tool_choice": "auto",
+    "metadata": {"a": "b"},
+}
+MESSAGES = {
+    "model": "tgi",
+    "max_tokens": 2,
+    "stream": True,
+    "system": [{"type": "text", "text": "a"}],
+    "messages": [
+        {"role": "user", "content": "hello"},
+        {
+            "role": "assistant",
+            "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {"a": [1]}}],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "1", "content": "b", "is_error": True},
+                {"type": "text", "text": "world"},
+            ],
+        },
+    ],
+    "stop_sequences": ["x"],
+    "temperature": 0.5,
+    "top_k": 3,
+    "top_p": 1,
+    "tools": [],
+    "tool_choice": {"type": "none"},
+    "thinking": {"type": "disabled"},
+    "output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}},
+    "metadata": {"user_id": "a"},
+}
+KSERVE = {
+    "id": "a",
+    "parameters": PARAMETERS,
+    "inputs": [{"name": "a", "shape": [2], "datatype": "BYTES", "data": ["hello", "world"]}],
+    "outputs": [{"name": "b"}],
+}
+BODIES: list[dict[str, Any]] = [NATIVE, CHAT, COMPLETION, RESPONSES, MESSAGES, KSERVE]
+BODIES_BY_PATH: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": CHAT,
+    "/chat_tokenize": CHAT,
+    "/v1/completions": COMPLETION,
+    "/v1/responses": RESPONSES,
+    "/v1/messages": MESSAGES,
+    "/v1/messages/count_tokens": MESSAGES,
+    "/v2/models/{model_name}/infer": KSERVE,
+}
 
 HUGE = st.sampled_from(
     [2**31, 2**32, 2**63, 2**64 - 1, 2**64, -(2**63) - 1, 10**40, 1e308, -1e-320]
@@ -154,7 +215,7 @@ class Door:
 def door() -> Iterator[Door]:
     with asyncio.Runner() as runner:
         stack = AsyncExitStack()
-        edge = runner.run(stack.enter_async_context(serving(template=TEMPLATE)))
+        edge = runner.run(stack.enter_async_context(serving(template=TEMPLATE, limits=LIMITS)))
         yield Door(runner, edge)
         runner.run(stack.aclose())
 
@@ -162,10 +223,10 @@ def door() -> Iterator[Door]:
 def check(door: Door, operation: Operation, data: bytes, headers: Headers | None = None) -> int:
     """Post, check that the answer is as documented and no failure of ours, return its status."""
     headers = {"content-type": JSON, **(headers or {})}
-    status, media_type, body = door.post(operation.path, data, headers)
+    status, media_type, body = door.post(path_of(operation), data, headers)
     assert status < 500, body
     check_documented(operation, status, media_type, body)
-    assert media_type != EVENTS or b'"error"' not in body
+    assert media_type != EVENTS or b'"error":{' not in body
     return status
 
 
@@ -197,11 +258,7 @@ fuzz = settings(
 
 
 def test_unchanged_bodies_are_answered(door: Door) -> None:
-    served = {
-        "/generate_stream": NATIVE,
-        "/v1/chat/completions": CHAT,
-        "/v1/completions": COMPLETION,
-    }
+    served = {"/generate_stream": NATIVE, "/invocations": CHAT, **BODIES_BY_PATH}
     for path, body in served.items():
         assert check(door, ROUTES[path], json.dumps(body).encode()) == 200, path
 
@@ -295,8 +352,7 @@ UNPRINTABLE = bytes([*range(32), 127])
 @example(operation=ROUTES["/generate"], name="x-priority", value=b"\xff")
 @example(operation=ROUTES["/v1/chat/completions"], name="x-max-queue-ms", value=b"9" * 5000)
 def test_any_header(door: Door, operation: Operation, name: str, value: bytes) -> None:
-    bodies = {"/v1/chat/completions": CHAT, "/chat_tokenize": CHAT, "/v1/completions": COMPLETION}
-    body = bodies.get(operation.path, NATIVE)
+    body = BODIES_BY_PATH.get(operation.path, NATIVE)
     data = json.dumps({key: body[key] for key in body.keys() - TERMS}).encode()
     # A stream that is resumed must have a key, and one that has a key may be resumed.
     headers: Headers = {"idempotency-key": str(uuid4())} if name == "last-event-id" else {}

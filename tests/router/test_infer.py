@@ -15,12 +15,15 @@ from millrace_fakes_edge import (
     echo,
     fail,
     finished,
+    grammars_of,
     limits_with,
     play,
     services_over,
     serving,
     token_event,
 )
+from millrace_fakes_router import DirectShards, new_batcher, running, tiny_tokenizer
+from millrace_hash_shard import HashShard
 from millrace_router.api.native import GenerateParameters, GenerateRequest
 from millrace_router.entry import TokenStream
 from millrace_router.errors import (
@@ -33,8 +36,10 @@ from millrace_router.errors import (
 )
 from millrace_router.events import TokenEvent
 from millrace_router.infer import Infer
+from millrace_router.metrics import Metrics
 from millrace_router.permits import Permits
 from millrace_router.request import Terms, ValidRequest
+from millrace_router.validation import Validator
 
 ASKED = {"inputs": "a", "parameters": {"max_new_tokens": 2}}
 
@@ -116,6 +121,20 @@ async def test_one_failing_sample_closes_the_others() -> None:
     assert batcher.streams[1].closed
     assert infer.permits.taken == 0
     assert failures(infer) == {"generation": 1}
+
+
+async def test_the_samples_of_best_of_compute_one_prompt() -> None:
+    shard = HashShard()
+    batcher = new_batcher(DirectShards(shard), shard, max_batch_prefill_tokens=64)
+    metrics = Metrics(max_input_tokens=32, max_total_tokens=64)
+    limits = limits_with(max_input_tokens=32, max_total_tokens=64, vocab_size=97)
+    validator = Validator(tiny_tokenizer(), limits, metrics, grammars_of())
+    infer = Infer(batcher, validator, metrics)
+    asked = request(best_of=2, do_sample=True, max_new_tokens=3)
+    async with running(batcher):
+        best = await infer.generate(asked.model_copy(update={"inputs": " w5" * 11}))
+    cached = [best.cached_tokens, *(other.cached_tokens for other in best.others)]
+    assert sorted(cached) == [0, 8], "all but the last, partial block is found computed"
 
 
 async def test_a_stream_without_an_end_is_our_fault() -> None:

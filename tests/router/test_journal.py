@@ -307,6 +307,7 @@ def secret_run(folder: Path, *, keeps_tokens: bool) -> bytes:
                 max_new_tokens=12,
                 sampling=sampling,
                 prefill_logprobs=True,
+                prompt_top_n_tokens=1,
                 grammar=Grammar(GrammarKind.REGEX, "secret|hidden") if number % 2 else None,
             )
         )
@@ -341,6 +342,7 @@ def test_without_tokens_nothing_of_the_text_is_written(tmp_path: Path) -> None:
             answer = pb.StepResponse.FromString(record.payload)
             fields = {field.name for field, _ in answer.ListFields()}
             assert fields.isdisjoint({"ids", "logprobs", "prefill_logprobs", "checksum"})
+            assert fields.isdisjoint({"prefill_top_ids", "prefill_top_logprobs"})
     assert num_tokens >= 30 * len(PROMPT), "their number is told"
 
 

@@ -85,6 +85,9 @@ answers = st.builds(
     top_ids=columns,
     top_logprobs=st.lists(floats, max_size=5),
     prefill_logprobs=st.lists(floats, max_size=5),
+    prefill_top_counts=columns,
+    prefill_top_ids=columns,
+    prefill_top_logprobs=st.lists(floats, max_size=5),
     failed_slots=columns,
     checksum=u64,
     computed_slots=columns,
@@ -136,6 +139,7 @@ def test_without_tokens_the_rest_comes_back(
     reply = pb.StepResponse.FromString(redaction.answer(answer))
     told = {field.name for field, _ in reply.ListFields()}
     kept_fields = {"epoch", "number", "slots", "counts", "top_counts", "failed_slots"}
+    kept_fields |= {"prefill_top_counts"}
     assert told <= kept_fields | {"computed_slots", "computed_positions"}
     for name in told:
         assert getattr(reply, name) == getattr(answer, name)

@@ -67,18 +67,51 @@ def test_a_chosen_config_replaces_the_folder_s(tmp_path: Path) -> None:
     assert ModelFiles.load(tmp_path, tokenizer_config_path=chosen).chat_template == "jinja file"
 
 
+NAMED = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+
+
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
-        ([{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}], "d"),
-        ([{"name": "tool_use", "template": "t"}], None),
-        (None, None),
-        (17, None),
+        (NAMED, ("d", "t")),
+        ([*NAMED, {"name": "rag", "template": "r"}], ("d", "t")),
+        ({"default": "d", "tool_use": "t"}, ("d", "t")),
+        (NAMED[:1], (None, "t")),
+        ([{"name": [], "template": {}}, 3], (None, None)),
+        ("d", ("d", None)),
+        (None, (None, None)),
+        (17, (None, None)),
     ],
+    ids=str,
 )
-def test_named_templates(tmp_path: Path, template: object, expected: str | None) -> None:
+def test_named_templates(
+    tmp_path: Path, template: object, expected: tuple[str | None, str | None]
+) -> None:
     write(tmp_path, "tokenizer_config.json", {"chat_template": template})
-    assert ModelFiles.load(tmp_path).chat_template == expected
+    files = ModelFiles.load(tmp_path)
+    assert (files.chat_template, files.tool_template) == expected
+
+
+def test_templates_in_files_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "additional_chat_templates").mkdir()
+    write(tmp_path, "additional_chat_templates/tool_use.jinja", "tools")
+    write(tmp_path, "additional_chat_templates/rag.jinja", "documents")
+    write(tmp_path, "tokenizer_config.json", {"chat_template": NAMED})
+    files = ModelFiles.load(tmp_path)
+    assert (files.chat_template, files.tool_template) == ("d", "tools")
+    write(tmp_path, "chat_template.jinja", "default")
+    files = ModelFiles.load(tmp_path)
+    assert (files.chat_template, files.tool_template) == ("default", "tools")
+
+
+def test_a_chosen_template_is_the_one_for_tools_too(tmp_path: Path) -> None:
+    write(tmp_path, "tokenizer_config.json", {"chat_template": NAMED})
+    chosen = write(tmp_path, "other.json", {"chat_template": "chosen"})
+    files = ModelFiles.load(tmp_path, tokenizer_config_path=chosen)
+    assert (files.chat_template, files.tool_template) == ("chosen", None)
+    write(tmp_path, "other.json", {"chat_template": [{"name": "tool_use", "template": "mine"}]})
+    files = ModelFiles.load(tmp_path, tokenizer_config_path=chosen)
+    assert (files.chat_template, files.tool_template) == (None, "mine")
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", '"text"'])

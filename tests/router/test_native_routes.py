@@ -16,7 +16,7 @@ import pytest
 
 from millrace_fakes_edge import echo, finished, limits_with, play, serving, token_event
 from millrace_router.entry import TokenStream
-from millrace_router.request import FinishReason, Terms, ValidRequest
+from millrace_router.request import Terms, ValidRequest
 from millrace_router.tokenizer import SPANS_AT_ONCE, Tokenizer, TokenSpan
 
 ASKED = {"inputs": "hello world", "parameters": {"max_new_tokens": 2}}
@@ -24,128 +24,6 @@ ASKED = {"inputs": "hello world", "parameters": {"max_new_tokens": 2}}
 
 def with_parameters(**parameters: Any) -> dict[str, Any]:
     return {"inputs": "hello world", "parameters": {"max_new_tokens": 2, **parameters}}
-
-
-async def test_generate_answers_the_text_alone() -> None:
-    async with serving() as edge:
-        status, body, _ = await edge.post("/generate", ASKED)
-        assert (status, body) == (200, {"generated_text": " x x"})
-
-
-async def test_details_tell_of_every_token() -> None:
-    async with serving() as edge:
-        _, body, _ = await edge.post("/generate", with_parameters(details=True))
-    token = {"text": " x", "logprob": -0.5, "special": False}
-    assert body["details"] == {
-        "finish_reason": "length",
-        "generated_tokens": 2,
-        "seed": None,
-        "prefill": [],
-        "tokens": [{"id": 1, **token}, {"id": 2, **token}],
-        "cached_tokens": 0,
-    }
-
-
-async def test_prefill_is_told_where_the_shards_report_it() -> None:
-    asked = with_parameters(decoder_input_details=True)
-    async with serving(limits=limits_with(prefill_logprobs=True)) as edge:
-        _, body, _ = await edge.post("/generate", asked)
-    assert body["details"]["prefill"] == [
-        {"id": 2, "text": " hello", "logprob": None},
-        {"id": 3, "text": " world", "logprob": -1.0},
-    ]
-    async with serving() as edge:
-        _, body, _ = await edge.post("/generate", asked)
-    assert body["details"]["prefill"] == []
-
-
-async def test_compat_route_answers_a_list_and_repeats_the_prompt() -> None:
-    async with serving() as edge:
-        assert (await edge.post("/", ASKED))[1] == [{"generated_text": "hello world x x"}]
-        asked = with_parameters(return_full_text=False)
-        assert (await edge.post("/", asked))[1] == [{"generated_text": " x x"}]
-        _, text, response = await edge.post("/", {**ASKED, "stream": True})
-    assert response.content_type == "text/event-stream"
-    assert json.loads(text.split("\n\n")[1][6:])["generated_text"] == "hello world x x"
-
-
-@pytest.mark.parametrize(
-    ("body", "samples"),
-    [({"inputs": "a"}, True), ({"inputs": "a", "parameters": {}}, False)],
-)
-async def test_absent_parameters_sample_and_empty_ones_do_not(
-    body: dict[str, Any], samples: bool
-) -> None:
-    async with serving() as edge:
-        await edge.post("/generate", body)
-        assert edge.batcher.requests[0].sampling.do_sample is samples
-
-
-async def test_every_optional_parameter_may_be_null() -> None:
-    names = [
-        "best_of",
-        "temperature",
-        "repetition_penalty",
-        "frequency_penalty",
-        "top_k",
-        "top_p",
-        "typical_p",
-        "max_new_tokens",
-        "return_full_text",
-        "truncate",
-        "seed",
-        "top_n_tokens",
-        "grammar",
-        "adapter_id",
-        "min_p",
-    ]
-    async with serving() as edge:
-        asked = {"inputs": "a", "parameters": dict.fromkeys(names), "unknown": {"x": [1]}}
-        assert (await edge.post("/generate", asked))[0] == 200
-        request = edge.batcher.requests[0]
-        assert request.max_new_tokens == 15
-        assert not request.sampling.samples
-
-
-async def test_answer_headers() -> None:
-    async with serving() as edge:
-        _, _, response = await edge.post("/generate", ASKED)
-        headers = response.headers
-        assert headers["x-compute-type"] == "1-cpu"
-        assert headers["x-compute-characters"] == "11"
-        assert headers["x-prompt-tokens"] == "2"
-        assert headers["x-generated-tokens"] == "2"
-        assert float(headers["x-compute-time"]) > 0
-        for name in ("total", "validation", "queue", "inference"):
-            assert headers[f"x-{name}-time"].isdecimal()
-        assert headers["x-time-per-token"].isdecimal()
-
-
-async def test_stream_bytes_and_headers() -> None:
-    def script(request: ValidRequest, stream: TokenStream) -> None:
-        stream.batched_at = stream.queued_at
-        stream.send(token_event(1, "é", logprob=-1.3242188, q=-0.25))
-        end = finished("é", 2, reason=FinishReason.EOS_TOKEN, seed=2**64 - 1)
-        stream.send(token_event(2, "</s>", logprob=float("nan"), finished=end))
-
-    async with serving(script) as edge:
-        asked = with_parameters(details=True, top_n_tokens=1)
-        status, text, response = await edge.post("/generate_stream", asked)
-    assert status == 200
-    assert text == (
-        'data: {"index":1,"token":{"id":1,"text":"é","logprob":-1.3242188,"special":false},'
-        '"top_tokens":[{"id":9,"text":"q","logprob":-0.25,"special":false}],'
-        '"generated_text":null,"details":null}\n\n'
-        'data: {"index":2,"token":{"id":2,"text":"</s>","logprob":null,"special":true},'
-        '"generated_text":"é","details":{"finish_reason":"eos_token","generated_tokens":2,'
-        '"seed":18446744073709551615,"input_length":2,"cached_tokens":0}}\n\n'
-    )
-    assert response.headers["content-type"] == "text/event-stream"
-    assert response.headers["cache-control"] == "no-cache"
-    assert response.headers["x-accel-buffering"] == "no"
-    assert response.headers["x-compute-type"] == "1-cpu"
-    assert response.headers["x-compute-characters"] == "11"
-    assert "x-total-time" not in response.headers
 
 
 def with_cached(num_cached: int, predicted: float | None = None) -> Any:
@@ -293,18 +171,6 @@ async def test_best_of_returns_the_likeliest_and_the_others() -> None:
     assert "tgi_request_success 1" in lines
 
 
-async def test_tokenize_counts_bytes_and_ignores_truncate() -> None:
-    async with serving() as edge:
-        asked = {"inputs": "wörld 日本 a", "parameters": {"truncate": 1}}
-        status, body, _ = await edge.post("/tokenize", asked)
-    assert status == 200
-    assert [(t["text"], t["start"], t["stop"]) for t in body] == [
-        ("wörld", 0, 6),
-        ("日本", 7, 13),
-        ("a", 14, 15),
-    ]
-
-
 async def test_tokenizing_takes_a_permit() -> None:
     async with serving(None, limits=limits_with(max_concurrent_requests=1), template="a") as edge:
         first = asyncio.create_task(edge.post("/generate", ASKED))
@@ -335,14 +201,14 @@ async def test_much_text_is_tokenized_beside_the_event_loop(
         return encode(self, text, add_special_tokens=add_special_tokens)
 
     def watched_dumps(value: Any) -> bytes:
-        if isinstance(value, list) and value:
+        if isinstance(value, list) and value and isinstance(value[0], TokenSpan):
             threads.add(threading.get_ident())
             sizes.append(len(value))
         return dumps(value)
 
     monkeypatch.setattr(Tokenizer, "encode_with_offsets", watched_encode)
     monkeypatch.setattr(orjson, "dumps", watched_dumps)
-    words = "hello " * 250_000
+    words = "hello " * 50_000
     chat = {"messages": [{"role": "user", "content": words}]}
     asked = json.dumps({"inputs": words} if path == "/tokenize" else chat).encode()
     headers = {"content-type": "application/json"}
@@ -353,14 +219,7 @@ async def test_much_text_is_tokenized_beside_the_event_loop(
         status, body, _ = await posting
     tokens = body if path == "/tokenize" else body["tokenize_response"]
     assert status == 200
-    assert len(tokens) == sum(sizes) == 250_000
-    assert tokens[-1] == {"id": 2, "text": "hello", "start": 1_499_994, "stop": 1_499_999}
+    assert len(tokens) == sum(sizes) == 50_000
+    assert tokens[-1] == {"id": 2, "text": "hello", "start": 299_994, "stop": 299_999}
     assert threading.get_ident() not in threads
     assert max(sizes) <= SPANS_AT_ONCE
-
-
-async def test_truncate_keeps_the_last_tokens() -> None:
-    async with serving(echo) as edge:
-        await edge.post("/generate", {"inputs": "a b hello", "parameters": {"truncate": 2}})
-        whole = edge.services.tokenizer.encode("a b hello")
-        assert edge.batcher.requests[0].input_ids == whole[-2:]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -21,23 +22,30 @@ from millrace_openapi import (
     described,
     events_of,
     fits,
+    path_of,
     resolved,
     schema_of,
 )
+from millrace_router import bodies
 from millrace_router.__main__ import main
-from millrace_router.api.operations import OPERATIONS, Operation
+from millrace_router.api.messages_answers import STATUSES
+from millrace_router.api.operation import Operation
+from millrace_router.api.operations import OPERATIONS
 from millrace_router.cost import COEFFICIENTS, CostModel
 from millrace_router.entry import TokenStream
 from millrace_router.errors import GenerationError, IncompleteGeneration, RouterError, ShardsGone
 from millrace_router.estimate import Estimate
 from millrace_router.forecast import Prediction
 from millrace_router.request import ValidRequest
+from millrace_router.terms import PRIORITY_HEADER
 
 BY_NAME = {operation.id: operation for operation in OPERATIONS}
 GETS = [operation for operation in OPERATIONS if operation.method == "get"]
 POSTS = [operation for operation in OPERATIONS if operation.method == "post"]
-HEALTH = ("root", "health", "ping", "ready")
-GENERATE = ("compat_generate", "generate", "generate_stream", "chat_completions", "completions")
+HEALTH = (
+    *("root", "health", "ping", "ready"),
+    *("kserve_health_ready", "kserve_model_ready", "kserve_model_metadata_ready"),
+)
 
 FEW = {"max_new_tokens": 2}
 EVERYTHING = {"details": True, "decoder_input_details": True, "seed": 2**64 - 1, **FEW}
@@ -47,15 +55,38 @@ COMPLETION: dict[str, Any] = {"prompt": ["hello", "world"], "max_tokens": 2}
 LOGPROBS = {"logprobs": True, "top_logprobs": 2}
 USAGE = {"stream_options": {"include_usage": True}}
 STREAM = {"stream": True}
+ANTHROPIC: dict[str, Any] = CHAT | {"system": "hello"}
+KSERVE: dict[str, Any] = {
+    "inputs": [{"name": "in", "shape": [1], "datatype": "BYTES", "data": ["hello"]}],
+    "parameters": FEW,
+}
+RESPONSES: dict[str, Any] = {"input": "hello", "max_output_tokens": 16}
 BODIES = {
     "compat_generate": NATIVE,
     "generate": NATIVE,
     "generate_stream": NATIVE,
     "tokenize": NATIVE,
+    "detokenize": {"tokens": [2, 3]},
     "get_chat_tokenize": CHAT,
     "chat_completions": CHAT,
     "completions": COMPLETION,
+    "responses": RESPONSES,
+    "responses_input_tokens": RESPONSES,
+    "messages": ANTHROPIC,
+    "messages_count_tokens": ANTHROPIC,
     "estimate": NATIVE,
+    "sagemaker_compatibility": NATIVE,
+    "vertex_compatibility": {"instances": [NATIVE, CHAT]},
+    "kserve_infer": KSERVE,
+    "kserve_model_infer": KSERVE,
+}
+STREAMS = {
+    "generate_stream": NATIVE,
+    "chat_completions": CHAT,
+    "completions": COMPLETION,
+    "responses": RESPONSES,
+    "messages": ANTHROPIC,
+    "sagemaker_compatibility": CHAT,
 }
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("compat_generate", NATIVE | STREAM),
@@ -71,6 +102,12 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("chat_completions", CHAT | STREAM | LOGPROBS | USAGE),
     ("completions", COMPLETION | STREAM),
     ("completions", COMPLETION | STREAM | USAGE),
+    ("responses", RESPONSES | STREAM),
+    ("messages", ANTHROPIC | STREAM),
+    ("messages", ANTHROPIC | {"stop_sequences": [" x"]}),
+    ("sagemaker_compatibility", CHAT),
+    ("sagemaker_compatibility", COMPLETION | STREAM),
+    ("tokenize", {"prompt": "hello"}),
     ("estimate", CHAT),
     ("estimate", {"prompt": "hello"}),
     ("estimate", {"inputs": "hello " * 9}),
@@ -86,7 +123,7 @@ def generate(request: ValidRequest, stream: TokenStream) -> None:
 
 def serve(**options: Any) -> Any:
     """Whatever a route needs to have something to say."""
-    limits = limits_with(prefill_logprobs=True, max_concurrent_requests=4)
+    limits = limits_with(prefill_logprobs=True, max_concurrent_requests=4, max_total_tokens=32)
     usual: dict[str, Any] = {"script": generate, "template": "hello", "limits": limits}
     return serving(**usual | options)
 
@@ -95,9 +132,9 @@ async def ask(
     edge: Edge, operation: Operation, body: object = None, **headers: str
 ) -> tuple[int, str, bytes, Any]:
     """Status, media type, body and headers of the answer; `body` is sent as it is if it is bytes."""
-    data = body if isinstance(body, bytes) or body is None else orjson.dumps(body)
+    data = orjson.dumps(body) if isinstance(body, dict) else body
     headers = ({"content-type": JSON} if body is not None else {}) | headers
-    method, url = operation.method.upper(), edge.url + operation.path
+    method, url = operation.method.upper(), edge.url + path_of(operation)
     async with edge.client.request(method, url, data=data, headers=headers) as answer:
         return answer.status, answer.content_type, await answer.read(), answer.headers
 
@@ -154,7 +191,8 @@ async def test_what_is_told_is_as_documented(operation: Operation) -> None:
         request = ValidRequest(input_ids=(1, 2), max_new_tokens=3)
         edge.batcher.quarantine.add(request, num_generated=1, reason="lost")
         status, media_type, body, _ = await ask(edge, operation)
-    assert status == 200
+    never_there = operation.answer is None and HTTPStatus.NOT_FOUND in operation.failures
+    assert status == (404 if never_there else 200)
     check_documented(operation, status, media_type, body)
 
 
@@ -202,17 +240,27 @@ class Refusal:
     status: HTTPStatus
     options: dict[str, Any] = field(default_factory=dict)
     prepare: Callable[[Edge], None] = leave
-    body: bytes | None = None
+    body: bytes | Callable[[], AsyncIterator[bytes]] | None = None
     headers: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def is_of_generation(self) -> bool:
-        """Whether it happens to what runs alone."""
-        return "script" in self.options
+    def of(self, operation: Operation) -> int:
+        """Status that the operation answers with."""
+        status = STATUSES.get(self.status, self.status) if operation.anthropic else self.status
+        if "script" in self.options:
+            generates = HTTPStatus.INTERNAL_SERVER_ERROR in operation.failures
+            return status if generates else HTTPStatus.OK
+        return status if status in operation.failures else HTTPStatus.OK
+
+
+async def hangs() -> AsyncIterator[bytes]:
+    """A body that does not come to its end."""
+    yield b"{"
+    await asyncio.Event().wait()
 
 
 REFUSALS = [
     Refusal(status=HTTPStatus.BAD_REQUEST, body=b"{"),
+    Refusal(status=HTTPStatus.REQUEST_TIMEOUT, body=hangs),
     Refusal(status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE, options={"payload_limit": 10}),
     Refusal(status=HTTPStatus.UNSUPPORTED_MEDIA_TYPE, headers={"content-type": "text/plain"}),
     Refusal(status=HTTPStatus.UNPROCESSABLE_ENTITY, body=b"[]"),
@@ -227,25 +275,33 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize("operation", POSTS, ids=lambda operation: operation.id)
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.status.name)
 async def test_a_refusal_is_documented_where_it_happens_and_nowhere_else(
-    operation: Operation, refusal: Refusal
+    refusal: Refusal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if refusal.body is hangs:
+        monkeypatch.setattr(bodies, "BODY_SECONDS", 0.01)
     async with serve(**refusal.options) as edge:
         refusal.prepare(edge)
-        body = refusal.body or BODIES[operation.id]
-        status, media_type, answer, headers = await ask(edge, operation, body, **refusal.headers)
-    happens = (
-        operation.id in GENERATE
-        if refusal.is_of_generation
-        else refusal.status in operation.failures
-    )
-    assert status == (refusal.status if happens else 200), answer
-    check_documented(operation, status, media_type, answer)
-    documented = described(operation)["responses"][str(status)].get("headers", {})
-    assert ("retry-after" in headers) == ("retry-after" in documented)
-    assert int(headers.get("retry-after", 1)) >= 1
+        for operation in POSTS:
+            body = refusal.body() if callable(refusal.body) else refusal.body
+            status, media_type, answer, headers = await ask(
+                edge, operation, body or BODIES[operation.id], **refusal.headers
+            )
+            assert status == refusal.of(operation), (operation.path, answer)
+            check_documented(operation, status, media_type, answer)
+            documented = described(operation)["responses"][str(status)].get("headers", {})
+            assert ("retry-after" in headers) == ("retry-after" in documented)
+            assert int(headers.get("retry-after", 1)) >= 1
+
+
+async def test_a_header_that_is_not_as_documented_is_refused_wherever_it_is_read() -> None:
+    least = {name: KSERVE | {"inputs": []} for name in ("kserve_infer", "kserve_model_infer")}
+    async with serve() as edge:
+        for operation in POSTS:
+            body = (BODIES | least)[operation.id]
+            status, _, answer, _ = await ask(edge, operation, body, **{PRIORITY_HEADER: "11"})
+            assert (status in {400, 422}) == (PRIORITY_HEADER in operation.headers), answer
 
 
 def test_no_failure_is_documented_that_nothing_provokes() -> None:
@@ -253,7 +309,7 @@ def test_no_failure_is_documented_that_nothing_provokes() -> None:
     assert {failure for operation in POSTS for failure in operation.failures} == known
 
 
-@pytest.mark.parametrize("name", ["generate_stream", "chat_completions", "completions"])
+@pytest.mark.parametrize("name", STREAMS)
 async def test_a_failure_in_mid_stream_is_an_event_as_documented(name: str) -> None:
     operation = BY_NAME[name]
 
@@ -262,9 +318,10 @@ async def test_a_failure_in_mid_stream_is_an_event_as_documented(name: str) -> N
         stream.fail(GenerationError("no"))
 
     async with serve(script=script) as edge:
-        status, media_type, body, _ = await ask(edge, operation, BODIES[name] | STREAM)
+        status, media_type, body, _ = await ask(edge, operation, STREAMS[name] | STREAM)
     assert (status, media_type) == (200, EVENTS)
-    assert "error" in events_of(operation, body)[-1]
+    assert b"Server error: no" in body
+    assert events_of(operation, body)
     check_documented(operation, status, media_type, body)
 
 

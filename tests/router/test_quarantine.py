@@ -38,6 +38,7 @@ OTHER_VALUES: dict[str, Any] = {
     "min_new_tokens": 2,
     "top_n_tokens": 1,
     "prefill_logprobs": True,
+    "prompt_top_n_tokens": 1,
     "grammar": Grammar(GrammarKind.REGEX, "secrets"),
 }
 
@@ -171,6 +172,7 @@ async def test_the_route_shows_no_text_and_no_ids() -> None:
             "ignore_eos": False,
             "top_n_tokens": 0,
             "prefill_logprobs": False,
+            "prompt_top_n_tokens": 0,
         },
     }
 

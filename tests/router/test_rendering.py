@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import orjson
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from millrace_router.api.completion_answers import completion_choice
+from millrace_router.api.chat_answers import ChatAnswers
+from millrace_router.api.choice_text import Piece
+from millrace_router.api.completion_answers import CompletionChunks
+from millrace_router.api.completion_text import CompletionPiece
 from millrace_router.api.native import plain_event, stream_json
-from millrace_router.api.openai_answers import AnswerHead, ChunkTemplate, Piece, chat_chunk
+from millrace_router.api.openai_answers import AnswerHead, ChunkTemplate, Usage
 from millrace_router.events import Token, TokenEvent
+from millrace_router.sse import event
 
 TEXTS = st.text() | st.sampled_from(
     ['"', "\\", "%b%d{}", "\0\x1f\x7f", "\u2028é好😀", "\r\n\t", ""]
@@ -22,25 +24,27 @@ FLOATS = st.floats(width=32) | st.sampled_from([0.0, -0.0, 1e-45, -1.3242188])
 @given(st.integers(1, 2**40), st.integers(0, 2**32 - 1), TEXTS, FLOATS, st.booleans())
 @example(1, 5, "x", float("nan"), True)
 def test_a_token(index: int, id_: int, text: str, logprob: float, special: bool) -> None:
-    event = TokenEvent(index, Token(id_, text, logprob, special))
-    assert plain_event(event) == orjson.dumps(stream_json(event))
+    token = TokenEvent(index, Token(id_, text, logprob, special))
+    assert plain_event(token) == orjson.dumps(stream_json(token))
 
 
-@given(TEXTS, TEXTS)
-def test_a_chunk_of_a_chat(text: str, model: str) -> None:
+@given(TEXTS.filter(bool), TEXTS, st.integers(0, 3), st.booleans())
+def test_a_chunk_of_a_chat(text: str, model: str, index: int, strict_tgi: bool) -> None:
     head = AnswerHead("chat.completion", "chatcmpl", model=model, fingerprint="1-native")
+    answers = ChatAnswers(head, strict_tgi=strict_tgi)
+    template = ChunkTemplate(lambda text: answers.text_chunk(index, text))
+    (chunk,) = answers.chunks(index, Piece(text, None, 1, None))
+    assert template.fill(text) == orjson.dumps(chunk)
+    framed = ChunkTemplate(lambda text: answers.text_chunk(index, text), frame=event)
+    assert framed.fill(text) == event(orjson.dumps(chunk))
 
-    def render(text: str) -> Mapping[str, object]:
-        return chat_chunk(head, Piece(text, None, 1, None))
 
-    assert ChunkTemplate(render).fill(text) == orjson.dumps(render(text))
-
-
-@given(TEXTS, TEXTS, st.integers(0, 3))
-def test_a_chunk_of_a_completion(text: str, model: str, index: int) -> None:
+@given(TEXTS, TEXTS, st.integers(0, 3), st.booleans())
+def test_a_chunk_of_a_completion(text: str, model: str, index: int, strict_tgi: bool) -> None:
     head = AnswerHead("text_completion", "cmpl", model=model, fingerprint="1-native")
-
-    def render(text: str) -> Mapping[str, object]:
-        return {**head.json(), "choices": [completion_choice(index, text, "")]}
-
-    assert ChunkTemplate(render).fill(text) == orjson.dumps(render(text))
+    chunks = CompletionChunks(
+        head, includes_usage=False, tells_usage_always=False, strict_tgi=strict_tgi
+    )
+    chunk = chunks.chunk(index, CompletionPiece(text, None, 1, None), Usage(1, 1))
+    template = ChunkTemplate(lambda text: chunks.text_chunk(index, text))
+    assert template.fill(text) == orjson.dumps(chunk)

@@ -206,6 +206,25 @@ async def test_log_probabilities_of_prompts_are_compared(tmp_path: Path) -> None
     assert (outcome.difference.step, outcome.difference.gap) == (number, 0.5)
 
 
+async def test_candidates_of_prompts_are_compared(tmp_path: Path) -> None:
+    driver = record(tmp_path)
+    number = next(
+        step.number
+        for step in driver.shard.steps
+        if any(each.prefill_top_n_tokens for each in step.prefill.change.admitted)
+        and step.number > 1
+    )
+
+    def lie(answer: pb.StepResponse) -> None:
+        answer.prefill_top_ids[-1] += 1
+
+    (outcome,) = await replayed(tmp_path, Liar(number, lie))
+    assert outcome.difference is not None
+    assert outcome.difference.what == "candidates of the prompt"
+    assert outcome.difference.step == number
+    assert outcome.difference.recorded != outcome.difference.replayed
+
+
 @pytest.mark.parametrize(
     ("deterministic", "info"),
     [(False, {}), (True, {"attention": "another"})],

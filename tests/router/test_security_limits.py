@@ -19,7 +19,9 @@ from millrace_fakes_text import byte_level, tokenizer
 from millrace_router.api.chat import ChatCompletionRequest
 from millrace_router.api.completion import CompletionRequest
 from millrace_router.api.fields import RequestModel
+from millrace_router.api.kserve import KserveRequest
 from millrace_router.api.native import GenerateParameters, GenerateRequest
+from millrace_router.api.vertex import VertexRequest
 from millrace_router.bodies import MAX_CONTAINERS, MAX_DEPTH, check_structure
 from millrace_router.errors import BodyError, SizeError, TemplateError, ValidationError
 from millrace_router.metrics import Metrics
@@ -106,7 +108,7 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
         (ChatCompletionRequest, lambda bad: {"messages": [{"role": "user", "tool_calls": bad}]}),
         (ChatCompletionRequest, lambda bad: {**CHAT, "tools": bad}),
         (ChatCompletionRequest, lambda bad: {**CHAT, "stop": bad}),
-        (CompletionRequest, lambda bad: {"prompt": bad}),
+        (CompletionRequest, lambda bad: {"prompt": ["x"], "stop": bad}),
     ],
 )
 def test_of_a_million_mistakes_one_is_looked_at(
@@ -120,7 +122,11 @@ def test_of_a_million_mistakes_one_is_looked_at(
 
 def test_no_list_of_a_body_collects_mistakes() -> None:
     """Whatever field is added, a list in it fails at its first bad item."""
-    for model in (GenerateRequest, ChatCompletionRequest, CompletionRequest):
+    models: tuple[type[RequestModel], ...] = (
+        *(GenerateRequest, ChatCompletionRequest, CompletionRequest),
+        *(VertexRequest, KserveRequest),
+    )
+    for model in models:
         assert _slow_lists(model.__pydantic_core_schema__) == []
 
 

@@ -32,6 +32,8 @@ BODIES: list[tuple[str, Any]] = [
     ("/", {"inputs": PROMPT, "parameters": P | {"return_full_text": True}}),
     ("/v1/completions", {"prompt": PROMPT, "max_tokens": 2}),
     ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 2}),
+    ("/v1/responses", {"input": PROMPT, "instructions": PROMPT, "max_output_tokens": 2}),
+    ("/v1/responses", {"input": [{"type": PROMPT}], "user": PROMPT}),
     ("/v1/estimate", {"inputs": PROMPT, "parameters": P}),
     ("/tokenize", {"inputs": PROMPT}),
     ("/chat_tokenize", {"messages": MESSAGES}),
@@ -121,7 +123,7 @@ async def test_a_wrong_key_is_told_nothing(key: str) -> None:
 
 
 async def test_the_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the standard library's function, over the whole header, and by nothing that stops at the first difference."""
+    """By the standard library's function, over both headers whole: nothing stops at the first difference."""
     compared: list[tuple[bytes, bytes]] = []
 
     def watching(given: bytes, expected: bytes) -> bool:
@@ -130,9 +132,9 @@ async def test_the_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("millrace_router.server.compare_digest", watching)
     async with serving(api_key=API_KEY) as edge:
-        for key in ("", "B", f"Bearer {API_KEY}", "x" * 4000):
+        keys = ("", "B", f"Bearer {API_KEY}", "x" * 4000)
+        for key in keys:
             await edge.get("/tokenize", headers={"authorization": key})
             await edge.post("/tokenize", {"inputs": "a"}, headers={"authorization": key})
-    expected = f"Bearer {API_KEY}".encode()
-    assert [given for given, _ in compared] == [b"", b"B", expected, b"x" * 4000]
-    assert {right for _, right in compared} == {expected}
+    bearer, bare = f"Bearer {API_KEY}".encode(), API_KEY.encode()
+    assert compared == [pair for key in keys for pair in ((key.encode(), bearer), (b"", bare))]

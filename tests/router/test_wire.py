@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from millrace_proto import generate_pb2 as pb
 from millrace_router.entry import Entry
+from millrace_router.events import PromptChunk
 from millrace_router.step_plan import StepPlan
 from millrace_router.wire import plan_to_pb, result_from_pb
 
@@ -33,6 +34,24 @@ def test_each_token_has_its_slot_and_candidates(counts: list[int], *, with_top: 
     result = result_from_pb([answer])
     assert list(result.tokens) == expected
     assert list(result.counts) == list(zip(slots, counts, strict=True))
+
+
+@given(rows=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2)), max_size=4))
+def test_each_prompt_has_its_scores_and_candidates(rows: list[tuple[int, int]]) -> None:
+    answer, expected = pb.StepResponse(), []
+    for slot, (count, width) in enumerate(rows):
+        answer.prefill_slots.append(slot)
+        answer.prefill_counts.append(count)
+        answer.prefill_top_counts.append(width)
+        logprobs = [-slot - place / 4 for place in range(count)]
+        ids = [100 * slot + place for place in range(count * width)]
+        answer.prefill_logprobs.extend(logprobs)
+        answer.prefill_top_ids.extend(ids)
+        answer.prefill_top_logprobs.extend(-float(id_) for id_ in ids)
+        expected.append((slot, PromptChunk(logprobs, ids, [-float(id_) for id_ in ids])))
+    if not any(width for _, width in rows):
+        answer.ClearField("prefill_top_counts")
+    assert list(result_from_pb([answer]).prompt_logprobs) == expected
 
 
 @pytest.mark.parametrize("column", ["ids", "logprobs", "counts", "slots"])

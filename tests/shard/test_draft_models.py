@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -414,6 +414,36 @@ def test_medusa_heads_are_silent_after_a_forced_chain(
     assert run.drafted
 
 
+def test_prompts_are_scored_beside_guesses_of_medusa_heads(
+    setup: Setup, heads: Heads, tmp_path: Path
+) -> None:
+    """Such a step is made in two parts, and leaves the heads no state to guess from; the next one does."""
+    stepper = setup.stepper(heads.save(tmp_path), None)
+    guessing = Forward(decode_slots=ints([0]), decode_tokens=ints([4]), draft_tokens=ints([3]))
+    scored = stepper.admission(
+        1, WANTS[1].prompt, prefill_logprobs=True, prefill_top_n_tokens=2, **SEEDED
+    )
+    steps = [
+        stepper.admission(0, WANTS[0].prompt),
+        guessing,
+        replace(guessing, change=scored.change, chunk_slots=ints([1]), chunk_tokens=ints([30])),
+        *[guessing] * 3,
+    ]
+    results = [stepper.run(step) for step in steps]
+    ids = [id_ for result in results for id_ in result.ids[result.slots.repeat(result.counts) == 0]]
+    assert ids == setup.truth[0].ids[: len(ids)]
+    drafted = [int(result.drafted_tokens.sum()) for result in results[1:]]
+    assert drafted[0] > 0
+    assert drafted[2] == 0
+    assert drafted[3] > 0
+    alone = Stepper(setup.model, setup.kernels, dtype=torch.float32)
+    expected = alone.run(
+        alone.admission(1, WANTS[1].prompt, prefill_logprobs=True, prefill_top_n_tokens=2)
+    )
+    assert results[2].prefill_logprobs[1:].tolist() == expected.prefill_logprobs[1:].tolist()
+    assert results[2].prefill_top_ids.tolist() == expected.prefill_top_ids.tolist()
+
+
 def test_more_guesses_than_heads_are_refused(setup: Setup, heads: Heads, tmp_path: Path) -> None:
     folder = heads.save(tmp_path)
     assert setup.load(folder, None)[1].most == 3
@@ -445,7 +475,7 @@ def test_medusa_heads_in_a_pickle_are_refused(setup: Setup, heads: Heads, tmp_pa
         setup.load(tmp_path, None)
 
 
-def test_two_ranks_guess_the_same_and_yield_what_one_does(
+def test_two_ranks_guess_and_score_the_same_and_yield_what_one_does(
     setup: Setup, heads: Heads, tmp_path: Path
 ) -> None:
     prompts = [list(WANTS[slot].prompt) for slot in (0, 2)]
@@ -453,9 +483,15 @@ def test_two_ranks_guess_the_same_and_yield_what_one_does(
     jobs = [RankJob(setup.folder, draft, prompts, NUM_TOKENS) for draft in drafts]
     first, second = run_ranks(tmp_path, 2, speculate_on_a_rank, jobs)
     assert first == second
-    for told, _, _ in first:
+    guessed, (logprobs, best) = first
+    for told, _, _ in guessed:
         for slot, prompt in enumerate(prompts):
             assert told[slot].ids == greedy(setup.reference, prompt, NUM_TOKENS)[0]
-    _, (_, drafted, accepted), (_, drafted_by_heads, accepted_of_heads) = first
+    _, (_, drafted, accepted), (_, drafted_by_heads, accepted_of_heads) = guessed
     assert accepted == drafted > 0
     assert accepted_of_heads >= 0.7 * drafted_by_heads > 0
+    with torch.no_grad():
+        expected = setup.reference(torch.tensor(prompts[:1])).logits[0, :-1].log_softmax(-1)
+    chosen = expected.gather(1, torch.tensor(prompts[0][1:])[:, None]).squeeze(1)
+    torch.testing.assert_close(torch.tensor(logprobs), chosen, atol=2e-5, rtol=0)
+    assert best == expected.argmax(-1).tolist()

@@ -69,6 +69,7 @@ sequence = messages(
     parameters=parameters,
     top_n_tokens=uint32,
     prefill_logprobs=st.booleans(),
+    prefill_top_n_tokens=st.integers(0, 200),
     min_new_tokens=uint32,
 )
 change = messages(
@@ -274,7 +275,7 @@ def test_bytes_that_are_a_message_become_a_step_and_its_answer_a_message(
         message = pb.StepRequest.FromString(data)
     except DecodeError:
         return
-    step = step_from_pb(message, prefill_logprobs=True)
+    step = step_from_pb(message)
     reply: StepReply = served.driver.engine.step(step).result(SECONDS)
     answer = reply_to_pb(reply, with_tokens=True)
     assert (answer.epoch, answer.number) == (message.epoch, message.number)

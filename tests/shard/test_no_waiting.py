@@ -106,8 +106,9 @@ def play(stepper: Stepper, kind: str, launching: Callable[[], Any]) -> None:
     """Prompts, mixed steps and decodes that are each launched inside `launching` and finished outside."""
     fields: dict[str, Any] = SAMPLING[kind]
     top = {"top_n_tokens": 3}
+    scores = {"prefill_logprobs": True, "prefill_top_n_tokens": 3}
     steps: list[Callable[[], Forward]] = [
-        lambda: stepper.admission(0, prompt_of(9), **fields, prefill_logprobs=True),
+        lambda: stepper.admission(0, prompt_of(9), **fields, **scores),
         lambda: beside(stepper.admission(1, prompt_of(20, seed=1), **fields, **top), [0]),
         lambda: beside(stepper.admission(2, prompt_of(3, seed=2)), [1, 0]),
         lambda: Forward(decode_slots=ints([0, 1, 2])),

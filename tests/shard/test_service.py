@@ -68,7 +68,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Shard]]:
     def start(*, rank: int = 0, prefill_logprobs: bool = True) -> Shard:
         model = FakeModel()
         engine = Engine(
-            limits=MemoryLimits(kv_memory=64 * BLOCK_SIZE * 8, prefill_logprobs=prefill_logprobs),
+            limits=MemoryLimits(kv_memory=64 * BLOCK_SIZE * 8),
             device=torch.device("cpu"),
             cpu_threads=1,
         )
@@ -339,21 +339,39 @@ def test_other_ranks_answer_with_the_checksum_alone(
     for each in (shard, other):
         steps = Steps(each, 5)
         steps.open()
-        answers.append(steps.ask(prefill=prefill(top_n_tokens=2, prefill_logprobs=True)))
+        asked = prefill(top_n_tokens=2, prefill_logprobs=True, prefill_top_n_tokens=1)
+        answers.append(steps.ask(prefill=asked))
     assert answers[0].checksum == answers[1].checksum != 0
     assert answers[0].ids
-    for column in ("slots", "counts", "ids", "logprobs", "top_ids", "prefill_logprobs"):
+    columns = ("slots", "counts", "ids", "logprobs", "top_ids", "prefill_logprobs")
+    for column in (*columns, "prefill_top_ids"):
         assert not getattr(answers[1], column)
 
 
-def test_prompt_logprobs_need_the_operators_leave(start: Callable[..., Shard]) -> None:
+def test_prompts_have_candidates_where_asked_for(shard: Shard) -> None:
+    steps = Steps(shard, 5)
+    steps.open()
+    answer = steps.ask(prefill=prefill(prefill_logprobs=True, prefill_top_n_tokens=2))
+    assert list(answer.ids) == greedy(PROMPT, 1)
+    assert list(answer.prefill_top_counts) == [2]
+    best = [logits_for(PROMPT[:i]).log_softmax(-1).topk(2) for i in range(1, len(PROMPT))]
+    assert list(answer.prefill_top_ids[:2]) == [0, 0]
+    assert np.isnan(answer.prefill_top_logprobs[:2]).all()
+    ids = [id_ for each in best for id_ in each.indices.tolist()]
+    assert list(answer.prefill_top_ids[2:]) == ids
+    values = [value for each in best for value in each.values.tolist()]
+    assert list(answer.prefill_top_logprobs[2:]) == pytest.approx(values, abs=1e-6)
+
+
+def test_the_operators_leave_is_passed_on_and_not_insisted_on(start: Callable[..., Shard]) -> None:
     shard = start(prefill_logprobs=False)
+    assert not shard.stub.Info(pb.InfoRequest(), timeout=SECONDS).prefill_logprobs
     shard.stub.Warmup(WARMUP, timeout=SECONDS)
     steps = Steps(shard, 5)
     steps.open()
     answer = steps.ask(prefill=prefill(prefill_logprobs=True))
-    assert list(answer.ids) == greedy(PROMPT, 1)
-    assert not answer.prefill_slots
+    assert list(answer.prefill_counts) == [len(PROMPT)]
+    assert not answer.prefill_top_counts
 
 
 def test_failed_rows_are_named(shard: Shard) -> None:

@@ -44,7 +44,7 @@ def authority() -> trustme.CA:
 def port(tmp_path: Path, authority: trustme.CA) -> Iterator[int]:
     """A shard with a certificate of `authority`."""
     engine = Engine(
-        limits=MemoryLimits(kv_memory=64 * BLOCK_SIZE * 8, prefill_logprobs=False),
+        limits=MemoryLimits(kv_memory=64 * BLOCK_SIZE * 8),
         device=torch.device("cpu"),
         cpu_threads=1,
     )

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,16 @@ from torch import nn
 from transformers import AttentionInterface, AutoConfig
 
 from millrace_fakes_kernels import KERNELS, make_kernels
-from millrace_fakes_models import VOCAB, Driver, edit_json, greedy, logprobs, prompt_of, save_tiny
+from millrace_fakes_models import (
+    VOCAB,
+    Driver,
+    Run,
+    edit_json,
+    greedy,
+    logprobs,
+    prompt_of,
+    save_tiny,
+)
 from millrace_shard import invariant_modules
 from millrace_shard.errors import UnsupportedModel, WeightsError
 from millrace_shard.kernels.plain import PlainKernels
@@ -93,6 +103,25 @@ def test_greedy_output_equals_generate(name: str, kernels: str, tmp_path: Path) 
         for prompt, run, (tokens, probabilities) in zip(prompts, runs, expected, strict=True):
             assert run.ids[len(prompt) :] == tokens
             torch.testing.assert_close(logprobs(run), probabilities, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", VARIATIONS)
+def test_the_two_parts_of_a_pass_are_the_whole(name: str, tmp_path: Path) -> None:
+    model_type, overrides = VARIATIONS[name]
+    save_tiny(tmp_path, model_type, **overrides)
+    whole, parted = load(tmp_path), load(tmp_path)
+    rows = [(Run(prompt_of(length, seed=length)), length) for length in (30, 4)]
+    batch = replace(whole.admit(rows), logit_rows=torch.arange(3, 34))
+    expected = whole.model.forward(batch, whole.cache)
+    batch = replace(
+        parted.admit([(Run(run.ids), n) for run, n in rows]), logit_rows=batch.logit_rows
+    )
+    states = parted.model.states(batch, parted.cache)
+    assert torch.equal(parted.model.logits(states), expected)
+    torch.testing.assert_close(parted.model.logits(states[5:9]), expected[5:9], atol=1e-5, rtol=0)
+    # Standing in for the class's decoder leaves nothing behind.
+    run = whole.generate([prompt_of(5)], 1)[0]
+    assert parted.generate([prompt_of(5)], 1)[0].ids == run.ids
 
 
 @pytest.mark.parametrize(

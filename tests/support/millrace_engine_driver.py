@@ -42,14 +42,13 @@ class Driver:
         self,
         *,
         overlap: bool = False,
-        prefill_logprobs: bool = True,
         group: ProcessGroup | None = None,
         speculation: Speculation | None = None,
     ) -> None:
         self.model = FakeModel()
         self.kernels = FakeKernels()
         self.engine = Engine(
-            limits=MemoryLimits(kv_memory=64 * BLOCK_SIZE * 8, prefill_logprobs=prefill_logprobs),
+            limits=MemoryLimits(kv_memory=64 * BLOCK_SIZE * 8),
             device=torch.device("cpu"),
             cpu_threads=1,
             overlap=overlap,

@@ -31,10 +31,12 @@ from millrace_router.metrics import Metrics
 from millrace_router.quarantine import Quarantine
 from millrace_router.recovery import Recovery
 from millrace_router.request import FinishReason, Grammar, ValidRequest
+from millrace_router.request_log import RequestLog
 from millrace_router.server import create_runner
 from millrace_router.services import Services
 from millrace_router.template import ChatTemplate
 from millrace_router.tokenizer import Tokenizer
+from millrace_router.tools.formats import format_of
 from millrace_router.validation import Validator
 from millrace_router.wire import Capacity, ShardInfo
 
@@ -204,10 +206,13 @@ def services_over(
     template: str | None = None,
     keep_alive_seconds: float = 60.0,
     cost: CostModel | None = None,
+    request_log: RequestLog | None = None,
+    tokenizer: Tokenizer | None = None,
     **config: Any,
 ) -> Services:
     """Everything an application is made of, over fakes."""
-    tokenizer = word_tokenizer()
+    limits = replace(limits, strict_tgi=bool(config.get("strict_tgi")))
+    tokenizer = tokenizer or word_tokenizer()
     metrics = Metrics(
         max_input_tokens=limits.max_input_tokens, max_total_tokens=limits.max_total_tokens
     )
@@ -245,6 +250,7 @@ def services_over(
         max_batch_prefill_tokens=32,
         tokenizer=tokenizer,
         template=ChatTemplate(template, special_tokens={}),
+        tool_format=format_of(template, str(config.get("tool_call_parser", "auto"))),
         validator=validator,
         infer=Infer(
             batcher,
@@ -256,6 +262,7 @@ def services_over(
         metrics=metrics,
         health=health,
         quarantine=batcher.quarantine,
+        request_log=request_log,
         cost=cost,
         compute_type="1-cpu",
         keep_alive_seconds=keep_alive_seconds,

@@ -97,6 +97,7 @@ class FakeModel:
         self.poison: int | None = None
         """Sequences that contain this id yield NaN."""
         self.batches: list[RaggedBatch] = []
+        self.num_logits: list[int] = []
 
     def forward(self, batch: RaggedBatch, cache: Sequence[LayerCache]) -> Tensor:
         """Store, then predict from what the block tables lead to."""
@@ -121,3 +122,12 @@ class FakeModel:
             if self.poison in context:
                 logits[place, 3] = float("nan")
         return logits
+
+    def states(self, batch: RaggedBatch, cache: Sequence[LayerCache]) -> Tensor:
+        """The logits themselves."""
+        return self.forward(batch, cache)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Remember how many there are at a time."""
+        self.num_logits.append(len(states))
+        return states.clone()

@@ -162,6 +162,11 @@ class FakeShard:
                     response.prefill_logprobs.extend(
                         float("nan") if i == 0 else -float(i) for i in range(start, start + count)
                     )
+                    top = sequence.pb.prefill_top_n_tokens
+                    response.prefill_top_counts.append(top)
+                    for i in range(start, start + count):
+                        response.prefill_top_ids.extend(i + j for j in range(top))
+                        response.prefill_top_logprobs.extend(-i - j / 2 for j in range(top))
                 if sequence.num_computed == len(sequence.ids):
                     self._sample(slot, sequence, response)
                 rows += 1

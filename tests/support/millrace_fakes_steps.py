@@ -137,6 +137,7 @@ class Stepper:
         """The step that admits a sequence, with room for 16 tokens more, and computes all of its prompt."""
         top = fields.pop("top_n_tokens", 0)
         prefill_logprobs = fields.pop("prefill_logprobs", False)
+        prefill_top = fields.pop("prefill_top_n_tokens", 0)
         grammar = fields.pop("grammar", None)
         sequence = Sequence(
             slot=slot,
@@ -145,6 +146,7 @@ class Stepper:
             parameters=SamplingParameters(**fields),  # type: ignore[arg-type]
             top_n_tokens=top,  # type: ignore[arg-type]
             prefill_logprobs=prefill_logprobs,  # type: ignore[arg-type]
+            prefill_top_n_tokens=prefill_top,  # type: ignore[arg-type]
             grammar=grammar,  # type: ignore[arg-type]
         )
         count = -(-(sequence.num_inputs + 16) // self.block_size)

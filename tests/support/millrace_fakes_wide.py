@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -256,9 +256,28 @@ class RankJob:
 
 def speculate_on_a_rank(
     group: ProcessGroup, jobs: list[RankJob]
-) -> list[tuple[dict[int, Told], int, int]]:
-    """What this rank yields of each job, how many guesses it made, and how many were right."""
-    return [_speculate(group, job) for job in jobs]
+) -> tuple[list[tuple[dict[int, Told], int, int]], tuple[list[float], list[int]]]:
+    """What this rank yields of each job, how many guesses it made, and how many were right; then a scored prompt."""
+    return [_speculate(group, job) for job in jobs], score_on_a_rank(group, jobs[0])
+
+
+def score_on_a_rank(group: ProcessGroup, job: RankJob) -> tuple[list[float], list[int]]:
+    """Log probabilities of the first prompt but of its first token, and one candidate each, computed in two chunks."""
+    kernels = PlainKernels(deterministic=True)
+    with torch.inference_mode():
+        model = load_model(
+            job.folder, dtype=torch.float32, kernels=kernels, group=group, device=CPU
+        )
+    stepper = Stepper(model, kernels, dtype=torch.float32)
+    prompt = job.prompts[0]
+    whole = stepper.admission(0, prompt, prefill_logprobs=True, prefill_top_n_tokens=1)
+    results = [
+        stepper.run(replace(whole, chunk_tokens=ints([7]))),
+        stepper.run(Forward(chunk_slots=ints([0]), chunk_tokens=ints([len(prompt) - 7]))),
+    ]
+    logprobs = np.concatenate([result.prefill_logprobs for result in results])
+    ids = np.concatenate([result.prefill_top_ids for result in results])
+    return logprobs[1:].tolist(), ids[1:].tolist()
 
 
 def _speculate(group: ProcessGroup, job: RankJob) -> tuple[dict[int, Told], int, int]:

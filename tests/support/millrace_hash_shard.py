@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from millrace_hash_choices import Choices, allowances
 from millrace_hash_tokens import (
     POISON_TOKEN_ID,
+    candidates,
     choose,
     expected_tokens,
     extend,
@@ -283,6 +284,7 @@ class HashShard:
             first = running.num_computed - num_prompt
             response.prefill_logprobs.extend([running.next_logprob, *scores[first:-1]])
             running.next_logprob = scores[-1]
+            self._answer_candidates(running, response, cells[max(first - 1, 0) : -1], first=first)
         running.has_failed |= not all(cell.is_finite for cell in cells)
         tokens: list[int] = []
         if running.num_computed == len(running.ids):
@@ -299,6 +301,17 @@ class HashShard:
             response.ids.extend(tokens)
             response.logprobs.extend([-0.5] * len(tokens))
         return guesses
+
+    def _answer_candidates(
+        self, running: Running, response: pb.StepResponse, before: list[Cell], *, first: int
+    ) -> None:
+        """Candidates beside the tokens from position `first` on, which come after the cells `before`."""
+        count = running.pb.prefill_top_n_tokens
+        response.prefill_top_counts.append(count)
+        told = [(0, float("nan"))] * (count if first == 0 else 0)
+        told += [pair for cell in before for pair in candidates(cell.digest, count)]
+        response.prefill_top_ids.extend(id_ for id_, _ in told)
+        response.prefill_top_logprobs.extend(logprob for _, logprob in told)
 
     def _predict(self, running: Running) -> int:
         """The token that follows what is computed."""

@@ -64,6 +64,20 @@ def score(digest: int) -> float:
     return -(digest % 4096) / 64
 
 
+def candidates(digest: int, count: int) -> list[tuple[int, float]]:
+    """The likeliest tokens after a context, and their log probabilities; exact in float32."""
+    return [(digest % 997 + i, score(digest) - i / 4) for i in range(count)]
+
+
+def expected_prompt_candidates(prompt: Sequence[int], count: int) -> list[list[tuple[int, float]]]:
+    """Beside every prompt token but the first, which has none."""
+    digest, found = 0, []
+    for position, token_id in enumerate(prompt[:-1]):
+        digest = extend(digest, token_id, position)
+        found.append(candidates(digest, count))
+    return found
+
+
 def expected_prompt_logprobs(prompt: Sequence[int]) -> list[float]:
     """Of every prompt token but the first, which has none."""
     digest, logprobs = 0, []

@@ -181,6 +181,7 @@ def requests(count: int, *, seed: int = 0) -> list[ValidRequest]:
             ignore_eos=True,
             sampling=SamplingParameters(seed=number % 3, do_sample=number % 3 > 0),
             prefill_logprobs=number % 5 == 0,
+            prompt_top_n_tokens=number % 2 * 2,
         )
         for number in range(count)
     ]

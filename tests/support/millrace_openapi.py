@@ -6,14 +6,23 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from millrace_router.api.operations import Operation
+from millrace_router.api.operation import Operation
 from millrace_router.openapi import REFERENCE, openapi
 
 DOCUMENT = openapi()
 JSON = "application/json"
 EVENTS = "text/event-stream"
+ENDED = ("chat_completions", "completions")
+"""Whose streams have an end that is no JSON."""
+END = "[DONE]"
+PLACES = {"model_name": "mill", "model_version": "1", "id": "resp_1", "model": "org/tiny"}
 
 Schema = dict[str, Any]
+
+
+def path_of(operation: Operation) -> str:
+    """The path, with something in each of its places."""
+    return operation.path.format_map(PLACES)
 
 
 def described(operation: Operation) -> dict[str, Any]:
@@ -49,8 +58,8 @@ def events_of(operation: Operation, body: bytes) -> list[Any]:
     blocks = body.decode().split("\n\n")
     assert blocks.pop() == "", "the last event is not ended"
     data = [block.rpartition("\n")[2].removeprefix("data: ") for block in blocks if block != ":"]
-    if operation.openai:
-        assert data.pop() == "[DONE]"
+    if operation.id in ENDED or (operation.either and data[-1] == END):
+        assert data.pop() == END
     return [json.loads(one) for one in data]
 
 
@@ -69,6 +78,10 @@ def fits(value: object, schema: Schema) -> bool:
         return fits(value, resolved(schema["$ref"]))
     if "anyOf" in schema:
         return any(fits(value, one) for one in schema["anyOf"])
+    if "oneOf" in schema:
+        return sum(fits(value, one) for one in schema["oneOf"]) == 1
+    if "const" in schema:
+        return bool(value == schema["const"])
     if "enum" in schema:
         return value in schema["enum"]
     return "type" not in schema or _OF_TYPE[schema["type"]](value, schema)

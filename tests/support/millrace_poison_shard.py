@@ -23,6 +23,7 @@ from millrace_shard import engine, warmup
 from millrace_shard.__main__ import main
 from millrace_shard.launched_step import LaunchedStep
 from millrace_shard.prepared import PreparedStep
+from millrace_shard.prompt_logprobs import PromptLogprobs
 from millrace_shard.runner import StepRunner
 from millrace_shard.step import Forward
 from millrace_shard.warmup import WarmedUp
@@ -96,7 +97,9 @@ def install(poison: Poison) -> None:
                 carriers.add(sequence.slot)
         return launch(self, step)
 
-    def poisoned_forward(self: StepRunner, prepared: PreparedStep) -> Tensor:
+    def poisoned_forward(
+        self: StepRunner, prepared: PreparedStep
+    ) -> tuple[Tensor, PromptLogprobs | None]:
         if not warming:
             if poison.is_too_large(len(prepared.slots), int(prepared.counts.sum())):
                 raise torch.OutOfMemoryError(OUT_OF_MEMORY)

@@ -6,7 +6,12 @@ import math
 from dataclasses import dataclass, field
 
 from millrace_fakes_shard import EOS_TOKEN_ID
-from millrace_hash_tokens import POISON_TOKEN_ID, expected_prompt_logprobs, expected_tokens
+from millrace_hash_tokens import (
+    POISON_TOKEN_ID,
+    expected_prompt_candidates,
+    expected_prompt_logprobs,
+    expected_tokens,
+)
 from millrace_router.entry import TokenStream
 from millrace_router.errors import NonFiniteOutput, Quarantined, RouterError
 from millrace_router.events import Event, Finished, PromptLogprobs, TokenEvent
@@ -121,6 +126,10 @@ class Client:
         if not self.is_poisoned and not self.may_fail:
             expected = expected_prompt_logprobs(self.request.input_ids)
             self._expect(others == expected, f"log probabilities {others}, not {expected}")
+            count = self.request.prompt_top_n_tokens
+            told = [list(event.candidates(i)) for i in range(1, len(event.ids))]
+            named = expected_prompt_candidates(self.request.input_ids, count)
+            self._expect(told == named, f"candidates {told}, not {named}")
 
     def _expect(self, condition: bool, message: str) -> None:
         if not condition:

@@ -64,6 +64,7 @@ def valid_requests(draw: st.DrawFn, *, longest: int, capacity: int, eos_every: i
         if stops and draw(st.integers(0, 3)) == 0
         else (),
         prefill_logprobs=draw(st.integers(0, 2)) == 0,
+        prompt_top_n_tokens=draw(st.integers(0, 2)),
         min_new_tokens=draw(st.sampled_from([0, 0, 3])),
         grammar=draw(st.sampled_from([None, None, None, ANY_TEXT])),
         terms=Terms(

@@ -7,13 +7,26 @@ from typing_extensions import TypedDict
 from millrace_router.api.openai_json import HeadJson, UsageJson
 
 
+class CompletionLogprobsJson(TypedDict):
+    """Columns of equal length, in the shape of OpenAI's first completions."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    """null for the first token of a prompt."""
+    top_logprobs: list[dict[str, float] | None]
+    """The likeliest tokens in the place of each, and the token itself."""
+    text_offset: list[int]
+    """The character of the choice's text where each begins."""
+
+
 class CompletionCompleteJson(TypedDict):
-    """A choice of a text completion, or a piece of one, whose `finish_reason` is "" until the last."""
+    """A choice of a text completion, or a piece of one."""
 
     index: int
     text: str
-    logprobs: None
-    finish_reason: str
+    logprobs: CompletionLogprobsJson | None
+    finish_reason: str | None
+    """null until the last piece; "" there with `--strict-tgi`."""
 
 
 class ChunkJson(HeadJson):
@@ -23,6 +36,6 @@ class ChunkJson(HeadJson):
 
 
 class CompletionFinalJson(ChunkJson):
-    """Answer of `/v1/completions`, and a stream's last event of a prompt."""
+    """Answer of `/v1/completions`, and an event that tells usage, as a stream's last one of a choice does."""
 
     usage: UsageJson

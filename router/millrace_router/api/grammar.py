@@ -5,6 +5,7 @@ Wider than TGI: a schema needs no `properties` at its top, `json_object` needs n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Annotated, Any, Literal
 
@@ -148,6 +149,41 @@ def grammar_of(response_format: ResponseFormat | None) -> GrammarType | None:
     return response_format
 
 
+def grammar_type(grammar: Grammar) -> GrammarType:
+    """Write a grammar in TGI's form."""
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            return JsonGrammar(type="json", value=grammar.source)
+        case GrammarKind.REGEX:
+            return RegexGrammar(type="regex", value=grammar.source)
+        case GrammarKind.LARK:
+            return LarkGrammar(type="lark", value=grammar.source)
+
+
+def check_as_tgi(grammar: GrammarType) -> None:
+    """Raise ValidationError for a readable schema that TGI would refuse: it wants `properties` at the top."""
+    if not isinstance(grammar, JsonGrammar | JsonSchemaGrammar):
+        return
+    if "properties" not in orjson.loads(grammar.resolved().source):
+        raise _invalid("Grammar must have a 'properties' field")
+
+
+def check_schemas(schemas: Sequence[dict[str, Any]]) -> None:
+    """Raise ValidationError if schemas that go together are longer, or have more parts, than is worth a look."""
+    try:
+        source = orjson.dumps(schemas).decode()
+    except orjson.JSONEncodeError:
+        raise _invalid(f"it must have at most {MAX_LEVELS} levels") from None
+    _check_size(source)
+    _check_parts(source.count("[") + source.count("{"))
+
+
+def checked_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """Say in `schema` what its users imply; raises ValidationError if it is nested too deeply."""
+    _check_levels(_levels_of(schema))
+    return with_implied_types(schema)
+
+
 def _of_schema(value: object) -> Grammar:
     """Read a schema, which is an object or the text of one; raises ValidationError, in TGI's words where it has any."""
     if isinstance(value, str):
@@ -161,8 +197,7 @@ def _of_schema(value: object) -> Grammar:
             raise _invalid("the schema is not an object")
     if not isinstance(value, dict):
         raise ValidationError("grammar is not supported")
-    _check_levels(_levels_of(value))
-    source = orjson.dumps(with_implied_types(value)).decode()
+    source = orjson.dumps(checked_schema(value)).decode()
     _check_size(source)
     return Grammar(GrammarKind.JSON_SCHEMA, source)
 

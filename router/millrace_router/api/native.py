@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NotRequired
+from typing import Annotated, NotRequired
 
 import orjson
 from pydantic import AliasChoices, Field
 from typing_extensions import TypedDict
 
-from millrace_router.api.fields import Float32, Int32, RequestModel, UInt32, UInt64
+from millrace_router.api.fields import Float32, Int32, NullIs, RequestModel, Switch, UInt32, UInt64
 from millrace_router.api.grammar import GrammarType
 from millrace_router.events import Finished, PromptLogprobs, Token, TokenEvent
 from millrace_router.float32 import shortest
@@ -17,7 +17,7 @@ from millrace_router.request import FinishReason
 
 
 class GenerateParameters(RequestModel):
-    """How to generate. None means that the client left the choice to the server."""
+    """How to generate. None means that the client left the choice to the server; null is the default everywhere."""
 
     best_of: UInt64 | None = None
     temperature: Float32 | None = None
@@ -26,21 +26,21 @@ class GenerateParameters(RequestModel):
     top_k: Int32 | None = None
     top_p: Float32 | None = None
     typical_p: Float32 | None = None
-    do_sample: bool = False
+    do_sample: Switch = False
     max_new_tokens: UInt32 | None = None
     return_full_text: bool | None = None
-    stop: list[str] = Field(default_factory=list, fail_fast=True)
+    stop: Annotated[list[str], Field(fail_fast=True), NullIs(list)] = Field(default_factory=list)
     truncate: UInt64 | None = None
-    watermark: bool = False
-    details: bool = False
-    decoder_input_details: bool = False
+    watermark: Switch = False
+    details: Switch = False
+    decoder_input_details: Switch = False
     seed: UInt64 | None = None
     top_n_tokens: UInt32 | None = None
     grammar: GrammarType | None = None
     adapter_id: str | None = None
     priority: int | None = None
     """Not in TGI: how much sooner than others; beats the header `x-priority`."""
-    ignore_eos: bool = Field(
+    ignore_eos: Switch = Field(
         default=False, validation_alias=AliasChoices("ignore_eos", "ignore_eos_token")
     )
     """Not in TGI: generate `max_new_tokens` tokens whatever the model says; benchmarks ask for it."""
@@ -55,6 +55,12 @@ class OpenAIParameters(GenerateParameters):
     occurrence_penalty: Float32 = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token id, what is added to its score), each id once."""
+    min_new_tokens: UInt32 | None = None
+    """Tokens before which no end-of-sequence token is drawn."""
+    prompt_logprobs: bool = False
+    """Whether the prompt's log probabilities are told, whatever the native routes are allowed."""
+    prompt_top_n_tokens: UInt32 = 0
+    """Candidates beside each of them."""
 
 
 def sampling_parameters() -> GenerateParameters:
@@ -66,13 +72,15 @@ class GenerateRequest(RequestModel):
     """Body of `/generate`, `/generate_stream` and `/tokenize`."""
 
     inputs: str
-    parameters: GenerateParameters = Field(default_factory=sampling_parameters)
+    parameters: Annotated[GenerateParameters, NullIs(sampling_parameters)] = Field(
+        default_factory=sampling_parameters
+    )
 
 
 class CompatGenerateRequest(GenerateRequest):
     """Body of `POST /`."""
 
-    stream: bool = False
+    stream: Switch = False
 
 
 class PrefillTokenJson(TypedDict):

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from millrace_router.api.bias import biases_from
 from millrace_router.api.fields import UINT64_MAX, Float32, Int32, RequestModel, UInt32
-from millrace_router.api.grammar import ResponseFormat, grammar_of
+from millrace_router.api.grammar import ResponseFormat, check_as_tgi, grammar_of
 from millrace_router.api.native import OpenAIParameters
 from millrace_router.errors import ValidationError
 from millrace_router.limits import Limits
@@ -24,6 +24,8 @@ class StreamOptions(RequestModel):
     """What a stream carries besides text."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """Not in OpenAI's: whether each chunk tells the usage of its choice so far."""
 
 
 class CommonRequest(RequestModel):
@@ -52,6 +54,8 @@ class CommonRequest(RequestModel):
     min_p: Float32 | None = None
     """0 is no restriction."""
     ignore_eos: bool | None = None
+    min_tokens: UInt32 | None = None
+    """How many tokens come at least: end-of-sequence tokens are not drawn before."""
     priority: int | None = None
     """How much sooner than others; beats the header `x-priority`."""
 
@@ -67,6 +71,11 @@ class CommonRequest(RequestModel):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
+    def tells_usage_always(self) -> bool:
+        """Whether each chunk of a stream has the usage of its choice so far."""
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
     def num_choices(self) -> int:
         """Choices for each prompt."""
         return 1 if self.n is None else self.n
@@ -79,23 +88,31 @@ class CommonRequest(RequestModel):
             penalty = getattr(self, name)
             if penalty is not None and not -MAX_PENALTY <= penalty <= MAX_PENALTY:
                 raise ValidationError(f"`{name}` must be >= -2.0 and <= 2.0")
+        grammar = grammar_of(self.response_format)
+        if limits.strict_tgi and grammar is not None:
+            check_as_tgi(grammar)
 
-    def parameters(self, *, top_n_tokens: int | None = None) -> OpenAIParameters:
-        """Translate: temperature 0 is greedy, anything else samples; raises ValidationError."""
+    def parameters(
+        self, *, top_n_tokens: int | None = None, strict_tgi: bool = False
+    ) -> OpenAIParameters:
+        """Translate: temperature 0 is greedy, anything else samples; raises ValidationError.
+
+        With `strict_tgi`, the penalties are those that TGI makes of OpenAI's, and a `top_p` of 1 is left to be refused.
+        """
         greedy = self.temperature == 0
+        is_off = greedy or (self.top_p == 1 and not strict_tgi)
         return OpenAIParameters(
             temperature=None if greedy else self.temperature,
-            top_p=None if greedy or self.top_p == 1 else self.top_p,
+            top_p=None if is_off else self.top_p,
             top_k=None if greedy or self.top_k in {-1, 0} else self.top_k,
             typical_p=None if greedy or self.typical_p == 1 else self.typical_p,
             min_p=None if greedy else self.min_p,
             do_sample=not greedy,
-            repetition_penalty=self.repetition_penalty,
-            occurrence_penalty=self.frequency_penalty or 0.0,
-            presence_penalty=self.presence_penalty or 0.0,
+            **(self._penalties_of_tgi() if strict_tgi else self._penalties()),
             logit_bias=biases_from(self.logit_bias) if isinstance(self.logit_bias, dict) else (),
             grammar=grammar_of(self.response_format),
             max_new_tokens=self.max_tokens,
+            min_new_tokens=self.min_tokens,
             stop=self.stop_sequences,
             seed=None if self.seed is None else self.seed & UINT64_MAX,
             top_n_tokens=top_n_tokens,
@@ -103,3 +120,17 @@ class CommonRequest(RequestModel):
             priority=self.priority,
             details=True,
         )
+
+    def _penalties(self) -> dict[str, Any]:
+        return {
+            "repetition_penalty": self.repetition_penalty,
+            "occurrence_penalty": self.frequency_penalty or 0.0,
+            "presence_penalty": self.presence_penalty or 0.0,
+        }
+
+    def _penalties_of_tgi(self) -> dict[str, Any]:
+        presence = self.presence_penalty
+        return {
+            "repetition_penalty": self.repetition_penalty if presence is None else presence + 2.0,
+            "frequency_penalty": self.frequency_penalty,
+        }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing_extensions import TypedDict
+from typing import Literal, NotRequired
+
+from typing_extensions import TypeAliasType, TypedDict
 
 from millrace_router.tokenizer import TokenSpan
 
@@ -36,7 +38,9 @@ class ChatCompletionTopLogprobJson(TypedDict):
     """A token and its log probability."""
 
     token: str
-    logprob: float | None
+    logprob: float
+    bytes: list[int]
+    """Of the text it adds: UTF-8, cut anywhere."""
 
 
 class ChatCompletionLogprobJson(ChatCompletionTopLogprobJson):
@@ -51,18 +55,57 @@ class ChatCompletionLogprobsJson(TypedDict):
     content: list[ChatCompletionLogprobJson]
 
 
+class CalledFunctionJson(TypedDict):
+    """Which function is called, and with what: the text of a JSON object."""
+
+    description: NotRequired[None]
+    """TGI has it there."""
+    name: str
+    arguments: str
+
+
+class ToolCallJson(TypedDict):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunctionJson
+
+
 class TextMessageJson(TypedDict):
-    """What the assistant said, or a piece of it."""
+    """What the assistant said."""
 
     role: str
     content: str
+
+
+class ToolCallMessageJson(TypedDict):
+    """What the assistant calls, and said before, if it said anything."""
+
+    role: str
+    content: str | None
+    tool_calls: list[ToolCallJson]
+
+
+class FunctionCallMessageJson(TypedDict):
+    """The same in the form that calls had first, for requests in that form."""
+
+    role: str
+    content: str | None
+    function_call: CalledFunctionJson
+
+
+OutputMessageJson = TypeAliasType(
+    "OutputMessageJson", TextMessageJson | ToolCallMessageJson | FunctionCallMessageJson
+)
+"""A turn of the assistant."""
 
 
 class ChatCompletionCompleteJson(TypedDict):
     """A choice in one piece."""
 
     index: int
-    message: TextMessageJson
+    message: OutputMessageJson
     logprobs: ChatCompletionLogprobsJson | None
     finish_reason: str | None
 
@@ -74,11 +117,54 @@ class ChatCompletionJson(HeadJson):
     usage: UsageJson
 
 
+class FunctionJson(TypedDict):
+    """A piece of a call: the name comes with the first."""
+
+    name: NotRequired[str]
+    arguments: str
+
+
+class DeltaToolCallJson(TypedDict):
+    """A piece of the call `index`; its first one says which it is."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionJson
+
+
+class TextDeltaJson(TypedDict):
+    """A piece of what the assistant says; the first of a choice has its role."""
+
+    role: NotRequired[str]
+    content: NotRequired[str]
+
+
+class ToolCallDeltaJson(TypedDict):
+    """Pieces of calls."""
+
+    role: NotRequired[str]
+    """TGI has it here, too."""
+    tool_calls: list[DeltaToolCallJson]
+
+
+class FunctionCallDeltaJson(TypedDict):
+    """The same in the form that calls had first."""
+
+    function_call: FunctionJson
+
+
+ChatCompletionDeltaJson = TypeAliasType(
+    "ChatCompletionDeltaJson", TextDeltaJson | ToolCallDeltaJson | FunctionCallDeltaJson
+)
+"""What a chunk adds to a choice."""
+
+
 class ChatCompletionChoiceJson(TypedDict):
     """A piece of a choice."""
 
     index: int
-    delta: TextMessageJson
+    delta: ChatCompletionDeltaJson
     logprobs: ChatCompletionLogprobsJson | None
     finish_reason: str | None
 

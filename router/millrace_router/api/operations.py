@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
+
+from typing_extensions import TypeAliasType
 
 from millrace_router.api.chat import ChatCompletionRequest
 from millrace_router.api.completion import CompletionRequest
 from millrace_router.api.completion_json import ChunkJson, CompletionFinalJson
 from millrace_router.api.estimate import EstimateJson
 from millrace_router.api.info import InfoJson, QuarantineJson
+from millrace_router.api.messages import CountTokensRequest, MessagesRequest
+from millrace_router.api.messages_json import (
+    CountTokensJson,
+    MessageEventJson,
+    MessagesAnswerJson,
+)
 from millrace_router.api.native import (
     CompatGenerateRequest,
     GenerateRequest,
@@ -22,57 +29,35 @@ from millrace_router.api.openai_json import (
     ChatCompletionJson,
     ChatTokenizeResponseJson,
     ModelInfoJson,
+    ModelJson,
 )
-from millrace_router.idempotency import KEY_HEADER, LAST_EVENT_HEADER
-from millrace_router.terms import MAX_QUEUE_HEADER, PRIORITY_HEADER, TENANT_HEADER
+from millrace_router.api.operation import (
+    ADMITTING,
+    GENERATING,
+    KEYED,
+    MESSAGING,
+    READING,
+    TERMS,
+    Operation,
+)
+from millrace_router.api.platform_operations import PLATFORM_OPERATIONS
+from millrace_router.api.responses import ResponsesRequest
+from millrace_router.api.responses_json import (
+    InputTokensJson,
+    ResponseEventJson,
+    ResponseJson,
+)
+from millrace_router.api.tokenizer_info import (
+    DetokenizeJson,
+    DetokenizeRequest,
+    TokenizePromptJson,
+    TokenizePromptRequest,
+    TokenizerInfoJson,
+)
 from millrace_router.tokenizer import TokenSpan
 
-READING = (
-    HTTPStatus.BAD_REQUEST,
-    HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-    HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
-    HTTPStatus.UNPROCESSABLE_ENTITY,
-)
-"""How a body can be refused."""
-ADMITTING = (*READING, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
-"""How anything that takes a permit can fail."""
-GENERATING = (
-    *ADMITTING,
-    HTTPStatus.GONE,
-    HTTPStatus.FAILED_DEPENDENCY,
-    HTTPStatus.INTERNAL_SERVER_ERROR,
-)
-"""How a generation can fail."""
-
-TERMS = (PRIORITY_HEADER, TENANT_HEADER, MAX_QUEUE_HEADER)
-"""On which terms a request is to be served."""
-KEYED = (*TERMS, KEY_HEADER, LAST_EVENT_HEADER)
-"""What a request that may be sent again can say, besides."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
-    """One method of one path; bodies and answers are types that pydantic knows a JSON schema of."""
-
-    method: str
-    path: str
-    id: str
-    """TGI's name, where it has the route."""
-    summary: str
-    body: Any = None
-    answer: Any = None
-    """None for an empty one, bytes for text."""
-    event: Any = None
-    """The JSON of one event of a stream."""
-    failures: tuple[HTTPStatus, ...] = ()
-    is_open: bool = False
-    """Nobody is asked for a key."""
-    openai: bool = False
-    """Failures come in OpenAI's envelope."""
-    headers: tuple[str, ...] = ()
-    """Headers of the request that are read."""
-
-
+TokenizeResponse = TypeAliasType("TokenizeResponse", list[TokenSpan])
+Completion = TypeAliasType("Completion", ChunkJson | CompletionFinalJson)
 OPERATIONS = (
     Operation(
         method="post",
@@ -109,10 +94,26 @@ OPERATIONS = (
         method="post",
         path="/tokenize",
         id="tokenize",
-        summary="Tokenize `inputs`; places count bytes of UTF-8",
-        body=GenerateRequest,
-        answer=list[TokenSpan],
+        summary="Tokenize `inputs`, whose places count bytes of UTF-8, or as vLLM a `prompt`",
+        body=GenerateRequest | TokenizePromptRequest,
+        answer=TokenizeResponse | TokenizePromptJson,
         failures=ADMITTING,
+    ),
+    Operation(
+        method="post",
+        path="/detokenize",
+        id="detokenize",
+        summary="Turn token ids into text",
+        body=DetokenizeRequest,
+        answer=DetokenizeJson,
+        failures=ADMITTING,
+    ),
+    Operation(
+        method="get",
+        path="/tokenizer_info",
+        id="tokenizer_info",
+        summary="Special tokens of the model, and its chat template",
+        answer=TokenizerInfoJson,
     ),
     Operation(
         method="post",
@@ -142,10 +143,65 @@ OPERATIONS = (
         summary="Complete one text or a few",
         body=CompletionRequest,
         answer=CompletionFinalJson,
-        event=ChunkJson | CompletionFinalJson,
+        event=Completion,
         failures=GENERATING,
         openai=True,
         headers=KEYED,
+    ),
+    Operation(
+        method="post",
+        path="/v1/responses",
+        id="responses",
+        summary="Answer a conversation, or a text",
+        body=ResponsesRequest,
+        answer=ResponseJson,
+        event=ResponseEventJson,
+        failures=GENERATING,
+        openai=True,
+        headers=KEYED,
+    ),
+    Operation(
+        method="post",
+        path="/v1/responses/input_tokens",
+        id="responses_input_tokens",
+        summary="Count the tokens of a conversation, or a text",
+        body=ResponsesRequest,
+        answer=InputTokensJson,
+        failures=ADMITTING,
+        openai=True,
+    ),
+    *(
+        Operation(
+            method=method,
+            path="/v1/responses/{id}",
+            id=id_,
+            summary="Not found, whatever the id: responses are not stored",
+            failures=(HTTPStatus.NOT_FOUND,),
+            openai=True,
+        )
+        for method, id_ in (("get", "get_response"), ("delete", "delete_response"))
+    ),
+    Operation(
+        method="post",
+        path="/v1/messages",
+        id="messages",
+        summary="Answer a chat, as Anthropic's API does",
+        body=MessagesRequest,
+        answer=MessagesAnswerJson,
+        event=MessageEventJson,
+        failures=(*MESSAGING, HTTPStatus.GONE, HTTPStatus.INTERNAL_SERVER_ERROR),
+        anthropic=True,
+        headers=KEYED,
+    ),
+    Operation(
+        method="post",
+        path="/v1/messages/count_tokens",
+        id="messages_count_tokens",
+        summary="Count the tokens of a chat, as Anthropic's API does",
+        body=CountTokensRequest,
+        answer=CountTokensJson,
+        failures=MESSAGING,
+        anthropic=True,
     ),
     Operation(
         method="post",
@@ -164,6 +220,15 @@ OPERATIONS = (
         id="openai_get_model_info",
         summary="The model that is served",
         answer=ModelInfoJson,
+    ),
+    Operation(
+        method="get",
+        path="/v1/models/{model}",
+        id="get_model",
+        summary="The model that is served, by its name",
+        answer=ModelJson,
+        failures=(HTTPStatus.NOT_FOUND,),
+        openai=True,
     ),
     Operation(
         method="get",
@@ -222,4 +287,17 @@ OPERATIONS = (
         )
         for path, id_ in (("/api-doc/openapi.json", "openapi"), ("/openapi.json", "openapi_alias"))
     ),
+    *(
+        Operation(
+            method="get",
+            path=path,
+            is_open=True,
+            id=id_,
+            summary="This document, for people with a browser",
+            answer=bytes,
+            text_type="text/html",
+        )
+        for path, id_ in (("/docs", "docs"), ("/docs/", "docs_alias"))
+    ),
+    *PLATFORM_OPERATIONS,
 )

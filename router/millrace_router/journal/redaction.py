@@ -15,7 +15,16 @@ from hashlib import blake2b
 from millrace_proto import generate_pb2 as pb
 from millrace_router.journal.ledger import IDS
 
-TELLING = ("ids", "logprobs", "top_ids", "top_logprobs", "prefill_logprobs", "checksum")
+TELLING = (
+    "ids",
+    "logprobs",
+    "top_ids",
+    "top_logprobs",
+    "prefill_logprobs",
+    "prefill_top_ids",
+    "prefill_top_logprobs",
+    "checksum",
+)
 """Fields of an answer that tell of its tokens."""
 HASH_BYTES = 8
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, zip_longest
 from math import inf, isnan, nan
 from typing import NamedTuple
 
@@ -176,6 +176,25 @@ class Comparison:
                 replayed=_number(after[index : index + 1]),
                 gap=gaps[index] if index < len(gaps) else None,
             )
+        return self._prompt_candidates(step, recorded, replayed)
+
+    def _prompt_candidates(
+        self, step: int, recorded: pb.StepResponse, replayed: pb.StepResponse
+    ) -> Difference | None:
+        was, now = _prompt_candidates_by_slot(recorded), _prompt_candidates_by_slot(replayed)
+        for slot in dict.fromkeys((*was, *now)):
+            before, after = was.get(slot, []), now.get(slot, [])
+            pairs = zip_longest(before, after, fillvalue=(-1, inf))
+            differing = (pair for pair in pairs if _differ(*pair))
+            if (pair := next(differing, None)) is not None:
+                return Difference(
+                    step=step,
+                    what="candidates of the prompt",
+                    slot=slot,
+                    request_id=self._lines[slot].request_id,
+                    recorded=_shown_candidates(pair[:1]),
+                    replayed=_shown_candidates(pair[1:]),
+                )
         return None
 
     def _positions(
@@ -216,6 +235,16 @@ def _prompts_by_slot(answer: pb.StepResponse) -> dict[int, list[float]]:
     return {slot: list(islice(logprobs, count)) for slot, count in rows}
 
 
+def _prompt_candidates_by_slot(answer: pb.StepResponse) -> dict[int, list[tuple[int, float]]]:
+    candidates = zip(answer.prefill_top_ids, answer.prefill_top_logprobs, strict=True)
+    rows = zip(answer.prefill_slots, answer.prefill_counts, answer.prefill_top_counts, strict=False)
+    return {slot: list(islice(candidates, count * each)) for slot, count, each in rows}
+
+
+def _differ(was: tuple[int, float], now: tuple[int, float]) -> bool:
+    return was[0] != now[0] or bool(_gap(was[1], now[1]))
+
+
 def _gap(was: float, now: float) -> float:
     """0 for the same, NaN for NaN included."""
     if was == now or (isnan(was) and isnan(now)):
@@ -230,8 +259,12 @@ def _number(values: Sequence[float]) -> str:
 
 def _shown(token: Token, what: str) -> str:
     if what == "candidates":
-        return ", ".join(f"{id_} ({logprob:.9g})" for id_, logprob in token.candidates) or "none"
+        return _shown_candidates(token.candidates) or "none"
     return f"{token.id} ({token.logprob:.9g})"
+
+
+def _shown_candidates(candidates: Iterable[tuple[int, float]]) -> str:
+    return ", ".join(f"{id_} ({logprob:.9g})" for id_, logprob in candidates)
 
 
 def _ids(tokens: Iterable[Token]) -> str:

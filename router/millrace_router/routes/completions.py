@@ -9,96 +9,122 @@ from aiohttp import web
 
 from millrace_router.access_log import watch
 from millrace_router.api.completion import CompletionRequest
-from millrace_router.api.completion_answers import completion_choice
-from millrace_router.api.completion_json import (
-    ChunkJson,
-    CompletionCompleteJson,
-    CompletionFinalJson,
-)
-from millrace_router.api.native import GenerateRequest
-from millrace_router.api.openai_answers import AnswerHead, ChoiceText, Piece, Usage
+from millrace_router.api.completion_answers import CompletionChunks, completion_choice
+from millrace_router.api.completion_echo import echo_of
+from millrace_router.api.completion_json import CompletionCompleteJson, CompletionFinalJson
+from millrace_router.api.completion_logprobs import CompletionLogprobs
+from millrace_router.api.completion_text import CompletionPiece, CompletionText, Style
+from millrace_router.api.openai_answers import AnswerHead, Usage
+from millrace_router.api.prompt import PromptRequest
 from millrace_router.bodies import json_response, read_model
 from millrace_router.errors import BatchSizeExceeded
+from millrace_router.events import PromptLogprobs
 from millrace_router.generation import Generation
 from millrace_router.headers import answer_headers, stream_headers, sum_of_times
 from millrace_router.recording import Form
 from millrace_router.routes.asking import counting_refusals, terms_of
-from millrace_router.routes.choices import Choices
-from millrace_router.routes.openai_edge import (
-    fingerprint,
-    model_name,
-    pieces_of,
-    stream_error,
-    usage_of,
-)
+from millrace_router.routes.completion_stream import CompletionStream, usage_of
+from millrace_router.routes.openai_edge import fingerprint, model_name
+from millrace_router.routes.strict import stream_errors
 from millrace_router.services import SERVICES, Services
 from millrace_router.sse import respond
+
+Sample = tuple[Generation, CompletionText]
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """`POST /v1/completions`."""
     services = request.app[SERVICES]
     body = await read_model(request, CompletionRequest)
+    strict_tgi = services.config.strict_tgi
     with counting_refusals(services.metrics):
         body.check(services.limits)
         if len(body.prompts) > services.limits.max_client_batch_size:
             raise BatchSizeExceeded(services.limits.max_client_batch_size)
-        parameters = body.parameters()
+        parameters = body.parameters(strict_tgi=strict_tgi)
         terms = terms_of(request, parameters)
     head = AnswerHead(
         "text_completion",
         "cmpl",
         model=model_name(services, body.model),
         fingerprint=fingerprint(),
+        anonymous=strict_tgi,
     )
+    style = _style(services, body)
     with ExitStack() as cleanup:
-        generations: list[Generation] = []
+        samples: list[Sample] = []
         for prompt in body.prompts:
-            asked = GenerateRequest(inputs=prompt, parameters=parameters)
-            samples = await services.infer.start_samples(asked, body.num_samples, terms=terms)
-            for sample in samples:
-                cleanup.callback(sample.close)
-            generations.extend(samples)
-        watch(request, *generations)
-        if not body.stream:
-            return await _answer(services, body, generations, head)
-        form = Form(
-            headers=stream_headers(
-                compute_type=services.compute_type,
-                num_characters=sum(map(len, body.prompts)),
-                times=sum_of_times([generation.times for generation in generations]),
-            ),
-            keep_alive_seconds=services.keep_alive_seconds,
-            may_expire=lambda: any(generation.may_expire for generation in generations),
-            on_error=stream_error,
-        )
-        choices = Choices(
-            _Chunks(body, head),
-            [(generation, ChoiceText(body.stop_sequences)) for generation in generations],
-            num_samples=body.num_samples,
-        )
-        return await respond(request, choices.feed, form)
+            asked = PromptRequest.of(prompt, parameters)
+            generations = await services.infer.start_samples(asked, body.num_samples, terms=terms)
+            for generation in generations:
+                cleanup.callback(generation.close)
+            echo = await echo_of(services.tokenizer, prompt) if body.echo else None
+            samples.extend((generation, CompletionText(style, echo)) for generation in generations)
+        watch(request, *_generations(samples))
+        if body.stream:
+            return await _stream(request, body, samples, head)
+        return await _answer(services, body, samples, head)
+
+
+async def _stream(
+    request: web.Request, body: CompletionRequest, samples: Sequence[Sample], head: AnswerHead
+) -> web.StreamResponse:
+    services = request.app[SERVICES]
+    form = Form(
+        headers=stream_headers(
+            compute_type=services.compute_type,
+            num_characters=body.num_characters,
+            times=sum_of_times([generation.times for generation in _generations(samples)]),
+        ),
+        keep_alive_seconds=services.keep_alive_seconds,
+        may_expire=lambda: any(generation.may_expire for generation in _generations(samples)),
+        on_error=stream_errors(services),
+    )
+    chunks = CompletionChunks(
+        head,
+        includes_usage=body.includes_usage,
+        tells_usage_always=body.tells_usage_always,
+        strict_tgi=services.config.strict_tgi,
+    )
+    stream = CompletionStream(chunks, samples, num_samples=body.num_samples)
+    return await respond(request, stream.feed, form)
+
+
+def _generations(samples: Sequence[Sample]) -> list[Generation]:
+    return [generation for generation, _ in samples]
+
+
+def _style(services: Services, body: CompletionRequest) -> Style:
+    logprobs = None
+    if body.logprobs is not None:
+        logprobs = CompletionLogprobs(services.tokenizer, body.logprobs)
+    return Style(
+        stop_sequences=body.stop_sequences,
+        logprobs=logprobs,
+        only_scores=body.only_scores,
+        strict_tgi=services.config.strict_tgi,
+        streams=bool(body.stream),
+    )
 
 
 async def _answer(
-    services: Services, body: CompletionRequest, generations: list[Generation], head: AnswerHead
+    services: Services, body: CompletionRequest, samples: Sequence[Sample], head: AnswerHead
 ) -> web.Response:
     """Choose among each prompt's samples; the tokens of those left out are counted, too."""
     choices: list[CompletionCompleteJson] = []
     usage = Usage(0, 0)
-    for first in range(0, len(generations), body.num_samples):
-        samples = generations[first : first + body.num_samples]
-        texts, used = await _texts(body, samples)
+    for first in range(0, len(samples), body.num_samples):
+        texts, used = await _read(body, samples[first : first + body.num_samples])
         usage += used
-        for text, finish_reason in texts:
-            choices.append(completion_choice(len(choices), text, finish_reason))
+        for pieces in texts:
+            choices.append(completion_choice(len(choices), pieces))
     headers = answer_headers(
         compute_type=services.compute_type,
-        num_characters=sum(map(len, body.prompts)),
+        num_characters=body.num_characters,
         prompt_tokens=usage.prompt_tokens,
         generated_tokens=usage.completion_tokens,
         cached_tokens=usage.cached_tokens,
-        times=sum_of_times([generation.times for generation in generations]),
+        times=sum_of_times([generation.times for generation in _generations(samples)]),
     )
     # TGI gives no such sum here.
     del headers["x-compute-time"]
@@ -106,48 +132,38 @@ async def _answer(
     return json_response(answer, headers=headers)
 
 
-async def _texts(
-    body: CompletionRequest, samples: Sequence[Generation]
-) -> tuple[list[tuple[str, str]], Usage]:
-    """Text and finish reason of one prompt's choices: its samples, or the likeliest of them first.
+async def _read(
+    body: CompletionRequest, samples: Sequence[Sample]
+) -> tuple[list[list[CompletionPiece]], Usage]:
+    """The pieces of one prompt's choices: its samples, or the likeliest of them first.
 
     They are read one after the other: the events of the others wait in their streams.
     """
-    read: list[tuple[float, str, str]] = []
+    read: list[tuple[float, list[CompletionPiece]]] = []
     usage = Usage(0, 0)
-    for index, generation in enumerate(samples):
-        choice = ChoiceText(body.stop_sequences)
-        pieces = [piece async for piece in pieces_of(generation, choice)]
-        text = "".join(piece.text for piece in pieces)
-        read.append((choice.mean_logprob, text, pieces[-1].finish_reason or ""))
+    prompt: PromptLogprobs | None = None
+    for index, (generation, text) in enumerate(samples):
+        pieces, told = await _pieces(generation, text, prompt)
+        prompt = prompt or told
+        read.append((text.mean_logprob, pieces))
         usage += usage_of(generation, pieces[-1], sample=index)
     if len(read) > body.num_choices:
         read.sort(key=lambda one: one[0], reverse=True)
-    return [(text, reason) for _, text, reason in read[: body.num_choices]], usage
+    return [pieces for _, pieces in read[: body.num_choices]], usage
 
 
-class _Chunks:
-    """Chunks of a completion.
-
-    Usage comes with each choice's last chunk as in TGI, or for all of them in a chunk of its own if that is asked for.
-    """
-
-    def __init__(self, body: CompletionRequest, head: AnswerHead) -> None:
-        self._body = body
-        self._head = head
-
-    def chunk(self, index: int, piece: Piece) -> ChunkJson:
-        choice = completion_choice(index, piece.text, piece.finish_reason or "")
-        return {**self._head.json(), "choices": [choice]}
-
-    def last_chunk(self, index: int, piece: Piece, usage: Usage) -> ChunkJson | CompletionFinalJson:
-        chunk = self.chunk(index, piece)
-        if self._body.includes_usage:
-            return chunk
-        final: CompletionFinalJson = {**chunk, "usage": usage.json()}
-        return final
-
-    def usage_chunk(self, usage: Usage) -> CompletionFinalJson | None:
-        if not self._body.includes_usage:
-            return None
-        return {**self._head.json(), "choices": [], "usage": usage.json()}
+async def _pieces(
+    generation: Generation, text: CompletionText, prompt: PromptLogprobs | None
+) -> tuple[list[CompletionPiece], PromptLogprobs | None]:
+    """What echo and tokens make of a choice, until one has a finish reason; and what is told of the prompt."""
+    pieces: list[CompletionPiece] = []
+    async for event in generation:
+        if isinstance(event, PromptLogprobs):
+            prompt = event
+            continue
+        if not pieces and (opening := text.opening(prompt)) is not None:
+            pieces.append(opening)
+        pieces.append(text.push(event))
+        if pieces[-1].finish_reason is not None:
+            break
+    return pieces, prompt

@@ -8,10 +8,11 @@ from millrace_router.api.chat import ChatCompletionRequest
 from millrace_router.api.completion import CompletionRequest
 from millrace_router.api.estimate import estimate_json
 from millrace_router.api.native import GenerateRequest
+from millrace_router.api.prompt import PromptRequest
 from millrace_router.bodies import json_response, read_json, to_model
 from millrace_router.errors import BodyShapeError, ValidationError
 from millrace_router.routes.asking import terms_of
-from millrace_router.routes.openai_edge import render_chat
+from millrace_router.routes.chat_turn import prepare_turn
 from millrace_router.services import SERVICES, Services
 
 KEYS = ("inputs", "messages", "prompt")
@@ -38,10 +39,8 @@ async def _read(services: Services, body: object) -> tuple[GenerateRequest, bool
     if keys == ["inputs"]:
         return to_model(body, GenerateRequest), False
     if keys == ["messages"]:
-        chat = to_model(body, ChatCompletionRequest)
-        chat.check(services.limits)
-        prompt = await render_chat(services, chat)
-        return GenerateRequest(inputs=prompt, parameters=chat.parameters()), True
+        turn = await prepare_turn(services, to_model(body, ChatCompletionRequest))
+        return turn.asked, True
     if keys == ["prompt"]:
         completion = to_model(body, CompletionRequest)
         completion.check(services.limits)
@@ -50,7 +49,7 @@ async def _read(services: Services, body: object) -> tuple[GenerateRequest, bool
                 f"`prompt` must be one prompt to be estimated. Given: {len(completion.prompts)}"
             )
         (prompt,) = completion.prompts
-        return GenerateRequest(inputs=prompt, parameters=completion.parameters()), False
+        return PromptRequest.of(prompt, completion.parameters()), False
     raise BodyShapeError(
         "Failed to deserialize the JSON body into the target type: "
         "one of `inputs`, `messages` and `prompt` is needed, and no more than one"

@@ -7,7 +7,8 @@ from functools import partial, wraps
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from millrace_router.errors import BodySizeError, NotResumable
+from millrace_router.bodies import read_body
+from millrace_router.errors import NotResumable
 from millrace_router.idempotency import (
     Answer,
     Run,
@@ -43,7 +44,7 @@ def keyed(handler: Handler) -> Handler:
             scope = scope_of(request.headers, request.path)
         if scope is None:
             return await handler(request)
-        body = await _body(request)
+        body = await read_body(request)
         runs = request.app[RUNS]
         with counting_refusals(request.app[SERVICES].metrics):
             num_known = last_event_of(request.headers)
@@ -57,14 +58,6 @@ def keyed(handler: Handler) -> Handler:
             return await _read(request, run, num_known)
 
     return answer
-
-
-async def _body(request: web.Request) -> bytes:
-    """Read the body, which aiohttp keeps for the handler; raises BodySizeError."""
-    try:
-        return await request.read()
-    except web.HTTPRequestEntityTooLarge:
-        raise BodySizeError from None
 
 
 async def _work(handler: Handler, request: web.Request, run: Run) -> Answer | None:

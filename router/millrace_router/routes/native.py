@@ -19,7 +19,7 @@ from millrace_router.api.native import (
     sequence_json,
     stream_json,
 )
-from millrace_router.bodies import json_response, read_model
+from millrace_router.bodies import json_response, read_json, read_model, to_model
 from millrace_router.events import Finished, TokenEvent
 from millrace_router.generation import Collected, Generation
 from millrace_router.headers import answer_headers, stream_headers
@@ -27,22 +27,24 @@ from millrace_router.outlet import Sink
 from millrace_router.recording import Form
 from millrace_router.routes.asking import counting_refusals, terms_of
 from millrace_router.routes.keyed import keyed
+from millrace_router.routes.strict import asks_for_stream, told_in_stream
+from millrace_router.routes.tokenizer_info import names_prompt, tokenize_prompt
 from millrace_router.services import SERVICES, Services
 from millrace_router.sse import error_event, event, respond
 
 
 def register(app: web.Application) -> None:
     """Add the routes to `app`."""
-    app.router.add_post("/", keyed(compat_generate))
+    app.router.add_post("/", compat)
     app.router.add_post("/generate", keyed(generate))
-    app.router.add_post("/generate_stream", keyed(generate_stream))
+    app.router.add_post("/generate_stream", told_in_stream(keyed(generate_stream), error_event))
     app.router.add_post("/tokenize", tokenize)
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
     """`POST /generate`."""
     body = await read_model(request, GenerateRequest)
-    answer, collected = await _generate(request, body)
+    answer, collected = await generated(request, body)
     return json_response(answer, headers=_headers(request, collected))
 
 
@@ -61,22 +63,29 @@ async def compat_generate(request: web.Request) -> web.StreamResponse:
         body = body.model_copy(update={"parameters": parameters})
     if body.stream:
         return await _stream(request, body)
-    answer, collected = await _generate(request, body)
+    answer, collected = await generated(request, body)
     return json_response([answer], headers=_headers(request, collected))
 
 
+compat = told_in_stream(keyed(compat_generate), error_event, when=asks_for_stream)
+
+
 async def tokenize(request: web.Request) -> web.StreamResponse:
-    """`POST /tokenize`."""
-    body = await read_model(request, GenerateRequest)
+    """`POST /tokenize`, in TGI's form or in vLLM's."""
+    parsed = await read_json(request)
+    if names_prompt(parsed):
+        return await tokenize_prompt(request, parsed)
+    body = to_model(parsed, GenerateRequest)
     services = request.app[SERVICES]
     with services.infer.permit():
         tokens = await services.validator.tokenize(body.inputs)
     return web.Response(body=tokens, content_type="application/json")
 
 
-async def _generate(
+async def generated(
     request: web.Request, body: GenerateRequest
 ) -> tuple[GenerateResponse, Collected]:
+    """Generate to the end, as `/generate` does; raises RouterError."""
     services = request.app[SERVICES]
     with counting_refusals(services.metrics):
         terms = terms_of(request, body.parameters)

@@ -10,59 +10,57 @@ from aiohttp import web
 
 from millrace_router.access_log import watch
 from millrace_router.api.chat import ChatCompletionRequest
-from millrace_router.api.native import GenerateRequest
-from millrace_router.api.openai_answers import (
-    AnswerHead,
-    ChoiceText,
-    Piece,
-    Usage,
-    chat_choice,
-    chat_chunk,
-    usage_chunk,
-)
-from millrace_router.api.openai_json import (
-    ChatCompletionChunkJson,
-    ChatCompletionCompleteJson,
-    ChatCompletionJson,
-    ModelInfoJson,
-)
+from millrace_router.api.chat_answers import ChatAnswers
+from millrace_router.api.openai_answers import AnswerHead, Usage
+from millrace_router.api.openai_json import ChatCompletionCompleteJson, ModelInfoJson, ModelJson
 from millrace_router.bodies import json_response, read_model
+from millrace_router.errors import UnknownModel
 from millrace_router.generation import Generation
 from millrace_router.headers import answer_headers, stream_headers, sum_of_times
 from millrace_router.recording import Form
 from millrace_router.routes.asking import counting_refusals, terms_of
-from millrace_router.routes.choices import Choices
+from millrace_router.routes.chat_stream import ChatStream
+from millrace_router.routes.chat_turn import ChatTurn, prepare_turn
 from millrace_router.routes.completions import completions
-from millrace_router.routes.keyed import keyed
 from millrace_router.routes.openai_edge import (
     fingerprint,
     model_name,
     openai_errors,
     pieces_of,
-    render_chat,
-    stream_error,
     usage_of,
 )
+from millrace_router.routes.strict import counted_again, openai_route, stream_errors
 from millrace_router.services import SERVICES, Services
 from millrace_router.sse import respond
 
 
 def register(app: web.Application) -> None:
     """Add the routes to `app`."""
-    app.router.add_post("/v1/chat/completions", openai_errors(keyed(chat_completions)))
-    app.router.add_post("/v1/completions", openai_errors(keyed(completions)))
+    app.router.add_post("/v1/chat/completions", openai_route(chat_completions))
+    app.router.add_post("/v1/completions", openai_route(completions))
     app.router.add_get("/v1/models", models)
-    app.router.add_post("/chat_tokenize", chat_tokenize)
+    # Names may have slashes.
+    app.router.add_get("/v1/models/{model:.+}", openai_errors(model))
+    app.router.add_post("/chat_tokenize", counted_again(chat_tokenize))
 
 
 async def models(request: web.Request) -> web.StreamResponse:
     """`GET /v1/models`: the one that is served."""
-    name = request.app[SERVICES].config.model_id
-    answer: ModelInfoJson = {
-        "object": "list",
-        "data": [{"id": name, "object": "model", "created": 0, "owned_by": name}],
-    }
+    answer: ModelInfoJson = {"object": "list", "data": [_model(request.app[SERVICES])]}
     return json_response(answer)
+
+
+async def model(request: web.Request) -> web.StreamResponse:
+    """`GET /v1/models/{model}`: the one that is served, by its name."""
+    served, asked = _model(request.app[SERVICES]), request.match_info["model"]
+    if asked != served["id"]:
+        raise UnknownModel(asked)
+    return json_response(served)
+
+
+def _model(services: Services) -> ModelJson:
+    name = services.config.model_id
+    return {"id": name, "object": "model", "created": 0, "owned_by": name}
 
 
 async def chat_tokenize(request: web.Request) -> web.StreamResponse:
@@ -70,7 +68,7 @@ async def chat_tokenize(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     body = await read_model(request, ChatCompletionRequest)
     with services.infer.permit():
-        prompt = await render_chat(services, body)
+        prompt = (await prepare_turn(services, body)).asked.inputs
         tokens = await services.validator.tokenize(prompt, add_special_tokens=False)
     return json_response({"tokenize_response": orjson.Fragment(tokens), "templated_text": prompt})
 
@@ -80,89 +78,66 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     body = await read_model(request, ChatCompletionRequest)
     with counting_refusals(services.metrics):
-        body.check(services.limits)
-        parameters = body.parameters()
-        terms = terms_of(request, parameters)
-        prompt = await render_chat(services, body)
-    asked = GenerateRequest(inputs=prompt, parameters=parameters)
-    head = AnswerHead(
-        "chat.completion",
-        "chatcmpl",
-        model=model_name(services, body.model),
-        fingerprint=fingerprint(),
-    )
+        turn = await prepare_turn(services, body)
+        terms = terms_of(request, turn.asked.parameters)
+    answers = _answers(services, body)
     with ExitStack() as cleanup:
         generations = await services.infer.start_samples(
-            asked, body.num_choices, terms=terms, add_special_tokens=False
+            turn.asked, body.num_choices, terms=terms, add_special_tokens=False
         )
         for generation in generations:
             cleanup.callback(generation.close)
         watch(request, *generations)
         if not body.stream:
-            return await _answer(services, body, generations, head)
+            return await _answer(services, turn, generations, answers)
         form = Form(
             headers=stream_headers(
                 compute_type=services.compute_type,
-                num_characters=len(prompt),
+                num_characters=len(turn.asked.inputs),
                 times=sum_of_times([generation.times for generation in generations]),
             ),
             keep_alive_seconds=services.keep_alive_seconds,
             may_expire=lambda: any(generation.may_expire for generation in generations),
-            on_error=stream_error,
+            on_error=stream_errors(services),
         )
-        choices = Choices(
-            _Chunks(body, head),
-            [(generation, _choice_text(body)) for generation in generations],
-            num_samples=len(generations),
+        stream = ChatStream(
+            answers,
+            [(generation, turn.text()) for generation in generations],
+            is_plain=turn.is_plain,
+            includes_usage=body.includes_usage,
+            tells_usage_always=body.tells_usage_always,
         )
-        return await respond(request, choices.feed, form)
+        return await respond(request, stream.feed, form)
+
+
+def _answers(services: Services, body: ChatCompletionRequest) -> ChatAnswers:
+    strict_tgi = services.config.strict_tgi
+    head = AnswerHead(
+        "chat.completion",
+        "chatcmpl",
+        model=model_name(services, body.model),
+        fingerprint=fingerprint(),
+        anonymous=strict_tgi,
+    )
+    return ChatAnswers(head, strict_tgi=strict_tgi, functions=body.has_functions)
 
 
 async def _answer(
-    services: Services,
-    body: ChatCompletionRequest,
-    generations: Sequence[Generation],
-    head: AnswerHead,
+    services: Services, turn: ChatTurn, generations: Sequence[Generation], answers: ChatAnswers
 ) -> web.Response:
     """Read one generation after the other: the events of the others wait in their streams."""
     choices: list[ChatCompletionCompleteJson] = []
     usage = Usage(0, 0)
     for index, generation in enumerate(generations):
-        pieces = [piece async for piece in pieces_of(generation, _choice_text(body))]
-        choices.append(chat_choice(index, pieces))
+        pieces = [piece async for piece in pieces_of(generation, turn.text())]
+        choices.append(answers.choice(index, pieces))
         usage += usage_of(generation, pieces[-1], sample=index)
     headers = answer_headers(
         compute_type=services.compute_type,
-        num_characters=len(generations[0].inputs),
+        num_characters=len(turn.asked.inputs),
         prompt_tokens=usage.prompt_tokens,
         generated_tokens=usage.completion_tokens,
         cached_tokens=usage.cached_tokens,
         times=sum_of_times([generation.times for generation in generations]),
     )
-    answer: ChatCompletionJson = {**head.json(), "choices": choices, "usage": usage.json()}
-    return json_response(answer, headers=headers)
-
-
-class _Chunks:
-    """Chunks of a chat, and usage in one of its own if that is asked for."""
-
-    def __init__(self, body: ChatCompletionRequest, head: AnswerHead) -> None:
-        self._body = body
-        self._head = head
-
-    def chunk(self, index: int, piece: Piece) -> ChatCompletionChunkJson:
-        return chat_chunk(self._head, piece, index)
-
-    def last_chunk(self, index: int, piece: Piece, usage: Usage) -> ChatCompletionChunkJson:  # noqa: ARG002
-        return chat_chunk(self._head, piece, index)
-
-    def usage_chunk(self, usage: Usage) -> ChatCompletionChunkJson | None:
-        return usage_chunk(self._head, usage) if self._body.includes_usage else None
-
-
-def _choice_text(body: ChatCompletionRequest) -> ChoiceText:
-    return ChoiceText(
-        body.stop_sequences,
-        logprobs=bool(body.logprobs),
-        num_candidates=body.top_logprobs or 0,
-    )
+    return json_response(answers.answer(choices, usage), headers=headers)

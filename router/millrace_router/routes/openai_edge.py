@@ -10,13 +10,13 @@ import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from millrace_router.api.chat import ChatCompletionRequest
-from millrace_router.api.openai_answers import ChoiceText, Piece, Usage, error_answer, error_detail
+from millrace_router.api.choice_text import ChoiceText, Piece
+from millrace_router.api.openai_answers import Usage, error_answer, error_detail
 from millrace_router.bodies import error_response
 from millrace_router.errors import RouterError
 from millrace_router.events import TokenEvent
 from millrace_router.generation import Generation
-from millrace_router.services import Services
+from millrace_router.services import SERVICES, Services
 from millrace_router.sse import DONE, event
 from millrace_router.version import VERSION
 
@@ -34,14 +34,16 @@ def fingerprint() -> str:
     return f"{VERSION}-{os.environ.get('DOCKER_LABEL') or 'native'}"
 
 
-def openai_errors(handler: Handler) -> Handler:
-    """Answer what `handler` raises before its first byte in OpenAI's envelope."""
+def openai_errors(handler: Handler, *, is_tgi_s: bool = True) -> Handler:
+    """Answer what `handler` raises before its first byte in OpenAI's envelope; on TGI's own routes TGI has another."""
 
     @wraps(handler)
     async def answer(request: web.Request) -> web.StreamResponse:
         try:
             return await handler(request)
         except RouterError as error:
+            if is_tgi_s and request.app[SERVICES].config.strict_tgi:
+                raise
             response = error_response(error)
             response.body = orjson.dumps(error_answer(error))
             return response
@@ -52,14 +54,6 @@ def openai_errors(handler: Handler) -> Handler:
 def stream_error(error: RouterError) -> bytes:
     """Frame a failure in mid-stream; the stream ends as any other."""
     return event(orjson.dumps({"error": error_detail(error)})) + DONE
-
-
-async def render_chat(services: Services, body: ChatCompletionRequest) -> str:
-    """The prompt that a chat becomes; raises TemplateError."""
-    return await services.template.render_async(
-        [message.for_template() for message in body.messages],
-        variables=body.chat_template_kwargs,
-    )
 
 
 async def pieces_of(generation: Generation, text: ChoiceText) -> AsyncIterator[Piece]:

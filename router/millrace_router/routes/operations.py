@@ -14,7 +14,7 @@ from millrace_router.version import VERSION
 
 def register(app: web.Application) -> None:
     """Add the routes to `app`."""
-    for path in ("/", "/health", "/ping"):
+    for path in ("/health", "/ping"):
         app.router.add_get(path, health)
     app.router.add_get("/livez", livez)
     app.router.add_get("/readyz", readyz)

@@ -66,8 +66,8 @@ class MedusaModel:
         self.info = decoder.info
         self.geometry = decoder.geometry
         self.hidden_size = decoder.hidden_size
-        self.states: Tensor | None = None
-        """[L, hidden] of the logits' rows, after the last norm."""
+        self.last_states: Tensor | None = None
+        """[L, hidden] of the logits' rows, after the last norm; None where the pass was made in two parts."""
         self._decoder = decoder
         self._group = group
         weights = Weights(folder, dtype=dtype, device=device, group=group, file=WEIGHTS)
@@ -92,8 +92,16 @@ class MedusaModel:
 
     def forward(self, batch: RaggedBatch, cache: Many[LayerCache]) -> Tensor:
         """The decoder's logits."""
-        self.states = self._decoder.states(batch, cache)
-        return self._decoder.logits(self.states)
+        self.last_states = self._decoder.states(batch, cache)
+        return self._decoder.logits(self.last_states)
+
+    def states(self, batch: RaggedBatch, cache: Many[LayerCache]) -> Tensor:
+        """The decoder's."""
+        return self._decoder.states(batch, cache)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """The decoder's."""
+        return self._decoder.logits(states)
 
     def guess(self, states: Tensor, most: int) -> Tensor:
         """The likeliest token of each of the first `most` heads, [R, most] int64, of states [R, hidden]."""
@@ -135,9 +143,9 @@ class MedusaProposer(Proposer):
         """Keep the state before the last token that counts of each row, if the pass has left states."""
         slots = prepared.yield_slots
         self._is_fresh[prepared.slots] = False
-        states, self._model.states = self._model.states, None
+        states, self._model.last_states = self._model.last_states, None
         if states is None or prepared.is_plain:
-            # A step by a graph leaves none, and rows that nobody guesses for need none.
+            # A step by a graph leaves none, nor does one that scores prompts; rows that nobody guesses for need none.
             return
         places = self._batch.to_device(_places(prepared))
         if expected is None:

@@ -11,7 +11,11 @@ import schemathesis
 from jsonschema_rs import validator_for
 
 EVENTS = "text/event-stream"
+END = "[DONE]"
+ENDED = ("/v1/chat/completions", "/v1/completions")
+"""Whose streams have an end that is no JSON."""
 TEXT = {"type": "string", "minLength": 1, "maxLength": 100, "pattern": "^[a-z ]+$"}
+TEXTS = {"type": "array", "items": TEXT, "minItems": 1, "maxItems": 2}
 # Not ranges: 3.0 is an integer to JSON schema, and not to TGI.
 FEW = {"enum": [1, 3, 5]}
 SEED = {"enum": [0, 7, 2**63]}
@@ -33,6 +37,25 @@ NARROWED = {
         ["max_new_tokens"],
     ),
     "GenerateRequest": ({"inputs": TEXT, "parameters": None}, ["inputs", "parameters"]),
+    "GenerateVertexInstance": ({"inputs": TEXT, "parameters": None}, ["inputs", "parameters"]),
+    "VertexRequest": (
+        {
+            "instances": {
+                "type": "array",
+                "items": {
+                    "anyOf": [
+                        {"$ref": f"#/components/schemas/{name}"}
+                        for name in ("GenerateVertexInstance", "ChatRequest")
+                    ]
+                },
+                "minItems": 1,
+                "maxItems": 2,
+            }
+        },
+        ["instances"],
+    ),
+    "KserveRequest": ({"inputs": None, "parameters": None}, ["inputs", "parameters"]),
+    "KserveInput": ({"name": TEXT, "data": TEXTS}, ["name", "data"]),
     "CompatGenerateRequest": (
         {"inputs": TEXT, "parameters": None, "stream": None},
         ["inputs", "parameters"],
@@ -54,6 +77,27 @@ NARROWED = {
         },
         ["prompt", "max_tokens"],
     ),
+    "ResponsesRequest": (
+        {"input": TEXT, "max_output_tokens": FEW, "stream": None, "top_p": NUCLEUS},
+        ["input", "max_output_tokens"],
+    ),
+    "MessagesRequest": (
+        {
+            "messages": None,
+            "max_tokens": FEW,
+            "stop_sequences": COMMON["stop"],
+            "stream": None,
+            "system": None,
+            "top_p": NUCLEUS,
+        },
+        ["messages", "max_tokens"],
+    ),
+    "CountTokensRequest": ({"messages": None, "system": None}, ["messages"]),
+    "MessagesTurn": (
+        {"role": {"enum": ["user", "system"]}, "content": TEXT},
+        ["role", "content"],
+    ),
+    "DetokenizeRequest": ({"tokens": {"type": "array", "items": FEW}}, ["tokens"]),
 }
 """Schemas by name: their properties, narrowed or as they are, and those that must be there."""
 
@@ -91,7 +135,7 @@ def before_load_schema(context, document):
 
 @schemathesis.check
 def events_conform(context, response, case):
-    """Each `data:` line of a stream is JSON as documented, but for OpenAI's last."""
+    """Each `data:` line of a stream is JSON as documented, but for the last of chats and completions."""
     if not response.headers.get("content-type", [""])[0].startswith(EVENTS):
         return
     operation = case.operation.definition.raw["operationId"]
@@ -100,8 +144,8 @@ def events_conform(context, response, case):
     lines = [block.split("\n")[-1] for block in blocks if block != ":"]
     assert all(line.startswith("data: ") for line in lines), blocks
     data = [line.removeprefix("data: ") for line in lines]
-    if case.operation.path.startswith("/v1/"):
-        assert data.pop() == "[DONE]", "no end"
+    if case.operation.path in ENDED or (case.operation.path == "/invocations" and data[-1] == END):
+        assert data.pop() == END, "no end"
     assert data, "no event"
     for one in data:
         events_by_operation[operation].validate(json.loads(one))

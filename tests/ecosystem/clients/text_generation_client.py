@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
-from cases import PROMPT, raised, run
+from cases import MESSAGES, PROMPT, WIND, WIND_SCHEMA, check_wind, raised, run
 from text_generation import AsyncClient, Client
 from text_generation.errors import ValidationError
+from text_generation.types import Grammar, GrammarType, Message, Tool
 
 TOO_MANY_STOPS = [f"stop {number}" for number in range(50)]
 
@@ -47,6 +49,46 @@ def sampling_parameters_are_taken(base_url: str) -> None:
     assert len(answers) == 1
 
 
+def a_grammar_binds_the_text(base_url: str) -> None:
+    client = Client(base_url)
+    grammar = Grammar(type=GrammarType.Json, value=WIND_SCHEMA)
+    whole = client.generate(PROMPT, max_new_tokens=60, grammar=grammar)
+    check_wind(json.loads(whole.generated_text))
+    digits = Grammar(type=GrammarType.Regex, value="[0-9]{3}")
+    *_, last = client.generate_stream(PROMPT, max_new_tokens=8, grammar=digits)
+    assert last.generated_text.isdigit()
+    assert len(last.generated_text) == 3
+
+
+def best_of_returns_the_others_too(base_url: str) -> None:
+    answer = Client(base_url).generate(PROMPT, do_sample=True, best_of=2, max_new_tokens=6)
+    assert len(answer.details.best_of_sequences) == 1
+    assert answer.details.best_of_sequences[0].generated_text
+
+
+def a_chat_answers(base_url: str) -> None:
+    # Not as a stream: the class wants `tool_calls` in every delta, and reads "[DONE]" as JSON.
+    asked = [Message(**message) for message in MESSAGES]
+    first = Client(base_url).chat(messages=asked, max_tokens=8, seed=1)
+    choice = first.choices[0]
+    assert choice.message.role == "assistant"
+    assert choice.message.content
+    assert choice.finish_reason in {"stop", "length"}
+    assert first.usage["completion_tokens"] <= 8
+    second = asyncio.run(AsyncClient(base_url).chat(messages=asked, max_tokens=8, seed=1))
+    assert second.choices[0].message.content == choice.message.content
+
+
+def a_tool_is_called(base_url: str) -> None:
+    asked = [Message(**message) for message in MESSAGES]
+    answer = Client(base_url).chat(
+        messages=asked, max_tokens=150, tools=[Tool(**WIND)], tool_choice="required"
+    )
+    for call in answer.choices[0].message.tool_calls:
+        assert call["function"]["name"] == "wind"
+        check_wind(json.loads(call["function"]["arguments"]))
+
+
 def a_bad_request_raises_validation_error(base_url: str) -> None:
     client = Client(base_url)
     error = raised(ValidationError, lambda: client.generate(PROMPT, stop_sequences=TOO_MANY_STOPS))
@@ -70,6 +112,10 @@ run(
         generate_gives_text_and_details,
         a_stream_says_what_the_whole_answer_says,
         sampling_parameters_are_taken,
+        a_grammar_binds_the_text,
+        best_of_returns_the_others_too,
+        a_chat_answers,
+        a_tool_is_called,
         a_bad_request_raises_validation_error,
         the_asynchronous_client_does_the_same,
     ]

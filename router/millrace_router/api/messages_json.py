@@ -1,0 +1,151 @@
+"""Shapes of Anthropic's answers."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from typing_extensions import TypedDict
+
+
+class MessagesTextJson(TypedDict):
+    """What the assistant said."""
+
+    type: Literal["text"]
+    text: str
+
+
+class MessagesToolUseJson(TypedDict):
+    """A call of a tool."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+BlockJson = MessagesTextJson | MessagesToolUseJson
+
+
+class MessagesUsageJson(TypedDict):
+    """Token counts; those of the prompt that were found computed are not among `input_tokens`."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class MessagesAnswerJson(TypedDict):
+    """Answer of `/v1/messages`; without its end at the start of a stream."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[BlockJson]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: MessagesUsageJson
+
+
+class CountTokensJson(TypedDict):
+    """Answer of `/v1/messages/count_tokens`."""
+
+    input_tokens: int
+
+
+class MessageStartJson(TypedDict):
+    """The first event of a stream."""
+
+    type: Literal["message_start"]
+    message: MessagesAnswerJson
+
+
+class PingJson(TypedDict):
+    """Nothing."""
+
+    type: Literal["ping"]
+
+
+class ContentBlockStartJson(TypedDict):
+    """A block begins, empty."""
+
+    type: Literal["content_block_start"]
+    index: int
+    content_block: BlockJson
+
+
+class MessagesTextDeltaJson(TypedDict):
+    """More text."""
+
+    type: Literal["text_delta"]
+    text: str
+
+
+class InputJsonDeltaJson(TypedDict):
+    """More of the JSON that a tool is called with."""
+
+    type: Literal["input_json_delta"]
+    partial_json: str
+
+
+class ContentBlockDeltaJson(TypedDict):
+    """A block grows."""
+
+    type: Literal["content_block_delta"]
+    index: int
+    delta: MessagesTextDeltaJson | InputJsonDeltaJson
+
+
+class ContentBlockStopJson(TypedDict):
+    """A block is complete."""
+
+    type: Literal["content_block_stop"]
+    index: int
+
+
+class MessageEndJson(TypedDict):
+    """Why a message ended, if it has."""
+
+    stop_reason: str | None
+    stop_sequence: str | None
+
+
+class MessageDeltaJson(TypedDict):
+    """How a message ended."""
+
+    type: Literal["message_delta"]
+    delta: MessageEndJson
+    usage: MessagesUsageJson
+
+
+class MessageStopJson(TypedDict):
+    """The last event of a stream."""
+
+    type: Literal["message_stop"]
+
+
+MessageEventJson = (
+    MessageStartJson
+    | PingJson
+    | ContentBlockStartJson
+    | ContentBlockDeltaJson
+    | ContentBlockStopJson
+    | MessageDeltaJson
+    | MessageStopJson
+)
+
+
+class MessagesErrorJson(TypedDict):
+    """What went wrong."""
+
+    type: str
+    message: str
+
+
+class MessagesErrorResponseJson(TypedDict):
+    """A failure, before a stream or in it."""
+
+    type: Literal["error"]
+    error: MessagesErrorJson
+    request_id: str | None

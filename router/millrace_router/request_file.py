@@ -1,0 +1,83 @@
+"""The file of `--log-requests`: rotated by size, or by somebody else."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from io import TextIOWrapper
+from logging import LogRecord
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+
+import structlog
+
+MODE = 0o600
+NUM_FULL_FILES = 5
+"""How many are kept beside the one that is written; `PATH.1` is the newest of them."""
+
+log = structlog.get_logger(__name__)
+
+
+class RequestFile(RotatingFileHandler):
+    """Follows its path: a file that has been moved away is left alone from the next line on.
+
+    A line that cannot be written is lost, and the next one is tried anew.
+    """
+
+    def __init__(self, path: Path, *, max_bytes: int) -> None:
+        """Open it; with `max_bytes` of 0 it is never rotated. Raises OSError."""
+        self.num_lost = 0
+        self._is_failing = False
+        super().__init__(path, maxBytes=max_bytes, backupCount=NUM_FULL_FILES, encoding="utf-8")
+
+    def emit(self, record: LogRecord) -> None:
+        """Write a line; raises nothing."""
+        num_lost, was_failing = self.num_lost, self._is_failing
+        if was_failing:
+            # The file may end in a part of what could not be written.
+            record.msg = f"\n{record.msg}"
+        try:
+            self._follow()
+        except OSError:
+            self.handleError(record)
+            return
+        super().emit(record)
+        self._is_failing = self.num_lost > num_lost
+        if was_failing and not self._is_failing:
+            log.info("the request log is written again", num_lost=self.num_lost)
+
+    def handleError(self, record: LogRecord) -> None:  # noqa: ARG002, N802
+        """Count the line as lost; `logging` calls it where an exception is handled."""
+        self.num_lost += 1
+        if not self._is_failing:
+            self._is_failing = True
+            log.error("the request log cannot be written", error=str(sys.exc_info()[1]))
+        self._let_go()
+
+    def abandon(self) -> None:
+        """Let the process end while another thread's write hangs: at its exit, `logging` would wait for both."""
+        self.createLock()
+        self.stream = None
+
+    def _follow(self) -> None:
+        """Let a file go that is not at the path any more; raises OSError."""
+        if self.stream is None:
+            return
+        with suppress(FileNotFoundError):
+            there = Path(self.baseFilename).stat()
+            if os.path.samestat(there, os.fstat(self.stream.fileno())):
+                return
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Close it with what could not be written; the next line opens it again."""
+        with suppress(OSError):
+            self.close()
+
+    def _open(self) -> TextIOWrapper:
+        return open(self.baseFilename, "a", encoding=self.encoding, opener=_open_private)
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, MODE)
