@@ -548,6 +548,8 @@ async def test_only_completions_get_the_tokenizer_s_special_tokens() -> None:
         ({"prompt": "a", "suffix": "z"}, "suffix not supported", "Suffix is not supported"),
         ({"prompt": "a", "best_of": 3}, "validation", "`best_of` must be > 0 and <= 2"),
         ({"prompt": ""}, "validation", "`inputs` cannot be empty"),
+        ({"prompt": "a", "temperature": 0, "top_p": -1}, "validation", "`top_p` must be > 0.0"),
+        ({"prompt": "a", "temperature": 0, "min_p": 2}, "validation", "`min_p` must be >= 0.0"),
     ],
 )
 async def test_completion_refusals(fields: dict[str, Any], error_type: str, message: str) -> None:

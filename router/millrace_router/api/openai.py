@@ -12,6 +12,7 @@ from millrace_router.api.grammar import ResponseFormat, check_as_tgi, grammar_of
 from millrace_router.api.native import OpenAIParameters
 from millrace_router.errors import ValidationError
 from millrace_router.limits import Limits
+from millrace_router.validation import check_sampling
 
 Seed = Annotated[int, Field(ge=-(2**63), le=UINT64_MAX)]
 MAX_PENALTY = 2.0
@@ -88,6 +89,10 @@ class CommonRequest(RequestModel):
             penalty = getattr(self, name)
             if penalty is not None and not -MAX_PENALTY <= penalty <= MAX_PENALTY:
                 raise ValidationError(f"`{name}` must be >= -2.0 and <= 2.0")
+        if self.temperature == 0:
+            # What chooses among several tokens is left out then; a mistake in it is one all the same.
+            drawn = self.model_copy(update={"temperature": None})
+            check_sampling(drawn.parameters(strict_tgi=limits.strict_tgi))
         grammar = grammar_of(self.response_format)
         if limits.strict_tgi and grammar is not None:
             check_as_tgi(grammar)
