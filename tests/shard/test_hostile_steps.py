@@ -204,7 +204,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     driver.engine.close()
 
 
-@settings(LIMITS, max_examples=15)
+@settings(LIMITS, max_examples=8)
 @given(request=warmup, first=in_order)
 def test_a_warm_up_answers_and_the_next_one_serves(
     request: pb.WarmupRequest, first: list[dict[str, object]], served: Served
