@@ -38,6 +38,8 @@ ROUTES = {
     "chat": "/v1/chat/completions",
     "completions": "/v1/completions",
 }
+OTHER_EVENTS = {"generate_stream": 0, "chat": 2, "completions": 1}
+"""Events of a stream that are no token: a chat's role, and the end."""
 PARTS = ("cost", "hidden", "memory", "profile", "journal")
 JOURNALS: dict[str, tuple[str, ...]] = {
     "none": (),
@@ -123,7 +125,7 @@ def stream(at: Rig, route: str, *, streams: int, tokens: int, rounds: int = 1) -
     """Run a load to its end and check that every token came."""
     asked = [request(route, tokens)] * streams
     counted = asyncio.run(count_streams(at.port, asked, rounds=rounds))
-    others = 0 if route == "generate_stream" else 1
+    others = OTHER_EVENTS[route]
     expected = streams * rounds * (tokens + others)
     if counted.events != expected:
         raise SystemExit(f"{route}: {counted.events} events, expected {expected}")
