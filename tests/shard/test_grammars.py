@@ -205,6 +205,7 @@ def test_a_process_that_hangs_is_killed_and_another_one_takes_its_place(folder: 
     compiler.check(regex("warm"))
     first = process_of(compiler)
     os.kill(first, signal.SIGSTOP)
+    os.waitid(os.P_PID, first, os.WSTOPPED | os.WNOWAIT)
     with pytest.raises(GrammarInvalid, match=r"over 0\.5 s"):
         _check_with(compiler, first)
     assert not Path(f"/proc/{first}").exists()

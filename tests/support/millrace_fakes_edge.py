@@ -286,7 +286,8 @@ async def serving(
             yield Edge(f"http://{host}:{port}", batcher, services, client, runner)
     finally:
         await runner.cleanup()
-        services.tokenizer.close()
+        if "tokenizer" not in options:
+            services.tokenizer.close()
 
 
 @contextmanager
