@@ -50,9 +50,9 @@ class CompletionStream:
             choice = _Choice(index, generation, text, self, self._chunks, prompt, sample=sample)
             generation.listen(choice, prompt.tell)
 
-    def send(self, json: bytes) -> None:
-        """Frame a chunk."""
-        self._sink.send(event(json))
+    def send(self, frame: bytes) -> None:
+        """Send a chunk that is framed."""
+        self._sink.send(frame)
 
     def finished(self, usage: Usage) -> None:
         """Take note of the end of one choice; the end of the last one is that of the stream."""
@@ -115,13 +115,18 @@ class _Choice:
         self._text = text
         self._stream = stream
         self._chunks = chunks
-        self._template = ChunkTemplate(lambda text: chunks.text_chunk(index, text))
+        self._frame = ChunkTemplate(lambda text: chunks.text_chunk(index, text), frame=event).fill
         self._prompt = prompt
         self._held: list[TokenEvent] = []
         self._has_begun = False
         self._finished = False
+        self._is_plain = False
+        """Whether the next token is most likely nothing but text: the way that has to be short."""
 
     def token(self, token: TokenEvent) -> None:
+        if self._is_plain:
+            self._take(self._text.push(token))
+            return
         if self._finished:
             return
         if not self._prompt.is_known:
@@ -135,10 +140,8 @@ class _Choice:
             if (echo := self._text.opening(self._prompt.logprobs)) is not None:
                 self._send(echo)
         piece = self._text.push(token)
-        self._finished = piece.finish_reason is not None
-        self._send(piece)
-        if self._finished:
-            self._stream.finished(self._usage(piece))
+        self._is_plain = piece.logprobs is None and not self._chunks.tells_usage_always
+        self._take(piece)
 
     def go_on(self) -> None:
         """Take the tokens that came too soon."""
@@ -150,13 +153,18 @@ class _Choice:
         if not self._finished:
             self._stream.fail(error)
 
+    def _take(self, piece: CompletionPiece) -> None:
+        if self._is_plain and piece.finish_reason is None:
+            self._stream.send(self._frame(piece.text))
+            return
+        self._send(piece)
+        if piece.finish_reason is not None:
+            self._finished, self._is_plain = True, False
+            self._stream.finished(self._usage(piece))
+
     def _send(self, piece: CompletionPiece) -> None:
-        is_plain = piece.logprobs is None and piece.finish_reason is None
-        if is_plain and not self._chunks.tells_usage_always:
-            self._stream.send(self._template.fill(piece.text))
-        else:
-            chunk = self._chunks.chunk(self._index, piece, self._usage(piece))
-            self._stream.send(orjson.dumps(chunk))
+        chunk = self._chunks.chunk(self._index, piece, self._usage(piece))
+        self._stream.send(event(orjson.dumps(chunk)))
 
     def _usage(self, piece: CompletionPiece) -> Usage:
         return usage_of(self._generation, piece, sample=self._sample)
