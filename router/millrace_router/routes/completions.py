@@ -20,11 +20,11 @@ from millrace_router.bodies import json_response, read_model
 from millrace_router.errors import BatchSizeExceeded
 from millrace_router.events import PromptLogprobs
 from millrace_router.generation import Generation
-from millrace_router.headers import answer_headers, stream_headers, sum_of_times
-from millrace_router.recording import Form
+from millrace_router.headers import answer_headers, sum_of_times
 from millrace_router.routes.asking import counting_refusals, terms_of
 from millrace_router.routes.completion_stream import CompletionStream, usage_of
 from millrace_router.routes.openai_edge import fingerprint, model_name
+from millrace_router.routes.stream_form import form_of
 from millrace_router.routes.strict import stream_errors
 from millrace_router.services import SERVICES, Services
 from millrace_router.sse import respond
@@ -70,14 +70,10 @@ async def _stream(
     request: web.Request, body: CompletionRequest, samples: Sequence[Sample], head: AnswerHead
 ) -> web.StreamResponse:
     services = request.app[SERVICES]
-    form = Form(
-        headers=stream_headers(
-            compute_type=services.compute_type,
-            num_characters=body.num_characters,
-            times=sum_of_times([generation.times for generation in _generations(samples)]),
-        ),
-        keep_alive_seconds=services.keep_alive_seconds,
-        may_expire=lambda: any(generation.may_expire for generation in _generations(samples)),
+    form = form_of(
+        services,
+        _generations(samples),
+        num_characters=body.num_characters,
         on_error=stream_errors(services),
     )
     chunks = CompletionChunks(

@@ -15,8 +15,7 @@ from millrace_router.api.messages_chat import chat_body
 from millrace_router.api.messages_json import CountTokensJson
 from millrace_router.bodies import json_response, read_model, to_model
 from millrace_router.generation import Generation
-from millrace_router.headers import answer_headers, stream_headers
-from millrace_router.recording import Form
+from millrace_router.headers import answer_headers
 from millrace_router.routes.asking import counting_refusals, terms_of
 from millrace_router.routes.chat_turn import ChatTurn, prepare_turn
 from millrace_router.routes.keyed import keyed
@@ -29,6 +28,7 @@ from millrace_router.routes.messages_edge import (
 )
 from millrace_router.routes.messages_stream import MessageStream
 from millrace_router.routes.openai_edge import model_name, pieces_of, usage_of
+from millrace_router.routes.stream_form import form_of
 from millrace_router.services import SERVICES, Services
 from millrace_router.sse import respond
 
@@ -65,14 +65,10 @@ async def messages(request: web.Request) -> web.StreamResponse:
         watch(request, generation)
         if not body.stream:
             return await _answer(services, generation, turn, head)
-        form = Form(
-            headers=stream_headers(
-                compute_type=services.compute_type,
-                num_characters=len(turn.asked.inputs),
-                times=generation.times,
-            ),
-            keep_alive_seconds=services.keep_alive_seconds,
-            may_expire=lambda: generation.may_expire,
+        form = form_of(
+            services,
+            [generation],
+            num_characters=len(turn.asked.inputs),
             on_error=partial(error_event, request_id=request[REQUEST_ID]),
         )
         return await respond(request, MessageStream(generation, turn.text(), head).feed, form)

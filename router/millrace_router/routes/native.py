@@ -22,11 +22,11 @@ from millrace_router.api.native import (
 from millrace_router.bodies import json_response, read_json, read_model, to_model
 from millrace_router.events import Finished, TokenEvent
 from millrace_router.generation import Collected, Generation
-from millrace_router.headers import answer_headers, stream_headers
+from millrace_router.headers import answer_headers
 from millrace_router.outlet import Sink
-from millrace_router.recording import Form
 from millrace_router.routes.asking import counting_refusals, terms_of
 from millrace_router.routes.keyed import keyed
+from millrace_router.routes.stream_form import form_of
 from millrace_router.routes.strict import asks_for_stream, told_in_stream
 from millrace_router.routes.tokenizer_info import names_prompt, tokenize_prompt
 from millrace_router.services import SERVICES, Services
@@ -143,14 +143,10 @@ async def _stream(request: web.Request, body: GenerateRequest) -> web.StreamResp
         terms = terms_of(request, body.parameters)
     async with await services.infer.start(body, terms=terms) as generation:
         watch(request, generation)
-        form = Form(
-            headers=stream_headers(
-                compute_type=services.compute_type,
-                num_characters=len(body.inputs),
-                times=generation.times,
-            ),
-            keep_alive_seconds=services.keep_alive_seconds,
-            may_expire=lambda: generation.may_expire,
+        form = form_of(
+            services,
+            [generation],
+            num_characters=len(body.inputs),
             on_error=error_event,
         )
         return await respond(request, _Events(generation, body).feed, form)

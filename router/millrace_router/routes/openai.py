@@ -16,8 +16,7 @@ from millrace_router.api.openai_json import ChatCompletionCompleteJson, ModelInf
 from millrace_router.bodies import json_response, read_model
 from millrace_router.errors import UnknownModel
 from millrace_router.generation import Generation
-from millrace_router.headers import answer_headers, stream_headers, sum_of_times
-from millrace_router.recording import Form
+from millrace_router.headers import answer_headers, sum_of_times
 from millrace_router.routes.asking import counting_refusals, terms_of
 from millrace_router.routes.chat_stream import ChatStream
 from millrace_router.routes.chat_turn import ChatTurn, prepare_turn
@@ -29,6 +28,7 @@ from millrace_router.routes.openai_edge import (
     pieces_of,
     usage_of,
 )
+from millrace_router.routes.stream_form import form_of
 from millrace_router.routes.strict import counted_again, openai_route, stream_errors
 from millrace_router.services import SERVICES, Services
 from millrace_router.sse import respond
@@ -90,14 +90,10 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         watch(request, *generations)
         if not body.stream:
             return await _answer(services, turn, generations, answers)
-        form = Form(
-            headers=stream_headers(
-                compute_type=services.compute_type,
-                num_characters=len(turn.asked.inputs),
-                times=sum_of_times([generation.times for generation in generations]),
-            ),
-            keep_alive_seconds=services.keep_alive_seconds,
-            may_expire=lambda: any(generation.may_expire for generation in generations),
+        form = form_of(
+            services,
+            generations,
+            num_characters=len(turn.asked.inputs),
             on_error=stream_errors(services),
         )
         stream = ChatStream(

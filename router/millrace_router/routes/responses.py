@@ -17,13 +17,13 @@ from millrace_router.api.responses_json import InputTokensJson
 from millrace_router.bodies import json_response, read_model, to_model
 from millrace_router.errors import NotStored
 from millrace_router.generation import Generation
-from millrace_router.headers import answer_headers, stream_headers
-from millrace_router.recording import Form
+from millrace_router.headers import answer_headers
 from millrace_router.routes.asking import counting_refusals, terms_of
 from millrace_router.routes.chat_turn import ChatTurn, prepare_turn
 from millrace_router.routes.keyed import keyed
 from millrace_router.routes.openai_edge import model_name, openai_errors, pieces_of, usage_of
 from millrace_router.routes.responses_stream import ResponseStream
+from millrace_router.routes.stream_form import form_of
 from millrace_router.services import SERVICES, Services
 from millrace_router.sse import respond
 
@@ -72,14 +72,10 @@ async def responses(request: web.Request) -> web.StreamResponse:
         if not body.stream:
             return await _answer(services, generation, turn, events)
         stream = ResponseStream(generation, turn.text(), events)
-        form = Form(
-            headers=stream_headers(
-                compute_type=services.compute_type,
-                num_characters=len(turn.asked.inputs),
-                times=generation.times,
-            ),
-            keep_alive_seconds=services.keep_alive_seconds,
-            may_expire=lambda: generation.may_expire,
+        form = form_of(
+            services,
+            [generation],
+            num_characters=len(turn.asked.inputs),
             on_error=stream.failure,
         )
         return await respond(request, stream.feed, form)
