@@ -22,9 +22,9 @@ from bench.chaos.run import Story
 from bench.chaos.server import Members
 from bench.chaos.weather import Pulse, Trouble, Weather
 
-BASE = Usage(fds=20, threads=10, memory=100 * 2**20)
-
 from millrace_shard.grammars import NUM_PROCESSES
+
+BASE = Usage(fds=20, threads=10, memory=100 * 2**20)
 
 IDLE = {"millrace_kv_blocks": 32.0, "millrace_kv_blocks_cached": 30.0}
 
