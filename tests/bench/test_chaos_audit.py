@@ -25,7 +25,6 @@ from bench.chaos.weather import Pulse, Trouble, Weather
 from millrace_shard.grammars import NUM_PROCESSES
 
 BASE = Usage(fds=20, threads=10, memory=100 * 2**20)
-
 IDLE = {"millrace_kv_blocks": 32.0, "millrace_kv_blocks_cached": 30.0}
 
 
