@@ -29,7 +29,8 @@ from millrace_router.server import create_runner
 from millrace_router.startup import Running, start
 
 EVENT_LOOP_MODULE = "uvloop" if find_spec("uvloop") else "asyncio"
-BACKLOG = 128
+BACKLOG = 2048
+"""Connections that wait to be accepted; the kernel, which may allow fewer, resets those beyond."""
 GC_THRESHOLD = 20_000
 """Objects made and not yet freed before the youngest generation is searched."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
@@ -115,6 +115,21 @@ def test_it_serves_and_ends_on_sigterm(folder: Path, shard: FakeShard) -> None:
         assert not any("usage" in line for line in router.lines)
         router.process.send_signal(signal.SIGTERM)
         assert router.end() == 0
+
+
+def test_many_may_connect_at_once(folder: Path, shard: FakeShard) -> None:
+    with routing(folder, shard) as (router, url), ExitStack() as stack:
+        port = int(url.rpartition(":")[2])
+        router.process.send_signal(signal.SIGSTOP)
+        stack.callback(router.process.send_signal, signal.SIGCONT)
+        clients = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), SECONDS))
+            for _ in range(400)
+        ]
+        for client in clients:
+            client.sendall(b"GET /ping HTTP/1.1\r\nHost: here\r\n\r\n")
+        router.process.send_signal(signal.SIGCONT)
+        assert {client.recv(12) for client in clients} == {b"HTTP/1.1 200"}
 
 
 class Gate(threading.Event):

@@ -129,12 +129,18 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
 
 
+class Server(ThreadingHTTPServer):
+    """Lets many connect at once: the kernel resets what does not fit into the usual queue of 5."""
+
+    request_queue_size = 128
+
+
 @contextmanager
 def fake_server(port: int = 0, **settings: Any) -> Iterator[FakeServer]:
     """On `port`, or a free one, for the length of the block."""
     fake = FakeServer(**settings)
     handler = type("BoundHandler", (Handler,), {"fake": fake})
-    server = ThreadingHTTPServer(("127.0.0.1", port), handler)
+    server = Server(("127.0.0.1", port), handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))
     thread.start()
     fake.url = f"http://127.0.0.1:{server.server_port}"
