@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # The hub's client reads these once, when it is imported.
 for name in [
@@ -20,6 +21,10 @@ for name in [
 # Triton reads this once as well, whoever imports it: without a GPU, its kernels run in its interpreter.
 if metadata.version("torch").endswith("+cpu") or not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A machine that does something else meanwhile is no reason to fail.
+settings.register_profile("unhurried", parent=settings.default, deadline=None)
+settings.load_profile("unhurried")
 
 ASYNC_TEST_SECONDS = 60
 
