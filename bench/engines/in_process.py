@@ -81,6 +81,11 @@ class InProcessShard:
         self._submit(message)
         return self._number
 
+    async def answers_within(self, seconds: float) -> bool:
+        """Wait so long, or until the oldest step is answered; whether it is."""
+        done, _ = await asyncio.wait({self._replies[0]}, timeout=seconds)
+        return bool(done)
+
     async def receive(self) -> StepResult:
         """The answer to the oldest step that has none yet; raises ShardError when it failed."""
         return result_from_pb([await self._answer()])

@@ -22,6 +22,7 @@ from millrace_router.errors import (
     ShuttingDown,
 )
 from millrace_router.estimate import Estimate
+from millrace_router.late_planning import LatePlanning
 from millrace_router.lifeline import Lifeline
 from millrace_router.metrics import Metrics
 from millrace_router.patience import DEFAULT_PATIENCE, Patience
@@ -51,6 +52,8 @@ class _Flight:
     number: int
     plan: StepPlan[Entry]
     sent_at: float
+    was_open: bool
+    """Whether it was planned late, while the shards were at the one before."""
 
     def began_at(self, last_answer_at: float) -> float:
         """When the shards took it up: when it was sent, or were done with the one before."""
@@ -61,8 +64,9 @@ class Batcher:
     """Continuous batching: entries join and leave the batch at every step.
 
     The task of `run` is the only writer of scheduling state. Up to `depth` steps are in flight, so the shards never
-    wait for the router; what is learned one step late costs at most one discarded token. Whatever fails, a new epoch
-    begins in which every entry in flight is replayed and goes on where it was.
+    wait for the router; what is learned one step late costs at most one discarded token. The second one is planned
+    when the first is nearly done, so that whoever arrives meanwhile is in it. Whatever fails, a new epoch begins in
+    which every entry in flight is replayed and goes on where it was.
     """
 
     def __init__(  # noqa: PLR0913
@@ -78,7 +82,9 @@ class Batcher:
         supervisor: Supervisor | None = None,
         patience: Patience = DEFAULT_PATIENCE,
         depth: int = 2,
+        late: LatePlanning | None = None,
     ) -> None:
+        """Without `late` every step is planned as soon as it can be."""
         self.quarantine = Quarantine()
         self._metrics = BatchMetrics(metrics)
         self._lifeline = Lifeline(
@@ -94,6 +100,7 @@ class Batcher:
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
         self._depth = depth
+        self._late = late or LatePlanning(prospects.cost, most=0.0)
         self._waiting = waiting
         self._prospects = prospects
         self._flights: deque[_Flight] = deque()
@@ -206,6 +213,10 @@ class Batcher:
         self._expire()
         rescue = self._rescue
         while len(self._flights) < self._depth and not rescue.must_regroup:
+            open_seconds = self._open_seconds()
+            if open_seconds > 0.0 and await self._shards.answers_within(open_seconds):
+                self._late.learn(0.0)
+                break
             plan = rescue.planner.plan(
                 NOBODY if rescue.is_searching else self._waiting,
                 last_sent=self._shards.last_sent,
@@ -213,7 +224,7 @@ class Batcher:
             )
             if plan is None:
                 break
-            await self._send(plan)
+            await self._send(plan, was_open=open_seconds > 0.0)
         self._metrics.batch(rescue.planner, len(self._waiting))
         if self._flights:
             self._deliver(await self._shards.receive())
@@ -222,19 +233,29 @@ class Batcher:
             self._wake.clear()
             await self._wake.wait()
 
-    async def _send(self, plan: StepPlan[Entry]) -> None:
+    def _open_seconds(self) -> float:
+        """For how long from now the next step may stay undecided."""
+        if not self._flights:
+            return 0.0
+        flight = self._flights[0]
+        elapsed = time.monotonic() - flight.began_at(self._answered_at)
+        return self._late.open_seconds(flight.plan.load) - elapsed
+
+    async def _send(self, plan: StepPlan[Entry], *, was_open: bool) -> None:
         now = time.monotonic()
         for row in plan.admitted:
             row.entry.admitted(now, row.num_cached)
             self._prospects.admitted(row.entry)
         self._metrics.sent(plan)
-        self._flights.append(_Flight(self._shards.last_sent + 1, plan, now))
+        self._flights.append(_Flight(self._shards.last_sent + 1, plan, now, was_open))
         await self._shards.send(plan)
 
     def _deliver(self, result: StepResult) -> None:
         """Hand a step's tokens to their streams; drop what has ended with them."""
         flight, planner = self._flights.popleft(), self._planner
         answered_at = time.monotonic()
+        if self._flights and self._flights[0].was_open:
+            self._late.learn(answered_at - self._flights[0].sent_at)
         self._note(flight, result, answered_at)
         self._rescue.computed(flight.plan)
         for slot, logprobs in result.prompt_logprobs:

@@ -209,6 +209,11 @@ class RouterConfig(BaseSettings):
         le=2,
         description="Steps sent before the first is answered; 1 turns it off.",
     )
+    late_planning: OnOff = Field(
+        default="on",
+        description="Plan the second step in flight when the first is nearly done, so that requests "
+        "which arrive meanwhile are in it.",
+    )
 
     step_timeout: float = Field(
         default=30.0,

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from millrace_router.answer_lengths import AnswerLengths
 from millrace_router.cost import CostModel
+from millrace_router.late_planning import LatePlanning
 from millrace_router.step_load import StepLoad
 
 DEPTH = 2
@@ -97,7 +98,7 @@ class Forecaster:
     are priced by the cost model at the batch's size, with the prompts of those ahead on top.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         cost: CostModel,
         *,
@@ -107,6 +108,7 @@ class Forecaster:
         num_blocks: int,
         reserve_all: bool = False,
         target_inter_token_latency: float | None = None,
+        late: LatePlanning | None = None,
     ) -> None:
         self._cost = cost
         self._max_batch_size = max_batch_size
@@ -115,6 +117,7 @@ class Forecaster:
         self._num_blocks = num_blocks
         self._reserve_all = reserve_all
         self._target = target_inter_token_latency
+        self._late = late or LatePlanning(cost, most=0.0)
         self._lengths = AnswerLengths()
         self._computed_share = 1.0
         self._tokens_per_step = 1.0
@@ -165,8 +168,13 @@ class Forecaster:
             return None
         others = _Arrivals(num_ahead, tokens_ahead / max(1, num_ahead) * self._computed_share)
         queue = self._queue_seconds(batch, pace, others, num_places, max_new_tokens)
+        in_flight = 0.0
+        if batch.num_rows:
+            # A plan is made late in the step before its own; what comes earlier in a step is still in time for it.
+            open_for = self._late.open_part(pace.seconds)
+            queue += open_for - (pace.seconds if now_in_step < open_for else 0.0)
+            in_flight = (DEPTH - 1) * pace.seconds - open_for
         queue = max(0.0, queue - min(now_in_step, pace.seconds))
-        in_flight = (DEPTH - 1) * pace.seconds if batch.num_rows else 0.0
         num_left = max(1, num_prompt_tokens - num_cached)
         prefill = self._prompt_seconds(pace, num_left, num_prompt_tokens - num_left)
         num_chunks = math.ceil(num_left / pace.room)

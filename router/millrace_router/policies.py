@@ -8,6 +8,7 @@ from millrace_router.blocks import BlockTable
 from millrace_router.budgets import Budgets
 from millrace_router.cost import CostModel
 from millrace_router.forecast import Forecaster
+from millrace_router.late_planning import MOST, LatePlanning
 from millrace_router.planner import Planner
 from millrace_router.prefix_cache import PrefixCache
 from millrace_router.row import Candidate
@@ -52,6 +53,14 @@ class Flags(Protocol):
     @property
     def max_waiting_tokens(self) -> int:
         """In steps."""
+
+    @property
+    def steps_in_flight(self) -> int:
+        """1 or 2."""
+
+    @property
+    def late_planning(self) -> str:
+        """`on` or `off`."""
 
     @property
     def fairness(self) -> str:
@@ -115,8 +124,14 @@ def planner_from(
     return Planner(budgets, BlockTable(num_blocks, block_size, cache), cost, guesses)
 
 
+def late_planning_from(flags: Flags, cost: CostModel) -> LatePlanning:
+    """When a step is planned beside one in flight."""
+    is_late = flags.late_planning == "on" and flags.steps_in_flight > 1
+    return LatePlanning(cost, most=MOST if is_late else 0.0)
+
+
 def forecaster_from(
-    budgets: Budgets, cost: CostModel, *, block_size: int, num_blocks: int
+    budgets: Budgets, cost: CostModel, late: LatePlanning, *, block_size: int, num_blocks: int
 ) -> Forecaster:
     """A forecaster of this batch; block 0 is not one of `num_blocks`."""
     return Forecaster(
@@ -127,4 +142,5 @@ def forecaster_from(
         num_blocks=num_blocks,
         reserve_all=budgets.reserve_all,
         target_inter_token_latency=budgets.target_inter_token_latency,
+        late=late,
     )

@@ -11,7 +11,7 @@ from millrace_router.cost import CostModel
 from millrace_router.entry import Entry
 from millrace_router.metrics import Metrics
 from millrace_router.patience import Patience
-from millrace_router.policies import forecaster_from, planner_from, queue_from
+from millrace_router.policies import forecaster_from, late_planning_from, planner_from, queue_from
 from millrace_router.prospects import Prospects
 from millrace_router.shard_client import ShardedClient
 from millrace_router.speculation import Speculator
@@ -35,8 +35,9 @@ def batcher_from(  # noqa: PLR0913
     supervisor: Supervisor,
 ) -> Batcher:
     """A batcher that is not running yet."""
+    late = late_planning_from(config, cost)
     forecaster = forecaster_from(
-        budgets, cost, block_size=info.block_size, num_blocks=capacity.num_blocks - 1
+        budgets, cost, late, block_size=info.block_size, num_blocks=capacity.num_blocks - 1
     )
     waiting: WaitingQueue[Entry] | TenantQueue[Entry] = queue_from(config)
     return Batcher(
@@ -58,4 +59,5 @@ def batcher_from(  # noqa: PLR0913
         supervisor=supervisor,
         patience=Patience(step_seconds=config.step_timeout, recovery_seconds=config.recovery_grace),
         depth=config.steps_in_flight,
+        late=late,
     )

@@ -58,6 +58,8 @@ class ShardedClient:
         self._batch_id = 0
         self._warmup = pb.WarmupRequest()
         self._capacity: Capacity | None = None
+        self._reading: asyncio.Task[list[pb.StepResponse]] | None = None
+        """Of the oldest answer, where it was waited for with a limit."""
         self.journal: Journal | None = None
         """Told of every message and answer from the next epoch on."""
 
@@ -170,9 +172,18 @@ class ShardedClient:
         )
         return self._number
 
+    async def answers_within(self, seconds: float) -> bool:
+        """Wait so long, or until the oldest step is answered; whether it is. If it failed, `receive` says so."""
+        # A call that is cancelled ends the stream, so no timeout may cancel it.
+        if self._reading is None:
+            self._reading = asyncio.create_task(self.read())
+        done, _ = await asyncio.wait({self._reading}, timeout=seconds)
+        return bool(done)
+
     async def receive(self) -> StepResult:
         """The answer to the oldest step that has none yet."""
-        return result_from_pb(await self.read())
+        reading, self._reading = self._reading, None
+        return result_from_pb(await (reading or self.read()))
 
     async def write(self, message: pb.StepRequest) -> None:
         """Send a message to every rank as it is."""
@@ -209,6 +220,7 @@ class ShardedClient:
 
     async def reset(self) -> None:
         """Discard every stream and channel, with whatever is under way, and begin anew."""
+        await self._stop_reading()
         for shard in self._shards:
             await shard.reset()
 
@@ -244,8 +256,17 @@ class ShardedClient:
 
     async def close(self) -> None:
         """End every stream and channel."""
+        await self._stop_reading()
         for shard in self._shards:
             await shard.close()
+
+    async def _stop_reading(self) -> None:
+        reading, self._reading = self._reading, None
+        if reading is not None:
+            reading.cancel()
+            await asyncio.wait({reading})
+            if not reading.cancelled():
+                reading.exception()
 
     async def _all(self, calls: Iterable[Awaitable[T]]) -> list[T]:
         try:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from millrace_router.cost import COEFFICIENTS, CostModel
 from millrace_router.forecast import Forecaster, Prediction
+from millrace_router.late_planning import LatePlanning
 from millrace_router.step_load import StepLoad
 
 COSTS = (0.0146, 0.0004, 1e-7, 0.001, 6e-5, 2.4e-7)
@@ -23,11 +24,15 @@ BLOCK = 16
 LIMIT = 4096
 
 
-def forecaster(cost: CostModel | None = None, **limits: int | float) -> Forecaster:
+def forecaster(
+    cost: CostModel | None = None, *, is_late: bool = False, **limits: int | float
+) -> Forecaster:
     sizes = {"max_batch_size": 32, "max_batch_prefill_tokens": 1024, "num_blocks": 1 << 16}
+    cost = CostModel.fixed(COST) if cost is None else cost
     return Forecaster(
-        CostModel.fixed(COST) if cost is None else cost,
+        cost,
         block_size=BLOCK,
+        late=LatePlanning(cost) if is_late else None,
         **(sizes | limits),  # type: ignore[arg-type]
     )
 
@@ -71,7 +76,10 @@ class Step:
 
 @dataclass
 class Server:
-    """First come first served, two steps in flight, prompts in chunks beside decodes; its own price list."""
+    """First come first served, two steps in flight, prompts in chunks beside decodes; its own price list.
+
+    Where it is late it plans the second step when nine tenths of the first are done.
+    """
 
     arrivals: deque[Job]
     forecaster: Forecaster
@@ -80,7 +88,10 @@ class Server:
     num_blocks: int = 1 << 16
     slowness: Callable[[], float] = lambda: 1.0
     cost: CostModel | None = None
+    is_late: bool = False
     now: float = 0.0
+    began: float = 0.0
+    """When the oldest step in flight did."""
     waiting: deque[Job] = field(default_factory=deque)
     running: list[Job] = field(default_factory=list)
     retired: list[tuple[int, int]] = field(default_factory=list)
@@ -91,13 +102,14 @@ class Server:
     def run(self) -> None:
         self.free = list(range(self.slots))
         while self.arrivals or self.waiting or self.running:
-            while len(self.flights) < 2 and self.plan():
-                pass
-            if self.flights:
+            if self.flights or self.plan():
+                if self.is_late:
+                    self.arrive(until=self.began + 0.9 * self.flights[0].seconds)
+                self.plan()
                 self.answer(self.flights.popleft())
             else:
-                self.now = self.arrivals[0].arrived
-                self.arrive(until=self.now)
+                self.began = self.arrivals[0].arrived
+                self.arrive(until=self.began)
 
     def arrive(self, until: float) -> None:
         while self.arrivals and self.arrivals[0].arrived <= until:
@@ -107,7 +119,7 @@ class Server:
                 ahead=(len(self.waiting), sum(other.num_prompt for other in self.waiting)),
                 num_prompt_tokens=job.num_prompt,
                 max_new_tokens=job.limit,
-                now_in_step=job.arrived - self.now,
+                now_in_step=job.arrived - self.began,
             )
             self.waiting.append(job)
         self.now = max(self.now, until)
@@ -156,9 +168,9 @@ class Server:
         return job
 
     def answer(self, step: Step) -> None:
-        end = self.now + step.seconds
+        end = self.began + step.seconds
         self.arrive(until=end)
-        self.now = end
+        self.began = end
         for job in step.yields:
             if job.finished:
                 continue
@@ -178,8 +190,8 @@ class Server:
 def play(jobs: list[Job], *, warm: int, **server: object) -> tuple[list[Job], Server]:
     """Those of `jobs` that arrived after the first `warm`, served."""
     limits = {"max_batch_size": 32, "num_blocks": server.get("num_blocks", 1 << 16)}
-    cost = server.get("cost")
-    played = Server(deque(jobs), forecaster(cost, **limits), **server)  # type: ignore[arg-type]
+    cost, is_late = server.get("cost"), server.get("is_late", False)
+    played = Server(deque(jobs), forecaster(cost, is_late=is_late, **limits), **server)  # type: ignore[arg-type]
     played.run()
     return jobs[warm:], played
 
@@ -231,11 +243,15 @@ SCENARIOS: dict[str, tuple[list[Job], dict[str, object], float, float]] = {
 """Jobs, server, bounds of the median relative error of the queue time and of its bias."""
 
 
+@pytest.mark.parametrize("is_late", [False, True], ids=["early", "late"])
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_queue_time_under_load_is_foreseen(name: str) -> None:
+def test_queue_time_under_load_is_foreseen(name: str, is_late: bool) -> None:
     arrivals, server, most, bias = SCENARIOS[name]
     jobs, played = play(
-        [Job(j.arrived, j.num_prompt, j.length) for j in arrivals], warm=200, **server
+        [Job(j.arrived, j.num_prompt, j.length) for j in arrivals],
+        warm=200,
+        is_late=is_late,
+        **server,
     )
     found = errors(jobs)
     assert len(found) > 300
@@ -245,9 +261,10 @@ def test_queue_time_under_load_is_foreseen(name: str) -> None:
         assert played.most_running < played.slots
 
 
-def test_first_token_is_foreseen_with_and_without_a_queue() -> None:
+@pytest.mark.parametrize("is_late", [False, True], ids=["early", "late"])
+def test_first_token_is_foreseen_with_and_without_a_queue(is_late: bool) -> None:
     for rate, most in ((4, 0.1), (12, 0.2)):
-        jobs, _ = play(poisson(3, 800, rate, exponential), warm=200)
+        jobs, _ = play(poisson(3, 800, rate, exponential), warm=200, is_late=is_late)
         found = [
             abs(job.prediction.first_token_seconds / (job.first_token - job.arrived) - 1)
             for job in jobs

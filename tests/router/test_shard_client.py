@@ -10,7 +10,10 @@ import pytest
 
 from millrace_fakes_router import collect, ids_of, new_batcher, request, running
 from millrace_fakes_shard import FakeShard, continuation, serve_fake_shard
-from millrace_router.shard_client import ShardedClient, ShardError
+from millrace_router.shard_client import ShardedClient, ShardError, ShardLost
+from millrace_router.step_plan import StepPlan
+
+SECONDS = 30
 
 
 @pytest.fixture
@@ -129,4 +132,53 @@ async def test_an_absent_shard_is_an_error_not_a_hang(address: str) -> None:
         await shards.info(timeout=0.3)
     with pytest.raises(ShardError):
         await shards.health()
+    await shards.close()
+
+
+async def test_an_answer_may_be_waited_for_with_a_limit(address: str) -> None:
+    shard = FakeShard()
+    shard.gate = Event()
+    shards = ShardedClient([address])
+    with serve_fake_shard(address, shard):
+        await shards.open()
+        await shards.send(StepPlan())
+        assert not await shards.answers_within(0.001)
+        assert not await shards.answers_within(0.001)
+        shard.gate.set()
+        assert await shards.answers_within(SECONDS)
+        assert (await shards.receive()).number == 1
+        await shards.send(StepPlan())
+        assert (await shards.receive()).number == 2
+    await shards.close()
+
+
+async def test_waiting_with_a_limit_ends_with_the_shard(address: str) -> None:
+    shard = FakeShard()
+    shard.gate = Event()
+    shards = ShardedClient([address])
+    with serve_fake_shard(address, shard) as server:
+        await shards.open()
+        await shards.send(StepPlan())
+        assert not await shards.answers_within(0.001)
+        stopped = server.stop(grace=None)
+        assert await shards.answers_within(SECONDS)
+        shard.gate.set()
+        await asyncio.to_thread(stopped.wait)
+        with pytest.raises(ShardLost):
+            await shards.receive()
+        await shards.close()
+
+
+async def test_what_is_waited_for_is_forgotten_with_its_epoch(address: str) -> None:
+    shard = FakeShard()
+    shard.gate = Event()
+    shards = ShardedClient([address])
+    with serve_fake_shard(address, shard):
+        await shards.open()
+        await shards.send(StepPlan())
+        assert not await shards.answers_within(0.001)
+        shard.gate.set()
+        await shards.open()
+        await shards.send(StepPlan())
+        assert (await shards.receive()).number == 1
     await shards.close()

@@ -22,6 +22,7 @@ from millrace_router.entry import Entry
 from millrace_router.entry_queue import EntryQueue
 from millrace_router.events import Event, Finished, TokenEvent
 from millrace_router.forecast import Forecaster
+from millrace_router.late_planning import LatePlanning
 from millrace_router.metrics import Metrics
 from millrace_router.patience import DEFAULT_PATIENCE, Patience
 from millrace_router.planner import Planner
@@ -108,6 +109,7 @@ def new_batcher(
     supervisor: Supervisor | None = None,
     patience: Patience = DEFAULT_PATIENCE,
     depth: int = 2,
+    late: LatePlanning | None = None,
 ) -> Batcher:
     """A batcher over `shard`'s blocks; `budgets` take the place of the two numbers before them."""
     budgets = budgets or Budgets(
@@ -140,6 +142,7 @@ def new_batcher(
         supervisor=supervisor,
         patience=patience,
         depth=depth,
+        late=late,
     )
 
 

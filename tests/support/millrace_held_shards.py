@@ -19,6 +19,8 @@ class HeldShards(DirectShards):
         super().__init__(shard)
         self._on_error = on_error
         self._released = asyncio.Semaphore(0)
+        self._changed = asyncio.Event()
+        self._time_is_up = False
 
     @property
     def num_held(self) -> int:
@@ -28,10 +30,25 @@ class HeldShards(DirectShards):
     def release(self) -> None:
         """Let the router read one more answer."""
         self._released.release()
+        self._changed.set()
+
+    def let_time_pass(self) -> None:
+        """Let the router wait no longer for an answer than it wants to."""
+        self._time_is_up = True
+        self._changed.set()
 
     async def open(self) -> None:
         self._released = asyncio.Semaphore(0)
         await super().open()
+
+    async def answers_within(self, seconds: float) -> bool:
+        assert seconds > 0.0
+        assert self._answers, "nothing is in flight"
+        self._time_is_up = False
+        while self._released.locked() and not self._time_is_up:
+            self._changed.clear()
+            await self._changed.wait()
+        return not self._released.locked()
 
     async def receive(self) -> StepResult:
         await self._released.acquire()

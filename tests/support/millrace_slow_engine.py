@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from millrace_router.cost import CostModel
+from millrace_router.late_planning import LEAD_SECONDS, MOST
 from millrace_router.planner import Planner
 from millrace_router.request import Terms
 from millrace_router.simulator.arrival import Arrival
@@ -74,7 +75,14 @@ class SlowFlight:
     plan: StepPlan[Any]
     completed: list[int]
     """Slots whose prompt it completes."""
+    began_at: float
     ends_at: float
+
+    @property
+    def open_until(self) -> float:
+        """When the next one is planned, if that is done late."""
+        seconds = self.ends_at - self.began_at
+        return self.began_at + max(0.0, min(MOST * seconds, seconds - LEAD_SECONDS))
 
 
 class SlowEngine:
@@ -95,9 +103,12 @@ class SlowEngine:
     def run(self, arrivals: Sequence[Arrival]) -> None:
         coming, now = deque(arrivals), 0.0
         while True:
-            while coming and coming[0].arrived_at <= now:
-                self._arrive(coming.popleft())
-            self._plan(now)
+            self._arrive_until(coming, now)
+            self._plan(now, most=1 if self.is_late else self.deployment.steps_in_flight)
+            if len(self.flights) == 1 and self.is_late:
+                now = self.flights[0].open_until
+                self._arrive_until(coming, now)
+                self._plan(now, most=2)
             if self.flights:
                 flight = self.flights.popleft()
                 now = flight.ends_at
@@ -107,6 +118,15 @@ class SlowEngine:
             else:
                 return
 
+    @property
+    def is_late(self) -> bool:
+        """Whether the second of two steps is planned late in the first."""
+        return self.deployment.late_planning == "on" and self.deployment.steps_in_flight == 2
+
+    def _arrive_until(self, coming: deque[Arrival], now: float) -> None:
+        while coming and coming[0].arrived_at <= now:
+            self._arrive(coming.popleft())
+
     def _arrive(self, arrival: Arrival) -> None:
         room = self.deployment.max_total_tokens - arrival.prompt_tokens
         limit = min(room, arrival.max_new_tokens or room)
@@ -115,8 +135,8 @@ class SlowEngine:
         self.candidates.append(candidate)
         self.waiting.append(candidate)
 
-    def _plan(self, now: float) -> None:
-        while len(self.flights) < self.deployment.steps_in_flight:
+    def _plan(self, now: float, *, most: int) -> None:
+        while len(self.flights) < most:
             plan = self.planner.plan(
                 self.waiting, last_sent=len(self.plans), last_answered=self.num_answered
             )
@@ -127,11 +147,12 @@ class SlowEngine:
                     row.entry.admitted_at = now
             seconds = (self.cost.seconds(plan.load) or math.nan) if plan.has_forward else 0.0
             self.busy_seconds += seconds
-            self.shards_free_at = max(now, self.shards_free_at) + seconds
+            began_at = max(now, self.shards_free_at)
+            self.shards_free_at = began_at + seconds
             self.plans.append(plan)
             rows = self.planner.rows
             completed = [slot for slot, _ in plan.chunks if not rows[slot].num_prompt_left]
-            self.flights.append(SlowFlight(plan, completed, self.shards_free_at))
+            self.flights.append(SlowFlight(plan, completed, began_at, self.shards_free_at))
 
     def _deliver(self, flight: SlowFlight) -> None:
         self.num_answered += 1

@@ -54,6 +54,7 @@ class InfoJson(TypedDict):
     max_queue_size: int | None
     max_queue_wait: float | None
     steps_in_flight: int
+    late_planning: str
     block_size: int
     num_blocks: int
     cost_model: dict[str, float]

@@ -26,6 +26,7 @@ SETTINGS = (
     "max_queue_size",
     "max_queue_wait",
     "steps_in_flight",
+    "late_planning",
     "step_timeout",
 )
 """Flags that shape the schedule."""

@@ -86,6 +86,7 @@ async def info(request: web.Request) -> web.Response:
         "max_queue_size": config.max_queue_size,
         "max_queue_wait": config.max_queue_wait,
         "steps_in_flight": config.steps_in_flight,
+        "late_planning": config.late_planning,
         "block_size": shard.block_size,
         "num_blocks": services.capacity.num_blocks,
         "cost_model": {} if services.cost is None else services.cost.to_json(),

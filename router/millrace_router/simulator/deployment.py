@@ -10,6 +10,7 @@ from millrace_router.budgets import Budgets
 from millrace_router.config import OnOff, RouterConfig
 from millrace_router.cost import CostModel
 from millrace_router.forecast import Forecaster
+from millrace_router.late_planning import LatePlanning
 from millrace_router.planner import Planner
 from millrace_router.policies import (
     DEFAULT_PREFILL_TOKENS,
@@ -54,6 +55,7 @@ class Deployment(BaseModel):
     waiting_served_ratio: float = _flag("waiting_served_ratio")
     max_waiting_tokens: int = _flag("max_waiting_tokens")
     steps_in_flight: int = _flag("steps_in_flight")
+    late_planning: OnOff = _flag("late_planning")
     kv_reservation: Literal["grow", "full"] = _flag("kv_reservation")
     prefix_caching: OnOff = _flag("prefix_caching")
     prefill_chunking: OnOff = _flag("prefill_chunking")
@@ -114,8 +116,8 @@ class Deployment(BaseModel):
         """The router's queue, empty."""
         return queue_from(self)
 
-    def new_forecaster(self, cost: CostModel) -> Forecaster:
+    def new_forecaster(self, cost: CostModel, late: LatePlanning) -> Forecaster:
         """The router's forecaster, which knows of no answers yet."""
         return forecaster_from(
-            self.budgets, cost, block_size=self.block_size, num_blocks=self.num_blocks - 1
+            self.budgets, cost, late, block_size=self.block_size, num_blocks=self.num_blocks - 1
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from millrace_router.cost import CostModel
+from millrace_router.late_planning import LatePlanning
 from millrace_router.planner import Planner
 from millrace_router.simulator.candidate import Candidate
 from millrace_router.simulator.deployment import Deployment, Queue
@@ -23,11 +24,12 @@ class Door:
         cost: CostModel,
         planner: Planner[Candidate],
         waiting: Queue,
+        late: LatePlanning,
     ) -> None:
         self._deployment = deployment
         self._planner = planner
         self._waiting = waiting
-        self._forecaster = deployment.new_forecaster(cost)
+        self._forecaster = deployment.new_forecaster(cost, late)
         self._predicts = deployment.max_queue_wait is not None
 
     def refusal(self, candidate: Candidate, *, num_present: int, now_in_step: float) -> str | None:

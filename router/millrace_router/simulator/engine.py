@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from millrace_router.cost import CostModel
+from millrace_router.policies import late_planning_from
 from millrace_router.request import Terms
 from millrace_router.row import Row
 from millrace_router.simulator.arrival import Arrival
@@ -53,7 +54,8 @@ class _Flight:
 class Engine:
     """Router and shards of one replica. The time of a step is what the cost model says, other work takes none.
 
-    Steps are planned when the batcher plans them: when one is answered, or a request arrives while none is in flight.
+    Steps are planned when the batcher plans them: when a request arrives while none is in flight, when one is answered,
+    or late in the one that the shards are at.
     Step n + 1 begins when step n ends, or when it is sent if that is later. Since it is known how long each answer is
     going to be, a row is looked at when it begins and where it may end, and not for each of its tokens.
     """
@@ -65,11 +67,20 @@ class Engine:
         self._cost = CostModel.fixed(deployment.cost_model)
         self._waiting = deployment.new_queue()
         self._planner = deployment.new_planner(self._cost)
-        self._door = Door(deployment, cost=self._cost, planner=self._planner, waiting=self._waiting)
+        self._late = late_planning_from(deployment, self._cost)
+        self._door = Door(
+            deployment,
+            cost=self._cost,
+            planner=self._planner,
+            waiting=self._waiting,
+            late=self._late,
+        )
         self._prefixes = PrefixNames()
         self._gaps = Gaps(self.tally.between_tokens)
         self._flights: deque[_Flight] = deque()
         self._last_sent = 0
+        self._open_until: float | None = None
+        """When the step beside the one in flight is to be planned, while it is open."""
         self._shards_free_at = 0.0
         self._decoded_at = 0.0
         """When the last step that decoded was answered."""
@@ -81,6 +92,8 @@ class Engine:
     @property
     def next_event(self) -> float:
         """When `step` has something to do; infinity when there is nothing."""
+        if self._open_until is not None:
+            return self._open_until
         if self._flights:
             return self._flights[0].ends_at
         return self.now if self._num_present else math.inf
@@ -102,14 +115,16 @@ class Engine:
         return True
 
     def step(self) -> int:
-        """Let the clock run to `next_event`, answer that step and plan; how many requests have left.
+        """Let the clock run to `next_event`, answer a step or plan one; how many requests have left.
 
         Raises:
             StuckError: nothing can ever happen again.
 
         """
         num_present = self._num_present
-        if self._flights:
+        if self._open_until is not None:
+            self.now = self._open_until
+        elif self._flights:
             flight = self._flights.popleft()
             self.now = flight.ends_at
             self._answer(flight)
@@ -143,6 +158,8 @@ class Engine:
 
     def _plan(self, *, last_answered: int) -> None:
         while len(self._flights) < self._deployment.steps_in_flight:
+            if self._stays_open():
+                return
             plan = self._planner.plan(
                 self._waiting, last_sent=self._last_sent, last_answered=last_answered
             )
@@ -151,6 +168,15 @@ class Engine:
             if plan.num_preempted:
                 self._preempt(plan)
             self._send(plan)
+
+    def _stays_open(self) -> bool:
+        """Whether the next step is to be planned later, while the one in flight is computed."""
+        if not self._flights:
+            return False
+        flight = self._flights[0]
+        open_until = flight.began_at + self._late.open_part(flight.ends_at - flight.began_at)
+        self._open_until = open_until if open_until > self.now else None
+        return self._open_until is not None
 
     def _send(self, plan: StepPlan[Candidate]) -> None:
         self._last_sent += 1

@@ -69,9 +69,20 @@ def test_a_prompt_longer_than_the_budget_takes_several_steps() -> None:
     assert tally.first_token.mean == pytest.approx(3 * 1.5 + 100 * 0.01)
 
 
+def test_a_prompt_that_comes_early_in_a_step_is_in_the_next_one() -> None:
+    # At 0 a prefill (until 2.5) is sent, at 2.25 the step with a decode and the prompt (2.5 + 0.1 long).
+    tally = run([Arrival(0.0, 100, 10), Arrival(0.1, 100, 1)])
+    assert tally.queue.percentile(100) == pytest.approx(2.25 - 0.1)
+    assert tally.first_token.percentile(100) == pytest.approx(2.5 + 2.6 - 0.1)
+    # At 2.25 a decode (2.5 until 3.6) is sent, at 3.49 the step with both.
+    tally = run([Arrival(0.0, 100, 10), Arrival(2.3, 100, 1)])
+    assert tally.queue.percentile(100) == pytest.approx(2.5 + 0.9 * DECODE - 2.3)
+    assert tally.first_token.percentile(100) == pytest.approx(3.6 + 2.6 - 2.3)
+
+
 def test_a_prompt_that_comes_during_a_step_waits_for_the_two_that_were_sent() -> None:
     # At 0 a prefill (until 2.5) and a decode (until 3.6) are sent, at 2.5 the step with both (2.5 + 0.1 long).
-    tally = run([Arrival(0.0, 100, 10), Arrival(0.1, 100, 1)])
+    tally = run([Arrival(0.0, 100, 10), Arrival(0.1, 100, 1)], late_planning="off")
     assert tally.queue.percentile(100) == pytest.approx(2.5 - 0.1)
     assert tally.first_token.percentile(100) == pytest.approx(3.6 + 2.6 - 0.1)
     assert tally.between_tokens.percentile(100) == pytest.approx(2.6)

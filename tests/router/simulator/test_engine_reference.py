@@ -53,6 +53,7 @@ def deployments(draw: st.DrawFn) -> Deployment:
         waiting_served_ratio=draw(st.sampled_from([0.0, 0.3, 1.2])),
         max_waiting_tokens=draw(st.integers(0, 5)),
         steps_in_flight=draw(st.integers(1, 2)),
+        late_planning=draw(st.sampled_from(["on", "off"])),
     )
 
 
@@ -215,6 +216,7 @@ def test_steps_are_those_of_the_router_with_a_shard(
             max_batch_prefill_tokens=16,
             kv_reservation=reservation,
             steps_in_flight=steps_in_flight,
+            late_planning="off",
         )
     )
     recorded = Recorded(engine, monkeypatch)
