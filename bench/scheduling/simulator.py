@@ -84,6 +84,11 @@ def run(lab: Lab, case: Case) -> Figures:
             lab, [0.0] * lab.sized(6 * BATCH_SIZE, 3 * BATCH_SIZE), seed=lab.seed("warm-up")
         )
         rate = saturated_rate(asyncio.run(send(server.url, warm))) * case.amount
+        if rate:
+            # A burst shows no batch but the largest.
+            seed = lab.seed(f"{case.name}, warm-up")
+            moments = poisson_seconds(rate, count // 2, seed=seed)
+            asyncio.run(send(server.url, requests(lab, moments, seed=seed)))
         seed = lab.seed(case.name)
         moments = poisson_seconds(rate, count, seed=seed) if rate else [0.0] * count
         asked = requests(lab, moments, seed=seed)
@@ -110,10 +115,10 @@ PART = Part(
     title="The simulator against the server",
     method=(
         "Requests of 16 to 256 prompt tokens and lognormal answers (median 51, sigma 0.8). The server"
-        " answers a warm-up of other requests of the same kind; then the simulator gets the trace of"
-        " those to come and the server's `/info` with the costs it has learned, and only then the"
-        " server gets the requests. Hindsight: the same with the costs that the server has learned by"
-        " then, which a machine shared with others makes differ."
+        " answers a warm-up of other requests of the same kind, at once and then at the same rate; then"
+        " the simulator gets the trace of those to come and the server's `/info` with the costs it has"
+        " learned, and only then the server gets the requests. Hindsight: the same with the costs that the"
+        " server has learned by then, which a machine shared with others makes differ."
     ),
     cases=CASES,
     run=run,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic
 
@@ -71,23 +71,31 @@ class Allowances(Generic[E]):
 
         If those are too few, guesses go without first. Blocks that rows may need for the next steps are left to them.
         """
-        decoding = []
+        flexible: dict[int, Row[E]] = {}
+        context = 0
         for row in rows:
-            if 0 < row.num_tokens_planned < row.max_tokens and row.num_room > 0:
+            # Runs for every token there is, hence few calls.
+            if 0 < row.num_tokens_planned < row.max_tokens:
+                if row.is_flexible and row.num_room <= 0:
+                    continue
                 row.num_kv_tokens += 1
                 if row.num_kv_tokens > row.num_kv_owned and not grow(row, self._blocks, plan):
                     row.num_kv_tokens -= 1
                     continue
                 row.num_tokens_planned += 1
-                plan.load.context += row.num_kv_tokens
-                decoding.append(row)
-        plan.decodes = [row.slot for row in decoding]
-        plan.flexible = [row.slot for row in decoding if row.is_flexible]
-        plan.load.decodes = len(decoding)
-        self._widen(decoding, plan, most=most - len(decoding), spare=LOOKAHEAD * len(rows))
+                context += row.num_kv_tokens
+                if row.is_flexible:
+                    flexible[len(plan.decodes)] = row
+                plan.decodes.append(row.slot)
+        plan.flexible = [row.slot for row in flexible.values()]
+        plan.load.decodes, plan.load.context = len(plan.decodes), context
+        self._widen(flexible, plan, most=most - len(plan.decodes), spare=LOOKAHEAD * len(rows))
 
-    def _widen(self, rows: Sequence[Row[E]], plan: StepPlan[E], *, most: int, spare: int) -> None:
-        """Allow `rows` up to `most` further positions together, and leave `spare` blocks."""
+    def _widen(
+        self, flexible: Mapping[int, Row[E]], plan: StepPlan[E], *, most: int, spare: int
+    ) -> None:
+        """Allow rows, by their place among the decodes, up to `most` further positions, and leave `spare` blocks."""
+        rows = list(flexible.values())
         extras, left = [], max(0, most)
         for row in rows:
             extra = min(row.entry.most_forced, left)
@@ -105,11 +113,15 @@ class Allowances(Generic[E]):
         if not any(extras):
             return
         extras = [
-            self._extend(row, extra, plan, spare) for row, extra in zip(rows, extras, strict=True)
+            self._extend(row, extra, plan, spare) if extra else 0
+            for row, extra in zip(rows, extras, strict=True)
         ]
         if any(extras):
-            plan.decode_tokens = [1 + extra for extra in extras]
-            plan.draft_tokens = [min(pair) for pair in zip(guesses, extras, strict=True)]
+            plan.decode_tokens = [1] * len(plan.decodes)
+            plan.draft_tokens = [0] * len(plan.decodes)
+            for place, extra, length in zip(flexible, extras, guesses, strict=True):
+                plan.decode_tokens[place] += extra
+                plan.draft_tokens[place] = min(length, extra)
 
     def settle(
         self,
@@ -139,26 +151,27 @@ class Allowances(Generic[E]):
             return progress
         answers = {slot: (positions, drafted) for slot, positions, drafted in computed}
         num_extra = 0
+        progress.advances = [1] * len(plan.decodes)
         columns = zip(plan.decodes, plan.decode_tokens, plan.draft_tokens, strict=True)
-        for slot, allowed, guesses in columns:
-            row, advance = row_of(slot), 1
-            if allowed > 1:
-                positions, drafted = answers.get(slot, (-1, 0))
-                progress.drafted += drafted
-                num_extra += drafted
-                if row is not None and slot in failed_slots:
-                    advance = 0
-                elif row is not None:
-                    advance, pending = _advance(row, allowed, positions)
-                    accepted = advance - pending
-                    progress.accepted += accepted
-                    num_extra += pending - 1
-                    # After a chain that a grammar forced, guesses were no use, whatever they were.
-                    if guesses and num_tokens.get(slot) == 1 + accepted:
-                        self._learn(row, allowed=guesses, drafted=drafted, accepted=accepted)
-            if row is not None:
-                row.num_kv_tokens -= allowed - advance
-            progress.advances.append(advance)
+        for place, (slot, allowed, guesses) in enumerate(columns):
+            if allowed == 1:
+                continue
+            positions, drafted = answers.get(slot, (-1, 0))
+            progress.drafted += drafted
+            num_extra += drafted
+            if (row := row_of(slot)) is None:
+                continue
+            advance = 0
+            if slot not in failed_slots:
+                advance, pending = _advance(row, allowed, positions)
+                accepted = advance - pending
+                progress.accepted += accepted
+                num_extra += pending - 1
+                # After a chain that a grammar forced, guesses were no use, whatever they were.
+                if guesses and num_tokens.get(slot) == 1 + accepted:
+                    self._learn(row, allowed=guesses, drafted=drafted, accepted=accepted)
+            row.num_kv_tokens -= allowed - advance
+            progress.advances[place] = advance
         progress.load = _narrowed(plan.load, num_extra)
         self._share += _SHARE_RATE * (num_extra / plan.load.extra_positions - self._share)
         return progress
@@ -176,16 +189,18 @@ class Allowances(Generic[E]):
     def _extend(self, row: Row[E], extra: int, plan: StepPlan[E], spare: int) -> int:
         """Allow `row` up to `extra` further positions, as far as it has room; how many."""
         extra = min(extra, row.num_room - 1)
-        blocks = self._blocks
-        missing = blocks.count(row.num_kv_tokens + extra) - blocks.count(row.num_kv_owned)
-        if missing > 0 and not row.promised and blocks.num_available - missing < spare:
-            extra = min(extra, row.num_kv_owned - row.num_kv_tokens)
+        lacking = row.num_kv_tokens + extra - row.num_kv_owned
+        if lacking > 0 and not row.promised:
+            blocks = self._blocks
+            if blocks.num_available - blocks.count(lacking) < spare:
+                extra -= lacking
         if extra <= 0:
             return 0
         plan.load.extra_positions += extra
         plan.load.context += extra * row.num_kv_tokens + extra * (extra + 1) // 2
         row.num_kv_tokens += extra
-        grow(row, blocks, plan)
+        if row.num_kv_tokens > row.num_kv_owned:
+            grow(row, self._blocks, plan)
         return extra
 
 

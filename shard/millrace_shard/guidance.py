@@ -92,16 +92,17 @@ class Guidance:
         """
         if self._guides is None or not self._news:
             return None
-        slots, num_samples = prepared.yield_slots, prepared.num_samples
-        guided = [row for row, slot in enumerate(slots.tolist()) if slot in self._news]
+        slots, num_samples = prepared.yield_slots.tolist(), prepared.num_samples
+        guided = [row for row, slot in enumerate(slots) if slot in self._news]
         if not guided:
             return None
+        most_tokens, num_guesses = prepared.most_tokens.tolist(), (num_samples - 1).tolist()
         rows = [
             GuidedRow(
-                slot=int(slots[row]),
-                news=self._take_news(int(slots[row])),
-                drafts=guesses.of_row(int(prepared.yields[row])) if num_samples[row] > 1 else (),
-                most_forced=int(prepared.most_tokens[row]),
+                slot=slots[row],
+                news=self._take_news(slots[row]),
+                drafts=guesses.of_row(int(prepared.yields[row])) if num_guesses[row] else (),
+                most_forced=most_tokens[row],
             )
             for row in guided
         ]

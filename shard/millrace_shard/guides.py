@@ -64,7 +64,9 @@ class _Guide:
     """A sequence's matcher, once it is compiled and has replayed what was generated earlier."""
 
     grammar: Grammar
-    matcher: Future[Matcher]
+    compiled: Future[Matcher]
+    matcher: Matcher | None = None
+    """What has come of `compiled`, without its lock; None until a step has asked."""
     has_failed: bool = False
 
 
@@ -120,8 +122,8 @@ class Guides:
 
     def admit(self, slot: int, grammar: Grammar, generated: Ids) -> None:
         """Begin to guide `slot`, whose text so far is `generated`: a replayed sequence goes on where it was."""
-        matcher = self._compiles.submit(self._begin, grammar, generated)
-        self._guides[slot] = _Guide(grammar, matcher)
+        compiled = self._compiles.submit(self._begin, grammar, generated)
+        self._guides[slot] = _Guide(grammar, compiled)
 
     def drop(self, slots: Ints) -> None:
         """Forget `slots`, guided or not."""
@@ -178,10 +180,12 @@ class Guides:
         news = row.request.news()
         if guide.has_failed:
             return
-        if (error := guide.matcher.exception()) is not None:
-            self._fail(row, str(error))
-            return
-        row.matcher = guide.matcher.result()
+        if guide.matcher is None:
+            if (error := guide.compiled.exception()) is not None:
+                self._fail(row, str(error))
+                return
+            guide.matcher = guide.compiled.result()
+        row.matcher = guide.matcher
         if not row.matcher.consume_all(news):
             self._fail(row, row.matcher.error() or f"one of the tokens {list(news)} does not match")
 
@@ -211,22 +215,22 @@ class Guides:
 
     def _follow_chains(self, rows: Sequence[_Row], bits: Bits) -> None:
         """Feed the rows what is forced, a token each at a time, until more than one is allowed or the text ends."""
-        current = bits
-        places = [
-            (row, row.first)
+        following = [
+            row
             for row in rows
             if row.request.most_forced and row.matcher is not None and not row.matcher.has_ended
         ]
-        while places:
-            places = [(row, index) for row, index in places if row.matcher is not None]
-            tokens = _only_tokens(current[[index for _, index in places]])
-            going_on = []
-            for (row, _), token in zip(places, tokens, strict=True):
-                if token is not None and self._force(row, token):
-                    going_on.append(row)
-            places = [(row, index) for index, row in enumerate(going_on)]
-            current = np.full((len(places), self._width), -1, dtype=np.int32)
-            self._fill(places, current)
+        current = bits[[row.first for row in following]]
+        while following := self._forced_by(current, following):
+            current = np.full((len(following), self._width), -1, dtype=np.int32)
+            self._fill([(row, index) for index, row in enumerate(following)], current)
+
+    def _forced_by(self, masks: Bits, rows: Sequence[_Row]) -> list[_Row]:
+        """Feed each of `rows` the one token that its mask allows; those in whose chain another one may follow."""
+        only = _only_tokens(masks)
+        return [
+            row for place, row in enumerate(rows) if place in only and self._force(row, only[place])
+        ]
 
     def _force(self, row: _Row, token: int) -> bool:
         """Append `token` to the chain; whether another one may follow."""
@@ -282,13 +286,14 @@ def _allows(mask: Bits, token: int) -> bool:
     return 0 <= token < mask.size * 32 and bool(mask[token >> 5] >> (token & 31) & 1)
 
 
-def _only_tokens(masks: Bits) -> list[int | None]:
-    """For each line of `masks` [N, W] the one token it allows, None where there are several."""
+def _only_tokens(masks: Bits) -> dict[int, int]:
+    """The one token that lines of `masks` [N, W] allow, of those that allow no other."""
     words = masks.view(np.uint32)
-    found: list[int | None] = []
-    for line, num_words in zip(words, np.count_nonzero(words, axis=1), strict=True):
-        place = int(line.argmax()) if num_words == 1 else 0
-        word = int(line[place])
-        is_one = num_words == 1 and word & (word - 1) == 0
-        found.append(place * 32 + word.bit_length() - 1 if is_one else None)
+    found = {}
+    for line, num_words in enumerate((words != 0).sum(axis=1).tolist()):
+        if num_words == 1:
+            place = int(words[line].argmax())
+            word = int(words[line, place])
+            if word & (word - 1) == 0:
+                found[line] = place * 32 + word.bit_length() - 1
     return found

@@ -84,7 +84,7 @@ class LaunchedStep:
     def _with_computed(self, result: StepResult, rows: StepRows) -> StepResult:
         """What decodes that were allowed several positions have filled; guesses count as far as they were right."""
         right, drafted = np.zeros((2, len(rows.wide_slots)), dtype=np.int64)
-        if self._tokens is not None:
+        if self._tokens is not None and len(self._tokens.awaited):
             tokens, emitted = self._tokens, self._tokens.emitted
             slots = tokens.prepared.yield_slots[tokens.awaited]
             # A row that failed has no token; what it has computed is of no use to anyone.

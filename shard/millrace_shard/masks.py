@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from millrace_shard.host_copies import upload
+from millrace_shard.kernels.build import operators_loaded
 from millrace_shard.step import Ints
 
 BYTE_BITS = 8
@@ -20,7 +21,7 @@ class RowMasks:
     rows: Ints
     """[G], each once: their places among the R."""
     bits: Tensor
-    """[G, W] int32 on the device: bit i of word j allows id 32 j + i; ids beyond 32 W are not allowed."""
+    """[G, W] int32 on the device, contiguous: bit i of word j allows id 32 j + i; ids beyond 32 W are not allowed."""
 
 
 class MaskTable:
@@ -32,17 +33,20 @@ class MaskTable:
         self._added = torch.where(is_allowed > 0, 0.0, float("-inf"))
 
     def forbid(self, scores: Tensor, masks: RowMasks, *, most_elements: int) -> None:
-        """Make the scores [R, V] float32 of ids that are not allowed minus infinity, in place.
+        """Make the scores [R, V] float32, contiguous, of ids that are not allowed minus infinity, in place.
 
-        Works on at most `most_elements` scores at a time, a row at least. A row that was not finite is not made so:
-        minus infinity added to what is no number, or infinite, is no number.
+        A row that was not finite is not made so: minus infinity added to what is no number, or infinite, is no number.
+        Without compiled operators works on at most `most_elements` scores at a time, a row at least.
         """
+        if scores.device.type == "cpu" and operators_loaded():
+            torch.ops.millrace.forbid(scores, upload(masks.rows, scores.device), masks.bits)
+            return
         size = scores.shape[1]
         height = max(1, most_elements // size)
         for start in range(0, len(masks.rows), height):
             index = upload(masks.rows[start : start + height], scores.device)
             # Of a word the lowest byte comes first, on all devices there are.
-            octets = masks.bits[start : start + height].contiguous().view(torch.uint8)
+            octets = masks.bits[start : start + height].view(torch.uint8)
             added = self._added.index_select(0, octets.flatten().to(torch.int32))
             added = added.view(len(octets), -1)[:, :size]
             if missing := size - added.shape[1]:

@@ -9,6 +9,7 @@ via Speculative Decoding", for draws that are a function of seed and position.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -76,7 +77,7 @@ class StepTokens:
         """Whether reading would not wait."""
         return self._watch.is_done()
 
-    @property
+    @cached_property
     def awaited(self) -> Ints:
         """Rows whose count of tokens depends on their guesses; places among the rows that sample."""
         guessed = self.prepared.num_samples > 1
@@ -93,9 +94,16 @@ class StepTokens:
 
     def of(self, slot: int) -> tuple[int, ...]:
         """The tokens of one sequence."""
+        return tuple(self._by_slot.get(slot, ()))
+
+    @cached_property
+    def _by_slot(self) -> Mapping[int, Many[int]]:
         emitted = self.emitted
-        owners = self.prepared.yield_slots[emitted.rows]
-        return tuple(emitted.ids[owners == slot].tolist())
+        found: dict[int, list[int]] = {}
+        owners = self.prepared.yield_slots[emitted.rows].tolist()
+        for slot, id_ in zip(owners, emitted.ids.tolist(), strict=True):
+            found.setdefault(slot, []).append(id_)
+        return found
 
     @cached_property
     def emitted(self) -> Emitted:

@@ -11,10 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from millrace_sampling_driver import sample
 from millrace_sampling_reference import Row, is_green
 from millrace_shard.biases import BiasTable
+from millrace_shard.kernels.build import BuildError, load_operators
 from millrace_shard.masks import MaskTable, RowMasks
 from millrace_shard.sequence import SamplingParameters
 from millrace_shard.watermark import Watermark
@@ -23,6 +25,21 @@ NEGATIVE_INFINITY = float("-inf")
 CPU = torch.device("cpu")
 
 
+def forbid(
+    scores: Tensor, masks: RowMasks, *, compiled: bool = True, most_elements: int = 10_000
+) -> None:
+    """By the compiled operator or in plain torch."""
+    if compiled:
+        try:
+            load_operators()
+        except BuildError as error:
+            pytest.skip(str(error))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("millrace_shard.masks.operators_loaded", lambda: compiled)
+        MaskTable(CPU).forbid(scores, masks, most_elements=most_elements)
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "plain"])
 @settings(deadline=None, max_examples=100, derandomize=True)
 @given(
     vocab=st.integers(1, 100),
@@ -31,7 +48,7 @@ CPU = torch.device("cpu")
     most_elements=st.sampled_from([1, 70, 10_000]),
 )
 def test_a_mask_bans_what_has_no_bit_in_its_row_alone(
-    vocab: int, words: int, seed: int, most_elements: int
+    compiled: bool, vocab: int, words: int, seed: int, most_elements: int
 ) -> None:
     random = np.random.default_rng(seed)
     bits = random.integers(-(2**31), 2**31, (3, words)).astype(np.int32)
@@ -44,8 +61,32 @@ def test_a_mask_bans_what_has_no_bit_in_its_row_alone(
             if not word >> (id_ % 32) & 1:
                 expected[row, id_] = NEGATIVE_INFINITY
     masks = RowMasks(rows=rows, bits=torch.from_numpy(bits))
-    MaskTable(CPU).forbid(scores, masks, most_elements=most_elements)
+    forbid(scores, masks, compiled=compiled, most_elements=most_elements)
     assert torch.equal(scores, expected)
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "plain"])
+def test_a_mask_makes_no_row_finite(compiled: bool) -> None:
+    scores = torch.zeros(2, 40)
+    scores[0, 5], scores[1, 39] = float("nan"), float("inf")
+    masks = RowMasks(rows=np.array([0, 1]), bits=torch.zeros((2, 2), dtype=torch.int32))
+    forbid(scores, masks, compiled=compiled)
+    assert scores.isnan().nonzero().tolist() == [[0, 5], [1, 39]]
+
+
+def test_threads_share_what_masks_forbid() -> None:
+    random = np.random.default_rng(0)
+    bits = random.integers(-(2**31), 2**31, (9, 5000)).astype(np.int32)
+    scores = torch.zeros(9, 160_000)
+    forbid(scores, RowMasks(rows=np.arange(9)[::-1], bits=torch.from_numpy(bits)))
+    is_allowed = np.unpackbits(bits[::-1].copy().view(np.uint8), axis=1, bitorder="little")
+    assert np.array_equal(scores.numpy() == 0, is_allowed == 1)
+
+
+def test_a_mask_of_no_row_is_refused() -> None:
+    bits = torch.zeros((1, 2), dtype=torch.int32)
+    with pytest.raises((RuntimeError, IndexError)):
+        forbid(torch.zeros(2, 40), RowMasks(rows=np.array([2]), bits=bits))
 
 
 def test_a_row_whose_mask_allows_nothing_fails_alone() -> None:

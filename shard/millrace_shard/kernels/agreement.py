@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from millrace_shard.kernels.base import (
     MlpWeights,
 )
 from millrace_shard.kernels.blocks import ComposedBlocks
+from millrace_shard.masks import MaskTable, RowMasks
 from millrace_shard.ragged import RaggedBatch
 
 QUERIES = (70, 1, 9)
@@ -28,6 +30,8 @@ HIDDEN = 96
 INTER = 816
 """Long enough a sum to be taken in parts."""
 EPS = 1e-5
+EVEN_IDS = 0x55555555
+"""A word of a mask."""
 TOLERANCE = {torch.bfloat16: 0.03, torch.float16: 0.004, torch.float32: 1e-4}
 CPU = torch.device("cpu")
 
@@ -53,6 +57,9 @@ def largest_difference(
     ids, logprobs = choose_greedy(logits)
     ours += [logits.gather(1, ids.unsqueeze(1)), logprobs]
     theirs += [logits.amax(1, keepdim=True), logits.log_softmax(1).amax(1)]
+    masked, expected = _masked(logits)
+    ours.append(masked)
+    theirs.append(expected)
     distances = [
         ((a.float() - b.float()).abs() / (1 + b.float().abs())).max()
         for a, b in zip(ours, theirs, strict=True)
@@ -188,6 +195,18 @@ def _mlp_weights(random: _Random, *, optional: bool) -> MlpWeights:
         gate_up=_linear(random, 2 * INTER, HIDDEN, bias=optional),
         down=_linear(random, HIDDEN, INTER, bias=optional),
     )
+
+
+def _masked(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """What is left of exp(`logits`) under masks of two rows, the last ids beyond them, and what has to be."""
+    words = logits.shape[1] // 32
+    bits = torch.full((2, words), EVEN_IDS, dtype=torch.int32, device=logits.device)
+    masked, expected = logits.clone(), logits.exp()
+    masks = RowMasks(rows=np.array([2, 0]), bits=bits)
+    MaskTable(logits.device).forbid(masked, masks, most_elements=logits.numel())
+    for row in (0, 2):
+        expected[row, 1::2] = expected[row, 32 * words :] = 0.0
+    return masked.exp(), expected
 
 
 def _linear(random: _Random, out: int, inputs: int, *, bias: bool) -> LinearWeights:

@@ -6,6 +6,7 @@
 #include "greedy.h"
 #include "int8_panels.h"
 #include "linear.h"
+#include "masks.h"
 #include "norms.h"
 #include "pages.h"
 
@@ -36,6 +37,7 @@ TORCH_LIBRARY(millrace, library) {
   library.def("pack_linear(Tensor weight) -> Tensor");
   library.def("packed_linear(Tensor(a!) y, Tensor x, Tensor packed, Tensor bias) -> ()");
   library.def("greedy(Tensor(a!) ids, Tensor(b!) logprobs, Tensor logits) -> ()");
+  library.def("forbid(Tensor(a!) scores, Tensor rows, Tensor bits) -> ()");
   library.def("amx_granted() -> bool", amx_granted);
 #ifdef MILLRACE_AMX
   library.def("pack_panels(Tensor weight, bool gated) -> Tensor");
@@ -65,6 +67,7 @@ TORCH_LIBRARY_IMPL(millrace, CPU, library) {
   library.impl("pack_linear", millrace::pack_linear);
   library.impl("packed_linear", millrace::packed_linear);
   library.impl("greedy", millrace::greedy);
+  library.impl("forbid", millrace::forbid);
 #ifdef MILLRACE_AMX
   library.impl("pack_panels", millrace::pack_panels);
   library.impl("panel_linear", millrace::panel_linear);

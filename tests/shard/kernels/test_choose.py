@@ -5,6 +5,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from millrace_shard.kernels.build import BuildError, load_operators, operators_l
 from millrace_shard.kernels.choose import choose_kernels
 from millrace_shard.kernels.cpu import CpuKernels
 from millrace_shard.kernels.plain import PlainKernels
+from millrace_shard.masks import MaskTable, RowMasks
 from millrace_shard.ragged import RaggedBatch
 
 CPU = torch.device("cpu")
@@ -80,7 +82,7 @@ def test_kernels_that_do_not_agree_are_not(
         pytest.skip(str(error))
     assert chosen() == "plain"
     assert [reason in record.message for record in caplog.records] == [True]
-    # Nor does the greedy choice take them, or int8.
+    # Nor do the greedy choice and masks take them, or int8.
     assert not operators_loaded()
     load_operators()
     assert operators_loaded()
@@ -240,6 +242,26 @@ def test_agreement_covers_the_greedy_choice(monkeypatch: pytest.MonkeyPatch, wro
         return best.indices, logprobs + 1
 
     monkeypatch.setattr(agreement, "choose_greedy", choose_wrongly)
+    kernels = PlainKernels(deterministic=False)
+    difference = largest_difference(kernels, kernels, dtype=torch.bfloat16, head_dim=64)
+    assert difference > TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("wrong", ["bit", "row", "end"])
+def test_agreement_covers_masks(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    forbid = MaskTable.forbid
+
+    def forbid_wrongly(
+        table: MaskTable, scores: Tensor, masks: RowMasks, *, most_elements: int
+    ) -> None:
+        bits = masks.bits ^ (wrong == "bit")
+        rows = masks.rows + (wrong == "row") * np.array([-1, 0])
+        last = scores[:, -1].clone()
+        forbid(table, scores, RowMasks(rows=rows, bits=bits), most_elements=most_elements)
+        if wrong == "end":
+            scores[:, -1] = last
+
+    monkeypatch.setattr(MaskTable, "forbid", forbid_wrongly)
     kernels = PlainKernels(deterministic=False)
     difference = largest_difference(kernels, kernels, dtype=torch.bfloat16, head_dim=64)
     assert difference > TOLERANCE[torch.bfloat16]
