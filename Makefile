@@ -79,6 +79,7 @@ test-ecosystem: install
 
 # Its cases come with the source distribution of jsonschema, and only with that.
 test-json-schema: install
+	@rm -rf bench/out/json-schema
 	$(BIN)/python -m pip download --quiet --no-deps --no-binary jsonschema -d bench/out/json-schema jsonschema
 	tar -xzf bench/out/json-schema/jsonschema-*.tar.gz -C bench/out/json-schema --strip-components=1
 	JSON_SCHEMA_TEST_SUITE=bench/out/json-schema/json/tests/draft2020-12 \

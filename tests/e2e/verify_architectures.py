@@ -24,15 +24,15 @@ def test_every_promise_holds(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     save_with_tokenizer(tmp_path, model_type)
     code = main([str(tmp_path), "--requests=8"])
-    table = capsys.readouterr().out
+    shown = capsys.readouterr()
     with capsys.disabled():
-        sys.stdout.write(f"\n{model_type}\n{table}")
-    assert code == 0
+        sys.stdout.write(f"\n{model_type}\n{shown.out}")
+    assert code == 0, shown.err
 
 
 def test_every_promise_holds_on_the_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
     code = main([])
-    table = capsys.readouterr().out
+    shown = capsys.readouterr()
     with capsys.disabled():
-        sys.stdout.write(f"\n{table}")
-    assert code == 0
+        sys.stdout.write(f"\n{shown.out}")
+    assert code == 0, shown.err

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from threading import Barrier, Thread
 
-from millrace_fakes_verify import BLOCK
-from millrace_launcher.verify.cases import After, chunked_flags, crowd, preempted_flags
+import pytest
+
+from millrace_fakes_verify import BLOCK, fake_server
+from millrace_launcher.verify.cases import (
+    MOST_ROUNDS,
+    After,
+    chunked_flags,
+    crowd,
+    preempted_flags,
+    speculated,
+)
+from millrace_launcher.verify.client import Client
+from millrace_launcher.verify.deployment import Deployment
+from millrace_launcher.verify.promise import Verdict
 from millrace_launcher.verify.question import Question
 from millrace_launcher.verify.suite import ServerInfo, Suite
 
@@ -22,6 +35,7 @@ INFO = ServerInfo(
     max_concurrent_requests=32,
     max_batch_total_tokens=6000,
     caches_prefixes=True,
+    grammars=True,
 )
 
 
@@ -56,6 +70,27 @@ def test_a_crowd_grows_to_more_than_there_is_room_for() -> None:
     asked = suite((5, 5), (5, 3 * BLOCK), (4 * BLOCK, 5))
     order = crowd(asked, server_tokens=10 * BLOCK)
     assert order == [1] * 10 + [0, 2], "40 blocks by those that grow, then the rest"
+
+
+@pytest.mark.parametrize(
+    ("drafted", "accepted", "verdict"),
+    [
+        (4, 1, Verdict.EQUAL),
+        (0, 0, Verdict.NOT_EXERCISED),
+        (4, 0, Verdict.NOT_EXERCISED),
+        (4, 4, Verdict.NOT_EXERCISED),
+    ],
+)
+def test_speculation_shows_itself_in_right_guesses_and_wrong_ones(
+    drafted: int, accepted: int, verdict: Verdict
+) -> None:
+    with fake_server(guesses=(drafted, accepted)) as fake:
+        client = Client(fake.url)
+        asked = replace(suite((3, 5)), expected=(client.answer(suite((3, 5)).questions[0].body),))
+        rows = list(speculated(Deployment(client, "unused"), asked))
+    assert [row.verdict for row in rows] == [verdict] * 2
+    rounds = 1 if verdict is Verdict.EQUAL else MOST_ROUNDS
+    assert fake.num_answers == 1 + 2 * rounds, "a round is asked again until it shows"
 
 
 def test_a_blow_falls_once_however_many_tokens_come_at_once() -> None:

@@ -13,7 +13,12 @@ from millrace_launcher.verify.__main__ import main
 from millrace_launcher.verify.client import Client, ServerError
 from millrace_launcher.verify.counters import counting
 from millrace_launcher.verify.options import CASES
-from millrace_launcher.verify.suite import ServerInfo, plain_greedy, questions_for
+from millrace_launcher.verify.suite import (
+    ServerInfo,
+    plain_greedy,
+    questions_for,
+    unrelated_questions,
+)
 
 
 def check(
@@ -158,7 +163,8 @@ def test_a_server_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_counters_are_summed_over_labels() -> None:
     with fake_server() as fake:
         client = Client(fake.url)
-        assert client.metrics() == {'a{reason="x y"}': 3, "b": 4.5}
+        found = client.metrics()
+        assert (found['a{reason="x y"}'], found["b"]) == (3, 4.5)
         with counting(client) as counted:
             pass
     assert counted.of("a") == 0
@@ -179,8 +185,22 @@ def test_requests_fit_the_server() -> None:
         assert question.num_tokens <= info.max_total_tokens
         assert len(question.input_ids) <= info.max_input_tokens
     assert found[0].max_new_tokens > 2 * BLOCK, "it grows by blocks"
-    assert len({str(question.parameters) for question in found}) == len(found)
+    assert len({(question.text, str(question.parameters)) for question in found}) == len(found)
     assert {question.is_greedy for question in found} == {True, False}
+
+
+@pytest.mark.parametrize("grammars", [True, False])
+def test_no_grammar_is_asked_of_a_server_without_them(grammars: bool) -> None:
+    with fake_server(grammars=grammars) as fake:
+        client = Client(fake.url)
+        info = ServerInfo.of(client)
+        found = questions_for(client, info, ["x"], num_requests=9, max_new_tokens=20, cut=True)
+        found += unrelated_questions(client, info)
+    guided = [question for question in found if "grammar" in question.parameters]
+    assert bool(guided) == grammars
+    assert not any(question.parameters["ignore_eos"] for question in guided), (
+        "a server refuses that"
+    )
 
 
 def test_the_reference_is_asked_each_prompt_once() -> None:

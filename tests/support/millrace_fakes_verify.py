@@ -40,7 +40,11 @@ class FakeServer:
     """Added to the third log probability of an answer that was given before."""
     again_changes_tokens: bool = False
     caches: bool = True
+    grammars: bool = True
     fails: bool = False
+    guesses: tuple[int, int] = (0, 0)
+    """Made for each answer, and right ones of these."""
+    num_answers: int = 0
     seen: set[tuple[int, ...]] = field(default_factory=set)
     url: str = ""
     keys: list[str | None] = field(default_factory=list)
@@ -59,13 +63,23 @@ class FakeServer:
             "max_concurrent_requests": 32,
             "max_batch_total_tokens": 6000,
             "prefix_caching": "on",
+            "grammars": self.grammars,
         }
+
+    def metrics(self) -> str:
+        drafted, accepted = (self.num_answers * number for number in self.guesses)
+        return (
+            '# HELP a A\na{reason="x y"} 3\nb 4.5\n'
+            f"millrace_speculation_drafted_tokens_total {drafted}\n"
+            f"millrace_speculation_accepted_tokens_total {accepted}\n"
+        )
 
     def events(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         parameters = body["parameters"]
         ids = tuple(tokens_of(body["inputs"])[-parameters["truncate"] :])
         is_again = ids in self.seen
         self.seen.add(ids)
+        self.num_answers += 1
         count = parameters["max_new_tokens"]
         found = generated(ids, count, parameters.get("seed", 0))
         if is_again and count > 2:
@@ -101,7 +115,7 @@ class Handler(BaseHTTPRequestHandler):
         self.fake.keys.append(self.headers.get("Authorization"))
         answers = {
             "/info": json.dumps(self.fake.info()),
-            "/metrics": '# HELP a A\na{reason="x y"} 3\nb 4.5\n',
+            "/metrics": self.fake.metrics(),
             "/readyz": "",
         }
         known = self.path in answers

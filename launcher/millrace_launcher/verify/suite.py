@@ -13,12 +13,17 @@ from millrace_launcher.verify.prompts import UNRELATED
 from millrace_launcher.verify.question import Question
 
 FIRST_SEED = 1001
+LETTERS: Mapping[str, Any] = {"type": "regex", "value": "[QZ]{1000}"}
+"""Leaves a handful of tokens at each place, so that whatever the model, guesses are right now and then."""
 SAMPLING: Sequence[Mapping[str, Any]] = (
     {},
+    # All but uniform over what the grammar leaves: right and wrong guesses are both certain to come.
+    {"do_sample": True, "temperature": 1000.0, "grammar": LETTERS},
     {"do_sample": True, "temperature": 0.8, "top_p": 0.95},
     {"repetition_penalty": 1.2, "frequency_penalty": 0.3},
     {"do_sample": True, "top_k": 40, "repetition_penalty": 1.1},
     {"do_sample": True, "temperature": 1.2, "typical_p": 0.9},
+    {"grammar": LETTERS},
 )
 LONG_EVERY = 4
 LONG_BLOCKS = 2
@@ -45,6 +50,8 @@ class ServerInfo:
     max_batch_total_tokens: int
     """Room of the KV cache."""
     caches_prefixes: bool
+    grammars: bool
+    """Whether it takes any."""
 
     @classmethod
     def of(cls, client: Client) -> ServerInfo:
@@ -64,6 +71,7 @@ class ServerInfo:
                 max_concurrent_requests=int(info["max_concurrent_requests"]),
                 max_batch_total_tokens=int(info["max_batch_total_tokens"]),
                 caches_prefixes=info["prefix_caching"] == "on",
+                grammars=bool(info["grammars"]),
             )
         except KeyError as error:
             raise ServerError(f"{client.url}/info has no {error}; is it Millrace?") from error
@@ -104,16 +112,16 @@ def questions_for(
 ) -> tuple[Question, ...]:
     """Requests of all kinds over `prompts`, taken in turn; `cut` bounds prompts to a few blocks. Raises ServerError."""
     ids = {text: client.token_ids(text) for text in prompts}
+    kinds = _kinds(info)
     found = []
     for number in range(num_requests):
         text = prompts[number % len(prompts)]
         wanted = max_new_tokens - max_new_tokens * (number % 3) // 4
         if number % LONG_EVERY == 0:
             wanted = max(max_new_tokens, LONG_BLOCKS * info.block_size + 8)
-        parameters = dict(SAMPLING[number % len(SAMPLING)])
+        parameters = _endless(kinds[number % len(kinds)], wanted=number % 3 != 2)
         if "do_sample" in parameters:
             parameters["seed"] = FIRST_SEED + number
-        parameters["ignore_eos"] = number % 3 != 2
         most = PROMPT_BLOCKS * info.block_size + 7 if cut else info.max_input_tokens
         found.append(_question(info, text, ids[text], wanted, parameters, most=most))
     return tuple(found)
@@ -121,13 +129,14 @@ def questions_for(
 
 def unrelated_questions(client: Client, info: ServerInfo) -> tuple[Question, ...]:
     """Requests whose answers nobody compares. Raises ServerError."""
+    kinds = _kinds(info)
     return tuple(
         _question(
             info,
             text,
             client.token_ids(text),
             UNRELATED_TOKENS + 5 * number,
-            {**SAMPLING[number % len(SAMPLING)], "ignore_eos": True},
+            _endless(kinds[number % len(kinds)], wanted=True),
             most=PROMPT_BLOCKS * info.block_size,
         )
         for number, text in enumerate(UNRELATED)
@@ -146,6 +155,16 @@ def plain_greedy(questions: Sequence[Question], max_new_tokens: int) -> tuple[Qu
         )
         for ids, question in by_prompt.items()
     )
+
+
+def _kinds(info: ServerInfo) -> list[Mapping[str, Any]]:
+    """What the server can be asked for."""
+    return [kind for kind in SAMPLING if info.grammars or "grammar" not in kind]
+
+
+def _endless(kind: Mapping[str, Any], *, wanted: bool) -> dict[str, Any]:
+    """With `ignore_eos` as `wanted`, unless a grammar says what ends."""
+    return {**kind, "ignore_eos": wanted and "grammar" not in kind}
 
 
 def _question(
