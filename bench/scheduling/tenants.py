@@ -26,6 +26,7 @@ RATIO = "loaded / alone"
 
 CASES = (
     Case("--fairness tenant", ("--fairness=tenant",)),
+    Case("the same, --late-planning off", ("--fairness=tenant", "--late-planning=off")),
     Case("--fairness none", ("--fairness=none",)),
 )
 

@@ -97,12 +97,15 @@ class CostModel:
         return cls.fixed(coefficients) if coefficients else cls()
 
     def to_json(self) -> dict[str, float]:
-        """The coefficients at the present pace, those of further positions included; empty while nothing is known."""
+        """The coefficients, those of further positions included; empty while nothing is known.
+
+        They are those of the last some hundred steps: the pace of the last seconds, which may vary by a tenth and
+        more, says little of the next hour.
+        """
         if not self._coefficients:
             return {}
         costs = [*self._coefficients, self._extra.once, self._extra.each]
-        names = COEFFICIENTS + EXTRA_COEFFICIENTS
-        return {name: self._pace * cost for name, cost in zip(names, costs, strict=True)}
+        return dict(zip(COEFFICIENTS + EXTRA_COEFFICIENTS, costs, strict=True))
 
     def observe(self, load: StepLoad, seconds: float) -> None:
         """Learn from an answered step; one without a forward pass or without a duration says nothing."""
