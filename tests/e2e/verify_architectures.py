@@ -23,11 +23,11 @@ def test_every_promise_holds(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     save_with_tokenizer(tmp_path, model_type)
-    code = main([str(tmp_path), "--requests=8"])
+    code = main([str(tmp_path), "--requests=8", f"--log-dir={tmp_path / 'logs'}"])
     shown = capsys.readouterr()
     with capsys.disabled():
         sys.stdout.write(f"\n{model_type}\n{shown.out}")
-    assert code == 0, shown.err
+    assert code == 0, shown.out + shown.err
 
 
 def test_every_promise_holds_on_the_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,4 +35,4 @@ def test_every_promise_holds_on_the_demo_model(capsys: pytest.CaptureFixture[str
     shown = capsys.readouterr()
     with capsys.disabled():
         sys.stdout.write(f"\n{shown.out}")
-    assert code == 0, shown.err
+    assert code == 0, shown.out + shown.err
