@@ -235,7 +235,7 @@ class Batcher:
 
     def _open_seconds(self) -> float:
         """For how long from now the next step may stay undecided."""
-        if not self._flights:
+        if not self._flights or not self._flights[0].plan.has_forward:
             return 0.0
         flight = self._flights[0]
         elapsed = time.monotonic() - flight.began_at(self._answered_at)

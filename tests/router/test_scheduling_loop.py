@@ -38,6 +38,10 @@ class AlwaysOpen(LatePlanning):
 
     def __init__(self) -> None:
         super().__init__(CostModel())
+        self.learned: list[float] = []
+
+    def learn(self, spare_seconds: float) -> None:
+        self.learned.append(spare_seconds)
 
     def open_seconds(self, load: StepLoad) -> float:
         return math.inf
@@ -52,7 +56,7 @@ class LoopMachine(RuleBasedStateMachine):
         spare_tokens=st.integers(0, 24),
         prefix_caching=st.booleans(),
         depth=st.integers(1, 3),
-        late=st.sampled_from([None, AlwaysOpen()]),
+        is_late=st.booleans(),
         eos_every=st.sampled_from([0, 0, 30]),
         seed=st.integers(0, 2**16),
     )
@@ -64,7 +68,7 @@ class LoopMachine(RuleBasedStateMachine):
         spare_tokens: int,
         prefix_caching: bool,
         depth: int,
-        late: LatePlanning | None,
+        is_late: bool,
         eos_every: int,
         seed: int,
     ) -> None:
@@ -89,7 +93,7 @@ class LoopMachine(RuleBasedStateMachine):
             prefix_caching=prefix_caching,
             waiting=waiting,
             depth=depth,
-            late=late,
+            late=AlwaysOpen() if is_late else None,
         )
         self.waiting = waiting
         self.task = self.loop.create_task(self.batcher.run())
@@ -236,10 +240,10 @@ async def test_a_failed_step_empties_the_cache() -> None:
     assert again.cached_tokens == 0
 
 
-def late_batcher() -> tuple[Batcher, HeldShards, HashShard]:
+def late_batcher(late: LatePlanning | None = None) -> tuple[Batcher, HeldShards, HashShard]:
     shard = HashShard()
     shards = HeldShards(shard, on_error=lambda: None)
-    return new_batcher(shards, shard, late=AlwaysOpen()), shards, shard
+    return new_batcher(shards, shard, late=late or AlwaysOpen()), shards, shard
 
 
 async def turns() -> None:
@@ -299,3 +303,22 @@ async def test_a_failure_while_the_next_step_is_open_is_noticed_at_once() -> Non
             shards.release()
             await turns()
         assert ids_of(await collect(stream)) == expected_tokens([1], 2)
+
+
+async def test_a_step_that_only_drops_rows_says_nothing_of_how_late_is_too_late() -> None:
+    late = AlwaysOpen()
+    batcher, shards, shard = late_batcher(late)
+    async with running(batcher):
+        await turns()
+        stream = batcher.submit(request([1], 1))
+        await turns()
+        shards.let_time_pass()
+        await turns()
+        shards.release()
+        await turns()
+        assert ids_of(await collect(stream)) == expected_tokens([1], 1)
+        assert admissions(shard) == [1, 0]
+        shards.release()
+        await turns()
+        assert not shards.num_held
+    assert late.learned == []
