@@ -178,7 +178,7 @@ class ShardConfig(BaseSettings):
         default=5.0,
         gt=0,
         le=60,
-        description="Seconds a grammar may take to compile before it is refused.",
+        description="Seconds of CPU time a grammar may take to compile before it is refused.",
     )
     max_grammar_bytes: ByteSize = Field(
         default=ByteSize(1 << 20), description="Longest grammar or JSON schema, such as 1MiB."

@@ -8,13 +8,14 @@ import os
 import select
 import subprocess
 import sys
-import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from millrace_shard.grammar_source import GrammarInvalid
 from millrace_shard.sequence import Grammar
+from millrace_shard.work_limit import WorkLimit, cpu_seconds
 
 START_SECONDS = 60.0
 CHUNK = 1 << 16
@@ -35,14 +36,14 @@ class GrammarProcess:
         return None if self._process is None else self._process.pid
 
     def try_out(self, grammar: Grammar, *, timeout: float) -> str:
-        """What to give `LLMatcher` for `grammar`; `timeout` in seconds. Raises GrammarInvalid."""
+        """What to give `LLMatcher` for `grammar`; `timeout` in seconds of work. Raises GrammarInvalid."""
         try:
             process = self._started()
         except (OSError, TimeoutError) as error:
             self.close()
             raise GrammarInvalid(f"no process to compile grammars in: {error}") from error
         try:
-            answer = _ask(process, grammar, time.monotonic() + timeout)
+            answer = _ask(process, grammar, timeout)
         except TimeoutError:
             self.close()
             raise GrammarInvalid(f"the grammar takes over {timeout:g} s to compile") from None
@@ -82,30 +83,31 @@ class GrammarProcess:
                 stderr=subprocess.DEVNULL,
                 env=environment,
             )
-            _read_line(self._process, time.monotonic() + START_SECONDS)
+            _read_line(self._process, START_SECONDS)
             logger.info("grammars are tried out by process %d", self._process.pid)
         return self._process
 
 
-def _ask(process: subprocess.Popen[bytes], grammar: Grammar, deadline: float) -> dict[str, Any]:
+def _ask(process: subprocess.Popen[bytes], grammar: Grammar, seconds: float) -> dict[str, Any]:
     assert process.stdin is not None
     request = {"kind": grammar.kind.name, "source": grammar.source}
     # The process has answered everything so far: it reads.
     process.stdin.write(json.dumps(request).encode() + b"\n")
     process.stdin.flush()
-    answer: dict[str, Any] = json.loads(_read_line(process, deadline))
+    answer: dict[str, Any] = json.loads(_read_line(process, seconds))
     return answer
 
 
-def _read_line(process: subprocess.Popen[bytes], deadline: float) -> bytes:
-    """Raises TimeoutError, or ConnectionError when the process has ended."""
+def _read_line(process: subprocess.Popen[bytes], seconds: float) -> bytes:
+    """Raises TimeoutError once the process has worked for `seconds`, or ConnectionError when it has ended."""
     assert process.stdout is not None
     descriptor = process.stdout.fileno()
-    line = bytearray()
+    line, limit = bytearray(), WorkLimit(seconds, partial(cpu_seconds, process.pid))
     while not line.endswith(b"\n"):
-        ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
-        if not ready:
+        if (left := limit.seconds_left()) <= 0.0:
             raise TimeoutError
+        if not select.select([descriptor], [], [], left)[0]:
+            continue
         chunk = os.read(descriptor, CHUNK)
         if not chunk:
             raise ConnectionError("the process has ended")
