@@ -91,6 +91,7 @@ OURS = [
     ("--prefill-chunking", "TRUE", "router", "on"),
     ("--prefix-caching", "0", "router", "off"),
     ("--kv-reservation", "full", "router", "full"),
+    ("--late-planning", "off", "router", "off"),
     ("--target-inter-token-latency", "12.5", "router", 12.5),
     ("--fairness", "tenant", "router", "tenant"),
     ("--priority-ageing", "2.5", "router", 2.5),
