@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from threading import Event
 
+import grpc
 import pytest
 
 from millrace_fakes_router import collect, ids_of, new_batcher, request, running
@@ -135,24 +138,9 @@ async def test_an_absent_shard_is_an_error_not_a_hang(address: str) -> None:
     await shards.close()
 
 
-async def test_an_answer_may_be_waited_for_with_a_limit(address: str) -> None:
-    shard = FakeShard()
-    shard.gate = Event()
-    shards = ShardedClient([address])
-    with serve_fake_shard(address, shard):
-        await shards.open()
-        await shards.send(StepPlan())
-        assert not await shards.answers_within(0.001)
-        assert not await shards.answers_within(0.001)
-        shard.gate.set()
-        assert await shards.answers_within(SECONDS)
-        assert (await shards.receive()).number == 1
-        await shards.send(StepPlan())
-        assert (await shards.receive()).number == 2
-    await shards.close()
-
-
-async def test_waiting_with_a_limit_ends_with_the_shard(address: str) -> None:
+@asynccontextmanager
+async def held_step(address: str) -> AsyncIterator[tuple[ShardedClient, FakeShard, grpc.Server]]:
+    """A client that has sent a step, which the shard holds until its gate is set."""
     shard = FakeShard()
     shard.gate = Event()
     shards = ShardedClient([address])
@@ -160,25 +148,39 @@ async def test_waiting_with_a_limit_ends_with_the_shard(address: str) -> None:
         await shards.open()
         await shards.send(StepPlan())
         assert not await shards.answers_within(0.001)
+        try:
+            yield shards, shard, server
+        finally:
+            shard.gate.set()
+            await shards.close()
+
+
+async def test_an_answer_may_be_waited_for_with_a_limit(address: str) -> None:
+    async with held_step(address) as (shards, shard, _):
+        assert not await shards.answers_within(0.001)
+        assert shard.gate is not None
+        shard.gate.set()
+        assert await shards.answers_within(SECONDS)
+        assert (await shards.receive()).number == 1
+        await shards.send(StepPlan())
+        assert (await shards.receive()).number == 2
+
+
+async def test_waiting_with_a_limit_ends_with_the_shard(address: str) -> None:
+    async with held_step(address) as (shards, shard, server):
         stopped = server.stop(grace=None)
         assert await shards.answers_within(SECONDS)
+        assert shard.gate is not None
         shard.gate.set()
         await asyncio.to_thread(stopped.wait)
         with pytest.raises(ShardLost):
             await shards.receive()
-        await shards.close()
 
 
 async def test_what_is_waited_for_is_forgotten_with_its_epoch(address: str) -> None:
-    shard = FakeShard()
-    shard.gate = Event()
-    shards = ShardedClient([address])
-    with serve_fake_shard(address, shard):
-        await shards.open()
-        await shards.send(StepPlan())
-        assert not await shards.answers_within(0.001)
+    async with held_step(address) as (shards, shard, _):
+        assert shard.gate is not None
         shard.gate.set()
         await shards.open()
         await shards.send(StepPlan())
         assert (await shards.receive()).number == 1
-    await shards.close()
