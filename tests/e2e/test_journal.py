@@ -15,8 +15,6 @@ from pathlib import Path
 from threading import Timer
 from typing import Any
 
-import psutil
-from bench.survival.deployment import role_of
 from bench.survival.streams import Clients, mixed_bodies
 
 from millrace_e2e import ROOT, Server, launch
@@ -41,11 +39,6 @@ FLAGS = ("--deterministic=on", "--speculate=3")
 SECONDS = 120.0
 
 
-def shard_of(server: Server) -> psutil.Process:
-    children = psutil.Process(server.process.pid).children(recursive=True)
-    return next(child for child in children if role_of(child.cmdline()) == "shard-0")
-
-
 async def ask_and_kill(server: Server) -> None:
     """Streams in whose middle the shard is killed; each is whole."""
     async with Clients(server.url) as clients:
@@ -53,7 +46,7 @@ async def ask_and_kill(server: Server) -> None:
         async with asyncio.timeout(SECONDS):
             while clients.num_tokens < 60:
                 await asyncio.sleep(0.01)
-        shard_of(server).kill()
+        server.shard.kill()
         answers = await streams
     assert all(answer.is_whole and not answer.error for answer in answers)
 

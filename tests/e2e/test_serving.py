@@ -85,25 +85,35 @@ def blocks_in_use(server: Server) -> float:
     return server.metrics()["millrace_kv_blocks_in_use"]
 
 
-def test_a_client_that_leaves_frees_its_blocks(server: Server) -> None:
+def num_finished(server: Server) -> float:
+    return server.metrics().get("tgi_request_generated_tokens_count", 0.0)
+
+
+def test_a_client_that_leaves_a_stream_frees_its_blocks(server: Server) -> None:
     wait_for(lambda: blocks_in_use(server) == 0)
+    before = num_finished(server)
     body = {
         "inputs": "What is prefill?",
         "parameters": {"max_new_tokens": LONG, "ignore_eos": True},
     }
-    with httpx.stream("POST", f"{server.url}/generate_stream", json=body, timeout=60) as response:
-        lines = response.iter_lines()
-        next(lines)
-        assert blocks_in_use(server) > 0
+    with (
+        server.held(),
+        httpx.stream("POST", f"{server.url}/generate_stream", json=body, timeout=60) as response,
+    ):
+        assert response.status_code == 200
+        wait_for(lambda: blocks_in_use(server) > 0)
     wait_for(lambda: blocks_in_use(server) == 0)
     assert server.metrics()["millrace_requests_running"] == 0
+    assert num_finished(server) == before
 
 
 def test_a_client_that_leaves_a_plain_request_frees_its_blocks(server: Server) -> None:
+    before = num_finished(server)
     body = {"inputs": "What is decode?", "parameters": {"max_new_tokens": LONG, "ignore_eos": True}}
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{server.url}/generate", json=body, timeout=httpx.Timeout(5, read=0.3))
+    with server.held(), pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}/generate", json=body, timeout=httpx.Timeout(60, read=0.3))
     wait_for(lambda: blocks_in_use(server) == 0)
+    assert num_finished(server) == before
 
 
 BAD_BODIES = [

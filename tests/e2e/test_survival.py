@@ -12,7 +12,6 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from bench.survival.deployment import role_of
 from bench.survival.streams import Answer, Clients, differences, mixed_bodies
 from tokenizers import Tokenizer
 
@@ -70,23 +69,6 @@ async def until(condition: Callable[[], Any], *, seconds: float = 150) -> Any:
     async with asyncio.timeout(seconds):
         while not (found := condition()):
             await asyncio.sleep(POLL_SECONDS)
-    return found
-
-
-def process(server: Server, role: str) -> psutil.Process | None:
-    """The child of that role that lives now."""
-    for child in psutil.Process(server.process.pid).children(recursive=True):
-        try:
-            if role_of(child.cmdline()) == role and child.status() != psutil.STATUS_ZOMBIE:
-                return child
-        except psutil.NoSuchProcess:
-            continue
-    return None
-
-
-def shard(server: Server) -> psutil.Process:
-    found = process(server, "shard-0")
-    assert found is not None
     return found
 
 
@@ -156,25 +138,25 @@ async def test_streams_and_whole_answers_go_on_over_a_kill(
     fixture: str, request: pytest.FixtureRequest
 ) -> None:
     server: Server = request.getfixturevalue(fixture)
-    await survive(server, shard(server).kill)
+    await survive(server, server.shard.kill)
 
 
 async def test_a_shard_that_is_stopped_is_restarted_and_streams_go_on(server: Server) -> None:
-    stopped = shard(server)
+    stopped = server.shard
     await survive(server, lambda: stopped.send_signal(signal.SIGSTOP))
     assert not stopped.is_running()
 
 
 async def test_sighup_restarts_the_shards_under_load_and_fails_nobody(server: Server) -> None:
-    old = shard(server)
+    old = server.shard
     await survive(server, lambda: server.process.send_signal(signal.SIGHUP))
     assert not old.is_running()
-    assert shard(server).pid != old.pid
+    assert server.shard.pid != old.pid
 
 
 def test_a_shard_killed_while_idle_comes_back_by_itself(server: Server) -> None:
     expected, before = ask(server), recoveries(server)
-    old = shard(server)
+    old = server.shard
     old.kill()
     wait_for(lambda: not is_ready(server))
     assert httpx.get(f"{server.url}/health").status_code == 200
@@ -184,20 +166,20 @@ def test_a_shard_killed_while_idle_comes_back_by_itself(server: Server) -> None:
 
 
 def test_a_killed_router_comes_back_and_shards_keep_their_weights(server: Server) -> None:
-    expected, router, kept = ask(server), process(server, "router"), shard(server).pid
+    expected, router, kept = ask(server), server.find("router"), server.shard.pid
     assert router is not None
     router.kill()
-    wait_for(lambda: (new := process(server, "router")) is not None and new.pid != router.pid)
+    wait_for(lambda: (new := server.find("router")) is not None and new.pid != router.pid)
     wait_for(lambda: is_ready(server))
     assert ask(server) == expected
-    assert shard(server).pid == kept
+    assert server.shard.pid == kept
 
 
 def kill_while_loading_and_warming_up(server: Server) -> None:
-    first = wait_for(lambda: process(server, "shard-0"))
+    first = wait_for(lambda: server.find("shard-0"))
     first.kill()
     wait_for(lambda: "Warming up model" in server.log)
-    shard(server).kill()
+    server.shard.kill()
 
 
 @pytest.fixture(scope="module")
@@ -252,7 +234,7 @@ async def test_shards_that_die_again_and_again_end_everything_with_a_word_to_eac
         streams = asyncio.create_task(clients.send_all(STREAMS))
         await until(lambda: clients.num_tokens > len(STREAMS))
         doom.touch()
-        shard(server).kill()
+        server.shard.kill()
         answers = await streams
     assert await asyncio.to_thread(server.process.wait, 60) == 3
     assert LAST_WORDS in server.log

@@ -16,6 +16,8 @@ from threading import Event, Thread
 from typing import Any
 
 import httpx
+import psutil
+from bench.survival.deployment import role_of
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_SECONDS = 180
@@ -47,6 +49,33 @@ class Server:
     def log(self) -> str:
         """Everything printed so far."""
         return "\n".join(self.lines)
+
+    def find(self, role: str) -> psutil.Process | None:
+        """The child of that role that lives now."""
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            try:
+                if role_of(child.cmdline()) == role and child.status() != psutil.STATUS_ZOMBIE:
+                    return child
+            except psutil.NoSuchProcess:
+                continue
+        return None
+
+    @property
+    def shard(self) -> psutil.Process:
+        """The shard of rank 0."""
+        found = self.find("shard-0")
+        assert found is not None, self.log
+        return found
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """No step of the shard ends meanwhile."""
+        stopped = self.shard
+        stopped.suspend()
+        try:
+            yield
+        finally:
+            stopped.resume()
 
     def metrics(self) -> dict[str, float]:
         """Unlabelled samples of /metrics."""
