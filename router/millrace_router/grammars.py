@@ -18,6 +18,7 @@ from typing import Protocol
 from weakref import WeakValueDictionary
 
 from millrace_router.errors import Overloaded, QueueExpired, ShardsGone, ValidationError
+from millrace_router.metrics import Metrics
 from millrace_router.recovery import Recovery
 from millrace_router.request import Grammar
 from millrace_router.shard_stream import ShardBusy, ShardError, ShardHung, ShardLost
@@ -31,12 +32,15 @@ NUM_AT_ONCE = 4
 MAX_WAITING = 64
 """Grammars that may wait for that."""
 MAX_REMEMBERED = 1024
+LARGE = 1 << 14
+"""Characters of source from which on compiling takes too long to be done for a sequence that others run beside."""
 MAX_REASON_CHARS = 1000
 NUM_TRIES_ALONE = 2
 RETRY_SECONDS = 0.2
 """After the shards were lost; the batcher has noticed it by then."""
 BREAKS = "it breaks the model server"
 TOO_MANY = "Model is overloaded: too many grammars are to be compiled"
+BUSY = "Model is overloaded: the grammar cannot be compiled now"
 
 
 class Compiler(Protocol):
@@ -60,6 +64,7 @@ class Grammars:
         self,
         compiler: Compiler,
         recovery: Recovery,
+        metrics: Metrics,
         *,
         grace_seconds: float,
         check_seconds: float = CHECK_SECONDS,
@@ -71,6 +76,7 @@ class Grammars:
         self._grace_seconds = grace_seconds
         self._check_seconds = check_seconds
         self._clock = clock
+        self._metrics = metrics
         self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
         self._locks: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
         self._places = asyncio.Semaphore(NUM_AT_ONCE)
@@ -94,8 +100,20 @@ class Grammars:
                     verdict = await self._find_out(key, grammar)
             except TimeoutError:
                 raise QueueExpired(retry_after_seconds=1.0) from None
+        elif verdict.reason is None and len(grammar.source) >= LARGE:
+            await self._renew(grammar, wait_seconds)
         if verdict.reason is not None:
             raise ValidationError(f"grammar is not valid: {verdict.reason}")
+
+    async def _renew(self, grammar: Grammar, wait_seconds: float | None) -> None:
+        """Have the shards compile again what they may have dropped, before a step would have to wait for it.
+
+        Whether they can does not matter to a grammar that is known.
+        """
+        with suppress(TimeoutError, ShardError, Overloaded):
+            async with asyncio.timeout(wait_seconds):
+                if self._recovery.since is None:
+                    await self._compile(grammar)
 
     async def _find_out(self, key: bytes, grammar: Grammar) -> _Verdict:
         """Ask, unless somebody asks for the same already: then wait for their answer."""
@@ -105,9 +123,18 @@ class Grammars:
         async with lock:
             verdict = self._recall(key)
             if verdict is None:
-                reason = await self._ask(grammar)
-                verdict = self._remember(key, reason)
+                verdict = self._remember(key, await self._ask_counted(grammar))
         return verdict
+
+    async def _ask_counted(self, grammar: Grammar) -> str | None:
+        began, outcome = self._clock(), "unavailable"
+        try:
+            reason = await self._ask(grammar)
+            outcome = "accepted" if reason is None else "refused"
+            return reason
+        finally:
+            self._metrics.grammars.labels(outcome=outcome).inc()
+            self._metrics.grammar_seconds.observe(self._clock() - began)
 
     async def _ask(self, grammar: Grammar) -> str | None:
         if self._num_waiting >= MAX_WAITING:
@@ -147,14 +174,17 @@ class Grammars:
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _compile(self, grammar: Grammar) -> str | None:
-        """Why not, or None; raises ShardLost or ShardHung if the shards stopped serving meanwhile, or Overloaded."""
+        """Why not, or None; raises ShardLost or ShardHung if the shards stopped serving meanwhile, or Overloaded.
+
+        The shards bound the work on a grammar: what took longer than that says nothing of the grammar.
+        """
         try:
             async with asyncio.timeout(self._check_seconds):
                 return await self._compiler.compile_grammar(grammar)
         except TimeoutError:
             if self._recovery.since is not None:
                 raise ShardHung(self._recovery.reason) from None
-            return f"it takes longer than {self._check_seconds:.0f} s to compile"
+            raise Overloaded(BUSY) from None
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
@@ -164,7 +194,7 @@ class Grammars:
         except (ShardLost, ShardHung):
             raise
         except ShardBusy:
-            raise Overloaded(TOO_MANY) from None
+            raise Overloaded(BUSY) from None
         except ShardError as error:
             return str(error)
 

@@ -276,6 +276,12 @@ class Metrics:
             "prediction",
             "percentile",
         )
+        self.grammars = self._family(
+            "millrace_grammars_total", "Grammars that the shards were asked for", Counter, "outcome"
+        )
+        self.grammar_seconds = duration(
+            "millrace_grammar_duration_seconds", "Until it was known whether a grammar can be had"
+        )
         self.journal_dropped_records = self._counter(
             "millrace_journal_dropped_records_total", "Records that --journal could not keep"
         )

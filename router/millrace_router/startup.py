@@ -289,7 +289,7 @@ def assemble(  # noqa: PLR0913
     )
     metrics.show_survival()
     health = Health(batcher.recovery, batcher, grace_seconds=config.recovery_grace)
-    grammars = Grammars(shards, batcher.recovery, grace_seconds=config.recovery_grace)
+    grammars = Grammars(shards, batcher.recovery, metrics, grace_seconds=config.recovery_grace)
     validator = Validator(tokenizer, limits, metrics, grammars)
     services = Services(
         config=config,

@@ -23,6 +23,14 @@ CHUNK = 1 << 16
 logger = logging.getLogger(__name__)
 
 
+class Stalled(Exception):  # noqa: N818
+    """A process was given no time to do its work."""
+
+
+class CompilerBusy(Exception):  # noqa: N818
+    """Nothing was found out about a grammar, for reasons that lie not in it: to be tried again."""
+
+
 class GrammarProcess:
     """One process, started when it is first needed; used by one thread at a time."""
 
@@ -36,14 +44,20 @@ class GrammarProcess:
         return None if self._process is None else self._process.pid
 
     def try_out(self, grammar: Grammar, *, timeout: float) -> str:
-        """What to give `LLMatcher` for `grammar`; `timeout` in seconds of work. Raises GrammarInvalid."""
+        """What to give `LLMatcher` for `grammar`; `timeout` in seconds of work.
+
+        Raises GrammarInvalid, CompilerBusy.
+        """
         try:
             process = self._started()
-        except (OSError, TimeoutError) as error:
+        except (OSError, Stalled) as error:
             self.close()
-            raise GrammarInvalid(f"no process to compile grammars in: {error}") from error
+            raise CompilerBusy(f"no process to compile grammars in: {error}") from error
         try:
             answer = _ask(process, grammar, timeout)
+        except Stalled:
+            self.close()
+            raise CompilerBusy("the machine is too busy to compile a grammar") from None
         except TimeoutError:
             self.close()
             raise GrammarInvalid(f"the grammar takes over {timeout:g} s to compile") from None
@@ -99,13 +113,20 @@ def _ask(process: subprocess.Popen[bytes], grammar: Grammar, seconds: float) -> 
 
 
 def _read_line(process: subprocess.Popen[bytes], seconds: float) -> bytes:
-    """Raises TimeoutError once the process has worked for `seconds`, or ConnectionError when it has ended."""
+    """A line of its output.
+
+    Raises:
+        TimeoutError: the process has worked for `seconds`.
+        Stalled: it was given no time to.
+        ConnectionError: it has ended.
+
+    """
     assert process.stdout is not None
     descriptor = process.stdout.fileno()
     line, limit = bytearray(), WorkLimit(seconds, partial(cpu_seconds, process.pid))
     while not line.endswith(b"\n"):
         if (left := limit.seconds_left()) <= 0.0:
-            raise TimeoutError
+            raise TimeoutError if limit.is_spent() else Stalled
         if not select.select([descriptor], [], [], left)[0]:
             continue
         chunk = os.read(descriptor, CHUNK)

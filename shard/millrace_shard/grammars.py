@@ -12,7 +12,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import BoundedSemaphore, Lock
 
-from millrace_shard.grammar_process import GrammarProcess
+from millrace_shard.grammar_process import CompilerBusy, GrammarProcess
 from millrace_shard.grammar_source import GrammarInvalid, lark_of
 from millrace_shard.matcher import Matcher
 from millrace_shard.sequence import Grammar
@@ -32,10 +32,6 @@ SMALL = 1 << 14
 """Characters of source that are translated in this process without anyone's noticing."""
 
 logger = logging.getLogger(__name__)
-
-
-class TooManyGrammars(Exception):  # noqa: N818
-    """More grammars are being compiled than may be at a time: to be tried again."""
 
 
 class GrammarCompiler:
@@ -86,7 +82,7 @@ class GrammarCompiler:
     def check(self, grammar: Grammar) -> None:
         """Whether a sequence may have `grammar`: compiles it unless that was done.
 
-        Raises GrammarInvalid with the reason, TooManyGrammars.
+        Raises GrammarInvalid with the reason, CompilerBusy.
         """
         with _place(self._calls, f"{MAX_CALLS} requests wait for their grammars"):
             self._compiled(grammar, tried_out=False)
@@ -121,9 +117,15 @@ class GrammarCompiler:
             self._cache.move_to_end(key)
             self._evict()
         if known is not future:
-            return known.result()
+            try:
+                return known.result()
+            except (GrammarInvalid, CompilerBusy):
+                if not tried_out:
+                    raise
+            return self._compiled(grammar, tried_out=True)
         try:
-            matcher = self._compile(grammar, in_process=tried_out and size <= SMALL)
+            lark = self._translated(grammar, size, tried_out=tried_out)
+            matcher = Matcher.of(lark, self.vocabulary)
         except BaseException as error:
             # Whoever waits is told; whoever comes later tries again, as a process may have been slow or killed.
             self._drop(key, future)
@@ -132,16 +134,26 @@ class GrammarCompiler:
         future.set_result(matcher)
         return matcher
 
-    def _compile(self, grammar: Grammar, *, in_process: bool) -> Matcher:
-        if in_process:
-            return Matcher.of(lark_of(grammar), self.vocabulary)
+    def _translated(self, grammar: Grammar, size: int, *, tried_out: bool) -> str:
+        """What to give `LLMatcher`. Raises GrammarInvalid, CompilerBusy."""
+        if tried_out and size <= SMALL:
+            return lark_of(grammar)
+        try:
+            return self._try_out(grammar)
+        except (GrammarInvalid, CompilerBusy) as error:
+            if not tried_out:
+                raise
+            # A sequence that runs must not fail for what became of a process.
+            logger.warning("a grammar that is known is compiled in this process: %s", error)
+            return lark_of(grammar)
+
+    def _try_out(self, grammar: Grammar) -> str:
         with _place(self._compiles, f"{MAX_COMPILES} grammars are being compiled"):
             process = self._idle.get()
             try:
-                lark = process.try_out(grammar, timeout=self._timeout)
+                return process.try_out(grammar, timeout=self._timeout)
             finally:
                 self._idle.put(process)
-        return Matcher.of(lark, self.vocabulary)
 
     def _evict(self) -> None:
         """Down to the limits, least recently used first; the newest stays. The lock is held."""
@@ -159,7 +171,7 @@ class GrammarCompiler:
 @contextmanager
 def _place(places: BoundedSemaphore, taken: str) -> Iterator[None]:
     if not places.acquire(blocking=False):
-        raise TooManyGrammars(f"{taken}; try again later")
+        raise CompilerBusy(f"{taken}; try again later")
     try:
         yield
     finally:

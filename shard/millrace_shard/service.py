@@ -17,8 +17,8 @@ from millrace_proto import generate_pb2_grpc as pb_grpc
 from millrace_shard.capacity import CapacityError
 from millrace_shard.engine import Engine
 from millrace_shard.errors import EngineEnded
+from millrace_shard.grammar_process import CompilerBusy
 from millrace_shard.grammar_source import GrammarInvalid
-from millrace_shard.grammars import TooManyGrammars
 from millrace_shard.guides import NO_GRAMMARS
 from millrace_shard.step import StepReply
 from millrace_shard.wire import (
@@ -92,7 +92,7 @@ class ShardService(pb_grpc.ShardServiceServicer):
             guides.compiler.check(grammar_from_pb(request.grammar))
         except GrammarInvalid as error:
             return pb.CompileGrammarResponse(error=str(error))
-        except TooManyGrammars as error:
+        except CompilerBusy as error:
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         return pb.CompileGrammarResponse()
 

@@ -40,6 +40,13 @@ class WorkLimit:
             return self._seconds - elapsed
         return min(self._seconds - (used - self._used_before), STRETCH * self._seconds - elapsed)
 
+    def is_spent(self) -> bool:
+        """Whether so much was worked, or may have been where that is not told; the clock alone says no such thing."""
+        used = self._used()
+        if used is None or self._used_before is None:
+            return self._clock() - self._began >= self._seconds
+        return used - self._used_before >= self._seconds
+
 
 def cpu_seconds(pid: int) -> float | None:
     """CPU time of all threads of a process so far; None where the system does not tell."""

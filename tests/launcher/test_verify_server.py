@@ -10,7 +10,7 @@ import pytest
 
 from millrace_fakes_verify import BLOCK, FakeServer, fake_server, tokens_of
 from millrace_launcher.verify.__main__ import main
-from millrace_launcher.verify.client import Client, ServerError
+from millrace_launcher.verify.client import MOST_TRIES, Client, ServerError
 from millrace_launcher.verify.counters import counting
 from millrace_launcher.verify.options import CASES
 from millrace_launcher.verify.suite import (
@@ -107,6 +107,17 @@ def test_requests_that_fail_are_named(capsys: pytest.CaptureFixture[str]) -> Non
         code, report = check(fake, capsys, "--cases", "batched")
     assert code == 1
     assert "it broke" in report["rows"][0]["note"]
+
+
+def test_a_server_without_room_is_asked_again() -> None:
+    body = {"inputs": "a", "parameters": {"max_new_tokens": 3, "truncate": 8}}
+    with fake_server(refuses=2) as fake:
+        assert Client(fake.url).answer(body).error is None
+        fake.refuses = MOST_TRIES
+        error = Client(fake.url).answer(body).error
+    assert error is not None
+    assert "overloaded" in error
+    assert fake.refuses == 0
 
 
 def test_the_table_has_a_line_for_each_row(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
 from millrace_router.errors import Overloaded, ValidationError
 from millrace_router.grammars import Grammars
+from millrace_router.metrics import Metrics
 from millrace_router.recovery import Recovery
 from millrace_router.request import Grammar, GrammarKind
 from millrace_router.shard_client import ShardedClient
@@ -62,7 +63,9 @@ def address(tmp_path: Path) -> str:
 
 
 def grammars_over(shards: ShardedClient) -> Grammars:
-    return Grammars(shards, Recovery(), grace_seconds=300.0)
+    return Grammars(
+        shards, Recovery(), Metrics(max_input_tokens=8, max_total_tokens=16), grace_seconds=300.0
+    )
 
 
 async def asked(service: CompilingShard, count: int) -> None:

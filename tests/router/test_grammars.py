@@ -8,12 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
+from prometheus_client import generate_latest
 
 from millrace_fakes_edge import FakeCompiler
 from millrace_router import grammars as module
 from millrace_router.errors import Overloaded, QueueExpired, ShardsGone, ValidationError
 from millrace_router.grammars import (
     BREAKS,
+    LARGE,
     MAX_REASON_CHARS,
     MAX_REMEMBERED,
     MAX_WAITING,
@@ -22,6 +24,7 @@ from millrace_router.grammars import (
     Compiler,
     Grammars,
 )
+from millrace_router.metrics import Metrics
 from millrace_router.recovery import Recovery
 from millrace_router.request import Grammar, GrammarKind
 from millrace_router.shard_stream import ShardBusy, ShardError, ShardHung, ShardLost
@@ -49,11 +52,15 @@ class Parts:
     recovery: Recovery = field(default_factory=Recovery)
     clock: Clock = field(default_factory=Clock)
     check_seconds: float = 60.0
+    metrics: Metrics = field(
+        default_factory=lambda: Metrics(max_input_tokens=8, max_total_tokens=16)
+    )
 
     def __post_init__(self) -> None:
         self.grammars = Grammars(
             self.compiler,
             self.recovery,
+            self.metrics,
             grace_seconds=300.0,
             check_seconds=self.check_seconds,
             clock=self.clock,
@@ -342,15 +349,74 @@ async def test_shards_that_have_no_room_say_nothing_about_the_grammar() -> None:
             return None
 
     parts = Parts(compiler := Busy())
-    with pytest.raises(Overloaded, match="too many grammars"):
+    with pytest.raises(Overloaded, match="cannot be compiled now"):
         await parts.grammars.check(regex())
     compiler.is_busy = False
     assert await parts.reason(regex()) is None
 
 
-async def test_one_that_takes_for_ever_is_refused() -> None:
-    parts = Parts(GatedCompiler(), check_seconds=0.01)
-    assert await parts.reason(regex()) == "it takes longer than 0 s to compile"
+async def test_shards_that_do_not_answer_in_time_say_nothing_about_the_grammar() -> None:
+    parts = Parts(compiler := GatedCompiler(), check_seconds=0.01)
+    with pytest.raises(Overloaded, match="cannot be compiled now"):
+        await parts.grammars.check(regex())
+    parts.grammars._check_seconds = 60.0
+    compiler.gate.set()
+    assert await parts.reason(regex()) is None
+
+
+async def test_one_that_is_large_is_compiled_again_before_a_step_would_have_to() -> None:
+    """The shards may have dropped it; whether they can compile it now is not asked of a known one."""
+    parts = Parts(compiler := GatedCompiler())
+    compiler.gate.set()
+    large, refused = regex("a" * LARGE), regex("b" * LARGE)
+    for _ in range(3):
+        await parts.grammars.check(large)
+    assert compiler.asked == [large] * 3
+    parts.grammars._compiler = FakeCompiler(refusal=lambda _: "no")
+    await parts.grammars.check(large)
+    for _ in range(2):
+        assert await parts.reason(refused) == "no"
+    assert parts.grammars._compiler.asked == [large, refused]
+
+
+@pytest.mark.parametrize("error", [ShardBusy("8"), ShardLost("gone"), ShardError("panicked")])
+async def test_one_that_is_known_is_taken_whatever_the_shards_say(error: ShardError) -> None:
+    class Failing:
+        fails = False
+
+        async def compile_grammar(self, _: Grammar) -> str | None:
+            if self.fails:
+                raise error
+            return None
+
+    parts = Parts(compiler := Failing())
+    await parts.grammars.check(regex("a" * LARGE))
+    compiler.fails = True
+    await parts.grammars.check(regex("a" * LARGE))
+
+
+async def test_one_that_is_known_waits_no_longer_than_is_worth_it() -> None:
+    parts = Parts(compiler := GatedCompiler())
+    compiler.gate.set()
+    await parts.grammars.check(regex("a" * LARGE))
+    compiler.gate.clear()
+    await parts.grammars.check(regex("a" * LARGE), wait_seconds=0.0)
+    parts.recovery.begin("killed", parts.clock.now)
+    await parts.grammars.check(regex("a" * LARGE))
+
+
+async def test_what_the_shards_say_is_counted() -> None:
+    refusal = {"b": "no", "c": "no"}.get
+    parts = Parts(FakeCompiler(refusal=lambda grammar: refusal(grammar.source)))
+    for source in "aabbc":
+        await parts.reason(regex(source))
+    busy = Parts(GatedCompiler(), check_seconds=0.0, metrics=parts.metrics)
+    with pytest.raises(Overloaded):
+        await busy.reason(regex())
+    text = generate_latest(parts.metrics.registry).decode()
+    for outcome, count in {"accepted": 1, "refused": 2, "unavailable": 1}.items():
+        assert f'millrace_grammars_total{{outcome="{outcome}"}} {count}.0' in text
+    assert "millrace_grammar_duration_seconds_count 4.0" in text
 
 
 async def test_a_client_that_leaves_is_not_taken_for_a_channel_that_closed() -> None:

@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,10 +24,10 @@ from hypothesis import strategies as st
 from millrace_fakes_grammars import Words, lark, mask_of, regex, schema
 from millrace_fakes_text import byte_level
 from millrace_proto import generate_pb2 as pb
-from millrace_shard import grammars
-from millrace_shard.grammar_process import GrammarProcess
+from millrace_shard import grammars, work_limit
+from millrace_shard.grammar_process import CompilerBusy, GrammarProcess
 from millrace_shard.grammar_source import GrammarInvalid
-from millrace_shard.grammars import GrammarCompiler, TooManyGrammars
+from millrace_shard.grammars import GrammarCompiler
 from millrace_shard.guides import NO_GRAMMARS, GuidedRow, Guides
 from millrace_shard.sequence import Grammar
 from millrace_shard.service import ShardService
@@ -181,7 +183,7 @@ def test_a_pathological_grammar_is_refused_or_compiled_while_others_go_on(
         try:
             hasty.check(PATHOLOGICAL[name])
             outcomes.append("taken")
-        except GrammarInvalid as error:
+        except (GrammarInvalid, CompilerBusy) as error:
             outcomes.append(str(error))
         finally:
             finished.set()
@@ -200,17 +202,41 @@ def test_a_pathological_grammar_is_refused_or_compiled_while_others_go_on(
     guides.close()
 
 
-def test_a_process_that_hangs_is_killed_and_another_one_takes_its_place(folder: Path) -> None:
+def test_a_process_that_is_given_no_time_is_killed_and_nothing_said_of_the_grammar(
+    folder: Path,
+) -> None:
     compiler = new_compiler(folder, timeout=0.5)
     compiler.check(regex("warm"))
     first = process_of(compiler)
     os.kill(first, signal.SIGSTOP)
     os.waitid(os.P_PID, first, os.WSTOPPED | os.WNOWAIT)
-    with pytest.raises(GrammarInvalid, match=r"over 0\.5 s"):
+    with pytest.raises(CompilerBusy, match="machine"):
         _check_with(compiler, first)
     assert not Path(f"/proc/{first}").exists()
     compiler.check(regex("after"))
     compiler.close()
+
+
+def test_a_process_that_works_too_long_is_killed_and_the_grammar_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work_limit, "STRETCH", 1e6)
+    process = GrammarProcess(folder, vocab_size=430, eos_token_ids=(0,))
+    process._process = subprocess.Popen(
+        [sys.executable, "-c", "while True: pass"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with pytest.raises(GrammarInvalid, match=r"over 0\.1 s"):
+        process.try_out(regex("a"), timeout=0.1)
+    assert process.pid is None
+
+
+def test_without_a_process_nothing_is_said_of_the_grammar(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    process = GrammarProcess(folder, vocab_size=430, eos_token_ids=(0,))
+    with pytest.raises(CompilerBusy, match="no process"):
+        process.try_out(regex("(a"), timeout=PATIENT)
 
 
 def _check_with(compiler: GrammarCompiler, pid: int) -> None:
@@ -252,6 +278,7 @@ class Counting:
 
     def __init__(self) -> None:
         self.calls: list[Grammar] = []
+        self.error: Exception | None = None
         self.entered = Semaphore(0)
         self.may_go_on = Event()
 
@@ -259,6 +286,8 @@ class Counting:
         self.calls.append(grammar)
         self.entered.release()
         assert self.may_go_on.wait(PATIENT)
+        if self.error is not None:
+            raise self.error
         return json.dumps({"grammars": [{"lark_grammar": 'start: "a"'}]})
 
 
@@ -314,12 +343,39 @@ def test_more_grammars_than_are_compiled_at_a_time_are_told_to_come_again(
         ]
         for _ in checks:
             assert counting.entered.acquire(timeout=PATIENT)
-        with pytest.raises(TooManyGrammars):
+        with pytest.raises(CompilerBusy):
             compiler.check(regex("one more"))
         counting.may_go_on.set()
         for check in checks:
             check.result(PATIENT)
     compiler.check(regex("one more"))
+
+
+LARGE = regex("a" * (grammars.SMALL + 1))
+
+
+def test_a_sequence_that_runs_has_its_grammar_whatever_becomes_of_the_processes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    compiler = new_compiler(folder)
+    with pytest.raises(CompilerBusy):
+        compiler.check(LARGE)
+    assert mask_of(compiler.matcher(LARGE))
+
+
+def test_a_sequence_that_runs_does_not_fail_with_somebody_elses_question(
+    folder: Path, counting: Counting
+) -> None:
+    compiler = new_compiler(folder)
+    counting.error = CompilerBusy("no")
+    with ThreadPoolExecutor(2) as pool:
+        check = pool.submit(compiler.check, LARGE)
+        assert counting.entered.acquire(timeout=PATIENT)
+        matcher = pool.submit(compiler.matcher, LARGE)
+        counting.may_go_on.set()
+        assert isinstance(check.exception(PATIENT), CompilerBusy)
+        assert mask_of(matcher.result(PATIENT))
 
 
 def test_what_was_used_least_recently_is_compiled_anew(

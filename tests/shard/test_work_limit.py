@@ -39,6 +39,17 @@ def test_the_clock_counts_in_the_end() -> None:
     assert limit.seconds_left() < 0.0
 
 
+def test_what_only_waited_has_not_worked() -> None:
+    process = Process()
+    limit = process.limit(5.0)
+    process.now += 100.0
+    assert not limit.is_spent()
+    process.used = 12.0
+    assert limit.is_spent()
+    process.used = None
+    assert limit.is_spent()
+
+
 def test_without_a_cpu_time_the_clock_counts() -> None:
     process = Process()
     process.used = None

@@ -114,7 +114,8 @@ class FakeCompiler:
 
 def grammars_of(compiler: FakeCompiler | None = None) -> Grammars:
     """Ask `compiler`, which always serves."""
-    return Grammars(compiler or FakeCompiler(), Recovery(), grace_seconds=GRACE_SECONDS)
+    metrics = Metrics(max_input_tokens=8, max_total_tokens=16)
+    return Grammars(compiler or FakeCompiler(), Recovery(), metrics, grace_seconds=GRACE_SECONDS)
 
 
 @dataclass
@@ -217,7 +218,7 @@ def services_over(
         max_input_tokens=limits.max_input_tokens, max_total_tokens=limits.max_total_tokens
     )
     health = Health(batcher.recovery, batcher, grace_seconds=GRACE_SECONDS)
-    grammars = Grammars(batcher.compiler, batcher.recovery, grace_seconds=GRACE_SECONDS)
+    grammars = Grammars(batcher.compiler, batcher.recovery, metrics, grace_seconds=GRACE_SECONDS)
     validator = Validator(tokenizer, limits, metrics, grammars)
     return Services(
         config=RouterConfig(

@@ -42,6 +42,8 @@ class FakeServer:
     caches: bool = True
     grammars: bool = True
     fails: bool = False
+    refuses: int = 0
+    """How many requests it has no room for before it has."""
     guesses: tuple[int, int] = (0, 0)
     """Made for each answer, and right ones of these."""
     num_answers: int = 0
@@ -126,6 +128,10 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/tokenize":
             self._send(json.dumps([{"id": id_} for id_ in tokens_of(body["inputs"])]))
             return
+        if self.fake.refuses:
+            self.fake.refuses -= 1
+            self._send('{"error": "Model is overloaded"}', 429, retry_after="0")
+            return
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
@@ -136,8 +142,10 @@ class Handler(BaseHTTPRequestHandler):
     def _chunk(self, data: bytes) -> None:
         self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data))
 
-    def _send(self, text: str, status: int = 200) -> None:
+    def _send(self, text: str, status: int = 200, *, retry_after: str | None = None) -> None:
         self.send_response(status)
+        if retry_after is not None:
+            self.send_header("Retry-After", retry_after)
         self.send_header("Content-Length", str(len(text.encode())))
         self.end_headers()
         self.wfile.write(text.encode())

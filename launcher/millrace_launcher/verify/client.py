@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,6 +16,9 @@ from millrace_launcher.verify.answers import Answer, StreamError, answer_from
 SILENCE_SECONDS = 600.0
 """Longest wait for the next bytes; a restart of large shards takes minutes."""
 DATA = b"data:"
+MOST_TRIES = 20
+LONGEST_PAUSE = 10.0
+"""Seconds between two tries at most, whatever the server says."""
 
 
 class ServerError(Exception):
@@ -67,16 +72,34 @@ class Client:
     def answer(
         self, body: Mapping[str, Any], on_token: Callable[[], None] = lambda: None
     ) -> Answer:
-        """Ask `/generate_stream`; `on_token` is called with each event. What goes wrong is in the answer."""
+        """Ask `/generate_stream`; `on_token` is called with each event. What goes wrong is in the answer.
+
+        A server that has no room says nothing about its outputs: it is asked again, `MOST_TRIES` times in all.
+        """
+        for _ in range(MOST_TRIES):
+            answer, pause = self._try(body, on_token)
+            if pause is None:
+                break
+            time.sleep(pause)
+        return answer
+
+    def _try(
+        self, body: Mapping[str, Any], on_token: Callable[[], None]
+    ) -> tuple[Answer, float | None]:
+        """An answer, and after how many seconds to ask again if the server had no room."""
+        pause = None
         try:
             with self._asked("POST", "/generate_stream", body) as response:
-                if response.status != 200:
+                if response.status == HTTPStatus.TOO_MANY_REQUESTS:
+                    pause = _seconds_until_retry(response)
+                if response.status != HTTPStatus.OK:
                     _json(response)
-                return answer_from(_events(response, on_token))
+                return answer_from(_events(response, on_token)), None
         except (ServerError, StreamError) as error:
-            return Answer(ids=(), logprobs=(), error=str(error))
+            return Answer(ids=(), logprobs=(), error=str(error)), pause
         except (OSError, HTTPException) as error:
-            return Answer(ids=(), logprobs=(), error=f"the connection broke: {error!r}")
+            message = f"the connection broke: {error!r}"
+            return Answer(ids=(), logprobs=(), error=message), None
 
     @contextmanager
     def _asked(
@@ -95,6 +118,15 @@ class Client:
                 yield response
         finally:
             connection.close()
+
+
+def _seconds_until_retry(response: HTTPResponse) -> float:
+    """What `Retry-After` says, if that is a number of seconds."""
+    try:
+        seconds = float(response.headers.get("Retry-After", "1"))
+    except ValueError:
+        seconds = 1.0
+    return max(0.0, min(seconds, LONGEST_PAUSE))
 
 
 def _events(response: HTTPResponse, on_token: Callable[[], None]) -> Iterator[dict[str, Any]]:
