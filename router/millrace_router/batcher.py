@@ -214,8 +214,7 @@ class Batcher:
         rescue = self._rescue
         while len(self._flights) < self._depth and not rescue.must_regroup:
             open_seconds = self._open_seconds()
-            if open_seconds > 0.0 and await self._shards.answers_within(open_seconds):
-                self._late.learn(0.0)
+            if open_seconds > 0.0 and not await self._may_plan_after(open_seconds):
                 break
             plan = rescue.planner.plan(
                 NOBODY if rescue.is_searching else self._waiting,
@@ -241,6 +240,16 @@ class Batcher:
         elapsed = time.monotonic() - flight.began_at(self._answered_at)
         return self._late.open_seconds(flight.plan.load) - elapsed
 
+    async def _may_plan_after(self, seconds: float) -> bool:
+        """Leave the next step undecided for so long; False if it is not to be decided then."""
+        self._metrics.batch(self._planner, len(self._waiting))
+        if await self._shards.answers_within(seconds):
+            self._late.learn(0.0)
+            return False
+        # Meanwhile somebody may have waited for too long, or the last suspect may have left.
+        self._expire()
+        return not self._rescue.must_regroup
+
     async def _send(self, plan: StepPlan[Entry], *, was_open: bool) -> None:
         now = time.monotonic()
         for row in plan.admitted:
@@ -254,8 +263,9 @@ class Batcher:
         """Hand a step's tokens to their streams; drop what has ended with them."""
         flight, planner = self._flights.popleft(), self._planner
         answered_at = time.monotonic()
-        if self._flights and self._flights[0].was_open:
-            self._late.learn(answered_at - self._flights[0].sent_at)
+        if self._flights and flight.plan.has_forward:
+            following = self._flights[0]
+            self._late.learn(answered_at - following.sent_at, was_open=following.was_open)
         self._note(flight, result, answered_at)
         self._rescue.computed(flight.plan)
         for slot, logprobs in result.prompt_logprobs:

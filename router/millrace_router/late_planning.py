@@ -40,9 +40,12 @@ class LatePlanning:
         """The same for a step that takes so many seconds."""
         return max(0.0, min(self._share * seconds, seconds - LEAD_SECONDS))
 
-    def learn(self, spare_seconds: float) -> None:
-        """Take note that a step went on for so long after the next one was sent; 0 if it ended before."""
-        if spare_seconds < LEAD_SECONDS / 2:
-            self._share *= _GIVE_WAY
-        else:
+    def learn(self, spare_seconds: float, *, was_open: bool = True) -> None:
+        """Take note that a step went on for so long after the next one was sent; 0 if it ended before.
+
+        A step that was not left open could not have been sent earlier: of that, only time to spare says anything.
+        """
+        if spare_seconds >= LEAD_SECONDS / 2:
             self._share += _RECOVER * (self._most - self._share)
+        elif was_open:
+            self._share *= _GIVE_WAY

@@ -41,6 +41,18 @@ def test_a_step_that_came_too_late_makes_the_next_ones_come_earlier() -> None:
     assert MOST - 0.001 < late.open_part(1.0) <= MOST
 
 
+def test_a_step_that_was_planned_at_once_was_not_too_late() -> None:
+    late = LatePlanning(COST)
+    for _ in range(30):
+        late.learn(0.0)
+    low = late.open_part(1.0)
+    late.learn(0.0, was_open=False)
+    assert late.open_part(1.0) == low
+    for _ in range(500):
+        late.learn(0.1, was_open=False)
+    assert late.open_part(1.0) > MOST - 0.001
+
+
 VARIATIONS: dict[str, Callable[[random.Random], float]] = {
     "none": lambda _: 1.0,
     "a little": lambda rng: rng.uniform(0.9, 1.1),

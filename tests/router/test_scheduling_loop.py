@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from contextlib import suppress
 
 from hypothesis import settings
@@ -15,36 +14,16 @@ from millrace_hash_choices import Choices
 from millrace_hash_shard import HashShard
 from millrace_hash_tokens import expected_tokens
 from millrace_held_shards import HeldShards
-from millrace_router.batcher import Batcher
+from millrace_open_steps import NUM_TURNS, AlwaysOpen
 from millrace_router.budgets import Budgets
-from millrace_router.cost import CostModel
 from millrace_router.entry import Entry
 from millrace_router.entry_queue import EntryQueue
 from millrace_router.errors import Quarantined
-from millrace_router.late_planning import LatePlanning
-from millrace_router.step_load import StepLoad
 from millrace_router.tenants import TenantQueue
 from millrace_router.waiting import WaitingQueue
 from millrace_schedule_client import Client
 from millrace_schedule_driver import check_blocks
 from millrace_schedule_requests import MAX_PROMPT, policies, valid_requests
-
-NUM_TURNS = 6
-"""Turns of the event loop after which the batcher waits for an answer or a request, whatever was done to it."""
-
-
-class AlwaysOpen(LatePlanning):
-    """Leaves every step open until the test lets time pass, or the one before is answered."""
-
-    def __init__(self) -> None:
-        super().__init__(CostModel())
-        self.learned: list[float] = []
-
-    def learn(self, spare_seconds: float) -> None:
-        self.learned.append(spare_seconds)
-
-    def open_seconds(self, load: StepLoad) -> float:
-        return math.inf
 
 
 class LoopMachine(RuleBasedStateMachine):
@@ -238,87 +217,3 @@ async def test_a_failed_step_empties_the_cache() -> None:
         again = batcher.submit(request([5] * 11, 3))
         assert ids_of(await collect(again)) == expected_tokens([5] * 11, 3)
     assert again.cached_tokens == 0
-
-
-def late_batcher(late: LatePlanning | None = None) -> tuple[Batcher, HeldShards, HashShard]:
-    shard = HashShard()
-    shards = HeldShards(shard, on_error=lambda: None)
-    return new_batcher(shards, shard, late=late or AlwaysOpen()), shards, shard
-
-
-async def turns() -> None:
-    for _ in range(NUM_TURNS):
-        await asyncio.sleep(0)
-
-
-def admissions(shard: HashShard) -> list[int]:
-    """How many sequences each step admits; the first message only opens the epoch."""
-    return [len(step.prefill.change.admitted) for step in shard.steps[1:]]
-
-
-async def test_who_comes_while_the_next_step_is_open_is_in_it() -> None:
-    batcher, shards, shard = late_batcher()
-    async with running(batcher):
-        await turns()
-        batcher.submit(request([1], 9))
-        await turns()
-        assert admissions(shard) == [1]
-        batcher.submit(request([2], 9))
-        shards.let_time_pass()
-        await turns()
-        assert admissions(shard) == [1, 1]
-        batcher.submit(request([3], 9))
-        await turns()
-        assert admissions(shard) == [1, 1], "two steps are in flight"
-        shards.release()
-        await turns()
-        assert admissions(shard) == [1, 1], "the third one stays open"
-        shards.let_time_pass()
-        await turns()
-        assert admissions(shard) == [1, 1, 1]
-
-
-async def test_shards_that_are_done_early_get_the_next_step_at_once() -> None:
-    batcher, shards, shard = late_batcher()
-    async with running(batcher):
-        await turns()
-        stream = batcher.submit(request([1], 9))
-        await turns()
-        for number in range(1, 9):
-            assert len(admissions(shard)) == number
-            shards.release()
-            await turns()
-        shards.release()
-        assert ids_of(await collect(stream)) == expected_tokens([1], 9)
-
-
-async def test_a_failure_while_the_next_step_is_open_is_noticed_at_once() -> None:
-    batcher, shards, shard = late_batcher()
-    async with running(batcher):
-        await turns()
-        shard.fail_next = "the device caught fire"
-        stream = batcher.submit(request([1], 2))
-        await turns()
-        for _ in range(3):
-            shards.release()
-            await turns()
-        assert ids_of(await collect(stream)) == expected_tokens([1], 2)
-
-
-async def test_a_step_that_only_drops_rows_says_nothing_of_how_late_is_too_late() -> None:
-    late = AlwaysOpen()
-    batcher, shards, shard = late_batcher(late)
-    async with running(batcher):
-        await turns()
-        stream = batcher.submit(request([1], 1))
-        await turns()
-        shards.let_time_pass()
-        await turns()
-        shards.release()
-        await turns()
-        assert ids_of(await collect(stream)) == expected_tokens([1], 1)
-        assert admissions(shard) == [1, 0]
-        shards.release()
-        await turns()
-        assert not shards.num_held
-    assert late.learned == []

@@ -76,11 +76,12 @@ class Client:
 
         A server that has no room says nothing about its outputs: it is asked again, `MOST_TRIES` times in all.
         """
-        for _ in range(MOST_TRIES):
-            answer, pause = self._try(body, on_token)
+        answer, pause = self._try(body, on_token)
+        for _ in range(MOST_TRIES - 1):
             if pause is None:
                 break
             time.sleep(pause)
+            answer, pause = self._try(body, on_token)
         return answer
 
     def _try(
