@@ -31,6 +31,11 @@ class LatePlanning:
         self._most = most
         self._share = most
 
+    @property
+    def share(self) -> float:
+        """Of a predicted step, what the next one stays undecided for by what has been learned."""
+        return self._share
+
     def open_seconds(self, load: StepLoad) -> float:
         """From the start of a step of this load until the next one is to be planned; 0 while nothing is known."""
         seconds = self._cost.seconds(load)

@@ -10,6 +10,7 @@ from millrace_router.cost import CostModel
 from millrace_router.forecast import Forecaster
 from millrace_router.late_planning import MOST, LatePlanning
 from millrace_router.planner import Planner
+from millrace_router.prefill_pauses import PauseRule
 from millrace_router.prefix_cache import PrefixCache
 from millrace_router.row import Candidate
 from millrace_router.speculation import LengthPolicy
@@ -124,10 +125,20 @@ def planner_from(
     return Planner(budgets, BlockTable(num_blocks, block_size, cache), cost, guesses)
 
 
-def late_planning_from(flags: Flags, cost: CostModel) -> LatePlanning:
-    """When a step is planned beside one in flight."""
+def late_planning_from(flags: Flags, cost: CostModel, *, most: float = MOST) -> LatePlanning:
+    """When a step is planned beside one in flight: after at most a share `most` of that."""
     is_late = flags.late_planning == "on" and flags.steps_in_flight > 1
-    return LatePlanning(cost, most=MOST if is_late else 0.0)
+    return LatePlanning(cost, most=most if is_late else 0.0)
+
+
+def _pause_rule(budgets: Budgets) -> PauseRule | None:
+    """When prompts pause decodes; None where they are computed beside them."""
+    if budgets.prefill_chunking:
+        return None
+    return PauseRule(
+        waiting_served_ratio=budgets.waiting_served_ratio,
+        max_waiting_tokens=budgets.max_waiting_tokens,
+    )
 
 
 def forecaster_from(
@@ -143,4 +154,5 @@ def forecaster_from(
         reserve_all=budgets.reserve_all,
         target_inter_token_latency=budgets.target_inter_token_latency,
         late=late,
+        pause_rule=_pause_rule(budgets),
     )

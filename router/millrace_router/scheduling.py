@@ -9,9 +9,10 @@ from millrace_router.budgets import Budgets
 from millrace_router.config import RouterConfig
 from millrace_router.cost import CostModel
 from millrace_router.entry import Entry
+from millrace_router.late_planning import LatePlanning
 from millrace_router.metrics import Metrics
 from millrace_router.patience import Patience
-from millrace_router.policies import forecaster_from, late_planning_from, planner_from, queue_from
+from millrace_router.policies import forecaster_from, planner_from, queue_from
 from millrace_router.prospects import Prospects
 from millrace_router.shard_client import ShardedClient
 from millrace_router.speculation import Speculator
@@ -32,10 +33,10 @@ def batcher_from(  # noqa: PLR0913
     tokenizer: Tokenizer,
     metrics: Metrics,
     cost: CostModel,
+    late: LatePlanning,
     supervisor: Supervisor,
 ) -> Batcher:
     """A batcher that is not running yet."""
-    late = late_planning_from(config, cost)
     forecaster = forecaster_from(
         budgets, cost, late, block_size=info.block_size, num_blocks=capacity.num_blocks - 1
     )

@@ -10,6 +10,7 @@ from millrace_router.config import RouterConfig
 from millrace_router.cost import CostModel
 from millrace_router.health import Health
 from millrace_router.infer import Infer
+from millrace_router.late_planning import LatePlanning
 from millrace_router.limits import Limits
 from millrace_router.metrics import Metrics
 from millrace_router.quarantine import Quarantine
@@ -44,6 +45,7 @@ class Services:
     quarantine: Quarantine
     request_log: RequestLog | None = None
     cost: CostModel | None = None
+    late: LatePlanning | None = None
     pipeline_tag: str | None = "text-generation"
     compute_type: str = "gpu+optimized"
     """Value of the `x-compute-type` header."""

@@ -24,7 +24,12 @@ from millrace_router.journal.start import journal_folder, open_journal
 from millrace_router.limits import Limits
 from millrace_router.metrics import Metrics
 from millrace_router.model_files import ModelFiles, ModelFilesError
-from millrace_router.policies import DEFAULT_PREFILL_TOKENS, budgets_from, spare_slots
+from millrace_router.policies import (
+    DEFAULT_PREFILL_TOKENS,
+    budgets_from,
+    late_planning_from,
+    spare_slots,
+)
 from millrace_router.request_file import RequestFile
 from millrace_router.request_log import RequestLog
 from millrace_router.scheduling import batcher_from
@@ -236,6 +241,7 @@ async def _calibrate(
         tokenizer=tokenizer,
         metrics=_metrics(limits),
         cost=cost,
+        late=late_planning_from(quiet, cost),
         supervisor=supervisor,
     )
     log.info("Measuring steps")
@@ -276,6 +282,7 @@ def assemble(  # noqa: PLR0913
     metrics.kv_blocks.set(capacity.num_blocks - 1)
     budgets = _budgets(config, info, capacity)
     cost = cost or CostModel()
+    late = late_planning_from(config, cost)
     batcher = batcher_from(
         config,
         budgets,
@@ -285,6 +292,7 @@ def assemble(  # noqa: PLR0913
         tokenizer=tokenizer,
         metrics=metrics,
         cost=cost,
+        late=late,
         supervisor=supervisor or Supervisor(None),
     )
     metrics.show_survival()
@@ -317,6 +325,7 @@ def assemble(  # noqa: PLR0913
             RequestLog(request_file, metrics.request_log_dropped_lines) if request_file else None
         ),
         cost=cost,
+        late=late,
         compute_type=os.environ.get("COMPUTE_TYPE", "gpu+optimized"),
     )
     return services, batcher

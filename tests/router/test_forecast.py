@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from millrace_router.cost import COEFFICIENTS, CostModel
 from millrace_router.forecast import Forecaster, Prediction
 from millrace_router.late_planning import LatePlanning
+from millrace_router.prefill_pauses import PauseRule
 from millrace_router.step_load import StepLoad
 
 COSTS = (0.0146, 0.0004, 1e-7, 0.001, 6e-5, 2.4e-7)
@@ -25,7 +27,7 @@ LIMIT = 4096
 
 
 def forecaster(
-    cost: CostModel | None = None, *, is_late: bool = False, **limits: int | float
+    cost: CostModel | None = None, *, is_late: bool = False, **limits: object
 ) -> Forecaster:
     sizes = {"max_batch_size": 32, "max_batch_prefill_tokens": 1024, "num_blocks": 1 << 16}
     cost = CostModel.fixed(COST) if cost is None else cost
@@ -334,7 +336,7 @@ def settled(rows: list[Job]) -> list[Job]:
     return rows
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(
     rows=ROWS,
     lengths=st.lists(st.integers(1, 4000), max_size=30),
@@ -370,11 +372,53 @@ def test_more_ahead_never_means_sooner(
     assert one.queue_seconds <= two.queue_seconds + 1e-9
 
 
-def test_an_idle_server_serves_at_once() -> None:
-    found = forecaster().predict([], ahead=(0, 0), num_prompt_tokens=500, max_new_tokens=101)
+@settings(deadline=None, max_examples=100)
+@given(
+    rows=ROWS,
+    lengths=st.lists(st.integers(1, 4000), max_size=30),
+    num_blocks=st.integers(2, 4000),
+    num_ahead=st.integers(0, 600),
+    prompt=st.integers(1, 2000),
+    now_in_step=st.floats(0, 1),
+    rule=st.builds(
+        PauseRule, waiting_served_ratio=st.floats(0, 2), max_waiting_tokens=st.integers(0, 40)
+    ),
+)
+def test_whatever_prompts_pause_they_are_served_some_time(
+    rows: list[Job],
+    lengths: list[int],
+    num_blocks: int,
+    num_ahead: int,
+    prompt: int,
+    now_in_step: float,
+    rule: PauseRule,
+) -> None:
+    model = forecaster(num_blocks=num_blocks, is_late=True, pause_rule=rule)
+    for length in lengths:
+        model.finished(num_prompt=100, num_generated=length, max_new_tokens=LIMIT)
+    found = model.predict(
+        settled(rows),
+        ahead=(num_ahead, num_ahead * prompt),
+        num_prompt_tokens=prompt,
+        max_new_tokens=200,
+        now_in_step=now_in_step,
+    )
+    assert found is not None
+    assert 0 <= found.queue_seconds < found.first_token_seconds < found.finish_seconds < math.inf
+
+
+RULES = [None, PauseRule(waiting_served_ratio=0.3, max_waiting_tokens=20)]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_an_idle_server_serves_at_once(rule: PauseRule | None) -> None:
+    found = forecaster(pause_rule=rule).predict(
+        [], ahead=(0, 0), num_prompt_tokens=500, max_new_tokens=101
+    )
     assert found is not None
     assert found.queue_seconds == 0.0
-    prefill = 0.0146 + 0.001 + 0.0004 + 6e-5 * 500 + 2.4e-7 * 500 * 501 / 2
+    # A chunk is priced with the decode that it may run beside.
+    prefill = 0.0146 + 0.001 + (0.0004 if rule is None else 0) + 6e-5 * 500 + 2.4e-7 * 500 * 501 / 2
     assert found.first_token_seconds == pytest.approx(prefill, rel=0.01)
     decode = 0.0146 + 0.0004 + 1e-7 * 550
     assert found.finish_seconds == pytest.approx(prefill + 100 * decode, rel=0.01)
@@ -503,8 +547,9 @@ def test_it_learns_how_long_answers_get() -> None:
     assert finish(model) == pytest.approx(80 * 0.015, rel=0.3)
 
 
-def test_nothing_is_foretold_before_costs_are_known() -> None:
-    model = forecaster(CostModel())
+@pytest.mark.parametrize("rule", RULES)
+def test_nothing_is_foretold_before_costs_are_known(rule: PauseRule | None) -> None:
+    model = forecaster(CostModel(), pause_rule=rule)
     assert model.predict([], ahead=(0, 0), num_prompt_tokens=1, max_new_tokens=1) is None
     assert model.drain_seconds([], waiting=(3, 30)) is None
 

@@ -55,6 +55,7 @@ class InfoJson(TypedDict):
     max_queue_wait: float | None
     steps_in_flight: int
     late_planning: str
+    late_planning_share: float
     block_size: int
     num_blocks: int
     cost_model: dict[str, float]

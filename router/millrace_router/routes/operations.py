@@ -87,6 +87,7 @@ async def info(request: web.Request) -> web.Response:
         "max_queue_wait": config.max_queue_wait,
         "steps_in_flight": config.steps_in_flight,
         "late_planning": config.late_planning,
+        "late_planning_share": 0.0 if services.late is None else round(services.late.share, 4),
         "block_size": shard.block_size,
         "num_blocks": services.capacity.num_blocks,
         "cost_model": {} if services.cost is None else services.cost.to_json(),

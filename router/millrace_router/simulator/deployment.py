@@ -10,7 +10,7 @@ from millrace_router.budgets import Budgets
 from millrace_router.config import OnOff, RouterConfig
 from millrace_router.cost import CostModel
 from millrace_router.forecast import Forecaster
-from millrace_router.late_planning import LatePlanning
+from millrace_router.late_planning import MOST, LatePlanning
 from millrace_router.planner import Planner
 from millrace_router.policies import (
     DEFAULT_PREFILL_TOKENS,
@@ -56,6 +56,9 @@ class Deployment(BaseModel):
     max_waiting_tokens: int = _flag("max_waiting_tokens")
     steps_in_flight: int = _flag("steps_in_flight")
     late_planning: OnOff = _flag("late_planning")
+    late_planning_share: float = Field(
+        default=MOST, ge=0.0, le=1.0, description="Of a step, before the next one is planned."
+    )
     kv_reservation: Literal["grow", "full"] = _flag("kv_reservation")
     prefix_caching: OnOff = _flag("prefix_caching")
     prefill_chunking: OnOff = _flag("prefill_chunking")

@@ -67,7 +67,7 @@ class Engine:
         self._cost = CostModel.fixed(deployment.cost_model)
         self._waiting = deployment.new_queue()
         self._planner = deployment.new_planner(self._cost)
-        self._late = late_planning_from(deployment, self._cost)
+        self._late = late_planning_from(deployment, self._cost, most=deployment.late_planning_share)
         self._door = Door(
             deployment,
             cost=self._cost,

@@ -78,6 +78,9 @@ def test_a_prompt_that_comes_early_in_a_step_is_in_the_next_one() -> None:
     tally = run([Arrival(0.0, 100, 10), Arrival(2.3, 100, 1)])
     assert tally.queue.percentile(100) == pytest.approx(2.5 + 0.9 * DECODE - 2.3)
     assert tally.first_token.percentile(100) == pytest.approx(3.6 + 2.6 - 2.3)
+    # A server that has learned to plan earlier is simulated so.
+    tally = run([Arrival(0.0, 100, 10), Arrival(2.3, 100, 1)], late_planning_share=0.5)
+    assert tally.queue.percentile(100) == pytest.approx(2.5 + 0.5 * DECODE - 2.3)
 
 
 def test_a_prompt_that_comes_during_a_step_waits_for_the_two_that_were_sent() -> None:
