@@ -33,6 +33,7 @@ from bench.scheduling.client import RequestsFailed
 from bench.scheduling.lab import Lab
 from bench.scheduling.part import Part
 from bench.scheduling.simulated import SimulationFailed
+from bench.scheduling.simulator import LogLags
 from bench.scheduling.texts import Texts
 from bench.serve import ServerError
 
@@ -94,7 +95,7 @@ def main() -> int:
         say(f"{name}: {', '.join(case.name for case in part.cases)}")
         try:
             table = part.measure(lab, repeats=options.repeats)
-        except (ServerError, RequestsFailed, SimulationFailed) as error:
+        except (ServerError, RequestsFailed, SimulationFailed, LogLags) as error:
             say(f"{name}: {error}")
             failed = True
             continue

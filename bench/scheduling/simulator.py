@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from bench.scheduling.client import Answer, Client, Request, open_loop, succeeded
 from bench.scheduling.lab import Lab
@@ -23,6 +26,10 @@ BATCH_SIZE = 32
 TOLERANCE = 0.2
 """How far the simulated figure may be from the measured one."""
 COMPARED = ("tokens/s", "TTFT p50, ms", "TTFT p90, ms")
+"""TTFT from the arrival at the router until it sends the first token: what is simulated."""
+AT_CLIENTS = ("TTFT p50 at clients, ms", "TTFT p90 at clients, ms")
+LOG_SECONDS = 10.0
+"""How long the server's log of requests may lag behind their answers."""
 
 CASES = (
     Case("Poisson, 0.7 of what the server can do", amount=0.7),
@@ -55,6 +62,23 @@ async def send(url: str, asked: Sequence[Request]) -> list[Answer]:
         return list(succeeded(await open_loop(client, asked)))
 
 
+class LogLags(Exception):  # noqa: N818
+    """The log of requests lacks some that were answered."""
+
+
+def logged_first_tokens(log: Path, *, after: int, count: int) -> list[float]:
+    """Seconds to the first token of `count` requests that were answered after `after` others. Raises LogLags."""
+    deadline = time.monotonic() + LOG_SECONDS
+    while True:
+        lines = [json.loads(line) for line in log.read_bytes().split(b"\n")[:-1]]
+        found = [line["time_to_first_token"] for line in lines if "time_to_first_token" in line]
+        if len(found) >= after + count:
+            return found[after : after + count]
+        if time.monotonic() > deadline:
+            raise LogLags(f"{log} tells of {len(found)} requests, not of {after + count}")
+        time.sleep(0.1)
+
+
 def compared(said: Mapping[str, float]) -> Mapping[str, float]:
     """The simulator's figures in the units of ours."""
     values = (said["tokens_per_second"], 1000 * said["ttft_p50"], 1000 * said["ttft_p90"])
@@ -62,10 +86,14 @@ def compared(said: Mapping[str, float]) -> Mapping[str, float]:
 
 
 def figures(
-    answers: Sequence[Answer], foretold: Mapping[str, float], *, hindsight: Mapping[str, float]
+    answers: Sequence[Answer],
+    at_router: Sequence[float],
+    foretold: Mapping[str, float],
+    *,
+    hindsight: Mapping[str, float],
 ) -> Figures:
     """Measured, simulated, and the one over the other; also with the costs learned in the run itself."""
-    p50, p90 = milliseconds(first_tokens(answers), 0.5, 0.9)
+    p50, p90 = milliseconds(at_router, 0.5, 0.9)
     measured = dict(zip(COMPARED, (tokens_per_second(answers), p50, p90), strict=True))
     found = {}
     for title in COMPARED:
@@ -73,29 +101,34 @@ def figures(
         found[f"simulated {title}"] = foretold[title]
         found[f"{title}: ratio"] = foretold[title] / measured[title]
         found[f"{title}: ratio in hindsight"] = hindsight[title] / measured[title]
+    found |= zip(AT_CLIENTS, milliseconds(first_tokens(answers), 0.5, 0.9), strict=True)
     return found
 
 
 def run(lab: Lab, case: Case) -> Figures:
     """Warm up, which says what the server can do and what steps cost; simulate; measure."""
-    count = lab.sized(200, 40)
-    with lab.serving(f"--max-batch-size={BATCH_SIZE}") as server:
+    count, log = lab.sized(200, 40), lab.out / "requests.jsonl"
+    log.unlink(missing_ok=True)
+    with lab.serving(f"--max-batch-size={BATCH_SIZE}", f"--log-requests={log}") as server:
         warm = requests(
             lab, [0.0] * lab.sized(6 * BATCH_SIZE, 3 * BATCH_SIZE), seed=lab.seed("warm-up")
         )
         rate = saturated_rate(asyncio.run(send(server.url, warm))) * case.amount
+        num_before = len(warm)
         if rate:
             # A burst shows no batch but the largest.
             seed = lab.seed(f"{case.name}, warm-up")
             moments = poisson_seconds(rate, count // 2, seed=seed)
             asyncio.run(send(server.url, requests(lab, moments, seed=seed)))
+            num_before += len(moments)
         seed = lab.seed(case.name)
         moments = poisson_seconds(rate, count, seed=seed) if rate else [0.0] * count
         asked = requests(lab, moments, seed=seed)
         said = simulate(server.url, asked, folder=lab.out)
         answers = asyncio.run(send(server.url, asked))
         afterwards = simulate(server.url, asked, folder=lab.out)
-    return figures(answers, compared(said), hindsight=compared(afterwards))
+        at_router = logged_first_tokens(log, after=num_before, count=count)
+    return figures(answers, at_router, compared(said), hindsight=compared(afterwards))
 
 
 def conclude(table: Table) -> Sequence[str]:
@@ -118,7 +151,8 @@ PART = Part(
         " answers a warm-up of other requests of the same kind, at once and then at the same rate; then"
         " the simulator gets the trace of those to come and the server's `/info` with the costs it has"
         " learned, and only then the server gets the requests. Hindsight: the same with the costs that the"
-        " server has learned by then, which a machine shared with others makes differ."
+        " server has learned by then, which a machine shared with others makes differ. TTFT is the router's, from"
+        " the arrival of a request until its first token is sent; at clients HTTP and the client itself come on top."
     ),
     cases=CASES,
     run=run,

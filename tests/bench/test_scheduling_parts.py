@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -208,14 +209,35 @@ def test_a_trace_is_what_the_simulator_reads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("simulated", "line"), [(1.15, "All within 20 %."), (0.75, "Further")])
 def test_the_simulator_is_judged_by_its_ratios(simulated: float, line: str) -> None:
-    answers = [answer(request(), 0.0, 0.5, 1.0)]
+    answers = [answer(request(), 0.0, 0.6, 1.0)]
     measured = dict(zip(simulator.COMPARED, (3.0, 500.0, 500.0), strict=True))
     foretold = {title: simulated * value for title, value in measured.items()}
-    found = simulator.figures(answers, foretold, hindsight=measured)
+    found = simulator.figures(answers, [0.5], foretold, hindsight=measured)
+    assert found["TTFT p50 at clients, ms"] == pytest.approx(600)
     for title in simulator.COMPARED:
         assert found[f"{title}: ratio"] == pytest.approx(simulated)
         assert found[f"{title}: ratio in hindsight"] == pytest.approx(1.0)
     assert simulator.conclude(table(loop=dict(found)))[0].startswith(line)
+
+
+def test_first_tokens_are_read_from_the_log_of_requests(tmp_path: Path) -> None:
+    log = tmp_path / "requests.jsonl"
+    lines = [
+        {"route": "/info"},
+        *({"time_to_first_token": seconds} for seconds in (0.1, 0.2, 0.3)),
+    ]
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"cut')
+    assert simulator.logged_first_tokens(log, after=1, count=2) == [0.2, 0.3]
+
+
+def test_a_log_that_lags_for_ever_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(simulator, "LOG_SECONDS", 0.0)
+    log = tmp_path / "requests.jsonl"
+    log.write_text('{"time_to_first_token": 0.1}\n')
+    with pytest.raises(simulator.LogLags):
+        simulator.logged_first_tokens(log, after=1, count=1)
 
 
 @pytest.mark.parametrize("queue", [WaitingQueue(), TenantQueue(quantum=64)])
