@@ -70,7 +70,7 @@ def logged_first_tokens(log: Path, *, after: int, count: int) -> list[float]:
     """Seconds to the first token of `count` requests that were answered after `after` others. Raises LogLags."""
     deadline = time.monotonic() + LOG_SECONDS
     while True:
-        lines = [json.loads(line) for line in log.read_bytes().split(b"\n")[:-1]]
+        lines = [json.loads(line)["fields"] for line in log.read_bytes().split(b"\n")[:-1]]
         found = [line["time_to_first_token"] for line in lines if "time_to_first_token" in line]
         if len(found) >= after + count:
             return found[after : after + count]

@@ -16,6 +16,7 @@ from millrace_router.patience import Patience
 from millrace_router.recovery import Recovery
 from millrace_router.sentry import Oldest, Sentry
 from millrace_router.shard_client import (
+    ShardChanged,
     ShardedClient,
     ShardError,
     ShardHung,
@@ -89,7 +90,7 @@ class Lifeline:
                 if str(error) != self.recovery.reason:
                     log.warning("cannot open a stream to the shards", error=str(error))
                 self._begin(str(error))
-                if isinstance(error, ShardHung):
+                if isinstance(error, (ShardHung, ShardChanged)):
                     self._supervisor.restart_shards(str(error))
             else:
                 self._restart_is_planned = False

@@ -14,6 +14,7 @@ from millrace_router.entry import Entry
 from millrace_router.journal.journal import Journal
 from millrace_router.request import Grammar
 from millrace_router.shard_stream import STREAM_ERRORS, ShardClient, from_grpc
+from millrace_router.shard_stream import ShardChanged as ShardChanged
 from millrace_router.shard_stream import ShardError as ShardError
 from millrace_router.shard_stream import ShardHung as ShardHung
 from millrace_router.shard_stream import ShardLost as ShardLost
@@ -57,7 +58,10 @@ class ShardedClient:
         self._number = 0
         self._batch_id = 0
         self._warmup = pb.WarmupRequest()
+        self._info: ShardInfo | None = None
         self._capacity: Capacity | None = None
+        self._are_new = False
+        """Whether they were started anew, and have not shown yet that they are as before."""
         self._reading: asyncio.Task[list[pb.StepResponse]] | None = None
         """Of the oldest answer, where it was waited for with a limit."""
         self.journal: Journal | None = None
@@ -85,6 +89,10 @@ class ShardedClient:
             ShardError: unreachable, or the ranks are not one group.
 
         """
+        self._info = await self._group_info(timeout)
+        return self._info
+
+    async def _group_info(self, timeout: float | None) -> ShardInfo:
         infos = await self._all(shard.info(timeout=timeout) for shard in self._shards)
         ranks = sorted(info.rank for info in infos)
         if ranks != list(range(len(infos))) or any(i.world_size != len(infos) for i in infos):
@@ -147,13 +155,17 @@ class ShardedClient:
     async def open(self) -> None:
         """Begin a new epoch with an empty batch on every rank, which has to be there.
 
-        Shards that were started anew have no KV cache yet, and are warmed up again. Raises ShardError.
+        Shards that were started anew have no KV cache yet, and are warmed up again. Raises ShardError; ShardChanged, as
+        often as it is called, where those are not as before.
         """
         if self._epoch:
             await self.reset()
         # No rank may be kept waiting in a warm-up for another one that has not come back yet.
-        if not await self.health() and self._capacity is not None:
+        is_warm = await self.health()
+        if self._capacity is not None and (self._are_new or not is_warm):
+            self._are_new = True
             await self._warm_up_again(self._capacity)
+            self._are_new = False
         self._epoch = max(self._epoch + 1, time.time_ns())
         self._number = 0
         try:
@@ -242,11 +254,19 @@ class ShardedClient:
             await asyncio.gather(watching, warming, return_exceptions=True)
 
     async def _warm_up_again(self, before: Capacity) -> None:
-        """Have shards that were started anew make the room that there was; raises ShardError."""
+        """Have new shards make the room that there was; raises ShardError.
+
+        ShardChanged where they have other blocks or kernels, as when the compiled ones cannot be had any more.
+        """
         request = pb.WarmupRequest(num_blocks=before.num_blocks)
         request.MergeFrom(self._warmup)
         if await self._warm_up(request) != before:
-            raise ShardError("the shards came back with another KV capacity")
+            raise ShardChanged("the shards came back with another KV capacity")
+        known = self._info
+        if known is not None and known.deterministic:
+            info = await self._group_info(self._silence_seconds)
+            if _arithmetic(info) != _arithmetic(known):
+                raise ShardChanged(f"the shards came back with {info.attention} attention")
 
     async def _watch(self) -> None:
         """Ask for health until it fails."""
@@ -273,3 +293,8 @@ class ShardedClient:
             return list(await asyncio.gather(*calls))
         except STREAM_ERRORS as error:
             raise from_grpc(error) from error
+
+
+def _arithmetic(info: ShardInfo) -> tuple[object, ...]:
+    """What decides about an answer's last bits."""
+    return (info.dtype, info.attention, info.block_size, info.deterministic)

@@ -36,6 +36,10 @@ class ShardHung(ShardError):  # noqa: N818
     """A shard is there, and does nothing."""
 
 
+class ShardChanged(ShardError):  # noqa: N818
+    """Shards that were started anew are not what they were: requests in flight cannot go on as promised."""
+
+
 class ShardBusy(ShardError):  # noqa: N818
     """The shards are there, and have no room for what was asked of them; later they may."""
 

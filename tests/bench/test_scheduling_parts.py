@@ -226,7 +226,7 @@ def test_first_tokens_are_read_from_the_log_of_requests(tmp_path: Path) -> None:
         {"route": "/info"},
         *({"time_to_first_token": seconds} for seconds in (0.1, 0.2, 0.3)),
     ]
-    log.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"cut')
+    log.write_text("".join(json.dumps({"fields": line}) + "\n" for line in lines) + '{"cut')
     assert simulator.logged_first_tokens(log, after=1, count=2) == [0.2, 0.3]
 
 
@@ -235,7 +235,7 @@ def test_a_log_that_lags_for_ever_is_noticed(
 ) -> None:
     monkeypatch.setattr(simulator, "LOG_SECONDS", 0.0)
     log = tmp_path / "requests.jsonl"
-    log.write_text('{"time_to_first_token": 0.1}\n')
+    log.write_text('{"fields": {"time_to_first_token": 0.1}}\n')
     with pytest.raises(simulator.LogLags):
         simulator.logged_first_tokens(log, after=1, count=1)
 

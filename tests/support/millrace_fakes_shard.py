@@ -75,6 +75,8 @@ class FakeShard:
         self.gate: Event | None = None
         self.warmup_gate: Event | None = None
         self.is_warm = True
+        self.attention = "none"
+        self.deterministic = False
         self.stuck_seconds = 0.0
         self._epoch = 0
         self._number = 0
@@ -285,7 +287,8 @@ class FakeShardService(pb_grpc.ShardServiceServicer):
             block_size=self.shard.block_size,
             rank=self._rank,
             world_size=self._world_size,
-            attention="none",
+            attention=self.shard.attention,
+            deterministic=self.shard.deterministic,
             prefill_logprobs=True,
             speculate=self.shard.speculate,
         )

@@ -41,6 +41,7 @@ class FakeServer:
     again_changes_tokens: bool = False
     caches: bool = True
     grammars: bool = True
+    attention: str = "cpu"
     fails: bool = False
     refuses: int = 0
     """How many requests it has no room for before it has."""
@@ -66,6 +67,7 @@ class FakeServer:
             "max_batch_total_tokens": 6000,
             "prefix_caching": "on",
             "grammars": self.grammars,
+            "attention": self.attention,
         }
 
     def metrics(self) -> str:

@@ -87,8 +87,11 @@ class Deployer:
     @contextmanager
     def deployed(self, name: str, *flags: str) -> Iterator[Deployment]:
         """Run a launcher for the length of the block, which begins when it is ready. Raises StartError."""
-        with tempfile.TemporaryDirectory(prefix="millrace-verify-") as folder:
-            port, sockets = _free_port(), f"{folder}/shard"
+        with (
+            tempfile.TemporaryDirectory(prefix="millrace-verify-") as folder,
+            _kept_port() as port,
+        ):
+            sockets = f"{folder}/shard"
             command = [
                 *(sys.executable, "-m", "millrace_launcher.child", str(os.getpid())),
                 *(sys.executable, *self.launcher),
@@ -115,10 +118,16 @@ class Deployer:
                     _stop(launcher)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@contextmanager
+def _kept_port() -> Iterator[int]:
+    """A port that the kernel gives to nobody else meanwhile: another server there would be taken for ours.
+
+    The router listens on it all the same, as both set SO_REUSEADDR and this socket does not listen.
+    """
+    with socket.socket() as keeper:
+        keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        keeper.bind(("127.0.0.1", 0))
+        yield int(keeper.getsockname()[1])
 
 
 def _wait_until_ready(launcher: subprocess.Popen[bytes], client: Client, log: Path) -> None:

@@ -169,12 +169,22 @@ def _checked(case: Case, server: Deployment, suite: Suite, options: Options) -> 
         return [unchecked(case.name, case.name, reason, asked_for=options.chosen)]
     say(f"checking: {CASES[case.name]}")
     try:
+        _check_kernels(server, suite)
         rows = list(case.check(server, suite))
     except (ServerError, NoShard, NoReference) as error:
         rows = [unchecked(case.name, case.name, str(error), asked_for=True)]
     for row in rows:
         say(f"  {row.title}: {row.verdict.value}")
     return rows
+
+
+def _check_kernels(server: Deployment, suite: Suite) -> None:
+    """Raise ServerError where a server owes the first one nothing, as when it could not have the compiled kernels."""
+    found, first = ServerInfo.of(server.client), suite.info
+    if found.dtype == first.dtype and found.attention != first.attention:
+        raise ServerError(
+            f"this server has {found.attention} attention, the first one {first.attention}; its log may say why"
+        )
 
 
 def _senseless(case: Case, options: Options) -> str | None:

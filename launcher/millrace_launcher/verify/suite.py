@@ -52,6 +52,8 @@ class ServerInfo:
     caches_prefixes: bool
     grammars: bool
     """Whether it takes any."""
+    attention: str = ""
+    """The name of its kernels, which decide about the last bits."""
 
     @classmethod
     def of(cls, client: Client) -> ServerInfo:
@@ -72,6 +74,7 @@ class ServerInfo:
                 max_batch_total_tokens=int(info["max_batch_total_tokens"]),
                 caches_prefixes=info["prefix_caching"] == "on",
                 grammars=bool(info["grammars"]),
+                attention=str(info.get("attention", "")),
             )
         except KeyError as error:
             raise ServerError(f"{client.url}/info has no {error}; is it Millrace?") from error
