@@ -17,7 +17,6 @@ WITHOUT_EFFECT = {
     "otlp_service_name": "traces are not exported yet",
     "ngrok_authtoken": "it is used with --ngrok only",
     "ngrok_edge": "it is used with --ngrok only",
-    "disable_grammar_support": "grammars are not supported yet, so requests with one are refused anyway",
     "max_image_fetch_size": "no images are fetched; requests with one are refused",
     "trust_remote_code": "code from a model repository is never run; a model that needs it is refused",
 }

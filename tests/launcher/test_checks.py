@@ -97,7 +97,6 @@ WITHOUT_EFFECT_ON_CPU = {
     "--one-shot-all-reduce": "",
 }
 WITHOUT_EFFECT = {
-    "--disable-grammar-support": "",
     "--max-image-fetch-size": "10",
     "--max-waiting-tokens": "3",
     "--ngrok-authtoken": "t",

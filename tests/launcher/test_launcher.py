@@ -194,7 +194,7 @@ async def test_second_launcher_with_the_same_sockets_is_refused_at_once(tmp_path
 
 
 async def test_flags_without_effect_take_one_line_each(tmp_path: Path) -> None:
-    flags = ("--cuda-graphs=1", "--disable-grammar-support", "--max-image-fetch-size=1")
+    flags = ("--cuda-graphs=1", "--usage-stats=off", "--max-image-fetch-size=1")
     async with deploy(tmp_path, *flags, "--device=cpu", "--cuda-memory-fraction=0.5") as deployment:
         await deployment.until(SERVED)
     for flag in (*flags, "--cuda-memory-fraction"):
