@@ -26,7 +26,8 @@ if metadata.version("torch").endswith("+cpu") or not any(Path("/dev").glob("nvid
 settings.register_profile("unhurried", parent=settings.default, deadline=None)
 settings.load_profile("unhurried")
 
-ASYNC_TEST_SECONDS = 60
+# So long that only a test that would never end meets it, however busy the machine is.
+ASYNC_TEST_SECONDS = 300
 
 
 @pytest.hookimpl(tryfirst=True)

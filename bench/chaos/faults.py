@@ -21,8 +21,8 @@ from bench.chaos.population import Request
 from bench.chaos.server import Server
 from bench.chaos.weather import Trouble
 
-RECOVERY_SECONDS = 90.0
-POLL_SECONDS = 0.05
+RECOVERY_SECONDS = 180.0
+POLL_SECONDS = 0.2
 NUM_VANISHING = 6
 NUM_SLOW = 3
 GARBAGE_SECONDS = 0.2

@@ -23,6 +23,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--kinds", type=_kinds, default=tuple(Kind), help="of these, with commas")
     parser.add_argument("--clients", type=_positive, default=12, help="that keep asking")
     parser.add_argument("--pool", type=_positive, default=180, help="distinct requests")
+    parser.add_argument("--long", type=_positive, default=16, help="and long streams besides")
     parser.add_argument("--num-shard", type=_positive, default=1)
     parser.add_argument("--step-timeout", type=float, default=3.0, help="of the server, in seconds")
     parser.add_argument(

@@ -61,7 +61,7 @@ async def run(server: Server, options: argparse.Namespace) -> Story:
         kinds=options.kinds,
     )
     requests = population(options.seed, size=options.pool)
-    long = greedy_streams(options.seed, count=16, new_tokens=200)
+    long = greedy_streams(options.seed, count=options.long, new_tokens=200)
     unread = greedy_streams(options.seed, count=2, new_tokens=900, top_tokens=5, name="unread")
     pulse, weather, pids = Pulse(), Weather(), server.members().pids()
     async with Client(server.url, ledger=story.ledger, weather=weather, pulse=pulse) as client:

@@ -46,6 +46,8 @@ STOP_SECONDS = 5.0
 """How long calls that are under way, a step among them, may go on after a signal."""
 ENDED_SECONDS = 1.0
 """The same once the engine has ended, which answers nothing any more."""
+ABORT_SECONDS = 1.0
+"""How much longer stopping may take before the process is ended as it is."""
 STDERR = 2
 
 logger = logging.getLogger(__name__)
@@ -121,7 +123,7 @@ def serve(config: ShardConfig) -> None:
         logger.info("Stopping after %s", signal.Signals(received).name)
     grace = ENDED_SECONDS if received is None else STOP_SECONDS
     # A thread of its own, in C, ends the process and tells where it hangs, whoever holds the interpreter.
-    faulthandler.dump_traceback_later(grace + 1, exit=True, file=STDERR)
+    faulthandler.dump_traceback_later(grace + ABORT_SECONDS, exit=True, file=STDERR)
     service.end_streams()
     server.stop(grace=grace).wait()
     faulthandler.cancel_dump_traceback_later()

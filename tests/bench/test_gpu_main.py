@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,25 +14,41 @@ from bench.gpu.__main__ import BUDGET_SECONDS, Command, child_environment, defau
 from bench.gpu.children import NO_DEVICE, SHARED_MEMORY, run, scratch_prefix
 from bench.gpu.stages import STAGES
 
+LIMIT_SECONDS = 60.0
 TINY = ["--device=cpu", "--shape=tiny"]
 
 
-def python(code: str, *, limit_seconds: float = 60.0) -> tuple[str, tuple[str, ...]]:
+def python(code: str, *arguments: str) -> tuple[str, tuple[str, ...]]:
     ended = run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code, *arguments],
         environment=os.environ,
         cwd=Path.cwd(),
-        limit_seconds=limit_seconds,
+        limit_seconds=LIMIT_SECONDS,
     )
     return ended.status, ended.tail
 
 
-def is_running(pid: int) -> bool:
+class TakesTooLong(subprocess.Popen[str]):
+    """A child whose time is up as soon as it has opened the pipe that its last argument names."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """As of `Popen`, but for the limit."""
+        if timeout != LIMIT_SECONDS:
+            return super().wait(timeout)
+        assert isinstance(self.args, list)
+        Path(self.args[-1]).read_bytes()
+        raise subprocess.TimeoutExpired(self.args, timeout)
+
+
+def has_ended(pid: int) -> bool:
+    """Whether the process ends: one that was killed may take a moment."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    ended, _, _ = select.select([process], [], [], LIMIT_SECONDS)
+    os.close(process)
+    return bool(ended)
 
 
 def test_a_child_ends_as_its_status_says() -> None:
@@ -41,7 +59,11 @@ def test_a_child_ends_as_its_status_says() -> None:
     assert tail[-1] == "ValueError: no"
 
 
-def test_nothing_outlives_a_child_that_takes_too_long() -> None:
+def test_nothing_outlives_a_child_that_takes_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "told")
+    monkeypatch.setattr("bench.gpu.children.subprocess.Popen", TakesTooLong)
     # The grandchild is in a session of its own, as a server is.
     code = f"""
 import os, signal, subprocess, sys, tempfile
@@ -49,12 +71,13 @@ sleeper = [sys.executable, "-c", "import signal; signal.pause()"]
 child = subprocess.Popen(sleeper, start_new_session=True, stdout=subprocess.DEVNULL)
 folder = tempfile.mkdtemp(prefix=f"millrace-bench-{{os.getpid()}}-", dir={str(SHARED_MEMORY)!r})
 print(child.pid, os.getpid(), folder, flush=True)
+open(sys.argv[1], "w").close()
 signal.pause()
 """
-    status, tail = python(code, limit_seconds=5.0)
+    status, tail = python(code, str(tmp_path / "told"))
     assert status == "timed out"
     grandchild, child, folder = tail[0].split()
-    assert not is_running(int(grandchild))
+    assert has_ended(int(grandchild))
     assert Path(folder).name.startswith(scratch_prefix(int(child)))
     assert not Path(folder).exists()
 
@@ -88,7 +111,10 @@ def test_the_bundle_comes_before_the_sources_and_both_before_the_users_path() ->
     assert all(Path(folder).is_dir() for folder in middle)
 
 
-def test_a_stage_that_fails_leaves_the_results_of_the_others(tmp_path: Path) -> None:
+def test_a_stage_that_fails_leaves_the_results_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     flags = ["--shard-flag=--cuda-graphs=many", f"--out={tmp_path}"]
     assert main([*TINY, *flags, "--stages=decode"]) == 1
     content = json.loads((tmp_path / "gpu.json").read_text())

@@ -15,7 +15,7 @@ def test_a_short_campaign_is_survived(tmp_path: Path, capsys: pytest.CaptureFixt
     code = main(
         [
             *("--seed=11", "--requests=40", "--faults=6", f"--kinds={KINDS}"),
-            *("--pool=24", "--clients=8", f"--log={log}"),
+            *("--pool=24", "--long=2", "--clients=8", "--step-timeout=10", f"--log={log}"),
         ]
     )
     shown = capsys.readouterr().out

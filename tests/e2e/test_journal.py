@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Timer
 from typing import Any
 
-from bench.survival.streams import Clients, mixed_bodies
+import pytest
+from bench.survival.streams import Answer, Clients, mixed_bodies
 
-from millrace_e2e import ROOT, Server, launch
+from millrace_e2e import END_SECONDS, ROOT, Server, launch
 from millrace_router.journal.folder import journal_files
 
 MODEL = ROOT / "demo" / "model"
@@ -35,18 +35,23 @@ GUIDED: dict[str, Any] = {
     },
 }
 BODIES = [*mixed_bodies(5, longest=60), GUIDED]
+NUM_LONG = 3
+"""So many of them at least have more to say after 60 tokens."""
 FLAGS = ("--deterministic=on", "--speculate=3")
-SECONDS = 120.0
 
 
 async def ask_and_kill(server: Server) -> None:
     """Streams in whose middle the shard is killed; each is whole."""
     async with Clients(server.url) as clients:
-        streams = asyncio.create_task(clients.send_all(BODIES))
-        async with asyncio.timeout(SECONDS):
-            while clients.num_tokens < 60:
-                await asyncio.sleep(0.01)
-        server.shard.kill()
+
+        def send() -> Coroutine[Any, Any, list[Answer]]:
+            clients.answers = []
+            return clients.send_all(BODIES)
+
+        streams, stopped = await server.caught(
+            send, is_time=lambda: clients.num_tokens >= 60, num_running=NUM_LONG
+        )
+        stopped.kill()
         answers = await streams
     assert all(answer.is_whole and not answer.error for answer in answers)
 
@@ -64,7 +69,7 @@ def shard(address: str, *flags: str) -> Iterator[None]:
         text=True,
         env=environment(),
     )
-    timer = Timer(SECONDS, process.kill)
+    timer = Timer(END_SECONDS, process.kill)
     timer.start()
     try:
         assert process.stdout is not None
@@ -97,7 +102,7 @@ def replay(journal: Path, address: str, *flags: str) -> tuple[int, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=SECONDS,
+        timeout=END_SECONDS,
         check=False,
         env=environment(),
     )
@@ -108,8 +113,7 @@ def serve_and_stop(journal: Path, *flags: str) -> None:
     with launch(*FLAGS, f"--journal={journal}", *flags) as server:
         asyncio.run(ask_and_kill(server))
         assert server.metrics()["millrace_journal_dropped_records_total"] == 0
-        server.process.send_signal(signal.SIGTERM)
-        server.process.wait(SECONDS)
+        assert server.end() == 0
 
 
 def reports(output: str) -> tuple[dict[str, Any], Sequence[dict[str, Any]]]:
@@ -123,38 +127,45 @@ def is_endless(body: dict[str, Any]) -> bool:
     return parameters.keys().isdisjoint({"stop", "grammar"})
 
 
-def test_an_incident_is_replayed_bit_for_bit(tmp_path: Path) -> None:
-    journal, address = tmp_path / "journal", f"unix:{tmp_path}/shard"
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of a shard that is started as the server's was."""
+    address = f"unix:{tmp_path_factory.mktemp('shard')}/shard"
+    with shard(address, *FLAGS):
+        yield address
+
+
+def test_an_incident_is_replayed_bit_for_bit(tmp_path: Path, address: str) -> None:
+    journal = tmp_path / "journal"
     serve_and_stop(journal, "--journal-tokens")
     (file,) = journal_files(journal)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    with shard(address, *FLAGS):
-        status, output = replay(journal, address, "--json")
-        report, epochs = reports(output)
-        assert (status, report["equal"], report["compared"], report["notes"]) == (0, True, True, [])
-        before, after = epochs[0], epochs[-1]
-        assert before["failure"]["kind"] == "lost"
-        assert before["failure"]["unanswered"]
-        assert after["failure"] is None
-        most = [body["parameters"]["max_new_tokens"] for body in BODIES if is_endless(body)]
-        assert sum(epoch["tokens"] for epoch in epochs) >= sum(most)
-        assert all(epoch["largest_gap"] == 0 for epoch in epochs)
-        status, output = replay(journal, address, "--epoch=1")
-        assert status == 0
-        assert "the record ends with a failure (lost)" in output
-    with shard(address, *FLAGS, "--dtype=float32"):
-        status, output = replay(journal, address, "--json")
+    status, output = replay(journal, address, "--json")
+    report, epochs = reports(output)
+    assert (status, report["equal"], report["compared"], report["notes"]) == (0, True, True, [])
+    before, after = epochs[0], epochs[-1]
+    assert before["failure"]["kind"] == "lost"
+    assert before["failure"]["unanswered"]
+    assert after["failure"] is None
+    most = [body["parameters"]["max_new_tokens"] for body in BODIES if is_endless(body)]
+    assert sum(epoch["tokens"] for epoch in epochs) >= sum(most)
+    assert all(epoch["largest_gap"] == 0 for epoch in epochs)
+    status, output = replay(journal, address, "--epoch=1")
+    assert status == 0
+    assert "the record ends with a failure (lost)" in output
+    other = f"unix:{tmp_path}/shard"
+    with shard(other, *FLAGS, "--dtype=float32"):
+        status, output = replay(journal, other, "--json")
         report, epochs = reports(output)
     assert any("dtype" in note for note in report["notes"])
     gaps = [epoch["largest_gap"] for epoch in epochs]
     assert status == 1 or max(gaps) > 0, "another type of numbers is another result"
 
 
-def test_without_token_ids_the_schedule_alone_is_replayed(tmp_path: Path) -> None:
-    journal, address = tmp_path / "journal", f"unix:{tmp_path}/shard"
+def test_without_token_ids_the_schedule_alone_is_replayed(tmp_path: Path, address: str) -> None:
+    journal = tmp_path / "journal"
     serve_and_stop(journal)
-    with shard(address, *FLAGS):
-        status, output = replay(journal, address, "--json")
+    status, output = replay(journal, address, "--json")
     report, epochs = reports(output)
     assert (status, report["compared"]) == (0, False)
     assert all(epoch["steps"] > 10 and epoch["replayed_seconds"] > 0 for epoch in epochs)

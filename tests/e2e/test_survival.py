@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import psutil
@@ -16,13 +16,12 @@ from bench.survival.streams import Answer, Clients, differences, mixed_bodies
 from tokenizers import Tokenizer
 
 from millrace_doomed_shard import LAST_WORDS
-from millrace_e2e import Server, launch
+from millrace_e2e import END_SECONDS, Server, launch, wait_for
 from millrace_launcher.demo import demo_folder
 
 SUPPORT = Path(__file__).parents[1] / "support"
 SHARD_LAUNCHER = str(SUPPORT / "millrace_shard_launcher.py")
 DOOMED_SHARD = str(SUPPORT / "millrace_doomed_shard.py")
-POLL_SECONDS = 0.02
 STREAMS = mixed_bodies(8, longest=150)
 QUESTION = {
     "inputs": "What is a shard?",
@@ -40,41 +39,19 @@ STORY: dict[str, Any] = {
 }
 EIGHT = mixed_bodies(8, longest=60)
 POISON, MARK = 3, " 90909 wqxz wqxz"
-EIGHT[POISON] = {**EIGHT[POISON], "inputs": EIGHT[POISON]["inputs"] + MARK}
+POISONED = [*EIGHT]
+POISONED[POISON] = {**EIGHT[POISON], "inputs": EIGHT[POISON]["inputs"] + MARK}
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with launch("--deterministic=on", "--step-timeout=3") as running:
+    with launch("--deterministic=on", "--step-timeout=10") as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def float32_server() -> Iterator[Server]:
-    with launch("--deterministic=on", "--dtype=float32") as running:
-        yield running
-
-
-def wait_for(condition: Callable[[], Any], *, seconds: float = 150) -> Any:
-    """Poll until `condition()` holds; what it says then."""
-
-    async def poll() -> Any:
-        return await until(condition, seconds=seconds)
-
-    return asyncio.run(poll())
-
-
-async def until(condition: Callable[[], Any], *, seconds: float = 150) -> Any:
-    """Poll until `condition()` holds; what it says then."""
-    async with asyncio.timeout(seconds):
-        while not (found := condition()):
-            await asyncio.sleep(POLL_SECONDS)
-    return found
 
 
 def ask(server: Server, body: dict[str, Any] = QUESTION) -> dict[str, Any]:
     """The whole answer, but for the number of tokens found cached."""
-    response = httpx.post(f"{server.url}/generate", json=body, timeout=60)
+    response = httpx.post(f"{server.url}/generate", json=body, timeout=END_SECONDS)
     assert response.status_code == 200, response.text
     return without_cached(response.json())
 
@@ -92,8 +69,8 @@ def is_ready(server: Server) -> bool:
         return False
 
 
-def recoveries(server: Server) -> float:
-    return server.metrics().get("millrace_recovery_duration_count", 0.0)
+def recoveries(server: Server, reason: str) -> float:
+    return server.metrics().get(f'millrace_recoveries_total{{reason="{reason}"}}', 0.0)
 
 
 def stop_body(undisturbed: Answer) -> dict[str, Any]:
@@ -103,65 +80,112 @@ def stop_body(undisturbed: Answer) -> dict[str, Any]:
     return {**STORY, "parameters": {**STORY["parameters"], "stop": [stop]}}
 
 
-async def survive(server: Server, blow: Callable[[], object]) -> None:
-    """Streams of all kinds and an answer in one piece go on over `blow` as if nothing had happened."""
-    async with Clients(server.url) as clients:
-        (story,) = await clients.send_all([STORY])
-        bodies = [stop_body(story), *STREAMS]
-        undisturbed = await clients.send_all(bodies)
-        async with httpx.AsyncClient(base_url=server.url, timeout=150) as plain:
-            expected = (await plain.post("/generate", json=STORY)).json()
-            before = recoveries(server)
-            streams = asyncio.create_task(clients.send_all(bodies))
-            whole = asyncio.create_task(plain.post("/generate", json=STORY))
-            middle = len(undisturbed[0].events) // 2
-            await until(
-                lambda: (
-                    clients.answers is not undisturbed and len(clients.answers[0].events) >= middle
+class Undisturbed(NamedTuple):
+    """What a server answers when nothing happens to it."""
+
+    bodies: list[dict[str, Any]]
+    streams: list[Answer]
+    whole: dict[str, Any]
+
+
+class Survivors:
+    """Streams of all kinds, the first of which ends with a stop string, and an answer in one piece."""
+
+    def __init__(self) -> None:
+        self._undisturbed: dict[str, Undisturbed] = {}
+
+    async def survive(
+        self, server: Server, blow: Callable[[psutil.Process], object], reason: str
+    ) -> None:
+        """They go on over `blow`, which falls on a stopped shard, as if nothing had happened."""
+        async with (
+            Clients(server.url) as clients,
+            httpx.AsyncClient(base_url=server.url, timeout=END_SECONDS) as plain,
+        ):
+            undisturbed = await self._ask(server, clients, plain)
+            bodies = undisturbed.bodies
+
+            async def answers() -> tuple[list[Answer], httpx.Response]:
+                return await asyncio.gather(
+                    clients.send_all(bodies), plain.post("/generate", json=STORY)
                 )
-            )
-            blow()
-            num_before = len(clients.answers[0].events)
-            assert not whole.done()
-            answers = await streams
-            answer = await whole
-    assert differences(undisturbed, answers) == []
-    assert without_cached(answer.json()) == without_cached(expected)
-    assert recoveries(server) == before + 1
-    stopped = answers[0]
-    assert stopped.end["details"]["finish_reason"] == "stop_sequence"
-    assert middle <= num_before < len(stopped.events), "the cut is within the stop string"
+
+            def send() -> Coroutine[Any, Any, tuple[list[Answer], httpx.Response]]:
+                clients.answers = []
+                return answers()
+
+            def is_time() -> bool:
+                return bool(clients.answers) and len(clients.answers[0].events) >= middle
+
+            middle = len(undisturbed.streams[0].events) // 2
+            num_requests, num_replayed = len(bodies) + 1, 0.0
+            # An answer on its way while the blow falls may have been the last of its stream.
+            while num_replayed < num_requests:
+                before, replayed = recoveries(server, reason), num_replays(server)
+                task, shard = await server.caught(send, is_time=is_time, num_running=num_requests)
+                blow(shard)
+                streams, whole = await task
+                assert differences(undisturbed.streams, streams) == []
+                assert without_cached(whole.json()) == undisturbed.whole
+                assert streams[0].end["details"]["finish_reason"] == "stop_sequence"
+                assert recoveries(server, reason) == before + 1
+                assert not shard.is_running()
+                num_replayed = num_replays(server) - replayed
+
+    async def _ask(self, server: Server, clients: Clients, plain: httpx.AsyncClient) -> Undisturbed:
+        if server.url not in self._undisturbed:
+            (story,) = await clients.send_all([STORY])
+            bodies = [stop_body(story), *STREAMS]
+            streams = await clients.send_all(bodies)
+            whole = without_cached((await plain.post("/generate", json=STORY)).json())
+            self._undisturbed[server.url] = Undisturbed(bodies, streams, whole)
+        return self._undisturbed[server.url]
 
 
-@pytest.mark.parametrize("fixture", ["server", "float32_server"])
+def num_replays(server: Server) -> float:
+    return server.metrics()["millrace_requests_replayed_total"]
+
+
+@pytest.fixture(scope="module")
+def survivors() -> Survivors:
+    return Survivors()
+
+
 async def test_streams_and_whole_answers_go_on_over_a_kill(
-    fixture: str, request: pytest.FixtureRequest
+    server: Server, survivors: Survivors
 ) -> None:
-    server: Server = request.getfixturevalue(fixture)
-    await survive(server, server.shard.kill)
+    await survivors.survive(server, psutil.Process.kill, "lost")
 
 
-async def test_a_shard_that_is_stopped_is_restarted_and_streams_go_on(server: Server) -> None:
-    stopped = server.shard
-    await survive(server, lambda: stopped.send_signal(signal.SIGSTOP))
-    assert not stopped.is_running()
+async def test_a_shard_that_is_stopped_is_restarted_and_streams_go_on(
+    server: Server, survivors: Survivors
+) -> None:
+    await survivors.survive(server, lambda stopped: stopped.status(), "hung")
 
 
-async def test_sighup_restarts_the_shards_under_load_and_fails_nobody(server: Server) -> None:
+async def test_sighup_restarts_the_shards_under_load_and_fails_nobody(
+    server: Server, survivors: Survivors
+) -> None:
     old = server.shard
-    await survive(server, lambda: server.process.send_signal(signal.SIGHUP))
-    assert not old.is_running()
+    await survivors.survive(
+        server, lambda _: server.process.send_signal(signal.SIGHUP), reason="planned"
+    )
     assert server.shard.pid != old.pid
 
 
 def test_a_shard_killed_while_idle_comes_back_by_itself(server: Server) -> None:
-    expected, before = ask(server), recoveries(server)
-    old = server.shard
-    old.kill()
-    wait_for(lambda: not is_ready(server))
-    assert httpx.get(f"{server.url}/health").status_code == 200
+    expected, before = ask(server), recoveries(server, "lost")
+    launcher = psutil.Process(server.process.pid)
+    # So that nothing is started again before it was missed.
+    launcher.suspend()
+    try:
+        server.shard.kill()
+        wait_for(lambda: not is_ready(server))
+        assert httpx.get(f"{server.url}/health", timeout=END_SECONDS).status_code == 200
+    finally:
+        launcher.resume()
     wait_for(lambda: is_ready(server))
-    assert recoveries(server) == before + 1
+    assert recoveries(server, "lost") == before + 1
     assert ask(server) == expected
 
 
@@ -175,47 +199,61 @@ def test_a_killed_router_comes_back_and_shards_keep_their_weights(server: Server
     assert server.shard.pid == kept
 
 
-def kill_while_loading_and_warming_up(server: Server) -> None:
-    first = wait_for(lambda: server.find("shard-0"))
-    first.kill()
-    wait_for(lambda: "Warming up model" in server.log)
-    server.shard.kill()
+class Doomed(NamedTuple):
+    """A float32 server whose shard was killed twice before it served."""
+
+    server: Server
+    doom: Path
+    """Where a file keeps further shards from living."""
 
 
 @pytest.fixture(scope="module")
-def doomed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
-    """A server whose shard was killed twice before it served, and the file that keeps further shards from living."""
-    doom = tmp_path_factory.mktemp("doom") / "has-come"
+def doomed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Doomed]:
+    folder = tmp_path_factory.mktemp("doom")
+    doom, cold = folder / "has-come", folder / "is-cold"
+    cold.touch()
+
+    def kill_while_loading_and_warming_up(server: Server) -> None:
+        first = wait_for(lambda: server.find("shard-0"))
+        assert first is not None
+        first.kill()
+        wait_for(lambda: "Warming up model" in server.log)
+        server.shard.kill()
+        cold.unlink()
+
     tokenizer = Tokenizer.from_file(str(demo_folder() / "tokenizer.json"))
-    poison = tokenizer.encode(EIGHT[POISON]["inputs"]).ids[-6:]
+    poison = tokenizer.encode(POISONED[POISON]["inputs"]).ids[-6:]
     with launch(
         "--deterministic=on",
+        "--dtype=float32",
         "--max-restarts=2",
         launcher=(SHARD_LAUNCHER, DOOMED_SHARD),
         env={
             "MILLRACE_DOOM": str(doom),
+            "MILLRACE_COLD": str(cold),
             "MILLRACE_TEST_POISON": ",".join(map(str, poison)),
             "MILLRACE_TEST_POISON_HOW": "raise",
         },
         meanwhile=kill_while_loading_and_warming_up,
     ) as running:
-        yield running, doom
+        yield Doomed(running, doom)
 
 
-def test_a_shard_killed_while_it_starts_is_started_again(doomed: tuple[Server, Path]) -> None:
-    server, _ = doomed
-    assert ask(server)["details"]["generated_tokens"] == 24
+def test_a_shard_killed_while_it_starts_is_started_again(doomed: Doomed) -> None:
+    assert ask(doomed.server)["details"]["generated_tokens"] == 24
 
 
-async def test_of_eight_requests_the_one_that_breaks_steps_fails_alone(
-    server: Server, doomed: tuple[Server, Path]
+async def test_streams_and_whole_answers_go_on_over_a_kill_in_float32(
+    doomed: Doomed, survivors: Survivors
 ) -> None:
-    poisoned, _ = doomed
-    async with Clients(server.url) as clients:
+    await survivors.survive(doomed.server, psutil.Process.kill, "lost")
+
+
+async def test_of_eight_requests_the_one_that_breaks_steps_fails_alone(doomed: Doomed) -> None:
+    async with Clients(doomed.server.url) as clients:
         undisturbed = await clients.send_all(EIGHT)
-    async with Clients(poisoned.url) as clients:
-        answers = await clients.send_all(EIGHT)
-        (again,) = await clients.send_all([EIGHT[POISON]])
+        answers = await clients.send_all(POISONED)
+        (again,) = await clients.send_all([POISONED[POISON]])
         records = json.loads(await clients.text("/v1/quarantine"))["quarantined"]
     assert differences(undisturbed, answers, but=POISON) == []
     for answer in (answers[POISON], again):
@@ -227,16 +265,23 @@ async def test_of_eight_requests_the_one_that_breaks_steps_fails_alone(
 
 
 async def test_shards_that_die_again_and_again_end_everything_with_a_word_to_each_client(
-    doomed: tuple[Server, Path],
+    doomed: Doomed,
 ) -> None:
     server, doom = doomed
     async with Clients(server.url) as clients:
-        streams = asyncio.create_task(clients.send_all(STREAMS))
-        await until(lambda: clients.num_tokens > len(STREAMS))
+
+        def send() -> Coroutine[Any, Any, list[Answer]]:
+            clients.answers = []
+            return clients.send_all(STREAMS)
+
+        streams, shard = await server.caught(
+            send, is_time=lambda: clients.num_tokens > len(STREAMS), num_running=len(STREAMS)
+        )
         doom.touch()
-        server.shard.kill()
+        shard.kill()
         answers = await streams
-    assert await asyncio.to_thread(server.process.wait, 60) == 3
+    assert await asyncio.to_thread(server.process.wait, END_SECONDS) == 3
+    assert await asyncio.to_thread(server.is_silent.wait, END_SECONDS)
     assert LAST_WORDS in server.log
     for answer in answers:
         assert answer.is_whole or "unavailable" in answer.error, answer.error

@@ -16,7 +16,8 @@ import pytest
 import trustme
 
 from millrace_certificates import Certificate, certificate
-from millrace_e2e import ROOT, free_port
+from millrace_e2e import ROOT
+from millrace_ports import kept_port
 from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
 
@@ -69,11 +70,12 @@ def authority() -> trustme.CA:
 def address(tmp_path: Path, authority: trustme.CA) -> Iterator[str]:
     """Of a shard that serves the demo model to routers of `authority`."""
     files = certificate(tmp_path, "shard", "localhost", authority=authority)
-    address = f"localhost:{free_port()}"
-    serve = ("serve", str(MODEL), f"--address={address}", "--device=cpu", "--cpu-threads=1")
-    with program("millrace_shard", *serve, *flags("--tls", files)) as shard:
-        line_with(shard, f"Server started at {address}")
-        yield address
+    with kept_port() as port:
+        address = f"localhost:{port}"
+        serve = ("serve", str(MODEL), f"--address={address}", "--device=cpu", "--cpu-threads=1")
+        with program("millrace_shard", *serve, *flags("--tls", files)) as shard:
+            line_with(shard, f"Server started at {address}")
+            yield address
 
 
 def test_a_shard_serves_its_router_over_tls_and_nobody_else(

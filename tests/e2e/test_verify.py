@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from millrace_e2e import launch
 from millrace_launcher.verify.__main__ import main
 from millrace_launcher.verify.deployment import LAUNCHER
 
@@ -55,7 +54,7 @@ def test_the_demo_model_keeps_its_promises(capsys: pytest.CaptureFixture[str]) -
     assert report["server"]["deterministic"]
     assert all(row["verdict"] == "equal" for row in rows["batched"])
     (restarted,) = rows["restarted"]
-    assert restarted["requests_equal"] == 6
+    assert restarted["requests_equal"] == restarted["requests"] >= 6
     assert {row["verdict"] for row in rows["transformers"]} <= {"equal", "close"}
     assert rows["transformers"][0]["tokens"] > 6 * 24
 
@@ -67,12 +66,3 @@ def test_a_split_of_keys_chosen_by_the_batch_turns_it_red(
     code, report = verify(capsys, *argv, launcher=SPLIT_SHARD)
     assert (code, {row["verdict"] for row in report["rows"]}) == (1, {"broken"})
     assert all(0 < row["largest_gap"] < 1e-3 for row in report["rows"]), "its last bits alone"
-
-
-def test_a_running_server_is_checked_from_outside(capsys: pytest.CaptureFixture[str]) -> None:
-    with launch() as server:
-        code, report = verify(capsys, server.url, "--requests=6")
-    rows = by_case(report)
-    assert code == 0, report
-    checked = {case for case in rows if rows[case][0]["verdict"] != "not_checked"}
-    assert checked == {"batched", "cached"}

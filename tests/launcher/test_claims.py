@@ -13,6 +13,7 @@ import pytest
 
 from millrace_launcher.claims import claimed_port, claimed_sockets, socket_paths
 from millrace_launcher.errors import ArgumentValidation
+from millrace_ports import kept_port
 
 HOLDER = """
 import fcntl, os, sys
@@ -116,10 +117,8 @@ def test_a_port_that_somebody_listens_on_is_left_if_it_may_be(tmp_path: Path) ->
 
 
 def test_a_port_that_nobody_listens_on_yet_is_claimed_once(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
     with (
+        kept_port() as port,
         claimed_port(port, may_move=True, locks=tmp_path) as first,
         claimed_port(port, may_move=True, locks=tmp_path) as second,
     ):

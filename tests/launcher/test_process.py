@@ -106,4 +106,4 @@ async def test_deaf_child_and_its_own_child_are_killed() -> None:
     grandchild = psutil.Process(int(out[0]))
     await process.terminate(0.01)
     assert process.ending == "killed by signal SIGKILL"
-    assert await asyncio.to_thread(psutil.wait_procs, [grandchild], 20) == ([grandchild], [])
+    assert await asyncio.to_thread(psutil.wait_procs, [grandchild], 60) == ([grandchild], [])

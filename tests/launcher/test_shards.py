@@ -26,22 +26,25 @@ async def end_in_order(deployment: Deployment) -> None:
     assert not any(map(psutil.pid_exists, everybody))
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGRTMIN + 1]
-)
-async def test_death_of_one_rank_restarts_the_group(tmp_path: Path, number: int) -> None:
+async def test_death_of_one_rank_restarts_the_group(tmp_path: Path) -> None:
     async with deploy(tmp_path, "--num-shard=2") as deployment:
         await deployment.until(SERVED)
         router = deployment.pid("router")
-        os.kill(deployment.pid("shard-1"), number)
-        await deployment.until(BACK)
-        assert [len(deployment.lives(f"shard-{rank}")) for rank in (0, 1)] == [2, 2]
-        assert deployment.lives("router") == [router]
-        await deployment.until("router heard")
-        assert [(said["event"], said["planned"]) for said in deployment.heard()] == [
-            ("restarting", False)
-        ]
-        assert "shard-1" in str(deployment.heard()[0]["reason"])
+        numbers = (signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGRTMIN + 1)
+        for deaths, number in enumerate(numbers, start=1):
+            os.kill(deployment.pid("shard-1"), number)
+            await deployment.until(BACK, times=deaths)
+            lives = [len(deployment.lives(f"shard-{rank}")) for rank in (0, 1)]
+            assert lives == [deaths + 1] * 2
+            assert deployment.lives("router") == [router]
+            await deployment.until("router heard", times=deaths)
+            said = deployment.heard()[-1]
+            assert (len(deployment.heard()), said["event"], said["planned"]) == (
+                deaths,
+                "restarting",
+                False,
+            )
+            assert "shard-1" in str(said["reason"])
         await end_in_order(deployment)
 
 
@@ -54,13 +57,14 @@ async def test_stopped_rank_is_killed_with_the_group(tmp_path: Path) -> None:
         await end_in_order(deployment)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-async def test_kill_while_loading(tmp_path: Path, rank: int) -> None:
-    async with deploy(tmp_path, "--num-shard=2", FAKE_SHARD="mute,serve") as deployment:
-        await deployment.until("is mute", times=2)
-        os.kill(deployment.pid(f"shard-{rank}"), signal.SIGKILL)
+async def test_kill_while_loading(tmp_path: Path) -> None:
+    async with deploy(tmp_path, "--num-shard=2", FAKE_SHARD="mute,mute,serve") as deployment:
+        for rank in (0, 1):
+            await deployment.until("is mute", times=2 * rank + 2)
+            os.kill(deployment.pid(f"shard-{rank}"), signal.SIGKILL)
         await deployment.until(SERVED)
-        assert f"Shard {rank} failed to start (killed by signal SIGKILL)" in deployment.output
+        for rank in (0, 1):
+            assert f"Shard {rank} failed to start (killed by signal SIGKILL)" in deployment.output
         assert len(deployment.lives("router")) == 1
         await end_in_order(deployment)
 
@@ -207,16 +211,17 @@ async def test_sighup_while_the_shards_load_waits_for_them(tmp_path: Path) -> No
         await deployment.until("SIGHUP received")
         os.kill(deployment.pid("shard-0"), signal.SIGKILL)
         await deployment.until(BACK, times=2)
+        await deployment.until("router heard", times=3)
         assert [said["planned"] for said in deployment.heard()] == [False, False, True]
         await end_in_order(deployment)
 
 
 async def test_sigterm_during_the_pause_before_a_restart(tmp_path: Path) -> None:
     flags = ("--max-restarts=60", "--graceful-termination-timeout=600")
-    async with deploy(tmp_path, *flags, FAKE_SHARD="serve,lost") as deployment:
+    async with deploy(tmp_path, *flags, FAKE_SHARD="serve,lost", FAKE_DELAY="30") as deployment:
         await deployment.until(SERVED)
         os.kill(deployment.pid("shard-0"), signal.SIGKILL)
-        await deployment.until("Restarting the shards in 2 s")
+        await deployment.until("Restarting the shards in 30 s")
         await end_in_order(deployment)
         assert deployment.heard()[-1]["event"] == "gave_up"
 

@@ -9,6 +9,7 @@ import pytest
 
 from millrace_launcher.errors import ArgumentValidation
 from millrace_launcher.sockets import clear_socket, refuse_busy_port, remove_dead_socket
+from millrace_ports import kept_port
 
 
 def test_dead_socket_is_removed(tmp_path: Path) -> None:
@@ -40,10 +41,11 @@ def test_other_files_stay(tmp_path: Path) -> None:
 
 
 def test_port() -> None:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen()
-        port = server.getsockname()[1]
-        with pytest.raises(ArgumentValidation, match=f"cannot listen on 127.0.0.1 port {port}"):
-            refuse_busy_port("127.0.0.1", port)
-    refuse_busy_port("127.0.0.1", port)
+    with kept_port() as port:
+        with socket.socket() as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind(("127.0.0.1", port))
+            server.listen()
+            with pytest.raises(ArgumentValidation, match=f"cannot listen on 127.0.0.1 port {port}"):
+                refuse_busy_port("127.0.0.1", port)
+        refuse_busy_port("127.0.0.1", port)

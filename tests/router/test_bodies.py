@@ -232,7 +232,7 @@ async def test_no_body_whatever_ends_in_a_500() -> None:
     bodies: list[bytes] = []
 
     @settings(
-        max_examples=400, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+        max_examples=250, deadline=None, database=None, suppress_health_check=list(HealthCheck)
     )
     @given(BODIES)
     def gather(body: Any) -> None:

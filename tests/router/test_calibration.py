@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import structlog
 
 from millrace_fakes_router import DirectShards, new_batcher
 from millrace_fakes_shard import VOCAB_SIZE, FakeShard
+from millrace_router import calibration
 from millrace_router.calibration import calibrate
 from millrace_router.limits import Limits
 from millrace_router.step_load import StepLoad
@@ -13,7 +15,10 @@ from millrace_router.step_load import StepLoad
 LIMITS = Limits(max_input_tokens=40, max_total_tokens=48, vocab_size=VOCAB_SIZE)
 
 
-async def test_costs_are_known_afterwards_and_nothing_is_left_behind() -> None:
+async def test_costs_are_known_afterwards_and_nothing_is_left_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calibration, "SECONDS", 60.0)
     shard = FakeShard(num_blocks=300)
     batcher = new_batcher(DirectShards(shard), shard)
     cost = batcher._prospects.cost

@@ -92,7 +92,7 @@ async def test_choices_of_a_stream_take_turns_and_have_their_index(path: str) ->
     async with served(None) as edge, asyncio.TaskGroup() as group:
         body = {**ASKED[path], "n": 2, "stream_options": {"include_usage": True}}
         reading = group.create_task(events_of(edge, path, body))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while len(edge.batcher.streams) < 2:
                 await asyncio.sleep(0)
         first, second = edge.batcher.streams

@@ -161,7 +161,7 @@ def test_prompts_are_remembered_through_a_long_time_of_decodes() -> None:
     assert model.seconds(chunk(700)) == pytest.approx(price(chunk(700)), rel=0.05)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(observed=st.lists(st.tuples(LOADS, SECONDS), min_size=8, max_size=80))
 def test_whatever_was_observed_no_cost_is_negative(
     observed: list[tuple[StepLoad, float]],
@@ -173,7 +173,7 @@ def test_whatever_was_observed_no_cost_is_negative(
     assert all(0 <= value < float("inf") for value in values)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(
     observed=st.lists(st.tuples(LOADS, SECONDS), min_size=20, max_size=40),
     load=LOADS,
@@ -205,7 +205,7 @@ def test_a_step_without_a_duration_says_nothing(seconds: float) -> None:
     assert model.to_json() == before
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(
     values=st.tuples(*[st.one_of(st.just(0.0), st.floats(1e-9, 1e-2))] * 6),
     seconds=st.floats(1e-4, 10),

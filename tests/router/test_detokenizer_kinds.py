@@ -123,7 +123,7 @@ def added_by_the_library(one: Tokenizer, prompt: tuple[int, ...], ids: list[int]
     return whole[len(before) :]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(data=st.data())
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_ids_join_to_the_decode_of_the_whole(kind: str, data: st.DataObject) -> None:
@@ -157,7 +157,7 @@ some_words = st.sampled_from(
 )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(words=st.lists(some_words, max_size=12))
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_text_joins_to_the_decode_of_the_whole(kind: str, words: list[str]) -> None:

@@ -25,13 +25,13 @@ def shortest_by_search(value: float) -> float:
     raise AssertionError(value)
 
 
-@settings(max_examples=1000, deadline=None, database=None)
+@settings(max_examples=300, deadline=None, database=None)
 @given(st.floats(width=32, allow_nan=False, allow_infinity=False))
 def test_equals_the_search(value: float) -> None:
     assert shortest(value) == shortest_by_search(value)
 
 
-@settings(max_examples=1000, deadline=None, database=None)
+@settings(max_examples=300, deadline=None, database=None)
 @given(st.integers(0, 2**32 - 1))
 def test_any_bit_pattern(bits: int) -> None:
     (value,) = struct.unpack("<f", struct.pack("<I", bits))

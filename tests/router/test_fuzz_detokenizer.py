@@ -18,7 +18,7 @@ BYTE = re.compile("<0x[0-9A-F]{2}>")
 OF_BYTES = ["byte_level", "byte_fallback"]
 # Small numbers are special tokens and, with byte fallback, bytes; the last ones are in no vocabulary.
 IDS = st.lists(st.integers(0, 60) | st.integers(0, 430), max_size=30)
-fuzz = settings(deadline=None, max_examples=300)
+fuzz = settings(deadline=None, max_examples=150)
 
 
 def pieces_of(one: Tokenizer, prompt: list[int], ids: list[int]) -> list[str]:

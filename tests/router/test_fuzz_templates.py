@@ -110,7 +110,7 @@ VALUES = st.recursive(
 NAMES = st.sampled_from(
     ["messages", "bos_token", "tools", "add_generation_prompt", "loop", "range", "strftime_now", "enable_thinking"]
 )  # fmt: skip
-fuzz = settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.too_slow])
+fuzz = settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.too_slow])
 
 
 @cache

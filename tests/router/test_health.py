@@ -155,7 +155,7 @@ async def test_a_generation_restores_health(parameters: dict[str, object]) -> No
 
 async def test_after_a_recovery_too_only_a_generation_restores_health() -> None:
     batcher = FakeBatcher()
-    health = Health(batcher.recovery, batcher, grace_seconds=60.0)
+    health = Health(batcher.recovery, batcher, grace_seconds=60.0, probe_seconds=60.0)
     batcher.recovery.begin(AT_FAULT, time.monotonic())
     await health.check()
     batcher.recovery.end(time.monotonic())
@@ -277,7 +277,7 @@ class BrokenBatcher(FakeBatcher):
 
 async def test_a_defect_is_not_taken_for_health() -> None:
     batcher = BrokenBatcher()
-    health = Health(batcher.recovery, batcher, grace_seconds=60.0)
+    health = Health(batcher.recovery, batcher, grace_seconds=60.0, probe_seconds=60.0)
     health.failed(GenerationError("no"))
     with pytest.raises(RuntimeError):
         await health.check()

@@ -107,5 +107,5 @@ async def test_it_does_not_start_where_it_cannot_write(folder: Path) -> None:
     (folder / "journal").unlink()
     taken = Folder(folder / "journal", max_bytes=1 << 20)
     with pytest.raises(StartupError, match="another router"):
-        await asyncio.wait_for(start(config(folder)), 20)
+        await asyncio.wait_for(start(config(folder)), 30)
     taken.close()

@@ -22,6 +22,7 @@ from millrace_fakes_router import tiny_tokenizer
 from millrace_fakes_shard import FakeShard, serve_fake_shard
 
 SECONDS = 30
+HTTP = httpx.Client(timeout=SECONDS, limits=httpx.Limits(max_keepalive_connections=0))
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {
     "PATH": os.environ["PATH"],
@@ -104,11 +105,11 @@ ASKED = {"inputs": "w1 w2", "parameters": {"max_new_tokens": 3}}
 
 def test_it_serves_and_ends_on_sigterm(folder: Path, shard: FakeShard) -> None:
     with routing(folder, shard, "--usage-stats=off") as (router, url):
-        assert httpx.get(f"{url}/health").status_code == 200
-        body = httpx.post(f"{url}/generate", json=ASKED).json()
+        assert HTTP.get(f"{url}/health").status_code == 200
+        body = HTTP.post(f"{url}/generate", json=ASKED).json()
         assert len(body["generated_text"].split()) == 3
-        assert httpx.get(f"{url}/info").json()["max_batch_total_tokens"] == 599 * 4
-        text = httpx.get(f"{url}/metrics").text
+        assert HTTP.get(f"{url}/info").json()["max_batch_total_tokens"] == 599 * 4
+        text = HTTP.get(f"{url}/metrics").text
         assert "\ntgi_batch_max_total_tokens 2396\n" in text
         assert "\ntgi_request_success 1\n" in text
         assert any("Setting max batch total tokens to 2396" in line for line in router.lines)
@@ -150,9 +151,7 @@ def held_stream(url: str, shard: FakeShard) -> Iterator[tuple[Gate, Future[httpx
     gate = shard.gate = Gate()
     with ThreadPoolExecutor(1) as threads:
         try:
-            answer = threads.submit(
-                httpx.post, f"{url}/generate_stream", json=ASKED, timeout=SECONDS
-            )
+            answer = threads.submit(HTTP.post, f"{url}/generate_stream", json=ASKED)
             assert gate.reached.wait(SECONDS)
             yield gate, answer
         finally:
@@ -165,7 +164,7 @@ def test_sigterm_lets_streams_finish_and_refuses_new_requests(
     with routing(folder, shard) as (router, url), held_stream(url, shard) as (gate, answer):
         router.process.send_signal(signal.SIGTERM)
         router.wait_for("Draining")
-        refused = httpx.post(f"{url}/generate", json=ASKED)
+        refused = HTTP.post(f"{url}/generate", json=ASKED)
         assert refused.status_code == 503
         assert refused.json()["error_type"] == "unavailable"
         gate.set()
@@ -249,7 +248,7 @@ def test_it_goes_with_its_parent(folder: Path, shard: FakeShard) -> None:
         )
         assert parent.stdout is not None
         url = json.loads(parent.stdout.readline())["fields"]["url"]
-        assert httpx.get(f"{url}/health").status_code == 200
+        assert HTTP.get(f"{url}/health").status_code == 200
         parent.kill()
         parent.communicate()
         assert not answers(url, until=time.monotonic() + SECONDS)
@@ -259,7 +258,7 @@ def answers(url: str, *, until: float) -> bool:
     """Whether the server still answers when the time is over."""
     while time.monotonic() < until:
         try:
-            httpx.get(f"{url}/health")
+            HTTP.get(f"{url}/health")
         except httpx.HTTPError:
             return False
     return True

@@ -11,12 +11,14 @@ import pytest
 
 from millrace_fakes_router import DirectShards, collect, ids_of, new_batcher, request, running
 from millrace_fakes_shard import FakeShard, continuation
+from millrace_router import sentry, watchdog
 from millrace_router.batcher import Batcher
 from millrace_router.errors import DoesNotFit, Quarantined, ShardsGone
 from millrace_router.events import Event
 from millrace_router.patience import Patience
 from millrace_router.shard_client import ShardLost
 from millrace_router.supervisor import Supervisor
+from millrace_router.watchdog import Watchdog
 from millrace_router.wire import StepResult
 
 
@@ -38,7 +40,10 @@ class FakeLauncher(Supervisor):
 
 
 class DyingShards(DirectShards):
-    """Shards that go when told to, with what is in flight, and come back when told to."""
+    """Shards that go when told to, with what is in flight, and come back when told to.
+
+    While they hang, time is up at the router's second look: no other step is taken for one that hangs.
+    """
 
     def __init__(self, shard: FakeShard) -> None:
         super().__init__(shard)
@@ -58,8 +63,10 @@ class DyingShards(DirectShards):
     async def receive(self) -> StepResult:
         await asyncio.sleep(0)
         if self.hangs:
-            self.hangs = False
-            await asyncio.Event().wait()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Watchdog, "limit_seconds", lambda self, load: 0.0)
+                self.hangs = False
+                await asyncio.Event().wait()
         if not self.is_there:
             raise ShardLost("the stream has ended")
         return await super().receive()
@@ -149,11 +156,11 @@ async def test_an_epoch_that_is_lost_costs_nobody_a_token_and_whoever_waits_wait
     assert "progress" in launcher.said
 
 
-async def test_a_step_that_hangs_has_the_shards_restarted() -> None:
+async def test_a_step_that_hangs_has_the_shards_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "TICK_SECONDS", 0.001)
     shard = FakeShard(num_blocks=256)
     shards = DyingShards(shard)
-    patience = Patience(step_seconds=0.05, recovery_seconds=60.0)
-    async with serving(shards, shard, patience=patience) as (batcher, launcher):
+    async with serving(shards, shard) as (batcher, launcher):
         stream = batcher.submit(request([1], 10))
         await anext(stream)
         shards.hangs = True
@@ -163,11 +170,12 @@ async def test_a_step_that_hangs_has_the_shards_restarted() -> None:
     assert "does not end" in restart
 
 
-async def test_shards_that_are_lost_while_idle_are_missed() -> None:
+async def test_shards_that_are_lost_while_idle_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "TICK_SECONDS", 0.001)
+    monkeypatch.setattr(sentry, "HEARTBEAT_SECONDS", 0.0)
     shard = FakeShard()
     shards = DyingShards(shard)
-    patience = Patience(step_seconds=0.05, recovery_seconds=60.0)
-    async with serving(shards, shard, patience=patience) as (batcher, _):
+    async with serving(shards, shard) as (batcher, _):
         await collect(batcher.submit(request([1], 2)))
         shards.is_there = False
         while batcher.recovery.since is None:

@@ -134,4 +134,4 @@ class SchedulingMachine(RuleBasedStateMachine):
 
 
 TestScheduling = SchedulingMachine.TestCase
-TestScheduling.settings = settings(deadline=None, max_examples=150, stateful_step_count=40)
+TestScheduling.settings = settings(deadline=None, max_examples=100, stateful_step_count=40)

@@ -180,7 +180,7 @@ class LoopMachine(RuleBasedStateMachine):
 
 
 TestSchedulingLoop = LoopMachine.TestCase
-TestSchedulingLoop.settings = settings(deadline=None, max_examples=80, stateful_step_count=30)
+TestSchedulingLoop.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)
 
 
 async def test_a_preempted_request_pauses_and_its_client_hears_of_nothing_else() -> None:

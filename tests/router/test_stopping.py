@@ -24,7 +24,7 @@ def naive(text: str, stops: list[str]) -> tuple[int, str] | None:
     return None
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=250)
 @given(pieces=PIECES, stops=STOPS)
 def test_matcher_finds_what_a_search_of_the_whole_text_finds(
     pieces: list[str], stops: list[str]
@@ -39,7 +39,7 @@ def test_matcher_finds_what_a_search_of_the_whole_text_finds(
             return
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=250)
 @given(pieces=PIECES, stops=STOPS)
 def test_trimmer_cuts_where_a_search_of_the_whole_text_would(
     pieces: list[str], stops: list[str]
@@ -52,7 +52,7 @@ def test_trimmer_cuts_where_a_search_of_the_whole_text_would(
     assert trimmer.stopped == (expected is not None)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(pieces=PIECES, stops=STOPS.filter(bool))
 def test_trimmer_holds_back_only_what_may_begin_a_stop(pieces: list[str], stops: list[str]) -> None:
     trimmer = StopTrimmer(stops)
@@ -66,7 +66,7 @@ def test_trimmer_holds_back_only_what_may_begin_a_stop(pieces: list[str], stops:
         assert not held or any(stop.startswith(held) and stop != held for stop in stops)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(pieces=st.lists(st.text("ab", max_size=5), max_size=12), stop=st.text("ab", min_size=1))
 def test_what_is_held_back_is_the_longest_beginning_of_a_stop(pieces: list[str], stop: str) -> None:
     """Of a sequence that repeats itself too, where one beginning ends with another."""

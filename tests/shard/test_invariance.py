@@ -80,7 +80,7 @@ class Shard:
 
 SHARDS = {
     "plain-fp32": ("plain", torch.float32, None, 1),
-    "plain-bf16-window": ("plain", torch.bfloat16, WINDOW, 2),
+    "plain-bf16-window": ("plain", torch.bfloat16, WINDOW, 1),
     "cpu-fp32-window": ("cpu", torch.float32, WINDOW, 1),
     "cpu-fp32": ("cpu", torch.float32, None, 2),
     "cpu-bf16": ("cpu", torch.bfloat16, None, 1),

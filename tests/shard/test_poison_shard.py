@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import grpc
 import pytest
 
-import millrace_poison_shard
 from millrace_fakes_models import save_tiny
-from millrace_poison_shard import Poison
+from millrace_forked import Forked
+from millrace_poison_shard import Poison, poisoned_main
 from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
+from millrace_rank_processes import reserved_port
 from millrace_shard.parallel import COLLECTIVE_TIMEOUT
 
 SECONDS = 120.0
 WARMUP = pb.WarmupRequest(max_batch_prefill_tokens=64, max_batch_size=4, max_concurrent_requests=4)
+STOPS = {"STOP_SECONDS": "0.5", "ABORT_SECONDS": "60"}
+"""Calls have half a second after a signal, and a slow machine a minute to end them then."""
 HEALTHY, POISONED = [5, 9, 17, 42], [8, 17, 23, 42, 7]
 
 
@@ -36,37 +35,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def started(
     folder: Path, sockets: Path, settings: Mapping[str, str], *arguments: str, rank: int = 0
-) -> Iterator[tuple[subprocess.Popen[str], pb_grpc.ShardServiceStub]]:
+) -> Iterator[tuple[Forked, pb_grpc.ShardServiceStub]]:
     """A shard that may not listen yet; killed at the end if it still runs."""
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "OMP_NUM_THREADS": "1",
-        **{f"MILLRACE_TEST_{name}": value for name, value in settings.items()},
-    }
-    process = subprocess.Popen(
+    process = Forked(
+        poisoned_main,
         [
-            *(sys.executable, str(Path(millrace_poison_shard.__file__)), "serve", str(folder)),
-            *(f"--uds-path={sockets}/shard", "--device=cpu", "--cpu-threads=1"),
-            *("--disable-custom-kernels", f"--rank={rank}", *arguments),
+            *("serve", str(folder), f"--uds-path={sockets}/shard", "--device=cpu"),
+            *("--cpu-threads=1", "--disable-custom-kernels", f"--rank={rank}", *arguments),
         ],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        {f"MILLRACE_TEST_{name}": value for name, value in settings.items()},
     )
     try:
         with grpc.insecure_channel(f"unix:{sockets}/shard-{rank}") as channel:
             yield process, pb_grpc.ShardServiceStub(channel)
     finally:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
+        process.end()
 
 
 @contextmanager
 def poisoned(
     folder: Path, sockets: Path, **settings: str
-) -> Iterator[tuple[subprocess.Popen[str], pb_grpc.ShardServiceStub]]:
+) -> Iterator[tuple[Forked, pb_grpc.ShardServiceStub]]:
     """A shard that is warmed up."""
     with started(folder, sockets, settings) as (process, stub):
         stub.Warmup(WARMUP, wait_for_ready=True, timeout=SECONDS)
@@ -76,16 +65,13 @@ def poisoned(
 @contextmanager
 def two_ranks(
     folder: Path, sockets: Path, **settings: str
-) -> Iterator[list[tuple[subprocess.Popen[str], pb_grpc.ShardServiceStub]]]:
-    """A group that is warmed up; the settings are for rank 1 alone."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    group = ("--world-size=2", "--master-addr=127.0.0.1", f"--master-port={port}")
-    with (
-        started(folder, sockets, {}, *group) as first,
-        started(folder, sockets, settings, *group, rank=1) as second,
-    ):
+) -> Iterator[list[tuple[Forked, pb_grpc.ShardServiceStub]]]:
+    """A group that is warmed up; the settings are for rank 1 alone, and rank 0 stops as STOPS says."""
+    with ExitStack() as stack:
+        port = stack.enter_context(reserved_port())
+        group = ("--world-size=2", "--master-addr=127.0.0.1", f"--master-port={port}")
+        first = stack.enter_context(started(folder, sockets, STOPS, *group))
+        second = stack.enter_context(started(folder, sockets, settings, *group, rank=1))
         stubs = [stub for _, stub in (first, second)]
         warmups = [
             stub.Warmup.future(WARMUP, wait_for_ready=True, timeout=SECONDS) for stub in stubs
@@ -164,7 +150,7 @@ def test_a_shard_that_is_frozen_answers_nothing(folder: Path, tmp_path: Path) ->
         call = stub.Steps(epoch(1, POISONED), timeout=SECONDS)
         status = grpc.StatusCode.OK
         while status is grpc.StatusCode.OK:
-            status = stub.Health.future(pb.HealthRequest(), timeout=2).code()
+            status = stub.Health.future(pb.HealthRequest(), timeout=1).code()
         assert status is grpc.StatusCode.DEADLINE_EXCEEDED
         call.cancel()
 

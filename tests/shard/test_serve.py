@@ -6,13 +6,13 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import grpc
 import pytest
@@ -20,8 +20,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from millrace_fakes_models import save_tiny
+from millrace_forked import Forked
 from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
+from millrace_rank_processes import reserved_port
 from millrace_shard.__main__ import main
 from millrace_shard.config import ShardConfig
 from millrace_shard.engine import Engine
@@ -69,31 +71,37 @@ def folder(model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @contextmanager
-def process(folder: Path, sockets: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def process(folder: Path, sockets: Path, *arguments: str) -> Iterator[Forked]:
     """A shard of its own process; killed at the end if it still runs."""
-    command = [sys.executable, "-m", "millrace_shard", "serve", str(folder)]
+    shard = Forked(main, command_line(folder, sockets, *arguments))
+    try:
+        yield shard
+    finally:
+        shard.end()
+
+
+def command_line(folder: Path, sockets: Path, *arguments: str) -> list[str]:
+    """What follows the name of the program."""
+    return [
+        *("serve", str(folder), f"--uds-path={sockets}/shard", "--device=cpu", "--cpu-threads=1"),
+        *("--disable-custom-kernels", "--json-output", *arguments),
+    ]
+
+
+@contextmanager
+def program(*arguments: str, **streams: Any) -> Iterator[subprocess.Popen[str]]:
+    """Python as a user starts it, with what follows its name; killed at the end if it still runs."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "OMP_NUM_THREADS": "1",
     }
-    shard = subprocess.Popen(
-        [
-            *(*command, f"--uds-path={sockets}/shard", "--device=cpu", "--cpu-threads=1"),
-            *("--disable-custom-kernels", "--json-output", *arguments),
-        ],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        # Whatever is private has to be so by the shard's own doing.
-        umask=0,
-    )
+    started = subprocess.Popen([sys.executable, *arguments], env=environment, text=True, **streams)
     try:
-        yield shard
+        yield started
     finally:
-        if shard.poll() is None:
-            shard.kill()
-        shard.communicate()
+        if started.poll() is None:
+            started.kill()
+        started.communicate()
 
 
 def steps() -> Iterator[pb.StepRequest]:
@@ -114,7 +122,8 @@ WARMUP = pb.WarmupRequest(max_batch_prefill_tokens=64, max_batch_size=2, max_con
 def test_it_serves_the_models_own_tokens_and_stops_on_sigterm(
     model: LlamaForCausalLM, folder: Path, tmp_path: Path
 ) -> None:
-    with process(folder, tmp_path) as shard:
+    arguments = ("-m", "millrace_shard", *command_line(folder, tmp_path))
+    with program(*arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as shard:
         with grpc.insecure_channel(f"unix:{tmp_path}/shard-0") as channel:
             stub = pb_grpc.ShardServiceStub(channel)
             info = stub.Info(pb.InfoRequest(), wait_for_ready=True, timeout=SECONDS)
@@ -167,10 +176,8 @@ def test_a_shard_in_use_is_neither_replaced_nor_cut_off(folder: Path, tmp_path: 
 
 @pytest.mark.parametrize("flags", [(), ("--dtype=bfloat16", "--quantize=int8")])
 def test_two_ranks_sample_alike(folder: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     with ExitStack() as stack:
+        port = stack.enter_context(reserved_port())
         group = ("--world-size=2", "--master-addr=127.0.0.1", f"--master-port={port}")
         for rank in range(2):
             stack.enter_context(process(folder, tmp_path, f"--rank={rank}", *group, *flags))
@@ -217,7 +224,7 @@ def test_a_shard_ends_with_its_engine(
 
 def test_a_folder_without_a_model_ends_with_a_message(tmp_path: Path) -> None:
     with process(tmp_path, tmp_path) as shard:
-        output, _ = shard.communicate(timeout=SECONDS)
+        output = shard.communicate(timeout=SECONDS)
     assert shard.returncode == 1
     assert f"Error: no config.json in {tmp_path}" in output
 
@@ -225,24 +232,15 @@ def test_a_folder_without_a_model_ends_with_a_message(tmp_path: Path) -> None:
 def test_it_ends_with_its_parent(folder: Path, tmp_path: Path) -> None:
     """A parent that starts a shard and dies by SIGKILL once the shard listens; the pipe closes with the last holder."""
     script = "import subprocess, sys; subprocess.Popen(sys.argv[1:]); sys.stdin.readline()"  # dies on kill
+    shard = (sys.executable, "-m", "millrace_shard", *command_line(folder, tmp_path))
     read_end, write_end = os.pipe()
-    parent = subprocess.Popen(
-        [
-            *(sys.executable, "-c", script, sys.executable, "-m", "millrace_shard", "serve"),
-            *(str(folder), f"--uds-path={tmp_path}/shard", "--device=cpu", "--cpu-threads=1"),
-            "--disable-custom-kernels",
-        ],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        stdin=subprocess.PIPE,
-        stdout=write_end,
-    )
-    os.close(write_end)
-    with os.fdopen(read_end) as output:
-        for line in output:
-            if "Server started" in line:
-                parent.kill()
-        # Only reached when no process holds the other end any more.
-    parent.communicate()
+    with program("-c", script, *shard, stdin=subprocess.PIPE, stdout=write_end) as parent:
+        os.close(write_end)
+        with os.fdopen(read_end) as output:
+            for line in output:
+                if "Server started" in line:
+                    parent.kill()
+            # Only reached when no process holds the other end any more.
 
 
 def test_commands_are_named(capsys: pytest.CaptureFixture[str]) -> None:

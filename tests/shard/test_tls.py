@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,10 @@ import trustme
 
 from millrace_certificates import Certificate, certificate
 from millrace_fakes_engine import BLOCK_SIZE, VOCAB_SIZE, FakeModel, fake_kernels
+from millrace_forked import Forked
 from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
+from millrace_shard.__main__ import main
 from millrace_shard.config import ShardConfig
 from millrace_shard.credentials import CredentialsError, is_local, server_credentials
 from millrace_shard.engine import Engine
@@ -24,7 +24,7 @@ from millrace_shard.parallel import ProcessGroup
 from millrace_shard.service import ShardService, new_server
 from millrace_shard.warmup import LoadedModel, MemoryLimits
 
-SECONDS = 20.0
+SECONDS = 60.0
 
 
 def config(address: str | None, **other: Any) -> ShardConfig:
@@ -166,10 +166,11 @@ def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
 
 
 def test_the_program_refuses_before_it_loads_anything(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "millrace_shard", "serve", str(tmp_path / "absent")]
-    ended = subprocess.run(
-        [*command, "--address=0.0.0.0:0"], capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == 1
-    assert "--allow-insecure-tcp" in ended.stderr
-    assert "absent" not in ended.stderr
+    shard = Forked(main, ["serve", str(tmp_path / "absent"), "--address=0.0.0.0:0"])
+    try:
+        output = shard.communicate(SECONDS)
+        assert shard.returncode == 1
+    finally:
+        shard.end()
+    assert "--allow-insecure-tcp" in output
+    assert "absent" not in output

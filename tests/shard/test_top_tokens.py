@@ -23,7 +23,7 @@ def expected(row: list[float], n: int) -> list[int]:
     return [i for i, value in enumerate(row) if value >= last and value > -INFINITY]
 
 
-@settings(deadline=None, max_examples=200, derandomize=True)
+@settings(deadline=None, max_examples=60, derandomize=True)
 @given(rows, st.lists(st.integers(1, SIZE + 5), min_size=4, max_size=4))
 def test_the_rule_holds_however_many_tie(table: list[list[float]], wanted: list[int]) -> None:
     mine = np.array(wanted[: len(table)])
@@ -37,7 +37,7 @@ def test_the_rule_holds_however_many_tie(table: list[list[float]], wanted: list[
     assert len(ids) == sum(len(expected(row, n)) for row, n in zip(table, mine, strict=True))
 
 
-@settings(deadline=None, max_examples=100, derandomize=True)
+@settings(deadline=None, max_examples=60, derandomize=True)
 @given(rows, st.lists(st.integers(1, SIZE + 5), min_size=4, max_size=4), st.randoms())
 def test_the_rule_holds_among_all_that_is_possible(
     table: list[list[float]], wanted: list[int], random: Random

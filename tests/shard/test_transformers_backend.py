@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig
 
 from millrace_fakes_kernels import KERNELS, make_kernels
@@ -91,25 +91,40 @@ VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+PROMPTS = [prompt_of(length, seed=length) for length in (4, 70, 17)]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One of VARIATIONS, and what transformers generates with it for PROMPTS."""
+
+    folder: Path
+    expected: list[tuple[list[int], Tensor]]
+
+
+@pytest.fixture(scope="module", params=VARIATIONS)
+def checkpoint(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Checkpoint:
+    model_type, overrides = VARIATIONS[request.param]
+    folder = tmp_path_factory.mktemp("model")
+    reference = save_tiny(folder, model_type, **overrides)
+    return Checkpoint(folder, [greedy(reference, prompt, NUM_TOKENS) for prompt in PROMPTS])
+
+
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("name", VARIATIONS)
-def test_greedy_output_equals_generate(name: str, kernels: str, tmp_path: Path) -> None:
-    model_type, overrides = VARIATIONS[name]
-    reference = save_tiny(tmp_path, model_type, **overrides)
-    prompts = [prompt_of(length, seed=length) for length in (4, 70, 17)]
-    expected = [greedy(reference, prompt, NUM_TOKENS) for prompt in prompts]
+def test_greedy_output_equals_generate(checkpoint: Checkpoint, kernels: str) -> None:
     for chunk in (None, 7):
-        runs = load(tmp_path, name=kernels).generate(prompts, NUM_TOKENS, chunk=chunk)
-        for prompt, run, (tokens, probabilities) in zip(prompts, runs, expected, strict=True):
+        runs = load(checkpoint.folder, name=kernels).generate(PROMPTS, NUM_TOKENS, chunk=chunk)
+        for prompt, run, (tokens, probabilities) in zip(
+            PROMPTS, runs, checkpoint.expected, strict=True
+        ):
             assert run.ids[len(prompt) :] == tokens
             torch.testing.assert_close(logprobs(run), probabilities, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", VARIATIONS)
-def test_the_two_parts_of_a_pass_are_the_whole(name: str, tmp_path: Path) -> None:
-    model_type, overrides = VARIATIONS[name]
-    save_tiny(tmp_path, model_type, **overrides)
-    whole, parted = load(tmp_path), load(tmp_path)
+def test_the_two_parts_of_a_pass_are_the_whole(checkpoint: Checkpoint) -> None:
+    whole, parted = load(checkpoint.folder), load(checkpoint.folder)
     rows = [(Run(prompt_of(length, seed=length)), length) for length in (30, 4)]
     batch = replace(whole.admit(rows), logit_rows=torch.arange(3, 34))
     expected = whole.model.forward(batch, whole.cache)

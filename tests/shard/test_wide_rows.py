@@ -181,7 +181,7 @@ def test_guesses_are_no_more_than_the_shard_makes(setup: Setup) -> None:
 
 
 @settings(
-    max_examples=25,
+    max_examples=15,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,9 +14,11 @@ from pathlib import Path
 import psutil
 
 import millrace_fakes_launcher
+from millrace_ports import kept_port
 
 LAUNCHER = str(Path(millrace_fakes_launcher.__file__))
 SERVED = "is served at"
+GONE_SECONDS = 60
 
 
 @dataclass
@@ -73,40 +74,34 @@ class Deployment:
         return list(self.folder.glob("shard.sock-*"))
 
     async def assert_gone(self, family: list[psutil.Process]) -> None:
-        _, alive = await asyncio.to_thread(psutil.wait_procs, family, 20)
+        _, alive = await asyncio.to_thread(psutil.wait_procs, family, GONE_SECONDS)
         assert alive == []
         assert self.sockets() == []
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @asynccontextmanager
 async def deploy(folder: Path, *flags: str, **environment: str) -> AsyncIterator[Deployment]:
     """The launcher in a session of its own, gone afterwards; `FAKE_TERMINAL` is the descriptor of its terminal."""
-    port = free_port()
-    paths = os.pathsep.join(path for path in sys.path if path)
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        LAUNCHER,
-        "--model-id=some/model",
-        "--hostname=127.0.0.1",
-        f"--port={port}",
-        f"--shard-uds-path={folder}/shard.sock",
-        *flags,
-        env={**os.environ, "PYTHONPATH": paths, "FAKE_DIR": str(folder), **environment},
-        stdin=int(environment.get("FAKE_TERMINAL", asyncio.subprocess.DEVNULL)),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        start_new_session=True,
-    )
-    deployment = Deployment(process, folder, port)
-    try:
-        yield deployment
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await deployment.end()
+    with kept_port() as port:
+        paths = os.pathsep.join(path for path in sys.path if path)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            LAUNCHER,
+            "--model-id=some/model",
+            "--hostname=127.0.0.1",
+            f"--port={port}",
+            f"--shard-uds-path={folder}/shard.sock",
+            *flags,
+            env={**os.environ, "PYTHONPATH": paths, "FAKE_DIR": str(folder), **environment},
+            stdin=int(environment.get("FAKE_TERMINAL", asyncio.subprocess.DEVNULL)),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        deployment = Deployment(process, folder, port)
+        try:
+            yield deployment
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await deployment.end()

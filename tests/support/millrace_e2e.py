@@ -1,34 +1,33 @@
-"""Starts the real launcher on a free port and talks to it over HTTP."""
+"""Starts the real launcher on a port of its own and talks to it over HTTP."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from http.client import HTTPConnection
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
+from typing import Any, TypeVar
 
-import httpx
 import psutil
 from bench.survival.deployment import role_of
 
+from millrace_ports import kept_port
+
 ROOT = Path(__file__).resolve().parents[2]
 READY_SECONDS = 180
+END_SECONDS = 120
+ASK_SECONDS = 60
+POLL_SECONDS = 0.02
 
-
-def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
+Found = TypeVar("Found")
 
 
 @dataclass
@@ -37,8 +36,10 @@ class Server:
 
     process: subprocess.Popen[str]
     port: int
-    lines: list[str]
     sockets: Path
+    lines: list[str] = field(default_factory=list)
+    is_silent: Event = field(default_factory=Event)
+    """Set once nobody is left who could print."""
 
     @property
     def url(self) -> str:
@@ -77,14 +78,62 @@ class Server:
         finally:
             stopped.resume()
 
+    async def caught(
+        self,
+        send: Callable[[], Coroutine[Any, Any, Found]],
+        *,
+        is_time: Callable[[], bool],
+        num_running: int,
+    ) -> tuple[asyncio.Task[Found], psutil.Process]:
+        """What `send` sends, with so many requests under way since `is_time()`, and the shard, which is stopped.
+
+        Where fewer are left by then, as this process had to wait for its turn, all of it is sent again.
+        """
+        while True:
+            task = asyncio.create_task(send())
+            while not (task.done() or is_time()):
+                await asyncio.sleep(POLL_SECONDS)
+            shard = self.shard
+            shard.suspend()
+            if self.metrics()["millrace_requests_running"] >= num_running:
+                return task, shard
+            shard.resume()
+            await task
+
+    def end(self) -> int:
+        """The exit code after SIGTERM; from then on the log is whole."""
+        self.process.terminate()
+        code = self.process.wait(END_SECONDS)
+        assert self.is_silent.wait(END_SECONDS)
+        return code
+
     def metrics(self) -> dict[str, float]:
-        """Unlabelled samples of /metrics."""
-        samples = {}
-        for line in httpx.get(f"{self.url}/metrics").text.splitlines():
-            if line and not line.startswith("#") and "{" not in line:
-                name, value = line.split()
-                samples[name] = float(value)
-        return samples
+        """Value by series, as /metrics names it."""
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=ASK_SECONDS)
+        try:
+            connection.request("GET", "/metrics")
+            text = connection.getresponse().read().decode()
+        finally:
+            connection.close()
+        lines = (line for line in text.splitlines() if line and not line.startswith("#"))
+        return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+
+async def until(condition: Callable[[], Found]) -> Found:
+    """Poll until `condition()` holds, and say what it then says; the test's own deadline ends it."""
+    while not (found := condition()):
+        await asyncio.sleep(POLL_SECONDS)
+    return found
+
+
+def wait_for(condition: Callable[[], Found], *, seconds: float = END_SECONDS) -> Found:
+    """`until` for tests that are no coroutines, and have no deadline."""
+    return asyncio.run(_within(seconds, until(condition)))
+
+
+async def _within(seconds: float, work: Awaitable[Found]) -> Found:
+    async with asyncio.timeout(seconds):
+        return await work
 
 
 LAUNCHER = ("-m", "millrace_launcher")
@@ -101,13 +150,13 @@ def launch(
 
     `launcher` is what Python runs; `meanwhile` is called while the server starts.
     """
-    port = free_port()
-    with tempfile.TemporaryDirectory(prefix="millrace-") as folder:
-        sockets = Path(folder)
+    with ExitStack() as stack:
+        port, meeting = stack.enter_context(kept_port()), stack.enter_context(kept_port())
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millrace-")))
         process = subprocess.Popen(
             [
                 *(sys.executable, *launcher, f"--port={port}", "--hostname=127.0.0.1"),
-                *(f"--shard-uds-path={sockets}/shard", f"--master-port={free_port()}", *args),
+                *(f"--shard-uds-path={folder}/shard", f"--master-port={meeting}", *args),
             ],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -119,8 +168,8 @@ def launch(
                 **(env or {}),
             },
         )
-        server = Server(process, port, [], sockets)
-        ready, ended = Event(), Event()
+        server = Server(process, port, folder)
+        ready = Event()
 
         def pump() -> None:
             assert process.stdout is not None
@@ -128,7 +177,7 @@ def launch(
                 server.lines.append(line.rstrip("\n"))
                 if f":{port}/generate" in line:
                     ready.set()
-            ended.set()
+            server.is_silent.set()
             ready.set()
 
         thread = Thread(target=pump, daemon=True)
@@ -137,16 +186,16 @@ def launch(
             if meanwhile is not None:
                 meanwhile(server)
             assert ready.wait(READY_SECONDS), f"not ready in {READY_SECONDS} s:\n{server.log}"
-            assert not ended.is_set(), f"ended before it was ready:\n{server.log}"
+            assert not server.is_silent.is_set(), f"ended before it was ready:\n{server.log}"
             yield server
         finally:
             if process.poll() is None:
                 process.terminate()
-                try:
-                    process.wait(60)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-            thread.join(10)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(END_SECONDS)
+                process.kill()
+            process.wait()
+            thread.join(END_SECONDS)
             if process.stdout is not None:
                 process.stdout.close()
 

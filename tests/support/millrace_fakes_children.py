@@ -23,9 +23,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NoReturn
 
-import grpc
-from grpc_health.v1 import health, health_pb2_grpc
-
 FOLDER = Path(os.environ.get("FAKE_DIR", "."))
 
 
@@ -90,6 +87,10 @@ def shard(argv: list[str]) -> None:
     known, _ = parser.parse_known_args(argv)
     name = f"shard-{known.rank}"
     stop = begin(name, "shard")
+    # Only here, as most of the time of a start goes there, and many do not come so far.
+    import grpc
+    from grpc_health.v1 import health, health_pb2_grpc
+
     server = grpc.server(ThreadPoolExecutor(2))
     health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
     server.add_insecure_port(f"unix:{known.uds_path}-{known.rank}")

@@ -42,6 +42,8 @@ from millrace_router.wire import Capacity, ShardInfo
 
 WORDS = ("hello", "world", "wörld", "日本", "a", "b")
 GRACE_SECONDS = 300.0
+PROBE_SECONDS = 30.0
+"""So long that a probe on a slow machine is not given up before its token, or its failure, is there."""
 LIMITS = Limits(
     max_input_tokens=8,
     max_total_tokens=16,
@@ -217,7 +219,9 @@ def services_over(
     metrics = Metrics(
         max_input_tokens=limits.max_input_tokens, max_total_tokens=limits.max_total_tokens
     )
-    health = Health(batcher.recovery, batcher, grace_seconds=GRACE_SECONDS)
+    health = Health(
+        batcher.recovery, batcher, grace_seconds=GRACE_SECONDS, probe_seconds=PROBE_SECONDS
+    )
     grammars = Grammars(batcher.compiler, batcher.recovery, metrics, grace_seconds=GRACE_SECONDS)
     validator = Validator(tokenizer, limits, metrics, grammars)
     return Services(

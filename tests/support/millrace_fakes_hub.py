@@ -37,10 +37,16 @@ class Hub:
         return f"http://127.0.0.1:{self.port}"
 
 
+class _Server(ThreadingHTTPServer):
+    """Lets all threads of a download connect at once: the usual queue of 5 is shorter than they are many."""
+
+    request_queue_size = 128
+
+
 @contextmanager
 def serve(hub: Hub) -> Iterator[Hub]:
     handler = type("BoundHandler", (_Handler,), {"hub": hub})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server = _Server(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     hub.port = server.server_address[1]
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))

@@ -36,7 +36,7 @@ async def keyed_edge(
         edge.runner.app[RUNS]._call_later = timers
         yield edge, timers
         timers.turn(GRACE)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(30):
             await edge.services.infer.permits.all_free()
         assert edge.services.infer.permits.taken == 0
         assert num_runs(edge) == 0
@@ -49,7 +49,7 @@ def num_runs(edge: Edge) -> int:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Let the server work until something has come about."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0)
 

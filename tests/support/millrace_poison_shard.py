@@ -3,6 +3,7 @@
 A step that has a sequence whose input ids contain MILLRACE_TEST_POISON, such as "17,23,42", does what
 MILLRACE_TEST_POISON_HOW says: `kill`, `segv`, `raise`, `hang`, `freeze` or `oom`. Apart from that, a step of more than
 MILLRACE_TEST_OOM_ROWS rows or MILLRACE_TEST_OOM_TOKENS tokens runs out of memory. Ranks above 0 do the same.
+MILLRACE_TEST_STOP_SECONDS and MILLRACE_TEST_ABORT_SECONDS take the place of the constants of `serve`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from millrace_shard import engine, warmup
+from millrace_shard import engine, serve, warmup
 from millrace_shard.__main__ import main
 from millrace_shard.launched_step import LaunchedStep
 from millrace_shard.prepared import PreparedStep
@@ -119,6 +120,14 @@ def install(poison: Poison) -> None:
     vars(engine)["warm_up"] = quiet_warm_up
 
 
-if __name__ == "__main__":
+def poisoned_main(arguments: Sequence[str] | None = None) -> int:
+    """As `millrace_shard.__main__.main`, with the poison and the seconds of the environment."""
     install(Poison.from_environment(os.environ))
-    sys.exit(main())
+    for name in ("STOP_SECONDS", "ABORT_SECONDS"):
+        if (value := os.environ.get(f"MILLRACE_TEST_{name}")) is not None:
+            vars(serve)[name] = float(value)
+    return main(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(poisoned_main())

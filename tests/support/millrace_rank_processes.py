@@ -1,17 +1,30 @@
-"""Ranks of a group as processes of their own, which load no more than torch unless their work does."""
+"""Ranks of a group as processes of their own."""
 
 from __future__ import annotations
 
-import multiprocessing
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from millrace_forked import forking
 from millrace_shard.parallel import ProcessGroup
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """Where a group may meet: nobody else is given the port meanwhile.
+
+    Linux lets two sockets bind one port as long as both say so and at most one listens.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
 
 
 def part_of(rank: int) -> Tensor:
@@ -34,22 +47,19 @@ def run_ranks(
     folder: Path, world_size: int, work: Callable[[ProcessGroup, Any], Any], argument: Any
 ) -> list[Any]:
     """Run `work` in `world_size` processes that are one group; what each rank returned."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    ranks = [
-        context.Process(target=_rank, args=(rank, world_size, port, folder, work, argument))
-        for rank in range(world_size)
-    ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(timeout=100)
-        if process.exitcode != 0:
-            for other in ranks:
-                other.kill()
-            raise RuntimeError(f"a rank ended with {process.exitcode}")
+    with reserved_port() as port:
+        ranks = [
+            forking().Process(target=_rank, args=(rank, world_size, port, folder, work, argument))
+            for rank in range(world_size)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(timeout=100)
+            if process.exitcode != 0:
+                for other in ranks:
+                    other.kill()
+                raise RuntimeError(f"a rank ended with {process.exitcode}")
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(world_size)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -54,6 +55,8 @@ class Reference:
             capture_output=True,
             text=True,
             check=False,
+            # Idle threads of libgomp spin otherwise: ten times as long on cores that somebody else uses, too.
+            env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
         )
         answers = done.stdout.splitlines()
         if done.returncode != 0 or len(answers) != len(questions):

@@ -33,9 +33,12 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # The interpreter casts to bfloat16 by cutting off, as numpy has none.
 TOLERANCE = {BF16: 0.03, FP16: 0.003, FP32: 5e-6}
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-CONTEXTS = (275, 257, 20, 1, 256)
-SPANS: tuple[Span, ...] = ((0, 262, 275), (1, 256, 257), (2, 0, 20), (3, 0, 1), (4, 255, 256))
-"""Ends of prompts, and single queries on both sides of the end of a span. Few: the interpreter is slow."""
+CONTEXTS = (275, 257, 17, 1, 256)
+SPANS: tuple[Span, ...] = ((0, 268, 275), (1, 256, 257), (2, 0, 17), (3, 0, 1), (4, 255, 256))
+"""Ends of prompts, and single queries on both sides of the end of a span. Few: the interpreter is slow.
+
+Seven queries in groups of three, and seventeen alone, are a tile and a part of one.
+"""
 COUNTS = [end - begin for _, begin, end in SPANS]
 
 
@@ -130,7 +133,7 @@ def test_long_contexts_are_split_into_longer_spans(window: int | None) -> None:
 
 def test_padding_and_width_of_a_graph_change_nothing() -> None:
     paged = pages()
-    singles = [(1, 256, 257), (4, 255, 256), (2, 19, 20)]
+    singles = [(1, 256, 257), (4, 255, 256), (2, 16, 17)]
     alone = paged.attend(singles)
     batch = paged.batch(singles)
     tables = torch.zeros(5, 200, dtype=torch.int32, device=DEVICE)
@@ -149,11 +152,12 @@ def test_padding_and_width_of_a_graph_change_nothing() -> None:
 
 def test_queries_may_be_a_view_into_a_merged_projection() -> None:
     paged = pages()
-    batch = paged.batch(SPANS)
-    queries = torch.cat([paged.queries[b][begin:end] for b, begin, end in SPANS])
+    spans = SPANS[1:3]
+    batch = paged.batch(spans)
+    queries = torch.cat([paged.queries[b][begin:end] for b, begin, end in spans])
     merged = torch.cat([queries, torch.full_like(queries, math.nan)], dim=1)[:, : queries.shape[1]]
     by_head = queries.transpose(0, 1).contiguous().transpose(0, 1)
-    expected = paged.attend(SPANS)
+    expected = paged.attend(spans)
     for view in (merged, by_head):
         out = paged.kernels.attend(view, batch, paged.cache, scale=32**-0.5)
         assert torch.equal(out, expected)
@@ -175,13 +179,15 @@ def test_what_lies_beyond_the_end_never_matters(deterministic: bool) -> None:
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_sequence_that_is_not_finite_fails_alone_and_visibly(bad: float) -> None:
-    paged = pages()
-    before = torch.split(paged.attend(SPANS), COUNTS)
+    paged = pages(contexts=(40, 33, 17))
+    spans = [(0, 33, 40), (1, 32, 33), (2, 0, 17)]
+    counts = [end - begin for _, begin, end in spans]
+    before = torch.split(paged.attend(spans), counts)
     # Positive queries make an infinite key an infinite score.
     paged.queries[2].abs_()
     block, offset = divmod(10, 16)
     paged.cache.keys[paged.tables[2, block], offset] = bad
-    after = torch.split(paged.attend(SPANS), COUNTS)
+    after = torch.split(paged.attend(spans), counts)
     for sequence, (was, now) in enumerate(zip(before, after, strict=True)):
         if sequence != 2:
             assert torch.equal(was, now)
