@@ -106,6 +106,7 @@ class Batcher:
         self._flights: deque[_Flight] = deque()
         self._last_answered = 0
         self._answered_at = 0.0
+        self._is_at_answer = False
         self._request_ids = count()
         self._wake = asyncio.Event()
         self._stopped = False
@@ -242,6 +243,7 @@ class Batcher:
 
     async def _may_plan_after(self, seconds: float) -> bool:
         """Leave the next step undecided for so long; False if it is not to be decided then."""
+        self._note_turn()
         self._metrics.batch(self._planner, len(self._waiting))
         if await self._shards.answers_within(seconds):
             self._late.learn(0.0)
@@ -258,6 +260,13 @@ class Batcher:
         self._metrics.sent(plan)
         self._flights.append(_Flight(self._shards.last_sent + 1, plan, now, was_open))
         await self._shards.send(plan)
+        self._note_turn()
+
+    def _note_turn(self) -> None:
+        """Take note of how long the router was at the last answer, once for each."""
+        if self._is_at_answer:
+            self._is_at_answer = False
+            self._prospects.cost.variation.turned(time.monotonic() - self._answered_at)
 
     def _deliver(self, result: StepResult) -> None:
         """Hand a step's tokens to their streams; drop what has ended with them."""
@@ -307,6 +316,7 @@ class Batcher:
             self._prospects.observe(plan.load if progress is None else progress.load, seconds)
             self._lifeline.served(computed=True)
         self._last_answered, self._answered_at = result.number, answered_at
+        self._is_at_answer = True
 
     def _end(self, entry: Entry, error: RouterError | None = None) -> None:
         """Take note that `entry` has ended, with `error` unless its last token has been sent."""

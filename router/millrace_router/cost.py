@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from millrace_router.extra_costs import ExtraCosts
 from millrace_router.least_squares import solve_nonnegative
 from millrace_router.step_load import StepLoad
+from millrace_router.variation import Variation
 
 COEFFICIENTS = (
     "step",
@@ -54,6 +55,7 @@ class CostModel:
     """
 
     def __init__(self) -> None:
+        self.variation = Variation()
         self._coefficients: list[float] = []
         self._pace = 1.0
         self._frozen = False
@@ -121,6 +123,7 @@ class CostModel:
         self._extra.fade()
         expected = sum(map(float.__mul__, self._coefficients, features)) or seconds
         if self._coefficients:
+            self.variation.took(seconds / expected)
             paced = self._pace * expected
             self._pace *= 1.0 + _PACE_RATE * (seconds - paced) / max(seconds, paced)
         memory = self._prefill_steps if load.prefill_tokens else self._decode_steps

@@ -59,6 +59,8 @@ class InfoJson(TypedDict):
     block_size: int
     num_blocks: int
     cost_model: dict[str, float]
+    step_ratios: list[float]
+    turn_seconds: float
     attention: str
     deterministic: bool
     speculate: int

@@ -56,6 +56,7 @@ async def info(request: web.Request) -> web.Response:
     """`GET /info`: the model, every limit, and what a simulator needs to know; with the fields that TGI 3 dropped."""
     services = request.app[SERVICES]
     config, shard, limits = services.config, services.shard, services.limits
+    cost = services.cost
     answer: InfoJson = {
         "model_id": config.model_id,
         "model_sha": config.revision,
@@ -90,7 +91,9 @@ async def info(request: web.Request) -> web.Response:
         "late_planning_share": 0.0 if services.late is None else round(services.late.share, 4),
         "block_size": shard.block_size,
         "num_blocks": services.capacity.num_blocks,
-        "cost_model": {} if services.cost is None else services.cost.to_json(),
+        "cost_model": {} if cost is None else cost.to_json(),
+        "step_ratios": [] if cost is None else [round(r, 4) for r in cost.variation.ratios()],
+        "turn_seconds": 0.0 if cost is None else round(cost.variation.turn_seconds, 6),
         "attention": shard.attention,
         "deterministic": shard.deterministic,
         "speculate": shard.speculate,

@@ -20,6 +20,8 @@ from millrace_router.simulator.sweep import Sweep
 from millrace_router.simulator.workload import Workload
 
 SERVER_TIMEOUT_SECONDS = 10.0
+READ_ONLY = ("cost_model", "step_ratios")
+"""No flags: read from a server or a file."""
 
 EXAMPLE = """\
 example:
@@ -149,7 +151,7 @@ def _sweeps(texts: Sequence[str]) -> tuple[Sweep, ...]:
         raise ConfigError("--sweep: two flags at most can be swept")
     known = {*Deployment.model_fields, *Workload.model_fields, *Scope.model_fields}
     for sweep in sweeps:
-        if sweep.field not in known - {"cost_model", "cores"}:
+        if sweep.field not in known - {*READ_ONLY, "cores"}:
             raise ConfigError(f"--sweep: there is no flag --{sweep.flag} to sweep")
     return sweeps
 
@@ -222,7 +224,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_fields(group: argparse._ArgumentGroup, model: type[BaseModel]) -> None:
     """A flag for each field, left out of the result when it is not given."""
     for name, field in model.model_fields.items():
-        if name == "cost_model":
+        if name in READ_ONLY:
             continue
         choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else None
         known = field.default not in (None, (), PydanticUndefined)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -42,6 +42,12 @@ class Deployment(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     cost_model: dict[str, float] = Field(description="Seconds, by the names of `CostModel`.")
+    step_ratios: tuple[Annotated[float, Field(gt=0.0)], ...] = Field(
+        default=(), description="By what factors steps of one load differ, each as likely."
+    )
+    turn_seconds: float = Field(
+        default=0.0, ge=0.0, description="What the router takes for the answer to a step."
+    )
     num_blocks: int = Field(ge=2, description="KV blocks of the shards, the reserved one included.")
     block_size: int = Field(ge=1, description="Tokens of one KV block.")
     max_total_tokens: int = Field(ge=2, description="Most tokens of prompt and answer.")

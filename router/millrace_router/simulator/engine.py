@@ -6,6 +6,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import count
+from random import Random
 
 from millrace_router.cost import CostModel
 from millrace_router.policies import late_planning_from
@@ -32,7 +33,9 @@ class _Flight:
     number: int
     plan: StepPlan[Candidate]
     began_at: float
-    ends_at: float
+    predicted: float
+    """Seconds it was to take."""
+    answered_at: float
     started: list[Row[Candidate]] = field(default_factory=list)
     """Rows whose input it completes, so that it yields their first token since admission."""
     ended: list[Row[Candidate]] = field(default_factory=list)
@@ -52,7 +55,10 @@ class _Flight:
 
 
 class Engine:
-    """Router and shards of one replica. The time of a step is what the cost model says, other work takes none.
+    """Router and shards of one replica.
+
+    A step takes what the cost model says, times one of the deployment's ratios, drawn by a seeded generator. Its tokens
+    are handed out, and the next step is planned, so long after it as the router takes for an answer.
 
     Steps are planned when the batcher plans them: when a request arrives while none is in flight, when one is answered,
     or late in the one that the shards are at.
@@ -76,6 +82,7 @@ class Engine:
             late=self._late,
         )
         self._prefixes = PrefixNames()
+        self._random = Random(0)  # noqa: S311
         self._gaps = Gaps(self.tally.between_tokens)
         self._flights: deque[_Flight] = deque()
         self._last_sent = 0
@@ -95,7 +102,7 @@ class Engine:
         if self._open_until is not None:
             return self._open_until
         if self._flights:
-            return self._flights[0].ends_at
+            return self._flights[0].answered_at
         return self.now if self._num_present else math.inf
 
     def arrive(self, arrival: Arrival) -> bool:
@@ -126,7 +133,7 @@ class Engine:
             self.now = self._open_until
         elif self._flights:
             flight = self._flights.popleft()
-            self.now = flight.ends_at
+            self.now = flight.answered_at
             self._answer(flight)
         self._expire()
         self._plan(last_answered=self._last_sent - len(self._flights))
@@ -174,16 +181,20 @@ class Engine:
         if not self._flights:
             return False
         flight = self._flights[0]
-        open_until = flight.began_at + self._late.open_part(flight.ends_at - flight.began_at)
-        self._open_until = open_until if open_until > self.now else None
-        return self._open_until is not None
+        open_until = flight.began_at + self._late.open_part(flight.predicted)
+        is_open = open_until > self.now
+        # The answer may come before.
+        self._open_until = open_until if is_open and open_until < flight.answered_at else None
+        return is_open
 
     def _send(self, plan: StepPlan[Candidate]) -> None:
         self._last_sent += 1
-        seconds = (self._cost.seconds(plan.load) or 0.0) if plan.has_forward else 0.0
+        predicted = (self._cost.seconds(plan.load) or 0.0) if plan.has_forward else 0.0
+        seconds = predicted * self._ratio()
         began_at = max(self.now, self._shards_free_at)
         self._shards_free_at = began_at + seconds
-        flight = _Flight(self._last_sent, plan, began_at, self._shards_free_at)
+        answered_at = self._shards_free_at + self._deployment.turn_seconds
+        flight = _Flight(self._last_sent, plan, began_at, predicted, answered_at)
         for row in plan.admitted:
             self._admitted(row)
         rows = self._planner.rows
@@ -204,6 +215,10 @@ class Engine:
         flight.sort_ended()
         self._flights.append(flight)
         self._observe(plan, seconds)
+
+    def _ratio(self) -> float:
+        ratios = self._deployment.step_ratios
+        return ratios[int(self._random.random() * len(ratios))] if ratios else 1.0
 
     def _admitted(self, row: Row[Candidate]) -> None:
         candidate = row.entry

@@ -92,6 +92,31 @@ def test_a_prompt_that_comes_during_a_step_waits_for_the_two_that_were_sent() ->
     assert tally.between_tokens.percentile(50) == pytest.approx(DECODE)
 
 
+def test_steps_differ_by_the_ratios_that_are_given_and_are_the_same_every_time() -> None:
+    arrivals = [Arrival(0.0, 100, 400)]
+    even, varied, again = (
+        run(arrivals, step_ratios=ratios) for ratios in ((), (0.5, 1.5), (0.5, 1.5))
+    )
+    assert varied.busy_seconds == again.busy_seconds
+    assert varied.busy_seconds == pytest.approx(even.busy_seconds, rel=0.1)
+    assert even.between_tokens.percentile(90) == pytest.approx(DECODE, rel=0.011)
+    assert varied.between_tokens.percentile(10) == pytest.approx(0.5 * DECODE, rel=0.011)
+    assert varied.between_tokens.percentile(90) == pytest.approx(1.5 * DECODE, rel=0.011)
+
+
+def test_an_answer_comes_when_the_router_has_handed_it_out() -> None:
+    at_once, later = (run([Arrival(0.0, 100, 5)], turn_seconds=turn) for turn in (0.0, 0.25))
+    # The shards are at the next step meanwhile.
+    assert later.latency.mean == pytest.approx(at_once.latency.mean + 0.25)
+    assert later.first_token.mean == pytest.approx(at_once.first_token.mean + 0.25)
+
+
+def test_a_step_that_ends_before_the_next_one_was_to_be_planned_has_it_planned_then() -> None:
+    arrivals = [Arrival(0.0, 100, 50)]
+    tally = run(arrivals, step_ratios=(0.01,))
+    assert tally.latency.mean == pytest.approx(tally.busy_seconds)
+
+
 def test_the_cost_grows_with_rows_and_context() -> None:
     costs = dict.fromkeys(COST, 0.0) | {"decode_row": 1.0, "decode_context_token": 0.01}
     tally = run([Arrival(0.0, 10, 3, 3), Arrival(0.0, 20, 3, 3)], cost_model=costs)

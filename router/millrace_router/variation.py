@@ -1,0 +1,40 @@
+"""What a cost model leaves out: how steps of one load differ, and how long the router is at an answer."""
+
+from __future__ import annotations
+
+from collections import deque
+
+NUM_RATIOS = 32
+_WINDOW = 512
+_TURN_RATE = 1 / 64
+"""How far one answer moves what is known of them."""
+
+
+class Variation:
+    """Of the last steps."""
+
+    def __init__(self) -> None:
+        self._ratios: deque[float] = deque(maxlen=_WINDOW)
+        self._turn_seconds = 0.0
+
+    @property
+    def turn_seconds(self) -> float:
+        """From an answer until its tokens are handed out and the step after the next one is planned."""
+        return self._turn_seconds
+
+    def took(self, ratio: float) -> None:
+        """Learn from a step that took `ratio` times as long as others of its load."""
+        self._ratios.append(ratio)
+
+    def turned(self, seconds: float) -> None:
+        """Learn from an answer that the router was at for so long."""
+        self._turn_seconds += _TURN_RATE * (seconds - self._turn_seconds)
+
+    def ratios(self) -> list[float]:
+        """`NUM_RATIOS` quantiles, evenly apart and scaled to a mean of 1; empty before as many steps."""
+        ordered = sorted(self._ratios)
+        if len(ordered) < NUM_RATIOS:
+            return []
+        found = [ordered[int((i + 0.5) / NUM_RATIOS * len(ordered))] for i in range(NUM_RATIOS)]
+        mean = sum(found) / NUM_RATIOS
+        return [ratio / mean for ratio in found]

@@ -1,0 +1,62 @@
+"""What is known of steps and of the router beyond their mean costs."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millrace_router.cost import COEFFICIENTS, CostModel
+from millrace_router.step_load import StepLoad
+from millrace_router.variation import NUM_RATIOS, Variation
+
+
+def test_nothing_is_said_of_few_steps() -> None:
+    variation = Variation()
+    for _ in range(NUM_RATIOS - 1):
+        variation.took(1.0)
+    assert variation.ratios() == []
+    assert variation.turn_seconds == 0.0
+
+
+@given(st.lists(st.floats(0.01, 100.0), min_size=NUM_RATIOS, max_size=200))
+def test_ratios_are_in_order_about_one_and_as_far_apart_as_those_seen(seen: list[float]) -> None:
+    variation = Variation()
+    for ratio in seen:
+        variation.took(ratio)
+    ratios = variation.ratios()
+    assert len(ratios) == NUM_RATIOS
+    assert ratios == sorted(ratios)
+    assert sum(ratios) / NUM_RATIOS == pytest.approx(1.0)
+    assert ratios[-1] / ratios[0] <= max(seen) / min(seen) * 1.000001
+
+
+def test_old_steps_are_forgotten() -> None:
+    variation = Variation()
+    for ratio in [*([100.0] * 1000), *([1.0, 3.0] * 256)]:
+        variation.took(ratio)
+    assert set(variation.ratios()) == {0.5, 1.5}
+
+
+def test_one_slow_answer_moves_little() -> None:
+    variation = Variation()
+    for _ in range(1000):
+        variation.turned(0.001)
+    variation.turned(0.065)
+    assert variation.turn_seconds == pytest.approx(0.002, rel=0.01)
+
+
+def test_a_cost_model_sees_how_steps_of_one_load_differ() -> None:
+    cost = CostModel()
+    for number in range(600):
+        cost.observe(StepLoad(decodes=4, context=400), 0.010 if number % 2 else 0.014)
+    ratios = cost.variation.ratios()
+    assert ratios[0] == pytest.approx(10 / 12, rel=0.02)
+    assert ratios[-1] == pytest.approx(14 / 12, rel=0.02)
+
+
+def test_known_costs_learn_nothing_of_it() -> None:
+    cost = CostModel.fixed(dict.fromkeys(COEFFICIENTS, 0.001))
+    for _ in range(600):
+        cost.observe(StepLoad(decodes=4, context=400), 0.010)
+    assert cost.variation.ratios() == []
