@@ -45,6 +45,10 @@ def _nothing() -> None:
     pass
 
 
+def _unseen(_: float) -> None:
+    pass
+
+
 class Infer:
     """Starts generations. Every permit taken is given back when its generation closes."""
 
@@ -56,12 +60,15 @@ class Infer:
         *,
         on_failure: Callable[[RouterError], None] = ignore,
         on_token: Callable[[], None] = _nothing,
+        on_entry: Callable[[float], None] = _unseen,
     ) -> None:
+        """`on_entry` is told how many seconds after its arrival a request was queued."""
         self._batcher = batcher
         self._validator = validator
         self._metrics = metrics
         self._on_failure = on_failure
         self._on_token = on_token
+        self._on_entry = on_entry
         self._draining = False
         self.permits = Permits(validator.limits.max_concurrent_requests, batcher.drain_seconds)
 
@@ -221,6 +228,7 @@ class Infer:
             samples = _samples_of(validated, count)
             streams = self._submit(samples)
             undo.pop_all()
+        self._on_entry(streams[0].queued_at - record.arrived_at)
         records = (record, *(record.sibling() for _ in samples[1:]))
         return tuple(
             Generation(sample, stream, record=own, counted=True, release=self.permits.give)

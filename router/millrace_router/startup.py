@@ -317,6 +317,7 @@ def assemble(  # noqa: PLR0913
             metrics,
             on_failure=health.failed,
             on_token=health.generated,
+            on_entry=cost.variation.entered,
         ),
         metrics=metrics,
         health=health,

@@ -1,11 +1,13 @@
-"""What a cost model leaves out: how steps of one load differ, and how long the router is at an answer."""
+"""What a cost model leaves out: how steps of one load differ, and what the router takes for requests and answers."""
 
 from __future__ import annotations
 
 from collections import deque
+from statistics import median
 
 NUM_RATIOS = 32
 _WINDOW = 512
+_NUM_ENTRIES = 65
 _TURN_RATE = 1 / 64
 """How far one answer moves what is known of them."""
 
@@ -16,6 +18,12 @@ class Variation:
     def __init__(self) -> None:
         self._ratios: deque[float] = deque(maxlen=_WINDOW)
         self._turn_seconds = 0.0
+        self._entries: deque[float] = deque(maxlen=_NUM_ENTRIES)
+
+    @property
+    def entry_seconds(self) -> float:
+        """From the arrival of a request until it is queued: the median of the last ones; 0 before the first."""
+        return median(self._entries) if self._entries else 0.0
 
     @property
     def turn_seconds(self) -> float:
@@ -25,6 +33,10 @@ class Variation:
     def took(self, ratio: float) -> None:
         """Learn from a step that took `ratio` times as long as others of its load."""
         self._ratios.append(ratio)
+
+    def entered(self, seconds: float) -> None:
+        """Learn from a request that was queued so long after its arrival."""
+        self._entries.append(seconds)
 
     def turned(self, seconds: float) -> None:
         """Learn from an answer that the router was at for so long."""

@@ -46,6 +46,14 @@ def test_one_slow_answer_moves_little() -> None:
     assert variation.turn_seconds == pytest.approx(0.002, rel=0.01)
 
 
+def test_a_burst_of_entries_is_soon_forgotten() -> None:
+    variation = Variation()
+    assert variation.entry_seconds == 0.0
+    for seconds in [*([0.5] * 200), *([0.001] * 40)]:
+        variation.entered(seconds)
+    assert variation.entry_seconds == 0.001
+
+
 def test_a_cost_model_sees_how_steps_of_one_load_differ() -> None:
     cost = CostModel()
     for number in range(600):

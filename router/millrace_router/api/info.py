@@ -60,6 +60,7 @@ class InfoJson(TypedDict):
     num_blocks: int
     cost_model: dict[str, float]
     step_ratios: list[float]
+    entry_seconds: float
     turn_seconds: float
     attention: str
     deterministic: bool

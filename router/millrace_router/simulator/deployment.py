@@ -45,6 +45,9 @@ class Deployment(BaseModel):
     step_ratios: tuple[Annotated[float, Field(gt=0.0)], ...] = Field(
         default=(), description="By what factors steps of one load differ, each as likely."
     )
+    entry_seconds: float = Field(
+        default=0.0, ge=0.0, description="What the router takes for a request before it is queued."
+    )
     turn_seconds: float = Field(
         default=0.0, ge=0.0, description="What the router takes for the answer to a step."
     )

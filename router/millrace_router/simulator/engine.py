@@ -58,7 +58,8 @@ class Engine:
     """Router and shards of one replica.
 
     A step takes what the cost model says, times one of the deployment's ratios, drawn by a seeded generator. Its tokens
-    are handed out, and the next step is planned, so long after it as the router takes for an answer.
+    are handed out, and the next step is planned, so long after it as the router takes for an answer. What it takes
+    for a request counts from its arrival to its tokens, and delays nothing else.
 
     Steps are planned when the batcher plans them: when a request arrives while none is in flight, when one is answered,
     or late in the one that the shards are at.
@@ -259,7 +260,7 @@ class Engine:
         if candidate.last_token_at is not None:
             self.tally.between_tokens.add(self.now - candidate.last_token_at)
         else:
-            seconds = self.now - candidate.queued_at
+            seconds = self.now - candidate.queued_at + self._deployment.entry_seconds
             self.tally.first_token.add(seconds)
             if candidate.tenant:
                 of_tenant = self.tally.first_token_of.setdefault(candidate.tenant, Distribution())
@@ -274,7 +275,7 @@ class Engine:
         self._num_present -= 1
         tally.finished += 1
         tally.output_tokens += candidate.output_tokens
-        tally.latency.add(self.now - candidate.queued_at)
+        tally.latency.add(self.now - candidate.queued_at + self._deployment.entry_seconds)
         tally.ended_at = self.now
         self._waiting.served(candidate, candidate.output_tokens)
         self._door.ended(candidate, num_cached=row.num_cached)

@@ -109,6 +109,10 @@ def test_an_answer_comes_when_the_router_has_handed_it_out() -> None:
     # The shards are at the next step meanwhile.
     assert later.latency.mean == pytest.approx(at_once.latency.mean + 0.25)
     assert later.first_token.mean == pytest.approx(at_once.first_token.mean + 0.25)
+    entered = run([Arrival(0.0, 100, 5)], entry_seconds=0.5)
+    assert entered.first_token.mean == pytest.approx(at_once.first_token.mean + 0.5)
+    assert entered.latency.mean == pytest.approx(at_once.latency.mean + 0.5)
+    assert entered.queue.mean == at_once.queue.mean
 
 
 def test_a_step_that_ends_before_the_next_one_was_to_be_planned_has_it_planned_then() -> None:
