@@ -137,6 +137,17 @@ async def test_the_samples_of_best_of_compute_one_prompt() -> None:
     assert sorted(cached) == [0, 8], "all but the last, partial block is found computed"
 
 
+async def test_how_long_a_request_took_to_be_queued_is_told_once() -> None:
+    batcher, told = FakeBatcher(), list[float]()
+    infer = new_infer(batcher)
+    infer._on_entry = told.append
+    async with await infer.start(request()) as generation:
+        assert told == [generation.times.validation]
+    with pytest.raises(ValidationError):
+        await infer.start(request(temperature=-1.0))
+    assert len(told) == 1
+
+
 async def test_a_stream_without_an_end_is_our_fault() -> None:
     batcher = FakeBatcher()
     infer = new_infer(batcher)
