@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-NUM_RATIOS = 32
-_WINDOW = 512
+NUM_RATIOS = 256
 _NUM_ENTRIES = 65
 _TURN_RATE = 1 / 64
 """How far one answer moves what is known of them."""
@@ -16,7 +15,7 @@ class Variation:
     """Of the last steps."""
 
     def __init__(self) -> None:
-        self._ratios: deque[float] = deque(maxlen=_WINDOW)
+        self._ratios: deque[float] = deque(maxlen=NUM_RATIOS)
         self._turn_seconds = 0.0
         self._entries: deque[float] = deque(maxlen=_NUM_ENTRIES)
 
@@ -43,10 +42,11 @@ class Variation:
         self._turn_seconds += _TURN_RATE * (seconds - self._turn_seconds)
 
     def ratios(self) -> list[float]:
-        """`NUM_RATIOS` quantiles, evenly apart and scaled to a mean of 1; empty before as many steps."""
-        ordered = sorted(self._ratios)
-        if len(ordered) < NUM_RATIOS:
+        """Of the last `NUM_RATIOS` steps, in their order and scaled to a mean of 1: costs tell the mean.
+
+        Empty before as many. Neighbours belong together: what slows one step of a shared machine slows the next ones.
+        """
+        if len(self._ratios) < NUM_RATIOS:
             return []
-        found = [ordered[int((i + 0.5) / NUM_RATIOS * len(ordered))] for i in range(NUM_RATIOS)]
-        mean = sum(found) / NUM_RATIOS
-        return [ratio / mean for ratio in found]
+        mean = sum(self._ratios) / NUM_RATIOS
+        return [ratio / mean for ratio in self._ratios]

@@ -43,7 +43,8 @@ class Deployment(BaseModel):
 
     cost_model: dict[str, float] = Field(description="Seconds, by the names of `CostModel`.")
     step_ratios: tuple[Annotated[float, Field(gt=0.0)], ...] = Field(
-        default=(), description="By what factors steps of one load differ, each as likely."
+        default=(),
+        description="By what factors steps of one load differ, in an order that repeats.",
     )
     entry_seconds: float = Field(
         default=0.0, ge=0.0, description="What the router takes for a request before it is queued."

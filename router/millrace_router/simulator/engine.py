@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import count
-from random import Random
+from itertools import count, cycle
 
 from millrace_router.cost import CostModel
 from millrace_router.policies import late_planning_from
@@ -57,9 +56,9 @@ class _Flight:
 class Engine:
     """Router and shards of one replica.
 
-    A step takes what the cost model says, times one of the deployment's ratios, drawn by a seeded generator. Its tokens
-    are handed out, and the next step is planned, so long after it as the router takes for an answer. What it takes
-    for a request counts from its arrival to its tokens, and delays nothing else.
+    A step takes what the cost model says, times the next of the deployment's ratios, which repeat. Its tokens are given
+    out, and the next step is planned, so long after it as the router takes for an answer. What it takes for a request
+    counts from its arrival to its tokens, and delays nothing else.
 
     Steps are planned when the batcher plans them: when a request arrives while none is in flight, when one is answered,
     or late in the one that the shards are at.
@@ -83,7 +82,7 @@ class Engine:
             late=self._late,
         )
         self._prefixes = PrefixNames()
-        self._random = Random(0)  # noqa: S311
+        self._ratios = cycle(deployment.step_ratios or (1.0,))
         self._gaps = Gaps(self.tally.between_tokens)
         self._flights: deque[_Flight] = deque()
         self._last_sent = 0
@@ -191,7 +190,7 @@ class Engine:
     def _send(self, plan: StepPlan[Candidate]) -> None:
         self._last_sent += 1
         predicted = (self._cost.seconds(plan.load) or 0.0) if plan.has_forward else 0.0
-        seconds = predicted * self._ratio()
+        seconds = predicted * next(self._ratios)
         began_at = max(self.now, self._shards_free_at)
         self._shards_free_at = began_at + seconds
         answered_at = self._shards_free_at + self._deployment.turn_seconds
@@ -216,10 +215,6 @@ class Engine:
         flight.sort_ended()
         self._flights.append(flight)
         self._observe(plan, seconds)
-
-    def _ratio(self) -> float:
-        ratios = self._deployment.step_ratios
-        return ratios[int(self._random.random() * len(ratios))] if ratios else 1.0
 
     def _admitted(self, row: Row[Candidate]) -> None:
         candidate = row.entry
