@@ -13,9 +13,9 @@ import pytest
 from millrace_fakes_models import save_tiny
 from millrace_forked import Forked
 from millrace_poison_shard import Poison, poisoned_main
+from millrace_ports import kept_port
 from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
-from millrace_rank_processes import reserved_port
 from millrace_shard.parallel import COLLECTIVE_TIMEOUT
 
 SECONDS = 120.0
@@ -68,7 +68,7 @@ def two_ranks(
 ) -> Iterator[list[tuple[Forked, pb_grpc.ShardServiceStub]]]:
     """A group that is warmed up; the settings are for rank 1 alone, and rank 0 stops as STOPS says."""
     with ExitStack() as stack:
-        port = stack.enter_context(reserved_port())
+        port = stack.enter_context(kept_port())
         group = ("--world-size=2", "--master-addr=127.0.0.1", f"--master-port={port}")
         first = stack.enter_context(started(folder, sockets, STOPS, *group))
         second = stack.enter_context(started(folder, sockets, settings, *group, rank=1))

@@ -21,9 +21,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from millrace_fakes_models import save_tiny
 from millrace_forked import Forked
+from millrace_ports import kept_port
 from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
-from millrace_rank_processes import reserved_port
 from millrace_shard.__main__ import main
 from millrace_shard.config import ShardConfig
 from millrace_shard.engine import Engine
@@ -177,7 +177,7 @@ def test_a_shard_in_use_is_neither_replaced_nor_cut_off(folder: Path, tmp_path: 
 @pytest.mark.parametrize("flags", [(), ("--dtype=bfloat16", "--quantize=int8")])
 def test_two_ranks_sample_alike(folder: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
     with ExitStack() as stack:
-        port = stack.enter_context(reserved_port())
+        port = stack.enter_context(kept_port())
         group = ("--world-size=2", "--master-addr=127.0.0.1", f"--master-port={port}")
         for rank in range(2):
             stack.enter_context(process(folder, tmp_path, f"--rank={rank}", *group, *flags))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +10,8 @@ import torch
 from torch import Tensor
 
 from millrace_forked import forking
+from millrace_ports import kept_port
 from millrace_shard.parallel import ProcessGroup
-
-
-@contextmanager
-def reserved_port() -> Iterator[int]:
-    """Where a group may meet: nobody else is given the port meanwhile.
-
-    Linux lets two sockets bind one port as long as both say so and at most one listens.
-    """
-    with socket.socket() as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("127.0.0.1", 0))
-        yield holder.getsockname()[1]
 
 
 def part_of(rank: int) -> Tensor:
@@ -47,7 +34,7 @@ def run_ranks(
     folder: Path, world_size: int, work: Callable[[ProcessGroup, Any], Any], argument: Any
 ) -> list[Any]:
     """Run `work` in `world_size` processes that are one group; what each rank returned."""
-    with reserved_port() as port:
+    with kept_port() as port:
         ranks = [
             forking().Process(target=_rank, args=(rank, world_size, port, folder, work, argument))
             for rank in range(world_size)
