@@ -225,6 +225,8 @@ class Batcher:
             if plan is None:
                 break
             await self._send(plan, was_open=open_seconds > 0.0)
+        # Whatever comes now is not the router's own time.
+        self._is_at_answer = False
         self._metrics.batch(rescue.planner, len(self._waiting))
         if self._flights:
             self._deliver(await self._shards.receive())
@@ -259,8 +261,8 @@ class Batcher:
             self._prospects.admitted(row.entry)
         self._metrics.sent(plan)
         self._flights.append(_Flight(self._shards.last_sent + 1, plan, now, was_open))
-        await self._shards.send(plan)
         self._note_turn()
+        await self._shards.send(plan)
 
     def _note_turn(self) -> None:
         """Take note of how long the router was at the last answer, once for each."""

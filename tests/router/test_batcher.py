@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -21,6 +23,7 @@ from millrace_fakes_router import (
     running,
 )
 from millrace_fakes_shard import EOS_TOKEN_ID, FakeShard, continuation
+from millrace_hash_shard import HashShard
 from millrace_router.batcher import Batcher
 from millrace_router.errors import GenerationError, ShuttingDown
 from millrace_router.events import PromptLogprobs, TokenEvent
@@ -150,6 +153,26 @@ async def test_two_steps_are_in_flight() -> None:
     async with running(batcher):
         await collect(batcher.submit(request([1, 2, 3], 10)))
     assert max(depths) == 2
+
+
+async def test_what_the_router_takes_for_an_answer_is_not_how_long_nobody_came(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    late, seen = [0.0], list[float]()
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late[0])
+    monkeypatch.setattr("millrace_router.batcher.time", clock)
+    shard = HashShard()
+    batcher = new_batcher(DirectShards(shard), shard)
+    monkeypatch.setattr(batcher._prospects.cost.variation, "turned", seen.append)
+    async with running(batcher):
+        for _ in range(3):
+            await collect(batcher.submit(request([1, 2], 6)))
+            while batcher._flights:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            late[0] += 1000.0
+    assert len(seen) > 6
+    assert max(seen) < 500.0
 
 
 async def test_end_of_sequence_costs_at_most_one_discarded_token() -> None:
