@@ -23,7 +23,7 @@ TOOL: dict[str, Any] = {
 CALLING: dict[str, Any] = {
     "model": MODEL,
     "messages": QUESTION,
-    "max_tokens": 60,
+    "max_tokens": 200,
     "tools": [TOOL],
     "tool_choice": {"type": "tool", "name": "wind"},
 }
@@ -180,7 +180,7 @@ def a_call_is_streamed(base_url: str) -> None:
 
 def parse_gives_an_object_of_the_asked_kind(base_url: str) -> None:
     parsed = client(base_url).messages.parse(
-        model=MODEL, messages=MESSAGES, max_tokens=60, output_format=Mill
+        model=MODEL, messages=MESSAGES, max_tokens=200, output_format=Mill
     )
     assert isinstance(parsed.parsed_output, Mill)
 

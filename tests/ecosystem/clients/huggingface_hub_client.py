@@ -141,7 +141,7 @@ def a_response_format_binds_a_chat(base_url: str) -> None:
         {"type": "json_object", "value": SCHEMA},
         {"type": "json", "value": SCHEMA},
     ):
-        answer = client.chat_completion(MESSAGES, max_tokens=60, response_format=response_format)
+        answer = client.chat_completion(MESSAGES, max_tokens=200, response_format=response_format)
         assert is_as_described(answer.choices[0].message.content)
 
 

@@ -169,7 +169,7 @@ def an_endpoint_s_stop_sequence_is_cut(base_url: str) -> None:
 
 
 def json_mode_gives_an_object(base_url: str) -> None:
-    model = chat(base_url, max_tokens=60).bind(
+    model = chat(base_url, max_tokens=200).bind(
         response_format={
             "type": "json_schema",
             "json_schema": {"name": "wind", "schema": WIND_SCHEMA, "strict": True},

@@ -89,7 +89,7 @@ def a_schema_binds_the_answer(base_url: str) -> None:
         answer = litellm.completion(
             **provider,
             messages=MESSAGES,
-            max_tokens=60,
+            max_tokens=200,
             response_format={
                 "type": "json_schema",
                 "json_schema": {"name": "wind", "schema": WIND_SCHEMA, "strict": True},

@@ -153,7 +153,7 @@ def a_bad_request_is_an_error_with_its_reason(base_url: str) -> None:
 
 def parse_gives_an_object_of_the_asked_kind(base_url: str) -> None:
     parse = client(base_url).chat.completions.parse
-    answer = parse(model=MODEL, messages=MESSAGES, max_tokens=60, response_format=Mill, seed=1)
+    answer = parse(model=MODEL, messages=MESSAGES, max_tokens=200, response_format=Mill, seed=1)
     assert isinstance(answer.choices[0].message.parsed, Mill)
     assert answer.choices[0].finish_reason == "stop"
 
@@ -163,7 +163,7 @@ def a_schema_binds_a_stream_too(base_url: str) -> None:
     stream = client(base_url).chat.completions.create(
         model=MODEL,
         messages=MESSAGES,
-        max_tokens=60,
+        max_tokens=200,
         response_format={"type": "json_schema", "json_schema": schema},
         stream=True,
     )

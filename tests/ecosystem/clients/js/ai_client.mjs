@@ -82,7 +82,7 @@ await run({
         model,
         messages: MESSAGES,
         temperature: 0,
-        maxOutputTokens: 60,
+        maxOutputTokens: 200,
         maxRetries: 0,
         output: Output.object({ schema: Wind }),
       };

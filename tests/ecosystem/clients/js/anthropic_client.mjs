@@ -50,7 +50,7 @@ run({
 
   async a_tool_is_called_and_its_result_answered(base) {
     const calling = asked({
-      max_tokens: 60,
+      max_tokens: 200,
       tools: [TOOL],
       tool_choice: { type: "tool", name: "wind" },
     });

@@ -30,7 +30,7 @@ await run({
   async aSchemaBindsTheAnswer(baseUrl) {
     const answer = await endpoint(baseUrl).chatCompletion({
       messages: MESSAGES,
-      max_tokens: 60,
+      max_tokens: 200,
       response_format: { type: "json_schema", json_schema: { name: "wind", schema: WIND_SCHEMA, strict: true } },
     });
     checkWind(JSON.parse(answer.choices[0].message.content));

@@ -69,7 +69,7 @@ await run({
     const answer = await client(baseUrl).chat.completions.parse({
       model,
       messages: MESSAGES,
-      max_tokens: 60,
+      max_tokens: 200,
       response_format: zodResponseFormat(Wind, "wind"),
     });
     checkWind(answer.choices[0].message.parsed);
