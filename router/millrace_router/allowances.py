@@ -40,7 +40,7 @@ def grow(row: Row[E], blocks: BlockTable, plan: StepPlan[E]) -> bool:
     grown = blocks.grow(row.slot, row.num_kv_tokens)
     if grown is None:
         return False
-    plan.grown.extend((row.slot, block) for block in grown)
+    plan.grown += [(row.slot, block) for block in grown]
     row.num_kv_owned += len(grown) * blocks.block_size
     return True
 

@@ -66,7 +66,8 @@ class BlockTable:
     @property
     def num_available(self) -> int:
         """Blocks that are neither owned nor promised."""
-        return self.num_blocks - self.num_reserved
+        # Asked for in every step, hence not by way of `num_reserved`.
+        return len(self._free) + self.num_cached - self._num_promised
 
     def count(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` positions take."""
@@ -118,13 +119,14 @@ class BlockTable:
         missing = self.count(num_tokens) - len(holding.blocks)
         if missing <= 0:
             return []
-        promised = min(missing, holding.num_promised)
+        promised = min(missing, holding.num_promised) if holding.num_promised else 0
         if missing - promised > self.num_available:
             return None
-        holding.num_promised -= promised
-        self._num_promised -= promised
+        if promised:
+            holding.num_promised -= promised
+            self._num_promised -= promised
         blocks = [self._take() for _ in range(missing)]
-        holding.blocks.extend(blocks)
+        holding.blocks += blocks
         return blocks
 
     def enter(self, slot: int, keys: Sequence[bytes]) -> None:
@@ -136,17 +138,19 @@ class BlockTable:
         if self.cache is None:
             return
         holding = self._holdings[slot]
-        self.cache.unexpect(holding.keys[holding.num_computed : len(keys)])
+        if holding.num_computed < len(holding.keys):
+            self.cache.unexpect(holding.keys[holding.num_computed : len(keys)])
         holding.num_computed = max(holding.num_computed, len(keys))
-        first = len(holding.pins)
-        for key, block in zip(keys[first:], holding.blocks[first:], strict=False):
+        pins, blocks = holding.pins, holding.blocks
+        for place in range(len(pins), len(keys)):
+            key = keys[place]
             spare = self.cache.give_up(key)
             if spare is not None:
                 self._free.append(spare)
-            pin = self.cache.enter(key, block)
+            pin = self.cache.enter(key, blocks[place])
             if pin is None:
                 break
-            holding.pins.append(pin)
+            pins.append(pin)
 
     def forget(self, slot: int) -> None:
         """Make unfindable what `slot` holds: values turned out not to be finite, and any of it may be the cause."""

@@ -159,6 +159,32 @@ class Planner(Generic[E]):
             elif row is not None:
                 self._admission.resume(row)
 
+    @property
+    def only_decodes(self) -> bool:
+        """Whether all rows have got their first token, none is leaving, and none was preempted or is flexible."""
+        leaving = self._to_drop or self._retired or self.num_paused or self._flexible
+        return not leaving and all(row.num_tokens_planned for row in self.rows.values())
+
+    def lacks_room(self, waiting: Waiting[E]) -> bool:
+        """Whether the head of the queue finds no slot, or too few blocks, as long as nobody leaves."""
+        return self._admission.lacks_room(waiting, self.rows.values())
+
+    def decode_on(self, *, num_planned: int, num_computed: int) -> None:
+        """Take note of so many steps at once that each decoded every row, as `plan` and `computed` would one by one.
+
+        For a simulator: there are to be blocks enough, nobody else may wait, and no row may end with them.
+        """
+        plan: StepPlan[E] = StepPlan()
+        for row in self.rows.values():
+            row.num_tokens_planned += num_planned
+            row.num_kv_tokens += num_planned
+            if row.num_kv_tokens > row.num_kv_owned:
+                self._grow(row, plan)
+        filled = zip(self.rows, repeat(num_computed), strict=False)
+        advance(filled, (self.rows, self._preempted), self.blocks, ())
+        self._decodes_since_prefill += num_planned
+        self._owes_decode = False
+
     def plan(
         self, waiting: Waiting[E], *, last_sent: int, last_answered: int
     ) -> StepPlan[E] | None:
@@ -186,6 +212,8 @@ class Planner(Generic[E]):
         return plan if plan.dropped or plan.has_forward else None
 
     def _retire(self, plan: StepPlan[E], last_sent: int) -> None:
+        if not self._to_drop:
+            return
         plan.dropped.extend(row.slot for row in self._to_drop)
         self._retired.extend((last_sent, row.slot) for row in self._to_drop)
         self._to_drop.clear()
@@ -198,7 +226,7 @@ class Planner(Generic[E]):
         if self._retired and not (is_full and self._admission.has_free_slot):
             # What others have left behind may be room enough.
             return
-        if not self._admission.lacks_room(waiting, self.rows.values()):
+        if not self.lacks_room(waiting):
             return
         head = waiting.head()
         victim = None if head is None else row_to_yield(self.rows.values(), head.tenant)
@@ -234,6 +262,8 @@ class Planner(Generic[E]):
     def _plan_chunks(self, waiting: Waiting[E], plan: StepPlan[E]) -> None:
         """Spend what the decodes leave of the budget on prompts."""
         unfinished = self._unfinished()
+        if not (unfinished or len(waiting) or self._admission.num_paused):
+            return
         budget = self._chunk_budget(plan, unfinished)
         for row in unfinished:
             # Decodes may take the whole budget, but what has been admitted must go on.
@@ -303,7 +333,8 @@ class Planner(Generic[E]):
         whole: bool = False,
     ) -> None:
         """Admit entries and compute their prompts while the budget lasts; `whole` ones, or cut at its end."""
-        if any(not (row.has_yielded or row.entry.closed) for row in self._preempted.values()):
+        preempted = self._preempted.values()
+        if preempted and any(not (row.has_yielded or row.entry.closed) for row in preempted):
             # They come first, once their steps in flight are answered.
             return
         num_running = len(self.rows)

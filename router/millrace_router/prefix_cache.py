@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 
@@ -29,7 +29,7 @@ class PrefixCache:
     def __init__(self) -> None:
         self._blocks: dict[bytes, CachedBlock] = {}
         self._idle: OrderedDict[bytes, CachedBlock] = OrderedDict()
-        self._expected: Counter[bytes] = Counter()
+        self._expected: dict[bytes, int] = {}
 
     @property
     def num_idle(self) -> int:
@@ -71,7 +71,7 @@ class PrefixCache:
         if key in self._blocks:
             return None
         cached = self._blocks[key] = CachedBlock(key, block)
-        self.pin((cached,))
+        cached.num_pins = 1
         return cached
 
     def give_up(self, key: bytes) -> int | None:
@@ -96,7 +96,9 @@ class PrefixCache:
 
     def expect(self, keys: Iterable[bytes]) -> None:
         """Note that a sequence is going to compute `keys`."""
-        self._expected.update(keys)
+        expected = self._expected
+        for key in keys:
+            expected[key] = expected.get(key, 0) + 1
 
     def expects(self, key: bytes) -> bool:
         """Whether some sequence is going to compute `key`."""
@@ -104,7 +106,8 @@ class PrefixCache:
 
     def unexpect(self, keys: Iterable[bytes]) -> None:
         """Take back `expect`: they are computed, or their sequence is gone."""
+        expected = self._expected
         for key in keys:
-            self._expected[key] -= 1
-            if not self._expected[key]:
-                del self._expected[key]
+            num_left = expected.pop(key) - 1
+            if num_left:
+                expected[key] = num_left

@@ -8,6 +8,8 @@ from millrace_router.request import Terms
 from millrace_router.simulator.arrival import Arrival
 from millrace_router.speculation import Acceptance
 
+_NUMBERS = [b"%d" % number for number in range(1000)]
+
 
 class PrefixNames:
     """Names of the blocks that the requests of a group share, each made once."""
@@ -87,12 +89,24 @@ class Candidate:
         """Prompt tokens, and those generated before it was preempted."""
         return self.arrival.prompt_tokens + self.num_generated
 
+    @property
+    def num_tokens_left(self) -> int:
+        """Tokens that its answer had left when it was admitted last."""
+        return self.output_tokens - self.num_generated
+
+    @property
+    def may_repeat_blocks(self) -> bool:
+        """Whether it may compute a block that is cached already: its group's, or its own after a preemption."""
+        return self.num_preemptions > 0 or self.arrival.prefix_tokens >= self.arrival.prompt_tokens
+
     def block_keys(self, count: int) -> Sequence[bytes]:
         """Names of its first blocks: those of its group as far as that reaches, and its own."""
         keys = self._keys
         if len(keys) < count:
-            shared = self._prefixes.first(self.arrival.group, min(count, self._num_shared))
-            keys += shared[len(keys) :]
-            own = self.request_id
-            keys += [b"%d.%d" % (own, index) for index in range(len(keys), count)]
+            if len(keys) < self._num_shared:
+                shared = self._prefixes.first(self.arrival.group, min(count, self._num_shared))
+                keys += shared[len(keys) :]
+            own = b"%d." % self.request_id
+            keys += [own + index for index in _NUMBERS[len(keys) : count]]
+            keys += [own + b"%d" % index for index in range(len(keys), count)]
         return keys[:count]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from dataclasses import dataclass, field
-from itertools import count, cycle
+from itertools import count
 
 from millrace_router.cost import CostModel
 from millrace_router.policies import late_planning_from
@@ -17,53 +15,32 @@ from millrace_router.simulator.deployment import Deployment
 from millrace_router.simulator.distribution import Distribution
 from millrace_router.simulator.door import Door
 from millrace_router.simulator.gaps import Gaps
+from millrace_router.simulator.pipeline import Flight, Pipeline
+from millrace_router.simulator.steady import (
+    blocks_grown,
+    decode_all,
+    last_alike,
+    num_steady_steps,
+)
 from millrace_router.simulator.tally import Tally
+from millrace_router.step_load import StepLoad
 from millrace_router.step_plan import StepPlan
+
+_WORTH_COASTING = 3
+"""Steps; what it takes to coast is about what two steps take."""
 
 
 class StuckError(Exception):
     """Requests wait, nothing runs, and the planner admits none: a defect of the scheduler."""
 
 
-@dataclass(slots=True)
-class _Flight:
-    """A step that is not answered yet, and what its answer will tell the router."""
-
-    number: int
-    plan: StepPlan[Candidate]
-    began_at: float
-    predicted: float
-    """Seconds it was to take."""
-    answered_at: float
-    started: list[Row[Candidate]] = field(default_factory=list)
-    """Rows whose input it completes, so that it yields their first token since admission."""
-    ended: list[Row[Candidate]] = field(default_factory=list)
-    """Rows whose last token it yields."""
-    preempted: list[Row[Candidate]] = field(default_factory=list)
-    """Rows that were preempted after it, so that it is the last to name them."""
-    num_discarded: int = 0
-    """Tokens of rows that had ended when it was answered."""
-
-    def sort_ended(self) -> None:
-        """Let rows end in the order of the answer: who releases blocks first decides which are evicted first."""
-        if len(self.ended) > 1:
-            decodes = self.plan.decodes
-            begun = [row for row in self.started if row in self.ended]
-            others = [row for row in self.ended if row not in begun]
-            self.ended = begun + sorted(others, key=lambda row: decodes.index(row.slot))
-
-
 class Engine:
     """Router and shards of one replica.
 
-    A step takes what the cost model says, times the next of the deployment's ratios, which repeat. Its tokens are given
-    out, and the next step is planned, so long after it as the router takes for an answer. What it takes for a request
-    counts from its arrival to its tokens, and delays nothing else.
-
     Steps are planned when the batcher plans them: when a request arrives while none is in flight, when one is answered,
-    or late in the one that the shards are at.
-    Step n + 1 begins when step n ends, or when it is sent if that is later. Since it is known how long each answer is
-    going to be, a row is looked at when it begins and where it may end, and not for each of its tokens.
+    or late in the one that the shards are at. What the router takes for a request counts from its arrival to its
+    tokens, and delays nothing else. Since it is known how long each answer is going to be, a row is looked at when it
+    begins and where it may end, and not for each of its tokens.
     """
 
     def __init__(self, deployment: Deployment) -> None:
@@ -73,37 +50,43 @@ class Engine:
         self._cost = CostModel.fixed(deployment.cost_model)
         self._waiting = deployment.new_queue()
         self._planner = deployment.new_planner(self._cost)
-        self._late = late_planning_from(deployment, self._cost, most=deployment.late_planning_share)
+        late = late_planning_from(deployment, self._cost, most=deployment.late_planning_share)
+        self._pipeline = Pipeline(deployment, self._cost, late)
         self._door = Door(
             deployment,
             cost=self._cost,
             planner=self._planner,
             waiting=self._waiting,
-            late=self._late,
+            late=late,
         )
         self._prefixes = PrefixNames()
-        self._ratios = cycle(deployment.step_ratios or (1.0,))
         self._gaps = Gaps(self.tally.between_tokens)
-        self._flights: deque[_Flight] = deque()
-        self._last_sent = 0
-        self._open_until: float | None = None
-        """When the step beside the one in flight is to be planned, while it is open."""
-        self._shards_free_at = 0.0
         self._decoded_at = 0.0
         """When the last step that decoded was answered."""
         self._num_present = 0
         self._request_ids = count()
+        self._may_expire = deployment.max_queue_wait is not None
+        """Whether anybody who waits may have to leave for it."""
         self._may_end: dict[int, list[Row[Candidate]]] = {}
         """Rows by the first step that may yield their last token."""
 
     @property
     def next_event(self) -> float:
         """When `step` has something to do; infinity when there is nothing."""
-        if self._open_until is not None:
-            return self._open_until
-        if self._flights:
-            return self._flights[0].answered_at
+        if self._pipeline.flights:
+            return self._pipeline.next_event
         return self.now if self._num_present else math.inf
+
+    def run_until(self, time: float) -> None:
+        """Let the clock run up to `time`; what is to happen at that very moment has not happened yet.
+
+        Raises:
+            StuckError: nothing can ever happen again.
+
+        """
+        while self.next_event < time:
+            if not self.coast(time):
+                self.step()
 
     def arrive(self, arrival: Arrival) -> bool:
         """Take a request at its time, which is no earlier than `now`; False if it is refused."""
@@ -112,12 +95,15 @@ class Engine:
         self.tally.started_at = min(self.tally.started_at, self.now)
         candidate = self._candidate(arrival)
         reason = self._door.refusal(
-            candidate, num_present=self._num_present, now_in_step=self.now - self._began_at
+            candidate,
+            num_present=self._num_present,
+            now_in_step=self.now - self._pipeline.began_at(self.now),
         )
         if reason is not None:
             self.tally.rejected[reason] += 1
             return False
         self._num_present += 1
+        self._may_expire |= candidate.terms.max_queue_seconds is not None
         self._waiting.append(candidate)
         return True
 
@@ -128,18 +114,66 @@ class Engine:
             StuckError: nothing can ever happen again.
 
         """
-        num_present = self._num_present
-        if self._open_until is not None:
-            self.now = self._open_until
-        elif self._flights:
-            flight = self._flights.popleft()
-            self.now = flight.answered_at
+        num_present, pipeline = self._num_present, self._pipeline
+        self.now = self.next_event
+        flight = pipeline.take_event()
+        if flight is not None:
             self._answer(flight)
         self._expire()
-        self._plan(last_answered=self._last_sent - len(self._flights))
-        if self._num_present and not self._flights:
+        self._plan()
+        if self._num_present and not pipeline.flights:
             raise StuckError(f"{self._num_present} requests wait for ever")
         return num_present - self._num_present
+
+    def coast(self, until: float) -> bool:
+        """Let the clock run through events before `until` that need no decision; False if the next is none of them.
+
+        Nobody joins, every row decodes in each step, and no answer ends one. So the planner hears of all steps at once.
+        """
+        pipeline, planner = self._pipeline, self._planner
+        if not pipeline.flights:
+            return False
+        if until - self.now < _WORTH_COASTING * pipeline.flights[-1].predicted:
+            return False
+        ends_at, depth = min(self._may_end, default=0), self._deployment.steps_in_flight
+        most = last_alike(self._may_end, planner, pipeline.last_sent, depth) - pipeline.last_sent
+        if most >= _WORTH_COASTING:
+            most = min(most, num_steady_steps(planner, pipeline.flights))
+        if most < _WORTH_COASTING or self._somebody_may_join():
+            return False
+        plan, before = decode_all(planner), list(pipeline.flights)
+        sent, answered = pipeline.repeat(plan, most=most, until=until)
+        self._count(sent, plan.load)
+        for flight, self.now in zip(before, answered, strict=False):
+            self._answer(flight)
+        for self.now in answered[len(before) :]:
+            self._decoded_at = self.now
+            self._gaps.step(self.now, decoded=len(plan.decodes), joined=0, ended=0)
+        num_computed = max(0, len(answered) - len(before))
+        planner.decode_on(num_planned=len(sent), num_computed=num_computed)
+        if pipeline.last_sent >= ends_at:
+            flight = pipeline.flights[ends_at - pipeline.last_sent - 1]
+            flight.ended = self._may_end.pop(ends_at)
+            flight.sort_ended()
+        return bool(sent or answered)
+
+    def _somebody_may_join(self) -> bool:
+        """Whether any plan may have anything to do with those who wait, before an answer ends a row."""
+        if not len(self._waiting):
+            return False
+        if self._planner.budgets.share_slots or self._may_expire:
+            return True
+        # Blocks of a prompt that is in flight may be what the head of the queue waits for.
+        is_computing = any(flight.plan.chunks for flight in self._pipeline.flights)
+        return is_computing or not self._planner.lacks_room(self._waiting)
+
+    def _count(self, sent: list[float], load: StepLoad) -> None:
+        """Count steps that take so many seconds and decode every row."""
+        blocks = self._planner.blocks
+        num_owned = blocks.num_owned
+        for seconds, grown in zip(sent, blocks_grown(self._planner, len(sent)), strict=True):
+            num_owned += grown
+            self.tally.took(seconds, load, num_owned / blocks.num_blocks)
 
     def _candidate(self, arrival: Arrival) -> Candidate:
         room = self._deployment.max_total_tokens - arrival.prompt_tokens
@@ -152,23 +186,18 @@ class Engine:
             prefixes=self._prefixes,
         )
 
-    @property
-    def _began_at(self) -> float:
-        """When the shards took up the oldest step in flight; now where there is none."""
-        return self._flights[0].began_at if self._flights else self.now
-
     def _expire(self) -> None:
         for candidate in self._waiting.expired(self.now):
             self.tally.rejected["waited too long"] += 1
             self._waiting.served(candidate, 0)
             self._num_present -= 1
 
-    def _plan(self, *, last_answered: int) -> None:
-        while len(self._flights) < self._deployment.steps_in_flight:
-            if self._stays_open():
-                return
+    def _plan(self) -> None:
+        pipeline = self._pipeline
+        last_answered = pipeline.last_answered
+        while pipeline.wants_step(self.now):
             plan = self._planner.plan(
-                self._waiting, last_sent=self._last_sent, last_answered=last_answered
+                self._waiting, last_sent=pipeline.last_sent, last_answered=last_answered
             )
             if plan is None:
                 return
@@ -176,25 +205,8 @@ class Engine:
                 self._preempt(plan)
             self._send(plan)
 
-    def _stays_open(self) -> bool:
-        """Whether the next step is to be planned later, while the one in flight is computed."""
-        if not self._flights:
-            return False
-        flight = self._flights[0]
-        open_until = flight.began_at + self._late.open_part(flight.predicted)
-        is_open = open_until > self.now
-        # The answer may come before.
-        self._open_until = open_until if is_open and open_until < flight.answered_at else None
-        return is_open
-
     def _send(self, plan: StepPlan[Candidate]) -> None:
-        self._last_sent += 1
-        predicted = (self._cost.seconds(plan.load) or 0.0) if plan.has_forward else 0.0
-        seconds = predicted * next(self._ratios)
-        began_at = max(self.now, self._shards_free_at)
-        self._shards_free_at = began_at + seconds
-        answered_at = self._shards_free_at + self._deployment.turn_seconds
-        flight = _Flight(self._last_sent, plan, began_at, predicted, answered_at)
+        flight = self._pipeline.send(plan, plan.load, self.now)
         for row in plan.admitted:
             self._admitted(row)
         rows = self._planner.rows
@@ -202,19 +214,19 @@ class Engine:
             row = rows[slot]
             if row.num_prompt_left == 0:
                 flight.started.append(row)
-                last = self._last_sent + _num_tokens_left(row) - 1
+                last = flight.number + row.entry.num_tokens_left - 1
                 self._may_end.setdefault(last, []).append(row)
-        for row in self._may_end.pop(self._last_sent, ()):
-            left = _num_tokens_left(row) - row.num_tokens_planned
+        for row in self._may_end.pop(flight.number, ()):
+            left = row.entry.num_tokens_left - row.num_tokens_planned
             if rows.get(row.slot) is not row:
                 continue
             if left <= 0:
                 flight.ended.append(row)
             else:
-                self._may_end.setdefault(self._last_sent + left, []).append(row)
+                self._may_end.setdefault(flight.number + left, []).append(row)
         flight.sort_ended()
-        self._flights.append(flight)
-        self._observe(plan, seconds)
+        blocks = self._planner.blocks
+        self.tally.took(flight.seconds, plan.load, blocks.num_owned / blocks.num_blocks)
 
     def _admitted(self, row: Row[Candidate]) -> None:
         candidate = row.entry
@@ -227,12 +239,12 @@ class Engine:
         self.tally.preemptions += plan.num_preempted
         named = [self._planner.row(slot) for slot in plan.dropped]
         preempted = [row for row in named if row is not None]
-        if self._flights:
-            self._flights[-1].preempted += preempted
+        if self._pipeline.flights:
+            self._pipeline.flights[-1].preempted += preempted
         else:
             self._settle(preempted)
 
-    def _answer(self, flight: _Flight) -> None:
+    def _answer(self, flight: Flight) -> None:
         planner, plan = self._planner, flight.plan
         planner.computed(plan)
         for row in flight.started:
@@ -264,9 +276,10 @@ class Engine:
 
     def _finish(self, row: Row[Candidate]) -> None:
         candidate, tally = row.entry, self.tally
-        if self._flights:
+        if self._pipeline.flights:
             # The router learns of the end only now, and has sent another decode meanwhile.
-            self._flights[0].num_discarded += row.num_tokens_planned - _num_tokens_left(row)
+            num_discarded = row.num_tokens_planned - candidate.num_tokens_left
+            self._pipeline.flights[0].num_discarded += num_discarded
         self._num_present -= 1
         tally.finished += 1
         tally.output_tokens += candidate.output_tokens
@@ -285,16 +298,6 @@ class Engine:
                     candidate.last_token_at = self._decoded_at
                 self._gaps.leave(candidate.last_token_at)
 
-    def _observe(self, plan: StepPlan[Candidate], seconds: float) -> None:
-        tally, load, blocks = self.tally, plan.load, self._planner.blocks
-        used = blocks.num_owned / blocks.num_blocks
-        tally.steps += 1
-        tally.prefill_tokens += load.prefill_tokens
-        tally.busy_seconds += seconds
-        tally.row_seconds += seconds * (load.decodes + load.num_chunks)
-        tally.kv_seconds += seconds * used
-        tally.kv_max = max(tally.kv_max, used)
-
 
 def _terms(arrival: Arrival) -> Terms:
     return Terms(
@@ -302,8 +305,3 @@ def _terms(arrival: Arrival) -> Terms:
         tenant=arrival.tenant,
         max_queue_seconds=arrival.max_queue_seconds,
     )
-
-
-def _num_tokens_left(row: Row[Candidate]) -> int:
-    """Tokens that its answer had left when it was admitted."""
-    return row.entry.output_tokens - row.entry.num_generated

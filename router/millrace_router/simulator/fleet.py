@@ -86,12 +86,10 @@ def _open_loop(fleet: Fleet, numbers: range) -> Tally:
         key = crc32(arrival.group.encode()) if by_prefix and arrival.group else index
         engine = engines.get(key % fleet.replicas)
         if engine is not None:
-            while engine.next_event < arrival.arrived_at:
-                engine.step()
+            engine.run_until(arrival.arrived_at)
             engine.arrive(arrival)
     for engine in engines.values():
-        while engine.next_event < math.inf:
-            engine.step()
+        engine.run_until(math.inf)
     return total([engine.tally for engine in engines.values()])
 
 
@@ -111,7 +109,7 @@ def _closed_loop(fleet: Fleet, number: int) -> Tally:
             num_left -= 1
             if not engine.arrive(draw.request(arrives_at)):
                 heappush(ready, arrives_at + workload.think_seconds)
-        else:
+        elif not engine.coast(arrives_at):
             for _ in range(engine.step()):
                 heappush(ready, engine.now + workload.think_seconds)
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 from millrace_router.simulator.distribution import Distribution
+from millrace_router.step_load import StepLoad
 
 
 @dataclass(slots=True)
@@ -47,6 +48,15 @@ class Tally:
     between_tokens: Distribution = field(default_factory=Distribution)
     latency: Distribution = field(default_factory=Distribution)
     """From arrival to the last token."""
+
+    def took(self, seconds: float, load: StepLoad, kv_use: float) -> None:
+        """Count a step of `seconds` in which sequences held so large a share of the KV blocks."""
+        self.steps += 1
+        self.prefill_tokens += load.prefill_tokens
+        self.busy_seconds += seconds
+        self.row_seconds += seconds * (load.decodes + load.num_chunks)
+        self.kv_seconds += seconds * kv_use
+        self.kv_max = max(self.kv_max, kv_use)
 
     def scale(self, factor: float) -> None:
         """Count `factor` times as many replicas that do the same."""

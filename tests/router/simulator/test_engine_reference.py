@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +15,9 @@ from millrace_hash_shard import HashShard
 from millrace_router.request import ValidRequest
 from millrace_router.simulator.arrival import Arrival
 from millrace_router.simulator.deployment import Deployment
+from millrace_router.simulator.distribution import Distribution
 from millrace_router.simulator.engine import Engine
+from millrace_router.simulator.tally import Tally
 from millrace_router.step_plan import StepPlan
 from millrace_schedule_client import expected_end
 from millrace_schedule_driver import ScheduleDriver
@@ -79,11 +82,9 @@ def workloads(draw: st.DrawFn) -> list[Arrival]:
 
 def run(engine: Engine, arrivals: list[Arrival]) -> None:
     for arrival in arrivals:
-        while engine.next_event < arrival.arrived_at:
-            engine.step()
+        engine.run_until(arrival.arrived_at)
         assert engine.arrive(arrival)
-    while engine.next_event < math.inf:
-        engine.step()
+    engine.run_until(math.inf)
 
 
 def at_once(*lengths: tuple[int, int]) -> list[Arrival]:
@@ -164,7 +165,72 @@ def test_nothing_is_left_over(simulated: Deployment, arrivals: list[Arrival]) ->
     assert planner.num_paused == len(engine._waiting) == 0
     assert planner.blocks.num_reserved == 0
     assert planner.blocks.num_free + planner.blocks.num_cached == planner.blocks.num_blocks
-    assert not engine._may_end or min(engine._may_end) > engine._last_sent
+    assert not engine._may_end or min(engine._may_end) > engine._pipeline.last_sent
+
+
+@st.composite
+def quiet_hours(draw: st.DrawFn) -> tuple[Deployment, list[Arrival]]:
+    """Long answers, few at a time, and blocks that are enough or are not."""
+    simulated = deployment(
+        num_blocks=draw(st.sampled_from([65, 80, 120, 1000])),
+        max_total_tokens=256,
+        max_input_tokens=32,
+        max_batch_size=draw(st.sampled_from([2, 8])),
+        max_batch_prefill_tokens=draw(st.sampled_from([32, 64])),
+        prefill_chunking=draw(st.sampled_from(["on", "off"])),
+        fairness=draw(st.sampled_from(["none", "tenant"])),
+        max_queue_wait=draw(st.sampled_from([None, None, 40.0])),
+        steps_in_flight=draw(st.integers(1, 2)),
+        late_planning=draw(st.sampled_from(["on", "off"])),
+        step_ratios=draw(st.lists(st.floats(0.5, 2.0), max_size=5)),
+        turn_seconds=draw(st.sampled_from([0.0, 0.01])),
+    )
+    now, arrivals = 0.0, []
+    for _ in range(draw(st.integers(1, 25))):
+        now += draw(st.sampled_from([0.0, math.sqrt(2), 30 * math.sqrt(3)]))
+        group = draw(st.sampled_from(["", "", "a"]))
+        arrivals.append(
+            Arrival(
+                now,
+                prompt_tokens=draw(st.integers(1, 32)),
+                output_tokens=draw(st.integers(1, 150)),
+                max_new_tokens=draw(st.sampled_from([None, 100, 150])),
+                group=group,
+                prefix_tokens=draw(st.integers(0, 50)) if group else 0,
+                tenant=draw(st.sampled_from(["one", "other"])),
+                max_queue_seconds=draw(st.sampled_from([None, None, None, 20.0])),
+            )
+        )
+    return simulated, arrivals
+
+
+@settings(max_examples=150, deadline=None)
+@given(quiet_hours())
+def test_steps_taken_together_are_as_those_taken_one_by_one(
+    given_load: tuple[Deployment, list[Arrival]],
+) -> None:
+    simulated, arrivals = given_load
+    together, single = Engine(simulated), Engine(simulated)
+    for arrival in arrivals:
+        together.run_until(arrival.arrived_at)
+        while single.next_event < arrival.arrived_at:
+            single.step()
+        assert together.arrive(arrival) == single.arrive(arrival)
+        assert together.tally.steps == single.tally.steps
+    together.run_until(math.inf)
+    while single.next_event < math.inf:
+        single.step()
+    for item in fields(Tally):
+        one, other = getattr(together.tally, item.name), getattr(single.tally, item.name)
+        if isinstance(one, Distribution):
+            one, other = (one.count, one.mean), (other.count, other.mean)
+        if item.name != "first_token_of":
+            assert one == pytest.approx(other), item.name
+    first, second = together._planner.blocks, single._planner.blocks
+    assert first.cache is not None
+    assert second.cache is not None
+    assert first.num_free == second.num_free
+    assert list(first.cache._idle) == list(second.cache._idle)
 
 
 def compositions(plans: list[StepPlan[Any]]) -> list[tuple[object, ...]]:

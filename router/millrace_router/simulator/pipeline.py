@@ -1,0 +1,172 @@
+"""The steps in flight of a simulated replica: when each is planned, begins and is answered."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field, replace
+from itertools import cycle
+
+from millrace_router.cost import CostModel
+from millrace_router.late_planning import LatePlanning
+from millrace_router.row import Row
+from millrace_router.simulator.candidate import Candidate
+from millrace_router.simulator.deployment import Deployment
+from millrace_router.step_load import StepLoad
+from millrace_router.step_plan import StepPlan
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step that is not answered yet, and what its answer will tell the router."""
+
+    number: int
+    plan: StepPlan[Candidate]
+    began_at: float
+    predicted: float
+    """Seconds it was to take."""
+    seconds: float
+    """Those it takes."""
+    answered_at: float
+    started: list[Row[Candidate]] = field(default_factory=list)
+    """Rows whose input it completes, so that it yields their first token since admission."""
+    ended: list[Row[Candidate]] = field(default_factory=list)
+    """Rows whose last token it yields."""
+    preempted: list[Row[Candidate]] = field(default_factory=list)
+    """Rows that were preempted after it, so that it is the last to name them."""
+    num_discarded: int = 0
+    """Tokens of rows that had ended when it was answered."""
+
+    @property
+    def ends_nobody(self) -> bool:
+        """Whether every row that it computes goes on."""
+        return not (self.ended or self.preempted or self.num_discarded)
+
+    def sort_ended(self) -> None:
+        """Let rows end in the order of the answer: who releases blocks first decides which are evicted first."""
+        if len(self.ended) > 1:
+            decodes = self.plan.decodes
+            begun = [row for row in self.started if row in self.ended]
+            others = [row for row in self.ended if row not in begun]
+            self.ended = begun + sorted(others, key=lambda row: decodes.index(row.slot))
+
+
+class Pipeline:
+    """A step takes what the cost model says, times the next of the deployment's ratios, which repeat.
+
+    Its tokens are given out, and the next step is planned, so long after it as the router takes for an answer. Step
+    n + 1 begins when step n ends, or when it is sent if that is later.
+    """
+
+    def __init__(self, deployment: Deployment, cost: CostModel, late: LatePlanning) -> None:
+        self.flights: deque[Flight] = deque()
+        self.last_sent = 0
+        self._cost = cost
+        self._late = late
+        self._depth = deployment.steps_in_flight
+        self._turn_seconds = deployment.turn_seconds
+        self._ratios = cycle(deployment.step_ratios or (1.0,))
+        self._open_until: float | None = None
+        """When the step beside the one in flight is to be planned, while it is open."""
+        self._shards_free_at = 0.0
+
+    @property
+    def last_answered(self) -> int:
+        """Number of the last step that was answered."""
+        return self.last_sent - len(self.flights)
+
+    @property
+    def next_event(self) -> float:
+        """When a step is to be planned or is answered; infinity while none is in flight."""
+        if self._open_until is not None:
+            return self._open_until
+        return self.flights[0].answered_at if self.flights else math.inf
+
+    def began_at(self, now: float) -> float:
+        """When the shards took up the oldest step in flight; now where there is none."""
+        return self.flights[0].began_at if self.flights else now
+
+    def take_event(self) -> Flight | None:
+        """Take the step that is answered at `next_event`; None if one is to be planned then instead."""
+        if self._open_until is not None or not self.flights:
+            return None
+        return self.flights.popleft()
+
+    def wants_step(self, now: float) -> bool:
+        """Whether another step is to be planned now, and not later while the one in flight is computed."""
+        self._open_until = None
+        if not self.flights:
+            return True
+        if len(self.flights) >= self._depth:
+            return False
+        flight = self.flights[0]
+        open_until = flight.began_at + self._late.open_part(flight.predicted)
+        if open_until <= now:
+            return True
+        # The answer may come before.
+        if open_until < flight.answered_at:
+            self._open_until = open_until
+        return False
+
+    def send(self, plan: StepPlan[Candidate], load: StepLoad, now: float) -> Flight:
+        """Let the shards compute `plan`, which costs what `load` does, after what they are at."""
+        self.last_sent += 1
+        predicted = (self._cost.seconds(load) or 0.0) if plan.has_forward else 0.0
+        seconds = predicted * next(self._ratios)
+        began_at = max(now, self._shards_free_at)
+        self._shards_free_at = began_at + seconds
+        answered_at = self._shards_free_at + self._turn_seconds
+        flight = Flight(self.last_sent, plan, began_at, predicted, seconds, answered_at)
+        self.flights.append(flight)
+        return flight
+
+    def repeat(
+        self, plan: StepPlan[Candidate], *, most: int, until: float
+    ) -> tuple[list[float], list[float]]:
+        """Send `plan` again and again and answer what is in flight, as `take_event`, `wants_step` and `send` would.
+
+        Each attends to as many positions more than the one before as there are rows. Ends before the first event that
+        is not before `until` or may ask for more than `most` steps. Returns what each step sent takes, in seconds, and
+        when steps were answered.
+        """
+        first = self._cost.seconds(plan.load) or 0.0
+        farthest = replace(plan.load, context=plan.load.context + plan.load.decodes * most)
+        slope = ((self._cost.seconds(farthest) or 0.0) - first) / most
+        depth, ratios, open_part = self._depth, self._ratios, self._late.open_part
+        free_at, open_until = self._shards_free_at, self._open_until
+        known = ((f.began_at, f.predicted, f.seconds, f.answered_at, f) for f in self.flights)
+        flights: deque[tuple[float, float, float, float, Flight | None]] = deque(known)
+        sent: list[float] = []
+        answered: list[float] = []
+        while True:
+            # Runs for every step there is, hence few calls.
+            is_answer = open_until is None
+            now = flights[0][3] if open_until is None else open_until
+            if now >= until or len(sent) + depth - len(flights) + is_answer > most:
+                break
+            if is_answer:
+                flights.popleft()
+                answered.append(now)
+            open_until = None
+            while len(flights) < depth:
+                if flights:
+                    began_at, predicted, _, answered_at, _ = flights[0]
+                    opens_until = began_at + open_part(predicted)
+                    if opens_until > now:
+                        open_until = opens_until if opens_until < answered_at else None
+                        break
+                predicted = first + slope * len(sent)
+                seconds = predicted * next(ratios)
+                began_at = max(free_at, now)
+                free_at = began_at + seconds
+                flights.append((began_at, predicted, seconds, free_at + self._turn_seconds, None))
+                sent.append(seconds)
+        self._shards_free_at, self._open_until = free_at, open_until
+        self.last_sent += len(sent)
+        self.flights.clear()
+        number = self.last_sent - len(flights)
+        for began_at, predicted, seconds, answered_at, flight in flights:
+            number += 1
+            new = Flight(number, plan, began_at, predicted, seconds, answered_at)
+            self.flights.append(new if flight is None else flight)
+        return sent, answered
