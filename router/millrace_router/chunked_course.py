@@ -8,9 +8,8 @@ from heapq import heapify, heapreplace
 from itertools import islice
 
 from millrace_router.cost import CostModel
-from millrace_router.course import DEPTH, Batch, Course, Joiner
+from millrace_router.course import Batch, Course, Joiner, StepPipeline
 from millrace_router.experience import Experience
-from millrace_router.late_planning import LatePlanning
 from millrace_router.step_load import StepLoad
 
 _MOST_ENDS = 128
@@ -39,7 +38,7 @@ class ChunkedCourse:
         self,
         cost: CostModel,
         experience: Experience,
-        late: LatePlanning,
+        pipeline: StepPipeline,
         *,
         max_batch_prefill_tokens: int,
         block_size: int,
@@ -47,7 +46,7 @@ class ChunkedCourse:
     ) -> None:
         self._cost = cost
         self._experience = experience
-        self._late = late
+        self._pipeline = pipeline
         self._max_batch_prefill_tokens = max_batch_prefill_tokens
         self._block_size = block_size
         self._target = target_inter_token_latency
@@ -62,9 +61,9 @@ class ChunkedCourse:
         in_flight, now_in_step = 0.0, joiner.now_in_step
         if batch.num_rows:
             # A plan is made late in the step before its own; what comes earlier in a step is still in time for it.
-            open_for = self._late.open_part(pace.seconds)
+            open_for = self._pipeline.open_part(pace.seconds)
             queue += open_for - (pace.seconds if now_in_step < open_for else 0.0)
-            in_flight = (DEPTH - 1) * pace.seconds - open_for
+            in_flight = max(0.0, (self._pipeline.depth - 1) * pace.seconds - open_for)
         queue = max(0.0, queue - min(now_in_step, pace.seconds))
         num_left = joiner.num_left
         prefill = self._prompt_seconds(pace, num_left, joiner.num_prompt_tokens - num_left)
@@ -108,9 +107,10 @@ class ChunkedCourse:
 
     def _steps_until_place(self, batch: Batch, joiner: Joiner) -> float:
         """Steps until as many rows have ended as there are entries ahead without a place, and one more."""
-        turnover, num_ahead, num_places = 2 * (DEPTH - 1), joiner.num_ahead, joiner.num_places
+        depth, num_ahead, num_places = self._pipeline.depth, joiner.num_ahead, joiner.num_places
+        turnover = 2 * (depth - 1)
         lengths = self._experience.steps_to_come(joiner.max_new_tokens)
-        ends = [2 * DEPTH - 1 + left for left in self._experience.steps_left(batch.rows)]
+        ends = [2 * depth - 1 + left for left in self._experience.steps_left(batch.rows)]
         ends.extend(turnover + next(lengths) for _ in range(min(num_places, num_ahead)))
         if not ends:
             return 0.0

@@ -5,8 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-DEPTH = 2
-"""Steps in flight: a row ends, and its place is free, this many steps after the plan that saw it end."""
+from millrace_router.late_planning import LatePlanning
+
+
+@dataclass(frozen=True, slots=True)
+class StepPipeline:
+    """When steps are planned, of which so many are in flight at most."""
+
+    depth: int
+    """A row ends, and its place is free, this many steps after the plan that saw it end."""
+    late: LatePlanning
+
+    def open_part(self, seconds: float) -> float:
+        """From the start of a step that takes so many seconds until the next one is planned."""
+        return seconds if self.depth == 1 else self.late.open_part(seconds)
 
 
 class RunningRow(Protocol):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from millrace_router.chunked_course import ChunkedCourse
 from millrace_router.cost import CostModel
-from millrace_router.course import Batch, Joiner, RunningRow
+from millrace_router.course import Batch, Joiner, RunningRow, StepPipeline
 from millrace_router.experience import Experience
 from millrace_router.late_planning import LatePlanning
 from millrace_router.paused_course import PausedCourse
@@ -40,6 +40,7 @@ class Forecaster:
         num_blocks: int,
         reserve_all: bool = False,
         target_inter_token_latency: float | None = None,
+        steps_in_flight: int = 2,
         late: LatePlanning | None = None,
         pause_rule: PauseRule | None = None,
     ) -> None:
@@ -48,13 +49,13 @@ class Forecaster:
         self._num_blocks = num_blocks
         self._reserve_all = reserve_all
         self._experience = Experience(max_batch_size=max_batch_size)
-        late = late or LatePlanning(cost, most=0.0)
+        pipeline = StepPipeline(steps_in_flight, late or LatePlanning(cost, most=0.0))
         self._course: ChunkedCourse | PausedCourse
         if pause_rule is None:
             self._course = ChunkedCourse(
                 cost,
                 self._experience,
-                late,
+                pipeline,
                 max_batch_prefill_tokens=max_batch_prefill_tokens,
                 block_size=block_size,
                 target_inter_token_latency=target_inter_token_latency,
@@ -63,7 +64,7 @@ class Forecaster:
             self._course = PausedCourse(
                 cost,
                 self._experience,
-                late,
+                pipeline,
                 pause_rule,
                 max_batch_prefill_tokens=max_batch_prefill_tokens,
             )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from millrace_router.cost import CostModel
-from millrace_router.course import Batch, Course, Joiner
+from millrace_router.course import Batch, Course, Joiner, StepPipeline
 from millrace_router.experience import Experience
-from millrace_router.late_planning import LatePlanning
 from millrace_router.prefill_pauses import PausedBatch, PauseRule, Pauses
 from millrace_router.step_load import StepLoad
 
@@ -21,14 +20,14 @@ class PausedCourse:
         self,
         cost: CostModel,
         experience: Experience,
-        late: LatePlanning,
+        pipeline: StepPipeline,
         rule: PauseRule,
         *,
         max_batch_prefill_tokens: int,
     ) -> None:
         self._cost = cost
         self._experience = experience
-        self._late = late
+        self._pipeline = pipeline
         self._rule = rule
         self._max_batch_prefill_tokens = max_batch_prefill_tokens
 
@@ -49,7 +48,7 @@ class PausedCourse:
             if pauses.num_decodes:
                 last = self._decode_seconds(batch, joiner, pauses.mean_rows)
             # A plan is made late in the step before its own.
-            queue = max(0.0, begin - (last - self._late.open_part(last)))
+            queue = max(0.0, begin - (last - self._pipeline.open_part(last)))
         first = begin + self._own_prefill_seconds(joiner, pauses)
         return Course(queue, first, self._step_seconds(batch, joiner))
 
@@ -58,14 +57,15 @@ class PausedCourse:
         num_ahead, unknown = joiner.num_ahead, joiner.max_new_tokens
         prompt = (num_ahead * joiner.prompt_ahead + joiner.num_left) / (num_ahead + 1)
         experience = self._experience
-        # The end of a row is known one step late.
+        # With two steps in flight the end of a row is known one step late.
+        late = self._pipeline.depth - 1
         return PausedBatch(
             rule=self._rule,
-            ends=[1 + left for left in experience.steps_left(batch.rows)],
+            ends=[late + left for left in experience.steps_left(batch.rows)],
             lengths=experience.steps_to_come(unknown),
             num_free=joiner.num_places,
             most_joining=max(1, int(self._max_batch_prefill_tokens / prompt)),
-            arrivals_per_decode=batch.num_rows / (experience.mean_steps(unknown) + 1),
+            arrivals_per_decode=batch.num_rows / (experience.mean_steps(unknown) + late),
             since=since + owes_decode,
             num_decodes=float(owes_decode),
             row_decodes=float(owes_decode * batch.num_rows),
@@ -88,10 +88,10 @@ class PausedCourse:
         """
         decode, now = self._decode_seconds(batch, joiner, batch.num_rows), joiner.now_in_step
         since, _ = self._since_prefill(batch)
-        steps = [decode] if now < self._late.open_part(decode) else [decode, decode]
+        steps = [decode] if now < self._pipeline.open_part(decode) else [decode, decode]
         if since <= 2.0:
             prefill = self._last_prefill_seconds(batch)
-            is_open = now < self._late.open_part(prefill)
+            is_open = now < self._pipeline.open_part(prefill)
             if since == 1.0:
                 steps = [prefill] if is_open else [decode, prefill]
             elif not is_open:

@@ -142,7 +142,13 @@ def _pause_rule(budgets: Budgets) -> PauseRule | None:
 
 
 def forecaster_from(
-    budgets: Budgets, cost: CostModel, late: LatePlanning, *, block_size: int, num_blocks: int
+    flags: Flags,
+    budgets: Budgets,
+    cost: CostModel,
+    late: LatePlanning,
+    *,
+    block_size: int,
+    num_blocks: int,
 ) -> Forecaster:
     """A forecaster of this batch; block 0 is not one of `num_blocks`."""
     return Forecaster(
@@ -153,6 +159,7 @@ def forecaster_from(
         num_blocks=num_blocks,
         reserve_all=budgets.reserve_all,
         target_inter_token_latency=budgets.target_inter_token_latency,
+        steps_in_flight=flags.steps_in_flight,
         late=late,
         pause_rule=_pause_rule(budgets),
     )

@@ -38,7 +38,7 @@ def batcher_from(  # noqa: PLR0913
 ) -> Batcher:
     """A batcher that is not running yet."""
     forecaster = forecaster_from(
-        budgets, cost, late, block_size=info.block_size, num_blocks=capacity.num_blocks - 1
+        config, budgets, cost, late, block_size=info.block_size, num_blocks=capacity.num_blocks - 1
     )
     waiting: WaitingQueue[Entry] | TenantQueue[Entry] = queue_from(config)
     return Batcher(

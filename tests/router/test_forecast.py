@@ -27,13 +27,14 @@ LIMIT = 4096
 
 
 def forecaster(
-    cost: CostModel | None = None, *, is_late: bool = False, **limits: object
+    cost: CostModel | None = None, *, is_late: bool = False, depth: int = 2, **limits: object
 ) -> Forecaster:
     sizes = {"max_batch_size": 32, "max_batch_prefill_tokens": 1024, "num_blocks": 1 << 16}
     cost = CostModel.fixed(COST) if cost is None else cost
     return Forecaster(
         cost,
         block_size=BLOCK,
+        steps_in_flight=depth,
         late=LatePlanning(cost) if is_late else None,
         **(sizes | limits),  # type: ignore[arg-type]
     )
@@ -78,9 +79,9 @@ class Step:
 
 @dataclass
 class Server:
-    """First come first served, two steps in flight, prompts in chunks beside decodes; its own price list.
+    """First come first served, prompts in chunks beside decodes; its own price list.
 
-    Where it is late it plans the second step when nine tenths of the first are done.
+    Of two steps in flight it plans the second, where it is late, when nine tenths of the first are done.
     """
 
     arrivals: deque[Job]
@@ -91,6 +92,7 @@ class Server:
     slowness: Callable[[], float] = lambda: 1.0
     cost: CostModel | None = None
     is_late: bool = False
+    depth: int = 2
     now: float = 0.0
     began: float = 0.0
     """When the oldest step in flight did."""
@@ -107,7 +109,8 @@ class Server:
             if self.flights or self.plan():
                 if self.is_late:
                     self.arrive(until=self.began + 0.9 * self.flights[0].seconds)
-                self.plan()
+                if self.depth == 2:
+                    self.plan()
                 self.answer(self.flights.popleft())
             else:
                 self.began = self.arrivals[0].arrived
@@ -192,8 +195,8 @@ class Server:
 def play(jobs: list[Job], *, warm: int, **server: object) -> tuple[list[Job], Server]:
     """Those of `jobs` that arrived after the first `warm`, served."""
     limits = {"max_batch_size": 32, "num_blocks": server.get("num_blocks", 1 << 16)}
-    cost, is_late = server.get("cost"), server.get("is_late", False)
-    played = Server(deque(jobs), forecaster(cost, is_late=is_late, **limits), **server)  # type: ignore[arg-type]
+    known = {name: server[name] for name in ("cost", "is_late", "depth") if name in server}
+    played = Server(deque(jobs), forecaster(**known, **limits), **server)  # type: ignore[arg-type]
     played.run()
     return jobs[warm:], played
 
@@ -245,15 +248,22 @@ SCENARIOS: dict[str, tuple[list[Job], dict[str, object], float, float]] = {
 """Jobs, server, bounds of the median relative error of the queue time and of its bias."""
 
 
-@pytest.mark.parametrize("is_late", [False, True], ids=["early", "late"])
+PIPELINES = pytest.mark.parametrize(
+    "pipeline",
+    [{"is_late": False}, {"is_late": True}, {"depth": 1}],
+    ids=["early", "late", "one step in flight"],
+)
+
+
+@PIPELINES
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_queue_time_under_load_is_foreseen(name: str, is_late: bool) -> None:
+def test_queue_time_under_load_is_foreseen(name: str, pipeline: dict[str, object]) -> None:
     arrivals, server, most, bias = SCENARIOS[name]
     jobs, played = play(
         [Job(j.arrived, j.num_prompt, j.length) for j in arrivals],
         warm=200,
-        is_late=is_late,
         **server,
+        **pipeline,
     )
     found = errors(jobs)
     assert len(found) > 300
@@ -263,10 +273,10 @@ def test_queue_time_under_load_is_foreseen(name: str, is_late: bool) -> None:
         assert played.most_running < played.slots
 
 
-@pytest.mark.parametrize("is_late", [False, True], ids=["early", "late"])
-def test_first_token_is_foreseen_with_and_without_a_queue(is_late: bool) -> None:
+@PIPELINES
+def test_first_token_is_foreseen_with_and_without_a_queue(pipeline: dict[str, object]) -> None:
     for rate, most in ((4, 0.1), (12, 0.2)):
-        jobs, _ = play(poisson(3, 800, rate, exponential), warm=200, is_late=is_late)
+        jobs, _ = play(poisson(3, 800, rate, exponential), warm=200, **pipeline)
         found = [
             abs(job.prediction.first_token_seconds / (job.first_token - job.arrived) - 1)
             for job in jobs

@@ -84,6 +84,7 @@ LOADS: dict[str, tuple[float, float, dict[str, object]]] = {
     "half of capacity": (5, 0.15, {}),
     "most of capacity": (8, 0.3, {}),
     "most of capacity, planned early": (8, 0.3, {"late_planning": "off"}),
+    "most of capacity, one step in flight": (8, 0.3, {"steps_in_flight": 1}),
     "patience alone": (8, 0.1, {"waiting_served_ratio": 10.0}),
     "numbers alone": (8, 0.45, {"max_waiting_tokens": 10_000}),
     "overload of a large batch": (17, 0.25, {"max_batch_size": 128}),
@@ -107,12 +108,16 @@ def test_queue_and_first_token_under_load_are_foreseen(name: str) -> None:
         assert error < most * median(realised[number] for number in numbers)
 
 
-@pytest.mark.parametrize("late", ["on", "off"])
-def test_a_lone_request_waits_for_patience_to_be_spent_whenever_it_comes(late: str) -> None:
+@pytest.mark.parametrize(
+    "flags", [{}, {"late_planning": "off"}, {"steps_in_flight": 1}], ids=["late", "early", "one"]
+)
+def test_a_lone_request_waits_for_patience_to_be_spent_whenever_it_comes(
+    flags: dict[str, object],
+) -> None:
     """Ten answers of known length begin at 0; one more request comes in their prefill or between their decodes."""
     ten = [Arrival(0.0, 200, 200, 200)] * 10
     for now in (0.03 * part for part in range(1, 20)):
-        engine = watched([*ten, Arrival(now, 200, 200, 200)], late_planning=late)
+        engine = watched([*ten, Arrival(now, 200, 200, 200)], **flags)
         found = engine.predictions[10]
         assert found.queue_seconds == pytest.approx(engine.queue[10], rel=0.003, abs=1e-4)
         assert found.first_token_seconds == pytest.approx(engine.first[10], rel=0.003)

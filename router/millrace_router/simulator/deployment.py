@@ -132,5 +132,10 @@ class Deployment(BaseModel):
     def new_forecaster(self, cost: CostModel, late: LatePlanning) -> Forecaster:
         """The router's forecaster, which knows of no answers yet."""
         return forecaster_from(
-            self.budgets, cost, late, block_size=self.block_size, num_blocks=self.num_blocks - 1
+            self,
+            self.budgets,
+            cost,
+            late,
+            block_size=self.block_size,
+            num_blocks=self.num_blocks - 1,
         )
