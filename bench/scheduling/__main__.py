@@ -1,6 +1,7 @@
-"""`python -m bench.scheduling`: prefix cache, chunking, KV growth, fairness, predictions, simulator, planner.
+"""`python -m bench.scheduling`: prefix cache, chunking, KV growth, fairness, predictions, simulator, planner and more.
 
-Each part starts our launcher with the flags that it compares, sends its load and prints a table. `--record` writes
+Each part starts our launcher with the flags that it compares, sends its load and prints a table; `planner`, `forecasts`
+and `speed` need no server. `--record` writes
 each table into its own section of RESULTS.md, in place of the one before it. `--quick` only shows that all runs.
 """
 
@@ -21,12 +22,14 @@ from bench.plan import say
 from bench.quiet import Quiet
 from bench.scheduling import (
     chunking,
+    forecasts,
     planner,
     predictions,
     prefix,
     reservation,
     sections,
     simulator,
+    speed,
     tenants,
 )
 from bench.scheduling.client import RequestsFailed
@@ -39,7 +42,17 @@ from bench.serve import ServerError
 
 PARTS = {
     module.PART.name: module.PART
-    for module in (prefix, chunking, reservation, tenants, predictions, simulator, planner)
+    for module in (
+        prefix,
+        chunking,
+        reservation,
+        tenants,
+        predictions,
+        simulator,
+        planner,
+        forecasts,
+        speed,
+    )
 }
 RESULTS = Path(__file__).parents[1] / "RESULTS.md"
 DEMO = Path(__file__).parents[2] / "demo" / "model"

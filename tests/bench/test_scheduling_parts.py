@@ -13,12 +13,14 @@ from bench.quiet import Quiet
 from bench.repeats import Repeated, Sample
 from bench.scheduling import (
     chunking,
+    forecasts,
     planner,
     predictions,
     prefix,
     reservation,
     sections,
     simulator,
+    speed,
     tenants,
 )
 from bench.scheduling.__main__ import PARTS, parse_arguments
@@ -295,3 +297,17 @@ def test_the_command_line_knows_every_part() -> None:
 def test_what_a_quick_run_finds_is_not_recorded() -> None:
     with pytest.raises(SystemExit):
         parse_arguments(["--quick", "--record"])
+
+
+@pytest.mark.parametrize("name", forecasts.PIPELINES)
+def test_forecasts_are_compared_with_what_the_simulator_then_does(texts: Texts, name: str) -> None:
+    figures = forecasts.run(lab(texts), Case(name, (name,), 0.5))
+    for title in ("queue", "TTFT"):
+        assert 0 < figures[f"{title} error p50, ms"] < figures[f"{title} p50, ms"]
+
+
+def test_the_simulator_s_speed_is_counted_in_requests_it_has_finished(texts: Texts) -> None:
+    idle, busy = (speed.run(lab(texts), Case("", amount=rate)) for rate in (1, 8))
+    assert idle["batch size, mean"] < busy["batch size, mean"]
+    assert idle["steps of a request"] > busy["steps of a request"] > 1
+    assert idle[speed.MILLION] == pytest.approx(1e6 / 60 / idle[speed.RATE])

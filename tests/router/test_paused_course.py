@@ -6,69 +6,11 @@ import random
 from statistics import median
 
 import pytest
+from bench.scheduling.watched_engine import watched
 
-from millrace_router.cost import COEFFICIENTS
-from millrace_router.forecast import Prediction
-from millrace_router.row import Row
 from millrace_router.simulator.arrival import Arrival
-from millrace_router.simulator.candidate import Candidate
-from millrace_router.simulator.deployment import Deployment
-from millrace_router.simulator.engine import Engine
 
-COSTS = (0.0146, 0.0004, 1e-7, 0.001, 6e-5, 2.4e-7)
-"""Of a 135M model on two cores, about."""
-DEPLOYMENT = {
-    "cost_model": dict(zip(COEFFICIENTS, COSTS, strict=True)),
-    "num_blocks": 1 << 14,
-    "block_size": 16,
-    "max_total_tokens": 8192,
-    "max_input_tokens": 4000,
-    "max_batch_size": 32,
-    "max_batch_prefill_tokens": 4096,
-    "max_concurrent_requests": 100_000,
-    "max_queue_wait": 1e9,
-    "prefill_chunking": "off",
-}
-
-
-class Watched(Engine):
-    """What was predicted of each request when it arrived, and what then happened, in seconds from there."""
-
-    def __init__(self, deployment: Deployment) -> None:
-        super().__init__(deployment)
-        self.predictions: list[Prediction] = []
-        self.queue: dict[int, float] = {}
-        self.first: dict[int, float] = {}
-        forecaster = self._door._forecaster
-        predict = forecaster.predict
-
-        def remember(*args: object, **options: object) -> Prediction | None:
-            prediction = predict(*args, **options)  # type: ignore[arg-type]
-            assert prediction is not None
-            self.predictions.append(prediction)
-            return prediction
-
-        forecaster.predict = remember  # type: ignore[method-assign]
-
-    def _admitted(self, row: Row[Candidate]) -> None:
-        super()._admitted(row)
-        self.queue.setdefault(row.entry.request_id, self.now - row.entry.queued_at)
-
-    def _first_token(self, candidate: Candidate) -> None:
-        super()._first_token(candidate)
-        self.first.setdefault(candidate.request_id, self.now - candidate.queued_at)
-
-
-def watched(arrivals: list[Arrival], **changes: object) -> Watched:
-    engine = Watched(Deployment.model_validate(DEPLOYMENT | changes))
-    for arrival in arrivals:
-        while engine.next_event < arrival.arrived_at:
-            engine.step()
-        assert engine.arrive(arrival)
-    while len(engine.first) < len(arrivals):
-        engine.step()
-    assert len(engine.predictions) == len(engine.queue) == len(arrivals)
-    return engine
+PAUSES: dict[str, object] = {"prefill_chunking": "off"}
 
 
 def poisson(count: int, rate: float) -> list[Arrival]:
@@ -98,7 +40,7 @@ Where others who arrive would end the wait, only their rate is known.
 @pytest.mark.parametrize("name", LOADS)
 def test_queue_and_first_token_under_load_are_foreseen(name: str) -> None:
     rate, most, flags = LOADS[name]
-    engine = watched(poisson(500, rate), **flags)
+    engine = watched(poisson(500, rate), **PAUSES | flags)
     for realised, predicted in (
         (engine.queue, [each.queue_seconds for each in engine.predictions]),
         (engine.first, [each.first_token_seconds for each in engine.predictions]),
@@ -117,7 +59,7 @@ def test_a_lone_request_waits_for_patience_to_be_spent_whenever_it_comes(
     """Ten answers of known length begin at 0; one more request comes in their prefill or between their decodes."""
     ten = [Arrival(0.0, 200, 200, 200)] * 10
     for now in (0.03 * part for part in range(1, 20)):
-        engine = watched([*ten, Arrival(now, 200, 200, 200)], **flags)
+        engine = watched([*ten, Arrival(now, 200, 200, 200)], **PAUSES | flags)
         found = engine.predictions[10]
         assert found.queue_seconds == pytest.approx(engine.queue[10], rel=0.003, abs=1e-4)
         assert found.first_token_seconds == pytest.approx(engine.first[10], rel=0.003)

@@ -29,7 +29,7 @@ class Door:
         self._deployment = deployment
         self._planner = planner
         self._waiting = waiting
-        self._forecaster = deployment.new_forecaster(cost, late)
+        self.forecaster = deployment.new_forecaster(cost, late)
         self._predicts = deployment.max_queue_wait is not None
 
     def refusal(self, candidate: Candidate, *, num_present: int, now_in_step: float) -> str | None:
@@ -53,7 +53,7 @@ class Door:
     def ended(self, candidate: Candidate, *, num_cached: int) -> None:
         """Learn how long an answer got."""
         if self._predicts:
-            self._forecaster.finished(
+            self.forecaster.finished(
                 num_prompt=candidate.num_prompt_tokens,
                 num_generated=candidate.output_tokens,
                 max_new_tokens=candidate.max_new_tokens,
@@ -68,7 +68,7 @@ class Door:
         if allowed == math.inf:
             return False
         self._predicts = True
-        prediction = self._forecaster.predict(
+        prediction = self.forecaster.predict(
             self._planner.rows.values(),
             ahead=self._waiting.ahead(candidate.terms, candidate.queued_at),
             num_prompt_tokens=candidate.num_prompt_tokens,

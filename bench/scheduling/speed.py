@@ -1,0 +1,71 @@
+"""How many requests the simulator takes through in a second, on one core."""
+
+from __future__ import annotations
+
+import resource
+import time
+
+from bench.scheduling.lab import Lab
+from bench.scheduling.part import Case, Figures, Part, Table
+from millrace_router.simulator.deployment import Deployment
+from millrace_router.simulator.fleet import Fleet, simulate
+from millrace_router.simulator.lengths import Lengths
+from millrace_router.simulator.workload import Workload
+
+COSTS = {
+    "step": 0.012,
+    "decode_row": 0.00012,
+    "decode_context_token": 4e-8,
+    "prefill_step": 0.004,
+    "prefill_token": 0.00006,
+    "prefill_pair": 4e-9,
+}
+CASES = tuple(Case(f"{rate:g} requests/s", amount=rate) for rate in (1, 2, 4, 6, 8))
+RATE, MILLION = "simulated requests a second", "minutes for a million"
+
+
+def run(lab: Lab, case: Case) -> Figures:
+    """CPU time, so that others on the machine count only as far as they slow it down."""
+    fleet = Fleet(
+        deployment=Deployment(
+            cost_model=COSTS, num_blocks=1500, block_size=16, max_total_tokens=4096
+        ),
+        workload=Workload(
+            requests=lab.sized(50_000, 300),
+            rate=case.amount,
+            prompt_tokens=Lengths.parse("lognormal:300:1:3000"),
+            output_tokens=Lengths.parse("lognormal:120:1:1000"),
+        ),
+    )
+    began = time.process_time()
+    (tally,) = simulate([fleet])
+    seconds = time.process_time() - began
+    return {
+        "batch size, mean": tally.row_seconds / tally.busy_seconds,
+        "steps of a request": tally.steps / tally.finished,
+        RATE: tally.finished / seconds,
+        MILLION: 1e6 / 60 * seconds / tally.finished,
+        "memory at most, MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def conclude(table: Table) -> list[str]:
+    """What an operator has to wait for."""
+    minutes = [row[MILLION].median for row in table.values()]
+    return [
+        f"A million requests take {min(minutes):.0f} to {max(minutes):.0f} minutes on one core."
+    ]
+
+
+PART = Part(
+    name="speed",
+    title="How fast the simulator is",
+    method=(
+        "`millrace-simulate`'s own loop on one core, over the load of docs/simulator.md: lognormal prompts"
+        " (median 300) and answers (median 120), 1 500 blocks. In CPU seconds; the memory is that of the"
+        " whole process."
+    ),
+    cases=CASES,
+    run=run,
+    conclude=conclude,
+)

@@ -1,0 +1,76 @@
+"""The simulator with an eye on what was predicted of each request, and on what then happened."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from millrace_router.cost import COEFFICIENTS
+from millrace_router.forecast import Prediction
+from millrace_router.row import Row
+from millrace_router.simulator.arrival import Arrival
+from millrace_router.simulator.candidate import Candidate
+from millrace_router.simulator.deployment import Deployment
+from millrace_router.simulator.engine import Engine
+
+COSTS = (0.0146, 0.0004, 1e-7, 0.001, 6e-5, 2.4e-7)
+"""Of a 135M model on two cores, about."""
+DEPLOYMENT = {
+    "cost_model": dict(zip(COEFFICIENTS, COSTS, strict=True)),
+    "num_blocks": 1 << 14,
+    "block_size": 16,
+    "max_total_tokens": 8192,
+    "max_input_tokens": 4000,
+    "max_batch_size": 32,
+    "max_batch_prefill_tokens": 4096,
+    "max_concurrent_requests": 100_000,
+    "max_queue_wait": 1e9,
+}
+
+
+class WatchedEngine(Engine):
+    """Remembers by request, in seconds from its arrival."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        super().__init__(deployment)
+        self.predictions: list[Prediction] = []
+        self.queue: dict[int, float] = {}
+        """Until the plan that admitted it."""
+        self.first: dict[int, float] = {}
+        """Until its first token."""
+        forecaster = self._door.forecaster
+        predict = forecaster.predict
+
+        def remember(*args: object, **options: object) -> Prediction | None:
+            prediction = predict(*args, **options)  # type: ignore[arg-type]
+            if prediction is not None:
+                self.predictions.append(prediction)
+            return prediction
+
+        forecaster.predict = remember  # type: ignore[method-assign]
+
+    def _admitted(self, row: Row[Candidate]) -> None:
+        super()._admitted(row)
+        self.queue.setdefault(row.entry.request_id, self.now - row.entry.queued_at)
+
+    def _first_token(self, candidate: Candidate) -> None:
+        super()._first_token(candidate)
+        self.first.setdefault(candidate.request_id, self.now - candidate.queued_at)
+
+
+def watched(arrivals: Sequence[Arrival], **changes: object) -> WatchedEngine:
+    """Simulate `arrivals`, all of which are taken in, until each has its first token; `changes` are to `DEPLOYMENT`.
+
+    Raises:
+        RuntimeError: a request was refused, or nothing was predicted of it.
+
+    """
+    engine = WatchedEngine(Deployment.model_validate(DEPLOYMENT | changes))
+    for arrival in arrivals:
+        engine.run_until(arrival.arrived_at)
+        if not engine.arrive(arrival):
+            raise RuntimeError(f"a simulated request was refused at {arrival.arrived_at} s")
+    while len(engine.first) < len(arrivals):
+        engine.step()
+    if not len(engine.predictions) == len(engine.queue) == len(arrivals):
+        raise RuntimeError("not every simulated request has a prediction")
+    return engine
