@@ -146,11 +146,11 @@ class Engine:
         self._count(sent, plan.load)
         for flight, self.now in zip(before, answered, strict=False):
             self._answer(flight)
-        for self.now in answered[len(before) :]:
-            self._decoded_at = self.now
-            self._gaps.step(self.now, decoded=len(plan.decodes), joined=0, ended=0)
-        num_computed = max(0, len(answered) - len(before))
-        planner.decode_on(num_planned=len(sent), num_computed=num_computed)
+        later = answered[len(before) :]
+        self._gaps.steps(later, decoded=len(plan.decodes))
+        if later:
+            self.now = self._decoded_at = later[-1]
+        planner.decode_on(num_planned=len(sent), num_computed=len(later))
         if pipeline.last_sent >= ends_at:
             flight = pipeline.flights[ends_at - pipeline.last_sent - 1]
             flight.ended = self._may_end.pop(ends_at)

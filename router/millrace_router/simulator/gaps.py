@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from millrace_router.simulator.distribution import Distribution
 
 
@@ -34,6 +36,17 @@ class Gaps:
             num_left -= taken
         if decoded + joined > ended:
             streams.append((now, decoded + joined - ended))
+
+    def steps(self, times: Sequence[float], *, decoded: int) -> None:
+        """Count steps that were answered at `times`, in each of which the same streams got a token and none ended."""
+        for now in times:
+            last, count = self._streams[-1] if self._streams else (now, 0)
+            if count == decoded:
+                # What `step` would do.
+                self._seconds.add(now - last, count)
+                self._streams[-1] = (now, count)
+            else:
+                self.step(now, decoded=decoded, joined=0, ended=0)
 
     def leave(self, last: float) -> None:
         """Forget a stream that was preempted, and had its last token at the time `last`."""
