@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Generic
 
 from millrace_router.blocks import BlockTable
@@ -64,7 +64,7 @@ class Allowances(Generic[E]):
 
     def expected(self, load: StepLoad) -> StepLoad:
         """What a step of the planned `load` is going to compute, as steps went before."""
-        return _narrowed(load, round(self._share * load.extra_positions))
+        return load.with_extra(round(self._share * load.extra_positions))
 
     def plan_decodes(self, rows: Collection[Row[E]], plan: StepPlan[E], *, most: int) -> None:
         """Let those of `rows` decode that can, at a position each, and allow them more up to `most` in all.
@@ -172,7 +172,7 @@ class Allowances(Generic[E]):
                     self._learn(row, allowed=guesses, drafted=drafted, accepted=accepted)
             row.num_kv_tokens -= allowed - advance
             progress.advances[place] = advance
-        progress.load = _narrowed(plan.load, num_extra)
+        progress.load = plan.load.with_extra(num_extra)
         self._share += _SHARE_RATE * (num_extra / plan.load.extra_positions - self._share)
         return progress
 
@@ -213,12 +213,3 @@ def _advance(row: Row[E], allowed: int, positions: int) -> tuple[int, int]:
             f"a shard filled {advance} positions where {pending} to {allowed} were to be"
         )
     return advance, pending
-
-
-def _narrowed(load: StepLoad, num_extra: int) -> StepLoad:
-    """`load` as if it had been planned with so many extra positions, which attend to as much as the others."""
-    if num_extra == load.extra_positions:
-        return load
-    num_positions = load.decodes + load.extra_positions
-    context = round(load.context * (load.decodes + num_extra) / num_positions)
-    return replace(load, extra_positions=num_extra, context=context)

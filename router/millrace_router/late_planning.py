@@ -37,8 +37,12 @@ class LatePlanning:
         return self._share
 
     def open_seconds(self, load: StepLoad) -> float:
-        """From the start of a step of this load until the next one is to be planned; 0 while nothing is known."""
-        seconds = self._cost.seconds(load)
+        """From the start of a step of this load until the next one is to be planned; 0 while nothing is known.
+
+        Extra positions do not count: rows with a grammar may fill many and hardly ever do, and of a step that is
+        shorter than predicted the next one comes too late.
+        """
+        seconds = self._cost.seconds(load.with_extra(0))
         return 0.0 if seconds is None else self.open_part(seconds)
 
     def open_part(self, seconds: float) -> float:

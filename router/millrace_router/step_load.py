@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(slots=True)
@@ -21,3 +21,11 @@ class StepLoad:
     """Sum over their KV positions in this step of the positions each attends to."""
     extra_positions: int = 0
     """KV positions beyond the first of each of those rows: forced tokens and guesses."""
+
+    def with_extra(self, num_extra: int) -> StepLoad:
+        """The same as if it had been planned with so many extra positions, which attend to as much as the others."""
+        if num_extra == self.extra_positions:
+            return self
+        num_positions = self.decodes + self.extra_positions
+        context = round(self.context * (self.decodes + num_extra) / num_positions)
+        return replace(self, extra_positions=num_extra, context=context)

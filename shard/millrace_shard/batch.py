@@ -136,19 +136,23 @@ class Batch:
     def _grow(self, slots: Ints, blocks: Ints) -> Ints:
         if len(slots) != len(blocks):
             raise StepInvalid(f"{len(slots)} slots grow by {len(blocks)} blocks")
-        self._check_slots(np.unique(slots))
+        self._check_known(slots)
         valid = ~self._is_invalid[slots]
         return self.blocks.grow(slots[valid], blocks[valid], self._num_cached[slots[valid]])
 
     def _check_slots(self, slots: Ints) -> None:
         """Known, and each named once."""
+        self._check_known(slots)
+        # numpy's `unique` lets go of the interpreter, and getting it back takes longer than all else here.
+        if len(slots) and np.bincount(slots).max() > 1:
+            raise StepInvalid("a slot is named twice")
+
+    def _check_known(self, slots: Ints) -> None:
         if not len(slots):
             return
         if slots.min() < 0 or slots.max() >= len(self._in_use) or not self._in_use[slots].all():
             unknown = set(slots.tolist()) - set(np.flatnonzero(self._in_use).tolist())
             raise StepInvalid(f"no sequence in slots {sorted(unknown)}")
-        if len(np.unique(slots)) != len(slots):
-            raise StepInvalid("a slot is named twice")
 
     def _named(self, step: Forward) -> Ints:
         if len(step.chunk_slots) != len(step.chunk_tokens):
@@ -289,9 +293,13 @@ class Batch:
         slots, positions = upload_columns(
             [prepared.sampled, prepared.sampling.positions], self.device
         )
-        self._keep_failed(slots, failed)
         self.history[slots, positions] = ids.to(torch.int32)
-        return self.failed[slots]
+        if len(prepared.sampled) > len(prepared.yields):
+            self._keep_failed(slots, failed)
+            return self.failed[slots]
+        failed = self.failed[slots].logical_or_(failed)
+        self.failed[slots] = failed
+        return failed
 
     def fail(self, slots: Ints, failed: Tensor) -> None:
         """Keep in mind which of `slots` have `failed` [U] bool: what they yield never counts."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -58,8 +60,8 @@ class Guidance:
     def __init__(self, guides: Guides | None) -> None:
         """Without `guides` no sequence may have a grammar."""
         self._guides = guides
-        self._news: dict[int, list[StepTokens]] = {}
-        """Of each guided slot, the steps whose tokens its matcher has not been told of."""
+        self._news: dict[int, list[tuple[StepTokens, int]]] = {}
+        """Of each guided slot, the steps whose tokens its matcher has not been told of, and its row in them."""
 
     def admit(self, sequence: Sequence) -> bool:
         """Begin to make the matcher of a sequence, if it has a grammar; False if it cannot have one."""
@@ -92,23 +94,23 @@ class Guidance:
         """
         if self._guides is None or not self._news:
             return None
-        slots, num_samples = prepared.yield_slots.tolist(), prepared.num_samples
+        slots = prepared.yield_slots.tolist()
         guided = [row for row, slot in enumerate(slots) if slot in self._news]
         if not guided:
             return None
-        most_tokens, num_guesses = prepared.most_tokens.tolist(), (num_samples - 1).tolist()
+        most_tokens = prepared.most_tokens.tolist()
         rows = [
             GuidedRow(
-                slot=slots[row],
-                news=self._take_news(slots[row]),
-                drafts=guesses.of_row(int(prepared.yields[row])) if num_guesses[row] else (),
-                most_forced=most_tokens[row],
+                slot=slots[row], news=self._take_news(slots[row]), most_forced=most_tokens[row]
             )
             for row in guided
         ]
-        is_guided = np.zeros(len(slots), dtype=np.bool_)
-        is_guided[guided] = True
-        places = np.flatnonzero(np.repeat(is_guided, num_samples))
+        places = np.array(guided)
+        if len(prepared.sampled) > len(slots):
+            for made, row in zip(rows, guided, strict=True):
+                made.drafts = guesses.of_row(int(prepared.yields[row]))
+            is_guided = np.isin(np.arange(len(slots)), places)
+            places = np.flatnonzero(np.repeat(is_guided, prepared.num_samples))
         return PendingRulings(self._guides.start(rows), tuple(guided), places)
 
     def follow(self, tokens: StepTokens) -> None:
@@ -117,9 +119,15 @@ class Guidance:
             return
         for row, slot in enumerate(tokens.prepared.yield_slots.tolist()):
             if slot in self._news and row not in tokens.forced:
-                self._news[slot].append(tokens)
+                self._news[slot].append((tokens, row))
 
-    def _take_news(self, slot: int) -> Callable[[], tuple[int, ...]]:
+    def _take_news(self, slot: int) -> Callable[[], Many[int]]:
         """Reads on a worker thread what the steps since the last call have sampled."""
-        steps, self._news[slot] = self._news[slot], []
-        return lambda: tuple(id_ for tokens in steps for id_ in tokens.of(slot))
+        steps = self._news[slot]
+        if not steps:
+            return tuple
+        self._news[slot] = []
+        if len(steps) == 1:
+            ((tokens, row),) = steps
+            return partial(tokens.of_row, row)
+        return lambda: [id_ for tokens, row in steps for id_ in tokens.of_row(row)]

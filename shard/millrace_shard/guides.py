@@ -1,7 +1,7 @@
 """Which tokens the grammars of running sequences allow: masks computed on the host while the forward pass runs.
 
 One worker thread follows all sequences, in the order of the steps: a token costs it microseconds under the
-interpreter's lock, and the masks of all rows are then filled at once by threads of llguidance that need no interpreter.
+interpreter's lock, and the masks of all rows are then filled together (`mask_filler.py`).
 """
 
 from __future__ import annotations
@@ -9,33 +9,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from llguidance import LLExecutor
-from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
-from numpy.typing import NDArray
 
 from millrace_shard.grammar_source import GrammarInvalid
 from millrace_shard.grammars import GrammarCompiler
+from millrace_shard.mask_filler import Bits, MaskFiller
 from millrace_shard.matcher import Matcher
 from millrace_shard.sequence import Grammar, Ids
 from millrace_shard.step import Ints
 
-Bits = NDArray[np.int32]
-
 NUM_COMPILES = 2
-MASK_THREADS = 2
-"""A mask takes 2 to 20 us: more threads would only take cores from the forward pass."""
-NUM_SHARED = 4
-"""Masks from which on it pays to wake threads for them."""
 NO_GRAMMARS = "this model's tokenizer allows no grammars"
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class GuidedRow:
     """A sequence with a grammar that samples in the step about to be launched."""
 
@@ -80,7 +72,7 @@ class _Row:
     """Where in the masks its own begin."""
     matcher: Matcher | None = None
     """None once it has failed."""
-    forced: list[int] = field(default_factory=list)
+    forced: tuple[int, ...] = ()
 
 
 class MaskJob:
@@ -115,7 +107,7 @@ class Guides:
         self._guides: dict[int, _Guide] = {}
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="guides")
         self._compiles = ThreadPoolExecutor(NUM_COMPILES, thread_name_prefix="grammars")
-        self._executor = LLExecutor(MASK_THREADS)
+        self._filler = MaskFiller(beside=beside)
         self._ends = np.zeros(self._width, dtype=np.int32)
         if compiler is not None:
             self._ends = _bits(compiler.vocabulary.eos_token_ids, self._width)
@@ -159,7 +151,9 @@ class Guides:
         return matcher
 
     def _compute(self, rows: list[_Row], num_masks: int) -> Masks:
-        bits = np.full((num_masks, self._width), -1, dtype=np.int32)
+        bits = np.empty((num_masks, self._width), dtype=np.int32)
+        if num_masks > len(rows):
+            bits[:] = -1
         for row in rows:
             self._catch_up(row)
         self._fill([(row, row.first) for row in rows], bits)
@@ -170,7 +164,7 @@ class Guides:
                 bits[row.first : row.first + 1 + len(row.request.drafts)] = -1
         return Masks(
             bits,
-            tuple(tuple(row.forced) for row in rows),
+            tuple([row.forced for row in rows]),
             np.array([row.request.slot for row in rows if row.matcher is None], dtype=np.int64),
         )
 
@@ -199,15 +193,7 @@ class Guides:
                 bits[index] = self._ends
             else:
                 asked.append((row, row.matcher, index))
-        if not asked:
-            return
-        if len(asked) < NUM_SHARED:
-            for _, matcher, index in asked:
-                fill_next_token_bitmask(matcher.inner, bits, index)
-        else:
-            fill_next_token_bitmask_par(
-                self._executor, [(matcher.inner, index) for _, matcher, index in asked], bits
-            )
+        self._filler.fill([(matcher.inner, index) for _, matcher, index in asked], bits)
         for row, matcher, index in asked:
             if (error := matcher.error()) is not None:
                 bits[index] = -1
@@ -220,17 +206,16 @@ class Guides:
             for row in rows
             if row.request.most_forced and row.matcher is not None and not row.matcher.has_ended
         ]
-        current = bits[[row.first for row in following]]
+        current = bits
+        if len(following) < len(bits):
+            current = bits[[row.first for row in following]]
         while following := self._forced_by(current, following):
-            current = np.full((len(following), self._width), -1, dtype=np.int32)
+            current = np.empty((len(following), self._width), dtype=np.int32)
             self._fill([(row, index) for index, row in enumerate(following)], current)
 
     def _forced_by(self, masks: Bits, rows: Sequence[_Row]) -> list[_Row]:
         """Feed each of `rows` the one token that its mask allows; those in whose chain another one may follow."""
-        only = _only_tokens(masks)
-        return [
-            row for place, row in enumerate(rows) if place in only and self._force(row, only[place])
-        ]
+        return [rows[line] for line, token in _only_tokens(masks) if self._force(rows[line], token)]
 
     def _force(self, row: _Row, token: int) -> bool:
         """Append `token` to the chain; whether another one may follow."""
@@ -240,12 +225,12 @@ class Guides:
         if not matcher.consume(token):
             self._fail(row, matcher.error() or f"token {token} is forced and does not match")
             return False
-        row.forced.append(token)
+        row.forced = (*row.forced, token)
         return not matcher.has_ended and len(row.forced) < row.request.most_forced
 
     def _follow_drafts(self, rows: Sequence[_Row], bits: Bits) -> None:
         """Masks after each guess while the guesses are allowed; the matchers then stand where they stood."""
-        guessing = [row for row in rows if not row.forced and row.request.drafts]
+        guessing = [row for row in rows if row.request.drafts and not row.forced]
         marks = [(row, row.matcher.mark()) for row in guessing if row.matcher is not None]
         depth = 0
         while guessing:
@@ -270,7 +255,7 @@ class Guides:
         logger.error("the grammar in slot %d cannot go on: %s", row.request.slot, reason)
         row.guide.has_failed = True
         row.matcher = None
-        row.forced.clear()
+        row.forced = ()
         if self.compiler is not None:
             self.compiler.forget(row.guide.grammar)
 
@@ -286,14 +271,14 @@ def _allows(mask: Bits, token: int) -> bool:
     return 0 <= token < mask.size * 32 and bool(mask[token >> 5] >> (token & 31) & 1)
 
 
-def _only_tokens(masks: Bits) -> dict[int, int]:
-    """The one token that lines of `masks` [N, W] allow, of those that allow no other."""
-    words = masks.view(np.uint32)
-    found = {}
-    for line, num_words in enumerate((words != 0).sum(axis=1).tolist()):
-        if num_words == 1:
-            place = int(words[line].argmax())
-            word = int(words[line, place])
-            if word & (word - 1) == 0:
-                found[line] = place * 32 + word.bit_length() - 1
+def _only_tokens(masks: Bits) -> list[tuple[int, int]]:
+    """Lines of `masks` [N, W] that allow one token and no other, and that token."""
+    found = []
+    octets, size = masks.tobytes(), masks.shape[1] * masks.itemsize
+    for line in range(len(masks)):
+        mask = octets[line * size : (line + 1) * size]
+        # From both ends: a mask of many tokens is hardly read.
+        rest = mask.strip(b"\0")
+        if len(rest) == 1 and rest[0].bit_count() == 1:
+            found.append((line, 8 * mask.index(rest) + rest[0].bit_length() - 1))
     return found

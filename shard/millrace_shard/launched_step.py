@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import replace
+from typing import TypedDict
 
 import numpy as np
 from torch import Tensor
@@ -16,6 +16,22 @@ from millrace_shard.step_rows import StepRows
 from millrace_shard.step_tokens import Emitted, StepTokens
 from millrace_shard.stopwatch import Stopwatch
 from millrace_shard.top_tokens import TopTokens
+
+
+class _Columns(TypedDict, total=False):
+    """Those of a StepResult."""
+
+    slots: Ints
+    counts: Ints
+    ids: Ints
+    logprobs: Floats
+    top_counts: Ints
+    top_ids: Ints
+    top_logprobs: Floats
+    computed_slots: Ints
+    computed_positions: Ints
+    drafted_tokens: Ints
+    checksum: int
 
 
 class LaunchedStep:
@@ -51,37 +67,38 @@ class LaunchedStep:
     def finish(self) -> StepResult:
         """The tokens. Waits for the device without holding the interpreter."""
         self._watch.wait()
-        result = StepResult(failed_slots=self._invalid_slots)
+        failed, columns = self._invalid_slots, _Columns()
         if self._unfinished_failed is not None:
             unfinished = self._rows.slots[~self._rows.finished][self._unfinished_failed.numpy()]
-            result = StepResult(failed_slots=np.concatenate([unfinished, self._invalid_slots]))
+            failed = np.concatenate([unfinished, failed])
         if self._tokens is not None:
-            result = self._with_tokens(result, self._tokens)
+            columns |= self._token_columns(self._tokens)
+            failed = np.concatenate([_failed_slots(self._tokens), failed])
+        if len(self._rows.wide_slots):
+            columns |= self._computed_columns(self._rows)
+        # Of all columns at once: a result takes longer to be replaced than to be made.
+        result = StepResult(failed_slots=failed, timings=self._timings(), **columns)
         if self._prompts is not None and self._prompt_scores is not None:
             result = self._prompts.add_to(result, self._prompt_scores)
-        if len(self._rows.wide_slots):
-            result = self._with_computed(result, self._rows)
-        return replace(result, timings=self._timings())
+        return result
 
-    def _with_tokens(self, result: StepResult, tokens: StepTokens) -> StepResult:
-        emitted, slots = tokens.emitted, tokens.prepared.yield_slots
+    def _token_columns(self, tokens: StepTokens) -> _Columns:
+        emitted = tokens.emitted
         yielding = ~emitted.failed
-        counts = emitted.counts[yielding]
+        slots, counts = tokens.prepared.yield_slots[yielding], emitted.counts[yielding]
         top_counts, top_ids, top_logprobs = self._top_columns(tokens.prepared, emitted)
-        return replace(
-            result,
-            slots=slots[yielding],
+        return _Columns(
+            slots=slots,
             counts=counts,
             ids=emitted.ids,
             logprobs=emitted.logprobs,
             top_counts=top_counts,
             top_ids=top_ids,
             top_logprobs=top_logprobs,
-            failed_slots=np.concatenate([slots[emitted.failed], result.failed_slots]),
-            checksum=_checksum(slots[yielding], counts, emitted.ids),
+            checksum=_checksum(slots, counts, emitted.ids),
         )
 
-    def _with_computed(self, result: StepResult, rows: StepRows) -> StepResult:
+    def _computed_columns(self, rows: StepRows) -> _Columns:
         """What decodes that were allowed several positions have filled; guesses count as far as they were right."""
         right, drafted = np.zeros((2, len(rows.wide_slots)), dtype=np.int64)
         if self._tokens is not None and len(self._tokens.awaited):
@@ -93,8 +110,7 @@ class LaunchedStep:
             places = order[np.searchsorted(rows.wide_slots, slots, sorter=order)]
             right[places] = found
             drafted[places] = tokens.prepared.num_samples[tokens.awaited] - 1
-        return replace(
-            result,
+        return _Columns(
             computed_slots=rows.wide_slots,
             computed_positions=rows.wide_computed + right,
             drafted_tokens=drafted,
@@ -129,6 +145,11 @@ class LaunchedStep:
             total_ns=self._watch.since_start_ns(),
             concat_ns=self._watch.concat_ns,
         )
+
+
+def _failed_slots(tokens: StepTokens) -> Ints:
+    failed: Ints = tokens.prepared.yield_slots[tokens.emitted.failed]
+    return failed
 
 
 def _checksum(slots: Ints, counts: Ints, ids: Ints) -> int:

@@ -63,7 +63,10 @@ class Matcher:
 
     def consume_all(self, tokens: Iterable[int]) -> bool:
         """Whether each of `tokens` had its place."""
-        return all(self.consume(int(token)) for token in tokens)
+        for token in tokens:  # noqa: SIM110
+            if not self.consume(int(token)):
+                return False
+        return True
 
     def mark(self) -> tuple[bool, int]:
         """Where it stands now, for `return_to`."""

@@ -9,7 +9,6 @@ via Speculative Decoding", for draws that are a function of seed and position.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,7 +19,7 @@ from torch import Tensor
 from millrace_shard.host_copies import start_download, upload
 from millrace_shard.prepared import PreparedStep
 from millrace_shard.sampling import Sampled
-from millrace_shard.step import Flags, Floats, Ints
+from millrace_shard.step import Flags, Floats, Ints, no_ints
 from millrace_shard.stopwatch import Stopwatch
 
 Chains = Mapping[int, tuple[int, ...]]
@@ -80,6 +79,8 @@ class StepTokens:
     @cached_property
     def awaited(self) -> Ints:
         """Rows whose count of tokens depends on their guesses; places among the rows that sample."""
+        if not self._has_guesses:
+            return no_ints()
         guessed = self.prepared.num_samples > 1
         guessed[list(self.forced)] = False
         return np.flatnonzero(guessed)
@@ -89,21 +90,20 @@ class StepTokens:
         counts = np.ones(len(self.prepared.yields), dtype=np.int64)
         for row, chain in self.forced.items():
             counts[row] = len(chain)
-        counts[self.awaited] = 0
+        if self._has_guesses:
+            counts[self.awaited] = 0
         return counts
 
-    def of(self, slot: int) -> tuple[int, ...]:
-        """The tokens of one sequence."""
-        return tuple(self._by_slot.get(slot, ()))
+    def of_row(self, row: int) -> list[int]:
+        """The tokens of one of the rows that sample. Waits as `emitted` does."""
+        ids, ends = self._by_row
+        return ids[ends[row - 1] if row else 0 : ends[row]]
 
     @cached_property
-    def _by_slot(self) -> Mapping[int, Many[int]]:
+    def _by_row(self) -> tuple[list[int], list[int]]:
+        """All tokens, and where those of each row end."""
         emitted = self.emitted
-        found: dict[int, list[int]] = {}
-        owners = self.prepared.yield_slots[emitted.rows].tolist()
-        for slot, id_ in zip(owners, emitted.ids.tolist(), strict=True):
-            found.setdefault(slot, []).append(id_)
-        return found
+        return emitted.ids.tolist(), emitted.counts.cumsum().tolist()
 
     @cached_property
     def emitted(self) -> Emitted:

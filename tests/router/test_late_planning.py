@@ -20,6 +20,14 @@ def test_most_of_a_long_step_leaves_the_next_one_open() -> None:
     assert LatePlanning(COST).open_seconds(StepLoad(decodes=3)) == pytest.approx(MOST * 0.3)
 
 
+def test_positions_that_may_be_left_empty_leave_nothing_open() -> None:
+    costs = dict.fromkeys(COEFFICIENTS, 0.0) | {"decode_row": 0.1, "decode_context_token": 0.001}
+    late = LatePlanning(CostModel.fixed({**costs, "extra_step": 5.0, "extra_position": 1.0}))
+    plain = StepLoad(decodes=3, context=30)
+    allowed = StepLoad(decodes=3, context=30 + 48 * 10, extra_positions=48)
+    assert late.open_seconds(allowed) == pytest.approx(late.open_seconds(plain))
+
+
 def test_the_lead_of_a_short_step_is_kept() -> None:
     late = LatePlanning(COST)
     assert late.open_part(0.020) == 0.020 - LEAD_SECONDS

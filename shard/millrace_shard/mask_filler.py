@@ -1,0 +1,44 @@
+"""Masks of several matchers, written one after the other or by threads that need no interpreter."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher
+from llguidance.numpy import fill_next_token_bitmask_par
+from numpy.typing import NDArray
+
+Bits = NDArray[np.int32]
+
+NUM_THREADS = 2
+"""A mask takes 2 to 20 us as a rule: more threads would only take cores from the forward pass."""
+NUM_SHARED = 4
+"""Masks from which on it may pay to wake threads for them."""
+PATIENCE_SECONDS = 0.5e-3
+"""What it costs to wake threads where the forward pass has used every core, and masks of most grammars do not take."""
+
+
+class MaskFiller:
+    """Used by one thread at a time. Who fills a mask changes nothing in it."""
+
+    def __init__(self, *, beside: bool) -> None:
+        """`beside` a thread that needs the interpreter, threads fill all masks from `NUM_SHARED` on."""
+        self._patience = 0.0 if beside else PATIENCE_SECONDS
+        self._executor = LLExecutor(NUM_THREADS)
+
+    def fill(self, asked: Sequence[tuple[LLMatcher, int]], bits: Bits) -> None:
+        """Write the mask of each matcher to its line of `bits`, [M, W] and contiguous.
+
+        One after the other, which holds the interpreter, until that has taken too long; threads fill the rest.
+        """
+        assert bits.dtype == np.int32 and bits.flags.c_contiguous  # noqa: PT018
+        # llguidance.numpy finds the address anew for every line, which takes longer than most masks.
+        address, num_bytes = bits.ctypes.data, bits.strides[0]
+        until = time.perf_counter() + self._patience
+        for place, (matcher, line) in enumerate(asked):
+            if time.perf_counter() >= until and len(asked) - place >= NUM_SHARED:
+                fill_next_token_bitmask_par(self._executor, list(asked[place:]), bits)
+                return
+            matcher.unsafe_compute_mask_ptr(address + line * num_bytes, num_bytes)
