@@ -132,21 +132,27 @@ class Ahead {
       pages_[page] = reinterpret_cast<const char*>(a_.keys + at);
       pages_[pages + page] = reinterpret_cast<const char*>(a_.values + at);
     }
-    next_ = 0;
-    end_ = 2 * pages * page_bytes_;
+    page_ = next_ = 0;
+    count_ = 2 * pages;
   }
 
   void fetch() {
-    for (const int64_t stop = std::min(end_, next_ + kBytes); next_ < stop; next_ += 64)
-      _mm_prefetch(pages_[next_ / page_bytes_] + next_ % page_bytes_, _MM_HINT_T1);
+    if (page_ == count_) return;
+    const char* line = pages_[page_] + next_;
+    for (const char* stop = line + kBytes; line < stop; line += 64) _mm_prefetch(line, _MM_HINT_T1);
+    next_ += kBytes;
+    if (next_ == page_bytes_) {
+      next_ = 0;
+      page_++;
+    }
   }
 
  private:
-  static constexpr int64_t kBytes = 2048;
+  static constexpr int64_t kBytes = 2048;  // a page has a multiple of it, as heads have one of 32 values
   const Attention<BFloat16>& a_;
   const int64_t page_bytes_;
   const char* pages_[2 * kChunkPages] = {};
-  int64_t next_ = 0, end_ = 0;
+  int64_t page_ = 0, count_ = 0, next_ = 0;
 };
 
 // Products of up to 32 rows from `row` on with 32 columns.

@@ -20,6 +20,12 @@ struct Rows {
   }
 };
 
+// Few rows are shared out evenly: all the threads are here already.
+inline int64_t shared_grain(int64_t rows, int64_t width) {
+  const int64_t threads = at::get_num_threads(), even = (rows + threads - 1) / threads;
+  return std::max<int64_t>(1, std::min(row_grain(width), even));
+}
+
 // residual += x where there is an x, then its norm in tiles.
 struct NormInput {
   const BFloat16* added;  // or null
@@ -72,7 +78,8 @@ void mlp_block(at::Tensor y, const at::Tensor& x, const at::Tensor& residual, co
     amx::configure(std::min(rows, amx::kRows));
     for (int64_t begin = 0; begin < rows; begin += kRowsAtOnce) {
       const int64_t count = std::min(kRowsAtOnce, rows - begin);
-      team.share(count, row_grain(width), [&](int64_t from, int64_t to) { input(normed, begin, begin + from, begin + to); });
+      team.share(count, shared_grain(count, width),
+                 [&](int64_t from, int64_t to) { input(normed, begin, begin + from, begin + to); });
       multiply_panels(team, first, normed, count, [&](int64_t panel, int64_t row, const float* gates, const float* ups) {
         Vec gate = load(gates), up = load(ups);
         if (first.bias != nullptr) {
@@ -159,10 +166,10 @@ void attention_block(at::Tensor y, const at::Tensor& x, const at::Tensor& residu
   const std::vector<Tile>& tiles = planned;
 
   run_team([&](Team& team) {
-    team.share(rows, row_grain(width), [&](int64_t begin, int64_t end) { input(normed, 0, begin, end); });
+    team.share(rows, shared_grain(rows, width), [&](int64_t begin, int64_t end) { input(normed, 0, begin, end); });
     amx::configure(std::min(rows, amx::kRows));
     multiply_panels(team, first, normed, rows, SaveSums<BFloat16>{projected, heads.width(), first.bias});
-    team.share(rows, row_grain(heads.width()), [&](int64_t begin, int64_t end) {
+    team.share(rows, shared_grain(rows, heads.width()), [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; row++) heads.prepare(projected + row * heads.width(), position[row]);
       store_tokens(key_pages, value_pages, pages, cache_row, from, begin, end);
     });

@@ -3,12 +3,44 @@
 
 #include <ATen/Parallel.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
 #include "vectors.h"
 
 namespace millrace {
+
+#if defined(CPU_CAPABILITY_AVX512)
+// e^x for x <= 0 to within 2^-23 of itself, below -1 within -x 2^-23; 1 for 0, 0 for -inf, NaN for NaN.
+inline Vec exp_of_negative(const Vec& x) {
+  constexpr int kBelowFloor = 0x09;
+  const __m512 y = _mm512_mul_ps(x, _mm512_set1_ps(1.442695041f));
+  const __m512 f = _mm512_reduce_ps(y, kBelowFloor);
+  __m512 p = _mm512_set1_ps(2.170225488e-04f);
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.243968800e-03f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.678840978e-03f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.548334199e-02f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.402298363e-01f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.931469838e-01f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.f));
+  return _mm512_scalef_ps(p, y);
+}
+#else
+inline Vec exp_of_negative(const Vec& x) { return x.exp(); }
+#endif
+
+// Where x [size] is first equal to `value`; the last place if nowhere.
+inline int64_t first_of(const float* x, int64_t size, float value) {
+  int64_t i = 0;
+#if defined(CPU_CAPABILITY_AVX512)
+  for (const __m512 sought = _mm512_set1_ps(value); i + kLanes <= size; i += kLanes)
+    if (const uint32_t equal = _mm512_cmp_ps_mask(_mm512_loadu_ps(x + i), sought, _CMP_EQ_OQ); equal != 0)
+      return i + __builtin_ctz(equal);
+#endif
+  while (i < size && x[i] != value) i++;
+  return std::min(i, size - 1);
+}
 
 // logits [rows, vocabulary] float32 contiguous; ids [rows] int64, the first of equals; logprobs [rows] float32, NaN
 // where a logit is NaN or plus infinity. The order of the sum depends on the vocabulary alone.
@@ -31,13 +63,11 @@ void greedy(at::Tensor ids, at::Tensor logprobs, const at::Tensor& logits) {
       Vec total(0.f);
       const Vec shift(top);
       i = 0;
-      for (; i + kLanes <= size; i += kLanes) total = total + (load(x + i) - shift).exp();
+      for (; i + kLanes <= size; i += kLanes) total = total + exp_of_negative(load(x + i) - shift);
       float rest = sum(total);
       for (; i < size; i++) rest += std::exp(x[i] - top);
 
-      int64_t first = 0;
-      while (first + 1 < size && x[first] != top) first++;
-      chosen[row] = first;
+      chosen[row] = first_of(x, size, top);
       logprob[row] = -std::log(rest);
     }
   });

@@ -24,7 +24,7 @@ inline at::Tensor pack_int8(const at::Tensor& weight) {
   TORCH_CHECK(weight.size(1) <= kLongestInt8, "millrace: too many inputs for int8");
   const int64_t out = weight.size(0), in = weight.size(1);
   const int64_t count = round_up(out, kPanelColumns) / kPanelColumns, steps = round_up(in, kInt8Depth) / kInt8Depth;
-  at::Tensor packed = at::empty({count, steps, 2, amx::kColumns, amx::kColumns, 4}, weight.options());
+  at::Tensor packed = WeightMemory::empty({count, steps, 2, amx::kColumns, amx::kColumns, 4}, weight.options());
   const int8_t* from = weight.const_data_ptr<int8_t>();
   int8_t* to = packed.mutable_data_ptr<int8_t>();
   at::parallel_for(0, count * steps * 2, 1, [&](int64_t begin, int64_t end) {

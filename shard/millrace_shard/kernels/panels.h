@@ -4,12 +4,11 @@
 #include "amx.h"
 
 #ifdef MILLRACE_AMX
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
 #include <cstring>
 
 #include "team.h"
+#include "weight_memory.h"
 
 namespace millrace {
 
@@ -62,7 +61,7 @@ inline at::Tensor pack_panels(const at::Tensor& weight, bool gated) {
   const int64_t out = weight.size(0), in = weight.size(1);
   TORCH_CHECK(!gated || out % kPanelColumns == 0, "millrace: gates come in multiples of 16");
   const int64_t count = round_up(out, kPanelColumns) / kPanelColumns, steps = round_up(in, amx::kDepth) / amx::kDepth;
-  at::Tensor packed = at::empty({count, steps, 2, amx::kColumns, amx::kColumns, 2}, weight.options());
+  at::Tensor packed = WeightMemory::empty({count, steps, 2, amx::kColumns, amx::kColumns, 2}, weight.options());
   const BFloat16* from = weight.const_data_ptr<BFloat16>();
   BFloat16* to = packed.mutable_data_ptr<BFloat16>();
   at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
@@ -118,7 +117,7 @@ class PanelLoop {
  private:
   static constexpr int64_t kBlock = 2 * amx::kRows;
   static constexpr int64_t kBlockSums = 4 * amx::kSums;
-  static constexpr int64_t kAhead = 8192 / sizeof(BFloat16);
+  static constexpr int64_t kAhead = 4096 / sizeof(BFloat16);
   static constexpr int64_t kLine = 64 / sizeof(BFloat16);
 
   struct Part {
@@ -165,7 +164,10 @@ class PanelLoop {
     const amx::Sums to{sums, amx::kSums, amx::kColumns * sizeof(float)};
     const BFloat16* left = x_.rows(row) + part.begin * amx::kTile;
     if (count <= amx::kRows) {
-      amx::multiply_one<kFormat>(left, right, to, part.begin > 0, [&] { emit_until(done_ + each); });
+      amx::multiply_one<kFormat>(left, right, to, part.begin > 0, [&] {
+        fetch();
+        emit_until(done_ + each);
+      });
     } else {
       const BFloat16* low = left + x_.stride * amx::kTile;
       amx::multiply_two<kFormat>(left, low, right, to, sums + 2 * amx::kSums, part.begin > 0, [&] {

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import resource
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -271,3 +273,23 @@ def test_a_head_does_not_round_its_logits() -> None:
     torch.testing.assert_close(
         logits.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-5
     )
+
+
+def test_weights_outlive_what_was_packed_beside_them_and_then_give_back_their_memory() -> None:
+    before = resident_bytes()
+    x = torch.randn(2, 256).to(BF16)
+    weights = [torch.randn(rows, 256).to(BF16) for rows in (33, 70_000, 1, 70_000, 500)]
+    kept = [PanelLinear(weight, None) for weight in weights]
+    expected = [linear(x) for linear in kept]
+    del kept[3], expected[3]
+    others = [PanelLinear(weight, None) for weight in weights]
+    assert all(torch.equal(each(x), y) for each, y in zip(kept, expected, strict=True))
+    packed = 3 * 2 * 256 * 70_000
+    assert resident_bytes() > before + packed
+    del kept, others
+    assert resident_bytes() < before + packed
+
+
+def resident_bytes() -> int:
+    """What this process holds in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
