@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import time
 
 from bench.scheduling.lab import Lab
@@ -45,7 +44,6 @@ def run(lab: Lab, case: Case) -> Figures:
         "steps of a request": tally.steps / tally.finished,
         RATE: tally.finished / seconds,
         MILLION: 1e6 / 60 * seconds / tally.finished,
-        "memory at most, MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
 
 
@@ -62,8 +60,7 @@ PART = Part(
     title="How fast the simulator is",
     method=(
         "`millrace-simulate`'s own loop on one core, over the load of docs/simulator.md: lognormal prompts"
-        " (median 300) and answers (median 120), 1 500 blocks. In CPU seconds; the memory is that of the"
-        " whole process."
+        " (median 300) and answers (median 120), 1 500 blocks. In CPU seconds."
     ),
     cases=CASES,
     run=run,
