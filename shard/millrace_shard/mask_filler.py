@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
+from time import perf_counter
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
@@ -36,9 +36,9 @@ class MaskFiller:
         assert bits.dtype == np.int32 and bits.flags.c_contiguous  # noqa: PT018
         # llguidance.numpy finds the address anew for every line, which takes longer than most masks.
         address, num_bytes = bits.ctypes.data, bits.strides[0]
-        until = time.perf_counter() + self._patience
+        until = perf_counter() + self._patience
         for place, (matcher, line) in enumerate(asked):
-            if time.perf_counter() >= until and len(asked) - place >= NUM_SHARED:
+            if perf_counter() >= until and len(asked) - place >= NUM_SHARED:
                 fill_next_token_bitmask_par(self._executor, list(asked[place:]), bits)
                 return
             matcher.unsafe_compute_mask_ptr(address + line * num_bytes, num_bytes)

@@ -30,7 +30,7 @@ def test_whoever_fills_them_masks_are_the_same_and_stay_in_their_lines(
     *, beside: bool, num_rows: int, step: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = seconds(step)
-    monkeypatch.setattr("millrace_shard.mask_filler.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("millrace_shard.mask_filler.perf_counter", lambda: next(clock))
     matchers = [WORDS.matcher(regex(f"[{chr(ord('a') + row)}-z]")) for row in range(num_rows)]
     expected = [mask_of(matcher) for matcher in matchers]
     lines = [2 * NUM_ROWS - 2 * row for row in range(num_rows)]
@@ -61,7 +61,7 @@ def test_slow_masks_go_to_threads_while_there_are_enough_of_them(
     ):
         clock = seconds(step)
         monkeypatch.setattr(
-            "millrace_shard.mask_filler.time.perf_counter", lambda clock=clock: next(clock)
+            "millrace_shard.mask_filler.perf_counter", lambda clock=clock: next(clock)
         )
         MaskFiller(beside=False).fill(asked[:num_rows], bits)
         assert by_threads == expected
