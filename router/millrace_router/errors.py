@@ -273,8 +273,8 @@ class QueueTooLong(Overloaded):
 
     def __init__(self, *, predicted_seconds: float, allowed_seconds: float) -> None:
         super().__init__(
-            f"Model is overloaded: the request would wait for {predicted_seconds:.1f} s, "
-            f"and may wait for {allowed_seconds:.1f} s",
+            f"Model is overloaded: the request would wait for {round(predicted_seconds, 3):g} s, "
+            f"and may wait for {round(allowed_seconds, 3):g} s",
             retry_after_seconds=predicted_seconds - allowed_seconds,
         )
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from multidict import CIMultiDict
 
-from millrace_router.errors import ValidationError
+from millrace_router.errors import QueueTooLong, ValidationError
 from millrace_router.request import Terms
 from millrace_router.terms import tenant_of, terms_from
 
@@ -110,3 +110,18 @@ def test_a_tenant_is_a_name_or_else_a_key_that_cannot_be_read_back() -> None:
     assert tenant_of({"x-tenant": "me", "authorization": keys[0]}) == "me"
     assert tenant_of({"x-tenant": "", "authorization": keys[0]}) == tenants[0]
     assert tenant_of({"authorization": ""}) == tenant_of({}) == ""
+
+
+@pytest.mark.parametrize(
+    ("predicted", "allowed", "said"),
+    [
+        (0.0042, 0.001, "wait for 0.004 s, and may wait for 0.001 s"),
+        (14.25, 10.0, "wait for 14.25 s, and may wait for 10 s"),
+        (5000.5, 60.0, "wait for 5000.5 s, and may wait for 60 s"),
+    ],
+)
+def test_a_refusal_says_how_long_even_where_that_is_short(
+    predicted: float, allowed: float, said: str
+) -> None:
+    error = QueueTooLong(predicted_seconds=predicted, allowed_seconds=allowed)
+    assert str(error).endswith(said)
