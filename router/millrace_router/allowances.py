@@ -205,11 +205,11 @@ class Allowances(Generic[E]):
 
 
 def _advance(row: Row[E], allowed: int, positions: int) -> tuple[int, int]:
-    """How many positions `row` has filled, and how many of those are not guesses."""
+    """How many positions `row` has filled, and how many of those are not guesses.
+
+    A shard lets tokens of a chain wait where they would lengthen the step for everybody, but for one.
+    """
     advance = positions - row.num_computed
-    pending = min(row.entry.num_inputs - row.num_computed, allowed)
-    if not pending <= advance <= allowed:
-        raise ValueError(
-            f"a shard filled {advance} positions where {pending} to {allowed} were to be"
-        )
-    return advance, pending
+    if not 1 <= advance <= allowed:
+        raise ValueError(f"a shard filled {advance} positions where 1 to {allowed} were to be")
+    return advance, min(row.entry.num_inputs - row.num_computed, advance)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from millrace_shard.batch_limits import BatchLimits
 from millrace_shard.block_tables import BlockTables
+from millrace_shard.extra_positions import affordable
 from millrace_shard.host_copies import upload, upload_columns
 from millrace_shard.pending_scores import PendingScores
 from millrace_shard.prepared import PreparedStep
@@ -164,8 +165,9 @@ class Batch:
     def rows(self, step: Forward) -> StepRows:
         """What `step` asks for, within what there is room for; nothing changes here.
 
-        A decode computes what its sequence holds and has not computed, as far as it may and there are blocks. Counts of
-        the sequences named, which are here and valid, have to be settled. Raises StepInvalid.
+        A decode computes what its sequence holds and has not computed, as far as it may, there are blocks, and it holds
+        up nobody (`extra_positions.py`). Counts of the sequences named, which are here and valid, have to be settled.
+        Raises StepInvalid.
         """
         slots = np.concatenate([step.chunk_slots, step.decode_slots])
         num_chunks = len(step.chunk_slots)
@@ -186,6 +188,10 @@ class Batch:
         if (counts > room)[~at_end].any():
             raise StepInvalid("a block table too short for its tokens")
         counts[at_end] = 0
+        if (extras := np.maximum(counts[num_chunks:] - 1, 0)).any():
+            firm = int(counts.sum() - extras.sum())
+            taken = affordable(extras, num_firm=firm, tile=limits.row_tile)
+            counts[num_chunks:] -= extras - taken
         finished = (counts == left) & ~at_end
         allowed = np.concatenate([np.ones(num_chunks, dtype=np.int64), allowed])
         drafts = np.concatenate([np.zeros(num_chunks, dtype=np.int64), drafts])
@@ -216,9 +222,9 @@ class Batch:
         is_prompt = np.isin(token_rows, prompt_rows)
         # The last token that is sure, and the guesses after it.
         is_last = lasts[token_rows] - np.arange(len(token_rows)) <= guesses[token_rows]
-        logit_rows = np.flatnonzero(is_last)
-        state_rows = np.flatnonzero(is_prompt | is_last)
         sampled_tokens = np.flatnonzero(is_last & rows.finished[token_rows])
+        logit_rows = np.concatenate([sampled_tokens, lasts[~rows.finished]])
+        state_rows = np.flatnonzero(is_prompt | is_last)
         sampled = slots[token_rows[sampled_tokens]]
         yields = np.flatnonzero(rows.finished)
         targets = np.minimum(positions + 1, self._num_inputs[slots[token_rows]] - 1)
@@ -238,17 +244,13 @@ class Batch:
                 positions=positions[sampled_tokens] + 1,
                 history_rows=sampled,
             ),
-            sampling_logits=None
-            if len(logit_rows) == len(sampled)
-            else np.searchsorted(logit_rows, sampled_tokens),
             unfinished=slots[~rows.finished],
-            unfinished_logits=np.searchsorted(logit_rows, lasts[~rows.finished]),
             prompt_rows=prompt_rows,
             state_rows=state_rows,
             logit_states=np.searchsorted(state_rows, logit_rows),
             prompt_states=np.searchsorted(state_rows, np.flatnonzero(is_prompt)),
             prompt_targets=targets[is_prompt],
-            is_plain=not rows.num_chunks and not len(rows.wide_slots),
+            is_plain=not (rows.num_chunks or len(rows.wide_slots)) and bool(rows.finished.all()),
         )
 
     def ragged(self, slots: Ints, starts: Ints, counts: Ints, logit_rows: Ints) -> RaggedBatch:

@@ -19,6 +19,8 @@ class BatchLimits:
     """Where rows that pad a captured step store their one token: a block that no sequence owns."""
     max_guesses: int = 0
     """Tokens that may be guessed ahead for one sequence in one step."""
+    row_tile: int = 1
+    """Positions up to a multiple of which a step costs the same; the same on all ranks, as they compute the same."""
 
     @property
     def table_width(self) -> int:

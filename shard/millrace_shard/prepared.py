@@ -21,7 +21,8 @@ class PreparedStep:
     guesses: Ints
     """[B], how many of them, at their end, are guesses."""
     logit_rows: Ints
-    """[L], the tokens whose logits are wanted, but for those that only score a prompt."""
+    """[L = R + U], the tokens whose logits are wanted, but for those that only score a prompt: first those after which
+    is sampled, then the last ones of rows with more to compute, so that neither has to be gathered."""
     num_chunks: int
     """How many of the rows compute a prompt."""
     yields: Ints
@@ -33,12 +34,8 @@ class PreparedStep:
     sampled: Ints
     """[R], slots of the positions that are sampled, those of a row side by side."""
     sampling: SamplingRows
-    sampling_logits: Ints | None
-    """[R], their place among the logits; None when those are all of them, in order."""
     unfinished: Ints
     """[U], slots of the rows with more to compute: the logits of their last token show whether all before is finite."""
-    unfinished_logits: Ints
-    """[U], their place among the logits."""
     prompt_rows: Ints
     """[P], rows in `slots` whose prompt logprobs are wanted."""
     state_rows: Ints
@@ -50,7 +47,7 @@ class PreparedStep:
     prompt_targets: Ints
     """The position each of these predicts, clamped to the prompt."""
     is_plain: bool
-    """Whether every row is a decode that was allowed one position."""
+    """Whether every row is a decode that was allowed one position, and samples."""
 
     @property
     def yield_slots(self) -> Ints:

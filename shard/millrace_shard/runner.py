@@ -204,16 +204,13 @@ class StepRunner:
         """Which rows with more to compute are not finite, [U] bool: the router may share their blocks from now on."""
         if not len(prepared.unfinished):
             return None
-        logits = logits[self.batch.to_device(prepared.unfinished_logits)]
-        failed = ~logits.amax(dim=-1).isfinite()
+        failed = ~logits[len(prepared.sampled) :].amax(dim=-1).isfinite()
         self.batch.fail(prepared.unfinished, failed)
         return failed
 
     def _sample(self, logits: Tensor, prepared: PreparedStep, rulings: Rulings | None) -> Sampled:
-        if prepared.sampling_logits is not None:
-            logits = logits[self.batch.to_device(prepared.sampling_logits)]
         masks = None if rulings is None else rulings.masks
-        sampled = self._sampler.sample(logits, prepared.sampling, masks)
+        sampled = self._sampler.sample(logits[: len(prepared.sampled)], prepared.sampling, masks)
         if rulings is not None and len(rulings.failed_slots):
             self._fail(rulings.failed_slots)
         failed = self.batch.put(prepared, sampled.ids, sampled.failed)

@@ -23,6 +23,7 @@ from millrace_shard.capacity import (
     spread_prefill,
 )
 from millrace_shard.decode_graphs import DecodeGraphs, GraphSettings
+from millrace_shard.extra_positions import CPU_TILE
 from millrace_shard.failures import is_out_of_memory
 from millrace_shard.guides import Guides
 from millrace_shard.kernels.base import Kernels
@@ -250,6 +251,7 @@ def _new_runner(
         vocab_size=loaded.model.info.vocab_size,
         padding_block=0 if graphs is None else num_blocks,
         max_guesses=loaded.max_guesses,
+        row_tile=CPU_TILE if loaded.device.type == "cpu" else 1,
     )
     batch = Batch(limits, loaded.device)
     own = len(loaded.model.geometry.layers)

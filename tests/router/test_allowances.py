@@ -41,17 +41,21 @@ class Lengths:
 
 
 class Always(Choices):
-    """All guesses there may be, all right or all wrong; chains of one length."""
+    """All guesses there may be, all right or all wrong; chains of one length, up to `filled` positions in a step."""
 
-    def __init__(self, *, right: bool = True, forced: int = 0) -> None:
+    def __init__(self, *, right: bool = True, forced: int = 0, filled: int = 99) -> None:
         super().__init__(right=float(right))
         self.forced = forced
+        self.filled = filled
 
     def num_guesses(self, most: int) -> int:
         return most
 
     def chain_length(self) -> int:
         return self.forced
+
+    def num_filled(self, most: int) -> int:
+        return min(most, self.filled)
 
 
 def new_driver(
@@ -213,6 +217,14 @@ def test_forced_tokens_of_a_step_are_computed_in_the_next() -> None:
     driver = new_driver(speculate=0, choices=Always(forced=3), depth=1)
     submit(driver, (4, 30), guided=True)
     assert finish(driver) == 10
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_forced_tokens_may_be_computed_one_by_one(depth: int) -> None:
+    """As shards do where more would hold up others: no sooner than without chains, and no later."""
+    driver = new_driver(speculate=0, choices=Always(forced=3, filled=1), depth=depth)
+    submit(driver, (4, 30), guided=True)
+    assert 28 <= finish(driver) <= 30 + depth - 1
 
 
 def test_a_chain_longer_than_the_allowance_yields_nothing_until_it_is_computed() -> None:

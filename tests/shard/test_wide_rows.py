@@ -376,6 +376,36 @@ def test_pending_tokens_beyond_the_allowance_yield_nothing_yet(setup: Setup) -> 
     assert (len(ids), computed) == (1, [length + 6])
 
 
+def test_a_short_chain_waits_where_it_would_hold_up_seven_others(setup: Setup) -> None:
+    """Two tokens of a chain wait for room, three are worth a tile of rows; what comes after is the same."""
+    wants = {slot: Want(prompt_of(5, seed=slot), FIELDS["seeded"]) for slot in range(1, 8)}
+    guided = Want(PROMPTS[0], FIELDS["seeded"])
+    grammars = any_of(None, [5], [6], None, [7], [8], [9], None), None
+
+    def steps(row_tile: int) -> list[tuple[list[int], list[int]]]:
+        """Of each step the guided tokens, and how far its KV is."""
+        guides = FakeGuides(setup.model.info.vocab_size)
+        stepper = setup.stepper(guides=guides.as_guides(), row_tile=row_tile)
+        step = stepper.admission(0, guided.prompt, grammar=grammars[0], **guided.fields)
+        found = [(stepper.run(step).ids.tolist(), [len(guided.prompt)])]
+        for slot, want in wants.items():
+            stepper.run(stepper.admission(slot, want.prompt, **want.fields))
+        decode = Forward(decode_slots=ints(range(8)), decode_tokens=ints([6] + [1] * 7))
+        for _ in range(7):
+            result = stepper.run(decode)
+            mine = int(result.counts[result.slots == 0].sum())
+            found.append((result.ids.tolist()[:mine], result.computed_positions.tolist()))
+        return found
+
+    at_once, waiting = steps(1), steps(4)
+    length = len(guided.prompt)
+    assert [len(ids) for ids, _ in at_once] == [1, 2, 1, 3, 1, 1, 1, 1]
+    assert [len(ids) for ids, _ in waiting] == [1, 2, 0, 1, 3, 1, 1, 1]
+    assert [computed for _, computed in waiting[1:6]] == [[length + n] for n in (1, 2, 3, 4, 7)]
+    tokens = [[id_ for ids, _ in run for id_ in ids] for run in (at_once, waiting)]
+    assert tokens[1] == tokens[0][: len(tokens[1])]
+
+
 def test_masks_hold_at_every_position_of_a_guess(setup: Setup) -> None:
     """Guesses that a grammar forbids are refused, and those after right ones are masked as single decodes are."""
     allowed = [None if place % 3 else list(range(20, 60)) for place in range(NUM_TOKENS)]

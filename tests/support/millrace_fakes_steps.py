@@ -81,6 +81,7 @@ class Stepper:
         speculation: Speculation | None = None,
         guides: Guides | None = None,
         max_guesses: int = 0,
+        row_tile: int = 1,
     ) -> None:
         """`max_guesses` for a proposer that is set later, as `runner._proposer`."""
         self.device = torch.device(device)
@@ -111,6 +112,7 @@ class Stepper:
             vocab_size=model.info.vocab_size,
             padding_block=NUM_BLOCKS,
             max_guesses=speculation.most if speculation else max_guesses,
+            row_tile=row_tile,
         )
         self.batch = Batch(limits, self.device)
         own = len(model.geometry.layers)

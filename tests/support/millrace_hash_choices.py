@@ -35,6 +35,12 @@ class Choices:
             return 0
         return self._random.randint(1, LONGEST_CHAIN)
 
+    def num_filled(self, most: int) -> int:
+        """Positions of a chain that a step fills of those it may: often all, sometimes one or a few."""
+        if most == 1 or self._random.random() < 0.7:
+            return most
+        return self._random.randint(1, most)
+
     def says_zero(self) -> bool:
         """Whether a row without tokens is in the answer with a count of 0, or not at all."""
         return self._random.random() < 0.5

@@ -163,7 +163,7 @@ class HashShard:
         assert running.num_computed + allowed <= held, "fewer blocks than positions are allowed"
         is_guided = sequence.HasField("grammar")
         assert is_guided or allowed <= 1 + guesses, "positions that nothing can fill"
-        count = min(len(running.ids) - running.num_computed, allowed)
+        count = self.choices.num_filled(min(len(running.ids) - running.num_computed, allowed))
         self._compute(running, count)
         num_guesses = self._answer(running, response, 0, min(guesses, allowed - count))
         if allowed > 1:

@@ -154,8 +154,6 @@ class MedusaProposer(Proposer):
             # The sample after the last guess equals none, so there always is a first that differs.
             differs = (ids.to(torch.int32) != expected)[places]
             last = places.gather(1, differs.int().argmax(1, keepdim=True)).squeeze(1)
-        if prepared.sampling_logits is not None:
-            last = self._batch.to_device(prepared.sampling_logits)[last]
         self._states[self._batch.to_device(slots)] = states[last]
         self._is_fresh[slots] = True
         self._is_fresh[slots[list(forced)]] = False
