@@ -2,7 +2,9 @@
 
 Runs the shard's own step in this process, with the environment that the launcher gives a shard. The
 times come from torch's profiler with Python frames, whose cost is in them: the chart says what a step
-takes without it. Operators (blue) are whatever the model calls, none is known here by name.
+takes without it. Operators (blue) are whatever the model calls, none is known here by name. `--apart`
+calls each half of a layer by itself where one operator does all layers, so that the chart tells them
+from one another.
 """
 
 from __future__ import annotations
@@ -30,6 +32,9 @@ from bench.report import markdown
 from millrace_launcher.threads import usable_cores
 from millrace_shard.capacity import WarmupRequest
 from millrace_shard.config import ShardConfig
+from millrace_shard.kernels.base import Layer, Layers, Reduce
+from millrace_shard.kernels.blocks import ComposedBlocks
+from millrace_shard.kernels.cpu import CpuKernels
 from millrace_shard.runner import StepRunner
 from millrace_shard.sequence import Sequence as ShardSequence
 from millrace_shard.serve import load
@@ -77,6 +82,37 @@ def admit(runner: StepRunner, *, rows: int, context: int, tokens: int) -> Callab
     chunks = np.full(rows, context, dtype=np.int64)
     runner.launch(Forward(change=change, chunk_slots=slots, chunk_tokens=chunks)).finish()
     return lambda: void(runner.launch(Forward(decode_slots=slots)).finish())
+
+
+class BothWays:
+    """All layers by one operator, or each half by its own: who runs them may be changed between steps."""
+
+    def __init__(self, *, apart: bool) -> None:
+        self.apart = apart
+
+    @classmethod
+    def installed(cls, *, apart: bool) -> BothWays:
+        """In place of what the CPU's kernels make of layers."""
+        ways, as_one = cls(apart=apart), CpuKernels.layers
+
+        def both(kernels: CpuKernels, layers: Sequence[Layer], reduce: Reduce | None) -> Layers:
+            by_half = ComposedBlocks.layers(kernels, layers, reduce)
+            by_one = as_one(kernels, layers, reduce)
+            return lambda *step: by_half(*step) if ways.apart else by_one(*step)
+
+        CpuKernels.layers = both  # type: ignore[method-assign, assignment]
+        return ways
+
+    def compared(self, step: Callable[[], None], count: int) -> str:
+        """Both in turn, `count` times."""
+        taken: dict[bool, list[float]] = {False: [], True: []}
+        for number in range(2 * count):
+            self.apart = number % 2 == 1
+            taken[self.apart].append(timed(step, 1))
+        pairs = zip(taken[False], taken[True], strict=True)
+        ratio = statistics.median(one / halves for one, halves in pairs)
+        one, halves = (statistics.median(each) for each in taken.values())
+        return f"{one:.0f} µs by one operator, {halves:.0f} by halves; median ratio of {count} pairs {ratio:.3f}"
 
 
 def void(_: object) -> None:
@@ -153,6 +189,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--flags", default="", help="more flags for the shard, in one string")
     parser.add_argument("--out", type=Path, help="the chart; bench/out/profile-ROWS.svg by default")
+    parser.add_argument("--apart", action="store_true", help="call each half of a layer by itself")
+    parser.add_argument("--compare", action="store_true", help="only time both ways in turn")
     options = parser.parse_args()
     if READY not in os.environ:
         environment = {**os.environ, **launch_environment(), READY: "1"}
@@ -160,12 +198,16 @@ def main() -> int:
             sys.executable, [sys.executable, "-m", "bench.profile", *sys.argv[1:]], environment
         )
     torch.set_num_threads(usable_cores())
+    ways = BothWays.installed(apart=options.apart)
     model = ensure_checkpoint(options.model, folder=MODELS_FOLDER)
     tokens = options.context + 4 * options.steps + 8
     with torch.inference_mode():
         runner = new_runner(model, rows=options.rows, tokens=tokens, flags=options.flags.split())
         step = admit(runner, rows=options.rows, context=options.context, tokens=tokens)
         timed(step, 3)
+        if options.compare:
+            print(ways.compared(step, options.steps))
+            return 0
         step_us = timed(step, options.steps)
         operators = traced(step, options.steps, python=False)
         calls = traced(step, options.steps, python=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -14,6 +13,7 @@ from millrace_shard.kernels.base import (
     AttentionBlock,
     AttentionWeights,
     Kernels,
+    Layer,
     LayerCache,
     Linear,
     LinearWeights,
@@ -24,14 +24,6 @@ from millrace_shard.model import KVGeometry, ModelInfo
 from millrace_shard.parallel import ProcessGroup
 from millrace_shard.ragged import RaggedBatch
 from millrace_shard.weights import Columns, Weights
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """One rank's part of a layer; what its halves yield has to be summed over the ranks."""
-
-    attention: AttentionBlock
-    mlp: MlpBlock
 
 
 class Decoder:
@@ -58,7 +50,10 @@ class Decoder:
 
         loader = LayerLoader(arch, rope, weights, kernels, group)
         self._embedding = loader.vocabulary("model.embed_tokens.weight")
-        self._layers = [loader.layer(i) for i in range(arch.num_layers)]
+        self._layers = kernels.layers(
+            [loader.layer(i) for i in range(arch.num_layers)],
+            group.all_reduce if group.world_size > 1 else None,
+        )
         self._norm = loader.norm("model.norm", arch.hidden_size)
         self._head = loader.head(self._embedding)
 
@@ -71,11 +66,7 @@ class Decoder:
     def states(self, batch: RaggedBatch, cache: Sequence[LayerCache]) -> Tensor:
         """What the head reads of `batch.logit_rows`: hidden states after the last norm, [R, hidden], on every rank."""
         residual = self._embed(batch.ids)
-        x: Tensor | None = None
-        for layer, layer_cache in zip(self._layers, cache, strict=True):
-            x = self._group.all_reduce(layer.attention(x, residual, batch, layer_cache))
-            x = self._group.all_reduce(layer.mlp(x, residual))
-        assert x is not None, "a decoder has layers"
+        x = self._layers(residual, batch, cache)
         x, residual = x[batch.logit_rows], residual[batch.logit_rows]
         if x.shape[0] == 0:
             return x

@@ -1,14 +1,22 @@
-"""Linears and halves of a layer as single operators on AMX, for bfloat16 weights.
+"""Linears, halves of a layer and all layers as single operators on AMX, for bfloat16 weights.
 
 A row's bits depend on nothing but the row: sums run over the whole of K in one order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from millrace_shard.kernels.base import AttentionWeights, LayerCache, LinearWeights, MlpWeights
+from millrace_shard.kernels.base import (
+    AttentionWeights,
+    Layer,
+    LayerCache,
+    LinearWeights,
+    MlpWeights,
+)
 from millrace_shard.ragged import RaggedBatch
 
 TILE_DEPTH = 32
@@ -64,14 +72,15 @@ class AmxAttention:
     """Norm, QKV, rope, attention and output projection in one parallel region."""
 
     def __init__(self, weights: AttentionWeights) -> None:
-        self._norm, self._eps = weights.norm, weights.eps
-        self._qkv, self._qkv_bias = _packed(weights.qkv)
-        self._query_norm, self._key_norm = map(_or_empty, (weights.query_norm, weights.key_norm))
-        self._out, self._out_bias = _packed(weights.out)
-        self._rope = weights.rope
-        self._num_heads = weights.num_heads
-        self._scale = weights.head_dim**-0.5
-        self._window = weights.window or 0
+        self.eps = weights.eps
+        query_norm, key_norm = map(_or_empty, (weights.query_norm, weights.key_norm))
+        qkv, out = _packed(weights.qkv), _packed(weights.out)
+        self.weights = (weights.norm, *qkv, query_norm, key_norm, *out)
+        """In the operators' order."""
+        self.rope = weights.rope
+        self.num_heads = weights.num_heads
+        self.scale = weights.head_dim**-0.5
+        self.window = weights.window or 0
         self._nothing = _or_empty(None)
 
     def __call__(
@@ -79,19 +88,15 @@ class AmxAttention:
     ) -> Tensor:
         """[T, hidden], in `x` where there is one; `residual` is changed in place."""
         y = torch.empty_like(residual) if x is None else x
+        norm, *others = self.weights
         torch.ops.millrace.attention_block(
             y,
             self._nothing if x is None else x,
             residual,
-            self._norm,
-            self._eps,
-            self._qkv,
-            self._qkv_bias,
-            self._query_norm,
-            self._key_norm,
-            self._out,
-            self._out_bias,
-            self._rope,
+            norm,
+            self.eps,
+            *others,
+            self.rope,
             batch.positions,
             batch.cache_rows,
             cache.keys,
@@ -99,9 +104,9 @@ class AmxAttention:
             batch.block_tables,
             batch.query_starts,
             batch.context_lengths,
-            self._num_heads,
-            self._scale,
-            self._window,
+            self.num_heads,
+            self.scale,
+            self.window,
         )
         return y
 
@@ -110,24 +115,70 @@ class AmxMlp:
     """Norm, gates, activation and projection in one parallel region."""
 
     def __init__(self, weights: MlpWeights) -> None:
-        self._norm, self._eps = weights.norm, weights.eps
-        self._gate_up, self._gate_up_bias = _packed(weights.gate_up, gated=True)
-        self._down, self._down_bias = _packed(weights.down)
+        self.eps = weights.eps
+        gate_up, down = _packed(weights.gate_up, gated=True), _packed(weights.down)
+        self.weights = (weights.norm, *gate_up, *down)
+        """In the operators' order."""
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         """[T, hidden], in `x`; `residual` is changed in place."""
-        torch.ops.millrace.mlp_block(
-            x,
-            x,
-            residual,
-            self._norm,
-            self._eps,
-            self._gate_up,
-            self._gate_up_bias,
-            self._down,
-            self._down_bias,
-        )
+        norm, *others = self.weights
+        torch.ops.millrace.mlp_block(x, x, residual, norm, self.eps, *others)
         return x
+
+
+class AmxLayers:
+    """All layers in one parallel region, which a step of few tokens enters in the time of many phases."""
+
+    def __init__(self, halves: Sequence[tuple[AmxAttention, AmxMlp]]) -> None:
+        """Of halves that `halves_on_amx` has found."""
+        first, _ = halves[0]
+        self._weights = [weight for pair in halves for half in pair for weight in half.weights]
+        self._eps, self._rope = first.eps, first.rope
+        self._num_heads, self._scale = first.num_heads, first.scale
+        self._windows = [attention.window for attention, _ in halves]
+
+    def __call__(
+        self, residual: Tensor, batch: RaggedBatch, caches: Sequence[LayerCache]
+    ) -> Tensor:
+        """[T, hidden]; `residual` is changed in place."""
+        y = torch.empty_like(residual)
+        torch.ops.millrace.decoder_layers(
+            y,
+            residual,
+            self._weights,
+            [pages for cache in caches for pages in (cache.keys, cache.values)],
+            self._eps,
+            self._rope,
+            batch.positions,
+            batch.cache_rows,
+            batch.block_tables,
+            batch.query_starts,
+            batch.context_lengths,
+            self._num_heads,
+            self._scale,
+            self._windows,
+        )
+        return y
+
+
+def halves_on_amx(layers: Sequence[Layer]) -> list[tuple[AmxAttention, AmxMlp]] | None:
+    """The halves of layers that AmxLayers takes, which are all of one size; None where it does not."""
+    halves = [
+        (layer.attention, layer.mlp)
+        for layer in layers
+        if isinstance(layer.attention, AmxAttention) and isinstance(layer.mlp, AmxMlp)
+    ]
+    if len(halves) < len(layers) or len({_kind(*pair) for pair in halves}) > 1:
+        return None
+    return halves
+
+
+def _kind(attention: AmxAttention, mlp: AmxMlp) -> tuple[object, ...]:
+    """What has to be the same in all layers."""
+    shapes = tuple(weight.shape for half in (attention, mlp) for weight in half.weights)
+    settings = attention.num_heads, attention.scale, attention.eps, mlp.eps
+    return *settings, id(attention.rope), shapes
 
 
 def _packed(weights: LinearWeights, *, gated: bool = False) -> tuple[Tensor, Tensor]:

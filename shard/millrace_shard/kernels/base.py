@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -85,6 +86,27 @@ class MlpBlock(Protocol):
         """What is to be added next, [T, hidden], perhaps in `x`'s memory; changes `residual` [T, hidden] in place."""
 
 
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One rank's part of a layer; what its halves yield has to be summed over the ranks."""
+
+    attention: AttentionBlock
+    mlp: MlpBlock
+
+
+Reduce = Callable[[Tensor], Tensor]
+"""Sums what a half yields over the ranks, perhaps in place."""
+
+
+class Layers(Protocol):
+    """All layers of a decoder, one after the other."""
+
+    def __call__(
+        self, residual: Tensor, batch: RaggedBatch, caches: Sequence[LayerCache]
+    ) -> Tensor:
+        """What is to be added after the last, [T, hidden]; changes `residual` [T, hidden], the embeddings, in place."""
+
+
 class Kernels(Protocol):
     """One implementation per device; `plain` is the oracle of the others."""
 
@@ -110,6 +132,9 @@ class Kernels(Protocol):
 
     def mlp(self, weights: MlpWeights) -> MlpBlock:
         """Take over the weights of the other half."""
+
+    def layers(self, layers: Sequence[Layer], reduce: Reduce | None) -> Layers:
+        """Put `layers` together, one at least; without `reduce` there is one rank."""
 
     def new_cache(
         self,

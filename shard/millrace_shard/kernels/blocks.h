@@ -59,39 +59,64 @@ struct NormInput {
 };
 
 // y = down(silu(gate(h)) * up(h)) with h = norm(residual += x); x may be empty, or y. All [rows, hidden] bfloat16.
-void mlp_block(at::Tensor y, const at::Tensor& x, const at::Tensor& residual, const at::Tensor& norm, double eps,
-               const at::Tensor& gate_up, const at::Tensor& gate_up_bias, const at::Tensor& down,
-               const at::Tensor& down_bias) {
-  const NormInput input(x, residual, norm, eps);
-  const Rows out(y);
-  const int64_t rows = out.count, inner = gate_up.size(0) * amx::kColumns, width = input.residual.width;
-  const Panels first(gate_up, gate_up_bias, width, 2 * inner), second(down, down_bias, inner, out.width);
-  TORCH_CHECK(rows == input.residual.count);
-  if (rows == 0) return;
-  const int64_t at_once = std::min(rows, kRowsAtOnce);
-  static thread_local Scratch normed_scratch, inner_scratch;
-  const amx::Tiled normed(normed_scratch.reserve(amx::Tiled::bytes(at_once, width)), width);
-  const amx::Tiled gated(inner_scratch.reserve(amx::Tiled::bytes(at_once, inner)), inner);
-  if (inner % amx::kDepth != 0) std::memset(gated.data, 0, amx::Tiled::bytes(at_once, inner));
+//
+// Working memory is shared by all of this thread's, which therefore have to be of the same sizes while they live.
+class MlpHalf {
+ public:
+  MlpHalf(const at::Tensor& y, const at::Tensor& x, const at::Tensor& residual, const at::Tensor& norm, double eps,
+          const at::Tensor& gate_up, const at::Tensor& gate_up_bias, const at::Tensor& down,
+          const at::Tensor& down_bias)
+      : input_(x, residual, norm, eps),
+        out_(y),
+        inner_(gate_up.size(0) * amx::kColumns),
+        first_(gate_up, gate_up_bias, input_.residual.width, 2 * inner_),
+        second_(down, down_bias, inner_, out_.width),
+        normed_(nullptr, input_.residual.width),
+        gated_(nullptr, inner_) {
+    TORCH_CHECK(out_.count == input_.residual.count);
+    static thread_local Scratch normed_scratch, gated_scratch;
+    const int64_t at_once = std::min(out_.count, kRowsAtOnce), bytes = amx::Tiled::bytes(at_once, inner_);
+    normed_ = {normed_scratch.reserve(amx::Tiled::bytes(at_once, input_.residual.width)), input_.residual.width};
+    gated_ = {gated_scratch.reserve(bytes), inner_};
+    if (inner_ % amx::kDepth != 0) std::memset(gated_.data, 0, bytes);
+  }
 
-  run_team([&](Team& team) {
+  // On every thread of a team.
+  void operator()(Team& team) const {
+    const int64_t rows = out_.count, width = input_.residual.width;
     amx::configure(std::min(rows, amx::kRows));
     for (int64_t begin = 0; begin < rows; begin += kRowsAtOnce) {
       const int64_t count = std::min(kRowsAtOnce, rows - begin);
       team.share(count, shared_grain(count, width),
-                 [&](int64_t from, int64_t to) { input(normed, begin, begin + from, begin + to); });
-      multiply_panels(team, first, normed, count, [&](int64_t panel, int64_t row, const float* gates, const float* ups) {
-        Vec gate = load(gates), up = load(ups);
-        if (first.bias != nullptr) {
-          gate = gate + load(first.bias + panel * amx::kColumns);
-          up = up + load(first.bias + inner + panel * amx::kColumns);
-        }
-        save(gated.at(row, panel * amx::kColumns), silu<BFloat16>(gate) * up);
-      });
-      multiply_panels(team, second, gated, count, SaveSums<BFloat16>{out.data + begin * out.width, out.width, second.bias});
+                 [&](int64_t from, int64_t to) { input_(normed_, begin, begin + from, begin + to); });
+      multiply_panels(team, first_, normed_, count,
+                      [&](int64_t panel, int64_t row, const float* gates, const float* ups) {
+                        Vec gate = load(gates), up = load(ups);
+                        if (first_.bias != nullptr) {
+                          gate = gate + load(first_.bias + panel * amx::kColumns);
+                          up = up + load(first_.bias + inner_ + panel * amx::kColumns);
+                        }
+                        save(gated_.at(row, panel * amx::kColumns), silu<BFloat16>(gate) * up);
+                      });
+      multiply_panels(team, second_, gated_, count,
+                      SaveSums<BFloat16>{out_.data + begin * out_.width, out_.width, second_.bias});
     }
     amx::release();
-  });
+  }
+
+ private:
+  NormInput input_;
+  Rows out_;
+  int64_t inner_;
+  Panels first_, second_;
+  amx::Tiled normed_, gated_;
+};
+
+void mlp_block(at::Tensor y, const at::Tensor& x, const at::Tensor& residual, const at::Tensor& norm, double eps,
+               const at::Tensor& gate_up, const at::Tensor& gate_up_bias, const at::Tensor& down,
+               const at::Tensor& down_bias) {
+  const MlpHalf half(y, x, residual, norm, eps, gate_up, gate_up_bias, down, down_bias);
+  if (y.size(0) != 0) run_team(half);
 }
 
 // What a layer's attention knows besides its inputs.
@@ -115,7 +140,103 @@ struct Heads {
   }
 };
 
+// What all layers of a step have in common: where its tokens are, and where their keys and values belong.
+struct Places {
+  const at::Tensor &rope, &positions, &cache_rows, &tables, &starts, &contexts;
+};
+
 // y = out(attention(h)) with h = norm(residual += x); x may be empty, or y. Keys and values go to their pages.
+//
+// Working memory is shared as MlpHalf's is.
+class AttentionHalf {
+ public:
+  AttentionHalf(const at::Tensor& y, const at::Tensor& x, const at::Tensor& residual, const at::Tensor& norm,
+                double eps, const at::Tensor& qkv, const at::Tensor& qkv_bias, const at::Tensor& query_norm,
+                const at::Tensor& key_norm, const at::Tensor& out, const at::Tensor& out_bias, const Places& places,
+                const at::Tensor& keys, const at::Tensor& values, int64_t num_heads, double scale, int64_t window)
+      : input_(x, residual, norm, eps),
+        result_(y),
+        pages_(keys, values),
+        heads_{num_heads,
+               pages_.heads,
+               pages_.dim,
+               query_norm.numel() == 0 ? nullptr : query_norm.const_data_ptr<BFloat16>(),
+               key_norm.numel() == 0 ? nullptr : key_norm.const_data_ptr<BFloat16>(),
+               static_cast<float>(eps),
+               places.rope.const_data_ptr<float>(),
+               places.rope.size(1),
+               places.rope.size(0)},
+        first_(qkv, qkv_bias, input_.residual.width, heads_.width()),
+        second_(out, out_bias, num_heads * pages_.dim, result_.width),
+        position_(places.positions.const_data_ptr<int64_t>()),
+        cache_row_(places.cache_rows.const_data_ptr<int64_t>()),
+        key_pages_(keys.mutable_data_ptr<BFloat16>()),
+        value_pages_(values.mutable_data_ptr<BFloat16>()),
+        normed_(nullptr, input_.residual.width),
+        attended_(nullptr, num_heads * pages_.dim) {
+    check(places, query_norm, key_norm);
+    const int64_t rows = result_.count, width = heads_.width(), attended_width = num_heads * pages_.dim;
+    static thread_local Scratch normed_scratch, qkv_scratch, attended_scratch;
+    normed_ = {normed_scratch.reserve(amx::Tiled::bytes(rows, input_.residual.width)), input_.residual.width};
+    attended_ = {attended_scratch.reserve(amx::Tiled::bytes(rows, attended_width)), attended_width};
+    projected_ = reinterpret_cast<BFloat16*>(qkv_scratch.reserve(rows * width * sizeof(BFloat16)));
+    attention_ = {nullptr, projected_, key_pages_, value_pages_, places.tables.const_data_ptr<int32_t>(),
+                  places.starts.const_data_ptr<int32_t>(), places.contexts.const_data_ptr<int32_t>(), pages_,
+                  places.contexts.numel(), num_heads, width, places.tables.stride(0), window,
+                  static_cast<float>(scale), 0.f};
+  }
+
+  // The tiles of queries, which are those of any other layer whose cache is of the same size.
+  void plan(std::vector<Tile>& tiles) const { plan_tiles(attention_, tiles); }
+
+  // On every thread of a team.
+  void operator()(Team& team, const std::vector<Tile>& tiles) const {
+    const int64_t rows = result_.count, width = input_.residual.width;
+    const BFloat16* key = projected_ + heads_.queries * pages_.dim;
+    const Source<BFloat16> from{key, key + pages_.heads * pages_.dim, heads_.width(), heads_.width(), pages_.dim,
+                                pages_.dim};
+    team.share(rows, shared_grain(rows, width), [&](int64_t begin, int64_t end) { input_(normed_, 0, begin, end); });
+    amx::configure(std::min(rows, amx::kRows));
+    multiply_panels(team, first_, normed_, rows, SaveSums<BFloat16>{projected_, heads_.width(), first_.bias});
+    team.share(rows, shared_grain(rows, heads_.width()), [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; row++) heads_.prepare(projected_ + row * heads_.width(), position_[row]);
+      store_tokens(key_pages_, value_pages_, pages_, cache_row_, from, begin, end);
+    });
+    attend_tiles(team, attention_, tiles, [&](int64_t token, int64_t column) { return attended_.at(token, column); });
+    amx::configure(std::min(rows, amx::kRows));
+    multiply_panels(team, second_, attended_, rows, SaveSums<BFloat16>{result_.data, result_.width, second_.bias});
+    amx::release();
+  }
+
+ private:
+  // Threads at work must not throw.
+  void check(const Places& places, const at::Tensor& query_norm, const at::Tensor& key_norm) const {
+    const int64_t rows = result_.count;
+    TORCH_CHECK(places.rope.is_contiguous() && heads_.rotary % 2 == 0 && heads_.rotary <= pages_.dim);
+    for (const at::Tensor& each : {query_norm, key_norm})
+      TORCH_CHECK(each.is_contiguous() && (each.numel() == 0 || each.numel() == pages_.dim));
+    TORCH_CHECK(rows == input_.residual.count);
+    TORCH_CHECK(places.positions.numel() == rows && places.positions.is_contiguous());
+    TORCH_CHECK(places.cache_rows.numel() == rows && places.cache_rows.is_contiguous());
+    TORCH_CHECK(heads_.queries % pages_.heads == 0 && pages_.dim % amx::kDepth == 0);
+    check_sequences(places.tables, places.starts, places.contexts, rows);
+    for (int64_t row = 0; row < rows; row++) {
+      TORCH_CHECK(position_[row] >= 0 && position_[row] < heads_.positions, "millrace: position out of range");
+      TORCH_CHECK(cache_row_[row] >= 0 && cache_row_[row] < pages_.blocks * kPage, "millrace: cache row out of range");
+    }
+  }
+
+  NormInput input_;
+  Rows result_;
+  Pages pages_;
+  Heads heads_;
+  Panels first_, second_;
+  const int64_t *position_, *cache_row_;
+  BFloat16 *key_pages_, *value_pages_, *projected_ = nullptr;
+  amx::Tiled normed_, attended_;
+  Attention<BFloat16> attention_{nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, pages_};
+};
+
 void attention_block(at::Tensor y, const at::Tensor& x, const at::Tensor& residual, const at::Tensor& norm, double eps,
                      const at::Tensor& qkv, const at::Tensor& qkv_bias, const at::Tensor& query_norm,
                      const at::Tensor& key_norm, const at::Tensor& out, const at::Tensor& out_bias,
@@ -123,61 +244,13 @@ void attention_block(at::Tensor y, const at::Tensor& x, const at::Tensor& residu
                      const at::Tensor& keys, const at::Tensor& values, const at::Tensor& tables,
                      const at::Tensor& starts, const at::Tensor& contexts, int64_t num_heads, double scale,
                      int64_t window) {
-  const NormInput input(x, residual, norm, eps);
-  const Pages pages(keys, values);
-  const Rows result(y);
-  const int64_t rows = result.count, width = input.residual.width, attended_width = num_heads * pages.dim;
-  TORCH_CHECK(rope.is_contiguous() && rope.scalar_type() == at::kFloat);
-  TORCH_CHECK(rope.size(1) % 2 == 0 && rope.size(1) <= pages.dim);
-  for (const at::Tensor& each : {query_norm, key_norm})
-    TORCH_CHECK(each.is_contiguous() && (each.numel() == 0 || each.numel() == pages.dim));
-  const Heads heads{num_heads, pages.heads, pages.dim,
-                    query_norm.numel() == 0 ? nullptr : query_norm.const_data_ptr<BFloat16>(),
-                    key_norm.numel() == 0 ? nullptr : key_norm.const_data_ptr<BFloat16>(), static_cast<float>(eps),
-                    rope.const_data_ptr<float>(), rope.size(1), rope.size(0)};
-  const Panels first(qkv, qkv_bias, width, heads.width()), second(out, out_bias, attended_width, result.width);
-  TORCH_CHECK(rows == input.residual.count && positions.numel() == rows && cache_rows.numel() == rows);
-  TORCH_CHECK(positions.is_contiguous() && cache_rows.is_contiguous() && keys.scalar_type() == at::kBFloat16);
-  TORCH_CHECK(num_heads % pages.heads == 0 && pages.dim % amx::kDepth == 0);
-  check_sequences(tables, starts, contexts, rows);
-  if (rows == 0) return;
-  const int64_t* position = positions.const_data_ptr<int64_t>();
-  const int64_t* cache_row = cache_rows.const_data_ptr<int64_t>();
-  for (int64_t row = 0; row < rows; row++) {
-    TORCH_CHECK(position[row] >= 0 && position[row] < heads.positions, "millrace: position out of range");
-    TORCH_CHECK(cache_row[row] >= 0 && cache_row[row] < pages.blocks * kPage, "millrace: cache row out of range");
-  }
-
-  static thread_local Scratch normed_scratch, qkv_scratch, attended_scratch;
+  const Places places{rope, positions, cache_rows, tables, starts, contexts};
+  const AttentionHalf half(y, x, residual, norm, eps, qkv, qkv_bias, query_norm, key_norm, out, out_bias, places, keys,
+                           values, num_heads, scale, window);
   static thread_local std::vector<Tile> planned;
-  const amx::Tiled normed(normed_scratch.reserve(amx::Tiled::bytes(rows, width)), width);
-  const amx::Tiled attended(attended_scratch.reserve(amx::Tiled::bytes(rows, attended_width)),
-                            attended_width);
-  BFloat16* projected = reinterpret_cast<BFloat16*>(qkv_scratch.reserve(rows * heads.width() * sizeof(BFloat16)));
-  BFloat16* key_pages = keys.mutable_data_ptr<BFloat16>();
-  BFloat16* value_pages = values.mutable_data_ptr<BFloat16>();
-  const BFloat16* key = projected + num_heads * pages.dim;
-  const Source<BFloat16> from{key, key + pages.heads * pages.dim, heads.width(), heads.width(), pages.dim, pages.dim};
-  const Attention<BFloat16> attention{nullptr, projected, key_pages, value_pages, tables.const_data_ptr<int32_t>(),
-                                      starts.const_data_ptr<int32_t>(), contexts.const_data_ptr<int32_t>(), pages,
-                                      contexts.numel(), num_heads, heads.width(), tables.stride(0), window,
-                                      static_cast<float>(scale), 0.f};
-  plan_tiles(attention, planned);
+  half.plan(planned);
   const std::vector<Tile>& tiles = planned;
-
-  run_team([&](Team& team) {
-    team.share(rows, shared_grain(rows, width), [&](int64_t begin, int64_t end) { input(normed, 0, begin, end); });
-    amx::configure(std::min(rows, amx::kRows));
-    multiply_panels(team, first, normed, rows, SaveSums<BFloat16>{projected, heads.width(), first.bias});
-    team.share(rows, shared_grain(rows, heads.width()), [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; row++) heads.prepare(projected + row * heads.width(), position[row]);
-      store_tokens(key_pages, value_pages, pages, cache_row, from, begin, end);
-    });
-    attend_tiles(team, attention, tiles, [&](int64_t token, int64_t column) { return attended.at(token, column); });
-    amx::configure(std::min(rows, amx::kRows));
-    multiply_panels(team, second, attended, rows, SaveSums<BFloat16>{result.data, result.width, second.bias});
-    amx::release();
-  });
+  if (y.size(0) != 0) run_team([&](Team& team) { half(team, tiles); });
 }
 
 }  // namespace millrace

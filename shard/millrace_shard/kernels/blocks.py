@@ -1,6 +1,8 @@
-"""The halves of a decoder layer, put together from a device's single operations."""
+"""The halves of a decoder layer put together from a device's single operations, and a decoder's layers from halves."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -8,10 +10,13 @@ from millrace_shard.kernels.base import (
     AttentionBlock,
     AttentionWeights,
     Kernels,
+    Layer,
     LayerCache,
+    Layers,
     Linear,
     MlpBlock,
     MlpWeights,
+    Reduce,
 )
 from millrace_shard.ragged import RaggedBatch
 
@@ -30,6 +35,10 @@ class ComposedBlocks:
     def mlp(self: Kernels, weights: MlpWeights) -> MlpBlock:
         """Take over the weights of the other half."""
         return ComposedMlp(self, weights)
+
+    def layers(self: Kernels, layers: Sequence[Layer], reduce: Reduce | None) -> Layers:
+        """One half after the other."""
+        return ComposedLayers(layers, reduce)
 
 
 class ComposedAttention:
@@ -90,6 +99,29 @@ class ComposedMlp:
         """[T, hidden]; `residual` is changed in place."""
         normed = self._kernels.add_rms_norm(x, residual, self._norm, self._eps)
         return self._down(self._kernels.silu_mul(self._gate_up(normed)))
+
+
+class ComposedLayers:
+    """A call for each half of a layer."""
+
+    def __init__(self, layers: Sequence[Layer], reduce: Reduce | None) -> None:
+        self._layers = layers
+        self._reduce = reduce or _as_it_is
+
+    def __call__(
+        self, residual: Tensor, batch: RaggedBatch, caches: Sequence[LayerCache]
+    ) -> Tensor:
+        """[T, hidden]; `residual` is changed in place."""
+        x: Tensor | None = None
+        for layer, cache in zip(self._layers, caches, strict=True):
+            x = self._reduce(layer.attention(x, residual, batch, cache))
+            x = self._reduce(layer.mlp(x, residual))
+        assert x is not None, "a decoder has layers"
+        return x
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
 
 
 class _Head:

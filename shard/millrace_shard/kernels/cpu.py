@@ -9,19 +9,23 @@ torch.set_num_threads says how many threads share a call.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from millrace_shard.kernels import amx_blocks, cpu_linear
-from millrace_shard.kernels.amx_blocks import AmxAttention, AmxMlp, PanelLinear
+from millrace_shard.kernels.amx_blocks import AmxAttention, AmxLayers, AmxMlp, PanelLinear
 from millrace_shard.kernels.base import (
     AttentionBlock,
     AttentionWeights,
+    Layer,
     LayerCache,
+    Layers,
     Linear,
     MlpBlock,
     MlpWeights,
+    Reduce,
 )
 from millrace_shard.kernels.blocks import ComposedBlocks
 from millrace_shard.ragged import RaggedBatch
@@ -70,6 +74,13 @@ class CpuKernels(ComposedBlocks):
         if self.amx and amx_blocks.fits_mlp(weights):
             return AmxMlp(weights)
         return super().mlp(weights)
+
+    def layers(self, layers: Sequence[Layer], reduce: Reduce | None) -> Layers:
+        """One operator for all where they are AMX's and nothing is to be reduced between them."""
+        halves = amx_blocks.halves_on_amx(layers)
+        if halves is None or reduce is not None:
+            return super().layers(layers, reduce)
+        return AmxLayers(halves)
 
     def new_cache(
         self,

@@ -2,9 +2,9 @@
 #include <torch/library.h>
 
 #include "attend.h"
-#include "blocks.h"
 #include "greedy.h"
 #include "int8_panels.h"
+#include "layers.h"
 #include "linear.h"
 #include "masks.h"
 #include "norms.h"
@@ -50,6 +50,10 @@ TORCH_LIBRARY(millrace, library) {
       "Tensor qkv_bias, Tensor query_norm, Tensor key_norm, Tensor out, Tensor out_bias, Tensor rope, "
       "Tensor positions, Tensor cache_rows, Tensor(c!) keys, Tensor(d!) values, Tensor tables, Tensor starts, "
       "Tensor contexts, int num_heads, float scale, int window) -> ()");
+  library.def(
+      "decoder_layers(Tensor(a!) y, Tensor(b!) residual, Tensor[] weights, Tensor(c!)[] caches, float eps, "
+      "Tensor rope, Tensor positions, Tensor cache_rows, Tensor tables, Tensor starts, Tensor contexts, "
+      "int num_heads, float scale, int[] windows) -> ()");
 #endif
 #ifdef MILLRACE_AMX_INT8
   library.def("pack_int8(Tensor weight) -> Tensor");
@@ -73,6 +77,7 @@ TORCH_LIBRARY_IMPL(millrace, CPU, library) {
   library.impl("panel_linear", millrace::panel_linear);
   library.impl("mlp_block", millrace::mlp_block);
   library.impl("attention_block", millrace::attention_block);
+  library.impl("decoder_layers", millrace::decoder_layers);
 #endif
 #ifdef MILLRACE_AMX_INT8
   library.impl("pack_int8", millrace::pack_int8);

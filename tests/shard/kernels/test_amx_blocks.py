@@ -15,8 +15,15 @@ from torch import Tensor
 
 from millrace_shard.kernels import amx_blocks
 from millrace_shard.kernels.agreement import ragged_batch
-from millrace_shard.kernels.amx_blocks import AmxAttention, AmxMlp, PanelLinear
-from millrace_shard.kernels.base import AttentionWeights, LayerCache, LinearWeights, MlpWeights
+from millrace_shard.kernels.amx_blocks import AmxAttention, AmxLayers, AmxMlp, PanelLinear
+from millrace_shard.kernels.base import (
+    AttentionWeights,
+    Layer,
+    LayerCache,
+    LinearWeights,
+    MlpWeights,
+)
+from millrace_shard.kernels.blocks import ComposedLayers
 from millrace_shard.kernels.build import BuildError, load_operators
 from millrace_shard.kernels.cpu import CpuKernels
 from millrace_shard.kernels.plain import PlainKernels
@@ -245,6 +252,59 @@ def test_blocks_agree_with_those_put_together_from_plain_operations() -> None:
         y = kernels.attention(weights)(x.clone(), rows, batch, each)
         outs.append(kernels.mlp(mlp)(y, rows).double())
     assert float(((outs[0] - outs[1]).abs() / (1 + outs[0].abs())).max()) < TOLERANCE
+
+
+LAYERS = [
+    [Shape()] * 3,
+    [Shape(hidden=64, inter=48, bias=True, qk_norm=True)] * 2,
+    [Shape(window=70), Shape(), Shape(window=1)],
+]
+
+
+@pytest.mark.parametrize("shapes", LAYERS)
+@pytest.mark.parametrize(
+    "counts", [(300, 1, 91, 1, 2, 1), (1, 1, 1, 1, 1, 1), (298, 60, 150, 1, 100, 60)]
+)
+def test_all_layers_at_once_are_one_after_the_other(
+    shapes: list[Shape], counts: tuple[int, ...]
+) -> None:
+    """To the bit, caches included; the halves themselves are held to their definitions above."""
+    kernels = CpuKernels(deterministic=True)
+    rope = shapes[0].weights().rope
+    layers = [
+        Layer(kernels.attention(replace(shape.weights(), rope=rope)), kernels.mlp(shape.mlp()))
+        for shape in shapes
+    ]
+    together = kernels.layers(layers, None)
+    assert isinstance(together, AmxLayers)
+    apart = kernels.layers(layers, lambda x: x)
+    assert isinstance(apart, ComposedLayers)
+    residual = torch.randn(sum(CONTEXTS), shapes[0].hidden).to(BF16)
+    found = []
+    for run_layers in (together, apart):
+        caches = [shape.cache() for shape in shapes]
+        firsts = [c - q for c, q in zip(CONTEXTS, counts, strict=True)]
+        rows = torch.split(torch.arange(sum(CONTEXTS)), CONTEXTS)
+        early = torch.cat([row[:first] for row, first in zip(rows, firsts, strict=True)])
+        late = torch.cat([row[first:] for row, first in zip(rows, firsts, strict=True)])
+        run_layers(residual[early], tables_of(firsts, firsts), caches)
+        changed = residual[late]
+        y = run_layers(changed, tables_of(counts, CONTEXTS), caches)
+        pages = [each for cache in caches for each in (cache.keys, cache.values)]
+        found.append([y, changed, *pages])
+    for left, right in zip(*found, strict=True):
+        assert torch.equal(left, right)
+
+
+def test_layers_of_several_sizes_are_run_one_after_the_other() -> None:
+    kernels = CpuKernels(deterministic=True)
+    rope = Shape().weights().rope
+    layers = [
+        Layer(kernels.attention(replace(shape.weights(), rope=rope)), kernels.mlp(shape.mlp()))
+        for shape in (Shape(), Shape(inter=176))
+    ]
+    assert isinstance(kernels.layers(layers, None), ComposedLayers)
+    assert isinstance(kernels.layers(layers[:1], None), AmxLayers)
 
 
 def test_a_sequence_that_is_not_finite_spoils_no_other() -> None:

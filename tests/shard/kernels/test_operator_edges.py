@@ -18,6 +18,7 @@ from millrace_shard.kernels import amx_blocks
 from millrace_shard.kernels.agreement import ragged_batch
 from millrace_shard.kernels.base import (
     AttentionWeights,
+    Layer,
     LayerCache,
     Linear,
     LinearWeights,
@@ -116,11 +117,13 @@ def mlp_of(**changes: object) -> MlpWeights:
     return replace(weights, **changes)  # type: ignore[arg-type]
 
 
-def cache_of(kernels: CpuKernels | PlainKernels, kv_heads: int, dim: int) -> LayerCache:
+def cache_of(
+    kernels: CpuKernels | PlainKernels, kv_heads: int, dim: int, *, num_blocks: int = 8
+) -> LayerCache:
     cache = kernels.new_cache(
-        num_blocks=8, num_kv_heads=kv_heads, head_dim=dim, dtype=BF16, device=CPU
+        num_blocks=num_blocks, num_kv_heads=kv_heads, head_dim=dim, dtype=BF16, device=CPU
     )
-    kernels.zero_blocks(cache, torch.arange(8))
+    kernels.zero_blocks(cache, torch.arange(num_blocks))
     return cache
 
 
@@ -138,7 +141,10 @@ def test_halves_of_a_layer_without_rows(kernels: CpuKernels) -> None:
     block = kernels.attention(attention_of())
     assert block(None, nothing.clone(), batch, cache).shape == (0, HIDDEN)
     assert block(nothing.clone(), nothing.clone(), batch, cache).shape == (0, HIDDEN)
-    assert kernels.mlp(mlp_of())(nothing.clone(), nothing.clone()).shape == (0, HIDDEN)
+    mlp = kernels.mlp(mlp_of())
+    assert mlp(nothing.clone(), nothing.clone()).shape == (0, HIDDEN)
+    layers = kernels.layers([Layer(block, mlp)], None)
+    assert layers(nothing.clone(), batch, [cache]).shape == (0, HIDDEN)
 
 
 @pytest.mark.parametrize("dim", [768, 800, 1024])
@@ -251,6 +257,32 @@ def test_blocks_out_of_range_are_refused_before_anything_is_computed(kernels: Cp
     assert torch.equal(residual, before)
     assert not cache.keys.any()
     attend(batch)
+
+
+@pytest.mark.usefixtures("amx")
+def test_a_step_that_layers_refuse_changes_nothing(kernels: CpuKernels) -> None:
+    batch = ragged_batch([5], [300], block_size=64)
+    caches = [cache_of(kernels, HEADS, DIM) for _ in range(2)]
+    layers = kernels.layers(
+        [Layer(kernels.attention(attention_of()), kernels.mlp(mlp_of()))] * 2, None
+    )
+    residual = torch.randn(5, HIDDEN).to(BF16)
+    before = residual.clone()
+    tables, places = batch.block_tables.clone(), batch.cache_rows.clone()
+    tables[0, 4], places[4] = 8, 8 * 64
+    for wrong, match in (
+        (replace(batch, block_tables=tables), "block out of range"),
+        (replace(batch, cache_rows=places), "cache row out of range"),
+        (replace(batch, positions=batch.positions - 300), "position out of range"),
+    ):
+        with pytest.raises(RuntimeError, match=match):
+            layers(residual, wrong, caches)
+    smaller = cache_of(kernels, HEADS, DIM, num_blocks=7)
+    with pytest.raises(RuntimeError, match="caches differ in size"):
+        layers(residual, batch, [caches[0], smaller])
+    assert torch.equal(residual, before)
+    assert not any(each.any() for cache in caches for each in (cache.keys, cache.values))
+    layers(residual, batch, caches)
 
 
 @pytest.mark.parametrize("length", [1, 63, 65])

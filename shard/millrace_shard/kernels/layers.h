@@ -1,0 +1,52 @@
+// All layers of a decoder in one parallel region: between halves there is nothing to do but to go on.
+#pragma once
+
+#include "blocks.h"
+
+#ifdef MILLRACE_AMX
+
+namespace millrace {
+
+// Of a layer, in the order of the operators of its halves: norm, QKV, its bias, query norm, key norm, output, its bias;
+// norm, gates and ups, their bias, down, its bias.
+constexpr int64_t kAttentionWeights = 7, kLayerWeights = 12;
+
+// y, what is to be added to `residual` [rows, hidden] after the last layer; changes `residual`. `weights` are
+// kLayerWeights for each layer and `caches` its keys and values, all of the same sizes; `windows` one each, 0 for none.
+void decoder_layers(at::Tensor y, const at::Tensor& residual, at::TensorList weights, at::TensorList caches, double eps,
+                    const at::Tensor& rope, const at::Tensor& positions, const at::Tensor& cache_rows,
+                    const at::Tensor& tables, const at::Tensor& starts, const at::Tensor& contexts, int64_t num_heads,
+                    double scale, at::IntArrayRef windows) {
+  const int64_t count = static_cast<int64_t>(windows.size());
+  TORCH_CHECK(count > 0 && static_cast<int64_t>(weights.size()) == kLayerWeights * count);
+  TORCH_CHECK(static_cast<int64_t>(caches.size()) == 2 * count);
+  const Places places{rope, positions, cache_rows, tables, starts, contexts};
+  const at::Tensor nothing = residual.narrow(0, 0, 0);
+  std::vector<AttentionHalf> attention;
+  std::vector<MlpHalf> mlp;
+  attention.reserve(count);
+  mlp.reserve(count);
+  for (int64_t layer = 0; layer < count; layer++) {
+    const at::Tensor* w = &weights[kLayerWeights * layer];
+    const at::Tensor& keys = caches[2 * layer];
+    for (int64_t i : {1, 5, 8, 10}) TORCH_CHECK(w[i].sizes() == weights[i].sizes(), "millrace: layers differ in size");
+    TORCH_CHECK(keys.sizes() == caches[0].sizes(), "millrace: caches differ in size");
+    attention.emplace_back(y, layer == 0 ? nothing : y, residual, w[0], eps, w[1], w[2], w[3], w[4], w[5], w[6],
+                           places, keys, caches[2 * layer + 1], num_heads, scale, windows[layer]);
+    w += kAttentionWeights;
+    mlp.emplace_back(y, y, residual, w[0], eps, w[1], w[2], w[3], w[4]);
+  }
+  if (residual.size(0) == 0) return;
+  static thread_local std::vector<Tile> planned;
+  attention[0].plan(planned);
+  const std::vector<Tile>& tiles = planned;
+  run_team([&](Team& team) {
+    for (int64_t layer = 0; layer < count; layer++) {
+      attention[layer](team, tiles);
+      mlp[layer](team);
+    }
+  });
+}
+
+}  // namespace millrace
+#endif
