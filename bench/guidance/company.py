@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from bench.guidance.workloads import requests
+from bench.repeats import Sample
 from bench.scheduling.client import Answer, Client, Request, succeeded
 from bench.scheduling.lab import Lab
-from bench.scheduling.part import Case, Figures, Part, Table
+from bench.scheduling.part import Case, Figures, Question, Samples, Table, table_of
 from bench.scheduling.workloads import gaps_within, milliseconds
 
 NUM_ROWS = 32
 SETTLED_TOKENS = 12
-WORST, MEDIAN = "between tokens, p99, ms", "between tokens, p50, ms"
+MEAN, MEDIAN, WORST = (f"between tokens, {which}, ms" for which in ("mean", "p50", "p99"))
 RATE = "tokens/s"
 BESIDE = (Case("31 plain, 1 plain", amount=0), Case("31 plain, 1 guided", amount=1))
 GUIDED = (Case("32 plain", amount=0), Case("32 guided", amount=NUM_ROWS))
-ROUNDS = 3
+ROUNDS = 8
 
 
 async def answers_of(url: str, made: Sequence[Request]) -> list[Answer]:
@@ -30,62 +33,91 @@ async def answers_of(url: str, made: Sequence[Request]) -> list[Answer]:
     return answers
 
 
-def measure(lab: Lab, case: Case) -> list[Answer]:
-    """Some rounds of all rows on one server; the first, in which the grammar is compiled, does not count."""
-    num_guided = int(case.amount)
-    taken: list[Answer] = []
-    with lab.serving(*case.flags) as server:
-        for number in range(1 + lab.sized(ROUNDS, 1)):
-            made = requests(
-                lab, f"{case.name}/{number}", num_plain=NUM_ROWS - num_guided, num_guided=num_guided
-            )
-            answers = asyncio.run(answers_of(server.url, made))
-            taken += answers if number else []
-    return taken
+def gaps_beside(answers: Sequence[Answer]) -> list[float]:
+    """Seconds between tokens of the rows that are plain in every case, while all rows run."""
+    begin = max(answer.arrivals[SETTLED_TOKENS] for answer in answers)
+    end = min(answer.arrivals[-1] for answer in answers)
+    plain = answers[: NUM_ROWS - 1]
+    return [gap for answer in plain for gap in gaps_within(answer.arrivals, begin, end)]
 
 
-def beside(lab: Lab, case: Case) -> Figures:
+def beside(answers: Sequence[Answer]) -> Figures:
     """Time between tokens of the 31 plain rows while all 32 run."""
-    answers = measure(lab, case)
-    gaps: list[float] = []
-    for start in range(0, len(answers), NUM_ROWS):
-        group = answers[start : start + NUM_ROWS]
-        begin = max(answer.arrivals[SETTLED_TOKENS] for answer in group)
-        end = min(answer.arrivals[-1] for answer in group)
-        for answer in group[: NUM_ROWS - 1]:
-            gaps += gaps_within(answer.arrivals, begin, end)
+    gaps = gaps_beside(answers)
     p50, p99 = milliseconds(gaps, 0.5, 0.99)
-    return {MEDIAN: p50, WORST: p99}
+    return {MEAN: 1000 * statistics.fmean(gaps), MEDIAN: p50, WORST: p99}
 
 
-def rates(lab: Lab, case: Case) -> Figures:
-    """Tokens of all rows over the time from the first request to the last token, rounds added."""
-    answers = measure(lab, case)
-    seconds, tokens = 0.0, 0
-    for start in range(0, len(answers), NUM_ROWS):
-        group = answers[start : start + NUM_ROWS]
-        seconds += max(a.arrivals[-1] for a in group) - min(a.due for a in group)
-        tokens += sum(a.num_tokens for a in group)
+def rates(answers: Sequence[Answer]) -> Figures:
+    """Tokens of all rows over the time from the first request to the last token."""
+    seconds = max(a.arrivals[-1] for a in answers) - min(a.due for a in answers)
     gaps = [
         gap for a in answers for gap in gaps_within(a.arrivals, a.arrivals[SETTLED_TOKENS], a.ended)
     ]
-    return {RATE: tokens / seconds, MEDIAN: milliseconds(gaps, 0.5)[0]}
+    return {
+        RATE: sum(a.num_tokens for a in answers) / seconds,
+        MEDIAN: milliseconds(gaps, 0.5)[0],
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InTurn(Question):
+    """Cases that share a server and take turns on it, since the machine's speed changes; `figures` of each round."""
+
+    figures: Callable[[Sequence[Answer]], Figures]
+
+    def measure(self, lab: Lab, *, repeats: int) -> Table:
+        """Some rounds on each of so many servers; the first, in which the grammar is compiled, does not count.
+
+        Raises ServerError or RequestsFailed.
+        """
+        samples: Samples = {case.name: {} for case in self.cases}
+        for lab.repeat in range(repeats):
+            lab.other_cores, taken = 0.0, []
+            with lab.serving() as server:
+                for number in range(1 + lab.sized(ROUNDS, 1)):
+                    for case in self.cases if number % 2 else reversed(self.cases):
+                        figures = self.figures(ask(lab, case, server.url, number))
+                        taken += [(case.name, figures)] if number else []
+            for name, figures in taken:
+                for title, value in figures.items():
+                    sample = Sample(value, lab.other_cores)
+                    samples[name].setdefault(title, []).append(sample)
+        return table_of(samples)
+
+
+def ask(lab: Lab, case: Case, url: str, number: int) -> list[Answer]:
+    """A round of all rows at once."""
+    num_guided = int(case.amount)
+    made = requests(
+        lab, f"{case.name}/{number}", num_plain=NUM_ROWS - num_guided, num_guided=num_guided
+    )
+    return asyncio.run(answers_of(url, made))
+
+
+def ratio(table: Table, cases: Sequence[Case], title: str) -> float:
+    """Of the second case to the first, the median of all rounds."""
+    first, second = (table[case.name][title].samples for case in cases)
+    pairs = zip(first, second, strict=True)
+    return statistics.median(theirs.value / ours.value for ours, theirs in pairs)
 
 
 def conclude_beside(table: Table) -> Sequence[str]:
-    none, one = (table[case.name] for case in BESIDE)
+    mean, median, worst = (ratio(table, BESIDE, title) for title in (MEAN, MEDIAN, WORST))
     return [
-        f"With one guided row the 31 others wait {one[MEDIAN].median / none[MEDIAN].median:.2f} times as long"
-        f" between tokens in the median and {one[WORST].median / none[WORST].median:.2f} times as long at p99."
+        f"With one guided row the 31 others wait {mean:.2f} times as long between tokens in the mean, {median:.2f}"
+        f" times in the median and {worst:.2f} times at p99: medians of the ratios of rounds side by side."
     ]
 
 
 def conclude_rates(table: Table) -> Sequence[str]:
-    plain, guided = (table[case.name][RATE].median for case in GUIDED)
-    return [f"32 guided rows yield {guided / plain:.2f} of the tokens/s of 32 plain ones."]
+    yielded = ratio(table, GUIDED, RATE)
+    return [
+        f"32 guided rows yield {yielded:.2f} of the tokens/s of 32 plain ones (median of rounds side by side)."
+    ]
 
 
-COMPANY = Part(
+COMPANY = InTurn(
     name="company",
     title="One guided row among 31 plain ones",
     method=(
@@ -93,10 +125,10 @@ COMPANY = Part(
         " integers and enumerations, or none has. Time between tokens of the other 31 while all 32 run."
     ),
     cases=BESIDE,
-    run=beside,
+    figures=beside,
     conclude=conclude_beside,
 )
-RATES = Part(
+RATES = InTurn(
     name="rates",
     title="32 guided rows",
     method=(
@@ -104,6 +136,6 @@ RATES = Part(
         " The grammar is compiled before what is measured."
     ),
     cases=GUIDED,
-    run=rates,
+    figures=rates,
     conclude=conclude_rates,
 )

@@ -34,7 +34,7 @@ from bench.scheduling import (
 )
 from bench.scheduling.client import RequestsFailed
 from bench.scheduling.lab import Lab
-from bench.scheduling.part import Part
+from bench.scheduling.part import Question
 from bench.scheduling.simulated import SimulationFailed
 from bench.scheduling.simulator import LogLags
 from bench.scheduling.texts import Texts
@@ -88,8 +88,8 @@ def lab_from(options: argparse.Namespace) -> Lab:
     )
 
 
-def section(part: Part, text: str, *, model: str, command: str) -> str:
-    """A part's table under a heading that says when and where it was taken."""
+def section(part: Question, text: str, *, model: str, command: str) -> str:
+    """A table under a heading that says when and where it was taken."""
     facts = machine.describe()
     return (
         f"## {part.title} ({model}, {datetime.now(UTC):%Y-%m-%d %H:%M})\n\n"

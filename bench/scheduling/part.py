@@ -28,32 +28,29 @@ Table = Mapping[str, Mapping[str, Repeated]]
 """Repetitions by the name of the case and the title of the column."""
 
 
+Samples = dict[str, dict[str, list[Sample]]]
+"""By the name of the case and the title of the column."""
+
+
+def table_of(samples: Samples) -> Table:
+    """All that was taken."""
+    return {
+        name: {title: Repeated(tuple(taken)) for title, taken in row.items()}
+        for name, row in samples.items()
+    }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """What one question is answered by."""
+class Question:
+    """What a table answers, and how it is written."""
 
     name: str
     title: str
     method: str
     """How it is measured, for readers of the table."""
     cases: Sequence[Case]
-    run: Callable[[Lab, Case], Figures]
     conclude: Callable[[Table], Sequence[str]] = lambda _: ()
     """Sentences that the table proves."""
-
-    def measure(self, lab: Lab, *, repeats: int) -> Table:
-        """Every case in turn, and so often. Raises ServerError or RequestsFailed."""
-        samples: dict[str, dict[str, list[Sample]]] = {case.name: {} for case in self.cases}
-        for lab.repeat in range(repeats):
-            for case in self.cases:
-                lab.other_cores = 0.0
-                for title, value in self.run(lab, case).items():
-                    sample = Sample(value, lab.other_cores)
-                    samples[case.name].setdefault(title, []).append(sample)
-        return {
-            name: {title: Repeated(tuple(taken)) for title, taken in row.items()}
-            for name, row in samples.items()
-        }
 
     def text(self, table: Table) -> str:
         """Method, table and conclusions."""
@@ -64,3 +61,21 @@ class Part:
         ]
         lines = "\n".join(f"- {line}" for line in self.conclude(table))
         return "\n\n".join(filter(None, (self.method, markdown(("", *titles), rows), lines)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part(Question):
+    """One whose cases are measured by themselves."""
+
+    run: Callable[[Lab, Case], Figures]
+
+    def measure(self, lab: Lab, *, repeats: int) -> Table:
+        """Every case in turn, and so often. Raises ServerError or RequestsFailed."""
+        samples: Samples = {case.name: {} for case in self.cases}
+        for lab.repeat in range(repeats):
+            for case in self.cases:
+                lab.other_cores = 0.0
+                for title, value in self.run(lab, case).items():
+                    sample = Sample(value, lab.other_cores)
+                    samples[case.name].setdefault(title, []).append(sample)
+        return table_of(samples)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, cast
 
 import aiohttp
 import pytest
@@ -12,6 +15,8 @@ from bench.guidance import company, libraries, validity
 from bench.guidance.schemas import Schemas, problem
 from bench.guidance.workloads import PEOPLE, GuidedRequest
 from bench.repeats import Repeated, Sample
+from bench.scheduling.lab import Lab
+from bench.scheduling.part import Case
 
 from millrace_fakes_sse import served_application
 
@@ -68,20 +73,63 @@ async def test_what_becomes_of_a_request(status: int, answer: dict[str, Any], ou
         assert outcome in await validity.ask(session, SCHEMA, {})
 
 
-def _table(part: Any, **values: tuple[float, ...]) -> dict[str, dict[str, Repeated]]:
+def _table(part: Any, **rounds: list[tuple[float, float]]) -> dict[str, dict[str, Repeated]]:
     return {
         case.name: {
-            title: Repeated((Sample(taken[index], 0.0),)) for title, taken in values.items()
+            title: Repeated(tuple(Sample(each[index], 0.0) for each in taken))
+            for title, taken in rounds.items()
         }
         for index, case in enumerate(part.cases)
     }
 
 
-def test_conclusions_are_ratios_of_the_two_cases() -> None:
-    beside = _table(company.COMPANY, **{company.MEDIAN: (2.0, 3.0), company.WORST: (4.0, 5.0)})
-    assert "1.50 times" in company.COMPANY.conclude(beside)[0]
-    rates = _table(company.RATES, **{company.RATE: (400.0, 300.0)})
+def test_conclusions_are_medians_of_ratios_of_rounds_side_by_side() -> None:
+    """On a machine that became four times as slow: the ratio of medians would be another."""
+    rounds = [(2.0, 3.0), (8.0, 12.0), (8.0, 8.0)]
+    titles = company.MEAN, company.MEDIAN, company.WORST
+    (beside,) = company.COMPANY.conclude(_table(company.COMPANY, **dict.fromkeys(titles, rounds)))
+    assert beside.count("1.50") == 3
+    rates = _table(company.RATES, **{company.RATE: [(400.0, 300.0), (100.0, 75.0), (90.0, 90.0)]})
     assert "0.75" in company.RATES.conclude(rates)[0]
+
+
+class _Lab:
+    """Serves nothing, and is as busy as it says."""
+
+    other_cores = 0.0
+    repeat = 0
+
+    def sized(self, full: int, quick: int) -> int:
+        return full
+
+    @contextmanager
+    def serving(self) -> Iterator[Any]:
+        yield SimpleNamespace(url="http://here")
+        self.other_cores = 0.5
+
+
+def test_cases_take_turns_on_one_server_and_the_first_round_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def ask(lab: Any, case: Case, url: str, number: int) -> Any:
+        asked.append((case.name, number))
+        return [number]
+
+    monkeypatch.setattr(company, "ask", ask)
+    part = company.InTurn(
+        name="p",
+        title="P",
+        method="",
+        cases=(Case("a"), Case("b")),
+        figures=lambda answers: {"x": float(cast("list[Any]", answers)[0])},
+    )
+    table = part.measure(cast("Lab", _Lab()), repeats=1)
+    assert asked[:6] == [("b", 0), ("a", 0), ("a", 1), ("b", 1), ("b", 2), ("a", 2)]
+    for row in table.values():
+        assert [sample.value for sample in row["x"].samples] == list(range(1, company.ROUNDS + 1))
+        assert not row["x"].is_clean
 
 
 def test_walks_take_only_what_is_allowed_and_time_every_step() -> None:
