@@ -37,12 +37,12 @@ inline bool granted() {
   return result;
 }
 
-// Tiles 0 to 3 hold sums and 4, 5 left operands of `rows` rows, 6 and 7 right operands. Until `release`.
+// Tiles 0 to 3 hold sums, 4 left operands of `rows` rows and 5 right operands. Until `release`.
 inline void configure(int64_t rows) {
   Config config;
   for (int i = 0; i < 8; i++) {
     config.bytes[i] = kTileStride;
-    config.rows[i] = i < 6 ? static_cast<uint8_t>(rows) : kRows;
+    config.rows[i] = i < 5 ? static_cast<uint8_t>(rows) : kRows;
   }
   // The intrinsic of some compilers takes the first bytes alone for its input.
   asm volatile("ldtilecfg %0" ::"m"(config) : "memory");
@@ -81,7 +81,13 @@ enum class Format { kBFloat16, kInt8 };
 #define MILLRACE_MULTIPLY(sums, left, right) _tile_dpbf16ps(sums, left, right)
 #endif
 
-// sums (+)= left [rows, K] x right [K, 32]. In each step, `meanwhile()` does something else.
+// Few tiles are in use, at the price of loading one twice: on a core whose other hardware thread is busy, a step for 32
+// rows took 3.3 times as long as alone with eight tiles in use, and 2.2 times with six.
+
+// Times in a step that something else is done, a little each time: much at once would hold up the loads after it.
+constexpr int64_t kPauses = 4;
+
+// sums (+)= left [rows, K] x right [K, 32]. In each step, `meanwhile()` does something else kPauses times.
 template <Format kFormat = Format::kBFloat16, typename Meanwhile>
 void multiply_one(const BFloat16* left, const Right& right, const Sums& sums, bool add, const Meanwhile& meanwhile) {
   order_stores();
@@ -97,11 +103,14 @@ void multiply_one(const BFloat16* left, const Right& right, const Sums& sums, bo
     const int64_t steps = std::min(right.steps, right.total - done);
     for (int64_t i = 0; i < steps; i++, left += kTile, r += right.step) {
       _tile_loadd(4, left, kTileStride);
-      _tile_loadd(6, r, right.stride);
-      MILLRACE_MULTIPLY(0, 4, 6);
-      _tile_loadd(7, r + right.second, right.stride);
-      MILLRACE_MULTIPLY(1, 4, 7);
       meanwhile();
+      _tile_loadd(5, r, right.stride);
+      meanwhile();
+      MILLRACE_MULTIPLY(0, 4, 5);
+      meanwhile();
+      _tile_loadd(5, r + right.second, right.stride);
+      meanwhile();
+      MILLRACE_MULTIPLY(1, 4, 5);
     }
   }
   _tile_stored(0, sums.data, sums.stride);
@@ -128,15 +137,19 @@ void multiply_two(const BFloat16* left, const BFloat16* left_low, const Right& r
     const BFloat16* r = right.runs[done / right.steps];
     const int64_t steps = std::min(right.steps, right.total - done);
     for (int64_t i = 0; i < steps; i++, left += kTile, left_low += kTile, r += right.step) {
-      _tile_loadd(6, r, right.stride);
       _tile_loadd(4, left, kTileStride);
-      MILLRACE_MULTIPLY(0, 4, 6);
-      _tile_loadd(7, r + right.second, right.stride);
-      MILLRACE_MULTIPLY(1, 4, 7);
-      _tile_loadd(5, left_low, kTileStride);
-      MILLRACE_MULTIPLY(2, 5, 6);
-      MILLRACE_MULTIPLY(3, 5, 7);
       meanwhile();
+      _tile_loadd(5, r, right.stride);
+      MILLRACE_MULTIPLY(0, 4, 5);
+      meanwhile();
+      _tile_loadd(5, r + right.second, right.stride);
+      MILLRACE_MULTIPLY(1, 4, 5);
+      meanwhile();
+      _tile_loadd(4, left_low, kTileStride);
+      MILLRACE_MULTIPLY(3, 4, 5);
+      meanwhile();
+      _tile_loadd(5, r, right.stride);
+      MILLRACE_MULTIPLY(2, 4, 5);
     }
   }
   _tile_stored(0, sums.data, sums.stride);

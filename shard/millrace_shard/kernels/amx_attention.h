@@ -40,17 +40,6 @@ struct AmxWorkspace {
   }
 };
 
-// 2^x for x <= 0 to within 2^-13 of itself, by a polynomial in its fraction; NaN stays NaN, -inf gives 0.
-inline __m512 exp2_of_negative(__m512 x) {
-  constexpr int kBelowFloor = 0x09;
-  const __m512 f = _mm512_reduce_ps(x, kBelowFloor);
-  __m512 p = _mm512_set1_ps(7.802452155e-02f);
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.260671570e-01f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.958335400e-01f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.999252186e-01f));
-  return _mm512_scalef_ps(p, x);
-}
-
 inline __mmask16 lanes_between(int64_t low, int64_t high) {
   const uint32_t below = high >= 16 ? 0xffffu : (1u << std::max<int64_t>(high, 0)) - 1;
   return static_cast<__mmask16>(low <= 0 ? below : below & ~((1u << std::min<int64_t>(low, 16)) - 1));
@@ -84,13 +73,13 @@ inline void softmax_row(const Attention<BFloat16>& a, const AmxWorkspace& w, int
   const float top = _mm512_reduce_max_ps(highest) * scale;
   const float before = w.row_max[row];
   const float now = top > before ? top : before;
-  const float keep = _mm512_cvtss_f32(exp2_of_negative(_mm512_set1_ps(before - now)));
+  const float keep = _mm512_cvtss_f32(fast_exp2(_mm512_set1_ps(before - now)));
 
   const __m512 scales = _mm512_set1_ps(scale), shift = _mm512_set1_ps(now);
   __m512 total = _mm512_setzero_ps(), total_odd = _mm512_setzero_ps();
   for (int64_t i = low; i < high; i += amx::kDepth) {
-    const __m512 even = exp2_of_negative(_mm512_fmsub_ps(_mm512_loadu_ps(scores + i), scales, shift));
-    const __m512 odd = exp2_of_negative(_mm512_fmsub_ps(_mm512_loadu_ps(scores + i + 16), scales, shift));
+    const __m512 even = fast_exp2(_mm512_fmsub_ps(_mm512_loadu_ps(scores + i), scales, shift));
+    const __m512 odd = fast_exp2(_mm512_fmsub_ps(_mm512_loadu_ps(scores + i + 16), scales, shift));
     total = _mm512_add_ps(total, even);
     total_odd = _mm512_add_ps(total_odd, odd);
     _mm512_storeu_si512(w.weights.at(row, i), (__m512i)_mm512_cvtne2ps_pbh(odd, even));
@@ -148,7 +137,8 @@ class Ahead {
   }
 
  private:
-  static constexpr int64_t kBytes = 2048;  // a page has a multiple of it, as heads have one of 32 values
+  // As much as is read between two pauses; a page has a multiple of it, as heads have one of 32 values.
+  static constexpr int64_t kBytes = 2 * amx::kTile * sizeof(BFloat16) / amx::kPauses;
   const Attention<BFloat16>& a_;
   const int64_t page_bytes_;
   const char* pages_[2 * kChunkPages] = {};
@@ -226,21 +216,30 @@ inline void attend_chunk(const Attention<BFloat16>& a, const AmxWorkspace& w, co
 // The tile of queries that `chunk` begins, then `next` is to come; place(token, column) says where 16 outputs go.
 template <typename Place>
 void attend_tile(const Attention<BFloat16>& a, const AmxWorkspace& w, Chunk chunk, const Chunk* next, Ahead& ahead,
-                 const Place& place) {
+                 int64_t& configured, const Place& place) {
   const Tile& tile = chunk.tile;
   const int64_t dim = w.dim, group = a.group(), start = a.starts[tile.sequence];
   const int64_t rows = (tile.last - tile.first) * group;
+  const auto out = [&](int64_t row, int64_t column) {
+    return place(start + tile.first + row / group, (tile.head * group + row % group) * dim + column);
+  };
   for (int64_t row = 0; row < rows; row++)
-    for (int64_t column = 0; column < dim; column += amx::kDepth)
+    for (int64_t column = 0; column < dim; column += amx::kDepth) {
       std::memcpy(w.queries.at(row, column),
                   a.queries + (start + tile.first + row / group) * a.query_stride +
                       (tile.head * group + row % group) * dim + column,
                   amx::kDepth * sizeof(BFloat16));
+      // Other cores read the last layer's there: a store that waits for them holds up those after it, and tile loads.
+      __builtin_prefetch(out(row, column), 1);
+    }
   std::fill_n(w.row_max, rows, -std::numeric_limits<float>::infinity());
   std::fill_n(w.row_sum, rows, 0.f);
   std::fill_n(w.sums, round_up(rows, amx::kRows) * dim, 0.f);
 
-  amx::configure(std::min(rows, amx::kRows));
+  if (const int64_t tile_rows = std::min(rows, amx::kRows); tile_rows != configured) {
+    amx::configure(tile_rows);
+    configured = tile_rows;
+  }
   for (bool is_last = false; !is_last; chunk.begin += kChunk) {
     is_last = chunk.is_last();
     // Where there is more to compute than to read, asking costs more than it saves.
@@ -252,22 +251,25 @@ void attend_tile(const Attention<BFloat16>& a, const AmxWorkspace& w, Chunk chun
   for (int64_t row = 0; row < rows; row++) {
     const Vec inverse(1.f / w.row_sum[row]);
     for (int64_t column = 0; column < dim; column += 16)
-      save(place(start + tile.first + row / group, (tile.head * group + row % group) * dim + column),
-           load(w.sum(row, column)) * inverse);
+      save(out(row, column), load(w.sum(row, column)) * inverse);
   }
 }
 
-template <typename Place>
-void attend_tiles(Team& team, const Attention<BFloat16>& a, const std::vector<Tile>& tiles, const Place& place) {
+// prepare(tile) is called before any of the tile is read.
+template <typename Place, typename Prepare>
+void attend_tiles(Team& team, const Attention<BFloat16>& a, const std::vector<Tile>& tiles, const Place& place,
+                  const Prepare& prepare) {
   static thread_local Scratch scratch;
   const AmxWorkspace workspace(scratch, a);
   Ahead ahead(a);
   const Tile* next = nullptr;
+  int64_t configured = 0;
   // One tile late: so it is known which comes next.
   const auto attend_before = [&](const Tile* after) {
     if (next == nullptr) return;
+    prepare(*next);
     const Chunk chunk = first_chunk(a, *next), then = after == nullptr ? chunk : first_chunk(a, *after);
-    attend_tile(a, workspace, chunk, after == nullptr ? nullptr : &then, ahead, place);
+    attend_tile(a, workspace, chunk, after == nullptr ? nullptr : &then, ahead, configured, place);
   };
   team.share(
       static_cast<int64_t>(tiles.size()), 1,
@@ -285,7 +287,9 @@ inline void attend_on_amx(const Attention<BFloat16>& a) {
   const std::vector<Tile>& tiles = planned;
   const int64_t width = a.heads * a.pages.dim;
   run_team([&](Team& team) {
-    attend_tiles(team, a, tiles, [&](int64_t token, int64_t column) { return a.out + token * width + column; });
+    attend_tiles(
+        team, a, tiles, [&](int64_t token, int64_t column) { return a.out + token * width + column; },
+        [](const Tile&) {});
   });
 }
 

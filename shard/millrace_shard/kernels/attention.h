@@ -68,10 +68,6 @@ struct Workspace {
   }
 };
 
-struct Range {
-  int64_t low, high;
-};
-
 // Turns scores[low, high) of a chunk into weights [0, n) and rescales what the row has summed so far.
 template <typename T>
 void softmax_row(const Attention<T>& a, const Workspace<T>& w, int64_t row, Range seen, int64_t n) {

@@ -129,9 +129,9 @@ struct Heads {
 
   int64_t width() const { return (queries + 2 * keys) * dim; }
 
-  // Norms and rotates queries and keys of one row of qkv in place.
-  void prepare(BFloat16* row, int64_t position) const {
-    for (int64_t head = 0; head < queries + keys; head++) {
+  // Norms and rotates some heads of one row of qkv in place: queries, then keys.
+  void prepare(BFloat16* row, int64_t position, Range heads) const {
+    for (int64_t head = heads.low; head < heads.high; head++) {
       BFloat16* x = row + head * dim;
       const BFloat16* norm = head < queries ? query_norm : key_norm;
       if (norm != nullptr) norm_row(x, x, norm, sum_of_squares(x, dim), eps, dim);
@@ -192,23 +192,46 @@ class AttentionHalf {
   // On every thread of a team.
   void operator()(Team& team, const std::vector<Tile>& tiles) const {
     const int64_t rows = result_.count, width = input_.residual.width;
-    const BFloat16* key = projected_ + heads_.queries * pages_.dim;
-    const Source<BFloat16> from{key, key + pages_.heads * pages_.dim, heads_.width(), heads_.width(), pages_.dim,
-                                pages_.dim};
+    const bool alone = are_alone(tiles);
     team.share(rows, shared_grain(rows, width), [&](int64_t begin, int64_t end) { input_(normed_, 0, begin, end); });
     amx::configure(std::min(rows, amx::kRows));
     multiply_panels(team, first_, normed_, rows, SaveSums<BFloat16>{projected_, heads_.width(), first_.bias});
-    team.share(rows, shared_grain(rows, heads_.width()), [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; row++) heads_.prepare(projected_ + row * heads_.width(), position_[row]);
-      store_tokens(key_pages_, value_pages_, pages_, cache_row_, from, begin, end);
-    });
-    attend_tiles(team, attention_, tiles, [&](int64_t token, int64_t column) { return attended_.at(token, column); });
+    if (!alone)
+      team.share(rows, shared_grain(rows, heads_.width()),
+                 [&](int64_t begin, int64_t end) { prepare(begin, end, {0, pages_.heads}); });
+    attend_tiles(
+        team, attention_, tiles, [&](int64_t token, int64_t column) { return attended_.at(token, column); },
+        [&](const Tile& tile) {
+          const int64_t start = attention_.starts[tile.sequence];
+          if (alone) prepare(start + tile.first, start + tile.last, {tile.head, tile.head + 1});
+        });
     amx::configure(std::min(rows, amx::kRows));
     multiply_panels(team, second_, attended_, rows, SaveSums<BFloat16>{result_.data, result_.width, second_.bias});
     amx::release();
   }
 
  private:
+  // Whether no tile reads keys of this step but its own: then the thread that attends it may store them just before,
+  // while their lines are in its caches. Of other sequences a sequence reads full blocks alone.
+  bool are_alone(const std::vector<Tile>& tiles) const {
+    return std::all_of(tiles.begin(), tiles.end(), [&](const Tile& tile) {
+      return tile.last - tile.first == attention_.starts[tile.sequence + 1] - attention_.starts[tile.sequence];
+    });
+  }
+
+  // Norms and rotates some key heads and their queries in rows [begin, end), and stores keys and values.
+  void prepare(int64_t begin, int64_t end, Range keys) const {
+    const int64_t group = attention_.group(), width = heads_.width();
+    for (int64_t row = begin; row < end; row++) {
+      BFloat16* const x = projected_ + row * width;
+      heads_.prepare(x, position_[row], {keys.low * group, keys.high * group});
+      heads_.prepare(x, position_[row], {heads_.queries + keys.low, heads_.queries + keys.high});
+    }
+    const BFloat16* key = projected_ + heads_.queries * pages_.dim;
+    const Source<BFloat16> from{key, key + pages_.heads * pages_.dim, width, width, pages_.dim, pages_.dim};
+    store_tokens(key_pages_, value_pages_, pages_, cache_row_, from, begin, end, keys);
+  }
+
   // Threads at work must not throw.
   void check(const Places& places, const at::Tensor& query_norm, const at::Tensor& key_norm) const {
     const int64_t rows = result_.count;

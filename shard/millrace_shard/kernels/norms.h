@@ -101,14 +101,19 @@ void add_rms_norm(at::Tensor out, const at::Tensor& x, at::Tensor residual, cons
   });
 }
 
-// float32 takes the exact exponential: its outputs are compared token for token.
+// float32 takes the exact exponential: its outputs are compared token for token. What bfloat16 takes is within 2^-12 of
+// exact, an eighth of what rounding may change.
 template <typename T>
 Vec silu(const Vec& x) {
-  const Vec minus = x.neg();
   if constexpr (std::is_same_v<T, float>) {
-    return x / (Vec(1.f) + minus.exp());
+    return x / (Vec(1.f) + x.neg().exp());
   } else {
-    return x / (Vec(1.f) + minus.exp_u20());
+#if defined(CPU_CAPABILITY_AVX512)
+    const __m512 power = fast_exp2(_mm512_mul_ps(x, _mm512_set1_ps(-1.442695041f)));
+    return _mm512_mul_ps(x, _mm512_rcp14_ps(_mm512_add_ps(power, _mm512_set1_ps(1.f))));
+#else
+    return x / (Vec(1.f) + x.neg().exp_u20());
+#endif
   }
 }
 

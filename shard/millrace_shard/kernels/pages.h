@@ -68,16 +68,16 @@ struct Source {
   int64_t key_token, value_token, key_head, value_head;
 };
 
-// Stores tokens [begin, end) at their cache rows, in runs of what is together in a page.
+// Stores some heads of tokens [begin, end) at their cache rows, in runs of what is together in a page.
 template <typename T>
 void store_tokens(T* keys, T* values, const Pages& pages, const int64_t* cache_rows, const Source<T>& from,
-                  int64_t begin, int64_t end) {
+                  int64_t begin, int64_t end, Range heads) {
   while (begin < end) {
     const int64_t first = cache_rows[begin], block = first / kPage;
     TORCH_CHECK(first >= 0 && block < pages.blocks, "millrace: cache row out of range");
     int64_t count = 1;
     while (begin + count < end && cache_rows[begin + count] == first + count && (first + count) / kPage == block) count++;
-    for (int64_t head = 0; head < pages.heads; head++) {
+    for (int64_t head = heads.low; head < heads.high; head++) {
       const Run<T> run{from.keys + begin * from.key_token + head * from.key_head,
                        from.values + begin * from.value_token + head * from.value_head,
                        from.key_token, from.value_token, first % kPage, count};
@@ -105,7 +105,7 @@ void store(const at::Tensor& key, const at::Tensor& value, const at::Tensor& cac
     T* vp = values.mutable_data_ptr<T>();
     const Source<T> from{k, v, key.stride(0), value.stride(0), key.stride(1), value.stride(1)};
     at::parallel_for(0, key.size(0), 32, [&](int64_t begin, int64_t end) {
-      store_tokens(kp, vp, pages, rows, from, begin, end);
+      store_tokens(kp, vp, pages, rows, from, begin, end, {0, pages.heads});
     });
   });
 }
@@ -153,7 +153,7 @@ void rope_store(at::Tensor qkv, const at::Tensor& rope, const at::Tensor& positi
         for (int64_t head = 0; head < num_heads + pages.heads; head++)
           rotate(x + t * width + head * dim, table + position[t] * rotary, rotary / 2);
       }
-      store_tokens(kp, vp, pages, rows, from, begin, end);
+      store_tokens(kp, vp, pages, rows, from, begin, end, {0, pages.heads});
     });
   });
 }

@@ -117,7 +117,7 @@ class PanelLoop {
  private:
   static constexpr int64_t kBlock = 2 * amx::kRows;
   static constexpr int64_t kBlockSums = 4 * amx::kSums;
-  static constexpr int64_t kAhead = 4096 / sizeof(BFloat16);
+  static constexpr int64_t kAhead = 8192 / sizeof(BFloat16);
   static constexpr int64_t kLine = 64 / sizeof(BFloat16);
 
   struct Part {
@@ -137,15 +137,18 @@ class PanelLoop {
   void multiply_part(const Part& part) {
     const int64_t blocks = (part.rows + kBlock - 1) / kBlock, steps = part.end - part.begin;
     const int64_t lines = steps * kPanelTile / kLine;
-    // One block alone takes weights as fast as they come: a little ahead of it is enough, and the next panel too far.
+    // One block alone takes weights as fast as they come: a little ahead of it is enough, and the next panel too far. A
+    // thread's panels follow one another in memory.
     const BFloat16* ahead = blocks == 1 ? weights(part.panel, part.begin) + kAhead : part.next;
-    const int64_t each = (lines + blocks * steps - 1) / (blocks * steps);
+    const int64_t pauses = blocks * steps * amx::kPauses, each = (lines + pauses - 1) / pauses;
+    const BFloat16* stop = ahead + lines * kLine;
     for (int64_t block = 0; block < blocks; block++) {
       const bool alternates = part.is_whole(w_);
       if (alternates) place_ = place_ == 0 ? 1 : 0;
       float* sums = sums_ + (alternates ? place_ : place_ + block) * kBlockSums;
       const int64_t row = part.row + block * kBlock, count = std::min(kBlock, part.rows - block * kBlock);
       multiply_block(part, row, count, sums, [&] {
+        if (ahead >= stop) return;
         for (int64_t line = 0; line < each; line++, ahead += kLine)
           _mm_prefetch(reinterpret_cast<const char*>(ahead), _MM_HINT_T1);
       });
@@ -158,7 +161,8 @@ class PanelLoop {
 
   template <typename Fetch>
   void multiply_block(const Part& part, int64_t row, int64_t count, float* sums, const Fetch& fetch) {
-    const int64_t steps = part.end - part.begin, each = (pending_.count - done_ + steps - 1) / steps;
+    const int64_t steps = part.end - part.begin, pauses = steps * amx::kPauses;
+    const int64_t each = (pending_.count - done_ + pauses - 1) / pauses;
     const BFloat16* run = weights(part.panel, part.begin);
     const amx::Right right{&run, steps, steps, kPanelTile, amx::kTile, amx::kTileStride};
     const amx::Sums to{sums, amx::kSums, amx::kColumns * sizeof(float)};
@@ -199,12 +203,14 @@ template <amx::Format kFormat = amx::Format::kBFloat16, typename Emit>
 void multiply_panels(Team& team, const Panels& w, const amx::Tiled& x, int64_t rows, const Emit& emit) {
   PanelLoop<Emit, kFormat> loop(w, x, emit);
   const int64_t grain = loop.in_parts(w, rows) ? kPanelsAtOnce : w.grain();
-  const int64_t groups = (w.count + grain - 1) / grain, chunks = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
+  const int64_t chunks = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
+  const int64_t groups = std::min(w.count, round_up((w.count + grain - 1) / grain, team.size()));
   team.share(
       chunks * groups, 1,
-      [&](int64_t begin, int64_t) {
-        const int64_t first = begin / groups * kRowsAtOnce, panel = begin % groups * grain;
-        loop.multiply(panel, std::min(w.count, panel + grain), first, std::min(kRowsAtOnce, rows - first));
+      [&](int64_t unit, int64_t) {
+        const int64_t first = unit / groups * kRowsAtOnce, group = unit % groups;
+        loop.multiply(w.count * group / groups, w.count * (group + 1) / groups, first,
+                      std::min(kRowsAtOnce, rows - first));
       },
       [&] { loop.finish(); });
 }

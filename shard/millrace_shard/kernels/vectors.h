@@ -65,9 +65,27 @@ inline float max(const Vec& values) {
   return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return at::vec::maximum(a, b); }, values);
 }
 
+#if defined(CPU_CAPABILITY_AVX512)
+// 2^x to within 2^-13 of itself, by a polynomial in its fraction; NaN stays NaN, -inf gives 0.
+inline __m512 fast_exp2(__m512 x) {
+  constexpr int kBelowFloor = 0x09;
+  const __m512 f = _mm512_reduce_ps(x, kBelowFloor);
+  __m512 p = _mm512_set1_ps(7.802452155e-02f);
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.260671570e-01f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.958335400e-01f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.999252186e-01f));
+  return _mm512_scalef_ps(p, x);
+}
+#endif
+
 inline int64_t round_down(int64_t value, int64_t step) { return value / step * step; }
 
 inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+
+// [low, high)
+struct Range {
+  int64_t low, high;
+};
 
 // Calls body with a null pointer whose type is the tensor's element type.
 template <typename Body>

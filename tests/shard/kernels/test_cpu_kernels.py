@@ -341,6 +341,16 @@ def test_silu_mul(dtype: torch.dtype, kernels: CpuKernels, width: int) -> None:
     assert error(kernels.silu_mul(gate_up), expected) < TOLERANCE[dtype]
 
 
+def test_silu_of_every_bfloat16_number_is_all_but_exact(kernels: CpuKernels) -> None:
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)
+    every = every[every.isfinite() & (every > -80) & (every.abs() > 2**-120)]
+    every = every[: len(every) // 16 * 16]
+    out = kernels.silu_mul(torch.cat([every, torch.ones_like(every)])[None])[0]
+    exact = F.silu(every.double())
+    assert ((out.double() - exact).abs() <= 2**-8 * exact.abs()).all()
+    assert (out == exact.bfloat16()).double().mean() > 0.99
+
+
 SIZES = [
     (96, 64),
     (576, 576),
