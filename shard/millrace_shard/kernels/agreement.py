@@ -13,6 +13,7 @@ from millrace_shard.greedy import choose_greedy
 from millrace_shard.kernels.base import (
     AttentionWeights,
     Kernels,
+    Layer,
     LayerCache,
     LinearWeights,
     MlpWeights,
@@ -158,7 +159,7 @@ def _filled_cache(kernels: Kernels, random: _Random, *, head_dim: int) -> LayerC
 
 
 def _halves_of_a_layer(kernels: Kernels, random: _Random, *, head_dim: int) -> list[Tensor]:
-    """The first of a model without anything that is optional, and one with all of it, each for itself."""
+    """The first of a model without anything that is optional, and one with all of it, each for itself and together."""
     rows, outputs = sum(QUERIES), []
     batch, cache = _batch(kernels, random), _filled_cache(kernels, random, head_dim=head_dim)
     for optional in (False, True):
@@ -169,6 +170,9 @@ def _halves_of_a_layer(kernels: Kernels, random: _Random, *, head_dim: int) -> l
             attention(random(rows, HIDDEN) if optional else None, residual, batch, cache)
         )
         outputs += [residual.clone(), mlp(random(rows, HIDDEN), residual), residual]
+        embedded = random(rows, HIDDEN)
+        layers = kernels.layers([Layer(attention, mlp)], None)
+        outputs += [layers(embedded, batch, [cache]), embedded]
     return outputs
 
 

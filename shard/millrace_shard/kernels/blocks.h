@@ -20,9 +20,10 @@ struct Rows {
   }
 };
 
-// Few rows are shared out evenly: all the threads are here already.
-inline int64_t shared_grain(int64_t rows, int64_t width) {
-  const int64_t threads = at::get_num_threads(), even = (rows + threads - 1) / threads;
+// Few rows are shared out evenly: all the threads are here already. All have to share by one grain, so it is the team's
+// size that counts: what ATen says of its number of threads may differ from thread to thread.
+inline int64_t shared_grain(const Team& team, int64_t rows, int64_t width) {
+  const int64_t threads = team.size(), even = (rows + threads - 1) / threads;
   return std::max<int64_t>(1, std::min(row_grain(width), even));
 }
 
@@ -87,7 +88,7 @@ class MlpHalf {
     amx::configure(std::min(rows, amx::kRows));
     for (int64_t begin = 0; begin < rows; begin += kRowsAtOnce) {
       const int64_t count = std::min(kRowsAtOnce, rows - begin);
-      team.share(count, shared_grain(count, width),
+      team.share(count, shared_grain(team, count, width),
                  [&](int64_t from, int64_t to) { input_(normed_, begin, begin + from, begin + to); });
       multiply_panels(team, first_, normed_, count,
                       [&](int64_t panel, int64_t row, const float* gates, const float* ups) {
@@ -193,11 +194,12 @@ class AttentionHalf {
   void operator()(Team& team, const std::vector<Tile>& tiles) const {
     const int64_t rows = result_.count, width = input_.residual.width;
     const bool alone = are_alone(tiles);
-    team.share(rows, shared_grain(rows, width), [&](int64_t begin, int64_t end) { input_(normed_, 0, begin, end); });
+    team.share(rows, shared_grain(team, rows, width),
+               [&](int64_t begin, int64_t end) { input_(normed_, 0, begin, end); });
     amx::configure(std::min(rows, amx::kRows));
     multiply_panels(team, first_, normed_, rows, SaveSums<BFloat16>{projected_, heads_.width(), first_.bias});
     if (!alone)
-      team.share(rows, shared_grain(rows, heads_.width()),
+      team.share(rows, shared_grain(team, rows, heads_.width()),
                  [&](int64_t begin, int64_t end) { prepare(begin, end, {0, pages_.heads}); });
     attend_tiles(
         team, attention_, tiles, [&](int64_t token, int64_t column) { return attended_.at(token, column); },

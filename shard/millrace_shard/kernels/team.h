@@ -30,7 +30,8 @@ class Team {
 
   int64_t size() const { return size_.load(std::memory_order_relaxed); }
 
-  // Calls body(first, last) for parts of [0, count) until all are taken, then finish(), and waits for the others.
+  // Calls body(first, last) for parts of [0, count) until all are taken, then finish(), and waits for the others. Every
+  // thread has to name the same count and grain.
   //
   // Each thread has a range of its own, which it goes through from the front, so that what it reads lies together;
   // who is done takes from the back of the others'.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -294,6 +296,26 @@ def test_all_layers_at_once_are_one_after_the_other(
         found.append([y, changed, *pages])
     for left, right in zip(*found, strict=True):
         assert torch.equal(left, right)
+
+
+FIRST_CALL = """
+import torch
+from millrace_shard.kernels.agreement import largest_difference
+from millrace_shard.kernels.build import load_operators
+from millrace_shard.kernels.cpu import CpuKernels
+from millrace_shard.kernels.plain import PlainKernels
+load_operators()
+kernels, plain = CpuKernels(deterministic=True), PlainKernels(deterministic=False)
+print(largest_difference(kernels, plain, dtype=torch.bfloat16, head_dim=32))
+"""
+
+
+def test_threads_that_do_not_yet_agree_on_their_number_share_work_alike() -> None:
+    """ATen finds it out in each thread by itself, in the first call there."""
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_CALL], capture_output=True, text=True, check=True
+    )
+    assert float(done.stdout) < TOLERANCE
 
 
 def test_layers_of_several_sizes_are_run_one_after_the_other() -> None:

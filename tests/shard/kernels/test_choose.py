@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,10 +16,13 @@ from millrace_shard.kernels.agreement import TOLERANCE, largest_difference
 from millrace_shard.kernels.base import (
     AttentionBlock,
     AttentionWeights,
+    Layer,
     LayerCache,
+    Layers,
     Linear,
     MlpBlock,
     MlpWeights,
+    Reduce,
 )
 from millrace_shard.kernels.build import BuildError, load_operators, operators_loaded
 from millrace_shard.kernels.choose import choose_kernels
@@ -218,6 +222,10 @@ class OffInOneOutput(PlainKernels):
         linear = super().head(weight)
         return lambda x: self._spoilt("head", linear(x))
 
+    def layers(self, layers: Sequence[Layer], reduce: Reduce | None) -> Layers:
+        run = super().layers(layers, reduce)
+        return lambda *step: self._spoilt("layers", run(*step))
+
     def _spoilt(self, what: str, y: Tensor) -> Tensor:
         if what == self._wrong:
             y[-1, -1] += 0.2 * (1 + y[-1, -1].abs())
@@ -225,7 +233,7 @@ class OffInOneOutput(PlainKernels):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("wrong", ["nothing", "attention", "mlp", "head"])
+@pytest.mark.parametrize("wrong", ["nothing", "attention", "mlp", "layers", "head"])
 def test_agreement_covers_what_serves(wrong: str, dtype: torch.dtype) -> None:
     oracle = PlainKernels(deterministic=False)
     difference = largest_difference(OffInOneOutput(wrong), oracle, dtype=dtype, head_dim=64)
