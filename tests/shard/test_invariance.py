@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from millrace_shard.parallel import ProcessGroup
 from millrace_shard.sequence import SamplingParameters, Sequence
 from millrace_shard.step import BatchChange, Forward, Ints, Open, Step, StepResult, Work
 from millrace_shard.warmup import LoadedModel, MemoryLimits
+from millrace_tile_units import tiles_by
 
 NUM_TOKENS = 6
 SAMPLING = (
@@ -85,8 +87,9 @@ SHARDS = {
     "cpu-fp32": ("cpu", torch.float32, None, 2),
     "cpu-bf16": ("cpu", torch.bfloat16, None, 1),
     "cpu-bf16-window": ("cpu", torch.bfloat16, WINDOW, 2),
-    "cpu-bf16-without-amx": ("cpu-without-amx", torch.bfloat16, None, 2),
-    "cpu-bf16-without-amx-window": ("cpu-without-amx", torch.bfloat16, WINDOW, 1),
+    "cpu-bf16-avx512": ("cpu-avx512", torch.bfloat16, WINDOW, 2),
+    "cpu-bf16-without-tiles": ("cpu-without-tiles", torch.bfloat16, None, 2),
+    "cpu-bf16-without-tiles-window": ("cpu-without-tiles", torch.bfloat16, WINDOW, 1),
 }
 """Kernels, dtype, attention window, threads."""
 
@@ -112,15 +115,16 @@ def shard(
     MistralForCausalLM(config).save_pretrained(folder)
     device = torch.device("cpu")
     kernels = make_kernels(name.split("-")[0], deterministic=True, dtype=dtype, block_size=8)
-    if name == "cpu-without-amx":
-        kernels = CpuKernels(deterministic=True, amx=False)
+    if name == "cpu-without-tiles":
+        kernels = CpuKernels(deterministic=True, tiles=False)
     group = ProcessGroup.single()
     with torch.inference_mode():
         model = load_model(folder, dtype=dtype, kernels=kernels, group=group, device=device)
     loaded = LoadedModel(model=model, kernels=kernels, group=group, device=device, dtype=dtype)
-    shard = Shard(loaded, threads)
-    yield shard
-    shard.engine.close()
+    with tiles_by("avx512") if name == "cpu-avx512" else nullcontext():
+        shard = Shard(loaded, threads)
+        yield shard
+        shard.engine.close()
 
 
 def ints(values: Iterable[int]) -> Ints:

@@ -70,7 +70,7 @@ def threads() -> Iterator[None]:
 
 
 EVERYWHERE = ("cpu-bf16", "cpu-fp32")
-FALLBACKS = ("cpu-bf16-without-amx", "plain-bf16", "plain-fp32")
+FALLBACKS = ("cpu-bf16-without-tiles", "plain-bf16", "plain-fp32")
 """Other products and attention below the same modules."""
 CASES = [(name, kernels) for name in VARIATIONS for kernels in EVERYWHERE] + [
     (name, kernels)
@@ -81,10 +81,12 @@ CASES = [(name, kernels) for name in VARIATIONS for kernels in EVERYWHERE] + [
 
 def loader_of(kernels: str, folder: Path) -> Loader:
     """Loads with the kernels and in the dtype that `kernels` names."""
-    name, kind, *without_amx = kernels.split("-", 2)
+    name, kind, *without_tiles = kernels.split("-", 2)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[kind]
     made = make_kernels(name, deterministic=True, dtype=dtype)
-    return Loader(CpuKernels(deterministic=True, amx=False) if without_amx else made, dtype, folder)
+    return Loader(
+        CpuKernels(deterministic=True, tiles=False) if without_tiles else made, dtype, folder
+    )
 
 
 @dataclass

@@ -1,15 +1,13 @@
-// Products of bfloat16 tiles on AMX: the tile unit multiplies 16 rows by 32 of K with 32 of K by 16 columns.
+// Products of tiles by AMX's tile unit.
 //
-// Left operands are stored tile by tile, [16, 32] each; right operands with pairs of K interleaved, [16, 16, 2] each.
 // A row's sums run over K in one order whatever rows come with it (Intel SDM, TDPBF16PS).
 #pragma once
 
-#include "vectors.h"
+#include "tiles.h"
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(CPU_CAPABILITY_AVX512)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(MILLRACE_TILES)
 #define MILLRACE_AMX 1
 
-#include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -17,12 +15,7 @@
 
 namespace millrace::amx {
 
-constexpr int64_t kRows = 16;
-constexpr int64_t kColumns = 16;
-constexpr int64_t kDepth = 32;                 // of K in a tile
-constexpr int64_t kTile = kRows * kDepth;      // bfloat16 values
-constexpr int64_t kSums = kRows * kColumns;    // float32 values
-constexpr int64_t kTileStride = kDepth * sizeof(BFloat16);
+using namespace tiles;
 
 struct alignas(64) Config {
   uint8_t palette = 1, start = 0, reserved[14] = {};
@@ -53,43 +46,20 @@ inline void release() { _tile_release(); }
 // To be called between ordinary stores and tile loads of the same memory: some compilers do not know that those read it.
 inline void order_stores() { asm volatile("" ::: "memory"); }
 
-// Right operands: `total` steps of K in runs of `steps` in memory, two tiles in each. `step` and `second` are distances,
-// `stride` bytes between tile rows.
-struct Right {
-  const BFloat16* const* runs;
-  int64_t total, steps, step, second, stride;
-};
-
-// sums [16, 16] twice, `second` values apart and `stride` bytes from row to row.
-struct Sums {
-  float* data;
-  int64_t second, stride;
-};
-
-// What a tile's 64 bytes of K are: 32 bfloat16 in pairs with float32 sums, or 64 int8 in quads with int32 sums.
-enum class Format { kBFloat16, kInt8 };
-
-#if defined(__AMX_INT8__)
-#define MILLRACE_AMX_INT8 1
+// sums += left x right, of tiles by their numbers, which are part of the instruction.
 #define MILLRACE_MULTIPLY(sums, left, right)            \
   if constexpr (kFormat == Format::kInt8) {             \
     _tile_dpbssd(sums, left, right);                    \
   } else {                                              \
     _tile_dpbf16ps(sums, left, right);                  \
   }
-#else
-#define MILLRACE_MULTIPLY(sums, left, right) _tile_dpbf16ps(sums, left, right)
-#endif
 
 // Few tiles are in use, at the price of loading one twice: on a core whose other hardware thread is busy, a step for 32
 // rows took 3.3 times as long as alone with eight tiles in use, and 2.2 times with six.
 
-// Times in a step that something else is done, a little each time: much at once would hold up the loads after it.
-constexpr int64_t kPauses = 4;
-
 // sums (+)= left [rows, K] x right [K, 32]. In each step, `meanwhile()` does something else kPauses times.
-template <Format kFormat = Format::kBFloat16, typename Meanwhile>
-void multiply_one(const BFloat16* left, const Right& right, const Sums& sums, bool add, const Meanwhile& meanwhile) {
+template <Format kFormat = Format::kBFloat16, typename RightOperand, typename Meanwhile>
+void multiply_one(const BFloat16* left, const RightOperand& right, const Sums& sums, bool add, const Meanwhile& meanwhile) {
   order_stores();
   if (add) {
     _tile_loadd(0, sums.data, sums.stride);
@@ -118,8 +88,8 @@ void multiply_one(const BFloat16* left, const Right& right, const Sums& sums, bo
 }
 
 // The same for 32 rows, whose second half has its left tiles at `left_low` and its sums at `low`.
-template <Format kFormat = Format::kBFloat16, typename Meanwhile>
-void multiply_two(const BFloat16* left, const BFloat16* left_low, const Right& right, const Sums& sums, float* low,
+template <Format kFormat = Format::kBFloat16, typename RightOperand, typename Meanwhile>
+void multiply_two(const BFloat16* left, const BFloat16* left_low, const RightOperand& right, const Sums& sums, float* low,
                   bool add, const Meanwhile& meanwhile) {
   order_stores();
   if (add) {
@@ -157,33 +127,6 @@ void multiply_two(const BFloat16* left, const BFloat16* left_low, const Right& r
   _tile_stored(2, low, sums.stride);
   _tile_stored(3, low + sums.second, sums.stride);
 }
-
-// More steps of K than this are taken in parts, for which the tiles of neighbouring rows must not fall on one another in
-// the second-level cache, which has a way of 128 tiles.
-constexpr int64_t kPart = 16;
-constexpr int64_t kStepsInOne = kPart + kPart / 2;
-
-// Rows stored as left operands, tile by tile: `stride` tiles to 16 rows.
-struct Tiled {
-  BFloat16* data;
-  int64_t stride;
-
-  Tiled(char* memory, int64_t columns) : data(reinterpret_cast<BFloat16*>(memory)), stride(tiles(columns)) {}
-
-  static int64_t tiles(int64_t columns) {
-    const int64_t steps = (columns + kDepth - 1) / kDepth, parts = (steps + kPart - 1) / kPart;
-    return steps <= kStepsInOne ? steps : (parts | 1) * kPart;
-  }
-  static int64_t bytes(int64_t rows, int64_t columns) {
-    return (rows + kRows - 1) / kRows * tiles(columns) * kTile * static_cast<int64_t>(sizeof(BFloat16));
-  }
-
-  const BFloat16* rows(int64_t row) const { return data + row / kRows * stride * kTile; }
-  // Where 16 columns from `column`, a multiple of 16, are.
-  BFloat16* at(int64_t row, int64_t column) const {
-    return data + (row / kRows * stride + column / kDepth) * kTile + row % kRows * kDepth + column % kDepth;
-  }
-};
 
 }  // namespace millrace::amx
 #endif

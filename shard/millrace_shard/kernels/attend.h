@@ -1,16 +1,16 @@
-// The attention operator: on AMX where it can be, through ATen's products elsewhere.
+// The attention operator: by tiles where it can be, through ATen's products elsewhere.
 #pragma once
 
-#include "amx_attention.h"
+#include "tile_attention.h"
 #include "attention.h"
 
 namespace millrace {
 
 // queries [rows, heads, dim] strided by row; out [rows, heads * dim] contiguous; tables [B, width], starts [B + 1] and
-// contexts [B] int32. `amx`: use it where possible.
+// contexts [B] int32. `by_tiles`: do so where possible.
 void attend(at::Tensor out, const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values,
             const at::Tensor& tables, const at::Tensor& starts, const at::Tensor& contexts, double scale,
-            int64_t window, double softcap, bool amx) {
+            int64_t window, double softcap, bool by_tiles) {
   const Pages pages(keys, values);
   const int64_t heads = queries.size(1);
   TORCH_CHECK(queries.size(2) == pages.dim && queries.stride(2) == 1);
@@ -26,9 +26,9 @@ void attend(at::Tensor out, const at::Tensor& queries, const at::Tensor& keys, c
         tables.const_data_ptr<int32_t>(), starts.const_data_ptr<int32_t>(), contexts.const_data_ptr<int32_t>(), pages,
         contexts.numel(), heads, queries.stride(0), tables.stride(0), window, static_cast<float>(scale),
         static_cast<float>(softcap)};
-#ifdef MILLRACE_AMX
+#ifdef MILLRACE_TILES
     if constexpr (std::is_same_v<T, BFloat16>) {
-      if (amx && pages.dim % amx::kDepth == 0 && amx::granted()) return attend_on_amx(attention);
+      if (by_tiles && pages.dim % tiles::kDepth == 0) return attend_by_tiles(attention);
     }
 #endif
     attend_all(attention);

@@ -2,9 +2,9 @@
 // between operators otherwise.
 #pragma once
 
-#include "amx_attention.h"
+#include "tile_attention.h"
 
-#ifdef MILLRACE_AMX
+#ifdef MILLRACE_TILES
 #include "norms.h"
 #include "panels.h"
 
@@ -41,11 +41,11 @@ struct NormInput {
         eps(static_cast<float>(epsilon)) {
     TORCH_CHECK(added == nullptr || (x.is_contiguous() && x.sizes() == residual_rows.sizes()));
     TORCH_CHECK(norm.is_contiguous() && norm.numel() == residual.width && norm.scalar_type() == at::kBFloat16);
-    TORCH_CHECK(residual.width % amx::kDepth == 0);
+    TORCH_CHECK(residual.width % tiles::kDepth == 0);
   }
 
   // Rows [begin, end), stored from row `begin - first` of `tiled` on.
-  void operator()(const amx::Tiled& tiled, int64_t first, int64_t begin, int64_t end) const {
+  void operator()(const tiles::Tiled& tiled, int64_t first, int64_t begin, int64_t end) const {
     const int64_t width = residual.width;
     for (int64_t row = begin; row < end; row++) {
       BFloat16* x = residual.data + row * width;
@@ -69,23 +69,23 @@ class MlpHalf {
           const at::Tensor& down_bias)
       : input_(x, residual, norm, eps),
         out_(y),
-        inner_(gate_up.size(0) * amx::kColumns),
+        inner_(gate_up.size(0) * tiles::kColumns),
         first_(gate_up, gate_up_bias, input_.residual.width, 2 * inner_),
         second_(down, down_bias, inner_, out_.width),
         normed_(nullptr, input_.residual.width),
         gated_(nullptr, inner_) {
     TORCH_CHECK(out_.count == input_.residual.count);
     static thread_local Scratch normed_scratch, gated_scratch;
-    const int64_t at_once = std::min(out_.count, kRowsAtOnce), bytes = amx::Tiled::bytes(at_once, inner_);
-    normed_ = {normed_scratch.reserve(amx::Tiled::bytes(at_once, input_.residual.width)), input_.residual.width};
+    const int64_t at_once = std::min(out_.count, kRowsAtOnce), bytes = tiles::Tiled::bytes(at_once, inner_);
+    normed_ = {normed_scratch.reserve(tiles::Tiled::bytes(at_once, input_.residual.width)), input_.residual.width};
     gated_ = {gated_scratch.reserve(bytes), inner_};
-    if (inner_ % amx::kDepth != 0) std::memset(gated_.data, 0, bytes);
+    if (inner_ % tiles::kDepth != 0) std::memset(gated_.data, 0, bytes);
   }
 
   // On every thread of a team.
   void operator()(Team& team) const {
     const int64_t rows = out_.count, width = input_.residual.width;
-    amx::configure(std::min(rows, amx::kRows));
+    tiles::configure(std::min(rows, tiles::kRows));
     for (int64_t begin = 0; begin < rows; begin += kRowsAtOnce) {
       const int64_t count = std::min(kRowsAtOnce, rows - begin);
       team.share(count, shared_grain(team, count, width),
@@ -94,15 +94,15 @@ class MlpHalf {
                       [&](int64_t panel, int64_t row, const float* gates, const float* ups) {
                         Vec gate = load(gates), up = load(ups);
                         if (first_.bias != nullptr) {
-                          gate = gate + load(first_.bias + panel * amx::kColumns);
-                          up = up + load(first_.bias + inner_ + panel * amx::kColumns);
+                          gate = gate + load(first_.bias + panel * tiles::kColumns);
+                          up = up + load(first_.bias + inner_ + panel * tiles::kColumns);
                         }
-                        save(gated_.at(row, panel * amx::kColumns), silu<BFloat16>(gate) * up);
+                        save(gated_.at(row, panel * tiles::kColumns), silu<BFloat16>(gate) * up);
                       });
       multiply_panels(team, second_, gated_, count,
                       SaveSums<BFloat16>{out_.data + begin * out_.width, out_.width, second_.bias});
     }
-    amx::release();
+    tiles::release();
   }
 
  private:
@@ -110,7 +110,7 @@ class MlpHalf {
   Rows out_;
   int64_t inner_;
   Panels first_, second_;
-  amx::Tiled normed_, gated_;
+  tiles::Tiled normed_, gated_;
 };
 
 void mlp_block(at::Tensor y, const at::Tensor& x, const at::Tensor& residual, const at::Tensor& norm, double eps,
@@ -178,8 +178,8 @@ class AttentionHalf {
     check(places, query_norm, key_norm);
     const int64_t rows = result_.count, width = heads_.width(), attended_width = num_heads * pages_.dim;
     static thread_local Scratch normed_scratch, qkv_scratch, attended_scratch;
-    normed_ = {normed_scratch.reserve(amx::Tiled::bytes(rows, input_.residual.width)), input_.residual.width};
-    attended_ = {attended_scratch.reserve(amx::Tiled::bytes(rows, attended_width)), attended_width};
+    normed_ = {normed_scratch.reserve(tiles::Tiled::bytes(rows, input_.residual.width)), input_.residual.width};
+    attended_ = {attended_scratch.reserve(tiles::Tiled::bytes(rows, attended_width)), attended_width};
     projected_ = reinterpret_cast<BFloat16*>(qkv_scratch.reserve(rows * width * sizeof(BFloat16)));
     attention_ = {nullptr, projected_, key_pages_, value_pages_, places.tables.const_data_ptr<int32_t>(),
                   places.starts.const_data_ptr<int32_t>(), places.contexts.const_data_ptr<int32_t>(), pages_,
@@ -196,7 +196,7 @@ class AttentionHalf {
     const bool alone = are_alone(tiles);
     team.share(rows, shared_grain(team, rows, width),
                [&](int64_t begin, int64_t end) { input_(normed_, 0, begin, end); });
-    amx::configure(std::min(rows, amx::kRows));
+    tiles::configure(std::min(rows, tiles::kRows));
     multiply_panels(team, first_, normed_, rows, SaveSums<BFloat16>{projected_, heads_.width(), first_.bias});
     if (!alone)
       team.share(rows, shared_grain(team, rows, heads_.width()),
@@ -207,9 +207,9 @@ class AttentionHalf {
           const int64_t start = attention_.starts[tile.sequence];
           if (alone) prepare(start + tile.first, start + tile.last, {tile.head, tile.head + 1});
         });
-    amx::configure(std::min(rows, amx::kRows));
+    tiles::configure(std::min(rows, tiles::kRows));
     multiply_panels(team, second_, attended_, rows, SaveSums<BFloat16>{result_.data, result_.width, second_.bias});
-    amx::release();
+    tiles::release();
   }
 
  private:
@@ -243,7 +243,7 @@ class AttentionHalf {
     TORCH_CHECK(rows == input_.residual.count);
     TORCH_CHECK(places.positions.numel() == rows && places.positions.is_contiguous());
     TORCH_CHECK(places.cache_rows.numel() == rows && places.cache_rows.is_contiguous());
-    TORCH_CHECK(heads_.queries % pages_.heads == 0 && pages_.dim % amx::kDepth == 0);
+    TORCH_CHECK(heads_.queries % pages_.heads == 0 && pages_.dim % tiles::kDepth == 0);
     check_sequences(places.tables, places.starts, places.contexts, rows);
     for (int64_t row = 0; row < rows; row++) {
       TORCH_CHECK(position_[row] >= 0 && position_[row] < heads_.positions, "millrace: position out of range");
@@ -258,7 +258,7 @@ class AttentionHalf {
   Panels first_, second_;
   const int64_t *position_, *cache_row_;
   BFloat16 *key_pages_, *value_pages_, *projected_ = nullptr;
-  amx::Tiled normed_, attended_;
+  tiles::Tiled normed_, attended_;
   Attention<BFloat16> attention_{nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, pages_};
 };
 

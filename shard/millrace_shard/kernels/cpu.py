@@ -1,9 +1,9 @@
 """Kernels for x86 CPUs: compiled operators over pages of 64 positions, in bfloat16 or float32.
 
-On AMX, bfloat16 weights go to operators of half a layer each, and a row's bits depend neither on its batch mates, nor
-on how its prompt was cut, nor on the number of threads. Without AMX that holds in deterministic mode; otherwise
-bfloat16 linears are oneDNN's, whose bits change with the number of rows. One engine thread may call them;
-torch.set_num_threads says how many threads share a call.
+With AMX or AVX512, bfloat16 weights go to operators over tiles, of half a layer each or of all, and a row's bits depend
+neither on its batch mates, nor on how its prompt was cut, nor on the number of threads. On other CPUs that holds in
+deterministic mode; otherwise bfloat16 linears are oneDNN's, whose bits change with the number of rows. One engine
+thread may call them; torch.set_num_threads says how many threads share a call.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from millrace_shard.kernels import amx_blocks, cpu_linear
-from millrace_shard.kernels.amx_blocks import AmxAttention, AmxLayers, AmxMlp, PanelLinear
+from millrace_shard.kernels import cpu_linear, tile_blocks
 from millrace_shard.kernels.base import (
     AttentionBlock,
     AttentionWeights,
@@ -28,6 +27,7 @@ from millrace_shard.kernels.base import (
     Reduce,
 )
 from millrace_shard.kernels.blocks import ComposedBlocks
+from millrace_shard.kernels.tile_blocks import PanelLinear, TiledAttention, TiledLayers, TiledMlp
 from millrace_shard.ragged import RaggedBatch
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -41,46 +41,46 @@ class CpuKernels(ComposedBlocks):
     block_size = 64
     capturable = True
 
-    def __init__(self, *, deterministic: bool, amx: bool = True) -> None:
-        """`amx`: use it where the machine has it; the operators have to be loaded by the first use."""
+    def __init__(self, *, deterministic: bool, tiles: bool = True) -> None:
+        """`tiles`: multiply by tiles where the CPU can; the operators have to be loaded by the first use."""
         self.deterministic = deterministic
-        self._wants_amx = amx
+        self._wants_tiles = tiles
 
     @functools.cached_property
-    def amx(self) -> bool:
-        """Whether bfloat16 goes to the AMX operators."""
-        return self._wants_amx and amx_blocks.available()
+    def tiles(self) -> bool:
+        """Whether bfloat16 goes to the operators over tiles."""
+        return self._wants_tiles and tile_blocks.available()
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Pack `weight` [out, in] and keep `bias` [out]."""
-        if self.amx and weight.dtype == torch.bfloat16:
+        if self.tiles and weight.dtype == torch.bfloat16:
             return PanelLinear(weight, bias)
         return cpu_linear.pack(weight, bias, deterministic=self.deterministic)
 
     def head(self, weight: Tensor) -> Linear:
-        """Pack `weight` [vocab, hidden]; on AMX the logits are never rounded to bfloat16."""
-        if self.amx and weight.dtype == torch.bfloat16:
+        """Pack `weight` [vocab, hidden]; by tiles the logits are never rounded to bfloat16."""
+        if self.tiles and weight.dtype == torch.bfloat16:
             return PanelLinear(weight, None, dtype=torch.float32)
         return super().head(weight)
 
     def attention(self, weights: AttentionWeights) -> AttentionBlock:
         """Pack the weights of half a layer."""
-        if self.amx and amx_blocks.fits_attention(weights):
-            return AmxAttention(weights)
+        if self.tiles and tile_blocks.fits_attention(weights):
+            return TiledAttention(weights)
         return super().attention(weights)
 
     def mlp(self, weights: MlpWeights) -> MlpBlock:
         """Pack the weights of the other half."""
-        if self.amx and amx_blocks.fits_mlp(weights):
-            return AmxMlp(weights)
+        if self.tiles and tile_blocks.fits_mlp(weights):
+            return TiledMlp(weights)
         return super().mlp(weights)
 
     def layers(self, layers: Sequence[Layer], reduce: Reduce | None) -> Layers:
-        """One operator for all where they are AMX's and nothing is to be reduced between them."""
-        halves = amx_blocks.halves_on_amx(layers)
+        """One operator for all where they are tiled and nothing is to be reduced between them."""
+        halves = tile_blocks.tiled_halves(layers)
         if halves is None or reduce is not None:
             return super().layers(layers, reduce)
-        return AmxLayers(halves)
+        return TiledLayers(halves)
 
     def new_cache(
         self,
@@ -166,7 +166,7 @@ class CpuKernels(ComposedBlocks):
             scale,
             window or 0,
             softcap or 0.0,
-            self.amx,
+            self.tiles,
         )
         return out
 

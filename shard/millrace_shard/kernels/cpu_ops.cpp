@@ -12,12 +12,12 @@
 
 namespace {
 
-// Whether these operators were built for AMX, and the operating system grants it.
-bool amx_granted() {
-#ifdef MILLRACE_AMX
-  return millrace::amx::granted();
+// What multiplies tiles: "amx" or "avx512", or "" where nothing does.
+std::string tile_unit() {
+#ifdef MILLRACE_TILES
+  return millrace::tiles::on_amx() ? "amx" : "avx512";
 #else
-  return false;
+  return "";
 #endif
 }
 
@@ -33,13 +33,14 @@ TORCH_LIBRARY(millrace, library) {
       "Tensor(c!) values, int num_heads) -> ()");
   library.def(
       "attend(Tensor(a!) out, Tensor queries, Tensor keys, Tensor values, Tensor tables, Tensor starts, "
-      "Tensor contexts, float scale, int window, float softcap, bool amx) -> ()");
+      "Tensor contexts, float scale, int window, float softcap, bool by_tiles) -> ()");
   library.def("pack_linear(Tensor weight) -> Tensor");
   library.def("packed_linear(Tensor(a!) y, Tensor x, Tensor packed, Tensor bias) -> ()");
   library.def("greedy(Tensor(a!) ids, Tensor(b!) logprobs, Tensor logits) -> ()");
   library.def("forbid(Tensor(a!) scores, Tensor rows, Tensor bits) -> ()");
-  library.def("amx_granted() -> bool", amx_granted);
-#ifdef MILLRACE_AMX
+  library.def("tile_unit() -> str", tile_unit);
+#ifdef MILLRACE_TILES
+  library.def("use_amx(bool wanted) -> bool", millrace::tiles::use_amx);
   library.def("pack_panels(Tensor weight, bool gated) -> Tensor");
   library.def("panel_linear(Tensor(a!) y, Tensor x, Tensor packed, Tensor bias) -> ()");
   library.def(
@@ -54,8 +55,6 @@ TORCH_LIBRARY(millrace, library) {
       "decoder_layers(Tensor(a!) y, Tensor(b!) residual, Tensor[] weights, Tensor(c!)[] caches, float eps, "
       "Tensor rope, Tensor positions, Tensor cache_rows, Tensor tables, Tensor starts, Tensor contexts, "
       "int num_heads, float scale, int[] windows) -> ()");
-#endif
-#ifdef MILLRACE_AMX_INT8
   library.def("pack_int8(Tensor weight) -> Tensor");
   library.def("int8_linear(Tensor(a!) y, Tensor x, Tensor packed, Tensor scales, Tensor bias) -> ()");
 #endif
@@ -72,14 +71,12 @@ TORCH_LIBRARY_IMPL(millrace, CPU, library) {
   library.impl("packed_linear", millrace::packed_linear);
   library.impl("greedy", millrace::greedy);
   library.impl("forbid", millrace::forbid);
-#ifdef MILLRACE_AMX
+#ifdef MILLRACE_TILES
   library.impl("pack_panels", millrace::pack_panels);
   library.impl("panel_linear", millrace::panel_linear);
   library.impl("mlp_block", millrace::mlp_block);
   library.impl("attention_block", millrace::attention_block);
   library.impl("decoder_layers", millrace::decoder_layers);
-#endif
-#ifdef MILLRACE_AMX_INT8
   library.impl("pack_int8", millrace::pack_int8);
   library.impl("int8_linear", millrace::int8_linear);
 #endif

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from millrace_shard.kernels import amx_blocks
+from millrace_shard.kernels import tile_blocks
 from millrace_shard.kernels.base import Kernels, Linear
 from millrace_shard.kernels.blocks import ComposedBlocks
 from millrace_shard.kernels.build import operators_loaded
@@ -42,7 +42,7 @@ class Int8Kernels(ComposedBlocks):
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Quantize `weight` [out, in] and keep `bias` [out]."""
-        kind = AmxInt8Linear if is_fast() else PlainInt8Linear
+        kind = TiledInt8Linear if is_fast() else PlainInt8Linear
         return kind(weight, bias)
 
     def head(self, weight: Tensor) -> Linear:
@@ -52,8 +52,7 @@ class Int8Kernels(ComposedBlocks):
 
 def is_fast() -> bool:
     """Whether this CPU multiplies int8 tiles, and rightly; if not, int8 is slower than bfloat16."""
-    on_amx = operators_loaded() and amx_blocks.available()
-    return on_amx and hasattr(torch.ops.millrace, "int8_linear") and _agrees_with_plain()
+    return operators_loaded() and tile_blocks.available() and _agrees_with_plain()
 
 
 @functools.cache
@@ -61,7 +60,7 @@ def _agrees_with_plain() -> bool:
     """For one row, and for enough of them and long enough that sums are taken in parts."""
     generator = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(n, 1700, generator=generator).bfloat16() for n in (70, 40))
-    fast, plain = (kind(weight, None) for kind in (AmxInt8Linear, PlainInt8Linear))
+    fast, plain = (kind(weight, None) for kind in (TiledInt8Linear, PlainInt8Linear))
     agrees = all(torch.equal(fast(rows), plain(rows)) for rows in (x, x[:1]))
     if not agrees:
         logger.warning("int8 linears in plain torch: the operator differs from it on this CPU")
@@ -79,8 +78,8 @@ def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
     return quantized, torch.where(worth.isfinite(), worth, torch.nan)
 
 
-class AmxInt8Linear:
-    """bfloat16 rows, by the tile unit."""
+class TiledInt8Linear:
+    """bfloat16 rows, by tiles."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         quantized, scales = quantize(weight)

@@ -1,17 +1,17 @@
-// Linear layers in int8 on AMX: weights with a scale per output, rows with a scale each, found as they come.
+// Linear layers in int8 by tiles: weights with a scale per output, rows with a scale each, found as they come.
 //
 // Sums are int32 and exact, so neither their order nor the rows beside them can matter.
 #pragma once
 
 #include "panels.h"
 
-#ifdef MILLRACE_AMX_INT8
+#ifdef MILLRACE_TILES
 #include <cmath>
 
 namespace millrace {
 
 constexpr int64_t kInt8Depth = 64;  // of K in a tile
-constexpr int64_t kInt8Tile = amx::kRows * kInt8Depth;
+constexpr int64_t kInt8Tile = tiles::kRows * kInt8Depth;
 constexpr float kLargestInt8 = 127.f;
 // Rows without a larger value count as zeros: their scale would have no reciprocal.
 constexpr float kSmallestRow = 1e-30f;
@@ -24,15 +24,15 @@ inline at::Tensor pack_int8(const at::Tensor& weight) {
   TORCH_CHECK(weight.size(1) <= kLongestInt8, "millrace: too many inputs for int8");
   const int64_t out = weight.size(0), in = weight.size(1);
   const int64_t count = round_up(out, kPanelColumns) / kPanelColumns, steps = round_up(in, kInt8Depth) / kInt8Depth;
-  at::Tensor packed = WeightMemory::empty({count, steps, 2, amx::kColumns, amx::kColumns, 4}, weight.options());
+  at::Tensor packed = WeightMemory::empty({count, steps, 2, tiles::kColumns, tiles::kColumns, 4}, weight.options());
   const int8_t* from = weight.const_data_ptr<int8_t>();
   int8_t* to = packed.mutable_data_ptr<int8_t>();
   at::parallel_for(0, count * steps * 2, 1, [&](int64_t begin, int64_t end) {
     for (int64_t tile = begin; tile < end; tile++) {
-      const int64_t row = tile / (2 * steps) * kPanelColumns + tile % 2 * amx::kColumns;
+      const int64_t row = tile / (2 * steps) * kPanelColumns + tile % 2 * tiles::kColumns;
       const int64_t first = tile / 2 % steps * kInt8Depth;
       for (int64_t k = 0; k < kInt8Depth; k++)
-        for (int64_t column = 0; column < amx::kColumns; column++)
+        for (int64_t column = 0; column < tiles::kColumns; column++)
           to[tile * kInt8Tile + k / 4 * kInt8Depth + column * 4 + k % 4] =
               row + column < out && first + k < in ? from[(row + column) * in + first + k] : int8_t(0);
     }
@@ -41,7 +41,7 @@ inline at::Tensor pack_int8(const at::Tensor& weight) {
 }
 
 // One row of x [width] bfloat16 into int8 tiles; returns what a unit of it is worth. Not finite where x is not.
-inline float quantize_row(const amx::Tiled& tiled, int64_t row, const BFloat16* x, int64_t width) {
+inline float quantize_row(const tiles::Tiled& tiled, int64_t row, const BFloat16* x, int64_t width) {
   float largest = 0.f;
   bool is_finite = true;
   for (int64_t i = 0; i < width; i++) {
@@ -82,7 +82,7 @@ void int8_linear(at::Tensor y, const at::Tensor& x, const at::Tensor& packed, co
   if (rows == 0) return;
   static thread_local Scratch tiles_scratch, scales_scratch;
   const int64_t width = steps * kInt8Depth / 2;  // in units of two bytes
-  const amx::Tiled tiled(tiles_scratch.reserve(amx::Tiled::bytes(rows, width)), width);
+  const tiles::Tiled tiled(tiles_scratch.reserve(tiles::Tiled::bytes(rows, width)), width);
   float* row_scales = reinterpret_cast<float*>(scales_scratch.reserve(rows * sizeof(float)));
   const BFloat16* from = x.const_data_ptr<BFloat16>();
   BFloat16* to = y.mutable_data_ptr<BFloat16>();
@@ -92,8 +92,8 @@ void int8_linear(at::Tensor y, const at::Tensor& x, const at::Tensor& packed, co
   const auto emit = [&](int64_t panel, int64_t row, const float* left, const float* right) {
     for (int64_t half = 0; half < 2; half++) {
       const int32_t* sums = reinterpret_cast<const int32_t*>(half == 0 ? left : right);
-      const int64_t column = panel * kPanelColumns + half * amx::kColumns;
-      const int64_t count = std::min(amx::kColumns, out - column);
+      const int64_t column = panel * kPanelColumns + half * tiles::kColumns;
+      const int64_t count = std::min(tiles::kColumns, out - column);
       if (count <= 0) continue;
       const __mmask16 lanes = static_cast<__mmask16>((1u << count) - 1);
       const __m512 worth = _mm512_maskz_loadu_ps(lanes, output_scales + column);
@@ -101,16 +101,16 @@ void int8_linear(at::Tensor y, const at::Tensor& x, const at::Tensor& packed, co
       const __m512 sum = _mm512_cvtepi32_ps(_mm512_loadu_si512(sums));
       const __m512 values = added == nullptr ? _mm512_mul_ps(sum, scale)
                                              : _mm512_fmadd_ps(sum, scale, _mm512_maskz_loadu_ps(lanes, added + column));
-      _mm256_mask_storeu_epi16(to + row * out + column, lanes, (__m256i)_mm512_cvtneps_pbh(values));
+      _mm256_mask_storeu_epi16(to + row * out + column, lanes, to_bfloat16(values));
     }
   };
   run_team([&](Team& team) {
     team.share(rows, 4, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; row++) row_scales[row] = quantize_row(tiled, row, from + row * in, in);
     });
-    amx::configure(std::min(rows, amx::kRows));
-    multiply_panels<amx::Format::kInt8>(team, panels, tiled, rows, emit);
-    amx::release();
+    tiles::configure(std::min(rows, tiles::kRows));
+    multiply_panels<tiles::Format::kInt8>(team, panels, tiled, rows, emit);
+    tiles::release();
   });
 }
 

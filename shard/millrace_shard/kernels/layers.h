@@ -3,7 +3,7 @@
 
 #include "blocks.h"
 
-#ifdef MILLRACE_AMX
+#ifdef MILLRACE_TILES
 
 namespace millrace {
 

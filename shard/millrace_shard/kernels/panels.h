@@ -1,9 +1,9 @@
-// Linear layers on AMX: weights in panels of 32 outputs, each a run of memory that is read once from end to end.
+// Linear layers by tiles: weights in panels of 32 outputs, each a run of memory that is read once from end to end.
 #pragma once
 
-#include "amx.h"
+#include "tile_unit.h"
 
-#ifdef MILLRACE_AMX
+#ifdef MILLRACE_TILES
 #include <algorithm>
 #include <cstring>
 
@@ -12,8 +12,8 @@
 
 namespace millrace {
 
-constexpr int64_t kPanelColumns = 2 * amx::kColumns;
-constexpr int64_t kPanelTile = 2 * amx::kTile;
+constexpr int64_t kPanelColumns = 2 * tiles::kColumns;
+constexpr int64_t kPanelTile = 2 * tiles::kTile;
 // Rows that stay in the second-level cache while all panels pass over them.
 constexpr int64_t kRowsAtOnce = 512;
 // Panels that share the passes over a part of those rows.
@@ -36,7 +36,7 @@ struct Panels {
         count(packed.size(0)),
         steps(packed.size(1)) {
     TORCH_CHECK(packed.is_contiguous() && packed.dim() == 6 && packed.size(2) == 2 && packed.size(5) == 2);
-    TORCH_CHECK(steps > 0 && steps == (in + amx::kDepth - 1) / amx::kDepth);
+    TORCH_CHECK(steps > 0 && steps == (in + tiles::kDepth - 1) / tiles::kDepth);
     TORCH_CHECK(count == (out + kPanelColumns - 1) / kPanelColumns);
     TORCH_CHECK(bias.is_contiguous() && (bias.numel() == 0 || bias.numel() == out));
   }
@@ -47,11 +47,11 @@ struct Panels {
 
 // A right operand of `rows` outputs (0 to 16, or less) and `columns` inputs (1 to 32); zeros fill up.
 inline void pack_tile(BFloat16* to, const BFloat16* from, int64_t stride, int64_t rows, int64_t columns) {
-  uint32_t pairs[amx::kColumns][amx::kDepth / 2] = {};
+  uint32_t pairs[tiles::kColumns][tiles::kDepth / 2] = {};
   for (int64_t row = 0; row < rows; row++) std::memcpy(pairs[row], from + row * stride, columns * sizeof(BFloat16));
   uint32_t* transposed = reinterpret_cast<uint32_t*>(to);
-  for (int64_t pair = 0; pair < amx::kDepth / 2; pair++)
-    for (int64_t row = 0; row < amx::kColumns; row++) transposed[pair * amx::kColumns + row] = pairs[row][pair];
+  for (int64_t pair = 0; pair < tiles::kDepth / 2; pair++)
+    for (int64_t row = 0; row < tiles::kColumns; row++) transposed[pair * tiles::kColumns + row] = pairs[row][pair];
 }
 
 // weight [out, in] bfloat16. `gated`: its first half are gates and the second what they gate; a panel then holds 16 of
@@ -60,18 +60,18 @@ inline at::Tensor pack_panels(const at::Tensor& weight, bool gated) {
   TORCH_CHECK(weight.scalar_type() == at::kBFloat16 && weight.is_contiguous() && weight.dim() == 2);
   const int64_t out = weight.size(0), in = weight.size(1);
   TORCH_CHECK(!gated || out % kPanelColumns == 0, "millrace: gates come in multiples of 16");
-  const int64_t count = round_up(out, kPanelColumns) / kPanelColumns, steps = round_up(in, amx::kDepth) / amx::kDepth;
-  at::Tensor packed = WeightMemory::empty({count, steps, 2, amx::kColumns, amx::kColumns, 2}, weight.options());
+  const int64_t count = round_up(out, kPanelColumns) / kPanelColumns, steps = round_up(in, tiles::kDepth) / tiles::kDepth;
+  at::Tensor packed = WeightMemory::empty({count, steps, 2, tiles::kColumns, tiles::kColumns, 2}, weight.options());
   const BFloat16* from = weight.const_data_ptr<BFloat16>();
   BFloat16* to = packed.mutable_data_ptr<BFloat16>();
   at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t panel = begin; panel < end; panel++)
       for (int64_t half = 0; half < 2; half++) {
-        const int64_t row = gated ? half * out / 2 + panel * amx::kColumns
-                                  : panel * kPanelColumns + half * amx::kColumns;
+        const int64_t row = gated ? half * out / 2 + panel * tiles::kColumns
+                                  : panel * kPanelColumns + half * tiles::kColumns;
         for (int64_t step = 0; step < steps; step++)
-          pack_tile(to + ((panel * steps + step) * 2 + half) * amx::kTile, from + row * in + step * amx::kDepth, in,
-                    std::min(amx::kColumns, out - row), std::min(amx::kDepth, in - step * amx::kDepth));
+          pack_tile(to + ((panel * steps + step) * 2 + half) * tiles::kTile, from + row * in + step * tiles::kDepth, in,
+                    std::min(tiles::kColumns, out - row), std::min(tiles::kDepth, in - step * tiles::kDepth));
       }
   });
   return packed;
@@ -79,19 +79,19 @@ inline at::Tensor pack_panels(const at::Tensor& weight, bool gated) {
 
 // One thread's way through panels: emit(panel, row, left 16 sums, right 16 sums) for every row of every panel.
 //
-// The sums of a block of 32 rows are emitted between the products of the next one: read at once, they would have to
-// wait for the tile unit, and it for them. In the same way the weights that come next are fetched.
-template <typename Emit, amx::Format kFormat = amx::Format::kBFloat16>
+// On AMX the sums of a block of 32 rows are emitted between the products of the next one: read at once, they would have
+// to wait for the tile unit, and it for them. In the same way the weights that come next are fetched.
+template <typename Emit, tiles::Format kFormat = tiles::Format::kBFloat16>
 class PanelLoop {
  public:
-  PanelLoop(const Panels& panels, const amx::Tiled& x, const Emit& emit)
+  PanelLoop(const Panels& panels, const tiles::Tiled& x, const Emit& emit)
       : w_(panels), x_(x), emit_(emit) {
     static thread_local Scratch scratch;
     sums_ = reinterpret_cast<float*>(scratch.reserve(kPanelsAtOnce * kRowsAtOnce * kPanelColumns * sizeof(float)));
   }
 
   // Whether sums over so many rows are taken in parts of K: then what a part needs stays in the caches.
-  static bool in_parts(const Panels& w, int64_t rows) { return rows > kBlock && w.steps > amx::kStepsInOne; }
+  static bool in_parts(const Panels& w, int64_t rows) { return rows > kBlock && w.steps > tiles::kStepsInOne; }
 
   // Panels [begin, end), at most kPanelsAtOnce if in parts, for rows [first, first + rows), at most kRowsAtOnce.
   void multiply(int64_t begin, int64_t end, int64_t first, int64_t rows) {
@@ -103,11 +103,11 @@ class PanelLoop {
       return;
     }
     finish();  // every block keeps its sums, where the last ones may still lie
-    for (int64_t step = 0; step < w_.steps; step += amx::kPart)
+    for (int64_t step = 0; step < w_.steps; step += tiles::kPart)
       for (int64_t panel = begin; panel < end; panel++) {
-        const BFloat16* next = panel + 1 < end ? weights(panel + 1, step) : weights(begin, step + amx::kPart);
+        const BFloat16* next = panel + 1 < end ? weights(panel + 1, step) : weights(begin, step + tiles::kPart);
         place_ = (panel - begin) * kRowsAtOnce / kBlock;
-        multiply_part({panel, first, rows, step, std::min(w_.steps, step + amx::kPart), next});
+        multiply_part({panel, first, rows, step, std::min(w_.steps, step + tiles::kPart), next});
       }
   }
 
@@ -115,8 +115,8 @@ class PanelLoop {
   void finish() { emit_until(pending_.count); }
 
  private:
-  static constexpr int64_t kBlock = 2 * amx::kRows;
-  static constexpr int64_t kBlockSums = 4 * amx::kSums;
+  static constexpr int64_t kBlock = 2 * tiles::kRows;
+  static constexpr int64_t kBlockSums = 4 * tiles::kSums;
   static constexpr int64_t kAhead = 8192 / sizeof(BFloat16);
   static constexpr int64_t kLine = 64 / sizeof(BFloat16);
 
@@ -136,11 +136,12 @@ class PanelLoop {
 
   void multiply_part(const Part& part) {
     const int64_t blocks = (part.rows + kBlock - 1) / kBlock, steps = part.end - part.begin;
+    const int64_t passes = tiles::passes(part.rows);
     const int64_t lines = steps * kPanelTile / kLine;
-    // One block alone takes weights as fast as they come: a little ahead of it is enough, and the next panel too far. A
+    // One pass alone takes weights as fast as they come: a little ahead of it is enough, and the next panel too far. A
     // thread's panels follow one another in memory.
-    const BFloat16* ahead = blocks == 1 ? weights(part.panel, part.begin) + kAhead : part.next;
-    const int64_t pauses = blocks * steps * amx::kPauses, each = (lines + pauses - 1) / pauses;
+    const BFloat16* ahead = passes == 1 ? weights(part.panel, part.begin) + kAhead : part.next;
+    const int64_t pauses = passes * steps * tiles::kPauses, each = (lines + pauses - 1) / pauses;
     const BFloat16* stop = ahead + lines * kLine;
     for (int64_t block = 0; block < blocks; block++) {
       const bool alternates = part.is_whole(w_);
@@ -161,37 +162,27 @@ class PanelLoop {
 
   template <typename Fetch>
   void multiply_block(const Part& part, int64_t row, int64_t count, float* sums, const Fetch& fetch) {
-    const int64_t steps = part.end - part.begin, pauses = steps * amx::kPauses;
+    const int64_t steps = part.end - part.begin, pauses = steps * tiles::kPauses;
     const int64_t each = (pending_.count - done_ + pauses - 1) / pauses;
     const BFloat16* run = weights(part.panel, part.begin);
-    const amx::Right right{&run, steps, steps, kPanelTile, amx::kTile, amx::kTileStride};
-    const amx::Sums to{sums, amx::kSums, amx::kColumns * sizeof(float)};
-    const BFloat16* left = x_.rows(row) + part.begin * amx::kTile;
-    if (count <= amx::kRows) {
-      amx::multiply_one<kFormat>(left, right, to, part.begin > 0, [&] {
-        fetch();
-        emit_until(done_ + each);
-      });
-    } else {
-      const BFloat16* low = left + x_.stride * amx::kTile;
-      amx::multiply_two<kFormat>(left, low, right, to, sums + 2 * amx::kSums, part.begin > 0, [&] {
-        fetch();
-        emit_until(done_ + each);
-      });
-    }
+    const tiles::PanelRight right{&run, steps, steps};
+    const tiles::Sums to{sums, tiles::kSums, tiles::kColumns * sizeof(float)};
+    const BFloat16* left = x_.rows(row) + part.begin * tiles::kTile;
+    tiles::multiply<kFormat>(left, left + x_.stride * tiles::kTile, count, right, to, sums + 2 * tiles::kSums,
+                             part.begin > 0, fetch, [&] { emit_until(done_ + each); });
     finish();
   }
 
   void emit_until(int64_t end) {
     for (end = std::min(end, pending_.count); done_ < end; done_++) {
       const float* sums =
-          pending_.sums + done_ / amx::kRows * 2 * amx::kSums + done_ % amx::kRows * amx::kColumns;
-      emit_(pending_.panel, pending_.row + done_, sums, sums + amx::kSums);
+          pending_.sums + done_ / tiles::kRows * 2 * tiles::kSums + done_ % tiles::kRows * tiles::kColumns;
+      emit_(pending_.panel, pending_.row + done_, sums, sums + tiles::kSums);
     }
   }
 
   const Panels& w_;
-  const amx::Tiled& x_;
+  const tiles::Tiled& x_;
   const Emit& emit_;
   float* sums_;
   int64_t place_ = 0, done_ = 0;
@@ -199,8 +190,8 @@ class PanelLoop {
 };
 
 // All panels over `rows` rows of `x`, shared out: emit(panel, row, left sums, right sums).
-template <amx::Format kFormat = amx::Format::kBFloat16, typename Emit>
-void multiply_panels(Team& team, const Panels& w, const amx::Tiled& x, int64_t rows, const Emit& emit) {
+template <tiles::Format kFormat = tiles::Format::kBFloat16, typename Emit>
+void multiply_panels(Team& team, const Panels& w, const tiles::Tiled& x, int64_t rows, const Emit& emit) {
   PanelLoop<Emit, kFormat> loop(w, x, emit);
   const int64_t grain = loop.in_parts(w, rows) ? kPanelsAtOnce : w.grain();
   const int64_t chunks = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
@@ -224,14 +215,14 @@ struct SaveSums {
 
   void operator()(int64_t panel, int64_t row, const float* left, const float* right) const {
     save_half(row, panel * kPanelColumns, left);
-    save_half(row, panel * kPanelColumns + amx::kColumns, right);
+    save_half(row, panel * kPanelColumns + tiles::kColumns, right);
   }
 
  private:
   void save_half(int64_t row, int64_t column, const float* sums) const {
     T* to = y + row * out + column;
     const BFloat16* added = bias == nullptr ? nullptr : bias + column;
-    if (column + amx::kColumns <= out) {
+    if (column + tiles::kColumns <= out) {
       const Vec values = load(sums);
       save(to, added == nullptr ? values : values + load(added));
     } else {
@@ -242,13 +233,13 @@ struct SaveSums {
 };
 
 // Copies rows [begin, end) of x [rows, in] into tiles; columns past `in` become zero.
-inline void tile_rows(const amx::Tiled& tiled, const BFloat16* x, int64_t in, int64_t begin, int64_t end) {
+inline void tile_rows(const tiles::Tiled& tiled, const BFloat16* x, int64_t in, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; row++)
-    for (int64_t column = 0; column < in; column += amx::kDepth) {
+    for (int64_t column = 0; column < in; column += tiles::kDepth) {
       BFloat16* to = tiled.at(row, column);
-      const int64_t count = std::min(amx::kDepth, in - column);
+      const int64_t count = std::min(tiles::kDepth, in - column);
       std::memcpy(to, x + row * in + column, count * sizeof(BFloat16));
-      std::fill(to + count, to + amx::kDepth, BFloat16(0));
+      std::fill(to + count, to + tiles::kDepth, BFloat16(0));
     }
 }
 
@@ -259,16 +250,16 @@ void panel_linear(at::Tensor y, const at::Tensor& x, const at::Tensor& packed, c
   TORCH_CHECK(x.is_contiguous() && y.is_contiguous() && y.size(0) == rows && x.scalar_type() == at::kBFloat16);
   if (rows == 0) return;
   static thread_local Scratch scratch;
-  const amx::Tiled tiled(scratch.reserve(amx::Tiled::bytes(rows, in)), in);
+  const tiles::Tiled tiled(scratch.reserve(tiles::Tiled::bytes(rows, in)), in);
   const BFloat16* from = x.const_data_ptr<BFloat16>();
   dispatch(y, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     const SaveSums<T> emit{y.mutable_data_ptr<T>(), out, w.bias};
     run_team([&](Team& team) {
       team.share(rows, 16, [&](int64_t begin, int64_t end) { tile_rows(tiled, from, in, begin, end); });
-      amx::configure(std::min(rows, amx::kRows));
+      tiles::configure(std::min(rows, tiles::kRows));
       multiply_panels(team, w, tiled, rows, emit);
-      amx::release();
+      tiles::release();
     });
   });
 }

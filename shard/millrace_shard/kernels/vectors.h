@@ -34,12 +34,16 @@ inline Vec save(float* to, const Vec& value) {
 }
 
 #if defined(CPU_CAPABILITY_AVX512)
-inline Vec save(BFloat16* to, const Vec& value) {
+inline __m256i to_bfloat16(__m512 values) {
 #if defined(__AVX512BF16__)
-  const __m256i bits = (__m256i)_mm512_cvtneps_pbh(value);
+  return (__m256i)_mm512_cvtneps_pbh(values);
 #else
-  const __m256i bits = at::vec::cvtfp32_bf16(__m512(value));
+  return at::vec::cvtfp32_bf16(values);
 #endif
+}
+
+inline Vec save(BFloat16* to, const Vec& value) {
+  const __m256i bits = to_bfloat16(value);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), bits);
   __m512 stored;
   at::vec::cvtbf16_fp32(bits, stored);

@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from millrace_shard.kernels import amx_blocks
+from millrace_shard.kernels import tile_blocks
 from millrace_shard.kernels.base import LayerCache
 from millrace_shard.kernels.build import load_operators
 from millrace_shard.kernels.cpu import CpuKernels
 from millrace_shard.ragged import RaggedBatch
+from millrace_tile_units import TILE_UNITS, tiles_by
 
 BF16, FP32 = torch.bfloat16, torch.float32
 TOLERANCE = {BF16: 0.02, FP32: 5e-6}
@@ -49,18 +50,18 @@ def error(out: Tensor, expected: Tensor) -> float:
     return float(((out.double() - expected).abs() / (1 + expected.abs())).max())
 
 
-@pytest.fixture(params=["bf16-amx", "bf16", "fp32"])
-def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
-    """bfloat16 both with AMX, where there is some, and by the operators for CPUs without."""
-    if request.param == "fp32":
-        return FP32
-    if not torch.cpu._is_avx512_bf16_supported():
-        pytest.skip("no bfloat16 products on this CPU")
+@pytest.fixture(params=[*TILE_UNITS, "bf16", "fp32"])
+def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.dtype]:
+    """bfloat16 by tiles, on whatever multiplies them here, and by the operators for CPUs without."""
+    if request.param in TILE_UNITS:
+        with tiles_by(request.param):
+            yield BF16
+        return
     if request.param == "bf16":
-        monkeypatch.setattr(amx_blocks, "available", lambda: False)
-    elif not amx_blocks.available():
-        pytest.skip("no AMX on this CPU")
-    return BF16
+        if not torch.cpu._is_avx512_bf16_supported():
+            pytest.skip("no bfloat16 products on this CPU")
+        monkeypatch.setattr(tile_blocks, "available", lambda: False)
+    yield FP32 if request.param == "fp32" else BF16
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""int8 linears: exact integers, the same on AMX and in plain torch, and blind to company."""
+"""int8 linears: exact integers, the same by tiles and in plain torch, and blind to company."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from millrace_shard.kernels import amx_blocks, int8_linear
-from millrace_shard.kernels.build import BuildError, load_operators
+from millrace_shard.kernels import int8_linear
 from millrace_shard.kernels.cpu import CpuKernels
 from millrace_shard.kernels.int8_linear import (
-    AmxInt8Linear,
     PlainInt8Linear,
+    TiledInt8Linear,
     quantize,
     with_int8,
 )
 from millrace_shard.kernels.plain import PlainKernels
+from millrace_tile_units import TILE_UNITS, tiles_by
 
 BF16 = torch.bfloat16
 SIZES = [(96, 64), (576, 576), (1000, 130), (70, 4100), (24, 33), (1, 16)]
@@ -35,14 +35,10 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture
-def amx() -> None:
-    try:
-        load_operators()
-    except BuildError as error:
-        pytest.skip(str(error))
-    if not amx_blocks.available() or not hasattr(torch.ops.millrace, "int8_linear"):
-        pytest.skip("no AMX for int8 on this CPU")
+@pytest.fixture(params=TILE_UNITS)
+def tiles(request: pytest.FixtureRequest) -> Iterator[None]:
+    with tiles_by(request.param):
+        yield
 
 
 def weight_of(out: int, inputs: int) -> Tensor:
@@ -68,11 +64,11 @@ def test_products_are_those_of_integers(out: int, inputs: int) -> None:
 
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(("out", "inputs"), SIZES)
-@pytest.mark.usefixtures("amx")
-def test_amx_gives_what_plain_torch_gives(out: int, inputs: int, with_bias: bool) -> None:
+@pytest.mark.usefixtures("tiles")
+def test_tiles_give_what_plain_torch_gives(out: int, inputs: int, with_bias: bool) -> None:
     weight, x = weight_of(out, inputs), torch.randn(600, inputs).to(BF16)
     bias = torch.randn(out).to(BF16) if with_bias else None
-    fast, plain = AmxInt8Linear(weight, bias)(x), PlainInt8Linear(weight, bias)(x)
+    fast, plain = TiledInt8Linear(weight, bias)(x), PlainInt8Linear(weight, bias)(x)
     if with_bias:  # one rounding less where product and sum are fused
         torch.testing.assert_close(fast, plain, rtol=2**-7, atol=2**-7)
     else:
@@ -80,9 +76,9 @@ def test_amx_gives_what_plain_torch_gives(out: int, inputs: int, with_bias: bool
 
 
 @pytest.mark.parametrize(("out", "inputs"), SIZES)
-@pytest.mark.usefixtures("amx")
+@pytest.mark.usefixtures("tiles")
 def test_a_row_has_the_same_bits_in_any_company(out: int, inputs: int) -> None:
-    linear = AmxInt8Linear(weight_of(out, inputs), None)
+    linear = TiledInt8Linear(weight_of(out, inputs), None)
     x = torch.randn(600, inputs).to(BF16)
     whole = linear(x)
     for rows in (1, 15, 16, 17, 32, 33, 511, 513):
@@ -93,10 +89,10 @@ def test_a_row_has_the_same_bits_in_any_company(out: int, inputs: int) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("kind", [AmxInt8Linear, PlainInt8Linear])
-@pytest.mark.usefixtures("amx")
+@pytest.mark.parametrize("kind", [TiledInt8Linear, PlainInt8Linear])
+@pytest.mark.usefixtures("tiles")
 def test_a_row_that_is_not_finite_spoils_itself_alone(
-    kind: type[AmxInt8Linear | PlainInt8Linear], bad: float
+    kind: type[TiledInt8Linear | PlainInt8Linear], bad: float
 ) -> None:
     linear = kind(weight_of(64, 96), None)
     x = torch.randn(3, 96).to(BF16)
@@ -107,9 +103,9 @@ def test_a_row_that_is_not_finite_spoils_itself_alone(
     assert torch.equal(y[[0, 2]], expected[[0, 2]])
 
 
-@pytest.mark.parametrize("kind", [AmxInt8Linear, PlainInt8Linear])
-@pytest.mark.usefixtures("amx")
-def test_rows_next_to_nothing_are_zeros(kind: type[AmxInt8Linear | PlainInt8Linear]) -> None:
+@pytest.mark.parametrize("kind", [TiledInt8Linear, PlainInt8Linear])
+@pytest.mark.usefixtures("tiles")
+def test_rows_next_to_nothing_are_zeros(kind: type[TiledInt8Linear | PlainInt8Linear]) -> None:
     y = kind(weight_of(64, 96), None)(torch.full((2, 96), 1e-38).to(BF16))
     assert torch.equal(y, torch.zeros_like(y))
 
@@ -121,29 +117,29 @@ def test_it_is_close_to_the_unquantized() -> None:
     assert float((y - exact).norm() / exact.norm()) < 0.02
 
 
-@pytest.mark.usefixtures("amx")
+@pytest.mark.usefixtures("tiles")
 def test_only_the_heads_weights_stay_as_they_are() -> None:
     weight = weight_of(64, 96)
     x = torch.randn(5, 96).to(BF16)
     kernels = with_int8(CpuKernels(deterministic=True))
-    assert isinstance(kernels.linear(weight), AmxInt8Linear)
+    assert isinstance(kernels.linear(weight), TiledInt8Linear)
     exact = F.linear(x.double(), weight.double())
     torch.testing.assert_close(kernels.head(weight)(x).double(), exact, rtol=1e-5, atol=1e-5)
     assert kernels.block_size == 64
     assert isinstance(with_int8(PlainKernels(deterministic=True)).head(weight)(x), Tensor)
 
 
-@pytest.mark.usefixtures("amx")
+@pytest.mark.usefixtures("tiles")
 def test_an_operator_that_differs_from_plain_torch_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Wrong(AmxInt8Linear):
+    class Wrong(TiledInt8Linear):
         def __call__(self, x: Tensor) -> Tensor:
             y = super().__call__(x)
             y[-1, -1] += 1
             return y
 
-    monkeypatch.setattr(int8_linear, "AmxInt8Linear", Wrong)
+    monkeypatch.setattr(int8_linear, "TiledInt8Linear", Wrong)
     monkeypatch.setattr(
         int8_linear, "_agrees_with_plain", int8_linear._agrees_with_plain.__wrapped__
     )

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from millrace_shard.kernels import amx_blocks
+from millrace_shard.kernels import tile_blocks
 from millrace_shard.kernels.agreement import ragged_batch
 from millrace_shard.kernels.base import (
     AttentionWeights,
@@ -26,9 +26,10 @@ from millrace_shard.kernels.base import (
 )
 from millrace_shard.kernels.build import BuildError, load_operators
 from millrace_shard.kernels.cpu import CpuKernels
-from millrace_shard.kernels.int8_linear import AmxInt8Linear, PlainInt8Linear
+from millrace_shard.kernels.int8_linear import PlainInt8Linear, TiledInt8Linear
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.ragged import RaggedBatch
+from millrace_tile_units import TILE_UNITS, tiles_by
 
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")
@@ -37,11 +38,11 @@ HIDDEN, HEADS, DIM = 64, 2, 32
 OUT_OF_MEMORY = """
 import resource
 import torch
-from millrace_shard.kernels.amx_blocks import PanelLinear
+from millrace_shard.kernels.tile_blocks import PanelLinear
 from millrace_shard.kernels.build import load_operators
 
 load_operators()
-torch.ops.millrace.amx_granted()
+torch.ops.millrace.tile_unit()
 torch.set_num_threads(1)
 linear = PanelLinear(torch.eye(32).bfloat16(), None)
 few, many = torch.ones(3, 32).bfloat16(), torch.empty(2**24, 32, dtype=torch.bfloat16)
@@ -74,10 +75,10 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture
-def amx() -> None:
-    if not amx_blocks.available():
-        pytest.skip("no AMX on this CPU")
+@pytest.fixture(params=TILE_UNITS)
+def tiles(request: pytest.FixtureRequest) -> Iterator[None]:
+    with tiles_by(request.param):
+        yield
 
 
 @pytest.fixture
@@ -178,15 +179,15 @@ def test_a_single_head_may_have_any_stride(kernels: CpuKernels, dtype: torch.dty
 
 
 def panels(weight: Tensor) -> Linear:
-    return amx_blocks.PanelLinear(weight, None)
+    return tile_blocks.PanelLinear(weight, None)
 
 
 def blocks(weight: Tensor) -> Linear:
-    return CpuKernels(deterministic=True, amx=False).linear(weight)
+    return CpuKernels(deterministic=True, tiles=False).linear(weight)
 
 
 def int8(weight: Tensor) -> Linear:
-    return AmxInt8Linear(weight, None)
+    return TiledInt8Linear(weight, None)
 
 
 def plain_int8(weight: Tensor) -> Linear:
@@ -194,7 +195,7 @@ def plain_int8(weight: Tensor) -> Linear:
 
 
 @pytest.mark.parametrize("pack", [panels, blocks, int8, plain_int8])
-@pytest.mark.usefixtures("amx")
+@pytest.mark.usefixtures("tiles")
 def test_linears_take_any_strides_and_no_rows(pack: Callable[[Tensor], Linear]) -> None:
     weight = linear_of(40, 64).weight
     linear = pack(weight)
@@ -207,7 +208,7 @@ def test_linears_take_any_strides_and_no_rows(pack: Callable[[Tensor], Linear]) 
     assert linear(strided.view(5, 1, 64)).shape == (5, 1, 40)
 
 
-@pytest.mark.usefixtures("amx")
+@pytest.mark.usefixtures("tiles")
 def test_running_out_of_memory_leaves_the_operators_usable() -> None:
     done = subprocess.run(
         [sys.executable, "-c", OUT_OF_MEMORY],
@@ -243,7 +244,7 @@ def test_blocks_out_of_range_are_refused_before_anything_is_computed(kernels: Cp
     before = residual.clone()
 
     def attend(some: RaggedBatch) -> None:
-        if kernels.amx:
+        if kernels.tiles:
             kernels.attention(attention_of())(None, residual, some, cache)
         else:
             kernels.attend(residual.view(5, HEADS, DIM), some, cache, scale=1.0)
@@ -259,7 +260,7 @@ def test_blocks_out_of_range_are_refused_before_anything_is_computed(kernels: Cp
     attend(batch)
 
 
-@pytest.mark.usefixtures("amx")
+@pytest.mark.usefixtures("tiles")
 def test_a_step_that_layers_refuse_changes_nothing(kernels: CpuKernels) -> None:
     batch = ragged_batch([5], [300], block_size=64)
     caches = [cache_of(kernels, HEADS, DIM) for _ in range(2)]
@@ -286,7 +287,7 @@ def test_a_step_that_layers_refuse_changes_nothing(kernels: CpuKernels) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 63, 65])
-@pytest.mark.usefixtures("amx")
+@pytest.mark.usefixtures("tiles")
 def test_biases_and_norms_of_another_size_are_refused(kernels: CpuKernels, length: int) -> None:
     batch, wrong = ragged_batch([5], [5], block_size=64), torch.ones(length, dtype=BF16)
     cache, x = cache_of(kernels, HEADS, DIM), torch.randn(5, HIDDEN).to(BF16)

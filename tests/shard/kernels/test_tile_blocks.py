@@ -1,4 +1,4 @@
-"""Halves of a layer on AMX against float64, and against themselves: a row alone, in company, cut and threaded."""
+"""Halves of a layer by tiles against float64, and against themselves: a row alone, in company, cut and threaded."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from millrace_shard.kernels import amx_blocks
 from millrace_shard.kernels.agreement import ragged_batch
-from millrace_shard.kernels.amx_blocks import AmxAttention, AmxLayers, AmxMlp, PanelLinear
 from millrace_shard.kernels.base import (
     AttentionWeights,
     Layer,
@@ -26,10 +24,11 @@ from millrace_shard.kernels.base import (
     MlpWeights,
 )
 from millrace_shard.kernels.blocks import ComposedLayers
-from millrace_shard.kernels.build import BuildError, load_operators
 from millrace_shard.kernels.cpu import CpuKernels
 from millrace_shard.kernels.plain import PlainKernels
+from millrace_shard.kernels.tile_blocks import PanelLinear, TiledAttention, TiledLayers, TiledMlp
 from millrace_shard.ragged import RaggedBatch
+from millrace_tile_units import TILE_UNITS, tiles_by
 
 BF16 = torch.bfloat16
 EPS = 1e-5
@@ -38,17 +37,12 @@ QUERIES = [300, 1, 91, 1, 2, 1]
 TOLERANCE = 0.05
 
 
-@pytest.fixture(scope="module", autouse=True)
-def operators() -> Iterator[None]:
-    try:
-        load_operators()
-    except BuildError as error:
-        pytest.skip(str(error))
-    if not amx_blocks.available():
-        pytest.skip("no AMX on this CPU")
+@pytest.fixture(scope="module", autouse=True, params=TILE_UNITS)
+def unit(request: pytest.FixtureRequest) -> Iterator[str]:
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
-    yield
+    with tiles_by(request.param):
+        yield request.param
     torch.set_num_threads(threads)
 
 
@@ -158,7 +152,7 @@ def run(
     weights: AttentionWeights, shape: Shape, x: Tensor | None, residual: Tensor
 ) -> tuple[Tensor, Tensor]:
     """All sequences' first parts, then a step of their last `QUERIES`; what that step yields, and its residual."""
-    block, cache = AmxAttention(weights), shape.cache()
+    block, cache = TiledAttention(weights), shape.cache()
     firsts = [c - q for c, q in zip(CONTEXTS, QUERIES, strict=True)]
     rows = torch.split(torch.arange(sum(CONTEXTS)), CONTEXTS)
     early = torch.cat([r[:f] for r, f in zip(rows, firsts, strict=True)])
@@ -204,7 +198,7 @@ def test_attention_is_what_its_definition_says(shape: Shape, with_x: bool) -> No
 def test_attention_of_a_row_has_the_same_bits_cut_anywhere_and_alone(shape: Shape) -> None:
     weights = shape.weights()
     residual = torch.randn(300, shape.hidden).to(BF16)
-    block = AmxAttention(weights)
+    block = TiledAttention(weights)
     whole = block(None, residual.clone(), ragged_batch([300], [300], block_size=64), shape.cache())
     for threads, cuts in ((1, (1, 20, 64, 256)), (2, (33, 150)), (3, (299,))):
         torch.set_num_threads(threads)
@@ -223,7 +217,7 @@ def test_attention_of_a_row_has_the_same_bits_cut_anywhere_and_alone(shape: Shap
 @pytest.mark.parametrize("shape", SHAPES)
 def test_mlp_is_what_its_definition_says_and_blind_to_company(shape: Shape) -> None:
     weights = shape.mlp()
-    block = AmxMlp(weights)
+    block = TiledMlp(weights)
     residual, x = (torch.randn(600, shape.hidden).to(BF16) for _ in range(2))
     changed = residual.clone()
     whole = block(x.clone(), changed)
@@ -278,7 +272,7 @@ def test_all_layers_at_once_are_one_after_the_other(
         for shape in shapes
     ]
     together = kernels.layers(layers, None)
-    assert isinstance(together, AmxLayers)
+    assert isinstance(together, TiledLayers)
     apart = kernels.layers(layers, lambda x: x)
     assert isinstance(apart, ComposedLayers)
     residual = torch.randn(sum(CONTEXTS), shapes[0].hidden).to(BF16)
@@ -299,21 +293,22 @@ def test_all_layers_at_once_are_one_after_the_other(
 
 
 FIRST_CALL = """
-import torch
+import sys, torch
 from millrace_shard.kernels.agreement import largest_difference
 from millrace_shard.kernels.build import load_operators
 from millrace_shard.kernels.cpu import CpuKernels
 from millrace_shard.kernels.plain import PlainKernels
 load_operators()
+torch.ops.millrace.use_amx(sys.argv[1] == "amx")
 kernels, plain = CpuKernels(deterministic=True), PlainKernels(deterministic=False)
 print(largest_difference(kernels, plain, dtype=torch.bfloat16, head_dim=32))
 """
 
 
-def test_threads_that_do_not_yet_agree_on_their_number_share_work_alike() -> None:
+def test_threads_that_do_not_yet_agree_on_their_number_share_work_alike(unit: str) -> None:
     """ATen finds it out in each thread by itself, in the first call there."""
     done = subprocess.run(
-        [sys.executable, "-c", FIRST_CALL], capture_output=True, text=True, check=True
+        [sys.executable, "-c", FIRST_CALL, unit], capture_output=True, text=True, check=True
     )
     assert float(done.stdout) < TOLERANCE
 
@@ -326,7 +321,7 @@ def test_layers_of_several_sizes_are_run_one_after_the_other() -> None:
         for shape in (Shape(), Shape(inter=176))
     ]
     assert isinstance(kernels.layers(layers, None), ComposedLayers)
-    assert isinstance(kernels.layers(layers[:1], None), AmxLayers)
+    assert isinstance(kernels.layers(layers[:1], None), TiledLayers)
 
 
 def test_a_sequence_that_is_not_finite_spoils_no_other() -> None:
@@ -339,7 +334,7 @@ def test_a_sequence_that_is_not_finite_spoils_no_other() -> None:
     y, _ = run(weights, shape, None, spoilt)
     assert torch.equal(y[300:], whole[300:])
     assert bool(y[10:300].isnan().all())
-    block = AmxMlp(mlp)
+    block = TiledMlp(mlp)
     out = block(torch.zeros_like(residual), spoilt.clone())
     good = torch.arange(len(residual)) != 10
     expected = block(torch.zeros_like(residual), residual.clone())

@@ -1,42 +1,42 @@
-// Attention of attention.h in bfloat16 on AMX, for head dims that are multiples of 32.
+// Attention of attention.h in bfloat16 by tiles, for head dims that are multiples of 32.
 //
 // The same absolute grid of key chunks and the same order of every sum, so the same invariance.
 #pragma once
 
-#include "amx.h"
+#include "tile_unit.h"
 
-#ifdef MILLRACE_AMX
+#ifdef MILLRACE_TILES
 #include "attention.h"
 #include "team.h"
 
 namespace millrace {
 
-constexpr int64_t kPageTiles = kPage / amx::kDepth;
+constexpr int64_t kPageTiles = kPage / tiles::kDepth;
 constexpr int64_t kRowsTogether = 32;
 
 // Working memory of one tile of queries; its rows are (token, query head of the group).
-struct AmxWorkspace {
+struct TileWorkspace {
   int64_t rows, dim;
   float *scores, *sums, *row_max, *row_sum;
-  amx::Tiled queries{nullptr, 0}, weights{nullptr, 0};
+  tiles::Tiled queries{nullptr, 0}, weights{nullptr, 0};
 
-  AmxWorkspace(Scratch& scratch, const Attention<BFloat16>& a)
-      : rows(round_up(a.tile_tokens() * a.group(), 2 * amx::kRows)), dim(a.pages.dim) {
+  TileWorkspace(Scratch& scratch, const Attention<BFloat16>& a)
+      : rows(round_up(a.tile_tokens() * a.group(), 2 * tiles::kRows)), dim(a.pages.dim) {
     const int64_t floats = rows * (kChunk + dim + 2);
-    const int64_t tiled = amx::Tiled::bytes(rows, dim);
-    char* data = scratch.reserve(floats * sizeof(float) + tiled + amx::Tiled::bytes(rows, kChunk));
+    const int64_t tiled = tiles::Tiled::bytes(rows, dim);
+    char* data = scratch.reserve(floats * sizeof(float) + tiled + tiles::Tiled::bytes(rows, kChunk));
     scores = reinterpret_cast<float*>(data);
     sums = scores + rows * kChunk;
     row_max = sums + rows * dim;
     row_sum = row_max + rows;
-    queries = amx::Tiled(reinterpret_cast<char*>(row_sum + rows), dim);
-    weights = amx::Tiled(reinterpret_cast<char*>(queries.data) + tiled, kChunk);
+    queries = tiles::Tiled(reinterpret_cast<char*>(row_sum + rows), dim);
+    weights = tiles::Tiled(reinterpret_cast<char*>(queries.data) + tiled, kChunk);
   }
 
   // 16 sums of a row from `column`, a multiple of 16.
   float* sum(int64_t row, int64_t column) const {
-    return sums + (row / amx::kRows * (dim / amx::kColumns) + column / amx::kColumns) * amx::kSums +
-           row % amx::kRows * amx::kColumns;
+    return sums + (row / tiles::kRows * (dim / tiles::kColumns) + column / tiles::kColumns) * tiles::kSums +
+           row % tiles::kRows * tiles::kColumns;
   }
 };
 
@@ -46,14 +46,14 @@ inline __mmask16 lanes_between(int64_t low, int64_t high) {
 }
 
 // Turns scores[low, high) of a chunk, if any, into weights [0, n) and rescales what the row has summed so far.
-inline void softmax_row(const Attention<BFloat16>& a, const AmxWorkspace& w, int64_t row, Range seen, int64_t n) {
+inline void softmax_row(const Attention<BFloat16>& a, const TileWorkspace& w, int64_t row, Range seen, int64_t n) {
   constexpr float kLog2E = 1.442695040888963f;
   const __m512 minus_infinity = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
   float* scores = w.scores + row * kChunk;
   if (seen.low >= seen.high) seen = {n, n};
-  const int64_t low = round_down(seen.low, amx::kDepth), high = round_up(seen.high, amx::kDepth);
-  for (int64_t i = 0; i < low; i += amx::kDepth) _mm512_storeu_si512(w.weights.at(row, i), _mm512_setzero_si512());
-  for (int64_t i = high; i < n; i += amx::kDepth) _mm512_storeu_si512(w.weights.at(row, i), _mm512_setzero_si512());
+  const int64_t low = round_down(seen.low, tiles::kDepth), high = round_up(seen.high, tiles::kDepth);
+  for (int64_t i = 0; i < low; i += tiles::kDepth) _mm512_storeu_si512(w.weights.at(row, i), _mm512_setzero_si512());
+  for (int64_t i = high; i < n; i += tiles::kDepth) _mm512_storeu_si512(w.weights.at(row, i), _mm512_setzero_si512());
 
   if (low == high) return;
 
@@ -77,12 +77,14 @@ inline void softmax_row(const Attention<BFloat16>& a, const AmxWorkspace& w, int
 
   const __m512 scales = _mm512_set1_ps(scale), shift = _mm512_set1_ps(now);
   __m512 total = _mm512_setzero_ps(), total_odd = _mm512_setzero_ps();
-  for (int64_t i = low; i < high; i += amx::kDepth) {
+  for (int64_t i = low; i < high; i += tiles::kDepth) {
     const __m512 even = fast_exp2(_mm512_fmsub_ps(_mm512_loadu_ps(scores + i), scales, shift));
     const __m512 odd = fast_exp2(_mm512_fmsub_ps(_mm512_loadu_ps(scores + i + 16), scales, shift));
     total = _mm512_add_ps(total, even);
     total_odd = _mm512_add_ps(total_odd, odd);
-    _mm512_storeu_si512(w.weights.at(row, i), (__m512i)_mm512_cvtne2ps_pbh(odd, even));
+    __m256i* weights = reinterpret_cast<__m256i*>(w.weights.at(row, i));
+    _mm256_storeu_si256(weights, to_bfloat16(even));
+    _mm256_storeu_si256(weights + 1, to_bfloat16(odd));
   }
   w.row_sum[row] = w.row_sum[row] * keep + _mm512_reduce_add_ps(_mm512_add_ps(total, total_odd));
   w.row_max[row] = now;
@@ -96,7 +98,7 @@ struct Chunk {
   int64_t begin, end;  // of the tile's last query's keys
 
   // Of keys that any query sees, rounded up to a tile's; no more are read.
-  int64_t size() const { return std::min(kChunk, round_up(end - begin, amx::kDepth)); }
+  int64_t size() const { return std::min(kChunk, round_up(end - begin, tiles::kDepth)); }
   int64_t num_pages() const { return (size() + kPage - 1) / kPage; }
   bool is_last() const { return begin + kChunk >= end; }
 };
@@ -138,23 +140,19 @@ class Ahead {
 
  private:
   // As much as is read between two pauses; a page has a multiple of it, as heads have one of 32 values.
-  static constexpr int64_t kBytes = 2 * amx::kTile * sizeof(BFloat16) / amx::kPauses;
+  static constexpr int64_t kBytes = 2 * tiles::kTile * sizeof(BFloat16) / tiles::kPauses;
   const Attention<BFloat16>& a_;
   const int64_t page_bytes_;
   const char* pages_[2 * kChunkPages] = {};
   int64_t page_ = 0, count_ = 0, next_ = 0;
 };
 
-// Products of up to 32 rows from `row` on with 32 columns.
-inline void multiply_rows(const amx::Tiled& left, int64_t row, int64_t rows, const amx::Right& right,
-                          const amx::Sums& sums, int64_t low, bool add, Ahead& ahead) {
+// Products of up to 32 rows from `row` on with `width` tiles of columns.
+inline void multiply_rows(const tiles::Tiled& left, int64_t row, int64_t rows, int64_t width, const tiles::Right& right,
+                          const tiles::Sums& sums, int64_t low, bool add, Ahead& ahead) {
   const BFloat16* from = left.rows(row);
-  const auto fetch = [&] { ahead.fetch(); };
-  if (rows > amx::kRows) {
-    amx::multiply_two(from, from + left.stride * amx::kTile, right, sums, sums.data + low, add, fetch);
-  } else {
-    amx::multiply_one(from, right, sums, add, fetch);
-  }
+  tiles::multiply_pages(from, from + left.stride * tiles::kTile, rows, width, right, sums, sums.data + low, add,
+                        [&] { ahead.fetch(); });
 }
 
 // A chunk of keys as it lies in memory.
@@ -172,50 +170,52 @@ struct ChunkPages {
   }
 };
 
-inline void score_rows(const AmxWorkspace& w, const ChunkPages& pages, int64_t row, int64_t rows, Ahead& ahead) {
+inline void score_rows(const TileWorkspace& w, const ChunkPages& pages, int64_t row, int64_t rows, Ahead& ahead) {
   constexpr int64_t stride = kPage * 2 * sizeof(BFloat16);
-  const int64_t steps = w.dim / amx::kDepth;
-  for (int64_t key = 0; key < pages.size; key += 2 * amx::kColumns) {
+  const int64_t steps = w.dim / tiles::kDepth, width = tiles::page_width(rows);
+  for (int64_t key = 0; key < pages.size; key += width * tiles::kColumns) {
     const BFloat16* run = pages.keys[key / kPage] + key % kPage * 2;
-    const amx::Right right{&run, steps, steps, amx::kRows * kPage * 2, amx::kColumns * 2, stride};
-    const amx::Sums to{w.scores + row * kChunk + key, amx::kColumns, kChunk * sizeof(float)};
-    multiply_rows(w.queries, row, rows, right, to, amx::kRows * kChunk, false, ahead);
+    const tiles::Right right{&run, steps, steps, tiles::kRows * kPage * 2, tiles::kColumns * 2, stride};
+    const tiles::Sums to{w.scores + row * kChunk + key, tiles::kColumns, kChunk * sizeof(float)};
+    multiply_rows(w.queries, row, rows, width, right, to, tiles::kRows * kChunk, false, ahead);
   }
 }
 
-inline void sum_values(const AmxWorkspace& w, const ChunkPages& pages, int64_t row, int64_t rows, Ahead& ahead) {
-  for (int64_t column = 0; column < w.dim; column += 2 * amx::kColumns) {
+inline void sum_values(const TileWorkspace& w, const ChunkPages& pages, int64_t row, int64_t rows, Ahead& ahead) {
+  int64_t width = tiles::page_width(rows);
+  for (int64_t column = 0; column < w.dim; column += width * tiles::kColumns) {
+    if (column + width * tiles::kColumns > w.dim) width = 2;
     const BFloat16* runs[kChunkPages];
     for (int64_t page = 0; page < pages.count; page++) runs[page] = pages.values[page] + column * 2;
-    const amx::Right right{runs, pages.size / amx::kDepth, kPageTiles, amx::kRows * w.dim * 2, amx::kColumns * 2,
-                           w.dim * 2 * static_cast<int64_t>(sizeof(BFloat16))};
-    const amx::Sums to{w.sum(row, column), amx::kSums, amx::kColumns * sizeof(float)};
-    multiply_rows(w.weights, row, rows, right, to, w.dim / amx::kColumns * amx::kSums, true, ahead);
+    const tiles::Right right{runs, pages.size / tiles::kDepth, kPageTiles, tiles::kRows * w.dim * 2,
+                             tiles::kColumns * 2, w.dim * 2 * static_cast<int64_t>(sizeof(BFloat16))};
+    const tiles::Sums to{w.sum(row, column), tiles::kSums, tiles::kColumns * sizeof(float)};
+    multiply_rows(w.weights, row, rows, width, right, to, w.dim / tiles::kColumns * tiles::kSums, true, ahead);
   }
 }
 
-inline void attend_chunk(const Attention<BFloat16>& a, const AmxWorkspace& w, const Chunk& chunk, Ahead& ahead) {
+inline void attend_chunk(const Attention<BFloat16>& a, const TileWorkspace& w, const Chunk& chunk, Ahead& ahead) {
   const Tile& tile = chunk.tile;
   const int64_t group = a.group(), rows = (tile.last - tile.first) * group;
   const int64_t before = chunk.end - tile.last, n = chunk.size();
   const ChunkPages pages(a, chunk);
   for (int64_t first = 0; first < rows; first += kRowsTogether) {
     const int64_t last = std::min(rows, first + kRowsTogether);
-    for (int64_t row = first; row < last; row += 2 * amx::kRows)
-      score_rows(w, pages, row, std::min(2 * amx::kRows, last - row), ahead);
+    for (int64_t row = first; row < last; row += 2 * tiles::kRows)
+      score_rows(w, pages, row, std::min(2 * tiles::kRows, last - row), ahead);
     for (int64_t row = first; row < last; row++) {
       const int64_t position = before + tile.first + row / group;
       const int64_t oldest = a.window > 0 ? std::max<int64_t>(0, position - a.window + 1) : 0;
       softmax_row(a, w, row, {std::max<int64_t>(0, oldest - chunk.begin), std::min(n, position + 1 - chunk.begin)}, n);
     }
-    for (int64_t row = first; row < last; row += 2 * amx::kRows)
-      sum_values(w, pages, row, std::min(2 * amx::kRows, last - row), ahead);
+    for (int64_t row = first; row < last; row += 2 * tiles::kRows)
+      sum_values(w, pages, row, std::min(2 * tiles::kRows, last - row), ahead);
   }
 }
 
 // The tile of queries that `chunk` begins, then `next` is to come; place(token, column) says where 16 outputs go.
 template <typename Place>
-void attend_tile(const Attention<BFloat16>& a, const AmxWorkspace& w, Chunk chunk, const Chunk* next, Ahead& ahead,
+void attend_tile(const Attention<BFloat16>& a, const TileWorkspace& w, Chunk chunk, const Chunk* next, Ahead& ahead,
                  int64_t& configured, const Place& place) {
   const Tile& tile = chunk.tile;
   const int64_t dim = w.dim, group = a.group(), start = a.starts[tile.sequence];
@@ -224,26 +224,26 @@ void attend_tile(const Attention<BFloat16>& a, const AmxWorkspace& w, Chunk chun
     return place(start + tile.first + row / group, (tile.head * group + row % group) * dim + column);
   };
   for (int64_t row = 0; row < rows; row++)
-    for (int64_t column = 0; column < dim; column += amx::kDepth) {
+    for (int64_t column = 0; column < dim; column += tiles::kDepth) {
       std::memcpy(w.queries.at(row, column),
                   a.queries + (start + tile.first + row / group) * a.query_stride +
                       (tile.head * group + row % group) * dim + column,
-                  amx::kDepth * sizeof(BFloat16));
+                  tiles::kDepth * sizeof(BFloat16));
       // Other cores read the last layer's there: a store that waits for them holds up those after it, and tile loads.
       __builtin_prefetch(out(row, column), 1);
     }
   std::fill_n(w.row_max, rows, -std::numeric_limits<float>::infinity());
   std::fill_n(w.row_sum, rows, 0.f);
-  std::fill_n(w.sums, round_up(rows, amx::kRows) * dim, 0.f);
+  std::fill_n(w.sums, round_up(rows, tiles::kRows) * dim, 0.f);
 
-  if (const int64_t tile_rows = std::min(rows, amx::kRows); tile_rows != configured) {
-    amx::configure(tile_rows);
+  if (const int64_t tile_rows = std::min(rows, tiles::kRows); tile_rows != configured) {
+    tiles::configure(tile_rows);
     configured = tile_rows;
   }
   for (bool is_last = false; !is_last; chunk.begin += kChunk) {
     is_last = chunk.is_last();
     // Where there is more to compute than to read, asking costs more than it saves.
-    if (rows <= amx::kRows && (!is_last || next != nullptr))
+    if (rows <= tiles::kRows && (!is_last || next != nullptr))
       ahead.expect(is_last ? *next : Chunk{tile, chunk.begin + kChunk, chunk.end});
     attend_chunk(a, w, chunk, ahead);
   }
@@ -260,7 +260,7 @@ template <typename Place, typename Prepare>
 void attend_tiles(Team& team, const Attention<BFloat16>& a, const std::vector<Tile>& tiles, const Place& place,
                   const Prepare& prepare) {
   static thread_local Scratch scratch;
-  const AmxWorkspace workspace(scratch, a);
+  const TileWorkspace workspace(scratch, a);
   Ahead ahead(a);
   const Tile* next = nullptr;
   int64_t configured = 0;
@@ -278,10 +278,10 @@ void attend_tiles(Team& team, const Attention<BFloat16>& a, const std::vector<Ti
         next = &tiles[begin];
       },
       [&] { attend_before(nullptr); });
-  amx::release();
+  tiles::release();
 }
 
-inline void attend_on_amx(const Attention<BFloat16>& a) {
+inline void attend_by_tiles(const Attention<BFloat16>& a) {
   static thread_local std::vector<Tile> planned;
   plan_tiles(a, planned);
   const std::vector<Tile>& tiles = planned;

@@ -1,4 +1,4 @@
-"""Linears, halves of a layer and all layers as single operators on AMX, for bfloat16 weights.
+"""Linears, halves of a layer and all layers as single operators over tiles, for bfloat16 weights.
 
 A row's bits depend on nothing but the row: sums run over the whole of K in one order.
 """
@@ -25,12 +25,12 @@ TILE_COLUMNS = 16
 
 
 def available() -> bool:
-    """Whether the loaded operators were built for AMX and the system grants it."""
-    return bool(torch.ops.millrace.amx_granted())
+    """Whether the loaded operators multiply tiles on this CPU: by AMX, or by AVX512."""
+    return bool(torch.ops.millrace.tile_unit())
 
 
 def fits_attention(weights: AttentionWeights) -> bool:
-    """Whether AmxAttention takes these weights."""
+    """Whether TiledAttention takes these weights."""
     weight = weights.qkv.weight
     return (
         weight.dtype == torch.bfloat16
@@ -40,7 +40,7 @@ def fits_attention(weights: AttentionWeights) -> bool:
 
 
 def fits_mlp(weights: MlpWeights) -> bool:
-    """Whether AmxMlp takes these weights."""
+    """Whether TiledMlp takes these weights."""
     weight = weights.gate_up.weight
     return (
         weight.dtype == torch.bfloat16
@@ -68,7 +68,7 @@ class PanelLinear:
         return y
 
 
-class AmxAttention:
+class TiledAttention:
     """Norm, QKV, rope, attention and output projection in one parallel region."""
 
     def __init__(self, weights: AttentionWeights) -> None:
@@ -111,7 +111,7 @@ class AmxAttention:
         return y
 
 
-class AmxMlp:
+class TiledMlp:
     """Norm, gates, activation and projection in one parallel region."""
 
     def __init__(self, weights: MlpWeights) -> None:
@@ -127,11 +127,11 @@ class AmxMlp:
         return x
 
 
-class AmxLayers:
+class TiledLayers:
     """All layers in one parallel region, which a step of few tokens enters in the time of many phases."""
 
-    def __init__(self, halves: Sequence[tuple[AmxAttention, AmxMlp]]) -> None:
-        """Of halves that `halves_on_amx` has found."""
+    def __init__(self, halves: Sequence[tuple[TiledAttention, TiledMlp]]) -> None:
+        """Of halves that `tiled_halves` has found."""
         first, _ = halves[0]
         self._weights = [weight for pair in halves for half in pair for weight in half.weights]
         self._eps, self._rope = first.eps, first.rope
@@ -162,19 +162,19 @@ class AmxLayers:
         return y
 
 
-def halves_on_amx(layers: Sequence[Layer]) -> list[tuple[AmxAttention, AmxMlp]] | None:
-    """The halves of layers that AmxLayers takes, which are all of one size; None where it does not."""
+def tiled_halves(layers: Sequence[Layer]) -> list[tuple[TiledAttention, TiledMlp]] | None:
+    """The halves of layers that TiledLayers takes, which are all of one size; None where it does not."""
     halves = [
         (layer.attention, layer.mlp)
         for layer in layers
-        if isinstance(layer.attention, AmxAttention) and isinstance(layer.mlp, AmxMlp)
+        if isinstance(layer.attention, TiledAttention) and isinstance(layer.mlp, TiledMlp)
     ]
     if len(halves) < len(layers) or len({_kind(*pair) for pair in halves}) > 1:
         return None
     return halves
 
 
-def _kind(attention: AmxAttention, mlp: AmxMlp) -> tuple[object, ...]:
+def _kind(attention: TiledAttention, mlp: TiledMlp) -> tuple[object, ...]:
     """What has to be the same in all layers."""
     shapes = tuple(weight.shape for half in (attention, mlp) for weight in half.weights)
     settings = attention.num_heads, attention.scale, attention.eps, mlp.eps

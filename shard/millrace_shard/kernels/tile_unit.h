@@ -1,0 +1,81 @@
+// What multiplies tiles here: AMX where it was compiled for and the system grants it, else vectors.
+#pragma once
+
+#include "amx.h"
+#include "avx512.h"
+
+#ifdef MILLRACE_TILES
+namespace millrace::tiles {
+
+#ifdef MILLRACE_AMX
+inline bool& on_amx() {
+  static bool wanted = amx::granted();
+  return wanted;
+}
+#else
+inline bool on_amx() { return false; }
+#endif
+
+// Lets vectors multiply even where there is AMX, or not; returns whether AMX does now. Never between two threads' calls.
+inline bool use_amx([[maybe_unused]] bool wanted) {
+#ifdef MILLRACE_AMX
+  on_amx() = wanted && amx::granted();
+#endif
+  return on_amx();
+}
+
+// Before products of at most `rows` rows in a row of tiles, on each thread; until `release`.
+inline void configure([[maybe_unused]] int64_t rows) {
+#ifdef MILLRACE_AMX
+  if (on_amx()) amx::configure(rows);
+#endif
+}
+
+inline void release() {
+#ifdef MILLRACE_AMX
+  if (on_amx()) amx::release();
+#endif
+}
+
+// Times that products of so many rows go over the right operand.
+inline int64_t passes(int64_t rows) {
+  return on_amx() ? (rows + 2 * kRows - 1) / (2 * kRows) : avx512::passes(rows);
+}
+
+// sums (+)= left x right for 1 to 32 rows; those from the 16th on have their tiles at `left_low`, their sums at `low`. In
+// each step of each pass, `fetch()` is called kPauses times, and on AMX `meanwhile()` with it: products there leave the
+// vector registers free.
+template <Format kFormat = Format::kBFloat16, typename RightOperand, typename Fetch, typename Meanwhile>
+void multiply(const BFloat16* left, const BFloat16* left_low, int64_t rows, const RightOperand& right, const Sums& sums,
+              float* low, bool add, const Fetch& fetch, [[maybe_unused]] const Meanwhile& meanwhile) {
+#ifdef MILLRACE_AMX
+  if (on_amx()) {
+    const auto both = [&] {
+      fetch();
+      meanwhile();
+    };
+    if (rows <= kRows) {
+      amx::multiply_one<kFormat>(left, right, sums, add, both);
+    } else {
+      amx::multiply_two<kFormat>(left, left_low, right, sums, low, add, both);
+    }
+    return;
+  }
+#endif
+  avx512::multiply<kFormat>(left, std::min(rows, kRows), right, sums, add, fetch);
+  if (rows > kRows) avx512::multiply<kFormat>(left_low, rows - kRows, right, {low, sums.second, sums.stride}, add, fetch);
+}
+
+// How many tiles of columns are best taken at once from a page, for so many rows.
+inline int64_t page_width(int64_t rows) { return on_amx() ? 2 : avx512::page_width(rows); }
+
+// The same over pages, for `page_width(rows)` tiles of columns or for two.
+template <typename Fetch>
+void multiply_pages(const BFloat16* left, const BFloat16* left_low, int64_t rows, int64_t width, const Right& right,
+                    const Sums& sums, float* low, bool add, const Fetch& fetch) {
+  if (width > 2) return avx512::multiply_wide(left, rows, right, sums, add, fetch);
+  multiply(left, left_low, rows, right, sums, low, add, fetch, [] {});
+}
+
+}  // namespace millrace::tiles
+#endif
