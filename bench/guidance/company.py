@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bench.guidance.workloads import requests
+from bench.guidance.workloads import request, requests
+from bench.measurement import quantile
 from bench.repeats import Sample
 from bench.scheduling.client import Answer, Client, Request, succeeded
 from bench.scheduling.lab import Lab
@@ -17,11 +18,20 @@ from bench.scheduling.workloads import gaps_within, milliseconds
 
 NUM_ROWS = 32
 SETTLED_TOKENS = 12
-MEAN, MEDIAN, WORST = (f"between tokens, {which}, ms" for which in ("mean", "p50", "p99"))
+COMPANION_TOKENS = 48
+MEAN, WORST = (f"between tokens, {which}, ms" for which in ("mean", "p99"))
+MEDIAN = "between tokens, p50, ms"
 RATE = "tokens/s"
-BESIDE = (Case("31 plain, 1 plain", amount=0), Case("31 plain, 1 guided", amount=1))
+BESIDE = (
+    Case("31 plain, 1 plain", amount=0),
+    Case("31 plain, 1 guided", amount=1),
+    Case("31 plain, 1 plain again", amount=0),
+)
 GUIDED = (Case("32 plain", amount=0), Case("32 guided", amount=NUM_ROWS))
 ROUNDS = 8
+
+Turn = Mapping[str, Figures]
+"""Of each case, one right after the other."""
 
 
 async def answers_of(url: str, made: Sequence[Request]) -> list[Answer]:
@@ -33,19 +43,57 @@ async def answers_of(url: str, made: Sequence[Request]) -> list[Answer]:
     return answers
 
 
-def gaps_beside(answers: Sequence[Answer]) -> list[float]:
-    """Seconds between tokens of the rows that are plain in every case, while all rows run."""
-    begin = max(answer.arrivals[SETTLED_TOKENS] for answer in answers)
-    end = min(answer.arrivals[-1] for answer in answers)
-    plain = answers[: NUM_ROWS - 1]
-    return [gap for answer in plain for gap in gaps_within(answer.arrivals, begin, end)]
+async def turns_of(lab: Lab, url: str, number: int) -> list[Turn]:
+    """Of one round: what the 31 rows saw beside each companion, of turns in which all of them ran throughout."""
+    longest = lab.fitting(lab.sized(768, 400))
+    others = [
+        Answer(
+            request(lab, f"{number}/{row}", output_tokens=longest, is_guided=False),
+            time.perf_counter(),
+        )
+        for row in range(NUM_ROWS - 1)
+    ]
+    turns: list[dict[str, Answer]] = []
+    async with Client(url) as client:
+        streams = asyncio.gather(*(client.send(other) for other in others))
+        while not any(other.ended for other in others):
+            turns.append({})
+            # In another order each time, lest one be always the first after some other.
+            place = len(turns) % len(BESIDE)
+            for case in BESIDE[place:] + BESIDE[:place]:
+                made = request(
+                    lab,
+                    f"{number}/{len(turns)}/{case.name}",
+                    output_tokens=COMPANION_TOKENS,
+                    is_guided=case.amount > 0,
+                )
+                companion = turns[-1][case.name] = Answer(made, time.perf_counter())
+                await client.send(companion)
+        await streams
+    succeeded([*others, *(companion for turn in turns for companion in turn.values())])
+    return measured(others, turns)
 
 
-def beside(answers: Sequence[Answer]) -> Figures:
-    """Time between tokens of the 31 plain rows while all 32 run."""
-    gaps = gaps_beside(answers)
-    p50, p99 = milliseconds(gaps, 0.5, 0.99)
-    return {MEAN: 1000 * statistics.fmean(gaps), MEDIAN: p50, WORST: p99}
+def measured(others: Sequence[Answer], turns: Sequence[Mapping[str, Answer]]) -> list[Turn]:
+    """Figures of the turns during which all of `others` ran."""
+    begin = max(other.arrivals[SETTLED_TOKENS] for other in others)
+    end = min(other.arrivals[-1] for other in others)
+    return [
+        {name: beside(others, companion) for name, companion in turn.items()}
+        for turn in turns
+        if all(
+            begin <= companion.arrivals[0] and companion.arrivals[-1] <= end
+            for companion in turn.values()
+        )
+    ]
+
+
+def beside(others: Sequence[Answer], companion: Answer) -> Figures:
+    """Time between the others' tokens while `companion` ran, its prompt aside."""
+    # The others' tokens of its last step may come before its own, and those of the next one are not beside it.
+    begin, end = companion.arrivals[SETTLED_TOKENS], companion.arrivals[-2]
+    gaps = [gap for other in others for gap in gaps_within(other.arrivals, begin, end)]
+    return {MEAN: 1000 * statistics.fmean(gaps), WORST: milliseconds(gaps, 0.99)[0]}
 
 
 def rates(answers: Sequence[Answer]) -> Figures:
@@ -60,11 +108,29 @@ def rates(answers: Sequence[Answer]) -> Figures:
     }
 
 
+def rounds_of_all(lab: Lab, url: str, number: int) -> list[Turn]:
+    """32 rows of each case, all at once; in another order each time, since the machine's speed changes."""
+    turn = {}
+    for case in GUIDED if number % 2 else reversed(GUIDED):
+        num_guided = int(case.amount)
+        made = requests(
+            lab, f"{case.name}/{number}", num_plain=NUM_ROWS - num_guided, num_guided=num_guided
+        )
+        turn[case.name] = rates(asyncio.run(answers_of(url, made)))
+    return [turn]
+
+
+def rounds_of_one(lab: Lab, url: str, number: int) -> list[Turn]:
+    """31 rows, and one after the other beside them."""
+    return asyncio.run(turns_of(lab, url, number))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InTurn(Question):
-    """Cases that share a server and take turns on it, since the machine's speed changes; `figures` of each round."""
+    """Cases that share a server and take turns on it, as each round says."""
 
-    figures: Callable[[Sequence[Answer]], Figures]
+    turns: Callable[[Lab, str, int], Sequence[Turn]]
+    """Of a round, by its number, on the server at a URL."""
 
     def measure(self, lab: Lab, *, repeats: int) -> Table:
         """Some rounds on each of so many servers; the first, in which the grammar is compiled, does not count.
@@ -73,45 +139,43 @@ class InTurn(Question):
         """
         samples: Samples = {case.name: {} for case in self.cases}
         for lab.repeat in range(repeats):
-            lab.other_cores, taken = 0.0, []
+            taken: list[Turn] = []
+            lab.other_cores = 0.0
             with lab.serving() as server:
                 for number in range(1 + lab.sized(ROUNDS, 1)):
-                    for case in self.cases if number % 2 else reversed(self.cases):
-                        figures = self.figures(ask(lab, case, server.url, number))
-                        taken += [(case.name, figures)] if number else []
-            for name, figures in taken:
-                for title, value in figures.items():
-                    sample = Sample(value, lab.other_cores)
-                    samples[name].setdefault(title, []).append(sample)
+                    turns = self.turns(lab, server.url, number)
+                    taken += turns if number else []
+            for turn in taken:
+                for name, figures in turn.items():
+                    for title, value in figures.items():
+                        sample = Sample(value, lab.other_cores)
+                        samples[name].setdefault(title, []).append(sample)
         return table_of(samples)
 
 
-def ask(lab: Lab, case: Case, url: str, number: int) -> list[Answer]:
-    """A round of all rows at once."""
-    num_guided = int(case.amount)
-    made = requests(
-        lab, f"{case.name}/{number}", num_plain=NUM_ROWS - num_guided, num_guided=num_guided
-    )
-    return asyncio.run(answers_of(url, made))
-
-
-def ratio(table: Table, cases: Sequence[Case], title: str) -> float:
-    """Of the second case to the first, the median of all rounds."""
+def ratios(table: Table, cases: Sequence[Case], title: str) -> list[float]:
+    """Of the second case to the first within each turn, the smallest first."""
     first, second = (table[case.name][title].samples for case in cases)
     pairs = zip(first, second, strict=True)
-    return statistics.median(theirs.value / ours.value for ours, theirs in pairs)
+    return sorted(theirs.value / ours.value for ours, theirs in pairs)
 
 
 def conclude_beside(table: Table) -> Sequence[str]:
-    mean, median, worst = (ratio(table, BESIDE, title) for title in (MEAN, MEDIAN, WORST))
-    return [
-        f"With one guided row the 31 others wait {mean:.2f} times as long between tokens in the mean, {median:.2f}"
-        f" times in the median and {worst:.2f} times at p99: medians of the ratios of rounds side by side."
-    ]
+    plain, guided, again = BESIDE
+    lines = []
+    for name, case in (("a guided row", guided), ("another plain one", again)):
+        found = ratios(table, (plain, case), MEAN)
+        worst = statistics.median(ratios(table, (plain, case), WORST))
+        lines.append(
+            f"With {name} in place of the plain one the 31 others wait {statistics.median(found):.3f} times as long"
+            f" between tokens in the mean (quartiles {quantile(found, 0.25):.3f} to {quantile(found, 0.75):.3f} of"
+            f" {len(found)} turns), and {worst:.2f} times at p99: medians of the ratios within a turn."
+        )
+    return lines
 
 
 def conclude_rates(table: Table) -> Sequence[str]:
-    yielded = ratio(table, GUIDED, RATE)
+    yielded = statistics.median(ratios(table, GUIDED, RATE))
     return [
         f"32 guided rows yield {yielded:.2f} of the tokens/s of 32 plain ones (median of rounds side by side)."
     ]
@@ -121,11 +185,13 @@ COMPANY = InTurn(
     name="company",
     title="One guided row among 31 plain ones",
     method=(
-        "32 greedy streams of 64 tokens in, 256 out; one of them has to be JSON of a schema of objects, strings,"
-        " integers and enumerations, or none has. Time between tokens of the other 31 while all 32 run."
+        "31 greedy streams of 64 tokens in, 768 out. Beside them run, one after the other, answers of"
+        f" {COMPANION_TOKENS} tokens: a plain one, one that has to be JSON of a schema of objects, strings, integers"
+        " and enumerations, and another plain one, which shows what is chance. Time between tokens of the 31 while each"
+        " of these decodes."
     ),
     cases=BESIDE,
-    figures=beside,
+    turns=rounds_of_one,
     conclude=conclude_beside,
 )
 RATES = InTurn(
@@ -136,6 +202,6 @@ RATES = InTurn(
         " The grammar is compiled before what is measured."
     ),
     cases=GUIDED,
-    figures=rates,
+    turns=rounds_of_all,
     conclude=conclude_rates,
 )

@@ -44,23 +44,25 @@ class GuidedRequest(Request):
         return {"inputs": self.prompt, "parameters": {**parameters, "grammar": grammar}}
 
 
+def request(lab: Lab, seed: str, *, output_tokens: int, is_guided: bool) -> Request:
+    """One whose answer is so long, with or without a schema."""
+    prompt = lab.texts.prompt(PROMPT_TOKENS, seed=lab.seed(seed))
+    if not is_guided:
+        return Request(prompt=prompt, prompt_tokens=PROMPT_TOKENS, output_tokens=output_tokens)
+    return GuidedRequest(
+        prompt=prompt, prompt_tokens=PROMPT_TOKENS, output_tokens=output_tokens, schema=PEOPLE
+    )
+
+
 def requests(lab: Lab, seed: str, *, num_plain: int, num_guided: int) -> Sequence[Request]:
     """So many of each, guided ones last."""
     output_tokens = lab.fitting(lab.sized(256, 48))
-    made: list[Request] = []
-    for number in range(num_plain + num_guided):
-        prompt = lab.texts.prompt(PROMPT_TOKENS, seed=f"{lab.seed(seed)}/{number}")
-        if number < num_plain:
-            made.append(
-                Request(prompt=prompt, prompt_tokens=PROMPT_TOKENS, output_tokens=output_tokens)
-            )
-        else:
-            made.append(
-                GuidedRequest(
-                    prompt=prompt,
-                    prompt_tokens=PROMPT_TOKENS,
-                    output_tokens=output_tokens,
-                    schema=PEOPLE,
-                )
-            )
-    return made
+    return [
+        request(
+            lab,
+            f"{seed}/{number}",
+            output_tokens=output_tokens,
+            is_guided=number >= num_plain,
+        )
+        for number in range(num_plain + num_guided)
+    ]

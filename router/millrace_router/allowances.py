@@ -120,8 +120,10 @@ class Allowances(Generic[E]):
             plan.decode_tokens = [1] * len(plan.decodes)
             plan.draft_tokens = [0] * len(plan.decodes)
             for place, extra, length in zip(flexible, extras, guesses, strict=True):
-                plan.decode_tokens[place] += extra
-                plan.draft_tokens[place] = min(length, extra)
+                if extra:
+                    plan.wide.append(place)
+                    plan.decode_tokens[place] += extra
+                    plan.draft_tokens[place] = min(length, extra)
 
     def settle(
         self,
@@ -147,15 +149,17 @@ class Allowances(Generic[E]):
                 row.num_tokens_planned += found - 1
                 progress.num_rows += 1
                 progress.num_tokens += found
-        if not plan.decode_tokens:
+        if not plan.wide:
             return progress
         answers = {slot: (positions, drafted) for slot, positions, drafted in computed}
         num_extra = 0
         progress.advances = [1] * len(plan.decodes)
-        columns = zip(plan.decodes, plan.decode_tokens, plan.draft_tokens, strict=True)
-        for place, (slot, allowed, guesses) in enumerate(columns):
-            if allowed == 1:
-                continue
+        for place in plan.wide:
+            slot, allowed, guesses = (
+                plan.decodes[place],
+                plan.decode_tokens[place],
+                plan.draft_tokens[place],
+            )
             positions, drafted = answers.get(slot, (-1, 0))
             progress.drafted += drafted
             num_extra += drafted

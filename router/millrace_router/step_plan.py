@@ -24,6 +24,8 @@ class StepPlan(Generic[E]):
     """KV positions each decode may fill; empty: one each."""
     draft_tokens: list[int] = field(default_factory=list)
     """How many of them may be guesses; empty where the above is."""
+    wide: list[int] = field(default_factory=list)
+    """Places of those decodes that may fill more than one."""
     flexible: list[int] = field(default_factory=list)
     """Slots of which only the answer tells how many tokens they yield; one is counted until then."""
     num_preempted: int = 0

@@ -43,8 +43,11 @@ class PendingRulings:
     def result(self, device: torch.device) -> Rulings:
         """Wait for them."""
         masks = self.job.result()
+        # On CPU they are read before the next step writes to them, and need no copy.
+        is_near = device.type == "cpu"
+        bits = torch.from_numpy(masks.bits) if is_near else upload(masks.bits, device)
         return Rulings(
-            masks=RowMasks(rows=self.places, bits=upload(masks.bits, device)),
+            masks=RowMasks(rows=self.places, bits=bits),
             forced={
                 row: chain
                 for row, chain in zip(self.yields, masks.forced, strict=True)

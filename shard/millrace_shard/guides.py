@@ -16,7 +16,7 @@ import numpy as np
 
 from millrace_shard.grammar_source import GrammarInvalid
 from millrace_shard.grammars import GrammarCompiler
-from millrace_shard.mask_filler import Bits, MaskFiller
+from millrace_shard.mask_filler import Bits, MaskFiller, MaskLines
 from millrace_shard.matcher import Matcher
 from millrace_shard.sequence import Grammar, Ids
 from millrace_shard.step import Ints
@@ -44,7 +44,7 @@ class Masks:
 
     bits: Bits
     """[M, ceil(V / 32)]: bit i of word j allows id 32 j + i. 1 + len(drafts) masks for each row, in order of the rows;
-    all ones after a guess that is not allowed, and for rows that failed."""
+    all ones after a guess that is not allowed, and for rows that failed. Those of the next step overwrite them."""
     forced: tuple[tuple[int, ...], ...]
     """By row: tokens of which each was the only one allowed after those before it, at most `most_forced`."""
     failed: Ints
@@ -108,6 +108,9 @@ class Guides:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="guides")
         self._compiles = ThreadPoolExecutor(NUM_COMPILES, thread_name_prefix="grammars")
         self._filler = MaskFiller(beside=beside)
+        self._lines = MaskLines(1, self._width)
+        self._chain_lines = MaskLines(1, self._width)
+        """Of masks within chains, which nobody else reads."""
         self._ends = np.zeros(self._width, dtype=np.int32)
         if compiler is not None:
             self._ends = _bits(compiler.vocabulary.eos_token_ids, self._width)
@@ -151,22 +154,23 @@ class Guides:
         return matcher
 
     def _compute(self, rows: list[_Row], num_masks: int) -> Masks:
-        bits = np.empty((num_masks, self._width), dtype=np.int32)
-        if num_masks > len(rows):
+        if len(self._lines) < num_masks:
+            self._lines = MaskLines(num_masks, self._width)
+        lines, bits = self._lines, self._lines.bits[:num_masks]
+        has_drafts = num_masks > len(rows)
+        if has_drafts:
             bits[:] = -1
         for row in rows:
             self._catch_up(row)
-        self._fill([(row, row.first) for row in rows], bits)
+        self._fill([(row, row.first) for row in rows], lines)
         self._follow_chains(rows, bits)
-        self._follow_drafts(rows, bits)
-        for row in rows:
-            if row.matcher is None:
-                bits[row.first : row.first + 1 + len(row.request.drafts)] = -1
-        return Masks(
-            bits,
-            tuple([row.forced for row in rows]),
-            np.array([row.request.slot for row in rows if row.matcher is None], dtype=np.int64),
-        )
+        if has_drafts:
+            self._follow_drafts(rows, lines)
+        failed = [row for row in rows if row.matcher is None]
+        for row in failed:
+            bits[row.first : row.first + 1 + len(row.request.drafts)] = -1
+        slots = np.array([row.request.slot for row in failed], dtype=np.int64)
+        return Masks(bits, tuple([row.forced for row in rows]), slots)
 
     def _catch_up(self, row: _Row) -> None:
         """Find the row's matcher and feed it what was sampled meanwhile; a row that cannot go on fails alone."""
@@ -183,9 +187,9 @@ class Guides:
         if not row.matcher.consume_all(news):
             self._fail(row, row.matcher.error() or f"one of the tokens {list(news)} does not match")
 
-    def _fill(self, places: Sequence[tuple[_Row, int]], bits: Bits) -> None:
-        """Write the masks of rows as they stand to these lines of `bits`; rows without any fail."""
-        asked = []
+    def _fill(self, places: Sequence[tuple[_Row, int]], lines: MaskLines) -> None:
+        """Write the masks of rows as they stand to these of the `lines`; rows without any fail."""
+        asked, bits = [], lines.bits
         for row, index in places:
             if row.matcher is None:
                 continue
@@ -193,7 +197,7 @@ class Guides:
                 bits[index] = self._ends
             else:
                 asked.append((row, row.matcher, index))
-        self._filler.fill([(matcher.inner, index) for _, matcher, index in asked], bits)
+        self._filler.fill([(matcher.inner, index) for _, matcher, index in asked], lines)
         for row, matcher, index in asked:
             if (error := matcher.error()) is not None:
                 bits[index] = -1
@@ -209,9 +213,11 @@ class Guides:
         current = bits
         if len(following) < len(bits):
             current = bits[[row.first for row in following]]
+        if len(self._chain_lines) < len(following):
+            self._chain_lines = MaskLines(len(following), self._width)
         while following := self._forced_by(current, following):
-            current = np.empty((len(following), self._width), dtype=np.int32)
-            self._fill([(row, index) for index, row in enumerate(following)], current)
+            self._fill([(row, line) for line, row in enumerate(following)], self._chain_lines)
+            current = self._chain_lines.bits[: len(following)]
 
     def _forced_by(self, masks: Bits, rows: Sequence[_Row]) -> list[_Row]:
         """Feed each of `rows` the one token that its mask allows; those in whose chain another one may follow."""
@@ -228,15 +234,16 @@ class Guides:
         row.forced = (*row.forced, token)
         return not matcher.has_ended and len(row.forced) < row.request.most_forced
 
-    def _follow_drafts(self, rows: Sequence[_Row], bits: Bits) -> None:
+    def _follow_drafts(self, rows: Sequence[_Row], lines: MaskLines) -> None:
         """Masks after each guess while the guesses are allowed; the matchers then stand where they stood."""
         guessing = [row for row in rows if row.request.drafts and not row.forced]
         marks = [(row, row.matcher.mark()) for row in guessing if row.matcher is not None]
         depth = 0
         while guessing:
-            guessing = [row for row in guessing if self._guess(row, bits[row.first + depth], depth)]
+            masks = lines.bits[depth:]
+            guessing = [row for row in guessing if self._guess(row, masks[row.first], depth)]
             depth += 1
-            self._fill([(row, row.first + depth) for row in guessing], bits)
+            self._fill([(row, row.first + depth) for row in guessing], lines)
         for row, mark in marks:
             if row.matcher is not None and not row.matcher.return_to(mark):
                 self._fail(row, row.matcher.error() or "guesses could not be taken back")

@@ -34,6 +34,8 @@ class Emitted:
     """[Y], rows whose logits were not finite: they yield nothing."""
     counts: Ints
     """[Y], tokens of each row."""
+    ends: Ints
+    """[Y], where those of each row end among all."""
     rows: Ints
     """[N], the row of each token."""
     positions: Ints
@@ -96,14 +98,10 @@ class StepTokens:
 
     def of_row(self, row: int) -> list[int]:
         """The tokens of one of the rows that sample. Waits as `emitted` does."""
-        ids, ends = self._by_row
-        return ids[ends[row - 1] if row else 0 : ends[row]]
-
-    @cached_property
-    def _by_row(self) -> tuple[list[int], list[int]]:
-        """All tokens, and where those of each row end."""
         emitted = self.emitted
-        return emitted.ids.tolist(), emitted.counts.cumsum().tolist()
+        end = emitted.ends[row]
+        tokens: list[int] = emitted.ids[end - emitted.counts[row] : end].tolist()
+        return tokens
 
     @cached_property
     def emitted(self) -> Emitted:
@@ -120,8 +118,9 @@ class StepTokens:
             counts[row] = len(chain)
         failed = failed_samples[firsts] != 0
         counts[failed] = 0
+        ends = counts.cumsum()
         rows = np.repeat(np.arange(len(counts)), counts)
-        offsets = np.arange(len(rows)) - np.repeat(counts.cumsum() - counts, counts)
+        offsets = np.arange(len(rows)) - np.repeat(ends - counts, counts)
         sources = firsts[rows] + offsets
         positions = prepared.sampling.positions[firsts[rows]] + offsets
         is_forced = None
@@ -137,6 +136,7 @@ class StepTokens:
         return Emitted(
             failed=failed,
             counts=counts,
+            ends=ends,
             rows=rows,
             positions=positions,
             sources=sources,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from bench.guidance import company, libraries, validity
 from bench.guidance.schemas import Schemas, problem
 from bench.guidance.workloads import PEOPLE, GuidedRequest
 from bench.repeats import Repeated, Sample
+from bench.scheduling.client import Answer, Request
 from bench.scheduling.lab import Lab
 from bench.scheduling.part import Case
 
@@ -73,7 +75,7 @@ async def test_what_becomes_of_a_request(status: int, answer: dict[str, Any], ou
         assert outcome in await validity.ask(session, SCHEMA, {})
 
 
-def _table(part: Any, **rounds: list[tuple[float, float]]) -> dict[str, dict[str, Repeated]]:
+def _table(part: Any, **rounds: Sequence[Sequence[float]]) -> dict[str, dict[str, Repeated]]:
     return {
         case.name: {
             title: Repeated(tuple(Sample(each[index], 0.0) for each in taken))
@@ -83,14 +85,47 @@ def _table(part: Any, **rounds: list[tuple[float, float]]) -> dict[str, dict[str
     }
 
 
-def test_conclusions_are_medians_of_ratios_of_rounds_side_by_side() -> None:
+def test_conclusions_are_medians_of_ratios_of_turns() -> None:
     """On a machine that became four times as slow: the ratio of medians would be another."""
-    rounds = [(2.0, 3.0), (8.0, 12.0), (8.0, 8.0)]
-    titles = company.MEAN, company.MEDIAN, company.WORST
-    (beside,) = company.COMPANY.conclude(_table(company.COMPANY, **dict.fromkeys(titles, rounds)))
-    assert beside.count("1.50") == 3
+    turns = [(2.0, 3.0, 2.0), (8.0, 12.0, 8.0), (8.0, 8.0, 10.0)]
+    titles = company.MEAN, company.WORST
+    table = _table(company.COMPANY, **dict.fromkeys(titles, turns))
+    guided, again = company.COMPANY.conclude(table)
+    assert "1.500 times" in guided
+    assert "quartiles 1.250 to 1.500 of 3 turns" in guided
+    assert "1.50 times at p99" in guided
+    assert "1.000 times" in again
     rates = _table(company.RATES, **{company.RATE: [(400.0, 300.0), (100.0, 75.0), (90.0, 90.0)]})
     assert "0.75" in company.RATES.conclude(rates)[0]
+
+
+def _running(begin: int, end: int, period: float = 1.0) -> Answer:
+    """One that gets a token every `period` seconds."""
+    request = Request(prompt="x", prompt_tokens=1, output_tokens=1)
+    return Answer(request, 0.0, arrivals=[period * step for step in range(begin, end)])
+
+
+def test_only_steps_beside_a_companion_count() -> None:
+    """Steps take a second, but for four that take ten: before it has settled, and from its end on."""
+    seconds = [10.0 if step in {3, 20, 41, 42} else 1.0 for step in range(60)]
+    other = _running(0, 0)
+    other.arrivals = list(accumulate(seconds))
+    companion = _running(0, 0)
+    # Its own token comes last in every step.
+    companion.arrivals = [moment + 0.1 for moment in other.arrivals[:41]]
+    found = company.beside([other, other], companion)
+    num_steps = 39 - company.SETTLED_TOKENS + 1
+    assert found[company.MEAN] == pytest.approx(1000 * (num_steps - 1 + 10.0) / num_steps)
+    assert found[company.WORST] > 9000
+
+
+def test_turns_count_while_all_others_run() -> None:
+    others = [_running(0, 500), _running(20, 400)]
+    within = {"a": _running(40, 90), "b": _running(90, 140)}
+    before = {"a": _running(25, 75), "b": _running(90, 140)}
+    after = {"a": _running(340, 390), "b": _running(390, 440)}
+    (found,) = company.measured(others, [before, within, after])
+    assert found == {name: company.beside(others, answer) for name, answer in within.items()}
 
 
 class _Lab:
@@ -108,28 +143,21 @@ class _Lab:
         self.other_cores = 0.5
 
 
-def test_cases_take_turns_on_one_server_and_the_first_round_does_not_count(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_turns_share_a_server_and_the_first_round_does_not_count() -> None:
     asked: list[tuple[str, int]] = []
 
-    def ask(lab: Any, case: Case, url: str, number: int) -> Any:
-        asked.append((case.name, number))
-        return [number]
+    def turns(lab: Lab, url: str, number: int) -> list[company.Turn]:
+        asked.append((url, number))
+        return [{"a": {"x": float(number)}, "b": {"x": 0.5}}] * 2
 
-    monkeypatch.setattr(company, "ask", ask)
-    part = company.InTurn(
-        name="p",
-        title="P",
-        method="",
-        cases=(Case("a"), Case("b")),
-        figures=lambda answers: {"x": float(cast("list[Any]", answers)[0])},
-    )
+    part = company.InTurn(name="p", title="P", method="", cases=(Case("a"), Case("b")), turns=turns)
     table = part.measure(cast("Lab", _Lab()), repeats=1)
-    assert asked[:6] == [("b", 0), ("a", 0), ("a", 1), ("b", 1), ("b", 2), ("a", 2)]
-    for row in table.values():
-        assert [sample.value for sample in row["x"].samples] == list(range(1, company.ROUNDS + 1))
-        assert not row["x"].is_clean
+    assert asked == [("http://here", number) for number in range(company.ROUNDS + 1)]
+    numbers = range(1, company.ROUNDS + 1)
+    assert [sample.value for sample in table["a"]["x"].samples] == [
+        n for n in numbers for _ in "ab"
+    ]
+    assert not table["b"]["x"].is_clean
 
 
 def test_walks_take_only_what_is_allowed_and_time_every_step() -> None:

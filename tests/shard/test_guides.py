@@ -159,6 +159,22 @@ def test_the_end_is_the_last_of_a_chain() -> None:
     assert step(guides, row(0, most_forced=9)).forced == ((c, c, OTHER_EOS),)
 
 
+@pytest.mark.parametrize("num_rows", [5, 2, 3])
+def test_rows_have_chains_of_their_own(num_rows: int) -> None:
+    """Steps of more rows and of fewer than the one before, whose masks they overwrite."""
+    guides = new_guides(ONE_END)
+    languages = [[b"c" * (1 + slot), b"c" * (1 + slot) + b"ba"] for slot in range(5)]
+    for slots in (range(2), range(2, 2 + num_rows)):
+        for slot in slots:
+            words = [word.decode() for word in languages[slot % 5]]
+            guides.admit(slot, of_words(words), np.array(NONE, dtype=np.int64))
+        masks = step(guides, *(row(slot, most_forced=4) for slot in slots))
+        expected = tuple(chain_of(ONE_END, languages[slot % 5], b"", 4) for slot in slots)
+        assert masks.forced == expected
+        assert [len(chain) for chain in expected] == [min(4, 1 + slot % 5) for slot in slots]
+        assert all(allowed(bits) == {ONE_END.tokens.index(b"c")} for bits in masks.bits)
+
+
 def test_a_row_with_a_chain_ignores_its_guesses() -> None:
     guides = new_guides(ONE_END)
     guides.admit(0, lark('start: "cc" ("a"|"b")'), np.array(NONE, dtype=np.int64))

@@ -10,7 +10,7 @@ import pytest
 
 from millrace_fakes_grammars import Words, allowed, mask_of, regex
 from millrace_shard import mask_filler
-from millrace_shard.mask_filler import NUM_SHARED, PATIENCE_SECONDS, MaskFiller
+from millrace_shard.mask_filler import NUM_SHARED, PATIENCE_SECONDS, MaskFiller, MaskLines
 
 WORDS = Words([bytes([byte]) for byte in range(ord("a"), ord("z") + 1)], size=75)
 NUM_ROWS = 9
@@ -34,9 +34,11 @@ def test_whoever_fills_them_masks_are_the_same_and_stay_in_their_lines(
     matchers = [WORDS.matcher(regex(f"[{chr(ord('a') + row)}-z]")) for row in range(num_rows)]
     expected = [mask_of(matcher) for matcher in matchers]
     lines = [2 * NUM_ROWS - 2 * row for row in range(num_rows)]
-    bits = np.full((2 * NUM_ROWS + 1, WIDTH), UNTOUCHED, dtype=np.int32)
+    masks = MaskLines(2 * NUM_ROWS + 1, WIDTH)
+    bits = masks.bits
+    bits[:] = UNTOUCHED
     filler = MaskFiller(beside=beside)
-    filler.fill([(m.inner, line) for m, line in zip(matchers, lines, strict=True)], bits)
+    filler.fill([(m.inner, line) for m, line in zip(matchers, lines, strict=True)], masks)
     assert [sorted(allowed(bits[line])) for line in lines] == expected
     others = np.setdiff1d(np.arange(len(bits)), lines)
     assert (bits[others] == UNTOUCHED).all()
@@ -52,7 +54,7 @@ def test_slow_masks_go_to_threads_while_there_are_enough_of_them(
         lambda _, asked, __: by_threads.append(len(asked)),
     )
     matcher = WORDS.matcher(regex("[a-z]*"))
-    bits = np.zeros((NUM_ROWS, WIDTH), dtype=np.int32)
+    masks = MaskLines(NUM_ROWS, WIDTH)
     asked = [(matcher.inner, line) for line in range(NUM_ROWS)]
     for step, num_rows, expected in (
         (0.0, NUM_ROWS, []),
@@ -63,6 +65,6 @@ def test_slow_masks_go_to_threads_while_there_are_enough_of_them(
         monkeypatch.setattr(
             "millrace_shard.mask_filler.perf_counter", lambda clock=clock: next(clock)
         )
-        MaskFiller(beside=False).fill(asked[:num_rows], bits)
+        MaskFiller(beside=False).fill(asked[:num_rows], masks)
         assert by_threads == expected
         by_threads.clear()
