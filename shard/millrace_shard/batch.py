@@ -250,7 +250,10 @@ class Batch:
             logit_states=np.searchsorted(state_rows, logit_rows),
             prompt_states=np.searchsorted(state_rows, np.flatnonzero(is_prompt)),
             prompt_targets=targets[is_prompt],
-            is_plain=not (rows.num_chunks or len(rows.wide_slots)) and bool(rows.finished.all()),
+            is_plain=not rows.num_chunks
+            and len(token_rows) == len(slots)
+            and not rows.most_guesses.any()
+            and bool(rows.finished.all()),
         )
 
     def ragged(self, slots: Ints, starts: Ints, counts: Ints, logit_rows: Ints) -> RaggedBatch:

@@ -47,7 +47,7 @@ class PreparedStep:
     prompt_targets: Ints
     """The position each of these predicts, clamped to the prompt."""
     is_plain: bool
-    """Whether every row is a decode that was allowed one position, and samples."""
+    """Whether every row is a decode of one position that samples, and for which nobody guesses."""
 
     @property
     def yield_slots(self) -> Ints:

@@ -131,6 +131,19 @@ def test_more_rows_than_the_largest_run_eagerly(setup: Setup, recorder: Recorder
     assert recorder.replays() == {2: 1}
 
 
+def test_a_row_that_may_have_a_chain_but_has_none_keeps_nobody_from_the_graph(
+    setup: Setup, recorder: Recorder
+) -> None:
+    """As one may whose tokens a grammar decides."""
+    by_graph, eager = steppers(setup, recorder)
+    for stepper in (by_graph, eager):
+        for slot in range(2):
+            stepper.run(stepper.admission(slot, prompt_of(4, seed=slot)))
+    step = Forward(decode_slots=ints([0, 1]), decode_tokens=ints([1, 3]))
+    assert by_graph.run(step).ids.tolist() == eager.run(step).ids.tolist()
+    assert recorder.replays() == {2: 1}
+
+
 def test_a_prompt_of_one_token_is_no_decode(setup: Setup, recorder: Recorder) -> None:
     by_graph, eager = steppers(setup, recorder)
     results = [s.run(s.admission(0, [7], prefill_logprobs=True)) for s in (by_graph, eager)]
