@@ -34,9 +34,9 @@ class Server:
 def start_ours(
     model: Path, limits: Limits, log: Path, flags: Sequence[str]
 ) -> AbstractContextManager[RunningServer]:
-    """The launcher with its defaults."""
+    """The launcher with its defaults, but no prefix cache: the same prompts come again in each repetition."""
     del limits
-    return serving(model, log=log, flags=flags)
+    return serving(model, log=log, flags=("--prefix-caching=off", *flags))
 
 
 def start_vllm(

@@ -106,10 +106,13 @@ class MillraceEngine:
 
 
 def load(model: Path, limits: Limits) -> MillraceEngine:
-    """Load and warm up as `millrace-shard serve` and the router do, with the same defaults."""
+    """Load and warm up as `millrace-shard serve` and the router do, with the same defaults.
+
+    Only the prefix cache is off: the same prompts come again in each repetition.
+    """
     flags = os.environ.get(SHARD_FLAGS, "").split()
     shard_config = ShardConfig.from_args([f"--cpu-threads={limits.threads}", *flags, str(model)])
-    router_config = RouterConfig.from_args([f"--model-folder={model}"])
+    router_config = RouterConfig.from_args([f"--model-folder={model}", "--prefix-caching=off"])
     device = torch.device("cpu")
     engine = Engine(
         limits=MemoryLimits(kv_memory=shard_config.kv_memory),
