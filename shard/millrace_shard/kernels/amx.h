@@ -59,7 +59,8 @@ inline void order_stores() { asm volatile("" ::: "memory"); }
 
 // sums (+)= left [rows, K] x right [K, 32]. In each step, `meanwhile()` does something else kPauses times.
 template <Format kFormat = Format::kBFloat16, typename RightOperand, typename Meanwhile>
-void multiply_one(const BFloat16* left, const RightOperand& right, const Sums& sums, bool add, const Meanwhile& meanwhile) {
+void multiply_one(const BFloat16* left, const RightOperand& right, const Sums& sums, bool add,
+                  const Meanwhile& meanwhile) {
   order_stores();
   if (add) {
     _tile_loadd(0, sums.data, sums.stride);
@@ -89,8 +90,8 @@ void multiply_one(const BFloat16* left, const RightOperand& right, const Sums& s
 
 // The same for 32 rows, whose second half has its left tiles at `left_low` and its sums at `low`.
 template <Format kFormat = Format::kBFloat16, typename RightOperand, typename Meanwhile>
-void multiply_two(const BFloat16* left, const BFloat16* left_low, const RightOperand& right, const Sums& sums, float* low,
-                  bool add, const Meanwhile& meanwhile) {
+void multiply_two(const BFloat16* left, const BFloat16* left_low, const RightOperand& right, const Sums& sums,
+                  float* low, bool add, const Meanwhile& meanwhile) {
   order_stores();
   if (add) {
     _tile_loadd(0, sums.data, sums.stride);

@@ -29,8 +29,9 @@ __m512 add_products(__m512 sums, __m512i left, __m512i right) {
     return _mm512_castsi512_ps(_mm512_dpbusd_epi32(_mm512_castps_si512(sums), left, right));
 #else
     // 16 bits hold no two products of these: the quads' even and odd values apart.
-    const __m512i low = _mm512_set1_epi16(0xff);
-    const __m512i even = _mm512_madd_epi16(_mm512_and_si512(left, low), _mm512_srai_epi16(_mm512_slli_epi16(right, 8), 8));
+    const __m512i left_even = _mm512_and_si512(left, _mm512_set1_epi16(0xff));
+    const __m512i right_even = _mm512_srai_epi16(_mm512_slli_epi16(right, 8), 8);
+    const __m512i even = _mm512_madd_epi16(left_even, right_even);
     const __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(left, 8), _mm512_srai_epi16(right, 8));
     return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(sums), _mm512_add_epi32(even, odd)));
 #endif

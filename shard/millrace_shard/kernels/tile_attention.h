@@ -82,9 +82,7 @@ inline void softmax_row(const Attention<BFloat16>& a, const TileWorkspace& w, in
     const __m512 odd = fast_exp2(_mm512_fmsub_ps(_mm512_loadu_ps(scores + i + 16), scales, shift));
     total = _mm512_add_ps(total, even);
     total_odd = _mm512_add_ps(total_odd, odd);
-    __m256i* weights = reinterpret_cast<__m256i*>(w.weights.at(row, i));
-    _mm256_storeu_si256(weights, to_bfloat16(even));
-    _mm256_storeu_si256(weights + 1, to_bfloat16(odd));
+    _mm512_storeu_si512(w.weights.at(row, i), to_bfloat16(even, odd));
   }
   w.row_sum[row] = w.row_sum[row] * keep + _mm512_reduce_add_ps(_mm512_add_ps(total, total_odd));
   w.row_max[row] = now;

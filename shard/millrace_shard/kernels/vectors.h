@@ -42,6 +42,14 @@ inline __m256i to_bfloat16(__m512 values) {
 #endif
 }
 
+inline __m512i to_bfloat16(__m512 low, __m512 high) {
+#if defined(__AVX512BF16__)
+  return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+#else
+  return _mm512_inserti64x4(_mm512_castsi256_si512(to_bfloat16(low)), to_bfloat16(high), 1);
+#endif
+}
+
 inline Vec save(BFloat16* to, const Vec& value) {
   const __m256i bits = to_bfloat16(value);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), bits);
