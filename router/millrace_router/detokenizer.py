@@ -91,23 +91,27 @@ class _WindowSteps:
     def step(self, token_id: int) -> str:
         self._window.append(token_id)
         text = self._decode()
+        if not text.endswith(_REPLACEMENT):
+            return self._emit(text)
+        whole = text[self._num_chars : -1]
+        if whole and not whole.endswith(_REPLACEMENT):
+            # The token ends one character and begins another.
+            return self._emit(text, num_unfinished=1)
         num_withheld = len(self._window) - self._num_read
-        if text.endswith(_REPLACEMENT) and num_withheld < _MAX_WITHHELD_TOKENS:
-            return ""
-        return self._emit(text)
+        return "" if num_withheld < _MAX_WITHHELD_TOKENS else self._emit(text)
 
     def flush(self) -> str:
-        return self._emit(self._decode()) if len(self._window) > self._num_read else ""
+        return self._emit(self._decode())
 
-    def _emit(self, text: str) -> str:
-        added = text[self._num_chars :]
+    def _emit(self, text: str, *, num_unfinished: int = 0) -> str:
+        added = text[self._num_chars : len(text) - num_unfinished]
         if not added:
             # A token without text, such as one outside the vocabulary, is no context for the next.
             del self._window[self._num_read :]
             return ""
         del self._window[: self._num_read]
         self._num_read = len(self._window)
-        self._num_chars = len(self._decode())
+        self._num_chars = len(self._decode()) - num_unfinished
         return added
 
     def _decode(self) -> str:

@@ -6,7 +6,7 @@ import re
 from itertools import groupby
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from millrace_fakes_text import KINDS, tokenizer
@@ -59,6 +59,9 @@ def test_pieces_join_to_the_decode_of_the_whole(kind: str, ids: list[int]) -> No
 
 @fuzz
 @given(text=st.text(max_size=30))
+# A token of theirs ends the first character and begins the second.
+@example(text="\U000650b6\xd7")
+@example(text="\U000650b6\xd7" * 20)
 @pytest.mark.parametrize("kind", OF_BYTES)
 @pytest.mark.parametrize("steps_of", [IncrementalDetokenizer, _WindowSteps])
 def test_any_text_comes_back_with_no_character_broken(
