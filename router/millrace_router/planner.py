@@ -195,7 +195,8 @@ class Planner(Generic[E]):
         self._retire(plan, last_sent)
         self.answered(last_answered)
         for row in self._yielded:
-            waiting.append(row.entry)
+            if not row.entry.closed:
+                waiting.append(row.entry)
         self._yielded.clear()
         if not self.budgets.reserve_all:
             retired = (slot for _, slot in self._retired)

@@ -243,6 +243,22 @@ def test_a_replay_that_went_back_to_the_queue_may_be_longer_than_a_whole_step() 
     assert sum(plan.num_preempted for plan in driver.plans) == 1
 
 
+def test_who_leaves_while_yielding_to_another_tenant_does_not_queue_again() -> None:
+    budgets = Budgets(max_batch_prefill_tokens=64, max_batch_size=2, share_slots=True)
+    shard = HashShard(num_blocks=40, block_size=4, max_batch_size=2)
+    driver = ScheduleDriver(budgets, shard, prefix_caching=False)
+    submit(driver, (4, 12), (4, 12))
+    for _ in range(3):
+        driver.turn()
+    driver.submit(ValidRequest(input_ids=(2,) * 4, max_new_tokens=3, terms=Terms(tenant="other")))
+    while not any(plan.num_preempted for plan in driver.plans):
+        driver.turn()
+    driver.clients[1].leave()
+    driver.run()
+    driver.check_idle()
+    assert driver.shard.num_prefilled == 12, "nothing is computed again"
+
+
 def test_what_runs_and_what_is_paused_survives_a_failed_epoch() -> None:
     driver = new_driver(prefill=64, num_blocks=8)
     submit(driver, (4, 20), (4, 20))
