@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence, Sized
 
 from millrace_router.allowances import Progress
 from millrace_router.entry import Entry
 from millrace_router.errors import Quarantined, RouterError
 from millrace_router.metrics import Metrics
 from millrace_router.planner import Planner
-from millrace_router.step_plan import StepPlan
+from millrace_router.step_plan import METHODS, StepPlan
 from millrace_router.wire import StepTimings
+
+
+class _StepMetrics:
+    """What is counted of every step of one kind; looking the series up takes longer than counting."""
+
+    def __init__(self, metrics: Metrics, method: str) -> None:
+        self.count = metrics.batch_inference_count.labels(method=method)
+        self.success = metrics.batch_inference_success.labels(method=method)
+        self.duration = metrics.batch_inference_duration.labels(method=method)
+        self.forward = metrics.batch_forward_duration.labels(method=method)
+        self.decode = metrics.batch_decode_duration.labels(method=method)
+        self.filter = metrics.batch_filter_duration.labels(method=method)
 
 
 class BatchMetrics:
@@ -19,28 +31,25 @@ class BatchMetrics:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
+        self._steps = {method: _StepMetrics(metrics, method) for method in METHODS}
 
-    def waiting(self, num_waiting: int) -> None:
-        """Show how many wait."""
-        self._metrics.queue_size.set(num_waiting)
-        self._metrics.requests_waiting.set(num_waiting)
-
-    def batch(self, planner: Planner[Entry], num_waiting: int) -> None:
-        """Show what runs, and what the KV cache holds."""
-        self.waiting(num_waiting)
-        metrics, blocks = self._metrics, planner.blocks
-        metrics.requests_running.set(len(planner.rows))
-        metrics.requests_paused.set(planner.num_paused)
-        metrics.batch_current_size.set(len(planner.rows))
-        metrics.batch_current_max_tokens.set(blocks.num_reserved * blocks.block_size)
-        metrics.kv_blocks_in_use.set(blocks.num_owned)
-        metrics.kv_blocks_cached.set(blocks.num_cached)
+    def show(self, planner: Callable[[], Planner[Entry]], waiting: Sized) -> None:
+        """Show who waits, what runs and what the KV cache holds, whenever somebody asks for the metrics."""
+        metrics = self._metrics
+        for gauge in (metrics.queue_size, metrics.requests_waiting):
+            gauge.follow(lambda: len(waiting))
+        for gauge in (metrics.requests_running, metrics.batch_current_size):
+            gauge.follow(lambda: len(planner().rows))
+        metrics.requests_paused.follow(lambda: planner().num_paused)
+        metrics.batch_current_max_tokens.follow(lambda: planner().blocks.num_reserved_tokens)
+        metrics.kv_blocks_in_use.follow(lambda: planner().blocks.num_owned)
+        metrics.kv_blocks_cached.follow(lambda: planner().blocks.num_cached)
 
     def sent(self, plan: StepPlan[Entry]) -> None:
         """Count a step that goes out."""
         metrics = self._metrics
         if plan.has_forward:
-            metrics.batch_inference_count.labels(method=plan.method).inc()
+            self._steps[plan.method].count.inc()
         if plan.num_preempted:
             metrics.preemptions.inc(plan.num_preempted)
         if plan.chunks:
@@ -55,24 +64,25 @@ class BatchMetrics:
         self,
         plan: StepPlan[Entry],
         timings: StepTimings,
-        skipped: Mapping[int, int],
+        skipped: Sequence[int],
         *,
         sent_at: float,
         answered_at: float,
     ) -> None:
-        """Count a step whose tokens have been handed out; `skipped` is how many rows got how many beyond the first."""
-        metrics, method = self._metrics, plan.method
-        for num_tokens, times in skipped.items():
-            metrics.request_skipped_tokens.observe(num_tokens, times=times)
+        """Count a step whose tokens have been handed out; `skipped` is how many each row got beyond the first."""
+        for num_tokens in set(skipped):
+            times = skipped.count(num_tokens)
+            self._metrics.request_skipped_tokens.observe(num_tokens, times=times)
         if not plan.has_forward:
             return
-        metrics.batch_inference_success.labels(method=method).inc()
-        metrics.batch_inference_duration.labels(method=method).observe(answered_at - sent_at)
-        metrics.batch_forward_duration.labels(method=method).observe(timings.forward)
-        metrics.batch_decode_duration.labels(method=method).observe(timings.decode)
-        metrics.batch_filter_duration.labels(method=method).observe(time.monotonic() - answered_at)
+        step = self._steps[plan.method]
+        step.success.inc()
+        step.duration.observe(answered_at - sent_at)
+        step.forward.observe(timings.forward)
+        step.decode.observe(timings.decode)
+        step.filter.observe(time.monotonic() - answered_at)
         if timings.concat is not None:
-            metrics.batch_concat_duration.labels(method="decode").observe(timings.concat)
+            self._metrics.batch_concat_duration.labels(method="decode").observe(timings.concat)
 
     def speculated(self, progress: Progress) -> None:
         """Count the guesses of a step."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass
 from itertools import count
 
@@ -95,7 +95,8 @@ class Batcher:
             self._metrics,
             oldest=self._oldest,
         )
-        self._rescue = Rescue(new_planner, self.quarantine)
+        self._rescue = rescue = Rescue(new_planner, self.quarantine)
+        self._metrics.show(lambda: rescue.planner, waiting)
         self._shards = shards
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
@@ -141,7 +142,6 @@ class Batcher:
         self._prospects.accept(entry, self._outlook(request.terms), num_cached=num_cached)
         entry.stream.when_closed(lambda: self._on_close(entry))
         self._waiting.append(entry)
-        self._metrics.waiting(len(self._waiting))
         self._wake.set()
         return entry.stream
 
@@ -194,9 +194,9 @@ class Batcher:
             while True:
                 try:
                     async with self._lifeline.interrupt:
-                        await self._turn()
-                    if self._rescue.must_regroup and not self._flights:
-                        await self._next_epoch()
+                        while self._flights or not self._rescue.must_regroup:
+                            await self._turn()
+                    await self._next_epoch()
                 except ShardError as error:
                     await self._recover(error)
                 except Exception as error:
@@ -227,7 +227,6 @@ class Batcher:
             await self._send(plan, was_open=open_seconds > 0.0)
         # Whatever comes now is not the router's own time.
         self._is_at_answer = False
-        self._metrics.batch(rescue.planner, len(self._waiting))
         if self._flights:
             self._deliver(await self._shards.receive())
         elif not rescue.must_regroup:
@@ -246,7 +245,6 @@ class Batcher:
     async def _may_plan_after(self, seconds: float) -> bool:
         """Leave the next step undecided for so long; False if it is not to be decided then."""
         self._note_turn()
-        self._metrics.batch(self._planner, len(self._waiting))
         if await self._shards.answers_within(seconds):
             self._late.learn(0.0)
             return False
@@ -286,7 +284,7 @@ class Batcher:
             if (row := planner.row(slot)) is not None:
                 planner.drop(row)
                 self._end(row.entry, NonFiniteOutput())
-        skipped = Counter(count - 1 for slot, count in result.counts if count and planner.row(slot))
+        skipped = [count - 1 for slot, count in result.counts if count and planner.row(slot)]
         for slot, token_id, logprob, top in result.tokens:
             # A row that has ended is not there any more, whatever else the step says of its slot.
             row = planner.row(slot)
@@ -360,6 +358,8 @@ class Batcher:
         return Oldest(flight.number, flight, flight.plan.load)
 
     def _expire(self) -> None:
+        if not len(self._waiting):
+            return
         for entry in self._waiting.expired(time.monotonic()):
             self._end(entry, QueueExpired(retry_after_seconds=self.drain_seconds()))
 
@@ -381,6 +381,5 @@ class Batcher:
     def _on_close(self, entry: Entry) -> None:
         """A reader has left: a waiting entry goes at once, a running one with the next step."""
         self._waiting.discard(entry)
-        self._metrics.waiting(len(self._waiting))
         self._end(entry)
         self._wake.set()

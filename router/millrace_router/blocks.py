@@ -64,6 +64,11 @@ class BlockTable:
         return self.num_owned + self._num_promised
 
     @property
+    def num_reserved_tokens(self) -> int:
+        """Positions that those have."""
+        return self.num_reserved * self.block_size
+
+    @property
     def num_available(self) -> int:
         """Blocks that are neither owned nor promised."""
         # Asked for in every step, hence not by way of `num_reserved`.

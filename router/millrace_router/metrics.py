@@ -56,16 +56,27 @@ class Gauge:
     """A number that goes up and down."""
 
     kind: ClassVar[str] = "gauge"
-    __slots__ = ("touched", "value")
+    __slots__ = ("_read", "_value", "touched")
 
     def __init__(self) -> None:
         self.touched = False
-        self.value = 0.0
+        self._value = 0.0
+        self._read: Callable[[], float] | None = None
+
+    @property
+    def value(self) -> float:
+        """The number now."""
+        return self._value if self._read is None else self._read()
+
+    def follow(self, read: Callable[[], float]) -> None:
+        """Show what `read` returns at the moment of asking, from now on."""
+        self.touched = True
+        self._read = read
 
     def inc(self, amount: float = 1.0) -> None:
         """Add `amount`."""
         self.touched = True
-        self.value += amount
+        self._value += amount
 
     def dec(self, amount: float = 1.0) -> None:
         """Subtract `amount`."""
@@ -74,7 +85,7 @@ class Gauge:
     def set(self, value: float) -> None:
         """Replace the value."""
         self.touched = True
-        self.value = value
+        self._value = value
 
     def samples(self) -> Iterator[tuple[str, str | None, float]]:
         """Yield (name suffix, bucket bound, value)."""

@@ -8,6 +8,9 @@ from typing import Generic
 from millrace_router.row import E, Row
 from millrace_router.step_load import StepLoad
 
+METHODS = ("prefill", "decode")
+"""TGI's labels of steps for metrics."""
+
 
 @dataclass(slots=True, kw_only=True)
 class StepPlan(Generic[E]):
@@ -35,7 +38,7 @@ class StepPlan(Generic[E]):
 
     @property
     def method(self) -> str:
-        """TGI's label for metrics."""
+        """Which of `METHODS` it is."""
         return "prefill" if self.chunks else "decode"
 
     @property

@@ -136,11 +136,12 @@ def plan_to_pb(plan: StepPlan[Entry], *, epoch: int, number: int, batch_id: int)
     if plan.chunks:
         message.prefill.chunk_slots.extend(slot for slot, _ in plan.chunks)
         message.prefill.chunk_tokens.extend(num_tokens for _, num_tokens in plan.chunks)
-    change = step.change
-    change.dropped_slots.extend(plan.dropped)
-    change.grown_slots.extend(slot for slot, _ in plan.grown)
-    change.grown_blocks.extend(block for _, block in plan.grown)
-    change.admitted.extend(_sequence_to_pb(row) for row in plan.admitted)
+    if plan.dropped or plan.grown or plan.admitted:
+        change = step.change
+        change.dropped_slots.extend(plan.dropped)
+        change.grown_slots.extend(slot for slot, _ in plan.grown)
+        change.grown_blocks.extend(block for _, block in plan.grown)
+        change.admitted.extend(_sequence_to_pb(row) for row in plan.admitted)
     return message
 
 
@@ -207,12 +208,13 @@ def result_from_pb(messages: Sequence[pb.StepResponse]) -> StepResult:
 
 def _tokens(message: pb.StepResponse) -> Iterator[tuple[int, int, float, Candidates]]:
     """Flatten the columns, by C iterators because this runs for every token; raises ValueError if lengths differ."""
-    if not len(message.ids) == len(message.logprobs) == sum(message.counts):
+    ids, logprobs, counts = message.ids, message.logprobs, message.counts
+    if not len(ids) == len(logprobs) == sum(counts):
         raise ValueError("a step's columns differ in length")
     slots: Iterable[int] = message.slots
-    if set(message.counts) != {1}:
-        slots = chain.from_iterable(map(repeat, message.slots, message.counts))
-    return zip(slots, message.ids, message.logprobs, _candidates(message), strict=False)
+    if set(counts) != {1}:
+        slots = chain.from_iterable(map(repeat, slots, counts))
+    return zip(slots, ids, logprobs, _candidates(message), strict=False)
 
 
 def _candidates(message: pb.StepResponse) -> Iterator[Candidates]:

@@ -62,6 +62,14 @@ def test_an_untouched_metric_is_not_shown() -> None:
     assert b"\ntgi_queue_size 0\n" in render(metrics.registry)
 
 
+def test_what_is_kept_elsewhere_is_read_whenever_somebody_asks() -> None:
+    metrics, waiting = new_metrics(), ["a request"]
+    metrics.queue_size.follow(lambda: len(waiting))
+    assert b"\ntgi_queue_size 1\n" in render(metrics.registry)
+    waiting.append("another")
+    assert b"\ntgi_queue_size 2\n" in render(metrics.registry)
+
+
 def test_every_name_and_type_is_tgis() -> None:
     metrics = new_metrics()
     touch_all(metrics)

@@ -111,15 +111,42 @@ async def test_who_has_waited_for_too_long_while_the_next_step_is_open_is_not_in
 
 
 async def test_the_metrics_tell_of_a_step_while_the_next_one_is_open() -> None:
-    batcher, _, shard = late_batcher()
+    batcher, shards, shard = late_batcher()
     async with running(batcher):
         await turns()
         batcher.submit(request([1], 9))
         await turns()
         assert admissions(shard) == [1]
         metrics = batcher._metrics._metrics
-        assert metrics.batch_current_size.value == 1
-        assert metrics.queue_size.value == 0
+        assert metrics.batch_current_size.value == metrics.requests_running.value == 1
+        assert metrics.queue_size.value == metrics.requests_waiting.value == 0
+        assert metrics.kv_blocks_in_use.value == 1
+        batcher.submit(request([2], 9))
+        assert metrics.queue_size.value == metrics.requests_waiting.value == 1
+        shards.let_time_pass()
+        await turns()
+        assert metrics.requests_running.value == 2
+        assert metrics.requests_waiting.value == 0
+        assert metrics.kv_blocks_in_use.value == 2
+
+
+async def test_the_metrics_tell_of_the_epoch_after_a_failed_one() -> None:
+    batcher, shards, shard = late_batcher()
+    async with running(batcher):
+        await turns()
+        shard.fail_next = "the device caught fire"
+        stream = batcher.submit(request([1], 3))
+        await turns()
+        metrics = batcher._metrics._metrics
+        while metrics.recoveries.labels(reason="failed").value == 0:
+            shards.release()
+            await turns()
+        assert metrics.requests_running.value == metrics.kv_blocks_in_use.value == 1
+        for _ in range(6):
+            shards.release()
+            await turns()
+        assert ids_of(await collect(stream)) == expected_tokens([1], 3)
+        assert metrics.requests_running.value == metrics.kv_blocks_in_use.value == 0
 
 
 async def test_no_step_follows_when_the_last_suspect_leaves_while_it_is_open() -> None:

@@ -92,3 +92,14 @@ def test_what_decodes_have_filled_is_told_by_slot() -> None:
     answer.drafted_tokens.append(1)
     with pytest.raises(ValueError, match=r"longer|shorter"):
         result_from_pb([answer])
+
+
+def test_a_step_that_changes_nothing_says_nothing_of_changes() -> None:
+    plan = StepPlan[Entry](decodes=[3])
+    message = plan_to_pb(plan, epoch=1, number=2, batch_id=5)
+    assert message == pb.StepRequest(
+        epoch=1, number=2, decode=pb.Decode(batch_id=5, decode_slots=[3])
+    )
+    plan.grown.append((3, 9))
+    change = plan_to_pb(plan, epoch=1, number=3, batch_id=5).decode.change
+    assert change == pb.BatchChange(grown_slots=[3], grown_blocks=[9])
