@@ -12,9 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millrace_shard import cuts
 from millrace_shard.batch_limits import BatchLimits
 from millrace_shard.block_tables import BlockTables
 from millrace_shard.extra_positions import affordable
+from millrace_shard.histories import Histories
 from millrace_shard.host_copies import upload, upload_columns
 from millrace_shard.pending_scores import PendingScores
 from millrace_shard.prepared import PreparedStep
@@ -22,7 +24,7 @@ from millrace_shard.ragged import RaggedBatch
 from millrace_shard.sampling_rows import SamplingRows
 from millrace_shard.sequence import PARAMETERS, Sequence
 from millrace_shard.step import BatchChange, Flags, Forward, Ints, StepInvalid, no_ints
-from millrace_shard.step_rows import StepRows, spread
+from millrace_shard.step_rows import StepRows, WideRows, spread
 
 logger = logging.getLogger(__name__)
 
@@ -46,16 +48,16 @@ class Batch:
         self._parameters = np.zeros(size, dtype=PARAMETERS)
         self.padding_slot = size
         """A row of the tables below that is no sequence's: one token of id 0, in the block for padding."""
-        self.history = torch.empty(
-            size + 1,
-            limits.table_width * limits.block_size + 1,
-            dtype=torch.int32,
-            device=device,
-        )
-        self.history[self.padding_slot, 0] = 0
+        self.history = Histories(size, limits.table_width * limits.block_size + 1, device)
         self.blocks = BlockTables(limits, device)
         self.failed = torch.zeros(size, dtype=torch.bool, device=device)
         """Sequences whose logits were not finite once: nothing they yield later counts."""
+        self._some_failed = False
+        """Whether any of them may be set, where the host can tell."""
+        self._last_plain: PreparedStep | None = None
+        """The last step, if it may repeat and nobody has gone since."""
+        self._rows = torch.arange(size + 1, device=device)
+        self._starts = self._rows.to(torch.int32)
         self.pending_scores = PendingScores(size, device)
         """What the last computed prompt token says of the one after it, which the next chunk reports."""
 
@@ -64,6 +66,8 @@ class Batch:
 
     def clear(self) -> None:
         """Drop every sequence."""
+        self._last_plain = None
+        self._some_failed = False
         self._in_use[:] = False
         self.blocks.clear()
 
@@ -85,6 +89,9 @@ class Batch:
 
     def drop(self, slots: Ints) -> None:
         """Forget the sequences in `slots`."""
+        if not len(slots):
+            return
+        self._last_plain = None
         self._check_slots(slots)
         self.blocks.drop(slots)
         self._in_use[slots] = False
@@ -128,7 +135,7 @@ class Batch:
         self._num_computed[slot] = self._num_cached[slot] = sequence.cached_tokens
         self._prompt_logprobs[slot] = sequence.prefill_logprobs
         self._parameters[slot] = sequence.columns()
-        self.history[slot, :num_inputs] = upload(sequence.input_ids, self.device)
+        self.history.begin(slot, sequence.input_ids)
         self.failed[slot] = False
         if sequence.prefill_logprobs:
             most = self.limits.vocab_size
@@ -161,6 +168,25 @@ class Batch:
         slots = np.concatenate([step.chunk_slots, step.decode_slots])
         self._check_slots(slots)
         return slots
+
+    def repeat(self, step: Forward) -> PreparedStep | None:
+        """The layout of a step of exactly the rows of the last one, each one position on.
+
+        It is what `rows` and `prepare` would come to, in a fraction of their time; None where they are to be asked.
+        """
+        last = self._last_plain
+        if (
+            last is None
+            or len(step.chunk_slots)
+            or len(step.decode_tokens)
+            or len(step.draft_tokens)
+        ):
+            return None
+        if not np.array_equal(step.decode_slots, last.slots):
+            return None
+        prepared = last.repeated()
+        room = np.minimum(self.blocks.capacity(prepared.slots), self.limits.max_tokens)
+        return prepared if (prepared.starts < room).all() else None
 
     def rows(self, step: Forward) -> StepRows:
         """What `step` asks for, within what there is room for; nothing changes here.
@@ -206,8 +232,7 @@ class Batch:
             finished=finished[some],
             most_guesses=np.where(finished, np.maximum(most_guesses, 0), 0)[some],
             most_tokens=np.minimum(allowed, limits.max_tokens + 1 - starts - counts)[some],
-            wide_slots=slots[wide],
-            wide_computed=(starts + counts)[wide],
+            wide=WideRows(slots=slots[wide], computed=(starts + counts)[wide]),
         )
 
     def prepare(self, rows: StepRows, guesses: Ints) -> PreparedStep:
@@ -228,6 +253,12 @@ class Batch:
         sampled = slots[token_rows[sampled_tokens]]
         yields = np.flatnonzero(rows.finished)
         targets = np.minimum(positions + 1, self._num_inputs[slots[token_rows]] - 1)
+        is_plain = (
+            not rows.num_chunks
+            and len(token_rows) == len(slots)
+            and not rows.most_guesses.any()
+            and bool(rows.finished.all())
+        )
         return PreparedStep(
             slots=slots,
             starts=starts,
@@ -236,6 +267,8 @@ class Batch:
             logit_rows=logit_rows,
             num_chunks=rows.num_chunks,
             yields=yields,
+            yield_slots=slots[yields],
+            num_samples=1 + guesses[yields],
             admissions=self._admissions[slots[yields]],
             most_tokens=rows.most_tokens[yields],
             sampled=sampled,
@@ -250,10 +283,8 @@ class Batch:
             logit_states=np.searchsorted(state_rows, logit_rows),
             prompt_states=np.searchsorted(state_rows, np.flatnonzero(is_prompt)),
             prompt_targets=targets[is_prompt],
-            is_plain=not rows.num_chunks
-            and len(token_rows) == len(slots)
-            and not rows.most_guesses.any()
-            and bool(rows.finished.all()),
+            is_plain=is_plain,
+            may_repeat=is_plain and bool((rows.most_tokens == 1).all()),
         )
 
     def ragged(self, slots: Ints, starts: Ints, counts: Ints, logit_rows: Ints) -> RaggedBatch:
@@ -266,14 +297,12 @@ class Batch:
         context = starts + counts
         cache_rows = self.blocks.cache_rows(token_slots, positions)
         bounds = np.concatenate([[0], counts.cumsum(), context])
-        columns = [positions, cache_rows, token_slots, slots, logit_rows, bounds]
-        token_positions, rows, token_slot, slot, device_logit_rows, bound = upload_columns(
-            columns, self.device
-        )
+        columns = [positions, cache_rows, slots, logit_rows, bounds]
+        token_positions, rows, slot, device_logit_rows, bound = upload_columns(columns, self.device)
         narrow = bound.to(torch.int32)
         width = -(-int(context.max()) // self.limits.block_size)
         return RaggedBatch(
-            ids=self.history[token_slot, token_positions].long(),
+            ids=self.history.read(token_slots, positions),
             positions=token_positions,
             cache_rows=rows,
             query_starts=narrow[: len(slots) + 1],
@@ -284,10 +313,24 @@ class Batch:
             num_context=tuple(context.tolist()),
         )
 
-    def write(self, slots: Ints, positions: Ints, ids: Tensor) -> None:
-        """Store `ids` [n], on the device, at `positions` [n] of the histories of `slots` [n] there."""
-        slot, position = upload_columns([slots, positions], self.device)
-        self.history[slot, position] = ids.to(torch.int32)
+    def ragged_decodes(self, slots: Ints, starts: Ints) -> RaggedBatch:
+        """As `ragged`, of one token a row whose logits are all wanted."""
+        size, context = len(slots), starts + 1
+        width = -(-int(context.max()) // self.limits.block_size)
+        columns = [starts, self.blocks.cache_rows(slots, starts)]
+        positions, cache_rows = upload_columns(columns, self.device)
+        return RaggedBatch(
+            ids=self.history.read(slots, starts),
+            positions=positions,
+            cache_rows=cache_rows,
+            query_starts=self._starts[: size + 1],
+            context_lengths=upload(context.astype(np.int32), self.device),
+            block_tables=upload(self.blocks.rows(slots, width), self.device),
+            logit_rows=self._rows[:size],
+            wants_all=True,
+            num_queries=(1,) * size,
+            num_context=tuple(context.tolist()),
+        )
 
     def put(self, prepared: PreparedStep, ids: Tensor, failed: Tensor) -> Tensor:
         """Append the sampled `ids` [R] to the histories on the device, where the next step reads them.
@@ -295,13 +338,14 @@ class Batch:
         After a guess that was wrong they are nothing, and lie past the end. `failed` [R] bool is kept by sequence, and
         returned with those that failed before: what they yield never counts again.
         """
-        slots, positions = upload_columns(
-            [prepared.sampled, prepared.sampling.positions], self.device
-        )
-        self.history[slots, positions] = ids.to(torch.int32)
+        self.history.write(prepared.sampled, prepared.sampling.positions, ids)
+        if cuts.may_wait(self.device) and not (self._some_failed or failed.numpy().any()):
+            return failed
+        slots = self.to_device(prepared.sampled)
         if len(prepared.sampled) > len(prepared.yields):
             self._keep_failed(slots, failed)
             return self.failed[slots]
+        self._some_failed = True
         failed = self.failed[slots].logical_or_(failed)
         self.failed[slots] = failed
         return failed
@@ -312,6 +356,7 @@ class Batch:
 
     def _keep_failed(self, slots: Tensor, failed: Tensor) -> None:
         """A slot that is named several times has failed where any of them says so."""
+        self._some_failed = True
         counts = torch.zeros(len(self.failed), dtype=torch.int32, device=self.device)
         self.failed |= counts.index_add_(0, slots, failed.to(torch.int32)) > 0
 
@@ -320,8 +365,14 @@ class Batch:
 
         0 where that is not known yet, because tokens were guessed: the row waits to be settled.
         """
-        self._num_computed[prepared.slots] = prepared.starts + prepared.counts - prepared.guesses
-        self._num_tokens[prepared.yield_slots] += counts
+        if prepared.may_repeat:
+            self._num_computed[prepared.slots] = prepared.sampling.positions
+            self._num_tokens[prepared.slots] = prepared.sampling.positions + 1
+        else:
+            computed = prepared.starts + prepared.counts - prepared.guesses
+            self._num_computed[prepared.slots] = computed
+            self._num_tokens[prepared.yield_slots] += counts
+        self._last_plain = prepared if prepared.may_repeat else None
 
     def settle(self, slots: Ints, admissions: Ints, counts: Ints) -> Flags:
         """Advance rows whose guesses have been looked at: all of their `counts` tokens but the last are computed.

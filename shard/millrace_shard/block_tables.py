@@ -45,6 +45,11 @@ class BlockTables:
         positions: Ints = self._counts[slots] * self._limits.block_size
         return positions
 
+    def rows(self, slots: Ints, width: int) -> NDArray[np.int32]:
+        """The first `width` blocks of `slots` [B], [B, width] on the host; anything at all where there are fewer."""
+        rows: NDArray[np.int32] = self._blocks[slots, :width]
+        return rows
+
     def cache_rows(self, slots: Ints, positions: Ints) -> Ints:
         """Where in the cache the KV of a position lies: `block * block_size + offset`."""
         size = self._limits.block_size

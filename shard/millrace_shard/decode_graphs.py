@@ -145,13 +145,14 @@ class DecodeGraphs:
         tables = batch.blocks.tables.index_select(0, slots)
         blocks = tables.gather(1, (positions // block_size).unsqueeze(1)).squeeze(1).long()
         ragged = RaggedBatch(
-            ids=batch.history[slots, positions].long(),
+            ids=batch.history.table[slots, positions].long(),
             positions=positions,
             cache_rows=blocks * block_size + positions % block_size,
             query_starts=self._starts[: size + 1],
             context_lengths=(positions + 1).to(torch.int32),
             block_tables=tables,
             logit_rows=self._rows[:size],
+            wants_all=True,
             num_queries=(1,) * size,
             num_context=(tables.shape[1] * block_size,) * size,
         )

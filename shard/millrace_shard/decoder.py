@@ -57,22 +57,19 @@ class Decoder:
         self._norm = loader.norm("model.norm", arch.hidden_size)
         self._head = loader.head(self._embedding)
 
-    @torch.inference_mode()
     def forward(self, batch: RaggedBatch, cache: Sequence[LayerCache]) -> Tensor:
         """Logits of `batch.logit_rows` over the whole vocabulary, [R, vocab] float32, on every rank."""
         return self.logits(self.states(batch, cache))
 
-    @torch.inference_mode()
     def states(self, batch: RaggedBatch, cache: Sequence[LayerCache]) -> Tensor:
         """What the head reads of `batch.logit_rows`: hidden states after the last norm, [R, hidden], on every rank."""
         residual = self._embed(batch.ids)
         x = self._layers(residual, batch, cache)
-        x, residual = x[batch.logit_rows], residual[batch.logit_rows]
+        x, residual = batch.wanted(x), batch.wanted(residual)
         if x.shape[0] == 0:
             return x
         return self._kernels.add_rms_norm(x, residual, self._norm, self._arch.norm_eps)
 
-    @torch.inference_mode()
     def logits(self, states: Tensor) -> Tensor:
         """[R, vocab] float32 of states [R, hidden]."""
         if states.shape[0] == 0:

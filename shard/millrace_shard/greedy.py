@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from millrace_shard.kernels.build import operators_loaded
 
 
-def choose_greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """From `logits` [R, V] float32: ids [R] int64, the first of equals, and their log probabilities [R] float32.
+class Best(NamedTuple):
+    """Of R rows."""
 
-    The log probability is not finite where a logit is NaN or plus infinity. A row's bits depend on the row alone.
-    """
+    ids: Tensor
+    """[R] int64, the first of equals."""
+    logprobs: Tensor
+    """[R] float32; not finite where a logit is NaN or plus infinity."""
+    failed: Tensor
+    """[R] bool, where they are not finite."""
+
+
+def choose_greedy(logits: Tensor) -> Best:
+    """The best of `logits` [R, V] float32. A row's bits depend on the row alone."""
     if logits.device.type == "cpu" and operators_loaded():
-        ids = torch.empty(len(logits), dtype=torch.int64)
-        logprobs = torch.empty(len(logits), dtype=torch.float32)
-        torch.ops.millrace.greedy(ids, logprobs, logits.contiguous())
-        return ids, logprobs
+        return Best(*torch.ops.millrace.greedy(logits.contiguous()))
     best = logits.max(-1)
     # Of one long row `logsumexp` has its threads sum a part each; this sums every row by itself.
     logprobs = logits.log_softmax(-1).gather(1, best.indices[:, None]).squeeze(1)
-    return best.indices, logprobs
+    return Best(best.indices, logprobs, ~logprobs.isfinite())

@@ -6,6 +6,7 @@ so a buffer may be let go while its copy is under way.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,9 @@ def upload(values: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def upload_columns(columns: list[Ints], device: torch.device) -> tuple[Tensor, ...]:
-    """Columns of any lengths in one copy, int64."""
+    """Columns of any lengths in one copy, int64; on CPU they are not to be changed before these are let go."""
+    if device.type == "cpu":
+        return tuple(torch.from_numpy(column) for column in columns)
     whole = upload(np.concatenate(columns), device)
     return torch.split(whole, [len(column) for column in columns])
 
@@ -44,6 +47,21 @@ def start_download(values: Tensor) -> Tensor:
         return values
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     return host.copy_(values, non_blocking=True)
+
+
+def start_downloads(columns: Sequence[Tensor]) -> list[Tensor]:
+    """As `start_download`, of columns of one length [n] of int64, float32 or bool; on CUDA by one copy.
+
+    Integers may come out as int32, which holds them, and flags as integers.
+    """
+    if columns[0].device.type == "cpu":
+        return list(columns)
+    words = [each.view(torch.int32) if each.is_floating_point() else each.int() for each in columns]
+    rows = start_download(torch.stack(words)).unbind()
+    return [
+        row.view(torch.float32) if column.is_floating_point() else row
+        for row, column in zip(rows, columns, strict=True)
+    ]
 
 
 def download_beside(values: Tensor) -> NDArray[Any]:

@@ -12,7 +12,7 @@ from millrace_shard.host_copies import start_download
 from millrace_shard.prepared import PreparedStep
 from millrace_shard.prompt_logprobs import PromptLogprobs
 from millrace_shard.step import Floats, Ints, StepResult, Timings, no_floats, no_ints
-from millrace_shard.step_rows import StepRows
+from millrace_shard.step_rows import WideRows
 from millrace_shard.step_tokens import Emitted, StepTokens
 from millrace_shard.stopwatch import Stopwatch
 from millrace_shard.top_tokens import TopTokens
@@ -40,42 +40,41 @@ class LaunchedStep:
     def __init__(
         self,
         watch: Stopwatch,
-        rows: StepRows,
         *,
+        wide: WideRows,
+        invalid_slots: Ints,
         tokens: StepTokens | None = None,
         tops: tuple[TopTokens, ...] = (),
         prompts: PromptLogprobs | None = None,
-        unfinished_failed: Tensor | None = None,
-        invalid_slots: Ints,
+        unfinished: tuple[Ints, Tensor] | None = None,
     ) -> None:
-        """`unfinished_failed` [U] bool are those of `rows` that are not finished; `watch` has its last mark to come.
+        """`unfinished` are slots with more to compute, and which of them failed, [U] bool on the device.
 
-        `invalid_slots` were to run, but hold sequences that cannot.
+        `watch` has its last mark to come. `invalid_slots` were to run, but hold sequences that cannot.
         """
-        self._rows = rows
+        self._wide = wide
         self._watch = watch
         self._tokens = tokens
         self._invalid_slots = invalid_slots
         self._prompts = prompts
         self._tops = [(top, start_download(top.best)) for top in tops]
         self._prompt_scores = start_download(prompts.scores) if prompts else None
-        self._unfinished_failed = (
-            None if unfinished_failed is None else start_download(unfinished_failed)
-        )
+        self._unfinished = unfinished and (unfinished[0], start_download(unfinished[1]))
         watch.mark()
 
     def finish(self) -> StepResult:
         """The tokens. Waits for the device without holding the interpreter."""
         self._watch.wait()
         failed, columns = self._invalid_slots, _Columns()
-        if self._unfinished_failed is not None:
-            unfinished = self._rows.slots[~self._rows.finished][self._unfinished_failed.numpy()]
-            failed = np.concatenate([unfinished, failed])
+        if self._unfinished is not None:
+            slots, has_failed = self._unfinished
+            failed = np.concatenate([slots[has_failed.numpy()], failed])
         if self._tokens is not None:
             columns |= self._token_columns(self._tokens)
-            failed = np.concatenate([_failed_slots(self._tokens), failed])
-        if len(self._rows.wide_slots):
-            columns |= self._computed_columns(self._rows)
+            if self._tokens.emitted.some_failed:
+                failed = np.concatenate([_failed_slots(self._tokens), failed])
+        if len(self._wide.slots):
+            columns |= self._computed_columns(self._wide)
         # Of all columns at once: a result takes longer to be replaced than to be made.
         result = StepResult(failed_slots=failed, timings=self._timings(), **columns)
         if self._prompts is not None and self._prompt_scores is not None:
@@ -83,9 +82,11 @@ class LaunchedStep:
         return result
 
     def _token_columns(self, tokens: StepTokens) -> _Columns:
-        emitted = tokens.emitted
-        yielding = ~emitted.failed
-        slots, counts = tokens.prepared.yield_slots[yielding], emitted.counts[yielding]
+        emitted, slots = tokens.emitted, tokens.prepared.yield_slots
+        counts = emitted.counts
+        if emitted.some_failed:
+            yielding = ~emitted.failed
+            slots, counts = slots[yielding], counts[yielding]
         top_counts, top_ids, top_logprobs = self._top_columns(tokens.prepared, emitted)
         return _Columns(
             slots=slots,
@@ -98,21 +99,21 @@ class LaunchedStep:
             checksum=_checksum(slots, counts, emitted.ids),
         )
 
-    def _computed_columns(self, rows: StepRows) -> _Columns:
+    def _computed_columns(self, wide: WideRows) -> _Columns:
         """What decodes that were allowed several positions have filled; guesses count as far as they were right."""
-        right, drafted = np.zeros((2, len(rows.wide_slots)), dtype=np.int64)
+        right, drafted = np.zeros((2, len(wide.slots)), dtype=np.int64)
         if self._tokens is not None and len(self._tokens.awaited):
             tokens, emitted = self._tokens, self._tokens.emitted
             slots = tokens.prepared.yield_slots[tokens.awaited]
             # A row that failed has no token; what it has computed is of no use to anyone.
             found = np.maximum(emitted.counts[tokens.awaited] - 1, 0)
-            order = np.argsort(rows.wide_slots)
-            places = order[np.searchsorted(rows.wide_slots, slots, sorter=order)]
+            order = np.argsort(wide.slots)
+            places = order[np.searchsorted(wide.slots, slots, sorter=order)]
             right[places] = found
             drafted[places] = tokens.prepared.num_samples[tokens.awaited] - 1
         return _Columns(
-            computed_slots=rows.wide_slots,
-            computed_positions=rows.wide_computed + right,
+            computed_slots=wide.slots,
+            computed_positions=wide.computed + right,
             drafted_tokens=drafted,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from millrace_shard.sampling_rows import SamplingRows
 from millrace_shard.step import Ints
@@ -27,6 +27,10 @@ class PreparedStep:
     """How many of the rows compute a prompt."""
     yields: Ints
     """[Y], which rows sample: one token after their last for sure, and one after each guess."""
+    yield_slots: Ints
+    """[Y], their slots."""
+    num_samples: Ints
+    """[Y], positions that each of them samples."""
     admissions: Ints
     """[Y], which admission to its slot each belongs to."""
     most_tokens: Ints
@@ -49,12 +53,10 @@ class PreparedStep:
     is_plain: bool
     """Whether every row is a decode of one position that samples, and for which nobody guesses."""
 
-    @property
-    def yield_slots(self) -> Ints:
-        """[Y]."""
-        return self.slots[self.yields]
+    may_repeat: bool
+    """Whether it is plain, and no row was allowed more than one position."""
 
-    @property
-    def num_samples(self) -> Ints:
-        """[Y], positions that each of them samples."""
-        return 1 + self.guesses[self.yields]
+    def repeated(self) -> PreparedStep:
+        """The same rows one position on, of a step that may repeat; all other columns are shared."""
+        sampling = replace(self.sampling, positions=self.sampling.positions + 1)
+        return replace(self, starts=self.sampling.positions, sampling=sampling)

@@ -17,7 +17,8 @@ from millrace_shard.biases import BiasTable
 from millrace_shard.host_copies import upload
 from millrace_shard.masks import MaskTable, RowMasks
 from millrace_shard.penalties import History, Penalties, forbid, forbid_if_others, penalise
-from millrace_shard.sampling_rows import SamplingRows, is_counted, is_penalised, is_too_short
+from millrace_shard.row_groups import RowGroups
+from millrace_shard.sampling_rows import SamplingRows, is_counted, is_too_short
 from millrace_shard.step import Ints
 from millrace_shard.watermark import Watermark
 
@@ -42,19 +43,20 @@ class Processors:
         self._device = history.device
         self._eos = torch.tensor(eos_token_ids, dtype=torch.int64, device=history.device)
 
-    def apply(self, logits: Tensor, rows: SamplingRows, masks: RowMasks | None) -> None:
+    def apply(
+        self, logits: Tensor, rows: SamplingRows, groups: RowGroups, masks: RowMasks | None
+    ) -> None:
         """Change `logits` [R, V] float32, contiguous, in place."""
-        p = rows.parameters
-        if len(chosen := np.flatnonzero(p["watermark"])):
-            self._mark(logits, rows, chosen)
-        if len(chosen := np.flatnonzero(is_penalised(p))):
-            self._penalise(logits, rows, chosen)
-        if len(chosen := np.flatnonzero(p["is_biased"])):
+        if len(groups.watermarked):
+            self._mark(logits, rows, groups.watermarked)
+        if len(groups.penalised):
+            self._penalise(logits, rows, groups.penalised)
+        if len(chosen := groups.biased):
             self._biases.add(logits, chosen, rows.history_rows[chosen])
         if masks is not None and len(masks.rows):
             self._masks.forbid(logits, masks, most_elements=self._tile(logits.numel()))
-        if len(self._eos) and len(chosen := np.flatnonzero(is_too_short(rows))):
-            self._go_on(logits, chosen, masks)
+        if groups.has_minimum and len(self._eos):
+            self._go_on(logits, np.flatnonzero(is_too_short(rows)), masks)
 
     def _mark(self, logits: Tensor, rows: SamplingRows, chosen: Ints) -> None:
         for some in self._tiles(chosen, logits.shape[1]):

@@ -70,7 +70,7 @@ def prompt_logprobs(
     index = batch.to_device(
         np.stack([token_slots, prepared.prompt_targets, prepared.prompt_states])
     )
-    targets = batch.history[index[0], index[1]].long()
+    targets = batch.history.table[index[0], index[1]].long()
     width = int(num_candidates.max())
     height = max(1, SLICE_ELEMENTS // batch.limits.vocab_size)
     scores = torch.cat(

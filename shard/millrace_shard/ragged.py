@@ -29,7 +29,13 @@ class RaggedBatch:
     """[B, max_blocks] int32, padded with block 0."""
     logit_rows: Tensor
     """[R] int64, the tokens whose logits are wanted."""
+    wants_all: bool = False
+    """Whether these are all tokens, in order."""
     num_queries: tuple[int, ...]
     """Host copy of the query counts."""
     num_context: tuple[int, ...]
     """Host copy of `context_lengths`; where a graph is captured, of as many keys as the block tables have room for."""
+
+    def wanted(self, x: Tensor) -> Tensor:
+        """What `x` [T, ...] has of the tokens whose logits are wanted, [R, ...]."""
+        return x if self.wants_all else x[self.logit_rows]

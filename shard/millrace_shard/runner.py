@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from millrace_shard.sequence import Sequence
 from millrace_shard.speculation.guesses import Guesses
 from millrace_shard.speculation.proposer import Proposer
 from millrace_shard.step import BatchChange, Forward, Ints, no_ints
-from millrace_shard.step_rows import StepRows
+from millrace_shard.step_rows import StepRows, WideRows
 from millrace_shard.step_tokens import StepTokens, expected
 from millrace_shard.stopwatch import Stopwatch
 from millrace_shard.unsettled import UnsettledSteps
@@ -42,6 +42,17 @@ class TokenAids:
     proposer: Proposer | None = None
     """Without, nothing is guessed."""
     watermark: Watermark | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """What a step is to compute."""
+
+    prepared: PreparedStep | None
+    """None where there is nothing to compute."""
+    guesses: Guesses
+    wide: WideRows = field(default_factory=WideRows)
+    invalid_slots: Ints = field(default_factory=no_ints)
 
 
 class StepRunner:
@@ -62,11 +73,12 @@ class StepRunner:
         self._kernels = kernels
         self._cache = cache
         self._graphs = graphs
-        self._sampler = Sampler(batch.history, model.info.eos_token_ids, aids.watermark)
+        self._sampler = Sampler(batch.history.table, model.info.eos_token_ids, aids.watermark)
         self._biases = self._sampler.biases
         self._guidance = Guidance(aids.guides)
         self._proposer = aids.proposer
         self._unsettled = UnsettledSteps(batch.limits.max_batch_size)
+        self._no_guesses = Guesses.none(0, batch.device)
         self.batch = batch
 
     def clear(self) -> None:
@@ -89,17 +101,15 @@ class StepRunner:
         made without these tokens.
         """
         watch = Stopwatch(self.batch.device)
-        self._change(step.change)
+        if step.change:
+            self._change(step.change)
         if step.change.admitted:
             watch.concat_ns = watch.since_start_ns()
-        step, invalid_slots = self.batch.without_invalid(step)
-        self._settle(step)
-        rows = self.batch.rows(step)
-        if not len(rows.slots):
+        plan = self._repeat(step) or self._plan(step)
+        prepared, guesses = plan.prepared, plan.guesses
+        if prepared is None:
             watch.mark()
-            return LaunchedStep(watch, rows, invalid_slots=invalid_slots)
-        guesses = self._propose(rows)
-        prepared = self.batch.prepare(rows, guesses.counts)
+            return LaunchedStep(watch, wide=plan.wide, invalid_slots=plan.invalid_slots)
         pending = self._guidance.start(prepared, guesses)
         logits, prompts = self._forward(prepared)
         watch.mark()
@@ -110,15 +120,34 @@ class StepRunner:
             tokens = self._tokens_of(prepared, sampled, watch, guesses, rulings)
         launched = LaunchedStep(
             watch,
-            rows,
+            wide=plan.wide,
             tokens=tokens,
             tops=sampled.top if sampled else (),
             prompts=prompts,
-            unfinished_failed=self._check_unfinished(logits, prepared),
-            invalid_slots=invalid_slots,
+            unfinished=self._check_unfinished(logits, prepared),
+            invalid_slots=plan.invalid_slots,
         )
         self._commit(prepared, tokens)
         return launched
+
+    def _repeat(self, step: Forward) -> _Plan | None:
+        """Most steps are the one before, one position on."""
+        if self._proposer is not None:
+            return None
+        prepared = self.batch.repeat(step)
+        if prepared is None:
+            return None
+        return _Plan(prepared=prepared, guesses=self._nothing(len(prepared.slots)))
+
+    def _plan(self, step: Forward) -> _Plan:
+        step, invalid_slots = self.batch.without_invalid(step)
+        self._settle(step)
+        rows = self.batch.rows(step)
+        guesses = self._propose(rows)
+        prepared = self.batch.prepare(rows, guesses.counts) if len(rows.slots) else None
+        return _Plan(
+            prepared=prepared, guesses=guesses, wide=rows.wide, invalid_slots=invalid_slots
+        )
 
     def _change(self, change: BatchChange) -> None:
         blocks = self.batch.apply(change)
@@ -167,17 +196,26 @@ class StepRunner:
 
     def _propose(self, rows: StepRows) -> Guesses:
         if self._proposer is None or not (rows.num_chunks or rows.most_guesses.any()):
-            return Guesses.none(len(rows.slots), self.batch.device)
+            return self._nothing(len(rows.slots))
         guesses = self._proposer.propose(rows)
         if len(guesses):
-            self.batch.write(*guesses.places(rows.slots, rows.num_tokens), guesses.ids)
+            self.batch.history.write(*guesses.places(rows.slots, rows.num_tokens), guesses.ids)
         return guesses
+
+    def _nothing(self, num_rows: int) -> Guesses:
+        """No guesses."""
+        if len(self._no_guesses.counts) != num_rows:
+            self._no_guesses = Guesses.none(num_rows, self.batch.device)
+        return self._no_guesses
 
     def _forward(self, prepared: PreparedStep) -> tuple[Tensor, PromptLogprobs | None]:
         """Logits of `prepared.logit_rows`, and the scores of prompts that want any."""
         graphs = self._graphs
         if graphs is not None and prepared.is_plain and graphs.fits(len(prepared.slots)):
             return graphs.logits(prepared.slots, prepared.starts), None
+        if prepared.is_plain:
+            decodes = self.batch.ragged_decodes(prepared.slots, prepared.starts)
+            return self._model.forward(decodes, self._cache), None
         scores = len(prepared.prompt_rows) > 0
         ragged = self.batch.ragged(
             prepared.slots,
@@ -200,13 +238,15 @@ class StepRunner:
         if self._proposer is not None:
             self._proposer.clear_blocks(index)
 
-    def _check_unfinished(self, logits: Tensor, prepared: PreparedStep) -> Tensor | None:
-        """Which rows with more to compute are not finite, [U] bool: the router may share their blocks from now on."""
+    def _check_unfinished(
+        self, logits: Tensor, prepared: PreparedStep
+    ) -> tuple[Ints, Tensor] | None:
+        """Slots with more to compute, and which are not finite: the router may share their blocks from now on."""
         if not len(prepared.unfinished):
             return None
         failed = ~logits[len(prepared.sampled) :].amax(dim=-1).isfinite()
         self.batch.fail(prepared.unfinished, failed)
-        return failed
+        return prepared.unfinished, failed
 
     def _sample(self, logits: Tensor, prepared: PreparedStep, rulings: Rulings | None) -> Sampled:
         masks = None if rulings is None else rulings.masks
@@ -225,7 +265,7 @@ class StepRunner:
         ids = np.array([id_ for chain in rulings.forced.values() for id_ in chain], dtype=np.int64)
         chains = Guesses(counts=lengths, ids=self.batch.to_device(ids))
         ends = (prepared.starts + prepared.counts - prepared.guesses)[prepared.yields[rows]]
-        self.batch.write(*chains.places(prepared.yield_slots[rows], ends), chains.ids)
+        self.batch.history.write(*chains.places(prepared.yield_slots[rows], ends), chains.ids)
 
     def _tokens_of(
         self,

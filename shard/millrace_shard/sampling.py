@@ -32,8 +32,8 @@ from millrace_shard.host_copies import upload
 from millrace_shard.masks import RowMasks
 from millrace_shard.processors import TILE_ELEMENTS, Processors
 from millrace_shard.randomness import uniforms
+from millrace_shard.row_groups import RowGroups
 from millrace_shard.sampling_rows import SamplingRows as SamplingRows
-from millrace_shard.sampling_rows import is_greedy, is_narrow
 from millrace_shard.step import Ints
 from millrace_shard.top_tokens import TopTokens
 from millrace_shard.warpers import (
@@ -69,25 +69,24 @@ class Sampler:
         self._device = history.device
         self.biases = BiasTable(history.device)
         """To be told of the biases of each sequence that has some, when it is admitted and when it is dropped."""
+        self._last: tuple[NDArray[np.void], RowGroups] | None = None
         self._processors = Processors(history, eos_token_ids, self.biases, watermark or Watermark())
 
     def sample(self, logits: Tensor, rows: SamplingRows, masks: RowMasks | None = None) -> Sampled:
         """Choose one token a row from `logits` [R, V] float32, contiguous, which this overwrites."""
-        self._processors.apply(logits, rows, masks)
-        p = rows.parameters
-        greedy = is_greedy(p)
-        if greedy.all():
+        groups = self._groups_of(rows.parameters)
+        self._processors.apply(logits, rows, groups, masks)
+        if groups.all_greedy:
             return _choose_best(logits)
         size = logits.shape[1]
         parts = [
             (tile, _choose_best(self._part(logits, tile)))
-            for tile in self._tiles(np.flatnonzero(greedy), size)
+            for tile in self._tiles(np.flatnonzero(groups.is_greedy), size)
         ]
-        is_left = ~greedy
+        is_left = ~groups.is_greedy
         if cuts.may_wait(self._device):
-            narrow = is_narrow(p, NUM_CANDIDATES)
-            for kind in (narrow & (p["top_k"] > 0), narrow & (p["top_k"] == 0)):
-                if len(chosen := np.flatnonzero(kind)):
+            for chosen in (groups.by_rank, groups.by_mass):
+                if len(chosen):
                     parts.append(self._sample_narrow(logits, rows, chosen))
                     is_left[parts[-1][0]] = False
         parts += [
@@ -95,6 +94,12 @@ class Sampler:
             for tile in self._tiles(np.flatnonzero(is_left), size)
         ]
         return _join(parts, self._device)
+
+    def _groups_of(self, parameters: NDArray[np.void]) -> RowGroups:
+        """Those of the last step where its rows run again, which share their column."""
+        if self._last is None or self._last[0] is not parameters:
+            self._last = (parameters, RowGroups.of(parameters, most_narrow=NUM_CANDIDATES))
+        return self._last[1]
 
     def _sample_narrow(
         self, logits: Tensor, rows: SamplingRows, chosen: Ints
@@ -222,5 +227,5 @@ def _join(parts: list[tuple[Ints, Sampled]], device: torch.device) -> Sampled:
 
 
 def _choose_best(logits: Tensor) -> Sampled:
-    ids, logprobs = choose_greedy(logits)
-    return Sampled(ids=ids, logprobs=logprobs, failed=~logprobs.isfinite(), top=())
+    best = choose_greedy(logits)
+    return Sampled(ids=best.ids, logprobs=best.logprobs, failed=best.failed, top=())

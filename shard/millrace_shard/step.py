@@ -21,14 +21,18 @@ class StepInvalid(Exception):  # noqa: N818
     """A step contradicts the state of the batch or itself: the fault is the sender's."""
 
 
+_NO_INTS: Ints = np.empty(0, dtype=np.int64)
+_NO_FLOATS: Floats = np.empty(0, dtype=np.float32)
+
+
 def no_ints() -> Ints:
     """An empty column."""
-    return np.empty(0, dtype=np.int64)
+    return _NO_INTS
 
 
 def no_floats() -> Floats:
     """An empty column."""
-    return np.empty(0, dtype=np.float32)
+    return _NO_FLOATS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,6 +43,11 @@ class BatchChange:
     admitted: tuple[Sequence, ...] = ()
     grown_slots: Ints = field(default_factory=no_ints)
     grown_blocks: Ints = field(default_factory=no_ints)
+
+    def __bool__(self) -> bool:
+        """Whether anything happens."""
+        grows = len(self.grown_slots) or len(self.grown_blocks)
+        return bool(grows or self.admitted or len(self.dropped_slots))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from millrace_shard.step import Flags, Ints
+from millrace_shard.step import Flags, Ints, no_ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WideRows:
+    """Decodes that were allowed more than one position, those that have no position left included."""
+
+    slots: Ints = field(default_factory=no_ints)
+    """[W]."""
+    computed: Ints = field(default_factory=no_ints)
+    """[W], KV positions that they will have filled, guesses aside."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -27,10 +37,7 @@ class StepRows:
     """[B], guesses that each may be given on top; 0 unless it is finished."""
     most_tokens: Ints
     """[B], tokens that each may yield."""
-    wide_slots: Ints
-    """[W], decodes that were allowed more than one position, those that are not among the rows included."""
-    wide_computed: Ints
-    """[W], KV positions that they will have filled, guesses aside."""
+    wide: WideRows
 
     @property
     def num_tokens(self) -> Ints:

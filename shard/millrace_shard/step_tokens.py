@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace_shard.host_copies import start_download, upload
+from millrace_shard.host_copies import start_downloads, upload
 from millrace_shard.prepared import PreparedStep
 from millrace_shard.sampling import Sampled
 from millrace_shard.step import Flags, Floats, Ints, no_ints
@@ -30,6 +30,8 @@ Chains = Mapping[int, tuple[int, ...]]
 class Emitted:
     """What the Y rows that sample yield, N tokens together; on the host."""
 
+    some_failed: bool
+    """Whether any of the rows failed."""
     failed: Flags
     """[Y], rows whose logits were not finite: they yield nothing."""
     counts: Ints
@@ -65,14 +67,10 @@ class StepTokens:
         self.forced: Chains = forced or {}
         self._watch = watch
         self._has_guesses = expected is not None
-        columns = [
-            sampled.ids.to(torch.int32),
-            sampled.logprobs.view(torch.int32),
-            sampled.failed.to(torch.int32),
-        ]
+        columns = [sampled.ids, sampled.logprobs, sampled.failed]
         if expected is not None:
             columns.append(expected)
-        self._columns = start_download(torch.stack(columns))
+        self._columns = start_downloads(columns)
 
     def is_done(self) -> bool:
         """Whether reading would not wait."""
@@ -107,13 +105,15 @@ class StepTokens:
     def emitted(self) -> Emitted:
         """All tokens. Waits for the device without holding the interpreter."""
         self._watch.wait()
-        columns = self._columns.numpy()
-        ids, logprobs, failed_samples = columns[0], columns[1].view(np.float32), columns[2]
+        ids, logprobs, failed_samples, *expected = (column.numpy() for column in self._columns)
         prepared, num_samples = self.prepared, self.prepared.num_samples
+        some_failed = bool(failed_samples.any())
+        if not (self._has_guesses or self.forced or some_failed):
+            return _one_each(prepared, ids.astype(np.int64, copy=False), logprobs)
         firsts = num_samples.cumsum() - num_samples
         counts = np.ones(len(num_samples), dtype=np.int64)
         if self._has_guesses:
-            counts = num_accepted(ids, columns[3], num_samples)
+            counts = num_accepted(ids, expected[0], num_samples)
         for row, chain in self.forced.items():
             counts[row] = len(chain)
         failed = failed_samples[firsts] != 0
@@ -134,6 +134,7 @@ class StepTokens:
                 id_ for row, chain in sorted(self.forced.items()) if counts[row] for id_ in chain
             ]
         return Emitted(
+            some_failed=some_failed,
             failed=failed,
             counts=counts,
             ends=ends,
@@ -143,6 +144,22 @@ class StepTokens:
             ids=chosen,
             logprobs=chosen_logprobs,
         )
+
+
+def _one_each(prepared: PreparedStep, ids: Ints, logprobs: Floats) -> Emitted:
+    """A token of each row."""
+    rows = np.arange(len(ids))
+    return Emitted(
+        some_failed=False,
+        failed=np.zeros(len(ids), dtype=np.bool_),
+        counts=np.ones(len(ids), dtype=np.int64),
+        ends=rows + 1,
+        rows=rows,
+        positions=prepared.sampling.positions,
+        sources=rows,
+        ids=ids,
+        logprobs=logprobs,
+    )
 
 
 def expected(prepared: PreparedStep, guesses: Tensor) -> Tensor:

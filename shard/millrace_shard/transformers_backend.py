@@ -122,7 +122,8 @@ class TransformersModel:
     def forward(self, batch: RaggedBatch, cache: Sequence[LayerCache]) -> Tensor:
         """Logits of `batch.logit_rows` over the whole vocabulary, [R, vocab] float32."""
         with answering(PagedAttention(self._kernels, batch, cache)):
-            return self._run(batch.ids, batch.positions, batch.logit_rows).float()
+            wanted = 0 if batch.wants_all else batch.logit_rows
+            return self._run(batch.ids, batch.positions, wanted).float()
 
     @torch.inference_mode()
     def states(self, batch: RaggedBatch, cache: Sequence[LayerCache]) -> Tensor:
@@ -133,8 +134,7 @@ class TransformersModel:
                 position_ids=batch.positions.unsqueeze(0),
                 use_cache=False,
             )
-        states: Tensor = output.last_hidden_state[0, batch.logit_rows]
-        return states
+        return batch.wanted(output.last_hidden_state[0])
 
     @torch.inference_mode()
     def logits(self, states: Tensor) -> Tensor:
@@ -155,7 +155,8 @@ class TransformersModel:
             raise UnsupportedModel(f"{type(self._model).__name__} does not attend in every layer")
         return probe
 
-    def _run(self, ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
+    def _run(self, ids: Tensor, positions: Tensor, logit_rows: Tensor | int) -> Tensor:
+        """Logits of `logit_rows`, or of all tokens where that is 0."""
         output = self._model(
             input_ids=ids.unsqueeze(0),
             position_ids=positions.unsqueeze(0),

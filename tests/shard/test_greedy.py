@@ -12,7 +12,7 @@ from torch import Tensor
 from millrace_shard import greedy
 from millrace_shard.kernels.build import BuildError, load_operators
 
-Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
+Choose = Callable[[Tensor], greedy.Best]
 
 
 @pytest.fixture(params=["compiled", "plain"])
@@ -30,7 +30,8 @@ def choose(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> C
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 1000, 49152])
 def test_it_is_the_maximum_and_its_log_probability(choose: Choose, size: int) -> None:
     logits = torch.randn(7, size, generator=torch.Generator().manual_seed(size)) * 5
-    ids, logprobs = choose(logits)
+    ids, logprobs, failed = choose(logits)
+    assert not failed.any()
     assert torch.equal(ids, logits.argmax(-1))
     expected = logits.double().log_softmax(-1).max(-1).values
     torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)
@@ -46,7 +47,7 @@ def test_the_first_of_equals_is_chosen(choose: Choose) -> None:
 def test_forbidden_tokens_are_never_chosen(choose: Choose) -> None:
     logits = torch.full((1, 40), -math.inf)
     logits[0, 39] = -5.0
-    ids, logprobs = choose(logits)
+    ids, logprobs, _ = choose(logits)
     assert ids.tolist() == [39]
     assert logprobs.tolist() == [0.0]
 
@@ -57,7 +58,8 @@ def test_a_row_that_is_not_finite_says_so_alone(choose: Choose, bad: float, plac
     logits = torch.randn(3, 38)
     expected = choose(logits.clone())
     logits[1, place] = bad
-    ids, logprobs = choose(logits)
+    ids, logprobs, failed = choose(logits)
+    assert failed.tolist() == [False, True, False]
     assert not logprobs[1].isfinite()
     assert 0 <= int(ids[1]) < 38
     for row in (0, 2):
@@ -67,7 +69,7 @@ def test_a_row_that_is_not_finite_says_so_alone(choose: Choose, bad: float, plac
 
 def test_rows_are_the_same_bits_in_any_company(choose: Choose) -> None:
     logits = torch.randn(40, 1003)
-    ids, logprobs = choose(logits)
+    ids, logprobs, _ = choose(logits)
     for row in range(40):
         alone = choose(logits[row : row + 1])
         assert alone[0][0] == ids[row]

@@ -55,7 +55,7 @@ def largest_difference(
         ours += _halves_of_a_layer(kernels, random(), head_dim=head_dim)
         theirs += _halves_of_a_layer(oracle, random(), head_dim=head_dim)
     logits = random()(3, 1003).float()
-    ids, logprobs = choose_greedy(logits)
+    ids, logprobs, _ = choose_greedy(logits)
     ours += [logits.gather(1, ids.unsqueeze(1)), logprobs]
     theirs += [logits.amax(1, keepdim=True), logits.log_softmax(1).amax(1)]
     masked, expected = _masked(logits)

@@ -36,7 +36,7 @@ TORCH_LIBRARY(millrace, library) {
       "Tensor contexts, float scale, int window, float softcap, bool by_tiles) -> ()");
   library.def("pack_linear(Tensor weight) -> Tensor");
   library.def("packed_linear(Tensor(a!) y, Tensor x, Tensor packed, Tensor bias) -> ()");
-  library.def("greedy(Tensor(a!) ids, Tensor(b!) logprobs, Tensor logits) -> ()");
+  library.def("greedy(Tensor logits) -> (Tensor, Tensor, Tensor)");
   library.def("forbid(Tensor(a!) scores, Tensor rows, Tensor bits) -> ()");
   library.def("tile_unit() -> str", tile_unit);
 #ifdef MILLRACE_TILES

@@ -2,10 +2,12 @@
 #pragma once
 
 #include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <tuple>
 
 #include "vectors.h"
 
@@ -42,14 +44,17 @@ inline int64_t first_of(const float* x, int64_t size, float value) {
   return std::min(i, size - 1);
 }
 
-// logits [rows, vocabulary] float32 contiguous; ids [rows] int64, the first of equals; logprobs [rows] float32, NaN
-// where a logit is NaN or plus infinity. The order of the sum depends on the vocabulary alone.
-void greedy(at::Tensor ids, at::Tensor logprobs, const at::Tensor& logits) {
+// Of logits [rows, vocabulary] float32 contiguous: ids [rows] int64, the first of equals; logprobs [rows] float32, NaN
+// where a logit is NaN or plus infinity; and where that is, [rows] bool. The order of the sum depends on the vocabulary
+// alone.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> greedy(const at::Tensor& logits) {
   const int64_t rows = logits.size(0), size = logits.size(1);
-  TORCH_CHECK(logits.is_contiguous() && logits.scalar_type() == at::kFloat && ids.scalar_type() == at::kLong);
-  TORCH_CHECK(ids.is_contiguous() && logprobs.is_contiguous() && ids.numel() == rows && logprobs.numel() == rows);
+  TORCH_CHECK(logits.is_contiguous() && logits.scalar_type() == at::kFloat);
+  at::Tensor ids = at::empty({rows}, at::kLong), logprobs = at::empty({rows}, at::kFloat);
+  at::Tensor failed = at::empty({rows}, at::kBool);
   const float* from = logits.const_data_ptr<float>();
   int64_t* chosen = ids.mutable_data_ptr<int64_t>();
+  bool* bad = failed.mutable_data_ptr<bool>();
   float* logprob = logprobs.mutable_data_ptr<float>();
   at::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row++) {
@@ -69,8 +74,10 @@ void greedy(at::Tensor ids, at::Tensor logprobs, const at::Tensor& logits) {
 
       chosen[row] = first_of(x, size, top);
       logprob[row] = -std::log(rest);
+      bad[row] = !std::isfinite(logprob[row]);
     }
   });
+  return {ids, logprobs, failed};
 }
 
 }  // namespace millrace

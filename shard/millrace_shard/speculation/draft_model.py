@@ -119,7 +119,7 @@ class DraftProposer(Proposer):
             ids = logits[:, : self._vocab_size].argmax(-1)
             guessed[self._batch.to_device(active), place] = ids
             # Where the next pass reads them.
-            self._batch.write(slots[active], ends[active] + place, ids)
+            self._batch.history.write(slots[active], ends[active] + place, ids)
         filled = np.flatnonzero((np.arange(longest) < most[:, None]).ravel())
         return guessed.view(-1)[self._batch.to_device(filled)]
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from millrace_shard.greedy import Best, choose_greedy
 from millrace_shard.kernels import agreement, choose
 from millrace_shard.kernels.agreement import TOLERANCE, largest_difference
 from millrace_shard.kernels.base import (
@@ -242,12 +243,11 @@ def test_agreement_covers_what_serves(wrong: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("wrong", ["id", "probability"])
 def test_agreement_covers_the_greedy_choice(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
-    def choose_wrongly(logits: Tensor) -> tuple[Tensor, Tensor]:
-        best = logits.max(-1)
-        logprobs = best.values - logits.logsumexp(-1)
+    def choose_wrongly(logits: Tensor) -> Best:
+        best = choose_greedy(logits)
         if wrong == "id":
-            return (best.indices + 1) % logits.shape[1], logprobs
-        return best.indices, logprobs + 1
+            return best._replace(ids=(best.ids + 1) % logits.shape[1])
+        return best._replace(logprobs=best.logprobs + 1)
 
     monkeypatch.setattr(agreement, "choose_greedy", choose_wrongly)
     kernels = PlainKernels(deterministic=False)

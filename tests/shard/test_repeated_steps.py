@@ -1,0 +1,207 @@
+"""Steps of the same rows as the one before, against the layout that is worked out anew; plain decodes likewise."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from millrace_fakes_steps import ints
+from millrace_shard.batch import Batch
+from millrace_shard.batch_limits import BatchLimits
+from millrace_shard.prepared import PreparedStep
+from millrace_shard.sequence import Sequence
+from millrace_shard.step import BatchChange, Forward, Ints, StepInvalid, no_ints
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 4
+MAX_TOKENS = 21
+NUM_SLOTS = 5
+ALLOWANCES = st.sampled_from((1, 1, 1, 2))
+LIMITS = BatchLimits(
+    max_batch_size=NUM_SLOTS,
+    max_tokens=MAX_TOKENS,
+    num_blocks=1000,
+    block_size=BLOCK_SIZE,
+    vocab_size=50,
+    padding_block=999,
+    max_guesses=0,
+    row_tile=1,
+)
+
+
+def flat(value: Any) -> Any:
+    """A dataclass of columns as plain values."""
+    if dataclasses.is_dataclass(value):
+        fields = dataclasses.fields(value)
+        return {field.name: flat(getattr(value, field.name)) for field in fields}
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def anew(batch: Batch, step: Forward) -> PreparedStep:
+    step, _ = batch.without_invalid(step)
+    rows = batch.rows(step)
+    return batch.prepare(rows, np.zeros(len(rows.slots), dtype=np.int64))
+
+
+def tables(ragged: dict[str, Any]) -> list[list[int]]:
+    """The blocks that are read: those that keys lie in."""
+    counts = [-(-context // BLOCK_SIZE) for context in ragged["num_context"]]
+    return [row[:count] for row, count in zip(ragged["block_tables"], counts, strict=True)]
+
+
+class Decoding(RuleBasedStateMachine):
+    """Sequences that come, go, grow and decode in any order. Their tokens are whatever the last draw was."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.batch = Batch(LIMITS, CPU)
+        self.lengths: dict[int, int] = {}
+        self.num_taken = 0
+        self.last = no_ints()
+
+    @rule(slot=st.integers(0, NUM_SLOTS - 1), length=st.integers(1, 6))
+    def admit(self, slot: int, length: int) -> None:
+        if slot in self.lengths:
+            return
+        self.take(slot, length)
+        step = Forward(chunk_slots=ints([slot]), chunk_tokens=ints([length]))
+        assert self.batch.repeat(step) is None
+        self.run(anew(self.batch, step))
+        self.lengths[slot] = length + 1
+
+    @precondition(lambda self: self.lengths)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        self.drop_slot(data.draw(st.sampled_from(sorted(self.lengths))))
+
+    @precondition(lambda self: self.lengths)
+    @rule(data=st.data(), allowance=ALLOWANCES)
+    def decode_some(self, data: st.DataObject, allowance: int) -> None:
+        """In any order."""
+        some = data.draw(st.sets(st.sampled_from(sorted(self.lengths)), min_size=1))
+        self.decode(ints(data.draw(st.permutations(sorted(some)))), allowance)
+
+    @precondition(lambda self: self.lengths)
+    @rule(allowances=st.lists(ALLOWANCES, min_size=1, max_size=6))
+    def decode_all(self, allowances: list[int]) -> None:
+        for allowance in allowances:
+            self.decode(ints(sorted(self.lengths)), allowance)
+
+    @precondition(lambda self: self.lengths)
+    @rule(times=st.integers(1, 5))
+    def decode_without_growing(self, times: int) -> None:
+        for _ in range(times):
+            self.step(ints(sorted(self.lengths)))
+
+    @precondition(lambda self: len(self.last) > 0)
+    @rule()
+    def decode_as_before(self) -> None:
+        """Whoever is gone by now."""
+        self.step(self.last)
+
+    @precondition(lambda self: self.lengths)
+    @rule(data=st.data())
+    def supplant(self, data: st.DataObject) -> None:
+        """Another one in the place of one of the last rows, which has room and has not computed its prompt."""
+        self.decode_all([1])
+        slot = data.draw(st.sampled_from(sorted(self.lengths)))
+        if data.draw(st.booleans()):
+            self.clear()
+        else:
+            self.drop_slot(slot)
+        self.take(slot, MAX_TOKENS)
+        self.step(self.last)
+        self.batch.apply(BatchChange(dropped_slots=ints([slot])))
+
+    @rule()
+    def clear(self) -> None:
+        self.batch.clear()
+        self.lengths.clear()
+
+    def drop_slot(self, slot: int) -> None:
+        self.batch.apply(BatchChange(dropped_slots=ints([slot])))
+        del self.lengths[slot]
+
+    def decode(self, slots: Ints, allowance: int) -> None:
+        """With a block more for those that need one."""
+        lengths = ints(self.lengths[slot] for slot in slots.tolist())
+        self.grow(slots[self.batch.blocks.capacity(slots) < lengths], 1)
+        self.step(slots, allowance)
+
+    def step(self, slots: Ints, allowance: int = 1) -> None:
+        self.last = slots
+        wide = np.full(len(slots), allowance) if allowance > 1 else no_ints()
+        step = Forward(decode_slots=slots, decode_tokens=wide)
+        repeated = self.batch.repeat(step)
+        try:
+            expected = anew(self.batch, step)
+        except StepInvalid:
+            assert repeated is None
+            return
+        if repeated is not None:
+            assert flat(repeated) == flat(expected)
+        self.run(expected if repeated is None else repeated)
+        for slot in expected.yield_slots.tolist():
+            self.lengths[slot] += 1
+
+    def take(self, slot: int, length: int) -> None:
+        """With the blocks that its prompt needs."""
+        sequence = Sequence(slot=slot, request_id=1, input_ids=ints(range(length)))
+        self.batch.apply(BatchChange(admitted=(sequence,)))
+        self.grow(ints([slot]), -(-length // BLOCK_SIZE))
+
+    def run(self, prepared: PreparedStep) -> None:
+        batch = self.batch
+        if not len(prepared.slots):
+            return
+        usual = batch.ragged(prepared.slots, prepared.starts, prepared.counts, prepared.logit_rows)
+        if prepared.is_plain:
+            quick = flat(batch.ragged_decodes(prepared.slots, prepared.starts))
+            expected = flat(usual)
+            assert tables(quick) == tables(expected)
+            for name in ("block_tables", "wants_all"):
+                del quick[name], expected[name]
+            assert quick == expected
+        ids = torch.arange(len(prepared.sampled)) + 7
+        batch.put(prepared, ids, torch.zeros(len(ids), dtype=torch.bool))
+        batch.commit(prepared, np.ones(len(prepared.yields), dtype=np.int64))
+
+    def grow(self, slots: Ints, count: int) -> None:
+        blocks = 1 + (np.arange(len(slots) * count) + self.num_taken) % 998
+        self.num_taken += len(blocks)
+        try:
+            self.batch.apply(BatchChange(grown_slots=np.repeat(slots, count), grown_blocks=blocks))
+        except StepInvalid:
+            # Of blocks that another one owns still, or of more than fit.
+            return
+
+
+def test_the_same_rows_repeat_while_they_have_room() -> None:
+    batch = Batch(LIMITS, CPU)
+    slots = ints([3, 1])
+    admitted = tuple(Sequence(slot=slot, request_id=slot, input_ids=ints([7])) for slot in (3, 1))
+    batch.apply(BatchChange(admitted=admitted, grown_slots=slots, grown_blocks=ints([1, 2])))
+    prompts = Forward(chunk_slots=slots, chunk_tokens=ints([1, 1]))
+    batch.commit(anew(batch, prompts), np.ones(2, dtype=np.int64))
+    decodes = Forward(decode_slots=slots)
+    batch.commit(anew(batch, decodes), np.ones(2, dtype=np.int64))
+    for position in (2, 3):
+        repeated = batch.repeat(decodes)
+        assert repeated is not None
+        assert repeated.starts.tolist() == [position, position]
+        batch.commit(repeated, np.ones(2, dtype=np.int64))
+    assert batch.repeat(decodes) is None
+    batch.apply(BatchChange(grown_slots=slots, grown_blocks=ints([3, 4])))
+    assert batch.repeat(decodes) is not None
+
+
+TestDecoding = Decoding.TestCase
+TestDecoding.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
