@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import TypeVar
@@ -68,7 +69,10 @@ class Engine:
         overlap: bool = False,
         graphs: GraphSettings | None = None,
     ) -> None:
-        """`overlap` lets a step be launched while the tokens of the one before are copied to the host; for CUDA.
+        """Steps are answered on a thread beside the one that launches them.
+
+        With `overlap`, for CUDA, as soon as they are launched, since their tokens are still on their way. Without, when
+        the next step's forward pass begins, which leaves the interpreter to others, or when there is no next one.
 
         Warming up captures `graphs`, and decodes run by them.
         """
@@ -78,12 +82,13 @@ class Engine:
         self._overlap = overlap
         self._graphs = graphs
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._copies: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._threads = [Thread(target=self._run, args=(self._work,), name="engine", daemon=True)]
-        if overlap:
-            self._threads.append(
-                Thread(target=self._run, args=(self._copies,), name="copies", daemon=True)
-            )
+        self._answers: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._threads = [
+            Thread(target=self._run, args=(self._work,), name="engine", daemon=True),
+            Thread(target=self._run, args=(self._answers,), name="answers", daemon=True),
+        ]
+        self._launched: Callable[[], None] | None = None
+        """What answers the last step, if it is not handed over yet."""
         self._loaded: LoadedModel | None = None
         self._warmed_up: WarmedUp | None = None
         self._warmup_request: WarmupRequest | None = None
@@ -112,16 +117,14 @@ class Engine:
 
     def close(self) -> None:
         """Finish what was submitted and end. Further work is never executed."""
-        self._work.put(None)
-        self._threads[0].join()
-        self._copies.put(None)
-        for thread in self._threads[1:]:
+        for thread, work in zip(self._threads, (self._work, self._answers), strict=True):
+            work.put(None)
             thread.join()
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Execute `call` on the engine thread, after all that was submitted before."""
         future: Future[T] = Future()
-        self._work.put(lambda: _resolve(future, call))
+        self._work.put(lambda: self._resolve(future, call))
         return future
 
     def warm_up(self, request: WarmupRequest) -> Future[Capacity]:
@@ -182,6 +185,7 @@ class Engine:
                     # While the thread waits, nothing of a step, tensors among it, is to stay.
                     del call
         finally:
+            self._hand_over()
             self._end()
 
     def _end(self) -> None:
@@ -227,21 +231,39 @@ class Engine:
 
     def _execute(self, step: Step, future: Future[StepReply]) -> None:
         """The process edge of a step: whatever is raised below becomes its answer."""
+        outcome: LaunchedStep | StepResult | StepFailure
         refusal = self._epoch.refusal(step)
         if refusal is not None:
-            self._answer(step, future, StepFailure(FailureKind.REFUSED, refusal))
-            return
-        try:
-            outcome = self._perform(step)
-        except Exception as error:  # noqa: BLE001
-            self._answer(step, future, self._failure(step, error))
-            return
-        if isinstance(outcome, StepResult):
-            self._answer(step, future, outcome)
-        elif self._overlap:
-            self._copies.put(lambda: self._finish(step, future, outcome))
+            outcome = StepFailure(FailureKind.REFUSED, refusal)
         else:
-            self._finish(step, future, outcome)
+            try:
+                outcome = self._perform(step)
+            except Exception as error:  # noqa: BLE001
+                outcome = self._failure(step, error)
+        self._hand_over()
+        if not isinstance(outcome, LaunchedStep):
+            self._answer(step, future, outcome)
+            return
+        self._launched = partial(self._finish, step, future, outcome)
+        if self._overlap or self._work.empty():
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Have the last step answered by the other thread, if it is not yet."""
+        launched, self._launched = self._launched, None
+        if launched is not None:
+            self._answers.put(launched)
+
+    def _resolve(self, future: Future[T], call: Callable[[], T]) -> None:
+        """The process edge of other work."""
+        self._hand_over()
+        try:
+            result = call()
+        except BaseException as error:  # noqa: BLE001
+            forget_frames(error)
+            future.set_exception(error)
+        else:
+            future.set_result(result)
 
     def _perform(self, step: Step) -> StepResult | LaunchedStep:
         if self._warmed_up is None:
@@ -249,7 +271,7 @@ class Engine:
         runner = self._warmed_up.runner
         match step.work:
             case Forward():
-                return runner.launch(step.work)
+                return runner.launch(step.work, self._hand_over)
             case Filter(dropped_slots):
                 runner.drop(dropped_slots)
             case Open() | Clear():
@@ -298,14 +320,3 @@ class Engine:
             self._last_progress_ns = time.monotonic_ns()
             self._epoch.answered(step)
         future.set_result(StepReply(step.epoch, step.number, outcome))
-
-
-def _resolve(future: Future[T], call: Callable[[], T]) -> None:
-    """The process edge of other work."""
-    try:
-        result = call()
-    except BaseException as error:  # noqa: BLE001
-        forget_frames(error)
-        future.set_exception(error)
-    else:
-        future.set_result(result)

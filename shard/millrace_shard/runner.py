@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
 
@@ -31,6 +32,10 @@ from millrace_shard.unsettled import UnsettledSteps
 from millrace_shard.watermark import Watermark
 
 logger = logging.getLogger(__name__)
+
+
+def void() -> None:
+    """Nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +99,10 @@ class StepRunner:
         self._guidance.drop(slots)
         self._biases.drop(slots)
 
-    def launch(self, step: Forward) -> LaunchedStep:
-        """Submit a step. Raises StepInvalid, or whatever the device raises; sequences have not advanced then.
+    def launch(self, step: Forward, when_laid_out: Callable[[], None] = void) -> LaunchedStep:
+        """Submit a step; `when_laid_out` is called before its forward pass, if there is one.
+
+        Raises StepInvalid, or whatever the device raises; sequences have not advanced then.
 
         Waits for tokens of earlier steps only where a row had guesses in them, or is to have some now that cannot be
         made without these tokens.
@@ -111,7 +118,7 @@ class StepRunner:
             watch.mark()
             return LaunchedStep(watch, wide=plan.wide, invalid_slots=plan.invalid_slots)
         pending = self._guidance.start(prepared, guesses)
-        logits, prompts = self._forward(prepared)
+        logits, prompts = self._forward(prepared, when_laid_out)
         watch.mark()
         rulings = None if pending is None else pending.result(self.batch.device)
         sampled = self._sample(logits, prepared, rulings) if len(prepared.sampled) else None
@@ -208,13 +215,17 @@ class StepRunner:
             self._no_guesses = Guesses.none(num_rows, self.batch.device)
         return self._no_guesses
 
-    def _forward(self, prepared: PreparedStep) -> tuple[Tensor, PromptLogprobs | None]:
+    def _forward(
+        self, prepared: PreparedStep, when_laid_out: Callable[[], None]
+    ) -> tuple[Tensor, PromptLogprobs | None]:
         """Logits of `prepared.logit_rows`, and the scores of prompts that want any."""
         graphs = self._graphs
         if graphs is not None and prepared.is_plain and graphs.fits(len(prepared.slots)):
+            when_laid_out()
             return graphs.logits(prepared.slots, prepared.starts), None
         if prepared.is_plain:
             decodes = self.batch.ragged_decodes(prepared.slots, prepared.starts)
+            when_laid_out()
             return self._model.forward(decodes, self._cache), None
         scores = len(prepared.prompt_rows) > 0
         ragged = self.batch.ragged(
@@ -223,6 +234,7 @@ class StepRunner:
             prepared.counts,
             prepared.state_rows if scores else prepared.logit_rows,
         )
+        when_laid_out()
         if not scores:
             return self._model.forward(ragged, self._cache), None
         states = self._model.states(ragged, self._cache)

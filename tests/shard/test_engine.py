@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from millrace_engine_driver import PROMPT, Driver, forward, generate, ints, tokens
+from millrace_engine_driver import PROMPT, WARMUP, Driver, forward, generate, ints, tokens
 from millrace_fakes_engine import (
     BLOCK_SIZE,
     VOCAB_SIZE,
@@ -21,6 +21,7 @@ from millrace_shard.batch import Batch
 from millrace_shard.batch_limits import BatchLimits
 from millrace_shard.launched_step import LaunchedStep
 from millrace_shard.parallel import CollectiveError
+from millrace_shard.ragged import RaggedBatch
 from millrace_shard.sequence import SamplingParameters, Sequence
 from millrace_shard.step import (
     BatchChange,
@@ -100,6 +101,61 @@ def test_next_steps_are_sent_before_the_first_is_answered(driver: Driver) -> Non
     assert found == greedy(PROMPT, 4)
     assert driver.engine.progress().pending_steps == 0
     assert driver.engine.progress().last_step == 4
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_is_answered_while_the_next_one_is_computed(*, overlap: bool) -> None:
+    driver = Driver(overlap=overlap)
+    driver.warm_up()
+    driver.open()
+    driver.run(forward(driver.admit(0), chunks=[(0, 6)]))
+    first, second, gate = Event(), Event(), Event()
+
+    def block(batch: RaggedBatch) -> None:
+        if batch.num_context == (7,):
+            assert first.wait(30)
+        else:
+            second.set()
+            assert gate.wait(30)
+
+    driver.model.before_forward = block
+    steps = [driver.send(forward(decodes=[0])) for _ in range(2)]
+    first.set()
+    assert second.wait(30)
+    outcome = steps[0].result(30).outcome
+    assert isinstance(outcome, StepResult)
+    assert [tokens(outcome)[0]] == greedy(PROMPT, 2)[1:]
+    assert not steps[1].done()
+    gate.set()
+    assert steps[1].result(30).number == 3
+    driver.engine.close()
+
+
+@pytest.mark.parametrize("work", ["filter", "invalid", "warm-up", "end"])
+def test_a_step_is_answered_when_the_next_work_is_no_forward_pass(
+    work: str, driver: Driver
+) -> None:
+    driver.run(forward(driver.admit(0), chunks=[(0, 6)]))
+    gate = Event()
+
+    def block(_: object) -> None:
+        assert gate.wait(30)
+
+    driver.model.before_forward = block
+    step = driver.send(forward(decodes=[0]))
+    match work:
+        case "filter":
+            driver.send(Filter(ints([0])))
+        case "invalid":
+            driver.send(forward(decodes=[3]))
+        case "warm-up":
+            driver.engine.warm_up(WARMUP)
+        case _:
+            driver.engine._work.put(None)
+    gate.set()
+    outcome = step.result(30).outcome
+    assert isinstance(outcome, StepResult)
+    assert [tokens(outcome)[0]] == greedy(PROMPT, 2)[1:]
 
 
 def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_fetched(

@@ -12,7 +12,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Event
 from typing import Any, NoReturn
@@ -25,7 +25,7 @@ from millrace_shard.__main__ import main
 from millrace_shard.launched_step import LaunchedStep
 from millrace_shard.prepared import PreparedStep
 from millrace_shard.prompt_logprobs import PromptLogprobs
-from millrace_shard.runner import StepRunner
+from millrace_shard.runner import StepRunner, void
 from millrace_shard.step import Forward
 from millrace_shard.warmup import WarmedUp
 
@@ -91,22 +91,25 @@ def install(poison: Poison) -> None:
     carriers: set[int] = set()
     warming: list[bool] = []
 
-    def poisoned_launch(self: StepRunner, step: Forward) -> LaunchedStep:
+    def poisoned_launch(
+        self: StepRunner, step: Forward, when_laid_out: Callable[[], None] = void
+    ) -> LaunchedStep:
         for sequence in step.change.admitted:
             carriers.discard(sequence.slot)
             if poison.is_in(sequence.input_ids.tolist()):
                 carriers.add(sequence.slot)
-        return launch(self, step)
+        return launch(self, step, when_laid_out)
 
     def poisoned_forward(
-        self: StepRunner, prepared: PreparedStep
+        self: StepRunner, prepared: PreparedStep, when_laid_out: Callable[[], None]
     ) -> tuple[Tensor, PromptLogprobs | None]:
         if not warming:
+            when_laid_out()
             if poison.is_too_large(len(prepared.slots), int(prepared.counts.sum())):
                 raise torch.OutOfMemoryError(OUT_OF_MEMORY)
             if not carriers.isdisjoint(prepared.slots.tolist()):
                 poison.act()
-        return forward(self, prepared)
+        return forward(self, prepared, when_laid_out)
 
     def quiet_warm_up(*args: Any, **kwargs: Any) -> WarmedUp:
         warming.append(True)
