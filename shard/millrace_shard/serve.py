@@ -140,7 +140,7 @@ def _quantized(kernels: Kernels, kind: str, device: torch.device, dtype: torch.d
         raise UnsupportedModel(f"--quantize int8 is for bfloat16 on CPU, not {dtype} on {device}")
     logger.info("linears in int8, all but the output head")
     if not is_fast():
-        logger.warning("int8 is slower than bfloat16 here: it takes AMX or AVX512, and a compiler")
+        logger.warning("int8 is slower than bfloat16 here: it takes x86 with AVX2, and a compiler")
     return with_int8(kernels)
 
 

@@ -21,7 +21,7 @@ from millrace_shard.parallel import ProcessGroup
 from millrace_shard.sequence import SamplingParameters, Sequence
 from millrace_shard.step import BatchChange, Forward, Ints, Open, Step, StepResult, Work
 from millrace_shard.warmup import LoadedModel, MemoryLimits
-from millrace_tile_units import tiles_by
+from millrace_tile_units import TILE_UNITS, tiles_by
 
 NUM_TOKENS = 6
 SAMPLING = (
@@ -88,6 +88,7 @@ SHARDS = {
     "cpu-bf16": ("cpu", torch.bfloat16, None, 1),
     "cpu-bf16-window": ("cpu", torch.bfloat16, WINDOW, 2),
     "cpu-bf16-avx512": ("cpu-avx512", torch.bfloat16, WINDOW, 2),
+    "cpu-bf16-avx2": ("cpu-avx2", torch.bfloat16, WINDOW, 2),
     "cpu-bf16-without-tiles": ("cpu-without-tiles", torch.bfloat16, None, 2),
     "cpu-bf16-without-tiles-window": ("cpu-without-tiles", torch.bfloat16, WINDOW, 1),
 }
@@ -107,6 +108,7 @@ def shard(
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=32,
         max_position_embeddings=128,
         initializer_range=0.2,
         sliding_window=window,
@@ -121,7 +123,8 @@ def shard(
     with torch.inference_mode():
         model = load_model(folder, dtype=dtype, kernels=kernels, group=group, device=device)
     loaded = LoadedModel(model=model, kernels=kernels, group=group, device=device, dtype=dtype)
-    with tiles_by("avx512") if name == "cpu-avx512" else nullcontext():
+    unit = name.removeprefix("cpu-")
+    with tiles_by(unit) if unit in TILE_UNITS else nullcontext():
         shard = Shard(loaded, threads)
         yield shard
         shard.engine.close()

@@ -5,7 +5,7 @@
 
 #include "tiles.h"
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(MILLRACE_TILES)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(CPU_CAPABILITY_AVX512)
 #define MILLRACE_AMX 1
 
 #include <sys/syscall.h>

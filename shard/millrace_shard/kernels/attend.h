@@ -26,11 +26,9 @@ void attend(at::Tensor out, const at::Tensor& queries, const at::Tensor& keys, c
         tables.const_data_ptr<int32_t>(), starts.const_data_ptr<int32_t>(), contexts.const_data_ptr<int32_t>(), pages,
         contexts.numel(), heads, queries.stride(0), tables.stride(0), window, static_cast<float>(scale),
         static_cast<float>(softcap)};
-#ifdef MILLRACE_TILES
     if constexpr (std::is_same_v<T, BFloat16>) {
       if (by_tiles && pages.dim % tiles::kDepth == 0) return attend_by_tiles(attention);
     }
-#endif
     attend_all(attention);
   });
 }

@@ -5,7 +5,7 @@
 
 #include "tiles.h"
 
-#ifdef MILLRACE_TILES
+#if defined(CPU_CAPABILITY_AVX512)
 #include <algorithm>
 #include <cstring>
 

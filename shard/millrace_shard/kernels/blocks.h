@@ -2,11 +2,9 @@
 // between operators otherwise.
 #pragma once
 
-#include "tile_attention.h"
-
-#ifdef MILLRACE_TILES
 #include "norms.h"
 #include "panels.h"
+#include "tile_attention.h"
 
 namespace millrace {
 
@@ -92,12 +90,15 @@ class MlpHalf {
                  [&](int64_t from, int64_t to) { input_(normed_, begin, begin + from, begin + to); });
       multiply_panels(team, first_, normed_, count,
                       [&](int64_t panel, int64_t row, const float* gates, const float* ups) {
-                        Vec gate = load(gates), up = load(ups);
-                        if (first_.bias != nullptr) {
-                          gate = gate + load(first_.bias + panel * tiles::kColumns);
-                          up = up + load(first_.bias + inner_ + panel * tiles::kColumns);
+                        const int64_t first = panel * tiles::kColumns;
+                        for (int64_t i = 0; i < tiles::kColumns; i += kLanes) {
+                          Vec gate = load(gates + i), up = load(ups + i);
+                          if (first_.bias != nullptr) {
+                            gate = gate + load(first_.bias + first + i);
+                            up = up + load(first_.bias + inner_ + first + i);
+                          }
+                          save(gated_.at(row, first + i), silu<BFloat16>(gate) * up);
                         }
-                        save(gated_.at(row, panel * tiles::kColumns), silu<BFloat16>(gate) * up);
                       });
       multiply_panels(team, second_, gated_, count,
                       SaveSums<BFloat16>{out_.data + begin * out_.width, out_.width, second_.bias});
@@ -279,4 +280,3 @@ void attention_block(at::Tensor y, const at::Tensor& x, const at::Tensor& residu
 }
 
 }  // namespace millrace
-#endif

@@ -57,6 +57,8 @@ class Toolchain:
                 "-fopenmp",
                 "-fno-math-errno",
                 "-march=native",
+                # Torch may have been told to do without what the CPU has.
+                *(("-mno-avx512f",) if capability == "AVX2" else ()),
                 f"-DCPU_CAPABILITY={capability}",
                 f"-DCPU_CAPABILITY_{capability}",
                 f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",

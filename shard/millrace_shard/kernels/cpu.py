@@ -1,14 +1,13 @@
 """Kernels for x86 CPUs: compiled operators over pages of 64 positions, in bfloat16 or float32.
 
-With AMX or AVX512, bfloat16 weights go to operators over tiles, of half a layer each or of all, and a row's bits depend
-neither on its batch mates, nor on how its prompt was cut, nor on the number of threads. On other CPUs that holds in
-deterministic mode; otherwise bfloat16 linears are oneDNN's, whose bits change with the number of rows. One engine
-thread may call them; torch.set_num_threads says how many threads share a call.
+bfloat16 weights go to operators over tiles, of half a layer each or of all, and a row's bits depend neither on its
+batch mates, nor on how its prompt was cut, nor on the number of threads. Heads that are no multiples of 32 wide go
+through ATen's brgemm instead, which needs AVX512. One engine thread may call the kernels; torch.set_num_threads says
+how many threads share a call.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -42,14 +41,9 @@ class CpuKernels(ComposedBlocks):
     capturable = True
 
     def __init__(self, *, deterministic: bool, tiles: bool = True) -> None:
-        """`tiles`: multiply by tiles where the CPU can; the operators have to be loaded by the first use."""
+        """`tiles`: bfloat16 goes to the operators over tiles; they have to be loaded by the first use."""
         self.deterministic = deterministic
-        self._wants_tiles = tiles
-
-    @functools.cached_property
-    def tiles(self) -> bool:
-        """Whether bfloat16 goes to the operators over tiles."""
-        return self._wants_tiles and tile_blocks.available()
+        self.tiles = tiles
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Pack `weight` [out, in] and keep `bias` [out]."""

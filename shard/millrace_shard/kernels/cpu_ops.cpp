@@ -10,19 +10,6 @@
 #include "norms.h"
 #include "pages.h"
 
-namespace {
-
-// What multiplies tiles: "amx" or "avx512", or "" where nothing does.
-std::string tile_unit() {
-#ifdef MILLRACE_TILES
-  return millrace::tiles::on_amx() ? "amx" : "avx512";
-#else
-  return "";
-#endif
-}
-
-}  // namespace
-
 TORCH_LIBRARY(millrace, library) {
   library.def("rms_norm(Tensor(a!) out, Tensor x, Tensor weight, float eps) -> ()");
   library.def("add_rms_norm(Tensor(a!) out, Tensor x, Tensor(b!) residual, Tensor weight, float eps) -> ()");
@@ -38,8 +25,7 @@ TORCH_LIBRARY(millrace, library) {
   library.def("packed_linear(Tensor(a!) y, Tensor x, Tensor packed, Tensor bias) -> ()");
   library.def("greedy(Tensor logits) -> (Tensor, Tensor, Tensor)");
   library.def("forbid(Tensor(a!) scores, Tensor rows, Tensor bits) -> ()");
-  library.def("tile_unit() -> str", tile_unit);
-#ifdef MILLRACE_TILES
+  library.def("tile_unit() -> str", millrace::tiles::name);
   library.def("use_amx(bool wanted) -> bool", millrace::tiles::use_amx);
   library.def("pack_panels(Tensor weight, bool gated) -> Tensor");
   library.def("panel_linear(Tensor(a!) y, Tensor x, Tensor packed, Tensor bias) -> ()");
@@ -57,7 +43,6 @@ TORCH_LIBRARY(millrace, library) {
       "int num_heads, float scale, int[] windows) -> ()");
   library.def("pack_int8(Tensor weight) -> Tensor");
   library.def("int8_linear(Tensor(a!) y, Tensor x, Tensor packed, Tensor scales, Tensor bias) -> ()");
-#endif
 }
 
 TORCH_LIBRARY_IMPL(millrace, CPU, library) {
@@ -71,7 +56,6 @@ TORCH_LIBRARY_IMPL(millrace, CPU, library) {
   library.impl("packed_linear", millrace::packed_linear);
   library.impl("greedy", millrace::greedy);
   library.impl("forbid", millrace::forbid);
-#ifdef MILLRACE_TILES
   library.impl("pack_panels", millrace::pack_panels);
   library.impl("panel_linear", millrace::panel_linear);
   library.impl("mlp_block", millrace::mlp_block);
@@ -79,5 +63,4 @@ TORCH_LIBRARY_IMPL(millrace, CPU, library) {
   library.impl("decoder_layers", millrace::decoder_layers);
   library.impl("pack_int8", millrace::pack_int8);
   library.impl("int8_linear", millrace::int8_linear);
-#endif
 }

@@ -14,7 +14,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from millrace_shard.kernels import tile_blocks
 from millrace_shard.kernels.base import Kernels, Linear
 from millrace_shard.kernels.blocks import ComposedBlocks
 from millrace_shard.kernels.build import operators_loaded
@@ -52,7 +51,7 @@ class Int8Kernels(ComposedBlocks):
 
 def is_fast() -> bool:
     """Whether this CPU multiplies int8 tiles, and rightly; if not, int8 is slower than bfloat16."""
-    return operators_loaded() and tile_blocks.available() and _agrees_with_plain()
+    return operators_loaded() and _agrees_with_plain()
 
 
 @functools.cache

@@ -3,10 +3,9 @@
 // Sums are int32 and exact, so neither their order nor the rows beside them can matter.
 #pragma once
 
-#include "panels.h"
-
-#ifdef MILLRACE_TILES
 #include <cmath>
+
+#include "panels.h"
 
 namespace millrace {
 
@@ -40,6 +39,30 @@ inline at::Tensor pack_int8(const at::Tensor& weight) {
   return packed;
 }
 
+// 16 values, scaled and rounded to int8.
+inline void save_int8(int8_t* to, const float* values, float scale) {
+#if defined(CPU_CAPABILITY_AVX512)
+  const __m512i rounded = _mm512_cvtps_epi32(load(values) * Vec(scale));
+  const __m128i bytes = _mm512_cvtsepi32_epi8(rounded);
+#else
+  const auto rounded = [&](int64_t i) {
+    const __m256i eight = _mm256_cvtps_epi32(load(values + i) * Vec(scale));
+    return _mm_packs_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  };
+  const __m128i bytes = _mm_packs_epi16(rounded(0), rounded(kLanes));
+#endif
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes);
+}
+
+// As floats.
+inline Vec load(const int32_t* from) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return _mm512_cvtepi32_ps(_mm512_loadu_si512(from));
+#else
+  return _mm256_cvtepi32_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#endif
+}
+
 // One row of x [width] bfloat16 into int8 tiles; returns what a unit of it is worth. Not finite where x is not.
 inline float quantize_row(const tiles::Tiled& tiled, int64_t row, const BFloat16* x, int64_t width) {
   float largest = 0.f;
@@ -50,20 +73,16 @@ inline float quantize_row(const tiles::Tiled& tiled, int64_t row, const BFloat16
     largest = size > largest ? size : largest;
   }
   const float inverse = largest > kSmallestRow ? kLargestInt8 / largest : 0.f;
-  const __m512 scale = _mm512_set1_ps(inverse);
   for (int64_t i = 0; i < tiled.stride * kInt8Depth; i += 16) {
     // Columns of `tiled` are of two bytes.
     int8_t* to = reinterpret_cast<int8_t*>(tiled.at(row, i / 32 * 16)) + i % 32;
-    __m512 values = _mm512_setzero_ps();
+    alignas(64) float values[16] = {};
     if (i + 16 <= width) {
-      values = load(x + i);
-    } else if (i < width) {
-      alignas(64) float rest[16] = {};
-      for (int64_t j = i; j < width; j++) rest[j - i] = static_cast<float>(x[j]);
-      values = _mm512_load_ps(rest);
+      for (int64_t j = 0; j < 16; j += kLanes) save(values + j, load(x + i + j));
+    } else {
+      for (int64_t j = i; j < width; j++) values[j - i] = static_cast<float>(x[j]);
     }
-    const __m512i rounded = _mm512_cvtps_epi32(_mm512_mul_ps(values, scale));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtsepi32_epi8(rounded));
+    save_int8(to, values, inverse);
   }
   return is_finite ? largest / kLargestInt8 : std::numeric_limits<float>::quiet_NaN();
 }
@@ -90,18 +109,21 @@ void int8_linear(at::Tensor y, const at::Tensor& x, const at::Tensor& packed, co
   const float* added = bias.numel() == 0 ? nullptr : bias.const_data_ptr<float>();
   const Panels panels(reinterpret_cast<const BFloat16*>(packed.const_data_ptr<int8_t>()), packed.size(0), steps);
   const auto emit = [&](int64_t panel, int64_t row, const float* left, const float* right) {
-    for (int64_t half = 0; half < 2; half++) {
-      const int32_t* sums = reinterpret_cast<const int32_t*>(half == 0 ? left : right);
-      const int64_t column = panel * kPanelColumns + half * tiles::kColumns;
-      const int64_t count = std::min(tiles::kColumns, out - column);
-      if (count <= 0) continue;
-      const __mmask16 lanes = static_cast<__mmask16>((1u << count) - 1);
-      const __m512 worth = _mm512_maskz_loadu_ps(lanes, output_scales + column);
-      const __m512 scale = _mm512_mul_ps(_mm512_set1_ps(row_scales[row]), worth);
-      const __m512 sum = _mm512_cvtepi32_ps(_mm512_loadu_si512(sums));
-      const __m512 values = added == nullptr ? _mm512_mul_ps(sum, scale)
-                                             : _mm512_fmadd_ps(sum, scale, _mm512_maskz_loadu_ps(lanes, added + column));
-      _mm256_mask_storeu_epi16(to + row * out + column, lanes, to_bfloat16(values));
+    for (int64_t i = 0; i < kPanelColumns; i += kLanes) {
+      const int64_t column = panel * kPanelColumns + i, count = std::min(kLanes, out - column);
+      if (count <= 0) return;
+      const float* sums = (i < tiles::kColumns ? left : right) + i % tiles::kColumns;
+      const Vec sum = load(reinterpret_cast<const int32_t*>(sums));
+      const Vec scale = Vec(row_scales[row]) * Vec::loadu(output_scales + column, count);
+      const Vec values = added == nullptr ? sum * scale : at::vec::fmadd(sum, scale, Vec::loadu(added + column, count));
+      BFloat16* const place = to + row * out + column;
+      if (count == kLanes) {
+        save(place, values);
+      } else {
+        BFloat16 rounded[kLanes];
+        save(rounded, values);
+        std::memcpy(place, rounded, count * sizeof(BFloat16));
+      }
     }
   };
   run_team([&](Team& team) {
@@ -115,4 +137,3 @@ void int8_linear(at::Tensor y, const at::Tensor& x, const at::Tensor& packed, co
 }
 
 }  // namespace millrace
-#endif

@@ -3,8 +3,6 @@
 
 #include "blocks.h"
 
-#ifdef MILLRACE_TILES
-
 namespace millrace {
 
 // Of a layer, in the order of the operators of its halves: norm, QKV, its bias, query norm, key norm, output, its bias;
@@ -49,4 +47,3 @@ void decoder_layers(at::Tensor y, const at::Tensor& residual, at::TensorList wei
 }
 
 }  // namespace millrace
-#endif

@@ -109,7 +109,7 @@ Vec silu(const Vec& x) {
     return x / (Vec(1.f) + x.neg().exp());
   } else {
 #if defined(CPU_CAPABILITY_AVX512)
-    const __m512 power = fast_exp2(_mm512_mul_ps(x, _mm512_set1_ps(-1.442695041f)));
+    const __m512 power = fast_exp2(x * Vec(-1.442695041f));
     return _mm512_mul_ps(x, _mm512_rcp14_ps(_mm512_add_ps(power, _mm512_set1_ps(1.f))));
 #else
     return x / (Vec(1.f) + x.neg().exp_u20());

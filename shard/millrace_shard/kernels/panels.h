@@ -3,7 +3,6 @@
 
 #include "tile_unit.h"
 
-#ifdef MILLRACE_TILES
 #include <algorithm>
 #include <cstring>
 
@@ -223,8 +222,10 @@ struct SaveSums {
     T* to = y + row * out + column;
     const BFloat16* added = bias == nullptr ? nullptr : bias + column;
     if (column + tiles::kColumns <= out) {
-      const Vec values = load(sums);
-      save(to, added == nullptr ? values : values + load(added));
+      for (int64_t i = 0; i < tiles::kColumns; i += kLanes) {
+        const Vec values = load(sums + i);
+        save(to + i, added == nullptr ? values : values + load(added + i));
+      }
     } else {
       for (int64_t i = 0; i < out - column; i++)
         to[i] = static_cast<T>(added == nullptr ? sums[i] : sums[i] + static_cast<float>(added[i]));
@@ -265,4 +266,3 @@ void panel_linear(at::Tensor y, const at::Tensor& x, const at::Tensor& packed, c
 }
 
 }  // namespace millrace
-#endif

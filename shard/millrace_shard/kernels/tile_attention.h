@@ -5,7 +5,6 @@
 
 #include "tile_unit.h"
 
-#ifdef MILLRACE_TILES
 #include "attention.h"
 #include "team.h"
 
@@ -33,61 +32,55 @@ struct TileWorkspace {
     weights = tiles::Tiled(reinterpret_cast<char*>(queries.data) + tiled, kChunk);
   }
 
-  // 16 sums of a row from `column`, a multiple of 16.
+  // Where sums of a row from `column` are, up to the next multiple of 16.
   float* sum(int64_t row, int64_t column) const {
     return sums + (row / tiles::kRows * (dim / tiles::kColumns) + column / tiles::kColumns) * tiles::kSums +
-           row % tiles::kRows * tiles::kColumns;
+           row % tiles::kRows * tiles::kColumns + column % tiles::kColumns;
   }
 };
-
-inline __mmask16 lanes_between(int64_t low, int64_t high) {
-  const uint32_t below = high >= 16 ? 0xffffu : (1u << std::max<int64_t>(high, 0)) - 1;
-  return static_cast<__mmask16>(low <= 0 ? below : below & ~((1u << std::min<int64_t>(low, 16)) - 1));
-}
 
 // Turns scores[low, high) of a chunk, if any, into weights [0, n) and rescales what the row has summed so far.
 inline void softmax_row(const Attention<BFloat16>& a, const TileWorkspace& w, int64_t row, Range seen, int64_t n) {
   constexpr float kLog2E = 1.442695040888963f;
-  const __m512 minus_infinity = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+  constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
   float* scores = w.scores + row * kChunk;
   if (seen.low >= seen.high) seen = {n, n};
   const int64_t low = round_down(seen.low, tiles::kDepth), high = round_up(seen.high, tiles::kDepth);
-  for (int64_t i = 0; i < low; i += tiles::kDepth) _mm512_storeu_si512(w.weights.at(row, i), _mm512_setzero_si512());
-  for (int64_t i = high; i < n; i += tiles::kDepth) _mm512_storeu_si512(w.weights.at(row, i), _mm512_setzero_si512());
+  for (int64_t i = 0; i < low; i += tiles::kDepth) std::memset(w.weights.at(row, i), 0, tiles::kTileStride);
+  for (int64_t i = high; i < n; i += tiles::kDepth) std::memset(w.weights.at(row, i), 0, tiles::kTileStride);
 
   if (low == high) return;
 
   float scale = a.scale * kLog2E;
   if (a.softcap > 0.f) {
     const Vec inner(a.scale / a.softcap), cap(a.softcap);
-    for (int64_t i = low; i < high; i += 16) save(scores + i, (load(scores + i) * inner).tanh() * cap);
+    for (int64_t i = low; i < high; i += kLanes) save(scores + i, (load(scores + i) * inner).tanh() * cap);
     scale = kLog2E;
   }
-  for (int64_t i = low; i < seen.low; i += 16)
-    _mm512_mask_storeu_ps(scores + i, ~lanes_between(seen.low - i, 16), minus_infinity);
-  for (int64_t i = round_down(seen.high, 16); i < high; i += 16)
-    _mm512_mask_storeu_ps(scores + i, ~lanes_between(0, seen.high - i), minus_infinity);
-  __m512 highest = minus_infinity;
-  for (int64_t i = low; i < high; i += 16) highest = _mm512_max_ps(highest, _mm512_loadu_ps(scores + i));
+  std::fill(scores + low, scores + seen.low, kMinusInfinity);
+  std::fill(scores + seen.high, scores + high, kMinusInfinity);
+  Vec highest(kMinusInfinity);
+  for (int64_t i = low; i < high; i += kLanes) highest = at::vec::clamp_min(load(scores + i), highest);
   // The maximum may lose a NaN, the exponential does not: the row's sum is NaN then, and so is all it yields.
-  const float top = _mm512_reduce_max_ps(highest) * scale;
+  const float top = max(highest) * scale;
   const float before = w.row_max[row];
   const float now = top > before ? top : before;
-  const float keep = _mm512_cvtss_f32(fast_exp2(_mm512_set1_ps(before - now)));
+  const Vec kept = fast_exp2(Vec(before - now));
 
-  const __m512 scales = _mm512_set1_ps(scale), shift = _mm512_set1_ps(now);
-  __m512 total = _mm512_setzero_ps(), total_odd = _mm512_setzero_ps();
-  for (int64_t i = low; i < high; i += tiles::kDepth) {
-    const __m512 even = fast_exp2(_mm512_fmsub_ps(_mm512_loadu_ps(scores + i), scales, shift));
-    const __m512 odd = fast_exp2(_mm512_fmsub_ps(_mm512_loadu_ps(scores + i + 16), scales, shift));
-    total = _mm512_add_ps(total, even);
-    total_odd = _mm512_add_ps(total_odd, odd);
-    _mm512_storeu_si512(w.weights.at(row, i), to_bfloat16(even, odd));
+  const Vec scales(scale), shift(now);
+  Vec total(0.f), total_odd(0.f);
+  for (int64_t i = low; i < high; i += 2 * kLanes) {
+    const Vec even = fast_exp2(at::vec::fmsub(load(scores + i), scales, shift));
+    const Vec odd = fast_exp2(at::vec::fmsub(load(scores + i + kLanes), scales, shift));
+    total = total + even;
+    total_odd = total_odd + odd;
+    save(w.weights.at(row, i), even, odd);
   }
-  w.row_sum[row] = w.row_sum[row] * keep + _mm512_reduce_add_ps(_mm512_add_ps(total, total_odd));
+  const float keep = first(kept);
+  w.row_sum[row] = w.row_sum[row] * keep + sum(total + total_odd);
   w.row_max[row] = now;
   if (keep != 1.f)
-    for (int64_t i = 0; i < w.dim; i += 16) save(w.sum(row, i), load(w.sum(row, i)) * Vec(keep));
+    for (int64_t i = 0; i < w.dim; i += kLanes) save(w.sum(row, i), load(w.sum(row, i)) * kept);
 }
 
 // A chunk of keys of some tile of queries.
@@ -211,7 +204,7 @@ inline void attend_chunk(const Attention<BFloat16>& a, const TileWorkspace& w, c
   }
 }
 
-// The tile of queries that `chunk` begins, then `next` is to come; place(token, column) says where 16 outputs go.
+// The tile of queries that `chunk` begins, then `next` is to come; place(token, column) says where outputs go.
 template <typename Place>
 void attend_tile(const Attention<BFloat16>& a, const TileWorkspace& w, Chunk chunk, const Chunk* next, Ahead& ahead,
                  int64_t& configured, const Place& place) {
@@ -248,7 +241,7 @@ void attend_tile(const Attention<BFloat16>& a, const TileWorkspace& w, Chunk chu
 
   for (int64_t row = 0; row < rows; row++) {
     const Vec inverse(1.f / w.row_sum[row]);
-    for (int64_t column = 0; column < dim; column += 16)
+    for (int64_t column = 0; column < dim; column += kLanes)
       save(out(row, column), load(w.sum(row, column)) * inverse);
   }
 }
@@ -292,4 +285,3 @@ inline void attend_by_tiles(const Attention<BFloat16>& a) {
 }
 
 }  // namespace millrace
-#endif

@@ -24,11 +24,6 @@ TILE_DEPTH = 32
 TILE_COLUMNS = 16
 
 
-def available() -> bool:
-    """Whether the loaded operators multiply tiles on this CPU: by AMX, or by AVX512."""
-    return bool(torch.ops.millrace.tile_unit())
-
-
 def fits_attention(weights: AttentionWeights) -> bool:
     """Whether TiledAttention takes these weights."""
     weight = weights.qkv.weight

@@ -2,10 +2,20 @@
 #pragma once
 
 #include "amx.h"
+#include "avx2.h"
 #include "avx512.h"
 
-#ifdef MILLRACE_TILES
+#include <string>
+
 namespace millrace::tiles {
+
+#if defined(CPU_CAPABILITY_AVX512)
+namespace vectors = avx512;
+constexpr const char* kVectorUnit = "avx512";
+#else
+namespace vectors = avx2;
+constexpr const char* kVectorUnit = "avx2";
+#endif
 
 #ifdef MILLRACE_AMX
 inline bool& on_amx() {
@@ -24,6 +34,9 @@ inline bool use_amx([[maybe_unused]] bool wanted) {
   return on_amx();
 }
 
+// "amx", "avx512" or "avx2".
+inline std::string name() { return on_amx() ? "amx" : kVectorUnit; }
+
 // Before products of at most `rows` rows in a row of tiles, on each thread; until `release`.
 inline void configure([[maybe_unused]] int64_t rows) {
 #ifdef MILLRACE_AMX
@@ -39,7 +52,7 @@ inline void release() {
 
 // Times that products of so many rows go over the right operand.
 inline int64_t passes(int64_t rows) {
-  return on_amx() ? (rows + 2 * kRows - 1) / (2 * kRows) : avx512::passes(rows);
+  return on_amx() ? (rows + 2 * kRows - 1) / (2 * kRows) : vectors::passes(rows);
 }
 
 // sums (+)= left x right for 1 to 32 rows; those from the 16th on have their tiles at `left_low`, their sums at `low`. In
@@ -62,20 +75,19 @@ void multiply(const BFloat16* left, const BFloat16* left_low, int64_t rows, cons
     return;
   }
 #endif
-  avx512::multiply<kFormat>(left, std::min(rows, kRows), right, sums, add, fetch);
-  if (rows > kRows) avx512::multiply<kFormat>(left_low, rows - kRows, right, {low, sums.second, sums.stride}, add, fetch);
+  vectors::multiply<kFormat>(left, std::min(rows, kRows), right, sums, add, fetch);
+  if (rows > kRows) vectors::multiply<kFormat>(left_low, rows - kRows, right, {low, sums.second, sums.stride}, add, fetch);
 }
 
 // How many tiles of columns are best taken at once from a page, for so many rows.
-inline int64_t page_width(int64_t rows) { return on_amx() ? 2 : avx512::page_width(rows); }
+inline int64_t page_width(int64_t rows) { return on_amx() ? 2 : vectors::page_width(rows); }
 
 // The same over pages, for `page_width(rows)` tiles of columns or for two.
 template <typename Fetch>
 void multiply_pages(const BFloat16* left, const BFloat16* left_low, int64_t rows, int64_t width, const Right& right,
                     const Sums& sums, float* low, bool add, const Fetch& fetch) {
-  if (width > 2) return avx512::multiply_wide(left, rows, right, sums, add, fetch);
+  if (width > 2) return vectors::multiply_wide(left, rows, right, sums, add, fetch);
   multiply(left, left_low, rows, right, sums, low, add, fetch, [] {});
 }
 
 }  // namespace millrace::tiles
-#endif

@@ -5,9 +5,6 @@
 
 #include "vectors.h"
 
-#if defined(CPU_CAPABILITY_AVX512)
-#define MILLRACE_TILES 1
-
 #include <immintrin.h>
 
 namespace millrace::tiles {
@@ -66,11 +63,10 @@ struct Tiled {
   }
 
   const BFloat16* rows(int64_t row) const { return data + row / kRows * stride * kTile; }
-  // Where 16 columns from `column`, a multiple of 16, are.
+  // Where columns from `column` are, up to the next multiple of 32.
   BFloat16* at(int64_t row, int64_t column) const {
     return data + (row / kRows * stride + column / kDepth) * kTile + row % kRows * kDepth + column % kDepth;
   }
 };
 
 }  // namespace millrace::tiles
-#endif

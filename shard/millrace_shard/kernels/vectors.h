@@ -42,14 +42,6 @@ inline __m256i to_bfloat16(__m512 values) {
 #endif
 }
 
-inline __m512i to_bfloat16(__m512 low, __m512 high) {
-#if defined(__AVX512BF16__)
-  return (__m512i)_mm512_cvtne2ps_pbh(high, low);
-#else
-  return _mm512_inserti64x4(_mm512_castsi256_si512(to_bfloat16(low)), to_bfloat16(high), 1);
-#endif
-}
-
 inline Vec save(BFloat16* to, const Vec& value) {
   const __m256i bits = to_bfloat16(value);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), bits);
@@ -69,6 +61,29 @@ inline Vec save(BFloat16* to, const Vec& value) {
 #error "AVX2 or AVX512 expected"
 #endif
 
+// Both halves by one store where a vector holds them: a load of all of it would wait for two.
+inline void save(BFloat16* to, const Vec& low, const Vec& high) {
+#if defined(CPU_CAPABILITY_AVX512)
+#if defined(__AVX512BF16__)
+  const __m512i bits = (__m512i)_mm512_cvtne2ps_pbh(high, low);
+#else
+  const __m512i bits = _mm512_inserti64x4(_mm512_castsi256_si512(to_bfloat16(low)), to_bfloat16(high), 1);
+#endif
+  _mm512_storeu_si512(to, bits);
+#else
+  save(to, low);
+  save(to + kLanes, high);
+#endif
+}
+
+inline float first(const Vec& values) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return _mm512_cvtss_f32(values);
+#else
+  return _mm256_cvtss_f32(values);
+#endif
+}
+
 inline float sum(const Vec& values) {
   return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return a + b; }, values);
 }
@@ -77,18 +92,32 @@ inline float max(const Vec& values) {
   return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return at::vec::maximum(a, b); }, values);
 }
 
-#if defined(CPU_CAPABILITY_AVX512)
 // 2^x to within 2^-13 of itself, by a polynomial in its fraction; NaN stays NaN, -inf gives 0.
-inline __m512 fast_exp2(__m512 x) {
+inline Vec fast_exp2(const Vec& x) {
+#if defined(CPU_CAPABILITY_AVX512)
   constexpr int kBelowFloor = 0x09;
-  const __m512 f = _mm512_reduce_ps(x, kBelowFloor);
-  __m512 p = _mm512_set1_ps(7.802452155e-02f);
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.260671570e-01f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.958335400e-01f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.999252186e-01f));
-  return _mm512_scalef_ps(p, x);
-}
+  const Vec f = _mm512_reduce_ps(x, kBelowFloor);
+#else
+  // Of a NaN, the second operand comes back.
+  constexpr float kLargest = 252.f;
+  const __m256 within = _mm256_max_ps(_mm256_set1_ps(-kLargest), _mm256_min_ps(_mm256_set1_ps(kLargest), x));
+  const __m256 whole = _mm256_floor_ps(within);
+  const Vec f = _mm256_sub_ps(within, whole);
 #endif
+  Vec p = at::vec::fmadd(Vec(7.802452155e-02f), f, Vec(2.260671570e-01f));
+  p = at::vec::fmadd(p, f, Vec(6.958335400e-01f));
+  p = at::vec::fmadd(p, f, Vec(9.999252186e-01f));
+#if defined(CPU_CAPABILITY_AVX512)
+  return _mm512_scalef_ps(p, x);
+#else
+  // In two steps: the exponent of all of it may be none that a float has.
+  const auto power = [](__m256i exponent) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(exponent, _mm256_set1_epi32(127)), 23));
+  };
+  const __m256i exponent = _mm256_cvtps_epi32(whole), half = _mm256_srai_epi32(exponent, 1);
+  return p * Vec(power(half)) * Vec(power(_mm256_sub_epi32(exponent, half)));
+#endif
+}
 
 inline int64_t round_down(int64_t value, int64_t step) { return value / step * step; }
 

@@ -7,18 +7,18 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partialmethod
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from millrace_shard.kernels import tile_blocks
 from millrace_shard.kernels.base import LayerCache
 from millrace_shard.kernels.build import load_operators
 from millrace_shard.kernels.cpu import CpuKernels
 from millrace_shard.ragged import RaggedBatch
-from millrace_tile_units import TILE_UNITS, tiles_by
+from millrace_tile_units import TILE_UNITS, need_brgemm, tiles_by
 
 BF16, FP32 = torch.bfloat16, torch.float32
 TOLERANCE = {BF16: 0.02, FP32: 5e-6}
@@ -58,9 +58,9 @@ def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
             yield BF16
         return
     if request.param == "bf16":
-        if not torch.cpu._is_avx512_bf16_supported():
-            pytest.skip("no bfloat16 products on this CPU")
-        monkeypatch.setattr(tile_blocks, "available", lambda: False)
+        need_brgemm()
+        without_tiles = partialmethod(CpuKernels.__init__, tiles=False)
+        monkeypatch.setattr(CpuKernels, "__init__", without_tiles)
     yield FP32 if request.param == "fp32" else BF16
 
 
@@ -81,6 +81,8 @@ class Paged:
 
     @classmethod
     def random(cls, *, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> Paged:
+        if dtype is BF16 and dim % 32:  # no tiles
+            need_brgemm()
         generator = torch.Generator().manual_seed(heads * dim)
 
         def random(length: int, count: int) -> Tensor:

@@ -29,7 +29,7 @@ from millrace_shard.kernels.cpu import CpuKernels
 from millrace_shard.kernels.int8_linear import PlainInt8Linear, TiledInt8Linear
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.ragged import RaggedBatch
-from millrace_tile_units import TILE_UNITS, tiles_by
+from millrace_tile_units import TILE_UNITS, need_brgemm, tiles_by
 
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")
@@ -183,6 +183,7 @@ def panels(weight: Tensor) -> Linear:
 
 
 def blocks(weight: Tensor) -> Linear:
+    need_brgemm()
     return CpuKernels(deterministic=True, tiles=False).linear(weight)
 
 
@@ -244,10 +245,7 @@ def test_blocks_out_of_range_are_refused_before_anything_is_computed(kernels: Cp
     before = residual.clone()
 
     def attend(some: RaggedBatch) -> None:
-        if kernels.tiles:
-            kernels.attention(attention_of())(None, residual, some, cache)
-        else:
-            kernels.attend(residual.view(5, HEADS, DIM), some, cache, scale=1.0)
+        kernels.attention(attention_of())(None, residual, some, cache)
 
     for at in (0, 4):
         for bad in (8, -1):
