@@ -55,7 +55,7 @@ class Batch:
         self._some_failed = False
         """Whether any of them may be set, where the host can tell."""
         self._last_plain: PreparedStep | None = None
-        """The last step, if it may repeat and nobody has gone since."""
+        """The last step, if it was plain, each row has yielded one token, and nobody has gone since."""
         self._rows = torch.arange(size + 1, device=device)
         self._starts = self._rows.to(torch.int32)
         self.pending_scores = PendingScores(size, device)
@@ -169,24 +169,26 @@ class Batch:
         self._check_slots(slots)
         return slots
 
-    def repeat(self, step: Forward) -> PreparedStep | None:
+    def repeat(self, step: Forward) -> tuple[PreparedStep, WideRows] | None:
         """The layout of a step of exactly the rows of the last one, each one position on.
 
         It is what `rows` and `prepare` would come to, in a fraction of their time; None where they are to be asked.
         """
         last = self._last_plain
-        if (
-            last is None
-            or len(step.chunk_slots)
-            or len(step.decode_tokens)
-            or len(step.draft_tokens)
-        ):
+        if last is None or len(step.chunk_slots) or len(step.draft_tokens):
             return None
-        if not np.array_equal(step.decode_slots, last.slots):
+        slots, starts = step.decode_slots, last.sampling.positions
+        if not np.array_equal(slots, last.slots):
             return None
-        prepared = last.repeated()
-        room = np.minimum(self.blocks.capacity(prepared.slots), self.limits.max_tokens)
-        return prepared if (prepared.starts < room).all() else None
+        room = np.minimum(self.blocks.capacity(slots), self.limits.max_tokens) - starts
+        if (room < 1).any():
+            return None
+        if not len(step.decode_tokens):
+            return last.repeated(np.ones(len(slots), dtype=np.int64)), WideRows()
+        allowed, _ = step.allowances()
+        wide = allowed > 1
+        most_tokens = np.minimum(allowed, self.limits.max_tokens - starts)
+        return last.repeated(most_tokens), WideRows(slots=slots[wide], computed=starts[wide] + 1)
 
     def rows(self, step: Forward) -> StepRows:
         """What `step` asks for, within what there is room for; nothing changes here.
@@ -284,7 +286,6 @@ class Batch:
             prompt_states=np.searchsorted(state_rows, np.flatnonzero(is_prompt)),
             prompt_targets=targets[is_prompt],
             is_plain=is_plain,
-            may_repeat=is_plain and bool((rows.most_tokens == 1).all()),
         )
 
     def ragged(self, slots: Ints, starts: Ints, counts: Ints, logit_rows: Ints) -> RaggedBatch:
@@ -365,14 +366,15 @@ class Batch:
 
         0 where that is not known yet, because tokens were guessed: the row waits to be settled.
         """
-        if prepared.may_repeat:
+        repeats = prepared.is_plain and bool((counts == 1).all())
+        if repeats:
             self._num_computed[prepared.slots] = prepared.sampling.positions
             self._num_tokens[prepared.slots] = prepared.sampling.positions + 1
         else:
             computed = prepared.starts + prepared.counts - prepared.guesses
             self._num_computed[prepared.slots] = computed
             self._num_tokens[prepared.yield_slots] += counts
-        self._last_plain = prepared if prepared.may_repeat else None
+        self._last_plain = prepared if repeats else None
 
     def settle(self, slots: Ints, admissions: Ints, counts: Ints) -> Flags:
         """Advance rows whose guesses have been looked at: all of their `counts` tokens but the last are computed.

@@ -53,10 +53,11 @@ class PreparedStep:
     is_plain: bool
     """Whether every row is a decode of one position that samples, and for which nobody guesses."""
 
-    may_repeat: bool
-    """Whether it is plain, and no row was allowed more than one position."""
-
-    def repeated(self) -> PreparedStep:
-        """The same rows one position on, of a step that may repeat; all other columns are shared."""
-        sampling = replace(self.sampling, positions=self.sampling.positions + 1)
-        return replace(self, starts=self.sampling.positions, sampling=sampling)
+    def repeated(self, most_tokens: Ints) -> PreparedStep:
+        """The same rows one position on, of a step that is plain; all columns but these are shared."""
+        return replace(
+            self,
+            starts=self.sampling.positions,
+            most_tokens=most_tokens,
+            sampling=replace(self.sampling, positions=self.sampling.positions + 1),
+        )

@@ -141,10 +141,11 @@ class StepRunner:
         """Most steps are the one before, one position on."""
         if self._proposer is not None:
             return None
-        prepared = self.batch.repeat(step)
-        if prepared is None:
+        repeated = self.batch.repeat(step)
+        if repeated is None:
             return None
-        return _Plan(prepared=prepared, guesses=self._nothing(len(prepared.slots)))
+        prepared, wide = repeated
+        return _Plan(prepared=prepared, guesses=self._nothing(len(prepared.slots)), wide=wide)
 
     def _plan(self, step: Forward) -> _Plan:
         step, invalid_slots = self.batch.without_invalid(step)

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -17,12 +18,15 @@ from millrace_shard.batch_limits import BatchLimits
 from millrace_shard.prepared import PreparedStep
 from millrace_shard.sequence import Sequence
 from millrace_shard.step import BatchChange, Forward, Ints, StepInvalid, no_ints
+from millrace_shard.step_rows import WideRows
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4
 MAX_TOKENS = 21
 NUM_SLOTS = 5
-ALLOWANCES = st.sampled_from((1, 1, 1, 2))
+PLAIN = (1,)
+ALLOWANCES = st.sampled_from((PLAIN, PLAIN, (2,), (1, 3), (3, 1, 1)))
+"""Positions that slots are allowed, in turn."""
 LIMITS = BatchLimits(
     max_batch_size=NUM_SLOTS,
     max_tokens=MAX_TOKENS,
@@ -40,15 +44,17 @@ def flat(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         fields = dataclasses.fields(value)
         return {field.name: flat(getattr(value, field.name)) for field in fields}
+    if isinstance(value, tuple):
+        return [flat(part) for part in value]
     if isinstance(value, torch.Tensor):
         return value.tolist()
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 
-def anew(batch: Batch, step: Forward) -> PreparedStep:
+def anew(batch: Batch, step: Forward) -> tuple[PreparedStep, WideRows]:
     step, _ = batch.without_invalid(step)
     rows = batch.rows(step)
-    return batch.prepare(rows, np.zeros(len(rows.slots), dtype=np.int64))
+    return batch.prepare(rows, np.zeros(len(rows.slots), dtype=np.int64)), rows.wide
 
 
 def tables(ragged: dict[str, Any]) -> list[list[int]]:
@@ -74,7 +80,8 @@ class Decoding(RuleBasedStateMachine):
         self.take(slot, length)
         step = Forward(chunk_slots=ints([slot]), chunk_tokens=ints([length]))
         assert self.batch.repeat(step) is None
-        self.run(anew(self.batch, step))
+        prepared, _ = anew(self.batch, step)
+        self.run(prepared, ints([1]))
         self.lengths[slot] = length + 1
 
     @precondition(lambda self: self.lengths)
@@ -83,17 +90,17 @@ class Decoding(RuleBasedStateMachine):
         self.drop_slot(data.draw(st.sampled_from(sorted(self.lengths))))
 
     @precondition(lambda self: self.lengths)
-    @rule(data=st.data(), allowance=ALLOWANCES)
-    def decode_some(self, data: st.DataObject, allowance: int) -> None:
+    @rule(data=st.data(), allowances=ALLOWANCES)
+    def decode_some(self, data: st.DataObject, allowances: tuple[int, ...]) -> None:
         """In any order."""
         some = data.draw(st.sets(st.sampled_from(sorted(self.lengths)), min_size=1))
-        self.decode(ints(data.draw(st.permutations(sorted(some)))), allowance)
+        self.decode(ints(data.draw(st.permutations(sorted(some)))), allowances)
 
     @precondition(lambda self: self.lengths)
-    @rule(allowances=st.lists(ALLOWANCES, min_size=1, max_size=6))
-    def decode_all(self, allowances: list[int]) -> None:
-        for allowance in allowances:
-            self.decode(ints(sorted(self.lengths)), allowance)
+    @rule(steps=st.lists(st.tuples(ALLOWANCES, st.booleans()), min_size=1, max_size=6))
+    def decode_all(self, steps: list[tuple[tuple[int, ...], bool]]) -> None:
+        for allowances, chains in steps:
+            self.decode(ints(sorted(self.lengths)), allowances, chains=chains)
 
     @precondition(lambda self: self.lengths)
     @rule(times=st.integers(1, 5))
@@ -111,7 +118,7 @@ class Decoding(RuleBasedStateMachine):
     @rule(data=st.data())
     def supplant(self, data: st.DataObject) -> None:
         """Another one in the place of one of the last rows, which has room and has not computed its prompt."""
-        self.decode_all([1])
+        self.decode(ints(sorted(self.lengths)), PLAIN)
         slot = data.draw(st.sampled_from(sorted(self.lengths)))
         if data.draw(st.booleans()):
             self.clear()
@@ -130,15 +137,20 @@ class Decoding(RuleBasedStateMachine):
         self.batch.apply(BatchChange(dropped_slots=ints([slot])))
         del self.lengths[slot]
 
-    def decode(self, slots: Ints, allowance: int) -> None:
+    def decode(self, slots: Ints, allowances: tuple[int, ...], *, chains: bool = False) -> None:
         """With a block more for those that need one."""
         lengths = ints(self.lengths[slot] for slot in slots.tolist())
         self.grow(slots[self.batch.blocks.capacity(slots) < lengths], 1)
-        self.step(slots, allowance)
+        self.step(slots, allowances, chains=chains)
 
-    def step(self, slots: Ints, allowance: int = 1) -> None:
+    def step(
+        self, slots: Ints, allowances: tuple[int, ...] = PLAIN, *, chains: bool = False
+    ) -> None:
+        """With `chains`, rows yield as many tokens as they may."""
         self.last = slots
-        wide = np.full(len(slots), allowance) if allowance > 1 else no_ints()
+        wide = no_ints()
+        if allowances != PLAIN:
+            wide = ints(allowances[slot % len(allowances)] for slot in slots.tolist())
         step = Forward(decode_slots=slots, decode_tokens=wide)
         repeated = self.batch.repeat(step)
         try:
@@ -148,9 +160,13 @@ class Decoding(RuleBasedStateMachine):
             return
         if repeated is not None:
             assert flat(repeated) == flat(expected)
-        self.run(expected if repeated is None else repeated)
-        for slot in expected.yield_slots.tolist():
-            self.lengths[slot] += 1
+        prepared, _ = expected if repeated is None else repeated
+        ends = (prepared.starts + prepared.counts)[prepared.yields]
+        assert ends.tolist() == [self.lengths[slot] for slot in prepared.yield_slots.tolist()]
+        counts = prepared.most_tokens if chains else np.ones_like(prepared.yields)
+        self.run(prepared, counts)
+        for slot, count in zip(prepared.yield_slots.tolist(), counts.tolist(), strict=True):
+            self.lengths[slot] += count
 
     def take(self, slot: int, length: int) -> None:
         """With the blocks that its prompt needs."""
@@ -158,7 +174,7 @@ class Decoding(RuleBasedStateMachine):
         self.batch.apply(BatchChange(admitted=(sequence,)))
         self.grow(ints([slot]), -(-length // BLOCK_SIZE))
 
-    def run(self, prepared: PreparedStep) -> None:
+    def run(self, prepared: PreparedStep, counts: Ints) -> None:
         batch = self.batch
         if not len(prepared.slots):
             return
@@ -172,7 +188,7 @@ class Decoding(RuleBasedStateMachine):
             assert quick == expected
         ids = torch.arange(len(prepared.sampled)) + 7
         batch.put(prepared, ids, torch.zeros(len(ids), dtype=torch.bool))
-        batch.commit(prepared, np.ones(len(prepared.yields), dtype=np.int64))
+        batch.commit(prepared, counts)
 
     def grow(self, slots: Ints, count: int) -> None:
         blocks = 1 + (np.arange(len(slots) * count) + self.num_taken) % 998
@@ -184,20 +200,25 @@ class Decoding(RuleBasedStateMachine):
             return
 
 
-def test_the_same_rows_repeat_while_they_have_room() -> None:
+@pytest.mark.parametrize("allowed", [(), (1, 5)], ids=["plain", "guided"])
+def test_the_same_rows_repeat_while_they_have_room(allowed: tuple[int, ...]) -> None:
     batch = Batch(LIMITS, CPU)
     slots = ints([3, 1])
     admitted = tuple(Sequence(slot=slot, request_id=slot, input_ids=ints([7])) for slot in (3, 1))
     batch.apply(BatchChange(admitted=admitted, grown_slots=slots, grown_blocks=ints([1, 2])))
     prompts = Forward(chunk_slots=slots, chunk_tokens=ints([1, 1]))
-    batch.commit(anew(batch, prompts), np.ones(2, dtype=np.int64))
-    decodes = Forward(decode_slots=slots)
-    batch.commit(anew(batch, decodes), np.ones(2, dtype=np.int64))
+    batch.commit(anew(batch, prompts)[0], np.ones(2, dtype=np.int64))
+    decodes = Forward(decode_slots=slots, decode_tokens=ints(allowed))
+    batch.commit(anew(batch, decodes)[0], np.ones(2, dtype=np.int64))
     for position in (2, 3):
         repeated = batch.repeat(decodes)
         assert repeated is not None
-        assert repeated.starts.tolist() == [position, position]
-        batch.commit(repeated, np.ones(2, dtype=np.int64))
+        prepared, wide = repeated
+        assert prepared.starts.tolist() == [position, position]
+        assert wide.slots.tolist() == [
+            slot for slot, most in zip((3, 1), allowed, strict=False) if most > 1
+        ]
+        batch.commit(prepared, np.ones(2, dtype=np.int64))
     assert batch.repeat(decodes) is None
     batch.apply(BatchChange(grown_slots=slots, grown_blocks=ints([3, 4])))
     assert batch.repeat(decodes) is not None
