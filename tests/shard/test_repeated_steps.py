@@ -224,5 +224,28 @@ def test_the_same_rows_repeat_while_they_have_room(allowed: tuple[int, ...]) -> 
     assert batch.repeat(decodes) is not None
 
 
+def test_a_row_that_may_go_on_by_several_tokens_repeats_up_to_its_last_position() -> None:
+    batch = Batch(LIMITS, CPU)
+    slots = ints([2])
+    blocks = ints(range(1, 2 + MAX_TOKENS // BLOCK_SIZE))
+    batch.apply(
+        BatchChange(
+            admitted=(Sequence(slot=2, request_id=1, input_ids=ints([7])),),
+            grown_slots=np.repeat(slots, len(blocks)),
+            grown_blocks=blocks,
+        )
+    )
+    prompt = Forward(chunk_slots=slots, chunk_tokens=ints([1]))
+    batch.commit(anew(batch, prompt)[0], ints([1]))
+    decode = Forward(decode_slots=slots, decode_tokens=ints([5]))
+    batch.commit(anew(batch, decode)[0], ints([1]))
+    for _ in range(2, MAX_TOKENS):
+        repeated = batch.repeat(decode)
+        assert repeated is not None
+        assert flat(repeated) == flat(anew(batch, decode))
+        batch.commit(repeated[0], ints([1]))
+    assert batch.repeat(decode) is None
+
+
 TestDecoding = Decoding.TestCase
 TestDecoding.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
