@@ -22,6 +22,7 @@ from bench.offline import run_cases
 from bench.peers import OURS
 from bench.plan import Plan, installed, say
 from bench.quiet import Quiet
+from bench.revisions import at_revision
 from bench.serve import ServerError
 from bench.served import run_levels
 from millrace_launcher.threads import usable_cores
@@ -47,6 +48,13 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         " r4:128+64x100 is 100 requests that arrive at 4 a second; without --only, servers alone",
     )
     parser.add_argument("--peer", nargs="*", default=list(PEERS), choices=PEERS)
+    parser.add_argument(
+        "--against",
+        metavar="REVISION",
+        nargs="*",
+        default=[],
+        help="serve earlier revisions of this repository in turn with this one",
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
         "--patience", type=float, default=120.0, help="seconds to wait for a quiet machine"
@@ -78,6 +86,7 @@ def run_model(name: str, options: argparse.Namespace) -> record.Results:
         out=options.out,
         launcher_flags=options.flags,
         shard_flags=options.shard_flags,
+        more_servers=[at_revision(revision) for revision in options.against],
     )
     say(f"{name}: {', '.join(plan.engines)}; measuring the roofline")
     results = record.Results(

@@ -1,17 +1,20 @@
 """`python -m bench.curves`: throughput against concurrency, and decoding against context length.
 
-Engines without HTTP, in turn on the same requests. Writes `<out>/<model>-curves.json` and `.svg`.
+Engines without HTTP, in turn on the same requests. Writes `<out>/<model>-curves.json` and `.svg`; `--record` adds a
+dated section to RESULTS.md and puts the picture beside it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
-from bench import machine, roofline
+from bench import machine, record, roofline
 from bench.cases import Case, Figure
 from bench.checkpoints import MAX_POSITIONS, MODELS_FOLDER, SHAPES, Shape, ensure_checkpoint
 from bench.engines.process import EngineError
@@ -31,6 +34,7 @@ PROMPT_TOKENS = 128
 NEW_TOKENS = 32
 CONTEXT_STEPS = 64
 PEERS = ("vllm", "openvino", "transformers")
+RESULTS = Path(__file__).parent / "RESULTS.md"
 
 
 def concurrency_case(streams: int) -> Case:
@@ -57,6 +61,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--patience", type=float, default=120.0)
     parser.add_argument("--out", type=Path, default=Path("bench/out"))
+    parser.add_argument("--record", action="store_true", help="add a section to bench/RESULTS.md")
     return parser.parse_args(arguments)
 
 
@@ -86,6 +91,23 @@ def table(rows: Sequence[Row], cases: dict[int, Case], shape: Shape, measured: M
         for case in cases.values()
     ]
     return markdown(["tok/s", *engines, "roofline"], lines)
+
+
+def section(model: str, tables: Sequence[str], notes: Sequence[str], measured: Machine) -> str:
+    """The dated section of RESULTS.md."""
+    facts = machine.describe()
+    command = shlex.join(["python", "-m", "bench.curves", *sys.argv[1:]])
+    parts = [
+        f"## {datetime.now(UTC):%Y-%m-%d %H:%M}, curves of the {model} shape, CPU",
+        f"`{command}` at commit {facts['commit']}, on {facts['cpu']} ({facts['cores']}), {facts['memory']},"
+        f" torch {facts['torch']}, transformers {facts['transformers']}, Python {facts['python']}. In the same run:"
+        f" {measured.text()}.",
+        f"Engines without HTTP, drawn in [{model}-curves.svg]({model}-curves.svg): so many requests at once, then the"
+        " joint decoding of streams that end at a context of so many tokens.",
+        *tables,
+        *(f"Note: {note}" for note in notes),
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
 def main() -> int:
@@ -140,9 +162,13 @@ def main() -> int:
     ]
     content = {"machine": facts, "roofline": measured.as_json(), "points": samples, "notes": notes}
     (options.out / f"{options.model}-curves.json").write_text(json.dumps(content, indent=2) + "\n")
-    for cases in (by_streams, by_context):
-        print(f"\n{table(rows, cases, shape, measured)}")
-    print("".join(f"\nNote: {note}" for note in notes))
+    tables = [table(rows, cases, shape, measured) for cases in (by_streams, by_context) if cases]
+    text = section(options.model, tables, notes, measured)
+    print(f"\n{text}")
+    if options.record:
+        picture = f"{options.model}-curves.svg"
+        (RESULTS.parent / picture).write_text((options.out / picture).read_text())
+        record.append(text, RESULTS)
     return 0
 
 

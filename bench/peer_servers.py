@@ -12,6 +12,9 @@ from bench.engines.worker import Limits
 from bench.peers import OURS, PEERS_FOLDER, gguf_model, vllm_environment
 from bench.serve import RunningServer, free_port, running, serving
 
+OUR_FLAGS = ("--prefix-caching=off",)
+"""The launcher's defaults, but for the prefix cache: the same prompts come again in each repetition."""
+
 Start = Callable[[Path, Limits, Path, Sequence[str]], AbstractContextManager[RunningServer]]
 """From a checkpoint, the room it needs, a log and more flags for ours to a server that answers."""
 
@@ -34,9 +37,9 @@ class Server:
 def start_ours(
     model: Path, limits: Limits, log: Path, flags: Sequence[str]
 ) -> AbstractContextManager[RunningServer]:
-    """The launcher with its defaults, but no prefix cache: the same prompts come again in each repetition."""
+    """The launcher."""
     del limits
-    return serving(model, log=log, flags=("--prefix-caching=off", *flags))
+    return serving(model, log=log, flags=(*OUR_FLAGS, *flags))
 
 
 def start_vllm(

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from bench.engines.process import EngineError
-from bench.peer_servers import SERVERS
+from bench.peer_servers import SERVERS, Server
 from bench.peers import OFFLINE, OURS, ConversionError
 from bench.quiet import Quiet
 from bench.serve import ServerError
@@ -30,6 +30,8 @@ class Plan:
     out: Path
     launcher_flags: Sequence[str] = ()
     shard_flags: Sequence[str] = ()
+    more_servers: Sequence[Server] = ()
+    """Beside those that `engines` names."""
 
 
 def say(text: str) -> None:

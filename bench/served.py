@@ -67,9 +67,8 @@ def start_servers(
 ) -> dict[str, Run]:
     """Everyone installed, warmed up and frozen; `stack` ends them."""
     running: dict[str, Run] = {}
-    for server in SERVERS:
-        if server.name not in plan.engines or not server.is_installed:
-            continue
+    named = [s for s in SERVERS if s.name in plan.engines and s.is_installed]
+    for server in (*named, *plan.more_servers):
         say(f"{model.name}: starting {server.name}")
         with Attempt(server.name, notes):
             log = plan.out / f"{model.name}-{server.name}-server.log"

@@ -19,6 +19,7 @@ from bench.measurement import Timeline
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("proto", "router", "shard", "launcher", ".")
+END_SECONDS = 10.0
 COMMON = {"HF_HUB_OFFLINE": "1", "PYTHONFAULTHANDLER": "1"}
 
 
@@ -83,6 +84,14 @@ class EngineProcess:
         self._child.wait()
         self._answers.close()
 
+    def _wait(self) -> int:
+        """For the end of a process that answers no more, which a thread of its own may keep from ending."""
+        try:
+            return self._child.wait(timeout=END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._family.end()
+            return self._child.wait()
+
     def _do(self, command: dict[str, Any]) -> dict[str, Any]:
         assert self._child.stdin is not None
         self._family.thaw()
@@ -94,8 +103,9 @@ class EngineProcess:
         else:
             line = self._answers.readline()
         if not line:
+            status = self._wait()
             end = "\n".join(self._log.read_text(errors="replace").splitlines()[-15:])
-            raise EngineError(f"{self.name} ended with {self._child.wait()}:\n{end}")
+            raise EngineError(f"{self.name} ended with {status}:\n{end}")
         self._family.freeze()
         answer: dict[str, Any] = json.loads(line)
         return answer

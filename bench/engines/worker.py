@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 LOAD, RUN = "load", "run"
 
@@ -103,7 +103,16 @@ def main(load: Callable[[Path, Limits], Engine]) -> None:
     """Answer commands until standard input ends. An exception ends the process, with its traceback."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--answers", type=int, required=True, help="file descriptor for answers")
-    answers = os.fdopen(parser.parse_args().answers, "w")
+    # Closed when an exception passes, too: the process may live on for as long as a thread of its engine does.
+    with os.fdopen(parser.parse_args().answers, "w") as answers:
+        _answer_all(load, answers)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Engines have threads and children of their own that do not always end when asked.
+    os._exit(0)
+
+
+def _answer_all(load: Callable[[Path, Limits], Engine], answers: TextIO) -> None:
     engine: Engine | None = None
     for line in sys.stdin:
         command: dict[str, Any] = json.loads(line)
@@ -116,8 +125,3 @@ def main(load: Callable[[Path, Limits], Engine]) -> None:
             answer["moments"] = [(m.due, m.arrivals) for m in moments]
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
-    answers.close()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Engines have threads and children of their own that do not always end when asked.
-    os._exit(0)

@@ -110,3 +110,14 @@ def test_an_engine_that_dies_is_an_error_and_stays_one(
     for _ in range(2):
         with pytest.raises(EngineError, match="no thirteen"):
             engine.run([Request([13], 1)], 1)
+
+
+def test_an_engine_whose_threads_outlive_it_is_ended(
+    engine: EngineProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.engines.process.END_SECONDS", 0.1)
+    engine.load(tmp_path, LIMITS)
+    (process,) = engine.processes()
+    with pytest.raises(EngineError, match="no fourteen"):
+        engine.run([Request([14], 1)], 1)
+    assert not process.is_running()

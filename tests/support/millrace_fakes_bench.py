@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,12 +12,18 @@ from bench.engines.worker import Limits, Moments, Request, main
 
 
 class FakeEngine:
-    """Gives each request its tokens; a prompt of one token 13 ends the process."""
+    """Gives each request its tokens; a prompt of one token 13 ends the process.
+
+    One of 14 fails, and leaves a thread behind.
+    """
 
     def run(self, requests: Sequence[Request], concurrency: int) -> list[Moments]:
         sys.stdout.write(f"noise that is no answer, {concurrency} at once\n")
         if any(request.ids == [13] for request in requests):
             sys.exit("no thirteen")
+        if any(request.ids == [14] for request in requests):
+            threading.Thread(target=threading.Event().wait).start()
+            raise RuntimeError("no fourteen")
         now = time.perf_counter()
         return [Moments(now, [now + 0.5] * request.new_tokens) for request in requests]
 
