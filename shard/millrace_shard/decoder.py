@@ -74,7 +74,9 @@ class Decoder:
         """[R, vocab] float32 of states [R, hidden]."""
         if states.shape[0] == 0:
             return states.new_empty(0, self.info.vocab_size, dtype=torch.float32)
-        return self._group.all_gather(self._head(states))[:, : self.info.vocab_size]
+        whole = self._group.all_gather(self._head(states))
+        # The shares of ranks may go beyond the last id; what reads logits takes rows that follow one another.
+        return whole[:, : self.info.vocab_size].contiguous()
 
     def _embed(self, ids: Tensor) -> Tensor:
         if self._group.world_size == 1:

@@ -40,7 +40,7 @@ class CausalModel(Protocol):
     geometry: KVGeometry
 
     def forward(self, batch: RaggedBatch, cache: Sequence[LayerCache]) -> Tensor:
-        """Logits of `batch.logit_rows` over the whole vocabulary, [R, vocab] float32, on every rank."""
+        """Logits of `batch.logit_rows` over the whole vocabulary, [R, vocab] float32, contiguous, on every rank."""
 
     def states(self, batch: RaggedBatch, cache: Sequence[LayerCache]) -> Tensor:
         """`forward` as far as the head: what that reads of `batch.logit_rows`, [R, hidden], on every rank."""

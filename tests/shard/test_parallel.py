@@ -9,9 +9,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from millrace_fakes_models import Run, greedy, logprobs, prompt_of, save_tiny
+from millrace_fakes_models import VOCAB, Run, greedy, logprobs, prompt_of, save_tiny
 from millrace_fakes_ranks import Job, NoMemory, generate, work_of_a_rank
 from millrace_rank_processes import part_of, run_ranks, sums_by_rows
+from millrace_rank_samples import sample_on_a_rank
 from millrace_shard.one_shot import MAX_BYTES
 from millrace_shard.parallel import GroupError, ProcessGroup
 
@@ -159,6 +160,17 @@ def test_two_ranks_generate_what_one_does(name: str, two_ranks: TwoRanks) -> Non
         torch.testing.assert_close(logprobs(run), logprobs(expected), atol=1e-4, rtol=0)
         # Ranks sample by themselves: a bit of difference would let them drift apart.
         assert torch.equal(torch.stack(run.logits), torch.stack(other.logits))
+
+
+def test_two_ranks_sample_a_vocabulary_that_cannot_be_halved(tmp_path: Path) -> None:
+    """The second rank's share then ends in ids that are none, which is no business of whoever reads the logits."""
+    assert VOCAB % 2
+    save_tiny(tmp_path / "model", "llama")
+    ids, scores = sample_on_a_rank(ProcessGroup.single(), tmp_path / "model")
+    first, second = run_ranks(tmp_path, 2, sample_on_a_rank, tmp_path / "model")
+    assert first == second
+    assert first[0] == ids
+    assert first[1] == pytest.approx(scores, abs=1e-4)
 
 
 def test_a_rank_that_is_left_alone_is_told(two_ranks: TwoRanks) -> None:
