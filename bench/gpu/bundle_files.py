@@ -29,14 +29,15 @@ class BundleError(Exception):
 def use_bundle(root: Path, site: Path) -> tuple[Path, ...]:
     """Install the wheels into `site`, and put the protobuf code where the checkout has none; folders for the path.
 
-    Nothing where there is no bundle, or another Python. Raises BundleError.
+    Nothing where there is no bundle. Raises BundleError, for another Python too.
     """
     bundle = root / FOLDER
     if not bundle.is_dir():
         return ()
     _place_proto(root, bundle)
     if sys.version_info[:2] != PYTHON:
-        return ()
+        wanted, found = (".".join(map(str, version[:2])) for version in (PYTHON, sys.version_info))
+        raise BundleError(f"its wheels are for Python {wanted}, and this is {found}")
     wheels = sorted(str(path) for path in (bundle / WHEELS).glob("*.whl"))
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
     command += ["--no-compile", "--no-cache-dir", "--disable-pip-version-check"]

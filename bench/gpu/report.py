@@ -11,6 +11,7 @@ from pathlib import Path
 from bench.gpu.children import Ended
 from bench.gpu.figures import Figure
 from bench.gpu.goals import Line, table
+from bench.gpu.scale import GRAPH_SIZES
 
 GOALS_SHAPE = "8b"
 HEADINGS = ("case", "measured", "reached", "goal", "")
@@ -44,6 +45,7 @@ class Run:
         """Goals, figures, and how the stages ended, with the last lines of those that failed."""
         parts = [
             f"{self._shape} on {self._device}, {self._started}",
+            f"CUDA graphs for batches of {', '.join(map(str, GRAPH_SIZES))}; the launcher's own end at 32.",
             "" if self._shape == GOALS_SHAPE else f"The goals are those of {GOALS_SHAPE}.",
             columns([HEADINGS, *(_cells(line) for line in table(self._figures))]),
             "\n".join(figure.text() for figure in self._figures),

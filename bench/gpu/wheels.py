@@ -17,16 +17,13 @@ from packaging.version import Version
 GLIBC = (2, 39)
 """The newest that a wheel may need."""
 PLATFORMS = (
-    "manylinux_2_28_x86_64",
-    "manylinux_2_27_x86_64",
-    "manylinux_2_24_x86_64",
-    "manylinux_2_17_x86_64",
-    "manylinux_2_5_x86_64",
+    *(f"manylinux_2_{minor}_x86_64" for minor in range(GLIBC[1], 4, -1)),
     "manylinux2014_x86_64",
     "manylinux2010_x86_64",
     "manylinux1_x86_64",
     "linux_x86_64",
 )
+"""Each by name: pip takes no older one for granted where it is told of a platform."""
 PYTHON_VERSION = "3.12.3"
 
 
@@ -73,10 +70,8 @@ def wheels_in(folder: Path) -> list[Wheel]:
 
 
 def _supported() -> Iterator[Tag]:
-    platforms = [f"manylinux_2_{minor}_x86_64" for minor in range(GLIBC[1], 4, -1)]
-    platforms += PLATFORMS[-4:]
-    yield from cpython_tags((3, 12), ["cp312"], platforms)
-    yield from compatible_tags((3, 12), "cp312", platforms)
+    yield from cpython_tags((3, 12), ["cp312"], PLATFORMS)
+    yield from compatible_tags((3, 12), "cp312", PLATFORMS)
 
 
 SUPPORTED = frozenset(_supported())

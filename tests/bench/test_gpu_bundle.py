@@ -154,7 +154,8 @@ def test_a_checkout_without_protobuf_code_gets_the_bundles_unless_it_is_stale(
     assert use_bundle(tmp_path, tmp_path / "site") == ()
     bundle = project(tmp_path)
     target = (tmp_path / PROTO_SOURCE).with_name("generate_pb2.py")
-    assert use_bundle(tmp_path, tmp_path / "site") == ()
+    with pytest.raises(BundleError, match=r"for Python 3\.12, and this is 3\.11"):
+        use_bundle(tmp_path, tmp_path / "site")
     assert target.read_text() == (bundle / PROTO / target.name).read_text()
     target.unlink()
     (tmp_path / PROTO_SOURCE).write_text("message B {}")
