@@ -52,13 +52,13 @@ def prepare(settings: Settings, programs: Programs, claims: ExitStack) -> Comman
     _say_settings(settings)
     check(settings)
     launcher, device = settings.launcher, settings.shard.device
-    gpus = query_gpus("name")
+    # On CPU it does not matter which devices there are.
+    gpus = [] if device == "cpu" else query_gpus("name")
+    visible = None if device == "cpu" else visible_devices(os.environ)
     on_cpu = device == "cpu" or (device == "auto" and not gpus)
     for notice in notices(settings, on_cpu=on_cpu):
         log.info("%s", notice)
-    num_shard = shard_count(
-        sharded=launcher.sharded, num_shard=launcher.num_shard, visible=visible_devices(os.environ)
-    )
+    num_shard = shard_count(sharded=launcher.sharded, num_shard=launcher.num_shard, visible=visible)
     threads = plan_threads(
         cores=usable_cores(),
         shards=num_shard,

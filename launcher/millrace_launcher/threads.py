@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+CGROUP = Path("/sys/fs/cgroup")
 INTEL_OPENMP = "libiomp5.so"
 
 
@@ -52,16 +52,22 @@ def plan_threads(
     return ThreadPlan(threads, kept)
 
 
-def usable_cores() -> int:
+def usable_cores(*, cgroup: Path = CGROUP) -> int:
     """Cores this process may run on, by affinity and by the container's quota, at least 1."""
     cores = len(os.sched_getaffinity(0))
-    try:
-        quota, period = CGROUP_QUOTA.read_text().split()
-    except (OSError, ValueError):
-        return cores
-    if not quota.isdecimal():
-        return cores
-    return max(1, min(cores, int(quota) // int(period)))
+    quota = _cgroup_cores(cgroup)
+    return cores if quota is None else min(cores, max(1, quota))
+
+
+def _cgroup_cores(cgroup: Path) -> int | None:
+    """Whole cores of the quota of version 2 or 1, whose words for none are `max` and -1."""
+    for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        try:
+            quota, period = " ".join((cgroup / name).read_text() for name in files).split()
+        except (OSError, ValueError):
+            continue
+        return int(quota) // int(period) if quota.isdecimal() else None
+    return None
 
 
 def find_intel_openmp() -> Path | None:

@@ -92,8 +92,16 @@ class ProcessGroup:
         self._in_rank_order = self.world_size > 2
 
     def use_one_shot(self, memory: SharedMemory) -> None:
-        """Sum small tensors through `memory` from now on, or go on as before, with a warning, where any rank cannot."""
+        """Sum small tensors through `memory` from now on, or go on as before, with a warning, where any rank cannot.
+
+        Where sums are added in the order of the ranks, they go on as before as well, with a notice.
+        """
         if self.world_size == 1:
+            return
+        if self._in_rank_order:
+            logger.info(
+                "--one-shot-all-reduce has no effect: with --deterministic on, more than two ranks add in their order"
+            )
             return
         one_shot, problem = None, "another rank cannot"
         try:

@@ -52,13 +52,21 @@ def _cgroup_left(cgroup: Path) -> int | None:
     return None
 
 
-def usable_cores(*, quota: Path = CGROUP / "cpu.max") -> int:
+def usable_cores(*, cgroup: Path = CGROUP) -> int:
     """Cores this process may run on, by affinity and by the container's quota, at least 1."""
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
-    try:
-        runtime, period = quota.read_text().split()
-    except (OSError, ValueError):
-        return cores
-    return min(cores, max(1, int(runtime) // int(period))) if runtime.isdecimal() else cores
+    quota = _cgroup_cores(cgroup)
+    return cores if quota is None else min(cores, max(1, quota))
+
+
+def _cgroup_cores(cgroup: Path) -> int | None:
+    """Whole cores of the quota of version 2 or 1, whose words for none are `max` and -1."""
+    for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        try:
+            quota, period = " ".join((cgroup / name).read_text() for name in files).split()
+        except (OSError, ValueError):
+            continue
+        return int(quota) // int(period) if quota.isdecimal() else None
+    return None

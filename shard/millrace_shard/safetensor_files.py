@@ -37,6 +37,10 @@ class SafetensorFiles:
         found: Tensor = self._slice(name)[rows if dim == 0 else (slice(None), rows)]
         return found
 
+    def num_bytes(self) -> int:
+        """Of all files that are there."""
+        return sum(path.stat().st_size for path in set(self._paths.values()) if path.is_file())
+
     def close(self) -> None:
         """Forget the open files; they are unmapped once nothing read from them is left."""
         self._open.clear()

@@ -28,6 +28,7 @@ from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.choose import choose_kernels
 from millrace_shard.kernels.int8_linear import is_fast, with_int8
 from millrace_shard.load import RopeOverride, load_model, read_config
+from millrace_shard.load_progress import readable_size
 from millrace_shard.logs import configure
 from millrace_shard.model import ModelInfo
 from millrace_shard.one_shot import SymmetricMemory
@@ -226,11 +227,6 @@ def _guides(config: ShardConfig, info: ModelInfo, device: torch.device) -> Guide
         max_source_bytes=config.max_grammar_bytes,
     )
     return Guides(compiler, info.vocab_size, beside=device.type != "cpu")
-
-
-def readable_size(num_bytes: int) -> str:
-    """In GB, or in MB below one."""
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
 
 
 def choose_device(config: ShardConfig) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from millrace_shard.errors import WeightsError
+from millrace_shard.load_progress import LoadProgress
 from millrace_shard.mapped_pages import release_pages
 from millrace_shard.parallel import ProcessGroup
 from millrace_shard.safetensor_files import SINGLE, SafetensorFiles
@@ -56,6 +58,7 @@ class Weights:
     ) -> None:
         """Of the checkpoint in `folder`, or of one `file` in it that is called otherwise than a model's."""
         self._files = SafetensorFiles(folder, file)
+        self._progress = LoadProgress(self._files.num_bytes())
         self._dtype = dtype
         self._device = device
         self._rank = group.rank
@@ -118,3 +121,5 @@ class Weights:
             values = self._files.read(name, dim=dim, span=span)
             out.copy_(values)
             release_pages(values)
+            # All of the tensor, however little of it is this rank's, so that every rank ends at the files' size.
+            self._progress.add(math.prod(shape) * values.element_size())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace_launcher.threads import find_intel_openmp, plan_threads
+from millrace_launcher.threads import find_intel_openmp, plan_threads, usable_cores
 
 INTEL = Path("/lib/libiomp5.so")
 
@@ -71,3 +71,26 @@ def test_intel_runtime_is_found_where_a_virtual_environment_has_it(
     library = tmp_path / "lib" / "libiomp5.so"
     library.touch()
     assert find_intel_openmp() == (library if machine == "x86_64" else None)
+
+
+VERSION_2 = [
+    ({"cpu.max": "max 100000\n"}, 8),
+    ({"cpu.max": "350000 100000\n"}, 3),
+    ({"cpu.max": "50000 100000\n"}, 1),
+    ({"cpu.max": "1600000 100000\n"}, 8),
+]
+VERSION_1 = [
+    ({"cpu/cpu.cfs_quota_us": f"{quota}\n", "cpu/cpu.cfs_period_us": "50000\n"}, cores)
+    for quota, cores in ((-1, 8), (175000, 3), (25000, 1), (800000, 8))
+]
+
+
+@pytest.mark.parametrize(("files", "cores"), [({}, 8), *VERSION_2, *VERSION_1])
+def test_cores_respect_the_quota(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], cores: int
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert usable_cores(cgroup=tmp_path) == cores

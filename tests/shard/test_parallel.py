@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from millrace_fakes_models import VOCAB, Run, greedy, logprobs, prompt_of, save_tiny
-from millrace_fakes_ranks import Job, NoMemory, generate, work_of_a_rank
+from millrace_fakes_ranks import GlooMemory, Job, NoMemory, generate, work_of_a_rank
 from millrace_rank_processes import part_of, run_ranks, sums_by_rows
 from millrace_rank_samples import sample_on_a_rank
 from millrace_shard.one_shot import MAX_BYTES
@@ -120,6 +121,19 @@ def test_a_group_of_one_shares_nothing() -> None:
     group.use_one_shot(NoMemory())
     t = torch.ones(4)
     assert group.all_reduce(t) is t
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_in_rank_order_no_memory_is_shared_and_that_is_told(
+    world_size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = ProcessGroup(0, world_size, torch.device("cpu"))
+    group.add_in_rank_order()
+    memory = GlooMemory()
+    with caplog.at_level(logging.INFO):
+        group.use_one_shot(memory)
+    (told,) = (record.message for record in caplog.records)
+    assert told.startswith("--one-shot-all-reduce has no effect: with --deterministic on")
 
 
 def test_in_rank_order_a_row_is_summed_alike_whatever_is_beside_it(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from millrace_shard.resources import available_memory, usable_cores
 
 MEMINFO = "MemTotal:       16000000 kB\nMemFree:         1000000 kB\nMemAvailable:    8000000 kB\n"
@@ -53,12 +55,24 @@ def test_without_meminfo_physical_memory_counts(tmp_path: Path) -> None:
     assert available_memory(meminfo=tmp_path / "none", cgroup=tmp_path) > 2**20
 
 
-def test_cores_respect_the_quota(tmp_path: Path) -> None:
-    quota = tmp_path / "cpu.max"
-    everything = usable_cores(quota=quota)
-    quota.write_text("max 100000\n")
-    assert usable_cores(quota=quota) == everything
-    quota.write_text("150000 100000\n")
-    assert usable_cores(quota=quota) == 1
-    quota.write_text("50000 100000\n")
-    assert usable_cores(quota=quota) == 1
+VERSION_2 = [
+    ({"cpu.max": "max 100000\n"}, 8),
+    ({"cpu.max": "350000 100000\n"}, 3),
+    ({"cpu.max": "50000 100000\n"}, 1),
+    ({"cpu.max": "1600000 100000\n"}, 8),
+]
+VERSION_1 = [
+    ({"cpu/cpu.cfs_quota_us": f"{quota}\n", "cpu/cpu.cfs_period_us": "50000\n"}, cores)
+    for quota, cores in ((-1, 8), (175000, 3), (25000, 1), (800000, 8))
+]
+
+
+@pytest.mark.parametrize(("files", "cores"), [({}, 8), *VERSION_2, *VERSION_1])
+def test_cores_respect_the_quota(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], cores: int
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert usable_cores(cgroup=tmp_path) == cores

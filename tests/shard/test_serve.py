@@ -35,7 +35,6 @@ from millrace_shard.serve import (
     graph_settings,
     is_deterministic,
     load,
-    readable_size,
     serve,
 )
 from millrace_shard.socket_file import SocketTaken
@@ -144,13 +143,6 @@ def test_it_serves_the_models_own_tokens_and_stops_on_sigterm(
     messages = [json.loads(line)["fields"]["message"] for line in output.splitlines()]
     assert f"Server started at unix://{tmp_path}/shard-0" in messages
     assert any(re.fullmatch(r"weights loaded in \d+\.\d s, 0 MB", each) for each in messages)
-
-
-def test_sizes_are_told_in_a_unit_that_shows_them() -> None:
-    assert readable_size(7_300_000) == "7 MB"
-    assert readable_size(999_400_000) == "999 MB"
-    assert readable_size(1_000_000_000) == "1.0 GB"
-    assert readable_size(16_060_000_000) == "16.1 GB"
 
 
 def test_a_shard_in_use_is_neither_replaced_nor_cut_off(folder: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -170,3 +171,17 @@ def test_an_index_cannot_name_files_elsewhere(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": {"model.a": "../other/model.safetensors"}}))
     with pytest.raises(WeightsError, match=r"index\.json names \.\./other/model\.safetensors"):
         SafetensorFiles(tmp_path)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_progress_is_of_the_whole_checkpoint_on_every_rank(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("millrace_shard.load_progress.INTERVAL_SECONDS", 0.0)
+    save_file({name: torch.zeros(500, 1000) for name in "ab"}, tmp_path / "model.safetensors")
+    read = weights(tmp_path, rank, 2, torch.bfloat16)
+    with caplog.at_level(logging.INFO):
+        read.rows("a", 500, 1000)
+        read.columns([Columns("b", 500)], 1000)
+    told = [record.message for record in caplog.records]
+    assert told == ["loaded 2 MB of 4 MB", "loaded 4 MB of 4 MB"]

@@ -7,11 +7,14 @@ from collections.abc import Sequence
 
 import torch
 
+from millrace_shard.failures import is_out_of_memory
 from millrace_shard.kernels.agreement import TOLERANCE, largest_difference
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.build import BuildError, distrust_operators, load_operators
 from millrace_shard.kernels.cpu import DTYPES, HEAD_DIM_STEP, CpuKernels
 from millrace_shard.kernels.plain import PlainKernels
+
+FLASH_PACKAGE = "flash_attn_interface"
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +33,8 @@ def choose_kernels(
 ) -> Kernels:
     """Compiled kernels when they build, fit and agree with plain torch on this machine, else plain.
 
-    The first call on a machine compiles, which takes seconds.
+    The first call on a machine compiles, which takes seconds. Raises what says that memory ran out: nothing is wrong
+    with the kernels then.
     """
     plain = PlainKernels(deterministic=deterministic)
     candidate = {"cpu": _cpu_kernels, "cuda": _cuda_kernels}.get(device.type)
@@ -48,7 +52,7 @@ def _cpu_kernels(
 ) -> Kernels:
     """Raises _UnfitError."""
     if dtype not in DTYPES:
-        raise _UnfitError(f"they have no {dtype}")
+        raise _UnfitError(f"they have no {dtype} on CPU; --dtype bfloat16 runs on them")
     if odd := [size for size in head_dims if size % HEAD_DIM_STEP]:
         raise _UnfitError(f"they take head_dim in multiples of {HEAD_DIM_STEP}, not {odd}")
     try:
@@ -58,6 +62,8 @@ def _cpu_kernels(
     except BuildError as error:
         raise _UnfitError(str(error)) from error
     except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
         distrust_operators()
         raise _UnfitError(f"they fail on this CPU: {error}") from error
     except _UnfitError:
@@ -82,20 +88,35 @@ def _cuda_kernels(
             f"they take head_dim from {cuda.HEAD_DIMS[0]} to {cuda.HEAD_DIMS[-1]}, not {odd}"
         )
     if not deterministic and dtype in flash.DTYPES:
-        try:
-            flash_kernels = flash.FlashKernels()
-            _check_agreement(flash_kernels, device, dtype, head_dims)
-        except ModuleNotFoundError:
-            pass
-        except (_UnfitError, ImportError, AttributeError, TypeError, *cuda.FAILURES) as error:
-            logger.warning("attention by Triton's kernels instead of flash-attn: %s", error)
-        else:
+        flash_kernels = _flash_kernels(device, dtype, head_dims)
+        if flash_kernels is not None:
             return flash_kernels
     kernels = cuda.CudaKernels(deterministic=deterministic)
     try:
         _check_agreement(kernels, device, dtype, head_dims)
     except cuda.FAILURES as error:
+        if is_out_of_memory(error):
+            raise
         raise _UnfitError(f"they fail on this GPU: {error}") from error
+    return kernels
+
+
+def _flash_kernels(
+    device: torch.device, dtype: torch.dtype, head_dims: Sequence[int]
+) -> Kernels | None:
+    """None where the package is not installed, and with a warning where it fails or does not agree."""
+    from millrace_shard.kernels import cuda, flash  # noqa: PLC0415
+
+    try:
+        kernels = flash.FlashKernels()
+        _check_agreement(kernels, device, dtype, head_dims)
+    except (_UnfitError, ImportError, AttributeError, TypeError, *cuda.FAILURES) as error:
+        if is_out_of_memory(error):
+            raise
+        # A package that lacks something itself is told of.
+        if not (isinstance(error, ModuleNotFoundError) and error.name == FLASH_PACKAGE):
+            logger.warning("attention by Triton's kernels instead of flash-attn: %s", error)
+        return None
     return kernels
 
 

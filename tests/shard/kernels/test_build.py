@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import os
 import platform
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from threading import Barrier
+from threading import Barrier, Event
 
 import pytest
-import torch
 
+from millrace_fakes_compiler import COMPILER, FAILING, compiler, runs, toolchain
 from millrace_shard.kernels import build
-from millrace_shard.kernels.build import BuildError, Toolchain, compile_library
+from millrace_shard.kernels.build import BuildError, compile_library
 
-COMPILER = """#!/bin/sh
-echo "$@" >> {log}
-while [ "$1" != -o ]; do shift; done
-echo library > "$2"
-"""
-FAILING = """#!/bin/sh
-echo "unit.cpp:1: no such thing" >&2
-echo half > {log}
-exit 1
-"""
+SECONDS = 60.0
 
 
 @pytest.fixture
@@ -35,18 +29,6 @@ def source(tmp_path: Path) -> Path:
     unit = folder / "unit.cpp"
     unit.write_text("// unit\n")
     return unit
-
-
-def toolchain(tmp_path: Path, script: str = COMPILER) -> Toolchain:
-    compiler = tmp_path / "compiler"
-    compiler.write_text(script.format(log=tmp_path / "log"))
-    compiler.chmod(0o755)
-    return Toolchain(compiler=str(compiler), compile_flags=("-O2",), link_flags=("-lm",))
-
-
-def runs(tmp_path: Path) -> int:
-    """How often the compiler ran: twice a build, to compile and to link."""
-    return len((tmp_path / "log").read_text().splitlines())
 
 
 def test_builds_once_and_leaves_only_the_library(tmp_path: Path, source: Path) -> None:
@@ -64,6 +46,21 @@ def test_a_built_library_needs_no_compiler(tmp_path: Path, source: Path) -> None
     assert compile_library(source, tmp_path, replace(tools, compiler=None)) == library
 
 
+def test_without_a_compiler_the_newest_library_counts(tmp_path: Path, source: Path) -> None:
+    none = replace(toolchain(tmp_path), compiler=None)
+    first, second = (
+        compile_library(source, tmp_path, toolchain(tmp_path, version=version))
+        for version in (1, 2)
+    )
+    for older, newer in ((first, second), (second, first)):
+        os.utime(older, (1, 1))
+        os.utime(newer, (2, 2))
+        assert compile_library(source, tmp_path, none) == newer
+    source.write_text("// other\n")
+    with pytest.raises(BuildError, match=r"no C\+\+ compiler"):
+        compile_library(source, tmp_path, none)
+
+
 def test_builds_at_the_same_time_share_one(tmp_path: Path, source: Path) -> None:
     tools, start = toolchain(tmp_path), Barrier(6)
 
@@ -76,12 +73,17 @@ def test_builds_at_the_same_time_share_one(tmp_path: Path, source: Path) -> None
     assert runs(tmp_path) == 2
 
 
-@pytest.mark.parametrize("changed", ["unit.cpp", "part.h", "flags"])
+@pytest.mark.parametrize("changed", ["unit.cpp", "part.h", "flags", "compiler", "arguments"])
 def test_any_change_builds_anew(tmp_path: Path, source: Path, changed: str) -> None:
     tools = toolchain(tmp_path)
     before = compile_library(source, tmp_path, tools)
     if changed == "flags":
         tools = replace(tools, compile_flags=("-O3",))
+    elif changed == "compiler":
+        tools = toolchain(tmp_path, version=2)
+    elif changed == "arguments":
+        own = compiler(tmp_path, COMPILER.replace('"$1" = --version', '"$*" = "-m64 --version"'))
+        tools = replace(tools, compiler=(str(own), "-m64"))
     else:
         source.with_name(changed).write_text("// other\n")
     assert compile_library(source, tmp_path, tools) != before
@@ -130,28 +132,59 @@ def test_no_compiler(tmp_path: Path, source: Path) -> None:
         compile_library(source, tmp_path, replace(toolchain(tmp_path), compiler=None))
 
 
-def test_the_compiler_is_cxx_or_gxx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = toolchain(tmp_path).compiler
-    assert own is not None
-    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    monkeypatch.setenv("CXX", own)
-    tools = Toolchain.find()
-    assert tools.compiler == own
-    assert "-DCPU_CAPABILITY_AVX512" in tools.compile_flags
-    monkeypatch.delenv("CXX")
-    monkeypatch.setenv("PATH", os.fspath(tmp_path))
-    assert Toolchain.find().compiler is None
+def test_a_program_that_is_no_compiler_is_named(tmp_path: Path, source: Path) -> None:
+    tools = toolchain(tmp_path, "not a program\n")
+    with pytest.raises(BuildError, match="compiler does not run"):
+        compile_library(source, tmp_path, tools)
 
 
-@pytest.mark.parametrize(("machine", "capability"), [("aarch64", "AVX2"), ("x86_64", "DEFAULT")])
-def test_other_cpus_are_refused(
-    monkeypatch: pytest.MonkeyPatch, machine: str, capability: str
+def test_a_build_says_when_it_begins_and_ends(
+    tmp_path: Path, source: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(platform, "machine", lambda: machine)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    with pytest.raises(BuildError, match=f"{machine} {capability}"):
-        Toolchain.find()
+    with caplog.at_level(logging.INFO):
+        compile_library(source, tmp_path, toolchain(tmp_path))
+    begun, ended = (record.message for record in caplog.records)
+    assert begun.startswith("compiling CPU kernels (once)")
+    assert re.fullmatch(r"CPU kernels compiled in \d+ s", ended)
+
+
+class Told(logging.Handler):
+    """Sets `waiting` once the log says that something is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting = Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "waiting for another process" in record.getMessage():
+            self.waiting.set()
+
+
+def test_who_waits_for_anothers_build_says_so(
+    tmp_path: Path, source: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tools, told = toolchain(tmp_path), Told()
+    library = compile_library(source, tmp_path, tools)
+    library.unlink()
+    build.logger.addHandler(told)
+    try:
+        with (
+            caplog.at_level(logging.INFO),
+            ThreadPoolExecutor(1) as pool,
+            library.with_suffix(".lock").open("w") as other,
+        ):
+            fcntl.flock(other, fcntl.LOCK_EX)
+            waiting = pool.submit(compile_library, source, tmp_path, tools)
+            try:
+                assert told.waiting.wait(SECONDS)
+                library.write_text("theirs")
+            finally:
+                fcntl.flock(other, fcntl.LOCK_UN)
+            assert waiting.result(SECONDS) == library
+    finally:
+        build.logger.removeHandler(told)
+    assert library.read_text() == "theirs"
+    assert runs(tmp_path) == 2
 
 
 def test_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

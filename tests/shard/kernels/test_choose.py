@@ -2,35 +2,17 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from millrace_shard.greedy import Best, choose_greedy
-from millrace_shard.kernels import agreement, choose
-from millrace_shard.kernels.agreement import TOLERANCE, largest_difference
-from millrace_shard.kernels.base import (
-    AttentionBlock,
-    AttentionWeights,
-    Layer,
-    LayerCache,
-    Layers,
-    Linear,
-    MlpBlock,
-    MlpWeights,
-    Reduce,
-)
+from millrace_shard.kernels import choose
 from millrace_shard.kernels.build import BuildError, load_operators, operators_loaded
 from millrace_shard.kernels.choose import choose_kernels
 from millrace_shard.kernels.cpu import CpuKernels
 from millrace_shard.kernels.plain import PlainKernels
-from millrace_shard.masks import MaskTable, RowMasks
-from millrace_shard.ragged import RaggedBatch
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
@@ -93,12 +75,38 @@ def test_kernels_that_do_not_agree_are_not(
     assert operators_loaded()
 
 
+@pytest.mark.parametrize("device", [CPU, pytest.param(CUDA, marks=needs_triton)])
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+    ],
+    ids=["host", "device"],
+)
+def test_running_out_of_memory_says_nothing_of_the_kernels(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, error: RuntimeError
+) -> None:
+    pretend(monkeypatch, error)
+    with pytest.raises(RuntimeError) as raised:
+        choose_kernels(device, torch.bfloat16, deterministic=True, head_dims=[64])
+    assert raised.value is error
+
+
 @pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float16, 64), (torch.bfloat16, 20)])
 def test_what_they_cannot_do_runs_on_plain(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, head_dim: int
 ) -> None:
     pretend(monkeypatch, 0.0)
     assert chosen(dtype, head_dim) == "plain"
+
+
+def test_for_float16_on_cpu_it_is_said_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pretend(monkeypatch, 0.0)
+    assert chosen(torch.float16) == "plain"
+    assert ["--dtype bfloat16" in record.message for record in caplog.records] == [True]
 
 
 def test_other_devices_and_the_flag_choose_plain_in_silence(
@@ -176,103 +184,6 @@ def test_without_a_compiler_plain_is_chosen_with_one_line(
     assert len(caplog.records) == 1
     with pytest.raises(BuildError):
         load_operators.__wrapped__()
-
-
-class Broken(PlainKernels):
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return super().silu_mul(gate_up) * 1.2
-
-
-class BlindToWindow(PlainKernels):
-    def attend(self, queries, batch, cache, *, scale, window=None, softcap=None):  # type: ignore[no-untyped-def]
-        return super().attend(queries, batch, cache, scale=scale, softcap=softcap)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_agreement_tells_right_from_wrong(dtype: torch.dtype) -> None:
-    oracle = PlainKernels(deterministic=False)
-    same = PlainKernels(deterministic=True, block_size=64)
-    assert largest_difference(same, oracle, dtype=dtype, head_dim=32) < TOLERANCE[dtype]
-    for kind in (Broken, BlindToWindow):
-        wrong = kind(deterministic=False)
-        assert largest_difference(wrong, oracle, dtype=dtype, head_dim=32) > TOLERANCE[dtype]
-
-
-class OffInOneOutput(PlainKernels):
-    """Halves of its own, of which one has a wrong output in a wrong row."""
-
-    def __init__(self, wrong: str) -> None:
-        super().__init__(deterministic=False)
-        self._wrong = wrong
-
-    def attention(self, weights: AttentionWeights) -> AttentionBlock:
-        block = super().attention(weights)
-
-        def run(
-            x: Tensor | None, residual: Tensor, batch: RaggedBatch, cache: LayerCache
-        ) -> Tensor:
-            return self._spoilt("attention", block(x, residual, batch, cache))
-
-        return run
-
-    def mlp(self, weights: MlpWeights) -> MlpBlock:
-        block = super().mlp(weights)
-        return lambda x, residual: self._spoilt("mlp", block(x, residual))
-
-    def head(self, weight: Tensor) -> Linear:
-        linear = super().head(weight)
-        return lambda x: self._spoilt("head", linear(x))
-
-    def layers(self, layers: Sequence[Layer], reduce: Reduce | None) -> Layers:
-        run = super().layers(layers, reduce)
-        return lambda *step: self._spoilt("layers", run(*step))
-
-    def _spoilt(self, what: str, y: Tensor) -> Tensor:
-        if what == self._wrong:
-            y[-1, -1] += 0.2 * (1 + y[-1, -1].abs())
-        return y
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("wrong", ["nothing", "attention", "mlp", "layers", "head"])
-def test_agreement_covers_what_serves(wrong: str, dtype: torch.dtype) -> None:
-    oracle = PlainKernels(deterministic=False)
-    difference = largest_difference(OffInOneOutput(wrong), oracle, dtype=dtype, head_dim=64)
-    assert (difference > TOLERANCE[dtype]) == (wrong != "nothing")
-
-
-@pytest.mark.parametrize("wrong", ["id", "probability"])
-def test_agreement_covers_the_greedy_choice(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
-    def choose_wrongly(logits: Tensor) -> Best:
-        best = choose_greedy(logits)
-        if wrong == "id":
-            return best._replace(ids=(best.ids + 1) % logits.shape[1])
-        return best._replace(logprobs=best.logprobs + 1)
-
-    monkeypatch.setattr(agreement, "choose_greedy", choose_wrongly)
-    kernels = PlainKernels(deterministic=False)
-    difference = largest_difference(kernels, kernels, dtype=torch.bfloat16, head_dim=64)
-    assert difference > TOLERANCE[torch.bfloat16]
-
-
-@pytest.mark.parametrize("wrong", ["bit", "row", "end"])
-def test_agreement_covers_masks(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
-    forbid = MaskTable.forbid
-
-    def forbid_wrongly(
-        table: MaskTable, scores: Tensor, masks: RowMasks, *, most_elements: int
-    ) -> None:
-        bits = masks.bits ^ (wrong == "bit")
-        rows = masks.rows + (wrong == "row") * np.array([-1, 0])
-        last = scores[:, -1].clone()
-        forbid(table, scores, RowMasks(rows=rows, bits=bits), most_elements=most_elements)
-        if wrong == "end":
-            scores[:, -1] = last
-
-    monkeypatch.setattr(MaskTable, "forbid", forbid_wrongly)
-    kernels = PlainKernels(deterministic=False)
-    difference = largest_difference(kernels, kernels, dtype=torch.bfloat16, head_dim=64)
-    assert difference > TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -131,3 +132,38 @@ def test_it_is_not_where_it_differs(
     kernels = choose_kernels(CUDA, torch.bfloat16, deterministic=False, head_dims=[64])
     assert kernels.name == "cuda"
     assert ["differ by 0.7" in record.message for record in caplog.records] == [True]
+
+
+def test_a_package_that_lacks_something_itself_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(choose, "largest_difference", lambda *_, **__: 0.0)
+    (tmp_path / "flash_attn_interface.py").write_text("import nowhere_to_be_found\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    kernels = choose_kernels(CUDA, torch.bfloat16, deterministic=False, head_dims=[64])
+    assert kernels.name == "cuda"
+    assert ["nowhere_to_be_found" in record.message for record in caplog.records] == [True]
+
+
+def test_without_the_package_there_is_nothing_to_tell(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(choose, "largest_difference", lambda *_, **__: 0.0)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    kernels = choose_kernels(CUDA, torch.bfloat16, deterministic=False, head_dims=[64])
+    assert kernels.name == "cuda"
+    assert not caplog.records
+
+
+@pytest.mark.usefixtures("installed")
+def test_running_out_of_memory_says_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = iter([torch.OutOfMemoryError("CUDA out of memory")])
+
+    def measured(*_: object, **__: object) -> float:
+        for error in errors:
+            raise error
+        return 0.0
+
+    monkeypatch.setattr(choose, "largest_difference", measured)
+    with pytest.raises(torch.OutOfMemoryError):
+        choose_kernels(CUDA, torch.bfloat16, deterministic=False, head_dims=[64])

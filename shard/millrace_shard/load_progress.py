@@ -1,0 +1,36 @@
+"""How far a long loading is, told now and then."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+INTERVAL_SECONDS = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+class LoadProgress:
+    """Bytes of a checkpoint that have been read, logged whenever another interval is over."""
+
+    def __init__(self, total_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._total_bytes = total_bytes
+        self._num_bytes = 0
+        self._clock = clock
+        self._told = clock()
+
+    def add(self, num_bytes: int) -> None:
+        """So many more have been read."""
+        self._num_bytes += num_bytes
+        now = self._clock()
+        if now - self._told >= INTERVAL_SECONDS:
+            self._told = now
+            logger.info(
+                "loaded %s of %s", readable_size(self._num_bytes), readable_size(self._total_bytes)
+            )
+
+
+def readable_size(num_bytes: int) -> str:
+    """In GB, or in MB below one."""
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"

@@ -1,0 +1,125 @@
+"""The check at each start: it tells right from wrong in all that serves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from millrace_shard.greedy import Best, choose_greedy
+from millrace_shard.kernels import agreement
+from millrace_shard.kernels.agreement import TOLERANCE, largest_difference
+from millrace_shard.kernels.base import (
+    AttentionBlock,
+    AttentionWeights,
+    Layer,
+    LayerCache,
+    Layers,
+    Linear,
+    MlpBlock,
+    MlpWeights,
+    Reduce,
+)
+from millrace_shard.kernels.plain import PlainKernels
+from millrace_shard.masks import MaskTable, RowMasks
+from millrace_shard.ragged import RaggedBatch
+
+
+class Broken(PlainKernels):
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return super().silu_mul(gate_up) * 1.2
+
+
+class BlindToWindow(PlainKernels):
+    def attend(self, queries, batch, cache, *, scale, window=None, softcap=None):  # type: ignore[no-untyped-def]
+        return super().attend(queries, batch, cache, scale=scale, softcap=softcap)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_agreement_tells_right_from_wrong(dtype: torch.dtype) -> None:
+    oracle = PlainKernels(deterministic=False)
+    same = PlainKernels(deterministic=True, block_size=64)
+    assert largest_difference(same, oracle, dtype=dtype, head_dim=32) < TOLERANCE[dtype]
+    for kind in (Broken, BlindToWindow):
+        wrong = kind(deterministic=False)
+        assert largest_difference(wrong, oracle, dtype=dtype, head_dim=32) > TOLERANCE[dtype]
+
+
+class OffInOneOutput(PlainKernels):
+    """Halves of its own, of which one has a wrong output in a wrong row."""
+
+    def __init__(self, wrong: str) -> None:
+        super().__init__(deterministic=False)
+        self._wrong = wrong
+
+    def attention(self, weights: AttentionWeights) -> AttentionBlock:
+        block = super().attention(weights)
+
+        def run(
+            x: Tensor | None, residual: Tensor, batch: RaggedBatch, cache: LayerCache
+        ) -> Tensor:
+            return self._spoilt("attention", block(x, residual, batch, cache))
+
+        return run
+
+    def mlp(self, weights: MlpWeights) -> MlpBlock:
+        block = super().mlp(weights)
+        return lambda x, residual: self._spoilt("mlp", block(x, residual))
+
+    def head(self, weight: Tensor) -> Linear:
+        linear = super().head(weight)
+        return lambda x: self._spoilt("head", linear(x))
+
+    def layers(self, layers: Sequence[Layer], reduce: Reduce | None) -> Layers:
+        run = super().layers(layers, reduce)
+        return lambda *step: self._spoilt("layers", run(*step))
+
+    def _spoilt(self, what: str, y: Tensor) -> Tensor:
+        if what == self._wrong:
+            y[-1, -1] += 0.2 * (1 + y[-1, -1].abs())
+        return y
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wrong", ["nothing", "attention", "mlp", "layers", "head"])
+def test_agreement_covers_what_serves(wrong: str, dtype: torch.dtype) -> None:
+    oracle = PlainKernels(deterministic=False)
+    difference = largest_difference(OffInOneOutput(wrong), oracle, dtype=dtype, head_dim=64)
+    assert (difference > TOLERANCE[dtype]) == (wrong != "nothing")
+
+
+@pytest.mark.parametrize("wrong", ["id", "probability"])
+def test_agreement_covers_the_greedy_choice(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    def choose_wrongly(logits: Tensor) -> Best:
+        best = choose_greedy(logits)
+        if wrong == "id":
+            return best._replace(ids=(best.ids + 1) % logits.shape[1])
+        return best._replace(logprobs=best.logprobs + 1)
+
+    monkeypatch.setattr(agreement, "choose_greedy", choose_wrongly)
+    kernels = PlainKernels(deterministic=False)
+    difference = largest_difference(kernels, kernels, dtype=torch.bfloat16, head_dim=64)
+    assert difference > TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("wrong", ["bit", "row", "end"])
+def test_agreement_covers_masks(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    forbid = MaskTable.forbid
+
+    def forbid_wrongly(
+        table: MaskTable, scores: Tensor, masks: RowMasks, *, most_elements: int
+    ) -> None:
+        bits = masks.bits ^ (wrong == "bit")
+        rows = masks.rows + (wrong == "row") * np.array([-1, 0])
+        last = scores[:, -1].clone()
+        forbid(table, scores, RowMasks(rows=rows, bits=bits), most_elements=most_elements)
+        if wrong == "end":
+            scores[:, -1] = last
+
+    monkeypatch.setattr(MaskTable, "forbid", forbid_wrongly)
+    kernels = PlainKernels(deterministic=False)
+    difference = largest_difference(kernels, kernels, dtype=torch.bfloat16, head_dim=64)
+    assert difference > TOLERANCE[torch.bfloat16]
