@@ -2,7 +2,8 @@
 #   docker build -f deploy/docker/launcher.Dockerfile -t millrace .
 #   docker run --shm-size 1g -p 8080:80 -v "$PWD/data:/data" millrace --model-id <hub name or folder>
 # Add --gpus all for NVIDIA GPUs. Without a TORCH_INDEX that names PyTorch's CPU builds, the default
-# build of torch runs on both kinds of machine.
+# build of torch runs on both kinds of machine. With --target sagemaker it reads SageMaker's variables
+# and listens on 8080 (docs/from-tgi.md).
 ARG PYTHON_IMAGE=python:3.12.11-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS build
@@ -19,13 +20,14 @@ ARG TORCH_INDEX=""
 RUN /opt/millrace/bin/pip install --no-cache-dir -c constraints.txt \
     ${TORCH_INDEX:+--extra-index-url "${TORCH_INDEX}"} "$(echo /wheels/*.whl)[all]"
 
-FROM ${PYTHON_IMAGE}
+FROM ${PYTHON_IMAGE} AS runtime
 LABEL org.opencontainers.image.title="Millrace" \
       org.opencontainers.image.description="Text-generation server: launcher, router and shards in one container" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="0.1.0"
-# The compiler builds the kernels for the processor that they run on. /data is writable for uid 10001
-# in a named volume; the default user stays root, because the folders that users mount there are root's.
+# The compiler builds the kernels for the processor that they run on; they are kept on the volume, or each
+# new container would build them again. /data is writable for uid 10001 in a named volume; the default user
+# stays root, because the folders that users mount there are root's.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --no-install-recommends --yes g++ \
@@ -37,9 +39,19 @@ COPY --chmod=644 deploy/docker/http_health.py /opt/millrace/http_health.py
 ENV PATH=/opt/millrace/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     HF_HOME=/data \
+    MILLRACE_CACHE=/data/millrace \
     PORT=80
 WORKDIR /home/millrace
-EXPOSE 80
 HEALTHCHECK --interval=10s --timeout=6s --start-period=1800s --retries=3 \
     CMD ["python", "/opt/millrace/http_health.py"]
+
+FROM runtime AS sagemaker
+COPY --chmod=644 deploy/docker/sagemaker.py /opt/millrace/sagemaker.py
+ENV PORT=8080
+EXPOSE 8080
+ENTRYPOINT ["python", "/opt/millrace/sagemaker.py"]
+
+# The last stage is what is built when no --target is named.
+FROM runtime AS launcher
+EXPOSE 80
 ENTRYPOINT ["millrace-launcher"]

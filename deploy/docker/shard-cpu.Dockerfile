@@ -22,16 +22,19 @@ LABEL org.opencontainers.image.title="Millrace shard (CPU)" \
       org.opencontainers.image.description="One shard of a Millrace model on CPU; needs no other container but its group." \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="0.1.0"
-# The CPU kernels are compiled for the processor they run on, when they first run.
+# The CPU kernels are compiled for the processor they run on, when they first run. A volume at /data keeps them
+# for the next container.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --no-install-recommends --yes g++ \
     && rm -rf /var/lib/apt/lists/* \
-    && useradd --uid 10001 --create-home millrace
+    && useradd --uid 10001 --create-home millrace \
+    && install --directory --owner=10001 /data
 COPY --from=build /opt/millrace /opt/millrace
 COPY --chmod=644 deploy/docker/shard_health.py /opt/millrace/shard_health.py
 ENV PATH=/opt/millrace/bin:$PATH \
     PYTHONUNBUFFERED=1 \
+    MILLRACE_CACHE=/data/millrace \
     ADDRESS=0.0.0.0:50051
 USER 10001
 WORKDIR /home/millrace

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 
 from millrace_launcher.arguments import Settings
 from millrace_launcher.errors import ArgumentValidation
@@ -32,6 +33,31 @@ WITHOUT_EFFECT_ON_CPU = {
     "cuda_memory_fraction": "the model runs on CPU; --kv-memory bounds the KV cache",
     "one_shot_all_reduce": "the model runs on CPU; there is no memory of GPUs to share",
 }
+_KERNELS = "the kernels of the device are chosen at the start"
+_NO_EXLLAMA = "no GPTQ or EXL2 weights are served"
+_NO_AMD = "there are no kernels for AMD GPUs"
+_SAGEMAKER = "only the image for SageMaker reads it"
+VARIABLES_WITHOUT_EFFECT = {
+    "ATTENTION": _KERNELS,
+    "USE_FLASH_ATTENTION": f"{_KERNELS}; DISABLE_CUSTOM_KERNELS leaves plain torch",
+    "FLASH_INFER": _KERNELS,
+    "FLASH_DECODING": _KERNELS,
+    "USE_PREFIX_CACHING": "PREFIX_CACHING is read",
+    "TGI_WIGGLE_ROOM": "KV_MEMORY and CUDA_MEMORY_FRACTION bound the KV cache",
+    "XPU_MEMORY_FRACTION": "there are no kernels for Intel GPUs",
+    "REQUEST_LOGPROBS": "ENABLE_PREFILL_LOGPROBS is read",
+    "EXLLAMA_VERSION": _NO_EXLLAMA,
+    "DISABLE_EXLLAMA": _NO_EXLLAMA,
+    "ROCM_USE_FLASH_ATTN_V2_TRITON": _NO_AMD,
+    "ROCM_USE_CUSTOM_PAGED_ATTN": _NO_AMD,
+    "ROCM_USE_SKINNY_GEMM": _NO_AMD,
+    "HF_MODEL_ID": f"{_SAGEMAKER}; MODEL_ID names the model",
+    "HF_MODEL_REVISION": f"{_SAGEMAKER}; REVISION is read",
+    "HF_MODEL_QUANTIZE": f"{_SAGEMAKER}; QUANTIZE is read",
+    "HF_MODEL_TRUST_REMOTE_CODE": "code from a model repository is never run",
+    "SM_NUM_GPUS": f"{_SAGEMAKER}; NUM_SHARD is read",
+}
+"""What TGI or its image for SageMaker reads from the environment alone."""
 
 
 def check(settings: Settings) -> None:
@@ -79,8 +105,11 @@ def check(settings: Settings) -> None:
         raise ArgumentValidation("`port` must be > 0")
 
 
-def notices(settings: Settings, *, on_cpu: bool) -> Iterator[str]:
-    """A line for each flag that was set and changes nothing."""
+def notices(
+    settings: Settings, *, on_cpu: bool, environ: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """A line for each flag, and each of TGI's variables in `os.environ`, that was set and changes nothing."""
+    environ = os.environ if environ is None else environ
     chunked = settings.router.prefill_chunking == "on"
     reasons = (
         WITHOUT_EFFECT
@@ -89,6 +118,9 @@ def notices(settings: Settings, *, on_cpu: bool) -> Iterator[str]:
     )
     for name in sorted(settings.chosen & reasons.keys()):
         yield f"{option_name(name)} has no effect: {reasons[name]}"
+    for variable, reason in VARIABLES_WITHOUT_EFFECT.items():
+        if environ.get(variable):
+            yield f"{variable} has no effect: {reason}"
 
 
 def _refuse_unsupported(settings: Settings) -> None:

@@ -25,7 +25,10 @@ class LauncherConfig(BaseSettings):
     )
     sharded: bool | None = Field(default=None, description="Whether to use more than one shard.")
     num_shard: int | None = Field(
-        default=None, ge=0, description="Shards; the number of visible GPUs, else 1, when absent."
+        default=None,
+        ge=0,
+        description="Shards; when absent as many as the GPUs that CUDA_VISIBLE_DEVICES, NVIDIA_VISIBLE_DEVICES"
+        " or ZE_AFFINITY_MASK names, else 1.",
     )
     max_input_length: int | None = Field(
         default=None, ge=1, description="Old name of --max-input-tokens."

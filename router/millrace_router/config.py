@@ -29,6 +29,14 @@ ANY_ADDRESS = "0.0.0.0"  # noqa: S104
 LogLevel = Literal["trace", "debug", "info", "warning", "error"]
 SWITCH_WORDS = {"1": "on", "true": "on", "yes": "on", "0": "off", "false": "off", "no": "off"}
 """How TGI's environment variables say on and off."""
+COMMANDS = """
+other commands:
+  millrace-router replay JOURNAL
+                        Have shards compute the steps of a journal again.
+  millrace-router print-schema
+                        Print the description of the API, as /openapi.json has
+                        it.
+"""
 
 
 def _switch(value: object) -> object:
@@ -41,13 +49,14 @@ OnOff = Annotated[Literal["on", "off"], BeforeValidator(_switch)]
 
 @contextmanager
 def _printable_help() -> Iterator[None]:
-    """Show no default where there is none: what stands for None there cannot be typed, or printed."""
+    """Show the other commands, and no default where there is none: what stands for None cannot be typed, or printed."""
     shown = io.StringIO()
     try:
         with redirect_stdout(shown):
             yield
     finally:
-        sys.stdout.write(re.sub(r"\s*\(default:\s*\0\)", "", shown.getvalue()))
+        if text := shown.getvalue():
+            sys.stdout.write(re.sub(r"\s*\(default:\s*\0\)", "", text) + COMMANDS)
 
 
 class RouterConfig(BaseSettings):
@@ -141,7 +150,8 @@ class RouterConfig(BaseSettings):
         default=None, ge=2, description="Most tokens of prompt and answer; inferred when absent."
     )
     max_batch_size: int | None = Field(
-        default=None, description="Most sequences that run together."
+        default=None,
+        description="Most sequences that run together; as many as --max-concurrent-requests when absent.",
     )
     max_batch_prefill_tokens: int | None = Field(
         default=None,
@@ -271,10 +281,12 @@ class RouterConfig(BaseSettings):
         default=False, description="Refuse requests with a grammar, or with tools that need one."
     )
     trust_remote_code: bool = Field(
-        default=False, description="Accepted; code from a model repository is never run."
+        default=False, description="No effect: code from a model repository is never run."
     )
     max_image_fetch_size: int = Field(
-        default=1_073_741_824, ge=0, description="Largest image in bytes that is fetched."
+        default=1_073_741_824,
+        ge=0,
+        description="No effect: no images are fetched; requests with one are refused.",
     )
 
     graceful_termination_timeout: int = Field(
@@ -291,9 +303,12 @@ class RouterConfig(BaseSettings):
         ge=0,
         description="Bytes after which that file is set aside as PATH.1 and so on; five are kept. 0: never.",
     )
-    otlp_endpoint: str | None = Field(default=None, description="OTLP collector; not used yet.")
+    otlp_endpoint: str | None = Field(
+        default=None, description="No effect: traces are not exported yet."
+    )
     otlp_service_name: str = Field(
-        default="text-generation-inference.router", description="Service name in traces."
+        default="text-generation-inference.router",
+        description="No effect: traces are not exported yet.",
     )
     usage_stats: Literal["on", "off", "no-stack"] = Field(
         default="on", description="No effect: no usage statistics are ever sent."

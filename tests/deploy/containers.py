@@ -26,15 +26,37 @@ def instructions(dockerfile: Path) -> Iterator[tuple[str, str]]:
             yield word, rest.strip()
 
 
+def stages(dockerfile: Path) -> dict[str, list[tuple[str, str]]]:
+    """Each stage's instructions in order, after those of the stage that it is built from; one without a name is ""."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    current: list[tuple[str, str]] = []
+    for word, rest in instructions(dockerfile):
+        if word == "FROM":
+            base, _, name = rest.partition(" AS ")
+            current = found[name] = list(found.get(base, ()))
+        current.append((word, rest))
+    return found
+
+
+def image(dockerfile: Path, target: str | None = None) -> list[tuple[str, str]]:
+    """The instructions of a stage, as `--target` names it; of the last one without a name."""
+    found = stages(dockerfile)
+    return found[target] if target is not None else list(found.values())[-1]
+
+
 def last(dockerfile: Path, instruction: str) -> str:
-    """The arguments of the instruction's last use."""
-    return [rest for word, rest in instructions(dockerfile) if word == instruction][-1]
+    """The arguments of the instruction's last use in the image."""
+    return [rest for word, rest in image(dockerfile) if word == instruction][-1]
 
 
-def environment(dockerfile: Path) -> dict[str, str]:
-    """What ENV sets in the final stage."""
-    pairs = (part.partition("=") for part in shlex.split(last(dockerfile, "ENV")))
-    return {name: value for name, _, value in pairs}
+def environment(dockerfile: Path, target: str | None = None) -> dict[str, str]:
+    """What ENV sets in the image."""
+    found: dict[str, str] = {}
+    for word, rest in image(dockerfile, target):
+        if word == "ENV":
+            pairs = (part.partition("=") for part in shlex.split(rest))
+            found |= {name: value for name, _, value in pairs}
+    return found
 
 
 def entrypoint(dockerfile: Path) -> str:

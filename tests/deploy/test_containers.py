@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.deploy.containers import (
@@ -17,7 +18,9 @@ from tests.deploy.containers import (
     dockerfile_of,
     entrypoint,
     environment,
+    image,
     instructions,
+    stages,
 )
 
 from millrace_launcher.arguments import read_settings
@@ -97,7 +100,7 @@ def test_every_image_is_pinned_labelled_and_checked(dockerfile: Path) -> None:
         r"PYTHON_IMAGE=python:\d+\.\d+\.\d+-slim-bookworm|TORCH_INDEX=\"\"", words["ARG"]
     )
     assert all(
-        rest.startswith("${PYTHON_IMAGE}")
+        rest.startswith("${PYTHON_IMAGE}") or rest.partition(" ")[0] in stages(dockerfile)
         for word, rest in instructions(dockerfile)
         if word == "FROM"
     )
@@ -110,12 +113,51 @@ def test_every_foreign_image_is_pinned(service: str) -> None:
     assert re.search(r":v?\d+\.\d+\.\d+$", COMPOSE["services"][service]["image"])
 
 
-def test_every_mounted_file_exists() -> None:
+def volumes_of(service: dict[str, Any]) -> dict[str, str]:
+    """Source by the place where it is mounted, variables at their defaults."""
+    volumes = (DEFAULT.sub(r"\1", volume) for volume in service.get("volumes", []))
+    parts = (volume.removesuffix(":ro").rpartition(":") for volume in volumes)
+    return {target: source for source, _, target in parts}
+
+
+def test_every_mounted_file_exists_and_every_volume_is_declared() -> None:
     for service in COMPOSE["services"].values():
-        for volume in service.get("volumes", []):
-            source = DEFAULT.sub(r"\1", volume).split(":")[0]
+        for source in volumes_of(service).values():
             if source.startswith("."):
                 assert (ROOT / source).exists(), source
+            else:
+                assert source in COMPOSE["volumes"]
+
+
+@pytest.mark.parametrize("service", OURS)
+def test_the_model_that_a_command_names_is_mounted(service: str) -> None:
+    named = re.findall(r"(?<![\w/])/\w+", " ".join(command_of(service)))
+    assert named
+    assert set(named) <= volumes_of(OURS[service]).keys()
+
+
+@pytest.mark.parametrize("service", [name for name in OURS if name != "router"])
+def test_compiled_kernels_outlive_the_container(service: str) -> None:
+    dockerfile = dockerfile_of(service)
+    folder = Path(environment(dockerfile)["MILLRACE_CACHE"])
+    assert str(folder.parent) in volumes_of(OURS[service])
+    users = [rest for word, rest in image(dockerfile) if word == "USER"]
+    assert [OURS[service].get("user", *users)] == ["10001"]
+    # A new volume has the owner and the mode that the image's folder has.
+    made = " ".join(rest for word, rest in image(dockerfile) if word == "RUN")
+    assert f"install --directory --owner=10001 {folder.parent}" in " ".join(made.split())
+
+
+def test_secrets_are_handed_on_only_where_they_are_set() -> None:
+    """A name without a value; an empty one would be refused as a key."""
+    assert OURS["launcher"]["environment"] == ["HF_TOKEN", "API_KEY"]
+    assert OURS["router"]["environment"] == ["API_KEY"]
+
+
+def test_what_is_built_without_a_target_is_the_launcher() -> None:
+    dockerfile = dockerfile_of("launcher")
+    assert list(stages(dockerfile))[-1] == "launcher"
+    assert environment(dockerfile)["PORT"] == "80"
 
 
 def test_the_router_image_has_no_torch() -> None:

@@ -1,8 +1,9 @@
-"""What `make serve` starts and says, without running it."""
+"""What make's verbs would run, and where they are told of."""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -50,3 +51,19 @@ def test_installing_says_so_first() -> None:
     lines = plan("install", "--always-make")
     said = next(i for i, line in enumerate(lines) if "Installing Millrace into .venv" in line)
     assert "pip install" in " ".join(lines[said + 1 : said + 3])
+
+
+def test_clean_removes_what_git_ignores_but_for_environments() -> None:
+    kept = {".venv", ".venvs", "node_modules", "bench/.peers", "*.egg-info", "*.so"}
+    ignored = {line.rstrip("/") for line in (ROOT / ".gitignore").read_text().split()}
+    cleaned = " ".join(plan("clean"))
+    assert [name for name in sorted(ignored - kept) if name not in cleaned] == []
+
+
+def test_help_and_contributing_tell_every_verb() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    verbs = set(makefile.partition(".PHONY:")[2].partition("\n")[0].split()) - {"help"}
+    contributing = (ROOT / "CONTRIBUTING.md").read_text()
+    assert {verb for verb in verbs if f'"make {verb} ' not in makefile} == set()
+    untold = {verb for verb in verbs if not re.search(rf"`make {verb}[` ]", contributing)}
+    assert untold == {"clean"}

@@ -123,12 +123,14 @@ def container(
 ) -> Iterator[None]:
     """Run a service's entrypoint and command with its image's environment, names and paths made this machine's."""
     dockerfile = dockerfile_of(service)
-    image = {name: value for name, value in environment(dockerfile).items() if name != "PATH"}
+    # This machine has programs and compiled kernels of its own, and no volume.
+    foreign = ("PATH", "MILLRACE_CACHE")
+    image = {name: value for name, value in environment(dockerfile).items() if name not in foreign}
     arguments = command_of(service)
     for name, place in places.items():
         arguments = [argument.replace(name, place) for argument in arguments]
-    foreign = ("PYTHONPATH", "HOSTNAME")
-    base = {name: value for name, value in os.environ.items() if name not in foreign}
+    outer = ("PYTHONPATH", "HOSTNAME")
+    base = {name: value for name, value in os.environ.items() if name not in outer}
     with log.open("wb") as output:
         process = subprocess.Popen(
             [str(programs / entrypoint(dockerfile)), *arguments],

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from millrace_launcher.arguments import read_settings
-from millrace_launcher.checks import check, notices
+from millrace_launcher.checks import VARIABLES_WITHOUT_EFFECT, check, notices
 from millrace_launcher.errors import ArgumentValidation
 from millrace_launcher.flags import all_flags
 
@@ -16,6 +16,8 @@ from millrace_launcher.flags import all_flags
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for flag in all_flags():
         monkeypatch.delenv(flag.variable, raising=False)
+    for variable in VARIABLES_WITHOUT_EFFECT:
+        monkeypatch.delenv(variable, raising=False)
 
 
 @pytest.mark.parametrize(
@@ -144,3 +146,43 @@ def test_flags_without_effect_are_told_only_when_set(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("USAGE_STATS", "off")
     (found,) = notices(read_settings([]), on_cpu=True)
     assert found == "--usage-stats has no effect: no usage statistics are ever sent"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("ATTENTION", "paged"),
+        ("USE_FLASH_ATTENTION", "false"),
+        ("TGI_WIGGLE_ROOM", "0.8"),
+        ("REQUEST_LOGPROBS", "1"),
+        ("DISABLE_EXLLAMA", "True"),
+        ("HF_MODEL_ID", "a/b"),
+        ("SM_NUM_GPUS", "2"),
+    ],
+)
+def test_variables_of_tgi_without_effect_are_told(
+    variable: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    told = [line.split(" has no effect: ")[0] for line in notices(read_settings([]), on_cpu=True)]
+    assert told == [variable]
+
+
+def test_an_empty_variable_counts_as_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTENTION", "")
+    assert list(notices(read_settings([]), on_cpu=True)) == []
+
+
+def test_what_is_said_to_be_without_effect_is_no_flag_and_what_is_named_instead_is() -> None:
+    flags = {flag.variable for flag in all_flags()}
+    assert not flags & VARIABLES_WITHOUT_EFFECT.keys()
+    named = set(re.findall(r"[A-Z]+_[A-Z_]+", " ".join(VARIABLES_WITHOUT_EFFECT.values())))
+    assert named <= flags
+
+
+@pytest.mark.parametrize(
+    "option", sorted(WITHOUT_EFFECT.keys() - {"--max-waiting-tokens", "--waiting-served-ratio"})
+)
+def test_help_says_what_never_has_an_effect(option: str) -> None:
+    (flag,) = [flag for flag in all_flags() if flag.option == option]
+    assert str(flag.field.description).startswith("No effect")

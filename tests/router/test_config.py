@@ -77,4 +77,6 @@ def test_help_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert ended.value.code == 0
     assert "--step-timeout" in shown
+    words = " ".join(shown.split())
+    assert all(f"millrace-router {command}" in words for command in ("replay", "print-schema"))
     assert shown.replace("\n", "").isprintable()

@@ -1,0 +1,63 @@
+"""docs/from-tgi.md says of flags, variables and metrics what the programs do."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from millrace_launcher import checks
+from millrace_launcher.flags import all_flags, option_name
+from millrace_router.metrics import Family, Metrics
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs" / "from-tgi.md").read_text()
+CODE = [*re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL))]
+NEVER_SET_IN_TGI = "tgi_batch_total_tokens"
+
+
+def section(title: str) -> str:
+    """A chapter's text."""
+    return PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def in_first_column(text: str) -> set[str]:
+    """What is named as code in the first cell of a table's rows."""
+    cells = re.findall(r"^\|([^|]*)\|", text, flags=re.MULTILINE)
+    return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+
+
+def test_what_has_no_effect_is_what_the_launcher_says_has_none() -> None:
+    flags = {
+        option_name(name)
+        for name in (
+            *checks.WITHOUT_EFFECT,
+            *checks.WITHOUT_EFFECT_WITH_CHUNKS,
+            *checks.WITHOUT_EFFECT_ON_CPU,
+        )
+    }
+    # Ours, and no business of those who come from TGI.
+    flags.remove("--one-shot-all-reduce")
+    named = in_first_column(section("Accepted without effect"))
+    assert named == flags | checks.VARIABLES_WITHOUT_EFFECT.keys()
+
+
+def test_what_is_refused_is_what_the_launcher_refuses() -> None:
+    flags = {option_name(name) for name in checks.UNSUPPORTED} | {"--ngrok"}
+    assert in_first_column(section("Refused")) == flags
+
+
+@pytest.mark.parametrize(
+    "option", sorted({word for word in CODE if re.fullmatch("--[a-z-]+", word)})
+)
+def test_every_flag_it_names_is_one(option: str) -> None:
+    assert option in {flag.option for flag in all_flags()}
+
+
+def test_every_metric_it_names_is_there() -> None:
+    metrics = Metrics(max_input_tokens=10, max_total_tokens=20)
+    known = {one.name for one in metrics.registry._collector_to_names if isinstance(one, Family)}
+    named = set(re.findall(r"\b(?:tgi|millrace)_[a-z_]+[a-z]", section("Metrics")))
+    assert len(named) > 10
+    assert named - known == {NEVER_SET_IN_TGI, "tgi_batch"}
