@@ -35,11 +35,22 @@ def test_nested_properties_do_too(given_: dict[str, object], meant: dict[str, ob
     assert with_implied_types(given_) == {"type": "object", "properties": meant}
 
 
-@pytest.mark.parametrize("name", ["anyOf", "oneOf", "allOf", "prefixItems"])
+@pytest.mark.parametrize("name", ["anyOf", "allOf", "prefixItems"])
 def test_choices_and_tuples(name: str) -> None:
     assert with_implied_types({name: [NAME, {"type": "null"}]}) == {
         name: [OBJECT, {"type": "null"}]
     }
+
+
+def test_one_of_several_objects() -> None:
+    assert with_implied_types({"oneOf": [NAME, OBJECT, NAME]}) == {"oneOf": [OBJECT] * 3}
+
+
+@pytest.mark.parametrize("other", [{"type": "null"}, {"$ref": "#"}, True, {"enum": [{}]}])
+def test_one_of_objects_and_others_means_what_it_says(other: object) -> None:
+    """Null has every property that is asked of objects alone: it matches both, and so not one."""
+    schema = {"oneOf": [NAME, other]}
+    assert with_implied_types(schema) == schema
 
 
 @pytest.mark.parametrize("name", ["$defs", "definitions"])

@@ -11,7 +11,7 @@ from typing import Any
 _DECIDING = frozenset({"type", "$ref", "$dynamicRef", "enum", "const"})
 """Where one of these stands beside it, the schema has said what it matches."""
 _ONE = ("additionalProperties", "items", "then", "else", "contains", "propertyNames")
-_SEVERAL = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+_SEVERAL = ("anyOf", "allOf", "prefixItems", "items")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 
@@ -19,6 +19,8 @@ def with_implied_types(schema: dict[str, Any]) -> dict[str, Any]:
     """`schema` with `type: object` wherever there are `properties` and nothing else says what it matches.
 
     Schemas that are negated, or only asked for (`not`, `if`), are left as they are: there it would mean something else.
+    So are those of a `oneOf` beside others that match more than objects: a string that one of these matches would no
+    longer count as matched twice.
     """
     changed = dict(schema)
     for name in _ONE:
@@ -27,6 +29,10 @@ def with_implied_types(schema: dict[str, Any]) -> dict[str, Any]:
     for name in _SEVERAL:
         if isinstance(some := changed.get(name), list):
             changed[name] = [_of(one) for one in some]
+    if isinstance(some := changed.get("oneOf"), list):
+        implied = [_of(one) for one in some]
+        if all(isinstance(one, dict) and one.get("type") == "object" for one in implied):
+            changed["oneOf"] = implied
     for name in _NAMED:
         if isinstance(some := changed.get(name), dict):
             changed[name] = {key: _of(one) for key, one in some.items()}
