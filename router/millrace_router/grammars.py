@@ -32,8 +32,6 @@ NUM_AT_ONCE = 4
 MAX_WAITING = 64
 """Grammars that may wait for that."""
 MAX_REMEMBERED = 1024
-LARGE = 1 << 14
-"""Characters of source from which on compiling takes too long to be done for a sequence that others run beside."""
 MAX_REASON_CHARS = 1000
 NUM_TRIES_ALONE = 2
 RETRY_SECONDS = 0.2
@@ -100,7 +98,7 @@ class Grammars:
                     verdict = await self._find_out(key, grammar)
             except TimeoutError:
                 raise QueueExpired(retry_after_seconds=1.0) from None
-        elif verdict.reason is None and len(grammar.source) >= LARGE:
+        elif verdict.reason is None:
             await self._renew(grammar, wait_seconds)
         if verdict.reason is not None:
             raise ValidationError(f"grammar is not valid: {verdict.reason}")
@@ -108,7 +106,7 @@ class Grammars:
     async def _renew(self, grammar: Grammar, wait_seconds: float | None) -> None:
         """Have the shards compile again what they may have dropped, before a step would have to wait for it.
 
-        Whether they can does not matter to a grammar that is known.
+        What they have kept takes them no time. Whether they can does not matter to a grammar that is known.
         """
         with suppress(TimeoutError, ShardError, Overloaded):
             async with asyncio.timeout(wait_seconds):
