@@ -15,6 +15,7 @@ from millrace_router.entry import Entry, TokenStream
 from millrace_router.entry_queue import EntryQueue
 from millrace_router.errors import (
     GenerationError,
+    GrammarFailed,
     NonFiniteOutput,
     Quarantined,
     QueueExpired,
@@ -283,7 +284,9 @@ class Batcher:
         for slot in result.failed_slots:
             if (row := planner.row(slot)) is not None:
                 planner.drop(row)
-                self._end(row.entry, NonFiniteOutput())
+                reason = result.failure_reasons.get(slot)
+                failure = NonFiniteOutput() if reason is None else GrammarFailed(reason)
+                self._end(row.entry, failure)
         skipped = [count - 1 for slot, count in result.counts if count and planner.row(slot)]
         for slot, token_id, logprob, top in result.tokens:
             # A row that has ended is not there any more, whatever else the step says of its slot.

@@ -230,6 +230,13 @@ class NonFiniteOutput(GenerationError):
         super().__init__(NON_FINITE)
 
 
+class GrammarFailed(GenerationError):
+    """The grammar of this request could not be followed to the end of its text; others are not concerned."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the grammar cannot be followed any further: {reason}")
+
+
 class Quarantined(GenerationError):
     """The step that runs this request fails, in company and alone; others are not concerned."""
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, islice, repeat
 
 from millrace_proto import generate_pb2 as pb
@@ -79,6 +79,8 @@ class StepResult:
     """(slot, log probabilities of the prompt tokens computed in this step)."""
     failed_slots: Sequence[int]
     timings: StepTimings
+    failure_reasons: Mapping[int, str] = field(default_factory=dict)
+    """Of the failed slots whose grammar could not be followed any further."""
     computed: Sequence[tuple[int, int, int]] = ()
     """(slot, KV positions filled so far, guesses given), of decodes that were allowed more than one position."""
 
@@ -200,6 +202,12 @@ def result_from_pb(messages: Sequence[pb.StepResponse]) -> StepResult:
             total=slowest.total_ns / 1e9,
             concat=slowest.concat_ns / 1e9 if slowest.HasField("concat_ns") else None,
         ),
+        failure_reasons={
+            slot: reason
+            for message in messages
+            for slot, reason in zip(message.failed_slots, message.failure_reasons, strict=False)
+            if reason
+        },
         computed=tuple(
             zip(first.computed_slots, first.computed_positions, first.drafted_tokens, strict=True)
         ),

@@ -175,7 +175,7 @@ class Batch:
         It is what `rows` and `prepare` would come to, in a fraction of their time; None where they are to be asked.
         """
         last = self._last_plain
-        if last is None or len(step.chunk_slots) or len(step.draft_tokens):
+        if last is None or len(step.chunk_slots) or step.draft_tokens.any():
             return None
         slots, starts = step.decode_slots, last.sampling.positions
         if not np.array_equal(slots, last.slots):

@@ -14,6 +14,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from millrace_shard.grammar_source import GrammarInvalid, lark_of
 from millrace_shard.matcher import Matcher
 from millrace_shard.parent import die_with_parent
@@ -23,6 +25,8 @@ from millrace_shard.vocabulary import Vocabulary, load_vocabulary
 STACK_BYTES = 1 << 20
 """Half of what the smallest thread of the shard may have: what overflows a stack does so here."""
 COMPILE_BYTES = 1 << 30
+NUM_TRIED = 12
+"""Tokens of a text that are tried out: a list of alternatives that is too long shows itself behind the first ones."""
 NICENESS = 10
 """A forward pass goes before."""
 
@@ -67,15 +71,28 @@ def _answer(grammar: Grammar, vocabulary: Vocabulary) -> dict[str, Any]:
 
 
 def _try_out(grammar: Grammar, vocabulary: Vocabulary) -> str:
-    """What to compile, which was compiled here and allows some first token."""
+    """What to compile, which was compiled here, allows some text, and reaches no limit at its beginning."""
     lark = lark_of(grammar)
-    matcher = Matcher.of(lark, vocabulary)
-    mask = matcher.inner.compute_bitmask()
-    if (reason := matcher.error()) is not None:
-        raise GrammarInvalid(reason)
-    if not any(mask):
-        raise GrammarInvalid("no text matches")
+    matcher, random = Matcher.of(lark, vocabulary), np.random.default_rng(0)
+    for place in range(NUM_TRIED):
+        mask = np.frombuffer(matcher.inner.compute_bitmask(), dtype=np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+        _check(matcher)
+        if not len(allowed):
+            if place == 0:
+                raise GrammarInvalid("no text matches")
+            break
+        matcher.consume(int(random.choice(allowed)))
+        _check(matcher)
+        if matcher.has_ended:
+            break
     return lark
+
+
+def _check(matcher: Matcher) -> None:
+    """Raises GrammarInvalid where a limit is reached."""
+    if matcher.inner.is_error():
+        raise GrammarInvalid(matcher.error() or "it cannot be followed")
 
 
 def _limit_memory(num_bytes: int) -> None:

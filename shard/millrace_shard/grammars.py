@@ -14,7 +14,7 @@ from threading import BoundedSemaphore, Lock
 
 from millrace_shard.grammar_process import CompilerBusy, GrammarProcess
 from millrace_shard.grammar_source import GrammarInvalid, lark_of
-from millrace_shard.matcher import Matcher
+from millrace_shard.matcher import Lexer, Matcher
 from millrace_shard.sequence import Grammar
 from millrace_shard.vocabulary import Vocabulary, load_vocabulary
 
@@ -30,6 +30,8 @@ MAX_CACHED_BYTES = 4 << 20
 """Of source; compiled, a grammar takes up to a hundred times that."""
 SMALL = 1 << 14
 """Characters of source that are translated in this process without anyone's noticing."""
+RENEW_SECONDS = 0.25
+"""What compiling may have taken for a step to wait until it is done once more."""
 
 logger = logging.getLogger(__name__)
 
@@ -94,10 +96,20 @@ class GrammarCompiler:
         """
         return self._compiled(grammar, tried_out=True).copy()
 
-    def forget(self, grammar: Grammar) -> None:
-        """Compile `grammar` anew for those that come: copies share the states of their lexer, which are limited."""
+    def renewed(self, grammar: Grammar, stale: Lexer) -> Matcher | None:
+        """As `matcher`, on another lexer than `stale`; None where a step may not wait for one.
+
+        Raises GrammarInvalid.
+        """
+        key = _key(grammar)
         with self._lock:
-            self._cache.pop(_key(grammar), None)
+            size, known = self._cache.get(key, (0, None))
+            is_stale = known is not None and _has_lexer(known, stale)
+            if is_stale:
+                del self._cache[key]
+        if (is_stale or known is None) and (size > SMALL or stale.compile_seconds > RENEW_SECONDS):
+            return None
+        return self.matcher(grammar)
 
     def close(self) -> None:
         """End the processes."""
@@ -166,6 +178,12 @@ class GrammarCompiler:
         with self._lock:
             if self._cache.get(key, (0, None))[1] is future:
                 del self._cache[key]
+
+
+def _has_lexer(compiled: Future[Matcher], lexer: Lexer) -> bool:
+    if not compiled.done() or compiled.exception() is not None:
+        return False
+    return compiled.result().lexer is lexer
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from functools import partial
@@ -26,8 +26,8 @@ class Rulings:
 
     masks: RowMasks | None = None
     forced: Chains
-    failed_slots: Ints
-    """Sequences whose matcher cannot go on."""
+    failed: Mapping[int, str]
+    """Slots whose matcher cannot go on, and why."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,7 +53,7 @@ class PendingRulings:
                 for row, chain in zip(self.yields, masks.forced, strict=True)
                 if len(chain)
             },
-            failed_slots=masks.failed,
+            failed=masks.failed,
         )
 
 

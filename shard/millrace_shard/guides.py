@@ -7,7 +7,7 @@ interpreter's lock, and the masks of all rows are then filled together (`mask_fi
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -17,11 +17,13 @@ import numpy as np
 from millrace_shard.grammar_source import GrammarInvalid
 from millrace_shard.grammars import GrammarCompiler
 from millrace_shard.mask_filler import Bits, MaskFiller, MaskLines
-from millrace_shard.matcher import Matcher
+from millrace_shard.matcher import Lexer, Matcher
 from millrace_shard.sequence import Grammar, Ids
 from millrace_shard.step import Ints
 
 NUM_COMPILES = 2
+MOST_RENEWED = 2
+"""Lexers that a row may turn to in a step: the first may be one that others have filled as well."""
 NO_GRAMMARS = "this model's tokenizer allows no grammars"
 
 logger = logging.getLogger(__name__)
@@ -47,8 +49,8 @@ class Masks:
     all ones after a guess that is not allowed, and for rows that failed. Those of the next step overwrite them."""
     forced: tuple[tuple[int, ...], ...]
     """By row: tokens of which each was the only one allowed after those before it, at most `most_forced`."""
-    failed: Ints
-    """Slots whose matcher cannot go on."""
+    failed: Mapping[int, str]
+    """Slots whose matcher cannot go on, and why."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +61,8 @@ class _Guide:
     compiled: Future[Matcher]
     matcher: Matcher | None = None
     """What has come of `compiled`, without its lock; None until a step has asked."""
-    has_failed: bool = False
+    failure: str | None = None
+    """Why it cannot go on."""
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +76,7 @@ class _Row:
     matcher: Matcher | None = None
     """None once it has failed."""
     forced: tuple[int, ...] = ()
+    num_renewed: int = 0
 
 
 class MaskJob:
@@ -169,14 +173,14 @@ class Guides:
         failed = [row for row in rows if row.matcher is None]
         for row in failed:
             bits[row.first : row.first + 1 + len(row.request.drafts)] = -1
-        slots = np.array([row.request.slot for row in failed], dtype=np.int64)
-        return Masks(bits, tuple([row.forced for row in rows]), slots)
+        reasons = {row.request.slot: row.guide.failure or "" for row in failed}
+        return Masks(bits, tuple([row.forced for row in rows]), reasons)
 
     def _catch_up(self, row: _Row) -> None:
         """Find the row's matcher and feed it what was sampled meanwhile; a row that cannot go on fails alone."""
         guide = row.guide
         news = row.request.news()
-        if guide.has_failed:
+        if guide.failure is not None:
             return
         if guide.matcher is None:
             if (error := guide.compiled.exception()) is not None:
@@ -184,8 +188,10 @@ class Guides:
                 return
             guide.matcher = guide.compiled.result()
         row.matcher = guide.matcher
-        if not row.matcher.consume_all(news):
-            self._fail(row, row.matcher.error() or f"one of the tokens {list(news)} does not match")
+        for token in news:
+            if not self._consume(row, int(token)):
+                self._fail(row, _error(row) or f"token {token} does not match")
+                return
 
     def _fill(self, places: Sequence[tuple[_Row, int]], lines: MaskLines) -> None:
         """Write the masks of rows as they stand to these of the `lines`; rows without any fail."""
@@ -199,7 +205,11 @@ class Guides:
                 asked.append((row, row.matcher, index))
         self._filler.fill([(matcher.inner, index) for _, matcher, index in asked], lines)
         for row, matcher, index in asked:
-            if (error := matcher.error()) is not None:
+            error = matcher.error()
+            while error is not None and (renewed := self._renew(row)) is not None:
+                self._filler.fill([(renewed.inner, index)], lines)
+                error = renewed.error()
+            if error is not None:
                 bits[index] = -1
                 self._fail(row, error)
 
@@ -225,14 +235,14 @@ class Guides:
 
     def _force(self, row: _Row, token: int) -> bool:
         """Append `token` to the chain; whether another one may follow."""
-        matcher = row.matcher
-        if matcher is None:
-            return False
-        if not matcher.consume(token):
-            self._fail(row, matcher.error() or f"token {token} is forced and does not match")
+        if not self._consume(row, token):
+            self._fail(row, _error(row) or f"token {token} is forced and does not match")
             return False
         row.forced = (*row.forced, token)
-        return not matcher.has_ended and len(row.forced) < row.request.most_forced
+        matcher = row.matcher
+        if matcher is None or matcher.has_ended:
+            return False
+        return len(row.forced) < row.request.most_forced
 
     def _follow_drafts(self, rows: Sequence[_Row], lines: MaskLines) -> None:
         """Masks after each guess while the guesses are allowed; the matchers then stand where they stood."""
@@ -253,18 +263,51 @@ class Guides:
         drafts = row.request.drafts
         if row.matcher is None or depth >= len(drafts) or not _allows(mask, drafts[depth]):
             return False
-        if not row.matcher.consume(drafts[depth]):
-            self._fail(row, row.matcher.error() or "a guess that is allowed does not match")
+        if not self._consume(row, drafts[depth]):
+            self._fail(row, _error(row) or "a guess that is allowed does not match")
             return False
         return True
 
+    def _consume(self, row: _Row, token: int) -> bool:
+        """Whether the row's matcher has gone on by `token`."""
+        if row.matcher is None:
+            return False
+        return row.matcher.consume(token) or (
+            (renewed := self._renew(row)) is not None and renewed.consume(token)
+        )
+
+    def _renew(self, row: _Row) -> Matcher | None:
+        """Have a row go on with another lexer where the states of its own have run out; None where it cannot.
+
+        Many share a lexer. What they have generated must not decide whether this row fails.
+        """
+        stale = failed = row.matcher
+        while failed is not None and failed.is_exhausted() and row.num_renewed < MOST_RENEWED:
+            row.num_renewed += 1
+            renewed = self._renewed(row.guide.grammar, failed.lexer)
+            if renewed is None or stale is None:
+                break
+            if renewed.follow(stale):
+                row.matcher = row.guide.matcher = renewed
+                return renewed
+            failed = renewed
+        return None
+
+    def _renewed(self, grammar: Grammar, lexer: Lexer) -> Matcher | None:
+        try:
+            return None if self.compiler is None else self.compiler.renewed(grammar, lexer)
+        except GrammarInvalid:
+            return None
+
     def _fail(self, row: _Row, reason: str) -> None:
         logger.error("the grammar in slot %d cannot go on: %s", row.request.slot, reason)
-        row.guide.has_failed = True
+        row.guide.failure = reason
         row.matcher = None
         row.forced = ()
-        if self.compiler is not None:
-            self.compiler.forget(row.guide.grammar)
+
+
+def _error(row: _Row) -> str | None:
+    return None if row.matcher is None else row.matcher.error()
 
 
 def _bits(ids: Sequence[int], width: int) -> Bits:

@@ -76,7 +76,12 @@ class LaunchedStep:
         if len(self._wide.slots):
             columns |= self._computed_columns(self._wide)
         # Of all columns at once: a result takes longer to be replaced than to be made.
-        result = StepResult(failed_slots=failed, timings=self._timings(), **columns)
+        result = StepResult(
+            failed_slots=failed,
+            failure_reasons=self._tokens.failure_reasons if self._tokens else {},
+            timings=self._timings(),
+            **columns,
+        )
         if self._prompts is not None and self._prompt_scores is not None:
             result = self._prompts.add_to(result, self._prompt_scores)
         return result

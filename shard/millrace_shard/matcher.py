@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
+from time import perf_counter
 
 from llguidance import LLMatcher, LLParserLimits
 
@@ -24,29 +26,52 @@ WORDING = {
 SOURCE_LINE = re.compile(r"\n *[0-9]+ \| ")
 
 
+TOO_MANY_STATES = "lexer error: too many states"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lexer:
+    """What the copies of a matcher share: states of the grammar's lexer, of which there is room for so many."""
+
+    compile_seconds: float
+    """What it takes to have another one."""
+
+
 class Matcher:
     """Follows the tokens of one sequence; used by one thread at a time."""
 
-    def __init__(self, inner: LLMatcher, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, inner: LLMatcher, eos_token_ids: frozenset[int], lexer: Lexer) -> None:
         self.inner = inner
+        self.lexer = lexer
         self.has_ended = False
         """Whether an end-of-sequence id was consumed: what follows counts for nothing."""
         self._eos_token_ids = eos_token_ids
-        self._num_consumed = 0
+        self._consumed: list[int] = []
 
     @classmethod
     def of(cls, lark: str, vocabulary: Vocabulary) -> Matcher:
         """Compile `lark`; does not hold the interpreter meanwhile. Raises GrammarInvalid."""
+        began = perf_counter()
         inner = LLMatcher(vocabulary.tokenizer, lark, log_level=0, limits=LIMITS)
         if inner.is_error():
             raise GrammarInvalid(short_reason(inner.get_error()))
-        return cls(inner, frozenset(vocabulary.eos_token_ids))
+        return cls(inner, frozenset(vocabulary.eos_token_ids), Lexer(perf_counter() - began))
 
     def copy(self) -> Matcher:
         """One of its own in the same state, in microseconds; copies share what they learn of the grammar's lexer."""
-        copied = Matcher(self.inner.deep_copy(), self._eos_token_ids)
-        copied.has_ended, copied._num_consumed = self.mark()
+        copied = Matcher(self.inner.deep_copy(), self._eos_token_ids, self.lexer)
+        copied.has_ended, copied._consumed = self.has_ended, self._consumed.copy()
         return copied
+
+    def follow(self, other: Matcher) -> bool:
+        """From the start of a text to where `other` stands; whether that went well."""
+        went_well = self.consume_all(other._consumed)
+        self.has_ended = other.has_ended
+        return went_well
+
+    def is_exhausted(self) -> bool:
+        """Whether it cannot go on since there is no room for more states of its lexer, whoever has used it up."""
+        return self.inner.is_error() and TOO_MANY_STATES in self.inner.get_error()
 
     def consume(self, token: int) -> bool:
         """Go on by `token`; False where the grammar has no place for it, and then this matcher is of no more use."""
@@ -57,7 +82,7 @@ class Matcher:
         if not (is_end and self.inner.is_accepting()):
             if not self.inner.consume_token(token):
                 return False
-            self._num_consumed += 1
+            self._consumed.append(token)
         self.has_ended = is_end
         return True
 
@@ -70,13 +95,13 @@ class Matcher:
 
     def mark(self) -> tuple[bool, int]:
         """Where it stands now, for `return_to`."""
-        return self.has_ended, self._num_consumed
+        return self.has_ended, len(self._consumed)
 
     def return_to(self, mark: tuple[bool, int]) -> bool:
         """Take back what was consumed since `mark`; False where that cannot be, and then it is of no more use."""
         self.has_ended, num_consumed = mark
-        taken_back = self._num_consumed - num_consumed
-        self._num_consumed = num_consumed
+        taken_back = len(self._consumed) - num_consumed
+        del self._consumed[num_consumed:]
         return not taken_back or self.inner.rollback(taken_back)
 
     def error(self) -> str | None:

@@ -140,7 +140,7 @@ class StepRunner:
     def _repeat(self, step: Forward) -> _Plan | None:
         """Most steps are the one before, one position on."""
         if self._proposer is not None:
-            return None
+            self._settle(step)
         repeated = self.batch.repeat(step)
         if repeated is None:
             return None
@@ -264,8 +264,8 @@ class StepRunner:
     def _sample(self, logits: Tensor, prepared: PreparedStep, rulings: Rulings | None) -> Sampled:
         masks = None if rulings is None else rulings.masks
         sampled = self._sampler.sample(logits[: len(prepared.sampled)], prepared.sampling, masks)
-        if rulings is not None and len(rulings.failed_slots):
-            self._fail(rulings.failed_slots)
+        if rulings is not None and rulings.failed:
+            self._fail(np.array(list(rulings.failed), dtype=np.int64))
         failed = self.batch.put(prepared, sampled.ids, sampled.failed)
         if rulings is not None and rulings.forced:
             self._force(prepared, rulings)
@@ -291,6 +291,8 @@ class StepRunner:
         guessed = expected(prepared, guesses.ids) if len(guesses) else None
         forced = {} if rulings is None else rulings.forced
         tokens = StepTokens(prepared, sampled, watch, expected=guessed, forced=forced)
+        if rulings is not None:
+            tokens.failure_reasons = rulings.failed
         if self._proposer is not None:
             self._proposer.follow(tokens.prepared, sampled.ids, guessed, forced)
         return tokens

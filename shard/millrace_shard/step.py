@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING
@@ -153,6 +154,8 @@ class StepResult:
     prefill_top_ids: Ints = field(default_factory=no_ints)
     prefill_top_logprobs: Floats = field(default_factory=no_floats)
     failed_slots: Ints = field(default_factory=no_ints)
+    failure_reasons: Mapping[int, str] = field(default_factory=dict)
+    """Of the failed slots whose grammar could not be followed any further."""
     computed_slots: Ints = field(default_factory=no_ints)
     """Decodes that were allowed more than one position."""
     computed_positions: Ints = field(default_factory=no_ints)

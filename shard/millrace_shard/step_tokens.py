@@ -65,6 +65,8 @@ class StepTokens:
         """Begin to copy `sampled` and what was `expected` to the host; `watch` tells when the step is done."""
         self.prepared = prepared
         self.forced: Chains = forced or {}
+        self.failure_reasons: Mapping[int, str] = {}
+        """Of slots whose grammar could not be followed any further."""
         self._watch = watch
         self._has_guesses = expected is not None
         columns = [sampled.ids, sampled.logprobs, sampled.failed]

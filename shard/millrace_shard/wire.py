@@ -192,6 +192,10 @@ def reply_to_pb(reply: StepReply, *, with_tokens: bool) -> pb.StepResponse:
     result = reply.outcome
     message.checksum = result.checksum
     message.failed_slots.extend(result.failed_slots.tolist())
+    if reasons := result.failure_reasons:
+        message.failure_reasons.extend(
+            reasons.get(slot, "") for slot in result.failed_slots.tolist()
+        )
     message.computed_slots.extend(result.computed_slots.tolist())
     message.computed_positions.extend(result.computed_positions.tolist())
     message.drafted_tokens.extend(result.drafted_tokens.tolist())

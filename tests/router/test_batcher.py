@@ -245,6 +245,22 @@ async def test_a_row_that_is_not_finite_fails_alone() -> None:
         assert ids_of(await collect(good)) == continuation([1], 6)
 
 
+async def test_a_row_whose_grammar_cannot_be_followed_fails_alone_and_is_told_why() -> None:
+    shard = FakeShard()
+    shard.not_finite.add(1)
+    batcher = new_batcher(DirectShards(shard), shard)
+    async with running(batcher):
+        guided = ValidRequest(
+            input_ids=(2,), max_new_tokens=6, grammar=Grammar(GrammarKind.REGEX, "a+")
+        )
+        good, bad = batcher.submit(request([1], 6)), batcher.submit(guided)
+        with pytest.raises(
+            GenerationError, match="cannot be followed any further: too many states"
+        ):
+            await collect(bad)
+        assert ids_of(await collect(good)) == continuation([1], 6)
+
+
 async def test_leaving_mid_prefill_and_while_queued_frees_everything() -> None:
     shard = FakeShard(num_blocks=40)
     batcher = new_batcher(DirectShards(shard), shard, max_batch_prefill_tokens=4, max_batch_size=1)

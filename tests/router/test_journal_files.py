@@ -89,6 +89,7 @@ answers = st.builds(
     prefill_top_ids=columns,
     prefill_top_logprobs=st.lists(floats, max_size=5),
     failed_slots=columns,
+    failure_reasons=st.lists(st.text(), max_size=5),
     checksum=u64,
     computed_slots=columns,
     computed_positions=columns,

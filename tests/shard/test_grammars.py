@@ -33,6 +33,9 @@ from millrace_shard.sequence import Grammar
 from millrace_shard.service import ShardService
 
 PATIENT = 60.0
+OPTIONAL = json.dumps(
+    {"type": "object", "properties": {f"p{number}": {"type": "null"} for number in range(900)}}
+)
 ASCII = Words([bytes([byte]) for byte in range(32, 127)] + [b"ab", b"bc", b"00", b"a1"], size=160)
 
 
@@ -96,13 +99,14 @@ def test_a_grammar_that_can_be_had(compiler: GrammarCompiler, grammar: Grammar) 
         (lark("start: " + "(" * 50_000 + '"a"' + ")" * 50_000), "nested"),
         (schema('{"items":' * 5_000 + "{}" + "}" * 5_000), "nested"),
         (schema('{"enum":[' + "[" * 90_000 + "]" * 90_000 + "]}"), "nested"),
+        (schema(OPTIONAL), "items"),
         (regex("a" * (grammars.MAX_SOURCE_BYTES + 1)), "bytes"),
         (regex("\ud800"), "surrogate"),
     ],
     ids=[
         *("group", "look-around", "back-reference", "empty", "unknown rule", "own format"),
         *("keyword", "json", "deep regex", "deep lark", "deep schema", "deep values"),
-        *("size", "surrogate"),
+        *("optional properties", "size", "surrogate"),
     ],
 )
 def test_a_grammar_that_cannot_be_had_is_refused_with_the_reason(

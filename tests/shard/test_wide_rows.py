@@ -451,6 +451,20 @@ def test_a_matcher_that_cannot_go_on_fails_its_sequence_alone(setup: Setup) -> N
     assert stepper.decode([1, 0]).failed_slots.tolist() == [1]
 
 
+def test_why_a_matcher_cannot_go_on_is_told(setup: Setup) -> None:
+    guides = FakeGuides(setup.model.info.vocab_size)
+    stepper = setup.stepper(guides=guides.as_guides())
+    steps = [
+        stepper.admission(slot, PROMPTS[slot], grammar=any_of(None, None, None)) for slot in (0, 1)
+    ]
+    _, first = (int(stepper.run(step).ids[0]) for step in steps)
+    guides._allowed[1] = [[first + 1], None, None]
+    result = stepper.decode([0, 1])
+    assert result.failed_slots.tolist() == [1]
+    assert result.failure_reasons == {1: "no place"}
+    assert stepper.decode([0]).failure_reasons == {}
+
+
 @pytest.mark.parametrize("layer_value", [torch.nan, torch.inf])
 def test_a_row_that_is_not_finite_fails_with_all_its_guesses(
     setup: Setup, layer_value: float
@@ -491,6 +505,33 @@ def test_a_slot_used_anew_hears_nothing_of_the_guesses_before(
         results = [launched.finish() for launched in (flying, first, second)]
     truth = setup.truth[0].ids
     assert [r.ids.tolist() for r in results] == [truth[1:5], truth[:1], truth[1:5]]
+
+
+def test_steps_without_guesses_repeat_the_one_before_for_those_who_guess_too(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stepper = setup.stepper(speculation=Speculation(most=MOST))
+    slots = (0, 1)
+    results = [stepper.run(stepper.admission(slot, PROMPTS[slot])) for slot in slots]
+    guess = Forward(decode_slots=ints(slots), decode_tokens=ints([4, 4]), draft_tokens=ints([3, 3]))
+    results += [stepper.run(guess), stepper.decode(slots)]
+
+    def prepare(*_: object) -> None:
+        raise AssertionError("a step was laid out anew")
+
+    with monkeypatch.context() as context:
+        context.setattr(stepper.batch, "prepare", prepare)
+        results += [stepper.decode(slots) for _ in range(3)]
+    results += [stepper.run(guess), stepper.decode(slots)]
+    found: dict[int, list[int]] = {slot: [] for slot in slots}
+    for result in results:
+        ids = result.ids.tolist()
+        for slot, count in zip(result.slots.tolist(), result.counts.tolist(), strict=True):
+            found[slot] += ids[:count]
+            ids = ids[count:]
+    for slot in slots:
+        alone = Generation(setup.stepper(), {slot: Want(PROMPTS[slot])}, len(found[slot]))
+        assert found[slot] == alone.told[slot].ids
 
 
 class Waits:

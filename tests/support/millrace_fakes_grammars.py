@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from millrace_shard.grammar_source import lark_of
 from millrace_shard.guides import Guides
-from millrace_shard.matcher import Matcher
+from millrace_shard.matcher import Lexer, Matcher
 from millrace_shard.sequence import Grammar, GrammarKind
 from millrace_shard.vocabulary import Vocabulary
 
@@ -85,16 +85,17 @@ class Compiler:
 
     def __init__(self, words: Words) -> None:
         self.vocabulary = words.vocabulary
-        self.forgotten: list[Grammar] = []
+        self.num_renewed = 0
         self._words = words
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """A new one."""
         return self._words.matcher(grammar)
 
-    def forget(self, grammar: Grammar) -> None:
-        """Noted."""
-        self.forgotten.append(grammar)
+    def renewed(self, grammar: Grammar, _: Lexer) -> Matcher | None:
+        """A new one, counted."""
+        self.num_renewed += 1
+        return self._words.matcher(grammar)
 
 
 def new_guides(words: Words, *, beside: bool = True) -> Guides:

@@ -238,6 +238,8 @@ class FakeShard:
         if sequence.pb.request_id in self.not_finite:
             self._broken.add(slot)
             response.failed_slots.append(slot)
+            if sequence.pb.HasField("grammar"):
+                response.failure_reasons.append("too many states")
             return 0
         num_right = self.num_right(guesses)
         num_forced = self.num_forced if sequence.pb.HasField("grammar") else 0

@@ -218,7 +218,9 @@ class FakeGuides:
                 self._places[row.slot] += 1
             bits += [self._mask(self._at(row.slot, ahead)) for ahead in range(1 + len(row.drafts))]
             forced.append(self._chain(row))
-        return Masks(np.array(bits, dtype=np.int32), tuple(forced), ints(failed))
+        return Masks(
+            np.array(bits, dtype=np.int32), tuple(forced), dict.fromkeys(failed, "no place")
+        )
 
     def _chain(self, row: GuidedRow) -> tuple[int, ...]:
         chain: list[int] = []

@@ -24,8 +24,9 @@ TELLING = (
     "prefill_top_ids",
     "prefill_top_logprobs",
     "checksum",
+    "failure_reasons",
 )
-"""Fields of an answer that tell of its tokens."""
+"""Fields of an answer that tell of its tokens, or may."""
 HASH_BYTES = 8
 
 

@@ -73,7 +73,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> greedy(const at::Tensor& logits) 
       for (; i < size; i++) rest += std::exp(x[i] - top);
 
       chosen[row] = first_of(x, size, top);
-      logprob[row] = -std::log(rest);
+      logprob[row] = 0.f - std::log(rest);  // zero for a row of one token alone, as others say it, and not minus zero
       bad[row] = !std::isfinite(logprob[row]);
     }
   });
