@@ -15,6 +15,8 @@ from millrace_launcher.verify.question import Question
 FIRST_SEED = 1001
 LETTERS: Mapping[str, Any] = {"type": "regex", "value": "[QZ]{1000}"}
 """Leaves a handful of tokens at each place, so that whatever the model, guesses are right now and then."""
+CHAINS: Mapping[str, Any] = {"type": "regex", "value": "([QZ]%){500}"}
+"""Forces every other token, as the only one that is left."""
 SAMPLING: Sequence[Mapping[str, Any]] = (
     {},
     # All but uniform over what the grammar leaves: right and wrong guesses are both certain to come.
@@ -24,6 +26,8 @@ SAMPLING: Sequence[Mapping[str, Any]] = (
     {"do_sample": True, "top_k": 40, "repetition_penalty": 1.1},
     {"do_sample": True, "temperature": 1.2, "typical_p": 0.9},
     {"grammar": LETTERS},
+    {"grammar": CHAINS},
+    {"do_sample": True, "min_p": 0.02, "watermark": True},
 )
 LONG_EVERY = 4
 LONG_BLOCKS = 2
