@@ -44,7 +44,8 @@ ROUNDS = (
 async def calibrate(batcher: Batcher, limits: Limits, *, max_batch_size: int) -> None:
     """Run prompts of random tokens through a batcher of its own, whose cost model learns from them.
 
-    Returns early when the shards fail: serving will meet the same failure, and report it.
+    Returns early once a request fails: serving will meet the same failure, and report it. How long shards that are
+    gone are waited for is the batcher's to say.
     """
     task = asyncio.create_task(batcher.run())
     random, until = Random(0), time.monotonic() + SECONDS  # noqa: S311

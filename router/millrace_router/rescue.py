@@ -22,7 +22,7 @@ class Rescue:
     """Carries entries from a failed epoch into the next, where they are replayed. Pure decisions, no I/O.
 
     Those that were in the failed step run before anybody else, all or in parts (`Suspects`), until each has got past
-    what failed; the others are held back so long. Without suspects everybody runs.
+    what failed, or has ended; the others are held back so long. Without suspects everybody runs.
     """
 
     def __init__(self, new_planner: PlannerFactory, quarantine: Quarantine) -> None:
@@ -106,7 +106,7 @@ class Rescue:
 
     def ended(self, entry: Entry) -> None:
         """An entry has ended, however it did."""
-        if self._suspects.cleared(entry):
+        if self._suspects.ended(entry):
             self._go_on()
 
     def surrender(self) -> list[Entry]:

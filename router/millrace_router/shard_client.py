@@ -87,6 +87,7 @@ class ShardedClient:
 
         Raises:
             ShardError: unreachable, or the ranks are not one group.
+            ShardChanged: they differ in what has to be the same on all of them.
 
         """
         self._info = await self._group_info(timeout)
@@ -99,7 +100,11 @@ class ShardedClient:
             raise ShardError(f"{len(infos)} shards given, but they are ranks {ranks}")
         by_rank = {info.rank: shard for info, shard in zip(infos, self._shards, strict=True)}
         self._shards = [by_rank[rank] for rank in ranks]
-        return info_from_pb(min(infos, key=lambda info: info.rank))
+        first, *others = map(info_from_pb, sorted(infos, key=lambda info: info.rank))
+        for rank, other in enumerate(others, start=1):
+            if difference := other.difference(first):
+                raise ShardChanged(f"rank {rank} differs from rank 0: {difference}")
+        return first
 
     @property
     def world_size(self) -> int:
@@ -257,17 +262,20 @@ class ShardedClient:
     async def _warm_up_again(self, before: Capacity) -> None:
         """Have new shards make the room that there was; raises ShardError.
 
-        ShardChanged where they have other blocks or kernels, as when the compiled ones cannot be had any more.
+        ShardChanged where they have other blocks or kernels, as when the compiled ones cannot be had any more, all of
+        them or some.
         """
+        # Ranks that differ may wait for each other in a warm-up.
+        info = await self._group_info(self._silence_seconds)
         request = pb.WarmupRequest(num_blocks=before.num_blocks)
         request.MergeFrom(self._warmup)
         if await self._warm_up(request) != before:
             raise ShardChanged("the shards came back with another KV capacity")
         known = self._info
-        if known is not None and known.deterministic:
-            info = await self._group_info(self._silence_seconds)
-            if _arithmetic(info) != _arithmetic(known):
-                raise ShardChanged(f"the shards came back with {info.attention} attention")
+        if known is None or not known.deterministic:
+            return
+        if _arithmetic(info) != _arithmetic(known):
+            raise ShardChanged(f"the shards came back with {info.attention} attention")
 
     async def _watch(self) -> None:
         """Ask for health until it fails."""

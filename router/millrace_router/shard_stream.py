@@ -37,7 +37,7 @@ class ShardHung(ShardError):  # noqa: N818
 
 
 class ShardChanged(ShardError):  # noqa: N818
-    """Shards that were started anew are not what they were: requests in flight cannot go on as promised."""
+    """Shards differ from each other, or those started anew from what they were: they cannot serve as promised."""
 
 
 class ShardBusy(ShardError):  # noqa: N818

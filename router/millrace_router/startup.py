@@ -229,8 +229,14 @@ async def _calibrate(
 ) -> None:
     """Have `cost` learn from a batcher of its own, which leaves no trace in metrics, cache or queue."""
     limits = limits_from(config, info, capacity)
+    # Shards that go meanwhile are waited for while clients can see it.
     quiet = config.model_copy(
-        update={"fairness": "none", "max_queue_size": None, "max_queue_wait": None}
+        update={
+            "fairness": "none",
+            "max_queue_size": None,
+            "max_queue_wait": None,
+            "recovery_grace": 0.0,
+        }
     )
     batcher = batcher_from(
         quiet,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import chain, islice, repeat
 
 from millrace_proto import generate_pb2 as pb
@@ -22,7 +22,7 @@ GRAMMAR_KINDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardInfo:
-    """What a shard group says of its model."""
+    """What a shard group says of its model; the same on every rank."""
 
     model_type: str
     dtype: str
@@ -39,6 +39,11 @@ class ShardInfo:
     speculate: int = 0
     """Tokens that may be guessed ahead for one sequence in one step."""
     grammars: bool = False
+
+    def difference(self, other: ShardInfo) -> str:
+        """In what it is not as `other`, in words; empty where it is."""
+        pairs = [(f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
+        return ", ".join(f"{name} is {a} instead of {b}" for name, a, b in pairs if a != b)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ import pytest
 
 from millrace_fakes_router import DirectShards, collect, ids_of, new_batcher, request, running
 from millrace_fakes_shard import FakeShard, continuation
+from millrace_proto import generate_pb2 as pb
 from millrace_router import sentry, watchdog
 from millrace_router.batcher import Batcher
 from millrace_router.errors import DoesNotFit, Quarantined, ShardsGone
@@ -127,6 +128,37 @@ async def test_poison_that_works_after_a_while_is_found_too() -> None:
         assert ids_of(await collect(good)) == continuation(prompts[1], 20)
         with pytest.raises(Quarantined):
             await collect(bad)
+
+
+class CrowdedShard(FakeShard):
+    """Every step of more than so many rows fails."""
+
+    most_rows = 1
+    num_failures = 0
+
+    def _is_poisoned(self, request: pb.StepRequest) -> bool:
+        work = request.prefill if request.WhichOneof("work") == "prefill" else request.decode
+        num_rows = len(work.decode_slots) + len(request.prefill.chunk_slots)
+        is_crowded = num_rows > self.most_rows
+        self.num_failures += is_crowded
+        return is_crowded
+
+
+@pytest.mark.parametrize("most_rows", [1, 3])
+async def test_a_fault_that_takes_several_ends_and_costs_nobody_a_token(most_rows: int) -> None:
+    shard = CrowdedShard(num_blocks=256)
+    shard.most_rows = most_rows
+    prompts = [[i, i + 1] for i in range(8)]
+    async with serving(DirectShards(shard), shard) as (batcher, _):
+        streams = [batcher.submit(request(prompt, 40)) for prompt in prompts]
+        results = await asyncio.gather(*map(collect, streams))
+        late = await collect(batcher.submit(request([5], 3)))
+    assert [ids_of(events) for events in results] == [continuation(p, 40) for p in prompts]
+    assert ids_of(late) == continuation([5], 3)
+    assert not batcher.quarantine.to_json()
+    # Each in the first search, and once more in the groups that run apart.
+    assert shard.num_failures <= 2 * (math.ceil(math.log2(len(prompts))) + 1)
+    assert shard.blocks_in_use == 0
 
 
 def is_recovering(batcher: Batcher) -> bool:

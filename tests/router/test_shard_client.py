@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from threading import Event
 
@@ -13,7 +13,10 @@ import pytest
 
 from millrace_fakes_router import collect, ids_of, new_batcher, request, running
 from millrace_fakes_shard import FakeShard, continuation, serve_fake_shard
-from millrace_router.shard_client import ShardedClient, ShardError, ShardLost
+from millrace_router.checks import StartupError
+from millrace_router.config import RouterConfig
+from millrace_router.shard_client import ShardChanged, ShardedClient, ShardError, ShardLost
+from millrace_router.startup import warm_up
 from millrace_router.step_plan import StepPlan
 
 SECONDS = 30
@@ -127,6 +130,59 @@ async def test_a_group_that_is_not_one_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ShardError, match="ranks"):
             await shards.info()
         await shards.close()
+
+
+@contextmanager
+def group_of(folder: Path, ranks: Sequence[FakeShard]) -> Iterator[list[str]]:
+    """The addresses of one group."""
+    addresses = [f"unix:{folder}/{rank}" for rank in range(len(ranks))]
+    with ExitStack() as stack:
+        for rank, (address, shard) in enumerate(zip(addresses, ranks, strict=True)):
+            stack.enter_context(serve_fake_shard(address, shard, rank=rank, world_size=len(ranks)))
+        yield addresses
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("attention", "plain", "rank 2 differs from rank 0: attention is plain instead of none$"),
+        ("block_size", 16, "rank 2 differs from rank 0: block_size is 16 instead of 4$"),
+        ("deterministic", True, "rank 2 .* deterministic is True instead of False$"),
+        ("speculate", 3, "rank 2 .* speculate is 3 instead of 0$"),
+    ],
+)
+async def test_a_rank_that_differs_ends_the_start(
+    tmp_path: Path, name: str, value: object, words: str
+) -> None:
+    ranks = [FakeShard() for _ in range(3)]
+    setattr(ranks[2], name, value)
+    with group_of(tmp_path, ranks) as addresses:
+        # In the order in which they are given, rank 0 is not the first.
+        shards = ShardedClient(addresses[::-1])
+        config = RouterConfig(model_folder=Path("/nowhere"), shard_addresses=tuple(addresses))
+        with pytest.raises(StartupError, match=words):
+            await warm_up(config, shards)
+        await shards.close()
+
+
+async def test_ranks_that_come_back_different_get_no_step(tmp_path: Path) -> None:
+    limits = {"max_input_tokens": None, "max_total_tokens": 20, "max_batch_total_tokens": None}
+    sizes = {"max_batch_prefill_tokens": 16, "max_batch_size": 4, "max_concurrent_requests": 8}
+    with group_of(tmp_path, [FakeShard(), FakeShard()]) as addresses:
+        shards = ShardedClient(addresses)
+        await shards.info()
+        await shards.warmup(**sizes, **limits)  # type: ignore[arg-type]
+        await shards.open()
+    changed = [FakeShard(), FakeShard()]
+    changed[1].attention = "plain"
+    for shard in changed:
+        shard.is_warm = False
+    with group_of(tmp_path, changed):
+        for _ in range(2):
+            with pytest.raises(ShardChanged, match="rank 1 differs from rank 0: attention"):
+                await shards.open()
+    assert not any(shard.steps or shard.is_warm for shard in changed)
+    await shards.close()
 
 
 async def test_an_absent_shard_is_an_error_not_a_hang(address: str) -> None:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 from millrace_fakes_edge import FakeBatcher, services_over, word_tokenizer
+from millrace_fakes_router import tiny_tokenizer
+from millrace_fakes_shard import FakeShard, serve_fake_shard
 from millrace_router.checks import StartupError, check_arguments, check_capacity
 from millrace_router.config import RouterConfig
 from millrace_router.cost import CostModel
 from millrace_router.shard_client import ShardedClient
-from millrace_router.startup import assemble, prefill_tokens, start
+from millrace_router.startup import _calibrate, assemble, prefill_tokens, start, warm_up
+from millrace_router.supervisor import Supervisor
 from millrace_router.template import ChatTemplate
 from millrace_router.wire import Capacity
 
+SECONDS = 30
 INFO = services_over(FakeBatcher()).shard
 
 
@@ -152,3 +158,27 @@ async def test_what_is_resolved_is_what_is_used() -> None:
 async def test_a_folder_without_a_tokenizer() -> None:
     with pytest.raises(StartupError, match=r"/nowhere/tokenizer.json does not exist"):
         await start(config_with())
+
+
+async def test_shards_that_go_while_steps_are_measured_do_not_keep_the_port_closed(
+    tmp_path: Path,
+) -> None:
+    address, tokenizer = f"unix:{tmp_path}/shard", tiny_tokenizer()
+    shards = ShardedClient([address])
+    config = config_with(shard_addresses=(address,), max_batch_prefill_tokens=16)
+    with serve_fake_shard(address, FakeShard()):
+        info, capacity = await warm_up(config, shards)
+    with structlog.testing.capture_logs() as logs:
+        async with asyncio.timeout(SECONDS):
+            await _calibrate(
+                config,
+                shards,
+                info,
+                capacity,
+                tokenizer=tokenizer,
+                cost=CostModel(),
+                supervisor=Supervisor(None),
+            )
+    assert "cannot measure steps" in logs[-1]["event"]
+    await shards.close()
+    tokenizer.close()
