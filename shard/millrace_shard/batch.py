@@ -55,7 +55,7 @@ class Batch:
         self._some_failed = False
         """Whether any of them may be set, where the host can tell."""
         self._last_plain: PreparedStep | None = None
-        """The last step, if it was plain, each row has yielded one token, and nobody has gone since."""
+        """The last step that was plain, if nobody has gone since."""
         self._rows = torch.arange(size + 1, device=device)
         self._starts = self._rows.to(torch.int32)
         self.pending_scores = PendingScores(size, device)
@@ -170,25 +170,31 @@ class Batch:
         return slots
 
     def repeat(self, step: Forward) -> tuple[PreparedStep, WideRows] | None:
-        """The layout of a step of exactly the rows of the last one, each one position on.
+        """The layout of a step of exactly the rows of the last plain one, if each is to compute one position again.
 
-        It is what `rows` and `prepare` would come to, in a fraction of their time; None where they are to be asked.
+        Counts of these sequences have to be settled. It is what `rows` and `prepare` would come to, in a fraction of
+        their time; None where they are to be asked.
         """
         last = self._last_plain
         if last is None or len(step.chunk_slots) or step.draft_tokens.any():
             return None
-        slots, starts = step.decode_slots, last.sampling.positions
+        slots = step.decode_slots
         if not np.array_equal(slots, last.slots):
+            return None
+        starts = self._num_computed[slots]
+        if (self._num_tokens[slots] - starts != 1).any():
             return None
         room = np.minimum(self.blocks.capacity(slots), self.limits.max_tokens) - starts
         if (room < 1).any():
             return None
         if not len(step.decode_tokens):
-            return last.repeated(np.ones(len(slots), dtype=np.int64)), WideRows()
+            return last.repeated(starts, np.ones(len(slots), dtype=np.int64)), WideRows()
         allowed, _ = step.allowances()
         wide = allowed > 1
         most_tokens = np.minimum(allowed, self.limits.max_tokens - starts)
-        return last.repeated(most_tokens), WideRows(slots=slots[wide], computed=starts[wide] + 1)
+        return last.repeated(starts, most_tokens), WideRows(
+            slots=slots[wide], computed=starts[wide] + 1
+        )
 
     def rows(self, step: Forward) -> StepRows:
         """What `step` asks for, within what there is room for; nothing changes here.
@@ -366,15 +372,15 @@ class Batch:
 
         0 where that is not known yet, because tokens were guessed: the row waits to be settled.
         """
-        repeats = prepared.is_plain and bool((counts == 1).all())
-        if repeats:
+        if prepared.is_plain:
+            self._last_plain = prepared
+        if prepared.is_plain and bool((counts == 1).all()):
             self._num_computed[prepared.slots] = prepared.sampling.positions
             self._num_tokens[prepared.slots] = prepared.sampling.positions + 1
         else:
             computed = prepared.starts + prepared.counts - prepared.guesses
             self._num_computed[prepared.slots] = computed
             self._num_tokens[prepared.yield_slots] += counts
-        self._last_plain = prepared if repeats else None
 
     def settle(self, slots: Ints, admissions: Ints, counts: Ints) -> Flags:
         """Advance rows whose guesses have been looked at: all of their `counts` tokens but the last are computed.

@@ -53,11 +53,11 @@ class PreparedStep:
     is_plain: bool
     """Whether every row is a decode of one position that samples, and for which nobody guesses."""
 
-    def repeated(self, most_tokens: Ints) -> PreparedStep:
-        """The same rows one position on, of a step that is plain; all columns but these are shared."""
+    def repeated(self, starts: Ints, most_tokens: Ints) -> PreparedStep:
+        """The same rows at other positions, of a step that is plain; all columns but these are shared."""
         return replace(
             self,
-            starts=self.sampling.positions,
+            starts=starts,
             most_tokens=most_tokens,
-            sampling=replace(self.sampling, positions=self.sampling.positions + 1),
+            sampling=replace(self.sampling, positions=starts + 1),
         )

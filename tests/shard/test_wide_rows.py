@@ -514,7 +514,7 @@ def test_steps_without_guesses_repeat_the_one_before_for_those_who_guess_too(
     slots = (0, 1)
     results = [stepper.run(stepper.admission(slot, PROMPTS[slot])) for slot in slots]
     guess = Forward(decode_slots=ints(slots), decode_tokens=ints([4, 4]), draft_tokens=ints([3, 3]))
-    results += [stepper.run(guess), stepper.decode(slots)]
+    results += [stepper.decode(slots), stepper.run(guess)]
 
     def prepare(*_: object) -> None:
         raise AssertionError("a step was laid out anew")
