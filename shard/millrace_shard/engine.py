@@ -72,7 +72,8 @@ class Engine:
         """Steps are answered on a thread beside the one that launches them.
 
         With `overlap`, for CUDA, as soon as they are launched, since their tokens are still on their way. Without, when
-        the next step's forward pass begins, which leaves the interpreter to others, or when there is no next one.
+        the next step's forward pass begins, which leaves the interpreter to others, or when there is no next one, or
+        one that is to guess.
 
         Warming up captures `graphs`, and decodes run by them.
         """
@@ -271,6 +272,9 @@ class Engine:
         runner = self._warmed_up.runner
         match step.work:
             case Forward():
+                if step.work.draft_tokens.any():
+                    # Guessing takes time, of which the step before is neither to wait for nor to be blamed for any.
+                    self._hand_over()
                 return runner.launch(step.work, self._hand_over)
             case Filter(dropped_slots):
                 runner.drop(dropped_slots)

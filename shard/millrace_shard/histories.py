@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from millrace_shard import cuts
@@ -23,7 +24,14 @@ class Histories:
         """[slots + 1, length]; anything at all past the end of a sequence."""
         self.table[num_slots, 0] = 0
         self._device = device
-        self._host = self.table.numpy() if device.type == "cpu" else None
+        self._host: NDArray[np.int32] | None = None
+        if device.type == "cpu":
+            self._host = self.table.numpy()
+
+    @property
+    def on_host(self) -> NDArray[np.int32] | None:
+        """The same memory as `table`, where the host may read it while a step is launched; None elsewhere."""
+        return self._host if cuts.may_wait(self._device) else None
 
     def begin(self, slot: int, ids: Ints) -> None:
         """A sequence begins with these."""

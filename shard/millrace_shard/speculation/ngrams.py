@@ -20,21 +20,12 @@ LONGEST_SUFFIX = 3
 
 
 class NgramProposer(Proposer):
-    """Keeps the tokens of every sequence on the host."""
+    """Looks in the histories of the sequences themselves, where these are on the host."""
 
-    reads_tokens = True
-
-    def __init__(self, num_slots: int, max_tokens: int, device: torch.device) -> None:
-        self._tokens = np.zeros((num_slots, max_tokens), dtype=np.int32)
+    def __init__(self, tokens: NDArray[np.int32], device: torch.device) -> None:
+        """`tokens` [slots or more, length] hold those of each sequence by the time that it is asked."""
+        self._tokens = tokens
         self._device = device
-
-    def admit(self, sequence: Sequence) -> None:
-        """Take its prompt."""
-        self._tokens[sequence.slot, : sequence.num_inputs] = sequence.input_ids
-
-    def read(self, slots: Ints, positions: Ints, ids: Ints) -> None:
-        """Take what was sampled."""
-        self._tokens[slots, positions] = ids
 
     def propose(self, rows: StepRows) -> Guesses:
         """A chain for each row that has room for one and an n-gram that occurred before."""
@@ -45,6 +36,23 @@ class NgramProposer(Proposer):
             )
         ]
         return Guesses.of(chains, self._device)
+
+
+class CopyingNgramProposer(NgramProposer):
+    """Keeps a copy of every sequence's tokens on the host."""
+
+    reads_tokens = True
+
+    def __init__(self, num_slots: int, max_tokens: int, device: torch.device) -> None:
+        super().__init__(np.zeros((num_slots, max_tokens), dtype=np.int32), device)
+
+    def admit(self, sequence: Sequence) -> None:
+        """Take its prompt."""
+        self._tokens[sequence.slot, : sequence.num_inputs] = sequence.input_ids
+
+    def read(self, slots: Ints, positions: Ints, ids: Ints) -> None:
+        """Take what was sampled."""
+        self._tokens[slots, positions] = ids
 
 
 def lookup(tokens: NDArray[np.int32], most: int) -> Ints:

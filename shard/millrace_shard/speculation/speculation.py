@@ -11,7 +11,7 @@ from millrace_shard.kernels.base import Kernels, LayerCache
 from millrace_shard.model import CausalModel
 from millrace_shard.speculation.draft_model import DraftProposer
 from millrace_shard.speculation.medusa import MedusaModel, MedusaProposer
-from millrace_shard.speculation.ngrams import NgramProposer
+from millrace_shard.speculation.ngrams import CopyingNgramProposer, NgramProposer
 from millrace_shard.speculation.proposer import Proposer
 
 
@@ -41,5 +41,7 @@ class Speculation:
             return DraftProposer(self.draft, kernels, cache, batch)
         if isinstance(model, MedusaModel):
             return MedusaProposer(model, batch, dtype)
+        if (tokens := batch.history.on_host) is not None:
+            return NgramProposer(tokens, batch.device)
         limits = batch.limits
-        return NgramProposer(limits.max_batch_size, limits.max_tokens + 1, batch.device)
+        return CopyingNgramProposer(limits.max_batch_size, limits.max_tokens + 1, batch.device)
