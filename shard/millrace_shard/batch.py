@@ -169,17 +169,21 @@ class Batch:
         self._check_slots(slots)
         return slots
 
+    def may_repeat(self, slots: Ints) -> bool:
+        """Whether the last plain step was of exactly these rows, so that `repeat` is worth asking."""
+        last = self._last_plain
+        return last is not None and np.array_equal(slots, last.slots)
+
     def repeat(self, step: Forward) -> tuple[PreparedStep, WideRows] | None:
         """The layout of a step of exactly the rows of the last plain one, if each is to compute one position again.
 
         Counts of these sequences have to be settled. It is what `rows` and `prepare` would come to, in a fraction of
         their time; None where they are to be asked.
         """
-        last = self._last_plain
+        last, slots = self._last_plain, step.decode_slots
         if last is None or len(step.chunk_slots) or step.draft_tokens.any():
             return None
-        slots = step.decode_slots
-        if not np.array_equal(slots, last.slots):
+        if not self.may_repeat(slots):
             return None
         starts = self._num_computed[slots]
         if (self._num_tokens[slots] - starts != 1).any():
@@ -391,6 +395,10 @@ class Batch:
         self._num_tokens[slots[there]] += counts[there]
         self._num_computed[slots[there]] += counts[there] - 1
         return there
+
+    def num_tokens(self, slots: Ints) -> Ints:
+        """[n], tokens that each of `slots` [n] holds, as far as they are settled."""
+        return self._num_tokens[slots]
 
     def num_computed(self, slots: Ints) -> Ints:
         """[n], KV positions that each of `slots` [n] has filled with tokens that count."""

@@ -272,9 +272,6 @@ class Engine:
         runner = self._warmed_up.runner
         match step.work:
             case Forward():
-                if step.work.draft_tokens.any():
-                    # Guessing takes time, of which the step before is neither to wait for nor to be blamed for any.
-                    self._hand_over()
                 return runner.launch(step.work, self._hand_over)
             case Filter(dropped_slots):
                 runner.drop(dropped_slots)

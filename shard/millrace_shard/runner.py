@@ -100,7 +100,7 @@ class StepRunner:
         self._biases.drop(slots)
 
     def launch(self, step: Forward, when_laid_out: Callable[[], None] = void) -> LaunchedStep:
-        """Submit a step; `when_laid_out` is called before its forward pass, if there is one.
+        """Submit a step; `when_laid_out` is called before its forward pass, if there is one, and before guessing.
 
         Raises StepInvalid, or whatever the device raises; sequences have not advanced then.
 
@@ -112,7 +112,12 @@ class StepRunner:
             self._change(step.change)
         if step.change.admitted:
             watch.concat_ns = watch.since_start_ns()
-        plan = self._repeat(step) or self._plan(step)
+        plan = self._repeat(step)
+        if plan is None:
+            if step.draft_tokens.any():
+                # Guessing takes time, of which the step before is neither to wait for nor to be blamed for any.
+                when_laid_out()
+            plan = self._plan(step)
         prepared, guesses = plan.prepared, plan.guesses
         if prepared is None:
             watch.mark()
@@ -140,12 +145,25 @@ class StepRunner:
     def _repeat(self, step: Forward) -> _Plan | None:
         """Most steps are the one before, one position on."""
         if self._proposer is not None:
+            if not self.batch.may_repeat(step.decode_slots):
+                return None
             self._settle(step)
+            step = self._without_vain_drafts(step, self._proposer)
         repeated = self.batch.repeat(step)
         if repeated is None:
             return None
         prepared, wide = repeated
         return _Plan(prepared=prepared, guesses=self._nothing(len(prepared.slots)), wide=wide)
+
+    def _without_vain_drafts(self, step: Forward, proposer: Proposer) -> Forward:
+        """`step` without its allowance of guesses where nobody is going to have any."""
+        if not len(step.draft_tokens):
+            return step
+        _, most_guesses = step.allowances()
+        slots = step.decode_slots[most_guesses > 0]
+        if proposer.has_guesses(slots, self.batch.num_tokens(slots)):
+            return step
+        return replace(step, draft_tokens=no_ints())
 
     def _plan(self, step: Forward) -> _Plan:
         step, invalid_slots = self.batch.without_invalid(step)

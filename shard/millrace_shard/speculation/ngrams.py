@@ -27,6 +27,13 @@ class NgramProposer(Proposer):
         self._tokens = tokens
         self._device = device
 
+    def has_guesses(self, slots: Ints, lengths: Ints) -> bool:
+        """Whether the last token of any occurred before."""
+        rows = zip(slots.tolist(), (lengths - 1).tolist(), strict=True)
+        return any(
+            (self._tokens[slot, :last] == self._tokens[slot, last]).any() for slot, last in rows
+        )
+
     def propose(self, rows: StepRows) -> Guesses:
         """A chain for each row that has room for one and an n-gram that occurred before."""
         chains = [

@@ -28,6 +28,10 @@ class Proposer:
         """
         raise NotImplementedError
 
+    def has_guesses(self, slots: Ints, lengths: Ints) -> bool:  # noqa: ARG002
+        """Whether `propose` may find something for one of `slots` [n], of so many tokens; quickly."""
+        return True
+
     def admit(self, sequence: Sequence) -> None:
         """A sequence joins; whatever is known of its slot is of another one."""
 
