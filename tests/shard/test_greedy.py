@@ -50,7 +50,9 @@ def test_forbidden_tokens_are_never_chosen(choose: Choose) -> None:
     ids, logprobs, _ = choose(logits)
     assert ids.tolist() == [39]
     assert logprobs.tolist() == [0.0]
-    assert not logprobs.signbit().any(), "a token that is forced is said to have 0.0, and never -0.0"
+    assert not logprobs.signbit().any(), (
+        "a token that is forced is said to have 0.0, and never -0.0"
+    )
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -50,7 +50,9 @@ class Texts:
 
     def step(self) -> Masks:
         """A token of each."""
-        rows = [GuidedRow(slot=slot, news=partial(self._last.__getitem__, slot)) for slot in self._last]
+        rows = [
+            GuidedRow(slot=slot, news=partial(self._last.__getitem__, slot)) for slot in self._last
+        ]
         masks = self.guides.start(rows).result()
         for slot, mask in zip(self._last, masks.bits, strict=True):
             found = allowed(mask)
