@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from millrace_router.extra_costs import ExtraCosts
 from millrace_router.least_squares import solve_nonnegative
@@ -41,6 +42,16 @@ _FIT_EVERY = 32
 """Observations between fits, so that a fit costs each of them little."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Wide:
+    """A step with extra positions: how many, what it took, and what it would have taken without, at which pace."""
+
+    num_positions: int
+    seconds: float
+    plain: float
+    pace: float
+
+
 class CostModel:
     """Linear in `COEFFICIENTS`, none of them negative, fitted by weighted least squares.
 
@@ -62,6 +73,8 @@ class CostModel:
         self._decode_steps = _Memory(3)
         self._prefill_steps = _Memory(6)
         self._extra = ExtraCosts()
+        self._wide: _Wide | None = None
+        """The last step, if it had extra positions."""
         self._num_observed = 0
         self._next_fit = _LEAST_OBSERVED
 
@@ -115,10 +128,17 @@ class CostModel:
         if self._frozen or not computes or not 0.0 < seconds < math.inf:
             return
         features = _features(load)
-        if load.extra_positions:
-            if self._coefficients:
-                plain = self._pace * sum(map(float.__mul__, self._coefficients, features))
-                self._extra.add(load.extra_positions, seconds, plain=plain, pace=self._pace)
+        plain = self._pace * sum(map(float.__mul__, self._coefficients, features))
+        if (wide := self._wide) is not None:
+            # What a wide step leaves to be settled falls into the next one, which so tells nothing of plain steps.
+            after = 0.0 if load.extra_positions else seconds - plain
+            self._extra.add(
+                wide.num_positions, wide.seconds + after, plain=wide.plain, pace=wide.pace
+            )
+        self._wide = None
+        if load.extra_positions and self._coefficients:
+            self._wide = _Wide(load.extra_positions, seconds, plain, self._pace)
+        if load.extra_positions or wide is not None:
             return
         self._extra.fade()
         expected = sum(map(float.__mul__, self._coefficients, features)) or seconds

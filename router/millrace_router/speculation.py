@@ -109,6 +109,8 @@ class Speculator:
         self._prior_supply = 1.0
         self._credit = 0.0
         """Seconds that may go into probes."""
+        self._was_wide = False
+        """Whether the last step had guesses."""
         self._num_wide = 0
         """Steps with guesses."""
         self._balance = 0.0
@@ -159,8 +161,11 @@ class Speculator:
         plain = expected
         if load.extra_positions:
             plain -= prices[0] + load.extra_positions * prices[1]
-            # A step that a neighbour held up for longer would have been held up all the same.
+        if load.extra_positions or self._was_wide:
+            # What a wide step leaves to be settled falls into the next one. A step that a neighbour held up for longer
+            # would have been held up all the same.
             self._balance -= min(seconds, _MOST_EXCESS * expected) - plain
+        self._was_wide = load.extra_positions > 0
         self._balance += (_LOSS_SHARE + accepted / load.decodes) * plain
         self._balance = min(self._balance, _MOST_BALANCE * plain)
 

@@ -168,6 +168,9 @@ class Machine:
     supply: float = 1.0
     num_rows: int = 1
     learns: CostModel | None = None
+    after: float = 0.0
+    """Seconds that a step with guesses adds to the next one, where they are settled."""
+    was_wide: bool = False
     seconds: float = 0.0
     tokens: int = 0
     random: random.Random = field(default_factory=lambda: random.Random(5))
@@ -201,6 +204,8 @@ class Machine:
                 self.speculator.observe(row, allowed=length, drafted=drafted, accepted=accepted)
         seconds = self.cost.seconds(load)
         assert seconds is not None
+        seconds += self.after * self.was_wide
+        self.was_wide = load.extra_positions > 0
         self.seconds += seconds
         if self.speculator is not None:
             self.speculator.paid(load, seconds, accepted=num_right)
@@ -215,9 +220,10 @@ class Machine:
     num_rows=st.sampled_from([1, 8, 32]),
     once=st.sampled_from([0.0, 0.005, 0.02]),
     each=st.sampled_from([ROW, 4 * ROW, 10 * ROW]),
+    after=st.sampled_from([0.0, 0.005, 0.02]),
 )
 def test_never_slower_than_95_percent_of_plain(
-    rate: float, supply: float, num_rows: int, once: float, each: float
+    rate: float, supply: float, num_rows: int, once: float, each: float, after: float
 ) -> None:
     """Whatever machine and text are like, and with a cost model that has to find that out."""
     true = cost_model(once=once, each=each)
@@ -225,9 +231,29 @@ def test_never_slower_than_95_percent_of_plain(
     plain = Machine(true, None, lambda *_: rate, num_rows=num_rows, learns=learns).run(100)
     speculator = Speculator(learns, most=MOST)
     machine = Machine(
-        true, speculator, lambda *_: rate, supply=supply, num_rows=num_rows, learns=learns
+        true,
+        speculator,
+        lambda *_: rate,
+        supply=supply,
+        num_rows=num_rows,
+        learns=learns,
+        after=after,
     )
     assert machine.run(1000) >= 0.95 * plain
+
+
+@pytest.mark.parametrize("after", [0.6 * STEP, 2 * STEP])
+@pytest.mark.parametrize("supply", [0.3, 0.8])
+@pytest.mark.parametrize("rate", [0.1, 0.4])
+def test_what_guesses_leave_to_the_next_step_is_a_cost_of_theirs(
+    rate: float, supply: float, after: float
+) -> None:
+    """Were it taken for the cost of plain steps, guesses would seem to be had for nothing."""
+    true, learns = cost_model(once=0.002), CostModel()
+    plain = Machine(true, None, lambda *_: rate, learns=learns).run(100)
+    speculator = Speculator(learns, most=MOST)
+    machine = Machine(true, speculator, lambda *_: rate, supply, learns=learns, after=after)
+    assert machine.run(1500) >= 0.95 * plain
 
 
 @pytest.mark.parametrize("rate", [0.3, 0.7, 0.95])
