@@ -39,6 +39,8 @@ class UnsettledSteps:
 
         Waited for are the guesses of `counted` slots, and all tokens of the slots to `read`.
         """
+        if not self._steps:
+            return
         until = max(
             int(self._last_awaited[counted].max(initial=0)),
             int(self._last_sampled[read].max(initial=0)),
