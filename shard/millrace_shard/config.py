@@ -124,7 +124,10 @@ class ShardConfig(BaseSettings):
         description="Threads of a forward pass on CPU; chosen by cores when absent.",
     )
     kv_memory: ByteSize | None = Field(
-        default=None, description="Bytes for the KV cache on this shard, such as 2G or 512MiB."
+        default=None,
+        description="Bytes for the KV cache on this shard, such as 2G or 512MiB; when absent, on CPU a quarter of the"
+        " memory that is free at the start and no more than all requests can use, on CUDA 90 % of what is left after"
+        " the largest step was rehearsed.",
     )
     cuda_memory_fraction: float = Field(
         default=1.0, gt=0, le=1, description="Part of the GPU's memory that may be used."
