@@ -128,13 +128,13 @@ async def test_a_body_that_is_no_grammar_says_where() -> None:
         assert "response_format.json_schema.json_schema.name" in answer["error"]["message"]
 
 
-async def test_one_grammar_is_asked_for_once_however_many_choices_and_requests() -> None:
+async def test_a_grammar_is_asked_for_once_a_request_however_many_choices() -> None:
     async with served() as edge:
         body = {**WITH_REGEX["/v1/chat/completions"], "n": 3}
         for _ in range(2):
             assert (await edge.post("/v1/chat/completions", body))[0] == 200
         assert len(edge.batcher.requests) == 6
-        assert len(edge.batcher.compiler.asked) == 1
+        assert len(edge.batcher.compiler.asked) == 2
 
 
 async def test_nobody_else_waits_for_a_grammar() -> None:
