@@ -8,7 +8,7 @@ from collections import deque
 
 from millrace_proto import generate_pb2 as pb
 from millrace_router.entry import Entry
-from millrace_router.shard_client import ShardError
+from millrace_router.shard_stream import ShardError
 from millrace_router.step_plan import StepPlan
 from millrace_router.wire import (
     Capacity,

@@ -34,7 +34,8 @@ from millrace_router.recovery import Recovery
 from millrace_router.request import Terms, ValidRequest
 from millrace_router.rescue import PlannerFactory, Rescue
 from millrace_router.sentry import Oldest
-from millrace_router.shard_client import ShardedClient, ShardError
+from millrace_router.shard_client import ShardedClient
+from millrace_router.shard_stream import ShardError
 from millrace_router.step_plan import StepPlan
 from millrace_router.supervisor import Supervisor
 from millrace_router.tokenizer import Tokenizer

@@ -15,14 +15,8 @@ from millrace_router.interrupt import Interrupt
 from millrace_router.patience import Patience
 from millrace_router.recovery import Recovery
 from millrace_router.sentry import Oldest, Sentry
-from millrace_router.shard_client import (
-    ShardChanged,
-    ShardedClient,
-    ShardError,
-    ShardHung,
-    ShardLost,
-    StepFailed,
-)
+from millrace_router.shard_client import ShardedClient
+from millrace_router.shard_stream import ShardChanged, ShardError, ShardHung, ShardLost, StepFailed
 from millrace_router.supervisor import Supervisor
 from millrace_router.watchdog import Watchdog
 

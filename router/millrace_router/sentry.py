@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from millrace_router.shard_client import ShardError, ShardHung
+from millrace_router.shard_stream import ShardError, ShardHung
 from millrace_router.step_load import StepLoad
 from millrace_router.watchdog import Watchdog
 

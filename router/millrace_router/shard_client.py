@@ -1,41 +1,31 @@
-"""The router's side of the wire: all ranks of a group, spoken to as if they were one."""
+"""The router's side of the wire: epochs of numbered steps, for all ranks of a group as if they were one shard."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import grpc
 
 from millrace_proto import generate_pb2 as pb
 from millrace_router.entry import Entry
 from millrace_router.journal.journal import Journal
+from millrace_router.ranks import Ranks
 from millrace_router.request import Grammar
-from millrace_router.shard_stream import STREAM_ERRORS, ShardClient, from_grpc
-from millrace_router.shard_stream import ShardChanged as ShardChanged
-from millrace_router.shard_stream import ShardError as ShardError
-from millrace_router.shard_stream import ShardHung as ShardHung
-from millrace_router.shard_stream import ShardLost as ShardLost
-from millrace_router.shard_stream import StepFailed as StepFailed
+from millrace_router.shard_stream import ShardError, ShardHung
 from millrace_router.step_plan import StepPlan
+from millrace_router.warm_up import WarmUp
 from millrace_router.wire import (
     Capacity,
     ShardInfo,
     StepResult,
-    capacity_from_pb,
     grammar_to_pb,
-    info_from_pb,
     open_to_pb,
     plan_to_pb,
     result_from_pb,
 )
-
-WATCH_SECONDS = 1.0
-"""How often shards that warm up are asked for their health."""
-
-T = TypeVar("T")
 
 
 class ShardedClient:
@@ -53,15 +43,11 @@ class ShardedClient:
     ) -> None:
         """A rank that does not answer for `silence_seconds` while nothing is computed counts as hung."""
         self._silence_seconds = silence_seconds
-        self._shards = [ShardClient(address, tls) for address in addresses]
+        self._ranks = Ranks(addresses, tls, silence_seconds=silence_seconds)
+        self._warm_up = WarmUp(self._ranks, silence_seconds=silence_seconds)
         self._epoch = 0
         self._number = 0
         self._batch_id = 0
-        self._warmup = pb.WarmupRequest()
-        self._info: ShardInfo | None = None
-        self._capacity: Capacity | None = None
-        self._are_new = False
-        """Whether they were started anew, and have not shown yet that they are as before."""
         self._reading: asyncio.Task[list[pb.StepResponse]] | None = None
         """Of the oldest answer, where it was waited for with a limit."""
         self.journal: Journal | None = None
@@ -80,7 +66,7 @@ class ShardedClient:
     @property
     def warmup_fields(self) -> dict[str, int]:
         """Fields of the WarmupRequest that shards were given."""
-        return {field.name: value for field, value in self._warmup.ListFields()}
+        return self._warm_up.fields
 
     async def info(self, *, timeout: float | None = None) -> ShardInfo:
         """Rank 0's view of the model.
@@ -90,26 +76,12 @@ class ShardedClient:
             ShardChanged: they differ in what has to be the same on all of them.
 
         """
-        self._info = await self._group_info(timeout)
-        return self._info
-
-    async def _group_info(self, timeout: float | None) -> ShardInfo:
-        infos = await self._all(shard.info(timeout=timeout) for shard in self._shards)
-        ranks = sorted(info.rank for info in infos)
-        if ranks != list(range(len(infos))) or any(i.world_size != len(infos) for i in infos):
-            raise ShardError(f"{len(infos)} shards given, but they are ranks {ranks}")
-        by_rank = {info.rank: shard for info, shard in zip(infos, self._shards, strict=True)}
-        self._shards = [by_rank[rank] for rank in ranks]
-        first, *others = map(info_from_pb, sorted(infos, key=lambda info: info.rank))
-        for rank, other in enumerate(others, start=1):
-            if difference := other.difference(first):
-                raise ShardChanged(f"rank {rank} differs from rank 0: {difference}")
-        return first
+        return await self._warm_up.info(timeout=timeout)
 
     @property
     def world_size(self) -> int:
         """Ranks of the group."""
-        return len(self._shards)
+        return len(self._ranks)
 
     async def health(self) -> bool:
         """Ask every rank, which answers while it computes; whether all have been warmed up.
@@ -119,14 +91,12 @@ class ShardedClient:
             ShardHung: one did not answer for `silence_seconds`.
 
         """
-        timeout = self._silence_seconds
-        states = await self._all(shard.health(timeout=timeout) for shard in self._shards)
-        return all(state.warmed_up for state in states)
+        return await self._ranks.health()
 
     async def compile_grammar(self, grammar: Grammar) -> str | None:
         """Why no sequence may have `grammar`, or None if one may. Raises ShardError."""
         request = pb.CompileGrammarRequest(grammar=grammar_to_pb(grammar))
-        (answer,) = await self._all([self._shards[0].compile_grammar(request)])
+        answer = await self._ranks.compile_grammar(request)
         return answer.error if answer.HasField("error") else None
 
     async def warmup(
@@ -153,9 +123,7 @@ class ShardedClient:
 
     async def warm_up(self, request: pb.WarmupRequest) -> Capacity:
         """Have every rank do as `request` says; raises ShardError."""
-        self._warmup = request
-        self._capacity = await self._warm_up(request)
-        return self._capacity
+        return await self._warm_up.run(request)
 
     async def open(self) -> None:
         """Begin a new epoch with an empty batch on every rank, which has to be there.
@@ -165,12 +133,7 @@ class ShardedClient:
         """
         if self._epoch:
             await self.reset()
-        # No rank may be kept waiting in a warm-up for another one that has not come back yet.
-        is_warm = await self.health()
-        if self._capacity is not None and (self._are_new or not is_warm):
-            self._are_new = True
-            await self._warm_up_again(self._capacity)
-            self._are_new = False
+        await self._warm_up.restore()
         self._epoch = max(self._epoch + 1, time.time_ns())
         self._number = 0
         try:
@@ -207,26 +170,11 @@ class ShardedClient:
         """Send a message to every rank as it is."""
         if self.journal is not None:
             self.journal.sent(message)
-        if len(self._shards) == 1:
-            try:
-                await self._shards[0].write(message)
-            except STREAM_ERRORS as error:
-                raise from_grpc(error) from error
-        else:
-            await self._all(shard.write(message) for shard in self._shards)
+        await self._ranks.write(message)
 
     async def read(self) -> list[pb.StepResponse]:
         """What every rank answers to the oldest message that has no answer yet."""
-        if len(self._shards) == 1:
-            try:
-                answers = [await self._shards[0].read()]
-            except STREAM_ERRORS as error:
-                raise from_grpc(error) from error
-        else:
-            answers = await self._all(shard.read() for shard in self._shards)
-            first = answers[0]
-            if any((a.number, a.checksum) != (first.number, first.checksum) for a in answers):
-                raise ShardError("the ranks of the group disagree about a step")
+        answers = await self._ranks.read()
         if self.journal is not None:
             self.journal.answered(answers)
         return answers
@@ -239,55 +187,12 @@ class ShardedClient:
     async def reset(self) -> None:
         """Discard every stream and channel, with whatever is under way, and begin anew."""
         await self._stop_reading()
-        for shard in self._shards:
-            await shard.reset()
-
-    async def _warm_up(self, request: pb.WarmupRequest) -> Capacity:
-        """Warm all ranks up together; one that dies or stops meanwhile is noticed, however long it takes."""
-        warming = asyncio.gather(*(shard.warmup(request) for shard in self._shards))
-        watching = asyncio.create_task(self._watch())
-        try:
-            both: set[asyncio.Future[Any]] = {warming, watching}
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            if not warming.done():
-                watching.result()
-            return capacity_from_pb(await warming)
-        except STREAM_ERRORS as error:
-            raise from_grpc(error) from error
-        finally:
-            watching.cancel()
-            warming.cancel()
-            await asyncio.gather(watching, warming, return_exceptions=True)
-
-    async def _warm_up_again(self, before: Capacity) -> None:
-        """Have new shards make the room that there was; raises ShardError.
-
-        ShardChanged where they have other blocks or kernels, as when the compiled ones cannot be had any more, all of
-        them or some.
-        """
-        # Ranks that differ may wait for each other in a warm-up.
-        info = await self._group_info(self._silence_seconds)
-        request = pb.WarmupRequest(num_blocks=before.num_blocks)
-        request.MergeFrom(self._warmup)
-        if await self._warm_up(request) != before:
-            raise ShardChanged("the shards came back with another KV capacity")
-        known = self._info
-        if known is None or not known.deterministic:
-            return
-        if _arithmetic(info) != _arithmetic(known):
-            raise ShardChanged(f"the shards came back with {info.attention} attention")
-
-    async def _watch(self) -> None:
-        """Ask for health until it fails."""
-        while True:
-            await asyncio.sleep(WATCH_SECONDS)
-            await self.health()
+        await self._ranks.reset()
 
     async def close(self) -> None:
         """End every stream and channel."""
         await self._stop_reading()
-        for shard in self._shards:
-            await shard.close()
+        await self._ranks.close()
 
     async def _stop_reading(self) -> None:
         reading, self._reading = self._reading, None
@@ -296,12 +201,6 @@ class ShardedClient:
             await asyncio.wait({reading})
             if not reading.cancelled():
                 reading.exception()
-
-    async def _all(self, calls: Iterable[Awaitable[T]]) -> list[T]:
-        try:
-            return list(await asyncio.gather(*calls))
-        except STREAM_ERRORS as error:
-            raise from_grpc(error) from error
 
 
 async def _done_within(task: asyncio.Task[Any], seconds: float) -> None:
@@ -320,8 +219,3 @@ async def _done_within(task: asyncio.Task[Any], seconds: float) -> None:
     finally:
         timer.cancel()
         task.remove_done_callback(wake)
-
-
-def _arithmetic(info: ShardInfo) -> tuple[object, ...]:
-    """What decides about an answer's last bits."""
-    return (info.dtype, info.attention, info.block_size, info.deterministic)

@@ -34,7 +34,8 @@ from millrace_router.request_file import RequestFile
 from millrace_router.request_log import RequestLog
 from millrace_router.scheduling import batcher_from
 from millrace_router.services import Services
-from millrace_router.shard_client import ShardedClient, ShardError, ShardHung, ShardLost
+from millrace_router.shard_client import ShardedClient
+from millrace_router.shard_stream import ShardError, ShardHung, ShardLost
 from millrace_router.supervisor import Supervisor
 from millrace_router.template import ChatTemplate
 from millrace_router.tokenizer import Tokenizer, TokenizerError

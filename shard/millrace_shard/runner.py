@@ -145,11 +145,11 @@ class StepRunner:
     def _repeat(self, step: Forward) -> _Plan | None:
         """Most steps are the one before, one position on."""
         if self._proposer is not None:
-            if not self.batch.may_repeat(step.decode_slots):
+            if not self.batch.sequences.may_repeat(step.decode_slots):
                 return None
             self._settle(step)
             step = self._without_vain_drafts(step, self._proposer)
-        repeated = self.batch.repeat(step)
+        repeated = self.batch.sequences.repeat(step)
         if repeated is None:
             return None
         prepared, wide = repeated
@@ -161,16 +161,18 @@ class StepRunner:
             return step
         _, most_guesses = step.allowances()
         slots = step.decode_slots[most_guesses > 0]
-        if proposer.has_guesses(slots, self.batch.num_tokens(slots)):
+        if proposer.has_guesses(slots, self.batch.sequences.num_tokens(slots)):
             return step
         return replace(step, draft_tokens=no_ints())
 
     def _plan(self, step: Forward) -> _Plan:
         step, invalid_slots = self.batch.without_invalid(step)
         self._settle(step)
-        rows = self.batch.rows(step)
+        if self._proposer is not None:
+            step = self._without_vain_drafts(step, self._proposer)
+        rows = self.batch.sequences.rows(step)
         guesses = self._propose(rows)
-        prepared = self.batch.prepare(rows, guesses.counts) if len(rows.slots) else None
+        prepared = self.batch.sequences.prepare(rows, guesses.counts) if len(rows.slots) else None
         return _Plan(
             prepared=prepared, guesses=guesses, wide=rows.wide, invalid_slots=invalid_slots
         )
@@ -180,7 +182,7 @@ class StepRunner:
         self._guidance.drop(change.dropped_slots)
         self._biases.drop(change.dropped_slots)
         for sequence in change.admitted:
-            if self.batch.is_valid(sequence.slot):
+            if self.batch.slots.is_valid(sequence.slot):
                 self._admit(sequence)
         self._clear_blocks(blocks)
 
@@ -195,7 +197,7 @@ class StepRunner:
     def _fail(self, slots: Ints) -> None:
         """The sequences in `slots` fail, alone, in the next step that has them sample."""
         ones = torch.ones(len(slots), dtype=torch.bool, device=self.batch.device)
-        self.batch.fail(slots, ones)
+        self.batch.failed.add(slots, ones)
 
     def _settle(self, step: Forward) -> None:
         """Look at the tokens of earlier steps, as many as this one depends on, and of all that are done."""
@@ -210,13 +212,15 @@ class StepRunner:
         rows = tokens.awaited
         slots, admissions = tokens.prepared.yield_slots[rows], tokens.prepared.admissions[rows]
         # A row that failed yields nothing, and says so again in whatever step names it next.
-        there = self.batch.settle(slots, admissions, np.maximum(tokens.emitted.counts[rows], 1))
+        there = self.batch.sequences.settle(
+            slots, admissions, np.maximum(tokens.emitted.counts[rows], 1)
+        )
         if self._proposer is not None:
-            self._proposer.settle(slots[there], self.batch.num_computed(slots[there]))
+            self._proposer.settle(slots[there], self.batch.sequences.num_computed(slots[there]))
 
     def _read(self, tokens: StepTokens, proposer: Proposer) -> None:
         prepared, emitted = tokens.prepared, tokens.emitted
-        there = self.batch.has(prepared.yield_slots, prepared.admissions)[emitted.rows]
+        there = self.batch.slots.hold(prepared.yield_slots, prepared.admissions)[emitted.rows]
         slots = prepared.yield_slots[emitted.rows]
         proposer.read(slots[there], emitted.positions[there], emitted.ids[there])
 
@@ -276,7 +280,7 @@ class StepRunner:
         if not len(prepared.unfinished):
             return None
         failed = ~logits[len(prepared.sampled) :].amax(dim=-1).isfinite()
-        self.batch.fail(prepared.unfinished, failed)
+        self.batch.failed.add(prepared.unfinished, failed)
         return prepared.unfinished, failed
 
     def _sample(self, logits: Tensor, prepared: PreparedStep, rulings: Rulings | None) -> Sampled:
@@ -317,9 +321,9 @@ class StepRunner:
 
     def _commit(self, prepared: PreparedStep, tokens: StepTokens | None) -> None:
         if tokens is None:
-            self.batch.commit(prepared, no_ints())
+            self.batch.sequences.commit(prepared, no_ints())
             return
-        self.batch.commit(prepared, tokens.num_known())
+        self.batch.sequences.commit(prepared, tokens.num_known())
         self._guidance.follow(tokens)
         if len(tokens.awaited) or (self._proposer is not None and self._proposer.reads_tokens):
             self._unsettled.add(tokens)

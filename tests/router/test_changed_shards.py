@@ -9,7 +9,8 @@ import pytest
 
 from millrace_fakes_router import collect, ids_of, new_batcher, request, running
 from millrace_fakes_shard import FakeShard, continuation, serve_fake_shard
-from millrace_router.shard_client import ShardChanged, ShardedClient
+from millrace_router.shard_client import ShardedClient
+from millrace_router.shard_stream import ShardChanged
 from millrace_router.supervisor import Supervisor
 
 SECONDS = 30

@@ -20,7 +20,8 @@ from millrace_router import startup
 from millrace_router.channels import TlsError, is_exposed, tls_from
 from millrace_router.checks import StartupError
 from millrace_router.config import RouterConfig
-from millrace_router.shard_client import ShardedClient, ShardLost
+from millrace_router.shard_client import ShardedClient
+from millrace_router.shard_stream import ShardLost
 from millrace_router.startup import start
 
 

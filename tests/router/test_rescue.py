@@ -17,7 +17,7 @@ from millrace_router.batcher import Batcher
 from millrace_router.errors import DoesNotFit, Quarantined, ShardsGone
 from millrace_router.events import Event
 from millrace_router.patience import Patience
-from millrace_router.shard_client import ShardLost
+from millrace_router.shard_stream import ShardLost
 from millrace_router.supervisor import Supervisor
 from millrace_router.watchdog import Watchdog
 from millrace_router.wire import StepResult

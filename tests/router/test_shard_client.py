@@ -13,9 +13,11 @@ import pytest
 
 from millrace_fakes_router import collect, ids_of, new_batcher, request, running
 from millrace_fakes_shard import FakeShard, continuation, serve_fake_shard
+from millrace_proto import generate_pb2 as pb
 from millrace_router.checks import StartupError
 from millrace_router.config import RouterConfig
-from millrace_router.shard_client import ShardChanged, ShardedClient, ShardError, ShardLost
+from millrace_router.shard_client import ShardedClient
+from millrace_router.shard_stream import ShardChanged, ShardError, ShardLost
 from millrace_router.startup import warm_up
 from millrace_router.step_plan import StepPlan
 
@@ -118,6 +120,39 @@ async def test_every_rank_gets_every_step(tmp_path: Path) -> None:
     assert [step.SerializeToString() for step in ranks[0].steps] == [
         step.SerializeToString() for step in ranks[1].steps
     ]
+
+
+class StrayShard(FakeShard):
+    """A rank that has sampled something else, once."""
+
+    has_strayed = False
+
+    def step(self, request: pb.StepRequest) -> pb.StepResponse:
+        response = super().step(request)
+        if request.WhichOneof("work") == "decode" and not self.has_strayed:
+            self.has_strayed = True
+            response.checksum += 1
+        return response
+
+
+async def test_a_step_that_ranks_disagree_about_is_computed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    addresses = [f"unix:{tmp_path}/{rank}" for rank in range(2)]
+    ranks = [FakeShard(), StrayShard()]
+    failures: list[str] = []
+    with (
+        serve_fake_shard(addresses[0], ranks[0], rank=0, world_size=2),
+        serve_fake_shard(addresses[1], ranks[1], rank=1, world_size=2),
+    ):
+        shards = ShardedClient(addresses)
+        monkeypatch.setattr(shards, "failed", lambda _, error: failures.append(str(error)))
+        await shards.info()
+        async with running(new_batcher(shards, ranks[0])) as batcher:
+            events = await collect(batcher.submit(request([7], 6)))
+        await shards.close()
+    assert failures == ["the ranks of the group disagree about a step"]
+    assert ids_of(events) == continuation([7], 6)
 
 
 async def test_a_group_that_is_not_one_is_refused(tmp_path: Path) -> None:

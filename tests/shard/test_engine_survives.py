@@ -22,6 +22,7 @@ from millrace_shard.launched_step import LaunchedStep
 from millrace_shard.parallel import CollectiveError, ProcessGroup
 from millrace_shard.runner import StepRunner
 from millrace_shard.sampling import Sampler
+from millrace_shard.sequence_table import SequenceTable
 from millrace_shard.step import FailureKind
 
 OTHER = [7, 1, 1, 60, 80, 33, 21, 2, 2, 90]
@@ -29,12 +30,12 @@ STAGES: dict[str, tuple[Any, str]] = {
     "apply": (Batch, "apply"),
     "admit": (Batch, "_admit"),
     "clear": (StepRunner, "_clear_blocks"),
-    "prepare": (Batch, "prepare"),
+    "prepare": (SequenceTable, "prepare"),
     "ragged": (Batch, "ragged"),
     "forward": (StepRunner, "_forward"),
     "sample": (Sampler, "sample"),
     "put": (Batch, "put"),
-    "commit": (Batch, "commit"),
+    "commit": (SequenceTable, "commit"),
     "download": (LaunchedStep, "__init__"),
     "copy": (LaunchedStep, "finish"),
 }

@@ -53,8 +53,8 @@ def flat(value: Any) -> Any:
 
 def anew(batch: Batch, step: Forward) -> tuple[PreparedStep, WideRows]:
     step, _ = batch.without_invalid(step)
-    rows = batch.rows(step)
-    return batch.prepare(rows, np.zeros(len(rows.slots), dtype=np.int64)), rows.wide
+    rows = batch.sequences.rows(step)
+    return batch.sequences.prepare(rows, np.zeros(len(rows.slots), dtype=np.int64)), rows.wide
 
 
 def tables(ragged: dict[str, Any]) -> list[list[int]]:
@@ -79,7 +79,7 @@ class Decoding(RuleBasedStateMachine):
             return
         self.take(slot, length)
         step = Forward(chunk_slots=ints([slot]), chunk_tokens=ints([length]))
-        assert self.batch.repeat(step) is None
+        assert self.batch.sequences.repeat(step) is None
         prepared, _ = anew(self.batch, step)
         self.run(prepared, ints([1]))
         self.lengths[slot] = length + 1
@@ -152,7 +152,7 @@ class Decoding(RuleBasedStateMachine):
         if allowances != PLAIN:
             wide = ints(allowances[slot % len(allowances)] for slot in slots.tolist())
         step = Forward(decode_slots=slots, decode_tokens=wide)
-        repeated = self.batch.repeat(step)
+        repeated = self.batch.sequences.repeat(step)
         try:
             expected = anew(self.batch, step)
         except StepInvalid:
@@ -188,7 +188,7 @@ class Decoding(RuleBasedStateMachine):
             assert quick == expected
         ids = torch.arange(len(prepared.sampled)) + 7
         batch.put(prepared, ids, torch.zeros(len(ids), dtype=torch.bool))
-        batch.commit(prepared, counts)
+        batch.sequences.commit(prepared, counts)
 
     def grow(self, slots: Ints, count: int) -> None:
         blocks = 1 + (np.arange(len(slots) * count) + self.num_taken) % 998
@@ -207,21 +207,21 @@ def test_the_same_rows_repeat_while_they_have_room(allowed: tuple[int, ...]) -> 
     admitted = tuple(Sequence(slot=slot, request_id=slot, input_ids=ints([7])) for slot in (3, 1))
     batch.apply(BatchChange(admitted=admitted, grown_slots=slots, grown_blocks=ints([1, 2])))
     prompts = Forward(chunk_slots=slots, chunk_tokens=ints([1, 1]))
-    batch.commit(anew(batch, prompts)[0], np.ones(2, dtype=np.int64))
+    batch.sequences.commit(anew(batch, prompts)[0], np.ones(2, dtype=np.int64))
     decodes = Forward(decode_slots=slots, decode_tokens=ints(allowed))
-    batch.commit(anew(batch, decodes)[0], np.ones(2, dtype=np.int64))
+    batch.sequences.commit(anew(batch, decodes)[0], np.ones(2, dtype=np.int64))
     for position in (2, 3):
-        repeated = batch.repeat(decodes)
+        repeated = batch.sequences.repeat(decodes)
         assert repeated is not None
         prepared, wide = repeated
         assert prepared.starts.tolist() == [position, position]
         assert wide.slots.tolist() == [
             slot for slot, most in zip((3, 1), allowed, strict=False) if most > 1
         ]
-        batch.commit(prepared, np.ones(2, dtype=np.int64))
-    assert batch.repeat(decodes) is None
+        batch.sequences.commit(prepared, np.ones(2, dtype=np.int64))
+    assert batch.sequences.repeat(decodes) is None
     batch.apply(BatchChange(grown_slots=slots, grown_blocks=ints([3, 4])))
-    assert batch.repeat(decodes) is not None
+    assert batch.sequences.repeat(decodes) is not None
 
 
 def test_a_row_that_may_go_on_by_several_tokens_repeats_up_to_its_last_position() -> None:
@@ -236,15 +236,15 @@ def test_a_row_that_may_go_on_by_several_tokens_repeats_up_to_its_last_position(
         )
     )
     prompt = Forward(chunk_slots=slots, chunk_tokens=ints([1]))
-    batch.commit(anew(batch, prompt)[0], ints([1]))
+    batch.sequences.commit(anew(batch, prompt)[0], ints([1]))
     decode = Forward(decode_slots=slots, decode_tokens=ints([5]))
-    batch.commit(anew(batch, decode)[0], ints([1]))
+    batch.sequences.commit(anew(batch, decode)[0], ints([1]))
     for _ in range(2, MAX_TOKENS):
-        repeated = batch.repeat(decode)
+        repeated = batch.sequences.repeat(decode)
         assert repeated is not None
         assert flat(repeated) == flat(anew(batch, decode))
-        batch.commit(repeated[0], ints([1]))
-    assert batch.repeat(decode) is None
+        batch.sequences.commit(repeated[0], ints([1]))
+    assert batch.sequences.repeat(decode) is None
 
 
 TestDecoding = Decoding.TestCase

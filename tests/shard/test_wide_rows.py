@@ -23,7 +23,7 @@ from millrace_shard.launched_step import LaunchedStep
 from millrace_shard.load import load_model
 from millrace_shard.model import CausalModel
 from millrace_shard.parallel import ProcessGroup
-from millrace_shard.speculation.ngrams import lookup
+from millrace_shard.speculation.ngrams import NgramProposer, lookup
 from millrace_shard.speculation.speculation import Speculation
 from millrace_shard.step import Forward, Ints, StepInvalid
 from millrace_shard.stopwatch import Stopwatch
@@ -520,7 +520,7 @@ def test_steps_without_guesses_repeat_the_one_before_for_those_who_guess_too(
         raise AssertionError("a step was laid out anew")
 
     with monkeypatch.context() as context:
-        context.setattr(stepper.batch, "prepare", prepare)
+        context.setattr(stepper.batch.sequences, "prepare", prepare)
         results += [stepper.decode(slots) for _ in range(3)]
     results += [stepper.run(guess), stepper.decode(slots)]
     found: dict[int, list[int]] = {slot: [] for slot in slots}
@@ -532,6 +532,24 @@ def test_steps_without_guesses_repeat_the_one_before_for_those_who_guess_too(
     for slot in slots:
         alone = Generation(setup.stepper(), {slot: Want(PROMPTS[slot])}, len(found[slot]))
         assert found[slot] == alone.told[slot].ids
+
+
+def test_steps_that_find_nothing_to_guess_repeat_from_the_first_on(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NgramProposer, "has_guesses", lambda *_: False)
+    stepper = setup.stepper(speculation=Speculation(most=MOST))
+    results = [stepper.run(stepper.admission(0, PROMPTS[0]))]
+    guess = Forward(decode_slots=ints([0]), decode_tokens=ints([4]), draft_tokens=ints([3]))
+    results.append(stepper.run(guess))
+
+    def prepare(*_: object) -> None:
+        raise AssertionError("a step was laid out anew")
+
+    monkeypatch.setattr(stepper.batch.sequences, "prepare", prepare)
+    results += [stepper.run(guess) for _ in range(3)]
+    found = [id_ for result in results for id_ in result.ids.tolist()]
+    assert found == Generation(setup.stepper(), {0: Want(PROMPTS[0])}, 5).told[0].ids
 
 
 class Waits:

@@ -29,7 +29,8 @@ from millrace_router.planner import Planner
 from millrace_router.prefix_cache import PrefixCache
 from millrace_router.prospects import Prospects
 from millrace_router.request import ValidRequest
-from millrace_router.shard_client import ShardedClient, ShardError, StepFailed
+from millrace_router.shard_client import ShardedClient
+from millrace_router.shard_stream import ShardError, StepFailed
 from millrace_router.step_plan import StepPlan
 from millrace_router.supervisor import Supervisor
 from millrace_router.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from millrace_fakes_router import DirectShards
 from millrace_hash_shard import HashShard
-from millrace_router.shard_client import ShardError
+from millrace_router.shard_stream import ShardError
 from millrace_router.wire import StepResult
 
 

@@ -22,7 +22,8 @@ from millrace_router.journal.scribe import Scribe
 from millrace_router.metrics import Counter
 from millrace_router.replay.player import Outcome, Player
 from millrace_router.request import SamplingParameters, ValidRequest
-from millrace_router.shard_client import ShardedClient, StepFailed
+from millrace_router.shard_client import ShardedClient
+from millrace_router.shard_stream import StepFailed
 from millrace_router.step_plan import StepPlan
 from millrace_router.wire import Capacity, ShardInfo, open_to_pb
 from millrace_schedule_driver import ScheduleDriver

@@ -12,7 +12,8 @@ from millrace_router.journal.reader import read_epochs
 from millrace_router.replay.config import ReplayConfig, config_from_args
 from millrace_router.replay.player import Outcome, Player
 from millrace_router.replay.report import as_json, head, table
-from millrace_router.shard_client import ShardedClient, ShardError
+from millrace_router.shard_client import ShardedClient
+from millrace_router.shard_stream import ShardError
 
 EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
 

@@ -14,7 +14,8 @@ from millrace_router.journal.reader import Answered, Epoch, Failed, Sent
 from millrace_router.replay.comparison import Comparison, Difference
 from millrace_router.replay.rebuild import Rebuild, sequences_of
 from millrace_router.replay.synthetic import fill_in
-from millrace_router.shard_client import ShardedClient, ShardError, ShardHung
+from millrace_router.shard_client import ShardedClient
+from millrace_router.shard_stream import ShardError, ShardHung
 from millrace_router.wire import ShardInfo
 
 NEEDED = ("model_type", "vocab_size", "block_size")
