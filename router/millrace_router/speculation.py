@@ -26,6 +26,8 @@ _FIRST_PRIOR = 0.5
 """Assumed of the first sequences of all."""
 _MARGIN = 1.05
 """What a guess has to be worth in units of its cost, as errors of the estimates are about as large."""
+_WIDE_MARGIN = 1.2
+"""The same of all guesses of a step: what a step that has any costs beyond one without is known less well."""
 _PROBE_SHARE = 0.01
 """Time that may go into guesses of which nothing is expected, to learn whether that is still so."""
 _CONTROL_EVERY = 64
@@ -180,8 +182,9 @@ class Speculator:
         best, ratio = nothing, len(rows) / base
         for _ in range(_ROUNDS):
             lengths, gained, spent, supply = _worth(rows, costs, ratio)
-            found = (len(rows) + gained) / (base + once * min(1.0, supply) + spent)
-            if found <= ratio:
+            spent += once * min(1.0, supply)
+            found = (len(rows) + gained) / (base + spent)
+            if found <= ratio or gained * base <= _WIDE_MARGIN * spent * len(rows):
                 break
             best, ratio = lengths, found
         return best
