@@ -191,7 +191,7 @@ def load(config: ShardConfig, device: torch.device) -> LoadedModel:
     model, speculation = loader.load(model, draft_folder=draft_folder, speculate=config.speculate)
     size = sum(path.stat().st_size for path in config.model_folder.glob("*.safetensors"))
     seconds = time.monotonic() - started
-    logger.info("weights loaded in %.1f s, %s", seconds, readable_size(size))
+    logger.info("weights loaded in %.2f s, %s", seconds, readable_size(size))
     return LoadedModel(
         model=model,
         kernels=kernels,

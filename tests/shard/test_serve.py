@@ -142,7 +142,7 @@ def test_it_serves_the_models_own_tokens_and_stops_on_sigterm(
     assert not (tmp_path / "shard-0").exists()
     messages = [json.loads(line)["fields"]["message"] for line in output.splitlines()]
     assert f"Server started at unix://{tmp_path}/shard-0" in messages
-    assert any(re.fullmatch(r"weights loaded in \d+\.\d s, 0 MB", each) for each in messages)
+    assert any(re.fullmatch(r"weights loaded in \d+\.\d\d s, 0 MB", each) for each in messages)
 
 
 def test_a_shard_in_use_is_neither_replaced_nor_cut_off(folder: Path, tmp_path: Path) -> None:

@@ -1,0 +1,229 @@
+"""`python -m bench.startup`: how long a server takes to be ready, how fast weights come, and what memory they end in.
+
+Each start is a fresh launcher. Before it a fresh process reads the weights' file into new memory, both with the file
+in the page cache: no loader that ends with weights of its own is faster. The KV cache has as many tokens as the
+largest step, so that all of it has been touched once the server is ready. `--record` writes a section of RESULTS.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from bench import machine
+from bench.checkpoints import SHAPES, ensure_checkpoint
+from bench.machine import CpuMeter
+from bench.plan import say
+from bench.quiet import Quiet, wait_until_quiet
+from bench.repeats import Repeated, Sample, ratio_text
+from bench.report import markdown
+from bench.scheduling import sections
+from bench.serve import ServerError, serving
+
+RESULTS = Path(__file__).parent / "RESULTS.md"
+DEMO = Path(__file__).parents[1] / "demo" / "model"
+KV_TOKENS = 4096
+MB = 1_000_000
+LOADED = re.compile(r"weights loaded in ([\d.]+) s")
+READ = """
+import sys, time, numpy
+start = time.perf_counter()
+for path in sys.argv[1:]:
+    numpy.fromfile(path, dtype=numpy.uint8)
+print(time.perf_counter() - start)
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """One start of a server."""
+
+    ready_seconds: float
+    """From the launcher's start to a `/health` of 200."""
+    load_seconds: float
+    """As the shard says."""
+    read_seconds: float
+    """For the same files by a process that does nothing else."""
+    shard_bytes: int
+    """Most resident memory of the shard until it was ready."""
+    router_bytes: int
+    other_cores: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Starts:
+    """Those of one model."""
+
+    model: str
+    weights_bytes: int
+    kv_bytes: int
+    starts: Sequence[Start]
+
+    def column(self, name: str) -> Repeated:
+        """One figure of all starts."""
+        return Repeated(
+            tuple(Sample(float(getattr(each, name)), each.other_cores) for each in self.starts)
+        )
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        """For the table."""
+        load, read = self.column("load_seconds"), self.column("read_seconds")
+        rest = self.column("shard_bytes").median - self.weights_bytes - self.kv_bytes
+        return (
+            self.model,
+            self.column("ready_seconds").text,
+            load.text,
+            read.text,
+            ratio_text(read, load),
+            f"{self.column('shard_bytes').median / MB:.0f}",
+            f"{self.weights_bytes / MB:.0f}",
+            f"{self.kv_bytes / MB:.0f}",
+            f"{rest / MB:.0f}",
+            f"{self.column('router_bytes').median / MB:.0f}",
+        )
+
+
+TITLES = (
+    "model",
+    "ready, s",
+    "loading, s",
+    "plain read, s",
+    "share of its speed",
+    "shard, MB",
+    "weights",
+    "KV",
+    "the rest",
+    "router, MB",
+)
+
+
+def peak_bytes(pid: int) -> int:
+    """Most memory that a process has had resident so far."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (kilobytes,) = re.findall(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
+    return int(kilobytes) * 1024
+
+
+def kv_bytes(folder: Path, *, tokens: int) -> int:
+    """Of the keys and values of so many tokens, in 16 bits."""
+    config = json.loads((folder / "config.json").read_text())
+    heads = config["num_attention_heads"]
+    size = config.get("head_dim") or config["hidden_size"] // heads
+    kv_heads = config.get("num_key_value_heads") or heads
+    return 2 * 2 * int(config["num_hidden_layers"]) * int(kv_heads) * int(size) * tokens
+
+
+def loading_seconds(lines: Iterable[str]) -> float:
+    """What the one shard in a launcher's log took to load its weights."""
+    (seconds,) = [float(found[1]) for line in lines if (found := LOADED.search(line))]
+    return seconds
+
+
+def read_seconds(files: Sequence[Path]) -> float:
+    """For a fresh process to read `files` into new memory."""
+    command = [sys.executable, "-c", READ, *map(str, files)]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def start_once(folder: Path, *, out: Path, flags: Sequence[str]) -> Start:
+    """Start a server, and stop it; raises ServerError."""
+    log = out / "startup.log"
+    plain = read_seconds(sorted(folder.glob("*.safetensors")))
+    meter, began = CpuMeter(list), time.perf_counter()
+    limits = [f"--max-batch-total-tokens={KV_TOKENS}", f"--max-batch-prefill-tokens={KV_TOKENS}"]
+    with serving(folder, log=log, flags=[*limits, *flags]) as server:
+        ready = time.perf_counter() - began
+        processes = server.processes()
+        peaks = {
+            part: max(peak_bytes(each.pid) for each in processes if part in each.cmdline())
+            for part in ("millrace_shard", "millrace_router")
+        }
+        # The server counts as another here, and has done nothing but to start.
+        own = machine.cpu_seconds(processes, with_ended=True) / ready
+        others = max(0.0, meter.stop().other_cores - own)
+    with log.open() as lines:
+        loading = loading_seconds(lines)
+    return Start(
+        ready_seconds=ready,
+        load_seconds=loading,
+        read_seconds=plain,
+        shard_bytes=peaks["millrace_shard"],
+        router_bytes=peaks["millrace_router"],
+        other_cores=others,
+    )
+
+
+def measure(name: str, options: argparse.Namespace) -> Starts:
+    """`options.repeats` starts of one model, after one that counts for nothing; raises ServerError."""
+    folder = DEMO if name == "demo" else ensure_checkpoint(name)
+    found = []
+    for number in range(options.repeats + 1):
+        wait_until_quiet(Quiet(patience_seconds=options.patience))
+        start = start_once(folder, out=options.out, flags=options.flags)
+        say(f"{name}: ready in {start.ready_seconds:.2f} s, weights in {start.load_seconds:.2f} s")
+        if number:
+            found.append(start)
+    return Starts(
+        model=name,
+        weights_bytes=sum(path.stat().st_size for path in folder.glob("*.safetensors")),
+        kv_bytes=kv_bytes(folder, tokens=KV_TOKENS),
+        starts=found,
+    )
+
+
+def section(table: str, *, options: argparse.Namespace, command: str) -> str:
+    """The table under a heading that says when, where and how it was taken."""
+    facts = machine.describe()
+    return (
+        f"## Start and memory ({datetime.now(UTC):%Y-%m-%d %H:%M})\n\n"
+        f"`{command}` at commit {facts['commit']}, on {facts['cpu']} ({facts['cores']}), {facts['memory']},"
+        f" torch {facts['torch']}, Python {facts['python']}.\n\n"
+        f"Medians of {options.repeats} starts, kernels compiled before, files in the page cache. Memory is the most"
+        f" that was resident until ready; weights are the size of their files, the KV cache has {KV_TOKENS} tokens, all"
+        " of them touched.\n\n"
+        f"{table}\n"
+    )
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line; argparse ends the program on a bad one."""
+    parser = argparse.ArgumentParser(prog="python -m bench.startup", description=__doc__)
+    parser.add_argument("--model", nargs="+", choices=("demo", *SHAPES), default=["demo", *SHAPES])
+    parser.add_argument("--repeats", type=int, default=5, help="starts that count, after one")
+    parser.add_argument("--flags", type=shlex.split, default=[], help="more for the launcher")
+    parser.add_argument(
+        "--patience", type=float, default=60.0, help="seconds to wait for a quiet machine"
+    )
+    parser.add_argument("--out", type=Path, default=Path("bench/out"))
+    parser.add_argument("--record", action="store_true", help="write a section of RESULTS.md")
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    """Measure; 1 where a server does not start."""
+    options = parse_arguments(sys.argv[1:])
+    command = shlex.join(["python", "-m", "bench.startup", *sys.argv[1:]])
+    try:
+        rows = [measure(name, options).row for name in options.model]
+    except ServerError as error:
+        say(str(error))
+        return 1
+    text = section(markdown(TITLES, rows), options=options, command=command)
+    print(f"\n{text}", flush=True)
+    if options.record:
+        sections.record(text, RESULTS, key=" ".join(options.model), topic="start")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
