@@ -35,6 +35,7 @@ INFO = ServerInfo(
     max_concurrent_requests=32,
     max_batch_total_tokens=6000,
     caches_prefixes=True,
+    max_top_n_tokens=5,
     grammars=True,
 )
 
@@ -86,7 +87,7 @@ def test_speculation_shows_itself_in_right_guesses_and_wrong_ones(
 ) -> None:
     with fake_server(guesses=(drafted, accepted)) as fake:
         client = Client(fake.url)
-        asked = replace(suite((3, 5)), expected=(client.answer(suite((3, 5)).questions[0].body),))
+        asked = replace(suite((3, 5)), expected=(client.answer(suite((3, 5)).questions[0]),))
         rows = list(speculated(Deployment(client, "unused"), asked))
     assert [row.verdict for row in rows] == [verdict] * 2
     rounds = 1 if verdict is Verdict.EQUAL else MOST_ROUNDS

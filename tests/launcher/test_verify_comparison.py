@@ -11,6 +11,8 @@ import pytest
 
 from millrace_launcher.verify.answers import (
     Answer,
+    Candidates,
+    Scored,
     StreamError,
     answer_from,
     as_float32,
@@ -35,6 +37,19 @@ def answer(
     return Answer(ids=tuple(ids), logprobs=values, text=text, finish_reason="length")
 
 
+def beside(*candidates: Candidates) -> Answer:
+    """The same three tokens each time, and what is told beside them."""
+    return replace(answer([1, 2, 3]), candidates=candidates)
+
+
+def scoring(logprob: float, candidate: float = -2.0) -> Answer:
+    """The same three tokens each time, and a prompt of two."""
+    prompt = Scored(
+        ids=(7, 8), logprobs=(math.nan, logprob), candidates=((), ((9, candidate), (8, logprob)))
+    )
+    return replace(answer([1, 2, 3]), prompt=prompt)
+
+
 def event(index: int, id_: int, logprob: float | None, text: str | None = None) -> dict[str, Any]:
     details = {"finish_reason": "length", "cached_tokens": 7} if text is not None else None
     token = {"id": id_, "text": "x", "logprob": logprob, "special": False}
@@ -53,6 +68,16 @@ def test_a_stream_is_put_together_exactly() -> None:
     assert math.copysign(1, found.logprobs[2]) == -1
     assert (found.text, found.finish_reason, found.cached_tokens) == ("xxx", "length", 7)
     assert found.error is None
+
+
+def test_candidates_are_put_together_with_their_tokens() -> None:
+    top = [{"id": 5, "logprob": -0.1}, {"id": 6, "logprob": None}]
+    found = answer_from([{**event(1, 5, -0.1), "top_tokens": top}, event(2, 6, -0.2, "xx")])
+    first, second = found.candidates
+    assert [id_ for id_, _ in first] == [5, 6]
+    assert first[0][1] == as_float32(-0.1) != -0.1
+    assert math.isnan(first[1][1])
+    assert second == ()
 
 
 @pytest.mark.parametrize(
@@ -103,6 +128,67 @@ def test_one_bit_of_a_logprob_is_a_difference() -> None:
     assert found.largest_gap == pytest.approx(1.19e-7, rel=0.01)
     assert BITS.judge(found) is Verdict.BROKEN
     assert close("float32").judge(found) is Verdict.CLOSE
+
+
+@pytest.mark.parametrize(
+    ("candidates", "gap"),
+    [
+        (((4, -2.0), (5, NEXT_FLOAT32)), 1.19e-7),
+        (((4, -2.0), (6, -1.5)), 0.0),
+        (((5, -1.5), (4, -2.0)), 0.0),
+        (((4, -2.0),), 0.0),
+        ((), math.inf),
+    ],
+    ids=["one bit", "another one", "another order", "one fewer", "none"],
+)
+def test_other_candidates_of_the_same_tokens_are_a_difference(
+    candidates: Candidates, gap: float
+) -> None:
+    usual: Candidates = ((4, -2.0), (5, -1.5))
+    found = one(beside(usual, usual, usual), beside(usual, usual, candidates))
+    assert (found.num_different, found.num_other_tokens) == (1, 0)
+    assert found.first_difference == Place(0, 2)
+    assert found.largest_gap == pytest.approx(gap, rel=0.01)
+    assert BITS.judge(found) is Verdict.BROKEN
+    assert close("float32").judge(found) is (Verdict.CLOSE if gap < 1 else Verdict.BROKEN)
+
+
+def test_equal_candidates_and_prompts_differ_nowhere() -> None:
+    usual: Candidates = ((4, math.nan), (5, -1.5))
+    assert one(beside(usual, (), usual), beside(usual, (), usual)).num_equal == 1
+    assert one(scoring(-1.5), scoring(-1.5)).num_equal == 1
+
+
+def test_a_sample_beside_other_candidates_is_far_where_they_are() -> None:
+    found = one(beside((), ((4, -2.0),), ()), beside((), ((4, -7.0),), ()), SAMPLED)
+    assert found.largest_gap == 5.0
+    assert close("bfloat16").judge(found) is Verdict.BROKEN
+
+
+@pytest.mark.parametrize(
+    ("other", "gap"),
+    [
+        (scoring(NEXT_FLOAT32), 1.19e-7),
+        (scoring(-1.5, candidate=-2.25), 0.25),
+        (scoring(math.nan), math.inf),
+        (answer([1, 2, 3]), math.inf),
+    ],
+    ids=["one bit", "a candidate", "no number", "not scored"],
+)
+def test_a_prompt_that_is_scored_otherwise_is_a_difference(other: Answer, gap: float) -> None:
+    found = one(scoring(-1.5), other)
+    assert (found.num_different, found.num_other_tokens) == (1, 0)
+    place = found.first_difference
+    assert place is not None
+    assert place.in_prompt
+    assert found.largest_gap == pytest.approx(gap, rel=0.01)
+    assert BITS.judge(found) is Verdict.BROKEN
+    assert close("bfloat16").judge(found) is (Verdict.CLOSE if gap < 0.5 else Verdict.BROKEN)
+
+
+def test_the_prompt_comes_before_every_token() -> None:
+    found = compare([GREEDY] * 2, [answer([1]), scoring(-1.5)], [answer([2]), scoring(-1.25)])
+    assert found.first_difference == Place(1, 1, in_prompt=True)
 
 
 def test_tokens_are_compared_up_to_the_first_that_differs() -> None:

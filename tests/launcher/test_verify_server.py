@@ -13,6 +13,7 @@ from millrace_launcher.verify.__main__ import main
 from millrace_launcher.verify.client import MOST_TRIES, Client, ServerError
 from millrace_launcher.verify.counters import counting
 from millrace_launcher.verify.options import CASES
+from millrace_launcher.verify.question import Question
 from millrace_launcher.verify.suite import (
     ServerInfo,
     plain_greedy,
@@ -58,6 +59,25 @@ def test_one_bit_turns_it_red(capsys: pytest.CaptureFixture[str]) -> None:
     assert row["verdict"] == "broken"
     assert row["requests_with_other_tokens"] == 0
     assert row["first_difference"]["position"] == 2
+    assert 0 < row["largest_gap"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("part", "in_prompt"), [("candidate", False), ("prompt", True)], ids=["candidate", "prompt"]
+)
+@pytest.mark.parametrize("case", ["batched", "cached"])
+def test_one_bit_of_what_is_told_beside_the_tokens_turns_it_red(
+    part: str, in_prompt: bool, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with fake_server(again_adds=1e-6, again_adds_to=part) as fake:
+        code, report = check(fake, capsys, "--cases", case)
+    assert code == 1
+    row = report["rows"][0]
+    assert row["verdict"] == "broken"
+    assert row["requests_with_other_tokens"] == 0
+    assert 0 < row["requests"] - row["requests_equal"] < row["requests"], "who asked for it"
+    place = row["first_difference"]
+    assert (place["in_prompt"], place["position"]) == (in_prompt, 2)
     assert 0 < row["largest_gap"] < 1e-5
 
 
@@ -107,14 +127,15 @@ def test_requests_that_fail_are_named(capsys: pytest.CaptureFixture[str]) -> Non
         code, report = check(fake, capsys, "--cases", "batched")
     assert code == 1
     assert "it broke" in report["rows"][0]["note"]
+    assert report["rows"][0]["tokens"] == report["rows"][0]["requests"], "those that had come"
 
 
 def test_a_server_without_room_is_asked_again() -> None:
-    body = {"inputs": "a", "parameters": {"max_new_tokens": 3, "truncate": 8}}
+    question = Question(text="a", input_ids=(97,), max_new_tokens=3, parameters={})
     with fake_server(refuses=2) as fake:
-        assert Client(fake.url).answer(body).error is None
+        assert Client(fake.url).answer(question).error is None
         fake.refuses = MOST_TRIES
-        error = Client(fake.url).answer(body).error
+        error = Client(fake.url).answer(question).error
     assert error is not None
     assert "overloaded" in error
     assert fake.refuses == 0
@@ -196,8 +217,48 @@ def test_requests_fit_the_server() -> None:
         assert question.num_tokens <= info.max_total_tokens
         assert len(question.input_ids) <= info.max_input_tokens
     assert found[0].max_new_tokens > 2 * BLOCK, "it grows by blocks"
-    assert len({(question.text, str(question.parameters)) for question in found}) == len(found)
+    assert len({(question.text, str(question.body)) for question in found}) == len(found)
     assert {question.is_greedy for question in found} == {True, False}
+
+
+def test_candidates_biases_and_scored_prompts_are_asked_for() -> None:
+    """In as few requests as `make verify` asks."""
+    with fake_server() as fake:
+        client = Client(fake.url)
+        found = questions_for(
+            client,
+            ServerInfo.of(client),
+            ["some words"],
+            num_requests=8,
+            max_new_tokens=9,
+            cut=True,
+        )
+    bodies = [question.body for question in found]
+    with_candidates = [q.is_greedy for q in found if "top_n_tokens" in q.parameters]
+    assert set(with_candidates) == {True, False}
+    assert len(with_candidates) < len(found)
+    (completion,) = [body for body in bodies if "prompt" in body]
+    ids = tokens_of("some words")
+    assert completion["prompt"] == tuple(ids)
+    assert completion["logit_bias"].keys() == {str(id_) for id_ in ids[-4:]}
+    assert (completion["echo"], completion["logprobs"]) == (True, 3)
+
+
+def test_no_more_candidates_are_asked_for_than_are_granted(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_server() as fake:
+        granted = {**fake.info(), "max_top_n_tokens": 1}
+        monkeypatch.setattr(FakeServer, "info", lambda _: granted)
+        client = Client(fake.url)
+        found = questions_for(
+            client, ServerInfo.of(client), ["x"], num_requests=12, max_new_tokens=9, cut=True
+        )
+    counts = [
+        question.parameters[name]
+        for question in found
+        for name in ("top_n_tokens", "logprobs")
+        if name in question.parameters
+    ]
+    assert set(counts) == {0, 1}
 
 
 @pytest.mark.parametrize("grammars", [True, False])

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Literal
 
 BLOCK = 16
 VOCAB = 1000
@@ -38,6 +38,8 @@ class FakeServer:
     dtype: str = "float32"
     again_adds: float = 0.0
     """Added to the third log probability of an answer that was given before."""
+    again_adds_to: Literal["token", "candidate", "prompt"] = "token"
+    """… of its tokens, of what is told beside each, or of its prompt."""
     again_changes_tokens: bool = False
     caches: bool = True
     grammars: bool = True
@@ -68,6 +70,7 @@ class FakeServer:
             "prefix_caching": "on",
             "grammars": self.grammars,
             "attention": self.attention,
+            "max_top_n_tokens": 5,
         }
 
     def metrics(self) -> str:
@@ -79,33 +82,98 @@ class FakeServer:
         )
 
     def events(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Of `/generate_stream`."""
         parameters = body["parameters"]
         ids = tuple(tokens_of(body["inputs"])[-parameters["truncate"] :])
-        is_again = ids in self.seen
-        self.seen.add(ids)
-        self.num_answers += 1
         count = parameters["max_new_tokens"]
-        found = generated(ids, count, parameters.get("seed", 0))
-        if is_again and count > 2:
-            found[2] = (found[2][0], found[2][1] + self.again_adds)
-        if is_again and self.again_changes_tokens:
-            found[0] = ((found[0][0] + 1) % VOCAB, found[0][1])
-        for index, (id_, logprob) in enumerate(found, start=1):
+        drawn = self._draw(ids, count, parameters.get("seed", 0))
+        for index, (id_, logprob) in enumerate(drawn.tokens, start=1):
             if self.fails and index == 2:
                 yield {"error": "it broke", "error_type": "generation"}
                 return
             last = index == count
+            top = drawn.candidates(index - 1, parameters.get("top_n_tokens", 0))
             yield {
                 "index": index,
                 "token": {"id": id_, "text": "x", "logprob": logprob, "special": False},
+                **(
+                    {"top_tokens": [{"id": i, "logprob": value} for i, value in top]} if top else {}
+                ),
                 "generated_text": "x" * count if last else None,
-                "details": {
-                    "finish_reason": "length",
-                    "cached_tokens": len(ids) // BLOCK * BLOCK if is_again and self.caches else 0,
-                }
+                "details": {"finish_reason": "length", "cached_tokens": drawn.num_cached}
                 if last
                 else None,
             }
+
+    def chunks(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Of `/v1/completions`."""
+        ids, count = tuple(body["prompt"]), body["max_tokens"]
+        drawn = self._draw(ids, count, body.get("seed", 0))
+        prompt = [(id_, -0.25) for id_ in ids]
+        if drawn.prompt_adds and len(ids) > 2:
+            prompt[2] = (ids[2], -0.25 + drawn.prompt_adds)
+        yield {"choices": [_choice("x" * len(ids), prompt)]}
+        for index, token in enumerate(drawn.tokens):
+            if self.fails and index == 1:
+                yield {"error": {"message": "it broke", "type": "generation"}}
+                return
+            choice = _choice("x", [token], drawn.candidates(index, body["logprobs"]))
+            if index < count - 1:
+                yield {"choices": [choice]}
+                continue
+            usage = {
+                "prompt_tokens": len(ids),
+                "completion_tokens": count,
+                "prompt_tokens_details": {"cached_tokens": 0},
+            }
+            yield {"choices": [{**choice, "finish_reason": "length"}], "usage": usage}
+
+    def _draw(self, ids: tuple[int, ...], count: int, seed: int) -> Drawn:
+        is_again = ids in self.seen
+        self.seen.add(ids)
+        self.num_answers += 1
+        found = generated(ids, count, seed)
+        added = self.again_adds if is_again else 0.0
+        if count > 2 and self.again_adds_to == "token":
+            found[2] = (found[2][0], found[2][1] + added)
+        if is_again and self.again_changes_tokens:
+            found[0] = ((found[0][0] + 1) % VOCAB, found[0][1])
+        return Drawn(
+            found,
+            num_cached=len(ids) // BLOCK * BLOCK if is_again and self.caches else 0,
+            candidate_adds=added if self.again_adds_to == "candidate" else 0.0,
+            prompt_adds=added if self.again_adds_to == "prompt" else 0.0,
+        )
+
+
+@dataclass
+class Drawn:
+    """An answer, with the faults that it is to have."""
+
+    tokens: list[tuple[int, float]]
+    num_cached: int
+    candidate_adds: float
+    prompt_adds: float
+
+    def candidates(self, place: int, count: int) -> list[tuple[int, float]]:
+        """As many, the token first."""
+        id_, logprob = self.tokens[place]
+        adds = self.candidate_adds if place == 2 else 0.0
+        return [((id_ + i) % VOCAB, logprob - i + adds * bool(i)) for i in range(count)]
+
+
+def _choice(
+    text: str, tokens: list[tuple[int, float]], candidates: Sequence[tuple[int, float]] = ()
+) -> dict[str, Any]:
+    """A piece of a text completion; each token is called by its id."""
+    named = {f"<{id_}>": logprob for id_, logprob in candidates}
+    columns = {
+        "tokens": [f"<{id_}>" for id_, _ in tokens],
+        "token_logprobs": [logprob for _, logprob in tokens],
+        "top_logprobs": [{**named, f"<{id_}>": logprob} for id_, logprob in tokens],
+        "text_offset": list(range(len(tokens))),
+    }
+    return {"index": 0, "text": text, "logprobs": columns, "finish_reason": None}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -137,8 +205,11 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        for event in self.fake.events(body):
-            self._chunk(b"data:" + json.dumps(event).encode() + b"\n\n")
+        is_completion = self.path == "/v1/completions"
+        for event in self.fake.chunks(body) if is_completion else self.fake.events(body):
+            self._chunk(b"data: " + json.dumps(event).encode() + b"\n\n")
+        if is_completion:
+            self._chunk(b"data: [DONE]\n\n")
         self._chunk(b"")
 
     def _chunk(self, data: bytes) -> None:

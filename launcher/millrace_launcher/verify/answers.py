@@ -1,14 +1,19 @@
-"""What a request was answered with, exactly: token ids, and log probabilities as the float32 values they are."""
+"""What a request was answered with, exactly: tokens, and log probabilities as the float32 values they are."""
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 _FLOAT32 = struct.Struct("<f")
+TokenId = int | str
+"""A name where the route tells no ids."""
+Candidates = tuple[tuple[TokenId, float], ...]
+"""Tokens that were likely in a place, and their log probabilities, in the order in which they were told."""
 
 
 class StreamError(Exception):
@@ -16,12 +21,22 @@ class StreamError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class Scored:
+    """Tokens, and what was told of each."""
+
+    ids: tuple[TokenId, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    """Each exactly a float32; NaN where the server had none."""
+    candidates: tuple[Candidates, ...] = ()
+    """Of each place, or none at all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer(Scored):
     """A finished stream, or what came of it before it failed."""
 
-    ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    """Each exactly a float32; NaN where the server had none."""
+    prompt: Scored = Scored()
+    """Empty unless it was asked for."""
     text: str | None = None
     finish_reason: str | None = None
     cached_tokens: int = 0
@@ -34,34 +49,53 @@ def answer_from(events: Iterable[Mapping[str, Any]]) -> Answer:
 
     Raises StreamError unless the indexes are 1, 2, 3, … and the last event alone has the text.
     """
-    ids: list[int] = []
-    logprobs: list[float] = []
+    parts: list[Scored] = []
     last: Mapping[str, Any] | None = None
     for event in events:
         if "error" in event:
-            return _failed(ids, logprobs, str(event["error"]))
+            return failed(joined(parts), message_of(event["error"]))
         if last is not None:
             raise StreamError("an event came after the last one")
         try:
-            index, token, text = event["index"], event["token"], event["generated_text"]
-            id_, logprob = int(token["id"]), as_float32(token["logprob"])
+            index, text = event["index"], event["generated_text"]
+            part = _scored(event["token"], event.get("top_tokens", ()))
         except (LookupError, TypeError, ValueError) as error:
-            raise StreamError(f"event {len(ids) + 1} is none of Millrace's: {error!r}") from error
-        if index != len(ids) + 1:
-            raise StreamError(f"event {len(ids) + 1} has index {index}")
-        ids.append(id_)
-        logprobs.append(logprob)
+            raise StreamError(f"event {len(parts) + 1} is none of Millrace's: {error!r}") from error
+        if index != len(parts) + 1:
+            raise StreamError(f"event {len(parts) + 1} has index {index}")
+        parts.append(part)
         if text is not None:
             last = event
+    found = joined(parts)
     if last is None:
-        return _failed(ids, logprobs, "the stream ended without its last event")
+        return failed(found, "the stream ended without its last event")
     details = last["details"] or {}
     return Answer(
-        ids=tuple(ids),
-        logprobs=tuple(logprobs),
+        ids=found.ids,
+        logprobs=found.logprobs,
+        candidates=found.candidates,
         text=last["generated_text"],
         finish_reason=details.get("finish_reason"),
         cached_tokens=int(details.get("cached_tokens") or 0),
+    )
+
+
+def failed(found: Scored, error: str) -> Answer:
+    """What came, and why no more did."""
+    return Answer(ids=found.ids, logprobs=found.logprobs, candidates=found.candidates, error=error)
+
+
+def message_of(error: object) -> str:
+    """The words of an error, which OpenAI's routes put into an object."""
+    return str(error.get("message", error) if isinstance(error, Mapping) else error)
+
+
+def joined(parts: Sequence[Scored]) -> Scored:
+    """One after the other."""
+    return Scored(
+        ids=tuple(chain.from_iterable(part.ids for part in parts)),
+        logprobs=tuple(chain.from_iterable(part.logprobs for part in parts)),
+        candidates=tuple(chain.from_iterable(part.candidates for part in parts)),
     )
 
 
@@ -77,5 +111,12 @@ def same_bits(one: float, other: float) -> bool:
     return _FLOAT32.pack(one) == _FLOAT32.pack(other)
 
 
-def _failed(ids: list[int], logprobs: list[float], error: str) -> Answer:
-    return Answer(ids=tuple(ids), logprobs=tuple(logprobs), error=error)
+def _scored(token: Mapping[str, Any], top_tokens: Iterable[Mapping[str, Any]]) -> Scored:
+    id_, logprob = _pair(token)
+    return Scored(
+        ids=(id_,), logprobs=(logprob,), candidates=(tuple(_pair(top) for top in top_tokens),)
+    )
+
+
+def _pair(token: Mapping[str, Any]) -> tuple[TokenId, float]:
+    return int(token["id"]), as_float32(token["logprob"])

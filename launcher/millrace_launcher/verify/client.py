@@ -11,11 +11,15 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from typing import Any
 from urllib.parse import urlsplit
 
-from millrace_launcher.verify.answers import Answer, StreamError, answer_from
+from millrace_launcher.verify.answers import Answer, StreamError, answer_from, message_of
+from millrace_launcher.verify.completions import completion_from
+from millrace_launcher.verify.question import COMPLETIONS, Question
 
 SILENCE_SECONDS = 600.0
 """Longest wait for the next bytes; a restart of large shards takes minutes."""
 DATA = b"data:"
+DONE = b"[DONE]"
+"""Ends a stream of OpenAI's routes."""
 MOST_TRIES = 20
 LONGEST_PAUSE = 10.0
 """Seconds between two tries at most, whatever the server says."""
@@ -69,38 +73,34 @@ class Client:
         pairs = (line.rpartition(" ") for line in lines)
         return {name: float(value) for name, _, value in pairs}
 
-    def answer(
-        self, body: Mapping[str, Any], on_token: Callable[[], None] = lambda: None
-    ) -> Answer:
-        """Ask `/generate_stream`; `on_token` is called with each event. What goes wrong is in the answer.
+    def answer(self, question: Question, on_token: Callable[[], None] = lambda: None) -> Answer:
+        """Ask the question's route; `on_token` is called with each event. What goes wrong is in the answer.
 
         A server that has no room says nothing about its outputs: it is asked again, `MOST_TRIES` times in all.
         """
-        answer, pause = self._try(body, on_token)
+        answer, pause = self._try(question, on_token)
         for _ in range(MOST_TRIES - 1):
             if pause is None:
                 break
             time.sleep(pause)
-            answer, pause = self._try(body, on_token)
+            answer, pause = self._try(question, on_token)
         return answer
 
-    def _try(
-        self, body: Mapping[str, Any], on_token: Callable[[], None]
-    ) -> tuple[Answer, float | None]:
+    def _try(self, question: Question, on_token: Callable[[], None]) -> tuple[Answer, float | None]:
         """An answer, and after how many seconds to ask again if the server had no room."""
         pause = None
+        read = completion_from if question.route == COMPLETIONS else answer_from
         try:
-            with self._asked("POST", "/generate_stream", body) as response:
+            with self._asked("POST", question.route, question.body) as response:
                 if response.status == HTTPStatus.TOO_MANY_REQUESTS:
                     pause = _seconds_until_retry(response)
                 if response.status != HTTPStatus.OK:
                     _json(response)
-                return answer_from(_events(response, on_token)), None
+                return read(_events(response, on_token)), None
         except (ServerError, StreamError) as error:
-            return Answer(ids=(), logprobs=(), error=str(error)), pause
+            return Answer(error=str(error)), pause
         except (OSError, HTTPException) as error:
-            message = f"the connection broke: {error!r}"
-            return Answer(ids=(), logprobs=(), error=message), None
+            return Answer(error=f"the connection broke: {error!r}"), None
 
     @contextmanager
     def _asked(
@@ -134,8 +134,11 @@ def _events(response: HTTPResponse, on_token: Callable[[], None]) -> Iterator[di
     """The events of a stream, as they come."""
     for line in response:
         if line.startswith(DATA):
+            data = line[len(DATA) :].strip()
+            if data == DONE:
+                return
             try:
-                event: dict[str, Any] = json.loads(line[len(DATA) :])
+                event: dict[str, Any] = json.loads(data)
             except ValueError:
                 raise StreamError(f"an event is not JSON: {line[:80]!r}") from None
             yield event
@@ -150,10 +153,9 @@ def _json(response: HTTPResponse) -> Any:  # noqa: ANN401
     except ValueError:
         found = None
     if response.status != 200:
-        words = found.get("error") if isinstance(found, dict) else None
-        raise ServerError(
-            f"status {response.status}: {words or body[:200].decode(errors='replace')}"
-        )
+        error = found.get("error") if isinstance(found, dict) else None
+        words = message_of(error) if error else body[:200].decode(errors="replace")
+        raise ServerError(f"status {response.status}: {words}")
     if found is None:
         raise ServerError(f"the answer is not JSON: {body[:80]!r}")
     return found

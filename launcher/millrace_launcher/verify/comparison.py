@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from millrace_launcher.verify.answers import Answer, same_bits
+from millrace_launcher.verify.answers import Answer, Candidates, Scored, same_bits
 from millrace_launcher.verify.question import Question
 
 
@@ -16,6 +16,8 @@ class Place:
 
     request: int
     position: int
+    in_prompt: bool = False
+    """Whether the position is one of the prompt's tokens, which come before all others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +30,14 @@ class Comparison:
     num_different: int = 0
     """Requests of which any bit differs."""
     num_other_tokens: int = 0
-    """Requests whose tokens differ; of the others with a difference, only log probabilities do."""
+    """Requests whose tokens differ; of the others with a difference, only log probabilities or candidates do."""
     first_difference: Place | None = None
     """The earliest position, over all requests."""
     largest_gap: float = 0.0
-    """Between log probabilities, in nats: over equal tokens, and over the first pair of greedy ones that differ."""
+    """Between log probabilities, in nats: over equal tokens, and over the first pair of greedy ones that differ.
+
+    In the same places over the candidates that both have, and over the whole prompt where it was scored.
+    """
     failures: tuple[str, ...] = ()
     """Requests that were not answered to the end."""
 
@@ -44,12 +49,28 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """The comparison of one request."""
+    """The comparison of one request, or of its prompt."""
 
     num_tokens: int
     difference: int | None
     other_tokens: bool
     gap: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Pairs:
+    """Both of a request."""
+
+    prompt: _Pair
+    answer: _Pair
+
+    def difference(self, request: int) -> Place | None:
+        """The earlier one."""
+        if self.prompt.difference is not None:
+            return Place(request, self.prompt.difference, in_prompt=True)
+        if self.answer.difference is not None:
+            return Place(request, self.answer.difference)
+        return None
 
 
 def compare(
@@ -61,17 +82,17 @@ def compare(
         for question, one, other in zip(questions, expected, found, strict=True)
     ]
     places = [
-        Place(request, pair.difference)
+        place
         for request, pair in enumerate(pairs)
-        if pair.difference is not None
+        if (place := pair.difference(request)) is not None
     ]
     return Comparison(
         num_requests=len(pairs),
-        num_tokens=sum(pair.num_tokens for pair in pairs),
+        num_tokens=sum(pair.answer.num_tokens for pair in pairs),
         num_different=len(places),
-        num_other_tokens=sum(pair.other_tokens for pair in pairs),
-        first_difference=min(places, key=lambda place: place.position, default=None),
-        largest_gap=max((pair.gap for pair in pairs), default=0.0),
+        num_other_tokens=sum(pair.answer.other_tokens for pair in pairs),
+        first_difference=_earliest(places),
+        largest_gap=max((max(pair.prompt.gap, pair.answer.gap) for pair in pairs), default=0.0),
         failures=tuple(
             f"request {request}: {answer.error}"
             for request, answers in enumerate(zip(expected, found, strict=True))
@@ -89,23 +110,36 @@ def merged(comparisons: Sequence[Comparison]) -> Comparison:
         num_tokens=sum(c.num_tokens for c in comparisons),
         num_different=sum(c.num_different for c in comparisons),
         num_other_tokens=sum(c.num_other_tokens for c in comparisons),
-        first_difference=min(places, key=lambda place: place.position, default=None),
+        first_difference=_earliest(places),
         largest_gap=max((c.largest_gap for c in comparisons), default=0.0),
         failures=tuple(failure for c in comparisons for failure in c.failures),
     )
 
 
-def _compare(one: Answer, other: Answer, *, is_greedy: bool) -> _Pair:
+def _earliest(places: Sequence[Place]) -> Place | None:
+    return min(places, key=lambda place: (not place.in_prompt, place.position), default=None)
+
+
+def _compare(one: Answer, other: Answer, *, is_greedy: bool) -> _Pairs:
+    prompt = _compare_scored(one.prompt, other.prompt, is_greedy=False)
+    if prompt.other_tokens:
+        # The prompt is given: one that was scored, and one that was not, are not close.
+        prompt = replace(prompt, gap=math.inf)
+    answer = _compare_scored(one, other, is_greedy=is_greedy)
+    if answer.difference is None and _ends_differ(one, other):
+        answer = replace(answer, difference=len(one.ids))
+    return _Pairs(prompt, answer)
+
+
+def _compare_scored(one: Scored, other: Scored, *, is_greedy: bool) -> _Pair:
     length = min(len(one.ids), len(other.ids))
     alike = next((i for i in range(length) if one.ids[i] != other.ids[i]), length)
     other_tokens = alike < length or len(one.ids) != len(other.ids)
     # Each server holds its own greedy token for the best, so their gap is bounded as that of one token is.
     num_measured = alike + (alike < length and is_greedy)
-    gaps = [_gap(one.logprobs[i], other.logprobs[i]) for i in range(num_measured)]
-    difference = next(
-        (i for i in range(alike) if not same_bits(one.logprobs[i], other.logprobs[i])), None
-    )
-    if difference is None and (other_tokens or _ends_differ(one, other)):
+    gaps = [_gap_at(one, other, i) for i in range(num_measured)]
+    difference = next((i for i in range(alike) if not _same_at(one, other, i)), None)
+    if difference is None and other_tokens:
         difference = alike
     return _Pair(
         num_tokens=alike + (alike < length),
@@ -113,6 +147,28 @@ def _compare(one: Answer, other: Answer, *, is_greedy: bool) -> _Pair:
         other_tokens=other_tokens,
         gap=max(gaps, default=0.0),
     )
+
+
+def _same_at(one: Scored, other: Scored, position: int) -> bool:
+    mine, others = _candidates_at(one, position), _candidates_at(other, position)
+    return (
+        same_bits(one.logprobs[position], other.logprobs[position])
+        and [id_ for id_, _ in mine] == [id_ for id_, _ in others]
+        and all(same_bits(a, b) for (_, a), (_, b) in zip(mine, others, strict=True))
+    )
+
+
+def _gap_at(one: Scored, other: Scored, position: int) -> float:
+    """Of the token and of the candidates that both have; infinite where only one of the two has any."""
+    gap = _gap(one.logprobs[position], other.logprobs[position])
+    mine, others = dict(_candidates_at(one, position)), dict(_candidates_at(other, position))
+    if bool(mine) != bool(others):
+        return math.inf
+    return max([gap, *(_gap(mine[id_], others[id_]) for id_ in mine.keys() & others.keys())])
+
+
+def _candidates_at(scored: Scored, position: int) -> Candidates:
+    return scored.candidates[position] if scored.candidates else ()
 
 
 def _gap(one: float, other: float) -> float:

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+GENERATE = "/generate_stream"
+COMPLETIONS = "/v1/completions"
+"""Takes a bias for each token, and tells log probabilities of the prompt, which no stream of the native routes does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """Its text, cut to its last `truncate` tokens, which are `input_ids`; `parameters` are the native API's."""
+    """Its text, cut to its last `truncate` tokens, which are `input_ids`; `parameters` are the route's."""
 
     text: str
     input_ids: tuple[int, ...]
     max_new_tokens: int
     parameters: Mapping[str, Any]
+    route: str = GENERATE
 
     @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is taken, penalties or not."""
+        if self.route == COMPLETIONS:
+            return bool(self.parameters["temperature"] == 0)
         return not self.parameters.get("do_sample", False)
 
     @property
@@ -28,7 +35,14 @@ class Question:
 
     @property
     def body(self) -> dict[str, Any]:
-        """For `/generate_stream`."""
+        """For its route."""
+        if self.route == COMPLETIONS:
+            return {
+                **self.parameters,
+                "prompt": self.input_ids,
+                "max_tokens": self.max_new_tokens,
+                "stream": True,
+            }
         parameters = {
             **self.parameters,
             "details": True,
@@ -36,3 +50,7 @@ class Question:
             "truncate": len(self.input_ids),
         }
         return {"inputs": self.text, "parameters": parameters}
+
+    def seeded(self, seed: int) -> Question:
+        """The same with this seed."""
+        return replace(self, parameters={**self.parameters, "seed": seed})

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from millrace_launcher.commands import Programs
-from millrace_launcher.verify.answers import Answer, as_float32
+from millrace_launcher.verify.answers import Answer, TokenId, as_float32
 from millrace_launcher.verify.question import Question
 
 TAIL_LINES = 5
@@ -26,7 +26,7 @@ class Greedy:
     answer: Answer
     runners_up: tuple[tuple[int, float], ...]
 
-    def is_tie(self, position: int, other: int, tolerance: float) -> bool:
+    def is_tie(self, position: int, other: TokenId, tolerance: float) -> bool:
         """Whether `other` is as likely as the token at `position`, as far as `tolerance` tells."""
         runner_up, logprob = self.runners_up[position]
         return runner_up == other and self.answer.logprobs[position] - logprob <= tolerance

@@ -79,7 +79,10 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _place(place: Place | None) -> str:
-    return "-" if place is None else f"request {place.request}, token {place.position}"
+    if place is None:
+        return "-"
+    part = "prompt token" if place.in_prompt else "token"
+    return f"request {place.request}, {part} {place.position}"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:
@@ -117,7 +120,11 @@ def _comparison_json(found: Comparison) -> dict[str, Any]:
         "requests_with_other_tokens": found.num_other_tokens,
         "first_difference": None
         if place is None
-        else {"request": place.request, "position": place.position},
+        else {
+            "request": place.request,
+            "in_prompt": place.in_prompt,
+            "position": place.position,
+        },
         "largest_gap": found.largest_gap if math.isfinite(found.largest_gap) else None,
         "failures": list(found.failures),
     }

@@ -15,7 +15,7 @@ from millrace_launcher.verify.suite import Suite
 
 def ask_alone(client: Client, questions: Sequence[Question]) -> tuple[Answer, ...]:
     """Each request once the one before it is answered."""
-    return tuple(client.answer(question.body) for question in questions)
+    return tuple(client.answer(question) for question in questions)
 
 
 def ask_together(
@@ -26,7 +26,7 @@ def ask_together(
 ) -> tuple[Answer, ...]:
     """All of them at once, or `num_workers` at a time; `on_token` is called from the threads that ask."""
     with ThreadPoolExecutor(num_workers) as pool:
-        return tuple(pool.map(lambda question: client.answer(question.body, on_token), questions))
+        return tuple(pool.map(lambda question: client.answer(question, on_token), questions))
 
 
 def ask_in_traffic(client: Client, suite: Suite) -> tuple[Answer, ...]:
@@ -37,11 +37,7 @@ def ask_in_traffic(client: Client, suite: Suite) -> tuple[Answer, ...]:
     def disturb(question: Question) -> None:
         failed = False
         while not done.is_set() and not failed:
-            body = question.body
-            parameters = {**body["parameters"], "seed": next(rounds)}
-            failed = (
-                client.answer({**body, "parameters": parameters}, running.set).error is not None
-            )
+            failed = client.answer(question.seeded(next(rounds)), running.set).error is not None
         running.set()
 
     with ThreadPoolExecutor(len(suite.unrelated)) as pool:

@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from millrace_launcher.verify.answers import Answer
 from millrace_launcher.verify.client import Client, ServerError
+from millrace_launcher.verify.kinds import Kind, kinds_for
 from millrace_launcher.verify.promise import BITS, Promise, close
 from millrace_launcher.verify.prompts import UNRELATED
 from millrace_launcher.verify.question import Question
 
 FIRST_SEED = 1001
-LETTERS: Mapping[str, Any] = {"type": "regex", "value": "[QZ]{1000}"}
-"""Leaves a handful of tokens at each place, so that whatever the model, guesses are right now and then."""
-CHAINS: Mapping[str, Any] = {"type": "regex", "value": "([QZ]%){500}"}
-"""Forces every other token, as the only one that is left."""
-SAMPLING: Sequence[Mapping[str, Any]] = (
-    {},
-    # All but uniform over what the grammar leaves: right and wrong guesses are both certain to come.
-    {"do_sample": True, "temperature": 1000.0, "grammar": LETTERS},
-    {"do_sample": True, "temperature": 0.8, "top_p": 0.95},
-    {"repetition_penalty": 1.2, "frequency_penalty": 0.3},
-    {"do_sample": True, "top_k": 40, "repetition_penalty": 1.1},
-    {"do_sample": True, "temperature": 1.2, "typical_p": 0.9},
-    {"grammar": LETTERS},
-    {"grammar": CHAINS},
-    {"do_sample": True, "min_p": 0.02, "watermark": True},
-)
 LONG_EVERY = 4
 LONG_BLOCKS = 2
 """Every LONG_EVERY-th answer grows by so many KV blocks and a little, which is what runs a small cache out of them."""
@@ -54,6 +38,7 @@ class ServerInfo:
     max_batch_total_tokens: int
     """Room of the KV cache."""
     caches_prefixes: bool
+    max_top_n_tokens: int
     grammars: bool
     """Whether it takes any."""
     attention: str = ""
@@ -77,6 +62,7 @@ class ServerInfo:
                 max_concurrent_requests=int(info["max_concurrent_requests"]),
                 max_batch_total_tokens=int(info["max_batch_total_tokens"]),
                 caches_prefixes=info["prefix_caching"] == "on",
+                max_top_n_tokens=int(info["max_top_n_tokens"]),
                 grammars=bool(info["grammars"]),
                 attention=str(info.get("attention", "")),
             )
@@ -119,32 +105,33 @@ def questions_for(
 ) -> tuple[Question, ...]:
     """Requests of all kinds over `prompts`, taken in turn; `cut` bounds prompts to a few blocks. Raises ServerError."""
     ids = {text: client.token_ids(text) for text in prompts}
-    kinds = _kinds(info)
+    kinds = kinds_for(grammars=info.grammars)
     found = []
     for number in range(num_requests):
-        text = prompts[number % len(prompts)]
+        text, kind = prompts[number % len(prompts)], kinds[number % len(kinds)]
         wanted = max_new_tokens - max_new_tokens * (number % 3) // 4
         if number % LONG_EVERY == 0:
             wanted = max(max_new_tokens, LONG_BLOCKS * info.block_size + 8)
-        parameters = _endless(kinds[number % len(kinds)], wanted=number % 3 != 2)
-        if "do_sample" in parameters:
-            parameters["seed"] = FIRST_SEED + number
         most = PROMPT_BLOCKS * info.block_size + 7 if cut else info.max_input_tokens
-        found.append(_question(info, text, ids[text], wanted, parameters, most=most))
+        question = _question(
+            info, text, ids[text], kind, wanted=wanted, most=most, ignore_eos=number % 3 != 2
+        )
+        found.append(question if question.is_greedy else question.seeded(FIRST_SEED + number))
     return tuple(found)
 
 
 def unrelated_questions(client: Client, info: ServerInfo) -> tuple[Question, ...]:
     """Requests whose answers nobody compares. Raises ServerError."""
-    kinds = _kinds(info)
+    kinds = kinds_for(grammars=info.grammars)
     return tuple(
         _question(
             info,
             text,
             client.token_ids(text),
-            UNRELATED_TOKENS + 5 * number,
-            _endless(kinds[number % len(kinds)], wanted=True),
+            kinds[number % len(kinds)],
+            wanted=UNRELATED_TOKENS + 5 * number,
             most=PROMPT_BLOCKS * info.block_size,
+            ignore_eos=True,
         )
         for number, text in enumerate(UNRELATED)
     )
@@ -164,28 +151,26 @@ def plain_greedy(questions: Sequence[Question], max_new_tokens: int) -> tuple[Qu
     )
 
 
-def _kinds(info: ServerInfo) -> list[Mapping[str, Any]]:
-    """What the server can be asked for."""
-    return [kind for kind in SAMPLING if info.grammars or "grammar" not in kind]
-
-
-def _endless(kind: Mapping[str, Any], *, wanted: bool) -> dict[str, Any]:
-    """With `ignore_eos` as `wanted`, unless a grammar says what ends."""
-    return {**kind, "ignore_eos": wanted and "grammar" not in kind}
-
-
 def _question(
     info: ServerInfo,
     text: str,
     ids: tuple[int, ...],
-    wanted: int,
-    parameters: Mapping[str, Any],
+    kind: Kind,
     *,
+    wanted: int,
     most: int,
+    ignore_eos: bool,
 ) -> Question:
     """Within what the server grants: half of the longest sequence at most is new."""
     max_new_tokens = min(wanted, info.max_total_tokens // 2)
     room = min(most, info.max_input_tokens, info.max_total_tokens - max_new_tokens)
+    input_ids = ids[-room:]
     return Question(
-        text=text, input_ids=ids[-room:], max_new_tokens=max_new_tokens, parameters=parameters
+        text=text,
+        input_ids=input_ids,
+        max_new_tokens=max_new_tokens,
+        parameters=kind.parameters_for(
+            input_ids, ignore_eos=ignore_eos, max_top_n_tokens=info.max_top_n_tokens
+        ),
+        route=kind.route,
     )
