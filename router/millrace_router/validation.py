@@ -8,6 +8,7 @@ from millrace_router.api.grammar import check_as_tgi
 from millrace_router.api.native import GenerateParameters, GenerateRequest, OpenAIParameters
 from millrace_router.api.prompt import PromptRequest
 from millrace_router.errors import SizeError, ValidationError
+from millrace_router.grammar_reader import GrammarReader
 from millrace_router.grammars import Grammars
 from millrace_router.limits import Limits
 from millrace_router.metrics import Metrics
@@ -168,13 +169,15 @@ def check_bias(parameters: GenerateParameters, limits: Limits) -> None:
         )
 
 
-def grammar_from(parameters: GenerateParameters, limits: Limits) -> Grammar | None:
-    """Read the grammar as far as that takes no compiler; raises ValidationError."""
+async def grammar_from(
+    parameters: GenerateParameters, limits: Limits, reader: GrammarReader
+) -> Grammar | None:
+    """Read the grammar as far as that takes no compiler; raises ValidationError or Overloaded."""
     if parameters.grammar is None:
         return None
     if not limits.grammars:
         raise ValidationError("grammar is not supported")
-    grammar = parameters.grammar.resolved()
+    grammar = await reader.read(parameters.grammar)
     # A grammar of tools is not the client's, and what its `response_format` says is checked before that.
     if limits.strict_tgi and not isinstance(parameters, OpenAIParameters):
         check_as_tgi(parameters.grammar)
@@ -240,6 +243,7 @@ class Validator:
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._grammars = grammars
+        self.grammar_reader = GrammarReader()
 
     async def validate(
         self,
@@ -256,7 +260,7 @@ class Validator:
             request, add_special_tokens=add_special_tokens
         )
         self._metrics.request_input_length.observe(len(input_ids))
-        validated = self._trusted(request, terms, input_ids, max_new_tokens)
+        validated = await self._trusted(request, terms, input_ids, max_new_tokens)
         grammar = validated.request.grammar
         if grammar is not None:
             await self._grammars.check(grammar, wait_seconds=terms.max_queue_seconds)
@@ -275,12 +279,13 @@ class Validator:
         Raises:
             SizeError: it is well-formed, but too long.
             ValidationError: with the first rule that is broken.
+            Overloaded: too many large grammars are to be read.
 
         """
         input_ids, max_new_tokens = await self._measure(
             request, add_special_tokens=add_special_tokens
         )
-        return self._trusted(request, terms, input_ids, max_new_tokens)
+        return await self._trusted(request, terms, input_ids, max_new_tokens)
 
     async def _measure(
         self, request: GenerateRequest, *, add_special_tokens: bool
@@ -305,16 +310,16 @@ class Validator:
         check_vocabulary(input_ids, limits)
         return input_ids, max_new_tokens
 
-    def _trusted(
+    async def _trusted(
         self,
         request: GenerateRequest,
         terms: Terms,
         input_ids: tuple[int, ...],
         max_new_tokens: int,
     ) -> Validated:
-        """Check what is left, and resolve the defaults; raises ValidationError."""
+        """Check what is left, and resolve the defaults; raises ValidationError or Overloaded."""
         parameters, limits = request.parameters, self.limits
-        grammar = grammar_from(parameters, limits)
+        grammar = await grammar_from(parameters, limits, self.grammar_reader)
         scores, candidates = scores_from(parameters, limits)
         least = check_least(parameters, max_new_tokens)
         check_adapter(parameters, limits)

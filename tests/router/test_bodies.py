@@ -250,3 +250,31 @@ async def test_no_body_whatever_ends_in_a_500() -> None:
                 assert answer.keys() == {"error", "error_type"}
         assert edge.services.infer.permits.taken == 0
     assert seen >= {200, 422}
+
+
+def brackets(value: object) -> str:
+    """Of the JSON of `value`, by its structure."""
+    match value:
+        case dict():
+            return "{" + "".join(map(brackets, value.values())) + "}"
+        case list():
+            return "[" + "".join(map(brackets, value)) + "]"
+        case _:
+            return ""
+
+
+TEXTS = st.text(st.sampled_from('[]{}"\\/n\x00é'))
+
+
+@settings(deadline=None)
+@given(
+    value=st.recursive(
+        st.none() | TEXTS,
+        lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner),
+        max_leaves=40,
+    ),
+    is_ascii=st.booleans(),
+)
+def test_brackets_in_strings_do_not_count(value: object, *, is_ascii: bool) -> None:
+    body = json.dumps(value, ensure_ascii=is_ascii).encode()
+    assert bodies._brackets_of(body).decode() == brackets(value)

@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import Field, model_validator
+from pydantic import Field, TypeAdapter, model_validator
 from typing_extensions import TypeAliasType
 
 from millrace_router.api.fields import RequestModel
@@ -28,6 +28,7 @@ ANY_OBJECT = '{"type":"object"}'
 """The schema that stands in for none."""
 
 _LEVELS = {ord("("): 1, ord("["): 1, ord("{"): 1, ord(")"): -1, ord("]"): -1, ord("}"): -1}
+_CONTAINERS = (dict, list)
 _NO_BRACKETS = bytes(set(range(256)) - _LEVELS.keys())
 
 
@@ -92,6 +93,7 @@ GrammarType = TypeAliasType(
     ],
 )
 """`grammar` of the native routes."""
+_GRAMMAR_TYPE: TypeAdapter[GrammarType] = TypeAdapter(GrammarType)
 
 
 class TextFormat(RequestModel):
@@ -160,11 +162,27 @@ def grammar_type(grammar: Grammar) -> GrammarType:
             return LarkGrammar(type="lark", value=grammar.source)
 
 
+def grammar_json(grammar: GrammarType) -> bytes:
+    """`grammar` as JSON, which is made much sooner than it is resolved."""
+    value = grammar.value
+    if isinstance(value, JsonSchemaConfig):
+        value = {"schema": value.schema_}
+    return orjson.dumps({"type": grammar.type, "value": value})
+
+
+def resolved_from(json: bytes) -> Grammar:
+    """Resolve what `grammar_json` made JSON of; raises ValidationError."""
+    return _GRAMMAR_TYPE.validate_python(orjson.loads(json)).resolved()
+
+
 def check_as_tgi(grammar: GrammarType) -> None:
-    """Raise ValidationError for a readable schema that TGI would refuse: it wants `properties` at the top."""
+    """Raise ValidationError for a schema that TGI would refuse: it wants `properties` at the top.
+
+    What is no schema at all is left to be told by `resolved`, which takes too long here.
+    """
     if not isinstance(grammar, JsonGrammar | JsonSchemaGrammar):
         return
-    if "properties" not in orjson.loads(grammar.resolved().source):
+    if _lacks_properties(grammar):
         raise _invalid("Grammar must have a 'properties' field")
 
 
@@ -182,6 +200,18 @@ def checked_schema(schema: dict[str, Any]) -> dict[str, Any]:
     """Say in `schema` what its users imply; raises ValidationError if it is nested too deeply."""
     _check_levels(_levels_of(schema))
     return with_implied_types(schema)
+
+
+def _lacks_properties(grammar: JsonGrammar | JsonSchemaGrammar) -> bool:
+    value = grammar.value.schema_ if isinstance(grammar, JsonSchemaGrammar) else grammar.value
+    if value is None:
+        return grammar.type == "json_object"
+    if isinstance(value, str):
+        try:
+            value = orjson.loads(value)
+        except orjson.JSONDecodeError:
+            return False
+    return isinstance(value, dict) and "properties" not in value
 
 
 def _of_schema(value: object) -> Grammar:
@@ -220,11 +250,14 @@ def _brackets_of(source: str) -> bytes:
 
 def _levels_of(value: object) -> int:
     """Levels of arrays and objects, taken one at a time, since there may be more than calls can be nested."""
-    num_levels, level = 0, [value]
-    while containers := [one for one in level if isinstance(one, dict | list)]:
+    num_levels, level = 0, [value] if isinstance(value, _CONTAINERS) else []
+    while level:
         num_levels += 1
         level = [
-            part for one in containers for part in (one.values() if isinstance(one, dict) else one)
+            part
+            for one in level
+            for part in (one.values() if isinstance(one, dict) else one)
+            if isinstance(part, _CONTAINERS)
         ]
     return num_levels
 

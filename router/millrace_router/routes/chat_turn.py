@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from millrace_router.api.chat import ChatCompletionRequest
@@ -14,7 +14,6 @@ from millrace_router.events import Token
 from millrace_router.request import GrammarKind
 from millrace_router.services import Services
 from millrace_router.tokenizer import Tokenizer
-from millrace_router.tools.calls_or_answer import calls_or_answer
 from millrace_router.tools.tool import Tool, ToolChoice
 from millrace_router.tools.tool_format import ToolFormat
 from millrace_router.tools.tool_prompt import DEFAULT_TOOL_PROMPT, with_tool_prompt
@@ -61,7 +60,7 @@ async def prepare_turn(services: Services, body: ChatCompletionRequest) -> ChatT
     if choice.kind == "none":
         tools = ()
     if tools:
-        grammar = _grammar(services.tool_format, tools, choice, parameters.grammar)
+        grammar = await _grammar(services, tools, choice, parameters.grammar)
         parameters = parameters.model_copy(update={"grammar": grammar})
     prompt = await _render(services, body, tools)
     return ChatTurn(
@@ -74,24 +73,23 @@ async def prepare_turn(services: Services, body: ChatCompletionRequest) -> ChatT
     )
 
 
-def _grammar(
-    tool_format: ToolFormat,
+async def _grammar(
+    services: Services,
     tools: tuple[Tool, ...],
     choice: ToolChoice,
     answer: GrammarType | None,
 ) -> GrammarType | None:
     """What a model with tools may say, `answer` being what the client has asked for; raises RouterError."""
-    if answer is None:
-        calls = tool_format.grammar(tools, choice)
-        return None if calls is None else grammar_type(calls)
-    if choice.is_forced:
-        raise ToolError(EXCLUSIVE)
-    described = answer.resolved()
-    if described.kind is not GrammarKind.JSON_SCHEMA:
-        return answer
-    calls = tool_format.grammar(tools, replace(choice, kind="required"))
-    assert calls is not None
-    return grammar_type(calls_or_answer(calls, described.source))
+    reader = services.validator.grammar_reader
+    described = None
+    if answer is not None:
+        if choice.is_forced:
+            raise ToolError(EXCLUSIVE)
+        described = await reader.read(answer)
+        if described.kind is not GrammarKind.JSON_SCHEMA:
+            return answer
+    grammar = await reader.of_chat(services.tool_format, tools, choice, described)
+    return None if grammar is None else grammar_type(grammar)
 
 
 async def _render(services: Services, body: ChatCompletionRequest, tools: tuple[Tool, ...]) -> str:

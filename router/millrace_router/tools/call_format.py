@@ -40,8 +40,7 @@ class CallFormat(ABC):
 
     def grammar(self, tools: Sequence[Tool], choice: ToolChoice) -> Grammar | None:
         """Return what the whole answer has to match, as `ToolFormat` has it."""
-        is_strict = choice.kind == "auto" and any(tool.strict for tool in tools)
-        if not (choice.is_forced or is_strict):
+        if not has_grammar(tools, choice):
             return None
         tools = _callable(tools, choice)
         check_schemas([tool.parameters for tool in tools])
@@ -82,6 +81,11 @@ class CallFormat(ABC):
 
     def _marker(self, text: str) -> str:
         return token_or_literal(text, self._special_ids)
+
+
+def has_grammar(tools: Sequence[Tool], choice: ToolChoice) -> bool:
+    """Whether answers have to match anything."""
+    return choice.is_forced or (choice.kind == "auto" and any(tool.strict for tool in tools))
 
 
 def _callable(tools: Sequence[Tool], choice: ToolChoice) -> list[Tool]:
