@@ -47,7 +47,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--flags", type=shlex.split, default=[], help="more, for both")
     parser.add_argument("--streams", type=_numbers, default=STREAMS, help="with commas")
-    parser.add_argument("--rounds", type=int, default=5, help="that count, after one that does not")
+    parser.add_argument("--starts", type=int, default=3, help="of both servers anew")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="that count, after one, of each start"
+    )
     parser.add_argument("--requests", type=int, default=8, help="of each stream in a round")
     parser.add_argument(
         "--patience", type=float, default=60.0, help="seconds to wait for a quiet machine"
@@ -59,7 +62,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     if options.quick and options.record:
         parser.error("--quick measures nothing worth to --record")
     if options.quick:
-        options.rounds, options.requests = 1, 2
+        options.starts, options.rounds, options.requests = 1, 1, 2
     return options
 
 
@@ -70,27 +73,26 @@ def _numbers(text: str) -> tuple[int, ...]:
 def measure(options: argparse.Namespace) -> list[Row]:
     """Every text with every number of streams; raises ServerError, AnswersDifferError or ClientError."""
     options.out.mkdir(parents=True, exist_ok=True)
-    rows = []
-    with servers(options.model, out=options.out, guess=options.guess, flags=options.flags) as (
-        plain,
-        guessing,
-    ):
-        if not wait_until_quiet(Quiet(patience_seconds=options.patience)):
-            say("the machine is not quiet: what follows is marked as disturbed")
-        for text in KINDS:
-            for num_streams in options.streams:
-                load = Load(text, num_streams)
-                rows.append(
-                    run_load(
-                        plain,
-                        guessing,
-                        load,
-                        rounds=options.rounds,
-                        requests_per_stream=options.requests,
-                    )
+    found: dict[Load, Row] = {}
+    for start in range(options.starts):
+        with servers(options.model, out=options.out, guess=options.guess, flags=options.flags) as (
+            plain,
+            guessing,
+        ):
+            if not wait_until_quiet(Quiet(patience_seconds=options.patience)):
+                say("the machine is not quiet: what follows is marked as disturbed")
+            for load in (Load(text, streams) for text in KINDS for streams in options.streams):
+                row = run_load(
+                    plain,
+                    guessing,
+                    load,
+                    rounds=options.rounds,
+                    requests_per_stream=options.requests,
+                    start=start,
                 )
-                say(f"{load.name}: {rows[-1].speedup:.2f}")
-    return rows
+                found[load] = found[load].joined(row) if load in found else row
+                say(f"{load.name}: {row.speedup:.2f}")
+    return list(found.values())
 
 
 def section(rows: Sequence[Row], *, options: argparse.Namespace, command: str) -> str:
@@ -104,8 +106,9 @@ def section(rows: Sequence[Row], *, options: argparse.Namespace, command: str) -
         f" torch {facts['torch']}, Python {facts['python']}.\n\n"
         f"Greedy answers of up to {MOST_TOKENS} tokens. Repetitive: the question and its answer, and {NUM_PRECEDENTS}"
         " other pairs, stand in the prompt before it is asked again. Plain: a question alone. Two servers side by side"
-        f" have the same requests in turn; rates are medians of {options.rounds} rounds of {options.requests} requests"
-        " a stream, the speed-up is that of the ratios.\n\n"
+        f" have the same requests in turn, and are started anew {options.starts} times, as one that runs may stay faster"
+        f" or slower than another by some percent. Rates are medians of {options.starts} x {options.rounds} rounds of"
+        f" {options.requests} requests a stream, the speed-up is that of the ratios.\n\n"
         f"{table(rows)}\n\n{verdict(rows)}\n"
     )
 

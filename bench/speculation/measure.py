@@ -68,6 +68,10 @@ class Row:
     plain: Sequence[Round]
     guessing: Sequence[Round]
 
+    def joined(self, other: Row) -> Row:
+        """With the rounds of another start of the servers."""
+        return Row(self.load, [*self.plain, *other.plain], [*self.guessing, *other.guessing])
+
     @property
     def speedup(self) -> float:
         """Median over the rounds, in each of which both servers had the same requests right after each other."""
@@ -148,12 +152,13 @@ def run_load(
     *,
     rounds: int,
     requests_per_stream: int,
+    start: int = 0,
 ) -> Row:
-    """One round to warm up, then `rounds` that count; raises AnswersDifferError."""
+    """One round to warm up, then `rounds` that count; raises AnswersDifferError. Each `start` has other requests."""
     kept: tuple[list[Round], list[Round]] = ([], [])
     for number in range(rounds + 1):
         count = load.num_streams * requests_per_stream
-        requests = bodies(load.text, count=count, seed=f"{load.name}/{number}")
+        requests = bodies(load.text, count=count, seed=f"{load.name}/{start}/{number}")
         first, second = [
             asyncio.run(run_round(server, requests, load.num_streams))
             for server in order(number, plain, guessing)
