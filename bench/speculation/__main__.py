@@ -107,8 +107,8 @@ def section(rows: Sequence[Row], *, options: argparse.Namespace, command: str) -
         f"Greedy answers of up to {MOST_TOKENS} tokens. Repetitive: the question and its answer, and {NUM_PRECEDENTS}"
         " other pairs, stand in the prompt before it is asked again. Plain: a question alone. Two servers side by side"
         f" have the same requests in turn, and are started anew {options.starts} times, as one that runs may stay"
-        f" faster or slower than another by some percent. Rates are medians of {options.starts} x {options.rounds} rounds"
-        f" of {options.requests} requests a stream, the speed-up is that of the ratios.\n\n"
+        f" faster or slower than another by some percent. Rates are medians of {options.starts} x"
+        f" {options.rounds} rounds of {options.requests} requests a stream, the speed-up is that of the ratios.\n\n"
         f"{table(rows)}\n\n{verdict(rows)}\n"
     )
 

@@ -32,9 +32,9 @@ _PROBE_SHARE = 0.01
 """Time that may go into guesses of which nothing is expected, to learn whether that is still so."""
 _CONTROL_EVERY = 64
 """Of the steps with guesses one in so many goes without, lest it be forgotten what those cost."""
-_LOSS_SHARE = 0.02
+_LOSS_SHARE = 0.01
 """Time that guesses may cost in the end, whatever was expected of them."""
-_MOST_BALANCE = 20.0
+_MOST_BALANCE = 8.0
 """Steps that guesses may lose after they have won as much."""
 _MOST_EXCESS = 4.0
 """What a step may have taken at most, in units of what was expected, because of its guesses."""
@@ -157,13 +157,16 @@ class Speculator:
 
     def paid(self, load: StepLoad, seconds: float, *, accepted: int) -> None:
         """Charge what a step took beyond one without guesses, and credit what right ones would have taken."""
-        expected, prices = self._cost.seconds(load), self._cost.extra_prices()
-        if expected is None or prices is None or not load.decodes:
+        if not load.decodes:
             return
-        plain = expected
-        if load.extra_positions:
-            plain -= prices[0] + load.extra_positions * prices[1]
+        plain = seconds
         if load.extra_positions or self._was_wide:
+            expected, prices = self._cost.seconds(load), self._cost.extra_prices()
+            if expected is None or prices is None:
+                return
+            plain = expected
+            if load.extra_positions:
+                plain -= prices[0] + load.extra_positions * prices[1]
             # What a wide step leaves to be settled falls into the next one. A step that a neighbour held up for longer
             # would have been held up all the same.
             self._balance -= min(seconds, _MOST_EXCESS * expected) - plain
