@@ -32,9 +32,9 @@ _PROBE_SHARE = 0.01
 """Time that may go into guesses of which nothing is expected, to learn whether that is still so."""
 _CONTROL_EVERY = 64
 """Of the steps with guesses one in so many goes without, lest it be forgotten what those cost."""
-_LOSS_SHARE = 0.01
+_LOSS_SHARE = 0.02
 """Time that guesses may cost in the end, whatever was expected of them."""
-_MOST_BALANCE = 8.0
+_MOST_BALANCE = 20.0
 """Steps that guesses may lose after they have won as much."""
 _MOST_EXCESS = 4.0
 """What a step may have taken at most, in units of what was expected, because of its guesses."""
