@@ -25,9 +25,8 @@ _PRIOR_RATE = 1 / 64
 _FIRST_PRIOR = 0.5
 """Assumed of the first sequences of all."""
 _MARGIN = 1.05
-"""What a guess has to be worth in units of its cost, as errors of the estimates are about as large."""
-_WIDE_MARGIN = 1.2
-"""The same of all guesses of a step: what a step that has any costs beyond one without is known less well."""
+"""What a guess, and all of a step together, have to be worth in units of their cost, as errors of the estimates are
+about as large."""
 _PROBE_SHARE = 0.01
 """Time that may go into guesses of which nothing is expected, to learn whether that is still so."""
 _CONTROL_EVERY = 64
@@ -187,7 +186,7 @@ class Speculator:
             lengths, gained, spent, supply = _worth(rows, costs, ratio)
             spent += once * min(1.0, supply)
             found = (len(rows) + gained) / (base + spent)
-            if found <= ratio or gained * base <= _WIDE_MARGIN * spent * len(rows):
+            if found <= ratio or gained * base <= _MARGIN * spent * len(rows):
                 break
             best, ratio = lengths, found
         return best
