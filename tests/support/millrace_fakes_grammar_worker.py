@@ -19,11 +19,15 @@ from millrace_router.tools.tool_format import ToolParser
 
 def grammar_workers() -> list[psutil.Process]:
     """Those that this process has started and that have not ended."""
-    return [
-        child
-        for child in psutil.Process().children()
-        if "millrace_router.grammar_worker" in child.cmdline()
-    ]
+    return [child for child in psutil.Process().children() if _is_grammar_worker(child)]
+
+
+def _is_grammar_worker(child: psutil.Process) -> bool:
+    try:
+        return "millrace_router.grammar_worker" in child.cmdline()
+    except psutil.NoSuchProcess:
+        # Ended, and perhaps left as a zombie by a test of something else.
+        return False
 
 
 def refuse(error: type[ValidationError | ToolError]) -> None:
