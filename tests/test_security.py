@@ -126,6 +126,7 @@ BOUNDARIES = (
     "Client to router",
     "Operator to router",
     "Router to shard",
+    "Router to its grammar process",
     "Launcher to children",
     "Model files",
     "Downloads",
