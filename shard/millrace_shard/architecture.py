@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
-
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING, Any
 
 from millrace_shard.errors import UnsupportedModel
+from millrace_shard.plain_config import PlainConfig
 from millrace_shard.rope import rope_kind
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 FAMILY = {
     "llama": "LlamaForCausalLM",
@@ -93,7 +95,7 @@ class Architecture:
     tied_head: bool
 
     @classmethod
-    def from_config(cls, config: PretrainedConfig) -> Architecture:
+    def from_config(cls, config: PlainConfig | PretrainedConfig) -> Architecture:
         """Read `config`; raises UnsupportedModel, naming the field, for what the decoder cannot do."""
         kind = config.model_type
         if kind not in FAMILY:
@@ -142,7 +144,7 @@ class Architecture:
         return divides and (self.num_kv_heads % ranks == 0 or ranks % self.num_kv_heads == 0)
 
 
-def _refuse_unknown(config: PretrainedConfig) -> None:
+def _refuse_unknown(config: PlainConfig | PretrainedConfig) -> None:
     """Refuse values that would change the computation in ways the decoder does not know."""
     for name, neutral in _NEUTRAL.items():
         value = getattr(config, name, None)
@@ -153,6 +155,14 @@ def _refuse_unknown(config: PretrainedConfig) -> None:
         raise UnsupportedModel(
             f"architectures={classes!r} is not supported, only {FAMILY[config.model_type]}"
         )
+    if not isinstance(config, PlainConfig):
+        _refuse_unknown_fields(config)
+    rope_kind(config)
+
+
+def _refuse_unknown_fields(config: PretrainedConfig) -> None:
+    from transformers import PretrainedConfig  # noqa: PLC0415
+
     general = {field.name for field in dataclasses.fields(PretrainedConfig)}
     known = _HONOURED | _WITHOUT_EFFECT | _NEUTRAL.keys() | general
     for field in dataclasses.fields(type(config)):
@@ -161,7 +171,6 @@ def _refuse_unknown(config: PretrainedConfig) -> None:
             raise UnsupportedModel(
                 f"{field.name}={value!r} is not supported for {config.model_type}"
             )
-    rope_kind(config)
 
 
 def _default(field: dataclasses.Field[Any]) -> object:
@@ -170,14 +179,14 @@ def _default(field: dataclasses.Field[Any]) -> object:
     )
 
 
-def _count(config: PretrainedConfig, field: str) -> int:
+def _count(config: PlainConfig | PretrainedConfig, field: str) -> int:
     value = getattr(config, field, None)
     if not isinstance(value, int) or value < 1:
         raise UnsupportedModel(f"{field}={value!r} must be a positive whole number")
     return value
 
 
-def _kv_heads(config: PretrainedConfig) -> int:
+def _kv_heads(config: PlainConfig | PretrainedConfig) -> int:
     heads, kv_heads = config.num_attention_heads, _count(config, "num_key_value_heads")
     if heads % kv_heads:
         raise UnsupportedModel(
@@ -186,15 +195,17 @@ def _kv_heads(config: PretrainedConfig) -> int:
     return kv_heads
 
 
-def _head_dim(config: PretrainedConfig) -> int:
+def _head_dim(config: PlainConfig | PretrainedConfig) -> int:
     if getattr(config, "head_dim", None) is not None:
         return _count(config, "head_dim")
     return _count(config, "hidden_size") // _count(config, "num_attention_heads")
 
 
-def _windows(config: PretrainedConfig) -> tuple[int | None, ...]:
+def _windows(config: PlainConfig | PretrainedConfig) -> tuple[int | None, ...]:
     """Mistral has one window for all layers, Qwen one for those that `layer_types` names; Llama has none."""
     num_layers = _count(config, "num_hidden_layers")
+    if isinstance(config, PlainConfig):
+        return (config.window,) * num_layers
     if config.model_type == "llama":
         return (None,) * num_layers
     window = config.sliding_window

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from millrace_shard.architecture import FAMILY, Architecture
 from millrace_shard.decoder import Decoder
@@ -18,8 +17,12 @@ from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.int8_linear import Int8Kernels
 from millrace_shard.model import CausalModel, ModelInfo
 from millrace_shard.parallel import ProcessGroup
+from millrace_shard.plain_config import PlainConfig, plain_config
 from millrace_shard.rope import longest_position, model_rope_table, rope_kind
 from millrace_shard.weights import Weights
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +50,11 @@ def load_model(
     chooses longrope's factors. Raises UnsupportedModel, WeightsError or, for a folder without a readable config,
     ModelError.
     """
-    config = read_config(folder)
+    config = read_config(folder) if rope_override is None else read_any_config(folder)
     if rope_override is not None:
         _override_rope(config, rope_override)
     if config.model_type not in FAMILY:
+        assert not isinstance(config, PlainConfig)
         # Takes a second to import, which every start and restart of the family's models is spared.
         from millrace_shard.transformers_backend import (  # noqa: PLC0415
             TransformersModel,
@@ -85,8 +89,19 @@ def load_model(
     return model
 
 
-def read_config(folder: Path) -> PretrainedConfig:
-    """The config of the checkpoint in `folder`, as transformers understands it; no code of the folder is run."""
+def read_config(folder: Path) -> PlainConfig | PretrainedConfig:
+    """The config of the checkpoint in `folder`, by `transformers` where it takes that. Raises as `read_any_config`."""
+    raw = _read_json(folder / "config.json")
+    return (raw and plain_config(raw)) or read_any_config(folder)
+
+
+def read_any_config(folder: Path) -> PretrainedConfig:
+    """The config of the checkpoint in `folder`, as `transformers` understands it; no code of the folder is run.
+
+    Raises UnsupportedModel for kinds it does not know, ModelError where there is none or an invalid one.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig  # noqa: PLC0415
+
     raw = _read_json(folder / "config.json")
     if raw is None:
         raise ModelError(f"no config.json in {folder}")
@@ -111,7 +126,15 @@ def read_config(folder: Path) -> PretrainedConfig:
     return config
 
 
-def model_info(folder: Path, config: PretrainedConfig) -> ModelInfo:
+def head_dim(folder: Path) -> int:
+    """Channels of one head of the checkpoint in `folder`, of its text model where it has several. Raises as above."""
+    config = read_config(folder)
+    text = config if isinstance(config, PlainConfig) else config.get_text_config()
+    own = getattr(text, "head_dim", None)
+    return int(own or text.hidden_size // text.num_attention_heads)
+
+
+def model_info(folder: Path, config: PlainConfig | PretrainedConfig) -> ModelInfo:
     """What the router is told of the model; the end-of-sequence ids are generation_config.json's, else the config's."""
     generation = _read_json(folder / "generation_config.json") or {}
     eos = generation.get("eos_token_id")
@@ -126,7 +149,7 @@ def model_info(folder: Path, config: PretrainedConfig) -> ModelInfo:
     )
 
 
-def _longest_sequence(config: PretrainedConfig) -> int:
+def _longest_sequence(config: PlainConfig | PretrainedConfig) -> int:
     if getattr(config, "rope_parameters", None):
         return longest_position(config)
     return int(config.max_position_embeddings)

@@ -24,7 +24,7 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from millrace_shard.errors import ModelError, WeightsError
 from millrace_shard.hub import HubSettings, resolve
-from millrace_shard.load import read_config
+from millrace_shard.load import read_any_config
 from millrace_shard.safetensor_files import SafetensorFiles
 
 
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def load_reference(folder: Path) -> PreTrainedModel:
     """The checkpoint in `folder` as `transformers` runs it: float32 on CPU. Raises ModelError."""
-    config = read_config(folder)
+    config = read_any_config(folder)
     SafetensorFiles(folder).close()
     disable_progress_bar()
     set_verbosity_error()

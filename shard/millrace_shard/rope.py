@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from millrace_shard.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from millrace_shard.plain_config import PlainConfig
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 LENGTH_DEPENDENT = ("dynamic", "longrope")
@@ -16,7 +22,7 @@ POSITIONS_PER_STEP = 8192
 
 
 def rope_table(
-    config: PretrainedConfig, num_positions: int, *, long_context: bool = False
+    config: PlainConfig | PretrainedConfig, num_positions: int, *, long_context: bool = False
 ) -> Tensor:
     """[num_positions, rotary_dim] float32 on the CPU: cosines in the first half, sines in the second, both scaled.
 
@@ -40,7 +46,9 @@ def rope_table(
     return torch.cat(chunks)
 
 
-def model_rope_table(config: PretrainedConfig, max_total_tokens: int | None) -> Tensor:
+def model_rope_table(
+    config: PlainConfig | PretrainedConfig, max_total_tokens: int | None
+) -> Tensor:
     """The table for a model that serves sequences of up to `max_total_tokens`, or as long as its encoding goes."""
     longest = longest_position(config)
     wanted = min(longest, max_total_tokens or longest)
@@ -48,7 +56,7 @@ def model_rope_table(config: PretrainedConfig, max_total_tokens: int | None) -> 
     return rope_table(config, wanted, long_context=(max_total_tokens or 0) > trained)
 
 
-def rope_kind(config: PretrainedConfig) -> str:
+def rope_kind(config: PlainConfig | PretrainedConfig) -> str:
     """The `rope_type`, one of ROPE_TYPES."""
     parameters = config.rope_parameters
     if not isinstance(parameters, dict) or "rope_type" not in parameters:
@@ -63,7 +71,7 @@ def rope_kind(config: PretrainedConfig) -> str:
     return kind
 
 
-def longest_position(config: PretrainedConfig) -> int:
+def longest_position(config: PlainConfig | PretrainedConfig) -> int:
     """How many positions the encoding supports: what was trained, stretched by the scaling."""
     kind, trained = rope_kind(config), int(config.max_position_embeddings)
     factor = float(config.rope_parameters.get("factor") or 1.0)
@@ -76,7 +84,7 @@ def longest_position(config: PretrainedConfig) -> int:
 
 
 def _rotations(
-    config: PretrainedConfig, kind: str, positions: Tensor, *, long_context: bool
+    config: PlainConfig | PretrainedConfig, kind: str, positions: Tensor, *, long_context: bool
 ) -> Tensor:
     """[P, rotary_dim] for `positions` [P]."""
     frequencies, scaling = _frequencies(config, kind, positions, long_context=long_context)
@@ -85,11 +93,16 @@ def _rotations(
 
 
 def _frequencies(
-    config: PretrainedConfig, kind: str, positions: Tensor, *, long_context: bool
+    config: PlainConfig | PretrainedConfig, kind: str, positions: Tensor, *, long_context: bool
 ) -> tuple[Tensor, float]:
     """Inverse frequencies, one row for all positions or one each, and the scaling of cosines and sines."""
     if kind == "default":
         return _default_frequencies(config), 1.0
+    if kind == "llama3":
+        return _llama3_frequencies(config), 1.0
+    # Takes half a second to import, which the two common kinds are spared.
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: PLC0415
+
     init, cpu = ROPE_INIT_FUNCTIONS[kind], torch.device("cpu")
     frequencies: Tensor
     if kind == "dynamic":
@@ -105,8 +118,19 @@ def _frequencies(
     return frequencies, float(scaling)
 
 
-def _default_frequencies(config: PretrainedConfig) -> Tensor:
+def _default_frequencies(config: PlainConfig | PretrainedConfig) -> Tensor:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rotary_dim = int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
     steps = torch.arange(0, rotary_dim, 2, dtype=torch.float) / rotary_dim
     return 1.0 / (float(config.rope_parameters["rope_theta"]) ** steps)
+
+
+def _llama3_frequencies(config: PlainConfig | PretrainedConfig) -> Tensor:
+    """Llama 3.1's: waves longer than the trained context are stretched, short ones kept, those between interpolated."""
+    parameters, plain = config.rope_parameters, _default_frequencies(config)
+    factor, low, high = (
+        float(parameters[name]) for name in ("factor", "low_freq_factor", "high_freq_factor")
+    )
+    turns = int(parameters["original_max_position_embeddings"]) / (2 * math.pi / plain)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * plain / factor + kept * plain

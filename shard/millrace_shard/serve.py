@@ -27,7 +27,7 @@ from millrace_shard.hub import HubSettings
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.choose import choose_kernels
 from millrace_shard.kernels.int8_linear import is_fast, with_int8
-from millrace_shard.load import RopeOverride, load_model, read_config
+from millrace_shard.load import RopeOverride, head_dim, load_model, read_config
 from millrace_shard.load_progress import readable_size
 from millrace_shard.logs import configure
 from millrace_shard.model import ModelInfo
@@ -273,9 +273,4 @@ def _head_dims(config: ShardConfig) -> tuple[int, ...]:
     folders = [config.model_folder]
     if config.draft_model is not None and not is_medusa(Path(config.draft_model)):
         folders.append(Path(config.draft_model))
-    found = []
-    for folder in folders:
-        text = read_config(folder).get_text_config()
-        own = getattr(text, "head_dim", None)
-        found.append(own or text.hidden_size // text.num_attention_heads)
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(map(head_dim, folders)))
