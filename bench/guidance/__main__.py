@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.checkpoints import SHAPES
-from bench.guidance import company, libraries, validity
+from bench.guidance import company, large, libraries, validity
 from bench.parts import parts_parser
 from bench.plan import say
 from bench.scheduling import sections
@@ -23,7 +23,8 @@ from bench.scheduling.client import RequestsFailed
 from bench.serve import ServerError
 
 PARTS = {
-    part.name: part for part in (company.COMPANY, company.RATES, validity.PART, libraries.PART)
+    part.name: part
+    for part in (company.COMPANY, company.RATES, validity.PART, large.LARGE, libraries.PART)
 }
 RESULTS = Path(__file__).parents[1] / "RESULTS.md"
 
