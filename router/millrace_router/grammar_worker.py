@@ -15,7 +15,7 @@ from typing import Any
 
 from millrace_router.errors import RouterError
 
-NICENESS = 10
+NICENESS = 19
 """A forward pass goes before, and so does the router."""
 
 

@@ -11,11 +11,13 @@ import os
 import resource
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from millrace_shard.background import in_background
 from millrace_shard.grammar_source import GrammarInvalid, lark_of
 from millrace_shard.matcher import Matcher
 from millrace_shard.parent import die_with_parent
@@ -44,17 +46,14 @@ def main(argv: list[str]) -> int:
     _limit_memory(COMPILE_BYTES)
     threading.stack_size(STACK_BYTES)
     _write({"ready": True})
-    thread = threading.Thread(target=_serve, args=(vocabulary,))
-    thread.start()
-    thread.join()
+    for line in sys.stdin.buffer:
+        _write(in_background(partial(_answer_to, line, vocabulary)))
     return 0
 
 
-def _serve(vocabulary: Vocabulary) -> None:
-    for line in sys.stdin.buffer:
-        request = json.loads(line)
-        grammar = Grammar(GrammarKind[request["kind"]], request["source"])
-        _write(_answer(grammar, vocabulary))
+def _answer_to(line: bytes, vocabulary: Vocabulary) -> dict[str, Any]:
+    request = json.loads(line)
+    return _answer(Grammar(GrammarKind[request["kind"]], request["source"]), vocabulary)
 
 
 def _answer(grammar: Grammar, vocabulary: Vocabulary) -> dict[str, Any]:

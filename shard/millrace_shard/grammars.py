@@ -8,10 +8,12 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import BoundedSemaphore, Lock
 
+from millrace_shard.background import in_background
 from millrace_shard.grammar_process import CompilerBusy, GrammarProcess
 from millrace_shard.grammar_source import GrammarInvalid, lark_of
 from millrace_shard.matcher import Lexer, Matcher
@@ -137,7 +139,9 @@ class GrammarCompiler:
             return self._compiled(grammar, tried_out=True)
         try:
             lark = self._translated(grammar, size, tried_out=tried_out)
-            matcher = Matcher.of(lark, self.vocabulary)
+            compiled = partial(Matcher.of, lark, self.vocabulary)
+            # Of a grammar that was tried out before, a step may be waiting for this.
+            matcher = compiled() if tried_out else in_background(compiled)
         except BaseException as error:
             # Whoever waits is told; whoever comes later tries again, as a process may have been slow or killed.
             self._drop(key, future)
