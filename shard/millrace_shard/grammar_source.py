@@ -12,8 +12,6 @@ from millrace_shard.sequence import Grammar, GrammarKind
 
 NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 """Masks then hold every token that may come next, not only the one that llguidance would split forced text into."""
-SPACING = {"item_separator": ",[ ]?", "key_separator": ":[ ]?", "whitespace_flexible": False}
-"""At most one space after a comma or colon and no other whitespace: a weak model cannot run away in it."""
 
 
 class GrammarInvalid(ValueError):  # noqa: N818
@@ -33,7 +31,6 @@ def _of_schema(source: str) -> str:
         schema = read_schema(source)
     except SchemaInvalid as error:
         raise GrammarInvalid(str(error)) from error
-    schema["x-guidance"] = SPACING
     return f"start: %json {json.dumps(schema)}"
 
 

@@ -2,20 +2,26 @@
 
 llguidance refuses by itself, and by name, the keywords that it does not implement. Here is what it takes and gets
 wrong: references that never reach a value, so that no finite text matches; duplicate keys, which count twice towards
-`minProperties`; numbers that a double cannot tell apart; and the 29th of February of any year.
+`minProperties`, and listed ones written with escapes; numbers that a double cannot tell apart; whole numbers that are
+excluded next to another bound; leap seconds and the 29th of February at any time; and hostnames of any length.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeGuard
 
+from millrace_shard.json_escapes import allowed_escapes
 from millrace_shard.schema_references import References
 from millrace_shard.schema_walk import MAPS, subschemas
 
+Schema = dict[str, Any]
+
 MAX_DEPTH = 64
+SPACING = {"item_separator": ",[ ]?", "key_separator": ":[ ]?", "whitespace_flexible": False}
+"""At most one space after a comma or colon and no other whitespace: a weak model cannot run away in it."""
 MAX_EXACT = 2**53
 """Largest magnitude up to which doubles tell integers apart."""
 NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -25,8 +31,17 @@ REAL_DAY = (
     f"^(?:[0-9]{{4}}-(?:0[13-9]|1[0-2])|[0-9]{{4}}-02-(?:[01][0-9]|2[0-8])|{LEAP_YEAR}-02-29)"
 )
 """How dates begin, the 29th of February in leap years alone."""
-
-Schema = dict[str, Any]
+REAL_SECOND = "[0-9]{2}:[0-9]{2}:[0-5]"
+"""Without leap seconds, which few minutes have."""
+FORMATS: dict[object, Sequence[Schema]] = {
+    "date": ({"pattern": REAL_DAY},),
+    "date-time": ({"pattern": REAL_DAY}, {"pattern": f"^.{{11}}{REAL_SECOND}"}),
+    "time": ({"pattern": f"^{REAL_SECOND}"},),
+    "hostname": ({"maxLength": 253},),
+}
+"""What of a format llguidance does not see to."""
+LEAST_STEP, STEP = 2.0**-40, 2.0**-50
+"""From a bound that is excluded to the next number that may be written, the second as a share of the bound."""
 
 
 class SchemaInvalid(ValueError):  # noqa: N818
@@ -34,7 +49,7 @@ class SchemaInvalid(ValueError):  # noqa: N818
 
 
 def read_schema(source: str) -> Schema:
-    """Parse and check; the result allows the same instances. Raises SchemaInvalid, RecursionError."""
+    """Parse and check, for llguidance; the result allows the same instances. Raises SchemaInvalid, RecursionError."""
     try:
         schema = json.loads(source, parse_constant=_no_constant)
     except ValueError as error:
@@ -47,6 +62,12 @@ def read_schema(source: str) -> Schema:
         raise SchemaInvalid("a schema is an object or a boolean")
     # What is asked of llguidance there is not the user's to say, and no keyword of JSON Schema.
     schema.pop("x-guidance", None)
+    escapes = allowed_escapes(schema, (part for _, part in _parts(schema)))
+    if escapes is None:
+        raise SchemaInvalid(
+            "control characters are not supported where names that are not listed are allowed beside others"
+        )
+    _move_bounds([part for _, part in _parts(schema)])
     for place, part in _parts(schema):
         _mend(part)
         _check(part, place)
@@ -56,6 +77,7 @@ def read_schema(source: str) -> Schema:
     if not references.is_productive(schema):
         raise SchemaInvalid("no finite JSON matches the schema")
     _prune(schema, references)
+    schema["x-guidance"] = SPACING | {"json_allowed_escapes": escapes}
     return schema
 
 
@@ -88,12 +110,37 @@ def _mend(part: Schema) -> None:
         part.pop("minContains", None)
         part.pop("maxContains", None)
     others = part.get("allOf", [])
-    if part.get("format") in {"date", "date-time"} and isinstance(others, list):
-        part["allOf"] = [*others, {"pattern": REAL_DAY}]
+    if (
+        isinstance(part.get("format"), str)
+        and part["format"] in FORMATS
+        and isinstance(others, list)
+    ):
+        part["allOf"] = [*others, *map(dict, FORMATS[part["format"]])]
     for name in COUNTS:
         value = part.get(name)
         if isinstance(value, float) and value.is_integer():
             part[name] = int(value)
+
+
+def _move_bounds(parts: Sequence[Schema]) -> None:
+    """Off whole numbers that are excluded, where another bound is so near that llguidance would allow them."""
+    for excluded, other, sign in (
+        ("exclusiveMinimum", ("maximum", "exclusiveMaximum"), 1),
+        ("exclusiveMaximum", ("minimum", "exclusiveMinimum"), -1),
+    ):
+        others = [part[name] for part in parts for name in other if _is_number(part.get(name))]
+        for part in parts:
+            bound = part.get(excluded)
+            if (
+                _is_number(bound)
+                and bound == int(bound)
+                and any(abs(each - bound) <= 1 for each in others)
+            ):
+                part[excluded] = bound + sign * max(LEAST_STEP, STEP * abs(bound))
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _check(part: Schema, place: str) -> None:

@@ -359,6 +359,90 @@ def test_there_is_at_most_one_space_and_only_after_a_comma_or_colon(
     assert json.loads(text) is not None
 
 
+@pytest.mark.parametrize(
+    ("described", "text"),
+    [
+        ({"properties": {"p": {"const": True}}, "required": ["p"]}, r'{"p":true,"\u0070":0}'),
+        ({"properties": {"a": False}}, r'{"\u0061":1}'),
+        ({"patternProperties": {"^x": {"type": "integer"}}}, r'{"\u0078":"s"}'),
+        ({"allOf": [{"properties": {"a": False}}, {"minProperties": 1}]}, r'{"\u0061":1}'),
+    ],
+)
+def test_a_listed_name_does_not_come_again_in_escapes(described: dict[str, Any], text: str) -> None:
+    described = {"type": "object", **described}
+    assert problem(text, described) is not None
+    assert not accepts(described, text)
+
+
+@pytest.mark.parametrize("control", ["\x00", "\x1f", "\x7f"])
+def test_control_characters_that_are_asked_for_can_be_written(control: str) -> None:
+    written = f'"a\\u{ord(control):04x}"'
+    assert accepts({"const": f"a{control}"}, written)
+    assert not accepts({"type": "string"}, written)
+    listed = {"properties": {"a": {"const": control}}}
+    assert accepts({"type": "object", **listed, "additionalProperties": False}, "{}")
+    with pytest.raises(GrammarInvalid, match="control characters"):
+        matcher({"type": "object", **listed})
+
+
+def test_a_number_is_never_at_a_bound_that_is_excluded() -> None:
+    bounds = [-2, -1.5, -1, -0.5, 0, 0.25, 0.5, 1, 1.5, 2, 3]
+    written = [
+        "-2",
+        "-1.5",
+        "-1",
+        "-1.0",
+        "-0.75",
+        "-0",
+        "-0.0",
+        "0",
+        "0.0",
+        "0.25",
+        "0.3",
+        "1",
+        "1.0",
+        "1.25",
+        "2",
+        "3",
+    ]
+    for low, high in product(bounds, bounds):
+        if low >= high:
+            continue
+        for least, most in product(
+            ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+        ):
+            both = {"type": "number", least: low, most: high}
+            apart = {"allOf": [{"type": "number", least: low}, {most: high}]}
+            for described, text in product((both, apart), written):
+                if accepts(described, text):
+                    assert problem(text, described) is None, (described, text)
+            inside = (low + high) / 2
+            assert accepts(both, compact(inside)), both
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "allowed"),
+    [(1, 2, [2]), (0, 1, [1]), (-2, -1, [-1]), (10**6, 10**6 + 1, [10**6 + 1])],
+)
+def test_integers_next_to_an_excluded_bound(least: int, most: int, allowed: list[int]) -> None:
+    described = {"type": "integer", "exclusiveMinimum": least, "maximum": most}
+    assert [n for n in range(least - 1, most + 2) if accepts(described, str(n))] == allowed
+
+
+@pytest.mark.parametrize(
+    ("format_name", "good", "bad"),
+    [
+        ("time", "22:59:59Z", "22:59:60Z"),
+        ("date-time", "2024-06-15T11:09:59Z", "2024-06-15T11:09:60Z"),
+        ("hostname", ".".join(["a" * 63] * 3 + ["b" * 61]), ".".join(["a" * 63] * 3 + ["b" * 62])),
+    ],
+)
+def test_what_formats_leave_to_us(format_name: str, good: str, bad: str) -> None:
+    described = {"type": "string", "format": format_name}
+    assert accepts(described, f'"{good}"')
+    assert not accepts(described, f'"{bad}"')
+
+
 def test_a_schema_cannot_ask_for_other_spacing_or_lenience() -> None:
     described = {"x-guidance": {"lenient": True, "whitespace_flexible": True}, "type": "array"}
     assert not accepts(described, "[ 1]")

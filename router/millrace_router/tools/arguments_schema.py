@@ -15,8 +15,9 @@ SPACING: Schema = {
     "item_separator": ",[ ]?",
     "key_separator": ":[ ]?",
     "whitespace_flexible": False,
+    "json_allowed_escapes": 'nrbtf\\"',
 }
-"""White space as the shards have it in any JSON: at most one space after a comma or a colon."""
+"""JSON as the shards have it: at most one space after a comma or a colon; no listed name comes again in escapes."""
 LENIENT: Schema = {"lenient": True, "coerce_one_of": True}
 """What cannot be kept is not, rather than refused; for tools that are not strict."""
 
