@@ -188,12 +188,14 @@ async def grammar_from(
 
 def check_least(parameters: GenerateParameters, max_new_tokens: int) -> int:
     """Tokens that are to come at least; raises ValidationError if they are more than may come."""
-    least = parameters.min_new_tokens if isinstance(parameters, OpenAIParameters) else None
-    if least is not None and least > max_new_tokens:
-        raise ValidationError(
-            f"`min_tokens` must be <= `max_tokens`. Given: {least} and {max_new_tokens}"
-        )
-    return least or 0
+    least = parameters.min_new_tokens or 0
+    if least > max_new_tokens:
+        if isinstance(parameters, OpenAIParameters):
+            names = "`min_tokens` must be <= `max_tokens`"
+        else:
+            names = "`min_new_tokens` must be <= `max_new_tokens`"
+        raise ValidationError(f"{names}. Given: {least} and {max_new_tokens}")
+    return least
 
 
 def check_adapter(parameters: GenerateParameters, limits: Limits) -> None:

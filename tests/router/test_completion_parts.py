@@ -15,7 +15,8 @@ from millrace_fakes_text import KINDS, tokenizer
 from millrace_router.api.completion_echo import Echo, echo_of
 from millrace_router.api.completion_logprobs import CompletionLogprobs
 from millrace_router.api.completion_text import CompletionText, Style
-from millrace_router.events import PromptLogprobs, Token
+from millrace_router.detokenizer import IncrementalDetokenizer
+from millrace_router.events import PromptLogprobs, Token, TokenEvent
 from millrace_router.request import FinishReason
 
 BYTES = tokenizer("byte_level")
@@ -135,3 +136,43 @@ def test_places_follow_the_text_that_was_generated_not_the_text_that_is_shown() 
     assert [piece.text for piece in pieces] == ["a", "", "ba", "b"]
     offsets = [piece.logprobs["text_offset"][0] for piece in pieces if piece.logprobs]
     assert offsets == [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ([b"\xe6", b"a", b"b"], [0, 1, 2]),
+        ([b"x", b"\xe6", b"\x97", b"\xa5", b"y"], [0, 1, 1, 1, 2]),
+        ([b"\xe6", b"\x97", b"\xe6", b"\x97", b"\xa5", b"z"], [0, 0, 1, 1, 1, 2]),
+        ([b"\xe6", b"\xe6"], [0, 1]),
+        ([b"\xef", b"\xbf", b"\xbd", b"a"], [0, 0, 0, 1]),
+        ([b"\xa5", b"\xa5", b"a"], [0, 1, 2]),
+    ],
+    ids=["unfinished", "finished", "anew", "last", "a-replacement-itself", "never-begun"],
+)
+def test_places_are_those_in_the_text_where_characters_are_not_finished(
+    parts: list[bytes], expected: list[int]
+) -> None:
+    ids_of = {BYTES.token_bytes(id_): id_ for id_ in reversed(range(1, 300))}
+    steps = IncrementalDetokenizer(BYTES, ())
+    text = CompletionText(Style(logprobs=CompletionLogprobs(BYTES, 0)))
+    pieces = []
+    for index, part in enumerate(parts, start=1):
+        added = steps.step(ids_of[part])
+        if index == len(parts):
+            added += steps.flush()
+        pieces.append(text.push(event((ids_of[part], added, -1.0), index=index)))
+    assert "".join(piece.text for piece in pieces) == b"".join(parts).decode(errors="replace")
+    offsets = [piece.logprobs["text_offset"][0] for piece in pieces if piece.logprobs]
+    assert offsets == expected
+
+
+def test_a_special_token_that_is_shown_begins_after_an_unfinished_character() -> None:
+    style = Style(logprobs=CompletionLogprobs(BYTES, 0), strict_tgi=True, streams=True)
+    text = CompletionText(style)
+    (unfinished,) = (id_ for id_ in range(1, 300) if BYTES.token_bytes(id_) == b"\xe6")
+    text.push(event((unfinished, "", -1.0), index=1))
+    token = Token(id=0, text="\ufffd<|end|>", logprob=-1.0, special=True)
+    piece = text.push(TokenEvent(2, token))
+    assert piece.logprobs is not None
+    assert piece.logprobs["text_offset"] == [1]

@@ -46,6 +46,7 @@ PARAMETERS: dict[str, Any] = {
     "top_n_tokens": 2,
     "grammar": {"type": "json", "value": {"type": "object", "properties": {"a": {}}}},
     "min_p": 0.1,
+    "min_new_tokens": 1,
     "adapter_id": None,
     "priority": 1,
     "ignore_eos": False,

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -16,6 +17,7 @@ from millrace_hash_tokens import expected_tokens
 from millrace_journals import (
     BUDGETS,
     RecordedDriver,
+    ReplayShards,
     header,
     journal_in,
     new_shard,
@@ -33,7 +35,7 @@ from millrace_router.journal.scribe import Scribe
 from millrace_router.metrics import Counter
 from millrace_router.replay.command import replay
 from millrace_router.replay.comparison import Comparison
-from millrace_router.replay.player import Unanswered, settled
+from millrace_router.replay.player import Player, Unanswered, settled
 from millrace_router.replay.rebuild import Rebuild, sequences_of
 from millrace_router.replay.synthetic import token_at
 from millrace_router.shard_client import ShardedClient
@@ -238,6 +240,12 @@ async def test_where_bits_are_not_promised_only_tokens_count(
     (outcome,) = await replayed(tmp_path, Liar(number, _nudge), **info)
     assert outcome.difference is None
     assert outcome.largest_gap == pytest.approx(1e-6, rel=0.1)
+
+
+async def test_shards_that_speculate_otherwise_are_noted() -> None:
+    player = Player(cast("ShardedClient", ReplayShards(new_shard())), step_seconds=30.0)
+    notes = await player.notes(header(new_shard(speculate=3)))
+    assert notes == ["recorded with speculate 3, replayed with 0"]
 
 
 async def test_without_token_ids_the_schedule_is_replayed(tmp_path: Path) -> None:

@@ -64,6 +64,10 @@ RULES: list[tuple[dict[str, Any], str]] = [
         {"grammar": {"type": "regex", "value": "a"}, "ignore_eos": True},
         "`ignore_eos` has no meaning beside a grammar, which says what ends",
     ),
+    (
+        {"min_new_tokens": 3, "max_new_tokens": 2},
+        "`min_new_tokens` must be <= `max_new_tokens`. Given: 3 and 2",
+    ),
     ({"adapter_id": "mine"}, "`adapter_id` is not known. Given: mine"),
 ]
 
@@ -364,3 +368,9 @@ async def test_what_is_refused_for_another_reason_is_not_compiled() -> None:
             GenerateRequest(inputs="a", parameters=parameters)
         )
     assert compiler.asked == []
+
+
+async def test_the_native_routes_can_ask_for_the_least_number_of_tokens() -> None:
+    parameters = GenerateParameters.model_validate({"min_new_tokens": 2, "max_new_tokens": 2})
+    request = GenerateRequest(inputs="a", parameters=parameters)
+    assert (await new_validator().validate(request)).request.min_new_tokens == 2

@@ -8,6 +8,7 @@ from itertools import islice
 from millrace_router.api.choice_text import LEAST_LOGPROB
 from millrace_router.api.completion_echo import Echo
 from millrace_router.api.completion_json import CompletionLogprobsJson
+from millrace_router.api.completion_offsets import CompletionOffsets
 from millrace_router.events import PromptLogprobs, TokenEvent
 from millrace_router.float32 import shortest
 from millrace_router.tokenizer import Tokenizer
@@ -21,8 +22,13 @@ class CompletionLogprobs:
     """
 
     def __init__(self, tokenizer: Tokenizer, num_candidates: int) -> None:
+        self._tokenizer = tokenizer
         self._name = tokenizer.token_name
         self._num_candidates = num_candidates
+
+    def offsets(self, start: int) -> CompletionOffsets:
+        """Places of the tokens of a choice whose generated text begins at `start`."""
+        return CompletionOffsets(self._tokenizer, start)
 
     def prompt(self, prompt: PromptLogprobs, echo: Echo) -> CompletionLogprobsJson:
         """Columns of a whole prompt, whose first token has no log probability."""

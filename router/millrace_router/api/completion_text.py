@@ -48,7 +48,8 @@ class CompletionText:
         self._style = style
         self._echo = echo
         self._trimmer = StopTrimmer([] if style.strict_tgi else style.stop_sequences)
-        self._offset = 0 if echo is None else len(echo.text)
+        start = 0 if echo is None else len(echo.text)
+        self._offsets = None if style.logprobs is None else style.logprobs.offsets(start)
         self._num_tokens = 0
         self._sum_of_logprobs = 0.0
 
@@ -75,9 +76,9 @@ class CompletionText:
             return CompletionPiece("", LENGTH, 0, empty)
         text = self._text(event)
         logprobs = None
-        if self._style.logprobs is not None:
-            logprobs = self._style.logprobs.token(event, self._offset)
-        self._offset += len(text)
+        if self._style.logprobs is not None and self._offsets is not None:
+            offset = self._offsets.push(event.token, text)
+            logprobs = self._style.logprobs.token(event, offset)
         text = self._trimmer.push(text)
         reason: str | None = None
         if self._trimmer.stop is not None:

@@ -44,6 +44,8 @@ class GenerateParameters(RequestModel):
         default=False, validation_alias=AliasChoices("ignore_eos", "ignore_eos_token")
     )
     """Not in TGI: generate `max_new_tokens` tokens whatever the model says; benchmarks ask for it."""
+    min_new_tokens: UInt32 | None = None
+    """Not in TGI: tokens before which no end-of-sequence token is drawn."""
     min_p: Float32 | None = None
     """Not in TGI: tokens less likely than this share of the likeliest one are not drawn."""
 
@@ -55,8 +57,6 @@ class OpenAIParameters(GenerateParameters):
     occurrence_penalty: Float32 = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token id, what is added to its score), each id once."""
-    min_new_tokens: UInt32 | None = None
-    """Tokens before which no end-of-sequence token is drawn."""
     prompt_logprobs: bool = False
     """Whether the prompt's log probabilities are told, whatever the native routes are allowed."""
     prompt_top_n_tokens: UInt32 = 0
