@@ -9,7 +9,6 @@ excluded next to another bound; leap seconds and the 29th of February at any tim
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeGuard
 
@@ -140,7 +139,10 @@ def _move_bounds(parts: Sequence[Schema]) -> None:
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether it is one that is not refused."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return -MAX_EXACT <= value <= MAX_EXACT
 
 
 def _check(part: Schema, place: str) -> None:
@@ -163,9 +165,7 @@ def _check(part: Schema, place: str) -> None:
 
 
 def _check_number(value: object, place: str) -> None:
-    if isinstance(value, int | float) and not (
-        math.isfinite(value) and -MAX_EXACT <= value <= MAX_EXACT
-    ):
+    if isinstance(value, int | float) and not -MAX_EXACT <= value <= MAX_EXACT:
         raise SchemaInvalid(f"{place}: numbers beyond 2**53 are not supported")
 
 

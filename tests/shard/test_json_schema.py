@@ -318,6 +318,13 @@ def test_a_schema_that_cannot_be_meant_is_refused(source: str, reason: str) -> N
         WORDS.matcher(schema(source))
 
 
+@pytest.mark.parametrize("number", [10**400, -(10**400), 2**53 + 1, 1e300])
+def test_numbers_of_any_size_are_refused_in_order(number: float) -> None:
+    for described in ({"exclusiveMinimum": number, "maximum": 1}, {"const": [number]}):
+        with pytest.raises(GrammarInvalid, match="beyond"):
+            matcher(described)
+
+
 def test_nesting_is_limited() -> None:
     described: dict[str, Any] = {"type": "null"}
     for _ in range(MAX_DEPTH + 1):
