@@ -30,7 +30,11 @@ class Command:
 
 
 class ManagedProcess:
-    """A child in a session of its own, so that a terminal's Ctrl-C reaches the launcher alone."""
+    """A child in a process group of its own, so that a terminal's Ctrl-C reaches the launcher alone.
+
+    Not in a session of its own: Linux may share CPUs out among sessions (`sched_autogroup`), and then a router that
+    wakes waits for the end of a shard's slice, or a shard for the router's.
+    """
 
     def __init__(
         self,
@@ -75,7 +79,7 @@ class ManagedProcess:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
+            process_group=0,
             pass_fds=command.inherited,
         )
         return cls(command.name, transport, protocol, on_line=on_line, on_error_line=on_error_line)

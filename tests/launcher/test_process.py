@@ -77,6 +77,12 @@ async def test_signal_is_named() -> None:
     assert process.ending == "killed by signal SIGSEGV"
 
 
+async def test_it_has_a_group_of_its_own_in_the_session_of_the_launcher() -> None:
+    process, out, _ = await run("import os; print(os.getpid(), os.getpgrp(), os.getsid(0))")
+    await process.wait()
+    assert out == [f"{process.pid} {process.pid} {os.getsid(0)}"]
+
+
 async def test_terminate_waits_for_an_orderly_end() -> None:
     code = (
         "import signal, sys, threading\n"
