@@ -20,7 +20,7 @@ import psutil
 
 from bench.scheduling.scrape import parse
 from bench.serve import ServerError, free_port
-from millrace_shard.grammars import NUM_PROCESSES
+from millrace_shard.grammars import MAX_COMPILES
 
 READY_SECONDS = 180.0
 STOP_SECONDS = 60.0
@@ -38,7 +38,7 @@ class Members:
     """Process ids by rank."""
     guards: list[int] = field(default_factory=list)
     grammar_workers: list[int] = field(default_factory=list)
-    """Where rank 0 tries grammars out; each is there once it was needed."""
+    """Where rank 0 tries grammars out: a process, once it was needed, and its forks."""
     others: list[str] = field(default_factory=list)
     """Command lines, and the state of those that have ended and that nobody waited for."""
 
@@ -62,7 +62,7 @@ class Members:
             len(pids) == 1 for pids in self.ranks.values()
         )
         ones = (len(self.routers), len(self.guards), self.others) == (1, 1, [])
-        return one_each and ones and len(self.grammar_workers) <= NUM_PROCESSES
+        return one_each and ones and len(self.grammar_workers) <= 1 + MAX_COMPILES
 
     def pids(self) -> set[int]:
         """Router and shards."""

@@ -22,7 +22,13 @@ from bench.guidance.company import (
     Turn,
     ratios,
 )
-from bench.guidance.large_grammars import NEW_TOKENS, NUM_BYTES, TOOLS_BYTES, LargeRequest
+from bench.guidance.large_grammars import (
+    NEW_TOKENS,
+    NUM_BYTES,
+    TOOLS_BYTES,
+    LargeRequest,
+    request_of_little,
+)
 from bench.guidance.workloads import PROMPT_TOKENS, request
 from bench.load import READ_TIMEOUT_SECONDS
 from bench.measurement import quantile
@@ -36,11 +42,14 @@ STREAM_TOKENS = 768
 LONGEST = "longest, ms"
 ORDERLY = (200, 422, 429)
 UNTIL, READ = "until answered, s", "read, ms"
+LITTLE, LONGEST_LITTLE = "small schema answered, ms", "small schema at most, ms"
+LITTLE_SECONDS = 0.2
 NOTHING, AGAIN = Case("nothing"), Case("nothing again")
 WIDE, DEEP = Case("wide schemas"), Case("deep schemas")
 TOOLS, PATHOLOGICAL = Case("tools"), Case("pathological schemas")
 CASES = (NOTHING, WIDE, DEEP, TOOLS, PATHOLOGICAL, AGAIN)
 ROUND_FIGURES = {MEAN: "in the mean", WORST: "at p99", LONGEST: "at most"}
+"""Of the time between tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +115,29 @@ async def beside(
     numbers, replies = count(), list[Reply]()
     async with Client(url) as client, aiohttp.ClientSession(url, timeout=timeout) as session:
         streaming = asyncio.create_task(open_loop(client, plain))
+        little, littles = request_of_little(), list[Reply]()
+
+        async def send_little() -> None:
+            while not streaming.done():
+                body = little.numbered(f"n{number}_{next(numbers)}")
+                littles.append(await reply_to(session, little.path, body))
+                await asyncio.wait([streaming], timeout=LITTLE_SECONDS)
 
         async def send(large: LargeRequest) -> None:
             while not streaming.done():
                 body = large.numbered(f"n{number}_{next(numbers)}")
                 replies.append(await reply_to(session, large.path, body))
 
-        await asyncio.gather(*map(send, repeat(large, NUM_CLIENTS)) if large is not None else ())
+        clients = map(send, repeat(large, NUM_CLIENTS)) if large is not None else ()
+        await asyncio.gather(send_little(), *clients)
         answers = await streaming
-    return {**gap_figures(succeeded(answers)), **reply_figures(replies)}
+    waited = [reply.seconds for reply in littles]
+    return {
+        **gap_figures(succeeded(answers)),
+        LITTLE: 1000 * statistics.median(waited),
+        LONGEST_LITTLE: 1000 * max(waited),
+        **reply_figures(replies),
+    }
 
 
 async def reply_to(session: aiohttp.ClientSession, path: str, body: bytes) -> Reply:
@@ -174,6 +197,7 @@ def _beside(table: Table, case: Case) -> str:
     return (
         f"Beside {case.name}, time between tokens is {times}, of that beside nothing: medians of the ratios within a"
         f" turn (quartiles in the mean {quantile(mean, 0.25):.2f} to {quantile(mean, 0.75):.2f}, {len(mean)} turns)."
+        f" A new small schema takes {statistics.median(ratios(table, (NOTHING, case), LITTLE)):.2f} of the time."
     )
 
 
@@ -197,7 +221,8 @@ LARGE = InTurn(
     method=(
         f"{NUM_STREAMS} greedy streams of {PROMPT_TOKENS} tokens in, {STREAM_TOKENS} out. Beside them {NUM_CLIENTS}"
         " clients send one grammar after the other, none of them twice, each for an answer of at most"
-        f" {NEW_TOKENS} tokens: JSON schemas of {NUM_BYTES / 1e6:.0f} MB,"
+        f" {NEW_TOKENS} tokens, and another one, beside nothing too, small schemas that are new,"
+        f" {LITTLE_SECONDS:g} s after each answer. The large ones: JSON schemas of {NUM_BYTES / 1e6:.0f} MB,"
         f" many objects with four properties each (wide) or objects nested {large_grammars.NUM_LEVELS} deep; chats with"
         f" {large_grammars.NUM_TOOLS} tools of {TOOLS_BYTES / 1e6:.1f} MB, `tool_choice` being `required`; schemas of"
         f" {large_grammars.NUM_PATTERNS} `patternProperties` that the compiler gives up after its limit of CPU time."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -89,6 +89,12 @@ def request_of_schema(schema: Schema) -> LargeRequest:
     parameters = {"max_new_tokens": NEW_TOKENS, "grammar": grammar}
     body = orjson.dumps({"inputs": "Say it:", "parameters": parameters})
     return LargeRequest("/generate", body, partial(resolved_from, orjson.dumps(grammar)))
+
+
+def request_of_little() -> LargeRequest:
+    """One that anybody sends: by another route, which tells it from the others."""
+    large = request_of_schema(_object({MARK: {"type": "boolean"}}))
+    return replace(large, path="/")
 
 
 def request_of_tools(offered: Sequence[Tool]) -> LargeRequest:

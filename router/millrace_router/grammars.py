@@ -27,8 +27,8 @@ CHECK_SECONDS = 60.0
 """How long the shards may take; they have a shorter limit of their own, and those that hang are found sooner."""
 REFUSED_SECONDS = 600.0
 """How long a refusal is remembered: what took too long on a busy machine may fare better."""
-NUM_AT_ONCE = 4
-"""Grammars that are compiled at once."""
+NUM_AT_ONCE = 16
+"""Grammars that are compiled at once; the shards let a few of them take long."""
 MAX_WAITING = 64
 """Grammars that may wait for that."""
 MAX_REMEMBERED = 1024

@@ -1,30 +1,31 @@
-"""The shard's end of `grammar_worker`: asks, waits no longer than allowed, kills, starts another."""
+"""The shard's end of `grammar_worker`: asks, waits no longer than allowed, starts another where one has ended."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-import select
+import socket
 import subprocess
 import sys
-from contextlib import suppress
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from threading import Lock
 
 from millrace_shard.grammar_source import GrammarInvalid
+from millrace_shard.grammar_trial import Stalled, Trial
+from millrace_shard.grammar_worker import READY
 from millrace_shard.sequence import Grammar
-from millrace_shard.work_limit import WorkLimit, cpu_seconds
+from millrace_shard.slow_turns import SlowTurns, TooManySlow
+from millrace_shard.work_limit import WorkLimit
 
 START_SECONDS = 60.0
-CHUNK = 1 << 16
+ENDING_SECONDS = 0.1
+WORKER = "millrace_shard.grammar_worker"
+QUICK_SECONDS = 0.25
+"""Of work; what takes more waits for its turn, which most grammars never do."""
 
 logger = logging.getLogger(__name__)
-
-
-class Stalled(Exception):  # noqa: N818
-    """A process was given no time to do its work."""
 
 
 class CompilerBusy(Exception):  # noqa: N818
@@ -32,105 +33,126 @@ class CompilerBusy(Exception):  # noqa: N818
 
 
 class GrammarProcess:
-    """One process, started when it is first needed; used by one thread at a time."""
+    """One process, started when it is first needed, and its forks; for any number of threads."""
 
     def __init__(self, folder: Path, *, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._arguments = [str(folder), str(vocab_size), json.dumps(eos_token_ids)]
+        self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._turns = SlowTurns()
 
     @property
     def pid(self) -> int | None:
         """Of the process, while there is one."""
-        return None if self._process is None else self._process.pid
+        process = self._process
+        return None if process is None else process.pid
 
-    def try_out(self, grammar: Grammar, *, timeout: float) -> str:
+    def try_out(
+        self, grammar: Grammar, *, timeout: float, is_busy: Callable[[], bool] | None
+    ) -> str:
         """What to give `LLMatcher` for `grammar`; `timeout` in seconds of work.
+
+        A grammar that takes long goes on slowly while `is_busy`, and after others of its kind; None is for a step that
+        waits.
 
         Raises GrammarInvalid, CompilerBusy.
         """
         try:
-            process = self._started()
+            trial, process = self._begun(grammar)
         except (OSError, Stalled) as error:
-            self.close()
             raise CompilerBusy(f"no process to compile grammars in: {error}") from error
+        limit = trial.limit(timeout)
         try:
-            answer = _ask(process, grammar, timeout)
-        except Stalled:
-            self.close()
-            raise CompilerBusy("the machine is too busy to compile a grammar") from None
-        except TimeoutError:
-            self.close()
-            raise GrammarInvalid(f"the grammar takes over {timeout:g} s to compile") from None
+            if not self._work(trial, limit, is_busy):
+                if limit.is_spent():
+                    raise GrammarInvalid(f"the grammar takes over {timeout:g} s to compile")
+                raise CompilerBusy("the machine is too busy to compile a grammar")
+            answer: dict[str, str] = json.loads(trial.answer())
+        except TooManySlow:
+            raise CompilerBusy("too many grammars that take long are being compiled") from None
         except OSError:
-            self.close()
+            if _has_ended(process):
+                raise CompilerBusy("the process to compile grammars in has ended") from None
             raise GrammarInvalid("the grammar takes too much memory or nests too deeply") from None
+        finally:
+            trial.close()
         if (reason := answer.get("error")) is not None:
             raise GrammarInvalid(reason)
-        lark: str = answer["lark"]
-        return lark
+        return answer["lark"]
 
     def close(self) -> None:
-        """End the process, whatever it does."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                with suppress(OSError):
-                    pipe.close()
+        """End the process, whatever it and its forks do."""
+        with self._lock:
+            self._end()
 
-    def _started(self) -> subprocess.Popen[bytes]:
-        if self._process is None or self._process.poll() is not None:
-            self.close()
+    def _work(self, trial: Trial, limit: WorkLimit, is_busy: Callable[[], bool] | None) -> bool:
+        """Whether it answers before the limit."""
+        if is_busy is None:
+            return trial.is_answered_within(limit)
+        if trial.is_answered_within(trial.limit(QUICK_SECONDS)):
+            return True
+        return self._turns.work(trial, limit, is_busy=is_busy)
+
+    def _begun(self, grammar: Grammar) -> tuple[Trial, subprocess.Popen[bytes]]:
+        """A fork that has `grammar`. Raises OSError, Stalled."""
+        ours, theirs = socket.socketpair()
+        trial = Trial(ours)
+        try:
+            with theirs, self._lock:
+                process, control = self._started()
+                socket.send_fds(control, [b"1"], [theirs.fileno()])
+            trial.begin(grammar, seconds=START_SECONDS)
+        except BaseException as error:
+            trial.close()
+            if isinstance(error, Stalled):
+                self.close()
+            raise
+        return trial, process
+
+    def _started(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        """The process, and how to talk to it. The lock is held. Raises OSError, Stalled."""
+        if self._process is None or self._control is None or self._process.poll() is not None:
+            self._end()
             # What this process can import, its child can, and nothing from where it happens to stand.
             environment = {
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
                 "OPENBLAS_NUM_THREADS": "1",
             }
-            self._process = subprocess.Popen(  # noqa: S603
-                [sys.executable, "-P", "-m", "millrace_shard.grammar_worker", *self._arguments],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env=environment,
-            )
-            _read_line(self._process, START_SECONDS)
+            self._control, theirs = socket.socketpair()
+            self._control.settimeout(START_SECONDS)
+            try:
+                with theirs:
+                    self._process = subprocess.Popen(  # noqa: S603
+                        [sys.executable, "-P", "-m", WORKER, *self._arguments],
+                        stdin=theirs.fileno(),
+                        stdout=subprocess.DEVNULL,
+                        stderr=subprocess.DEVNULL,
+                        env=environment,
+                    )
+                if self._control.recv(len(READY)) != READY:
+                    raise ConnectionError("it has ended")
+            except OSError:
+                self._end()
+                raise
             logger.info("grammars are tried out by process %d", self._process.pid)
-        return self._process
+        return self._process, self._control
+
+    def _end(self) -> None:
+        process, control = self._process, self._control
+        self._process = self._control = None
+        if control is not None:
+            control.close()
+        if process is not None:
+            process.kill()
+            process.wait()
 
 
-def _ask(process: subprocess.Popen[bytes], grammar: Grammar, seconds: float) -> dict[str, Any]:
-    assert process.stdin is not None
-    request = {"kind": grammar.kind.name, "source": grammar.source}
-    # The process has answered everything so far: it reads.
-    process.stdin.write(json.dumps(request).encode() + b"\n")
-    process.stdin.flush()
-    answer: dict[str, Any] = json.loads(_read_line(process, seconds))
-    return answer
-
-
-def _read_line(process: subprocess.Popen[bytes], seconds: float) -> bytes:
-    """A line of its output.
-
-    Raises:
-        TimeoutError: the process has worked for `seconds`.
-        Stalled: it was given no time to.
-        ConnectionError: it has ended.
-
-    """
-    assert process.stdout is not None
-    descriptor = process.stdout.fileno()
-    line, limit = bytearray(), WorkLimit(seconds, partial(cpu_seconds, process.pid))
-    while not line.endswith(b"\n"):
-        if (left := limit.seconds_left()) <= 0.0:
-            raise TimeoutError if limit.is_spent() else Stalled
-        if not select.select([descriptor], [], [], left)[0]:
-            continue
-        chunk = os.read(descriptor, CHUNK)
-        if not chunk:
-            raise ConnectionError("the process has ended")
-        line += chunk
-    return bytes(line)
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Whether a fork has ended with it, which takes a moment to show."""
+    try:
+        process.wait(ENDING_SECONDS)
+    except subprocess.TimeoutExpired:
+        return False
+    return True

@@ -1,19 +1,23 @@
-"""A process that tries grammars out, so that one that takes for ever, or all memory, ends with it and harms nobody.
+"""A process that tries grammars out, each in a fork of it: one that takes for ever, or all memory, harms nobody.
 
-`python -m millrace_shard.grammar_worker FOLDER VOCAB_SIZE EOS_IDS`: JSON lines, one answer for each request. A request
-has `kind` and `source`; an answer has `lark`, what `LLMatcher` may be given, or `error`. The first line says `ready`.
+`python -m millrace_shard.grammar_worker FOLDER VOCAB_SIZE EOS_IDS`, with one end of a Unix socket as standard input. It
+says `ready`, and from then on takes connections, each for one grammar. Lines of JSON go over a connection: the fork's
+process id; a request with `kind` and `source`; an answer with `lark`, what `LLMatcher` may be given, or `error`.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
+import signal
+import socket
 import sys
 import threading
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -31,10 +35,13 @@ NUM_TRIED = 12
 """Tokens of a text that are tried out: a list of alternatives that is too long shows itself behind the first ones."""
 NICENESS = 10
 """A forward pass goes before."""
+READY = b"ready\n"
+FIRST = (Grammar(GrammarKind.REGEX, "a+"), Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object"}'))
+"""The first of each kind takes four times as long as others, which each fork would pay for."""
 
 
 def main(argv: list[str]) -> int:
-    """Answer until standard input ends."""
+    """Fork for each connection until standard input ends."""
     die_with_parent()
     os.nice(NICENESS)
     folder, vocab_size, eos_token_ids = argv
@@ -45,10 +52,34 @@ def main(argv: list[str]) -> int:
         return 1
     _limit_memory(COMPILE_BYTES)
     threading.stack_size(STACK_BYTES)
-    _write({"ready": True})
-    for line in sys.stdin.buffer:
-        _write(in_background(partial(_answer_to, line, vocabulary)))
+    for grammar in FIRST:
+        _answer(grammar, vocabulary)
+    # Nobody waits for a fork.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    # Forks share what is never collected.
+    gc.freeze()
+    own = os.getpid()
+    with socket.socket(fileno=sys.stdin.fileno()) as control:
+        control.sendall(READY)
+        while descriptors := socket.recv_fds(control, 1, 1)[1]:
+            with socket.socket(fileno=descriptors[0]) as connection:
+                if os.fork() == 0:
+                    _try_out_for(connection, vocabulary, parent=own)
+        control.detach()
     return 0
+
+
+def _try_out_for(connection: socket.socket, vocabulary: Vocabulary, *, parent: int) -> NoReturn:
+    """In a fork, which this ends."""
+    try:
+        die_with_parent(parent)
+        _say(connection, os.getpid())
+        with connection.makefile("rb") as stream:
+            if line := stream.readline():
+                _say(connection, in_background(partial(_answer_to, line, vocabulary)))
+    finally:
+        # Nothing of the parent's is to be wound up here.
+        os._exit(0)
 
 
 def _answer_to(line: bytes, vocabulary: Vocabulary) -> dict[str, Any]:
@@ -101,9 +132,8 @@ def _limit_memory(num_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def _write(answer: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(answer) + "\n")
-    sys.stdout.flush()
+def _say(connection: socket.socket, said: object) -> None:
+    connection.sendall(json.dumps(said).encode() + b"\n")
 
 
 if __name__ == "__main__":

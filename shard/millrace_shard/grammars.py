@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from threading import BoundedSemaphore, Lock
 
 from millrace_shard.background import in_background
@@ -22,9 +21,8 @@ from millrace_shard.vocabulary import Vocabulary, load_vocabulary
 
 MAX_SOURCE_BYTES = 1 << 20
 TIMEOUT = 5.0
-NUM_PROCESSES = 2
-MAX_COMPILES = 8
-"""Grammars that are tried out, or wait for a process, at a time."""
+MAX_COMPILES = 32
+"""Grammars that are tried out at a time, a few of which may take long; twice as many as a router asks for."""
 MAX_CALLS = 64
 """Calls of `check` at a time, several of which may be for one grammar; fewer than the server has workers."""
 MAX_CACHED = 256
@@ -49,7 +47,7 @@ class GrammarCompiler:
         timeout: float = TIMEOUT,
         max_source_bytes: int = MAX_SOURCE_BYTES,
     ) -> None:
-        """`folder` is where the processes read the same vocabulary; `timeout` in seconds bounds one grammar."""
+        """`folder` is where a process reads the same vocabulary; `timeout` in seconds bounds one grammar."""
         self.vocabulary = vocabulary
         self._timeout = timeout
         self._max_source_bytes = max_source_bytes
@@ -57,15 +55,9 @@ class GrammarCompiler:
         self._cache: OrderedDict[bytes, tuple[int, Future[Matcher]]] = OrderedDict()
         self._compiles = BoundedSemaphore(MAX_COMPILES)
         self._calls = BoundedSemaphore(MAX_CALLS)
-        self._processes = [
-            GrammarProcess(
-                folder, vocab_size=vocabulary.size, eos_token_ids=vocabulary.eos_token_ids
-            )
-            for _ in range(NUM_PROCESSES)
-        ]
-        self._idle: SimpleQueue[GrammarProcess] = SimpleQueue()
-        for process in self._processes:
-            self._idle.put(process)
+        self._process = GrammarProcess(
+            folder, vocab_size=vocabulary.size, eos_token_ids=vocabulary.eos_token_ids
+        )
 
     @classmethod
     def load(
@@ -83,20 +75,22 @@ class GrammarCompiler:
             return None
         return cls(vocabulary, folder, timeout=timeout, max_source_bytes=max_source_bytes)
 
-    def check(self, grammar: Grammar) -> None:
+    def check(self, grammar: Grammar, *, is_busy: Callable[[], bool] = lambda: False) -> None:
         """Whether a sequence may have `grammar`: compiles it unless that was done.
+
+        `is_busy` tells, from any thread, whether CPUs are wanted for something better than a grammar that takes long.
 
         Raises GrammarInvalid with the reason, CompilerBusy.
         """
         with _place(self._calls, f"{MAX_CALLS} requests wait for their grammars"):
-            self._compiled(grammar, tried_out=False)
+            self._compiled(grammar, tried_out=False, is_busy=is_busy)
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """A new matcher at the start of a text. `grammar` was checked, here or in an earlier life of this shard.
 
         Raises GrammarInvalid.
         """
-        return self._compiled(grammar, tried_out=True).copy()
+        return self._compiled(grammar, tried_out=True, is_busy=None).copy()
 
     def renewed(self, grammar: Grammar, stale: Lexer) -> Matcher | None:
         """As `matcher`, on another lexer than `stale`; None where a step may not wait for one.
@@ -114,11 +108,12 @@ class GrammarCompiler:
         return self.matcher(grammar)
 
     def close(self) -> None:
-        """End the processes."""
-        for process in self._processes:
-            process.close()
+        """End the process."""
+        self._process.close()
 
-    def _compiled(self, grammar: Grammar, *, tried_out: bool) -> Matcher:
+    def _compiled(
+        self, grammar: Grammar, *, tried_out: bool, is_busy: Callable[[], bool] | None
+    ) -> Matcher:
         size = len(grammar.source.encode(errors="surrogatepass"))
         if size > self._max_source_bytes:
             raise GrammarInvalid(
@@ -136,9 +131,9 @@ class GrammarCompiler:
             except (GrammarInvalid, CompilerBusy):
                 if not tried_out:
                     raise
-            return self._compiled(grammar, tried_out=True)
+            return self._compiled(grammar, tried_out=True, is_busy=None)
         try:
-            lark = self._translated(grammar, size, tried_out=tried_out)
+            lark = self._translated(grammar, size, tried_out=tried_out, is_busy=is_busy)
             compiled = partial(Matcher.of, lark, self.vocabulary)
             # Of a grammar that was tried out before, a step may be waiting for this.
             matcher = compiled() if tried_out else in_background(compiled)
@@ -150,26 +145,21 @@ class GrammarCompiler:
         future.set_result(matcher)
         return matcher
 
-    def _translated(self, grammar: Grammar, size: int, *, tried_out: bool) -> str:
+    def _translated(
+        self, grammar: Grammar, size: int, *, tried_out: bool, is_busy: Callable[[], bool] | None
+    ) -> str:
         """What to give `LLMatcher`. Raises GrammarInvalid, CompilerBusy."""
         if tried_out and size <= SMALL:
             return lark_of(grammar)
         try:
-            return self._try_out(grammar)
+            with _place(self._compiles, f"{MAX_COMPILES} grammars are being compiled"):
+                return self._process.try_out(grammar, timeout=self._timeout, is_busy=is_busy)
         except (GrammarInvalid, CompilerBusy) as error:
             if not tried_out:
                 raise
             # A sequence that runs must not fail for what became of a process.
             logger.warning("a grammar that is known is compiled in this process: %s", error)
             return lark_of(grammar)
-
-    def _try_out(self, grammar: Grammar) -> str:
-        with _place(self._compiles, f"{MAX_COMPILES} grammars are being compiled"):
-            process = self._idle.get()
-            try:
-                return process.try_out(grammar, timeout=self._timeout)
-            finally:
-                self._idle.put(process)
 
     def _evict(self) -> None:
         """Down to the limits, least recently used first; the newest stays. The lock is held."""

@@ -12,12 +12,15 @@ PARENT = os.getppid()
 """Who started this process, noted as soon as it runs."""
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies; end it if that has happened already. Linux only."""
+def die_with_parent(parent: int = PARENT) -> None:
+    """Have the kernel kill this process when its parent dies; end it if that has happened already. Linux only.
+
+    A process that was forked names its `parent`.
+    """
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != PARENT:
+    if os.getppid() != parent:
         sys.exit(1)

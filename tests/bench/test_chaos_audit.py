@@ -22,7 +22,7 @@ from bench.chaos.run import Story
 from bench.chaos.server import Members
 from bench.chaos.weather import Pulse, Trouble, Weather
 
-from millrace_shard.grammars import NUM_PROCESSES
+from millrace_shard.grammars import MAX_COMPILES
 
 BASE = Usage(fds=20, threads=10, memory=100 * 2**20)
 IDLE = {"millrace_kv_blocks": 32.0, "millrace_kv_blocks_cached": 30.0}
@@ -124,8 +124,8 @@ def test_nobody_is_there_twice_and_nobody_else_is(further: str) -> None:
 
 def test_grammars_are_tried_out_in_as_many_processes_as_there_may_be() -> None:
     worker = "python -m millrace_shard.grammar_worker /model"
-    assert members(*ALL, *[worker] * NUM_PROCESSES).is_complete(2)
-    assert not members(*ALL, *[worker] * (NUM_PROCESSES + 1)).is_complete(2)
+    assert members(*ALL, *[worker] * (1 + MAX_COMPILES)).is_complete(2)
+    assert not members(*ALL, *[worker] * (2 + MAX_COMPILES)).is_complete(2)
 
 
 def test_the_report_shows_faults_and_problems() -> None:

@@ -76,6 +76,7 @@ class _Server:
 
     def __init__(self, *statuses: int, hold: int = 0) -> None:
         self.bodies: list[bytes] = []
+        self.littles: list[bytes] = []
         self._statuses = statuses
         self._hold = hold
         self._enough = asyncio.Event()
@@ -95,11 +96,16 @@ class _Server:
         status = self._statuses[min(number, len(self._statuses)) - 1]
         return web.Response(status=status, text="why")
 
+    async def little(self, request: web.Request) -> web.Response:
+        self.littles.append(await request.read())
+        return web.Response()
+
     async def run(self, act: Callable[[str], Any]) -> Any:
         application = web.Application(client_max_size=2_000_000)
         application.router.add_post("/generate_stream", self.stream)
         application.router.add_post("/generate", self.grammar)
         application.router.add_post(CHATS, self.grammar)
+        application.router.add_post("/", self.little)
         async with served_application(application) as url:
             return await act(url)
 
@@ -123,7 +129,11 @@ async def test_nothing_is_sent_beside_nothing() -> None:
     server = _Server()
     found = await server.run(lambda url: large.beside(url, PLAIN, None, 7))
     assert server.bodies == []
-    assert set(found) == {company.MEAN, company.MEDIAN, company.WORST, large.LONGEST}
+    assert set(found) == {
+        *(company.MEAN, company.MEDIAN, company.WORST, large.LONGEST),
+        *(large.LITTLE, large.LONGEST_LITTLE),
+    }
+    assert len(set(server.littles)) == len(server.littles) >= 1
 
 
 async def test_an_answer_that_is_out_of_order_is_a_failure() -> None:
@@ -184,7 +194,7 @@ def test_every_round_takes_all_cases_in_another_order(lab: Lab) -> None:
 
 def _table(ratios: dict[str, tuple[float, float]]) -> Table:
     """Two turns of each case, the second on a machine twice as slow; ratios to the first case."""
-    titles = (company.MEAN, company.WORST, large.LONGEST)
+    titles = (company.MEAN, company.WORST, large.LONGEST, large.LITTLE)
     return {
         case.name: {
             title: Repeated(
@@ -206,7 +216,7 @@ def test_conclusions_are_medians_of_ratios_and_sums_of_statuses() -> None:
     wide, *others, answered = large.LARGE.conclude(counted)
     assert "wide schemas" in wide
     assert "2.00 in the mean" in wide
-    assert "1.50 to 2.50, 2 turns" in wide
+    assert "1.50 to 2.50, 2 turns). A new small schema takes 2.00 of the time." in wide
     assert len(others) == 4
     assert all("1.00 in the mean, 1.00 at p99" in line for line in others)
     assert answered.startswith("All 14 ")

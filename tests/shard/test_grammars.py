@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from random import Random
 from threading import Barrier, Event, Semaphore, Thread
@@ -17,6 +14,7 @@ from types import SimpleNamespace
 
 import grpc
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,13 +22,14 @@ from hypothesis import strategies as st
 from millrace_fakes_grammars import Words, lark, mask_of, regex, schema
 from millrace_fakes_text import byte_level
 from millrace_proto import generate_pb2 as pb
-from millrace_shard import grammars, work_limit
+from millrace_shard import grammar_process, grammars, work_limit
 from millrace_shard.grammar_process import CompilerBusy, GrammarProcess
 from millrace_shard.grammar_source import GrammarInvalid
 from millrace_shard.grammars import GrammarCompiler
 from millrace_shard.guides import NO_GRAMMARS, GuidedRow, Guides
 from millrace_shard.sequence import Grammar
 from millrace_shard.service import ShardService
+from millrace_shard.slow_turns import MAX_SLOW
 
 PATIENT = 60.0
 OPTIONAL = json.dumps(
@@ -68,10 +67,11 @@ def hasty(folder: Path) -> Iterator[GrammarCompiler]:
     made.close()
 
 
-def process_of(compiler: GrammarCompiler) -> int:
-    """The one process that was started."""
-    (pid,) = [process.pid for process in compiler._processes if process.pid is not None]
-    return pid
+def process_of(compiler: GrammarCompiler) -> psutil.Process:
+    """The one that was started."""
+    pid = compiler._process.pid
+    assert pid is not None
+    return psutil.Process(pid)
 
 
 @pytest.mark.parametrize(
@@ -206,32 +206,130 @@ def test_a_pathological_grammar_is_refused_or_compiled_while_others_go_on(
     guides.close()
 
 
-def test_a_process_that_is_given_no_time_is_killed_and_nothing_said_of_the_grammar(
+def never() -> bool:
+    return False
+
+
+LONG = schema(
+    json.dumps(
+        {
+            "type": "object",
+            "patternProperties": {f"^{n}_(.*x){{20}}$": {} for n in range(1000)},
+        }
+    )
+)
+"""Seconds pass before llguidance would be done with it."""
+
+
+class Slow:
+    """Grammars that take long, of which the first to have its turn goes on when it is let."""
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self._compiler = compiler
+        self._pool = ThreadPoolExecutor(MAX_SLOW + 1)
+        self.has_turn = Event()
+        self.may_go_on = Event()
+
+    def check(self, number: int) -> Future[None]:
+        """Of a source that no other number has."""
+        grammar = schema(LONG.source + " " * number)
+        return self._pool.submit(self._compiler.check, grammar, is_busy=self._is_busy)
+
+    def _is_busy(self) -> bool:
+        self.has_turn.set()
+        assert self.may_go_on.wait(PATIENT)
+        return False
+
+
+def test_grammars_that_take_long_hold_up_none_that_does_not(folder: Path) -> None:
+    compiler = new_compiler(folder, timeout=0.5)
+    slow = Slow(compiler)
+    checks = [slow.check(number) for number in range(MAX_SLOW + 1)]
+    # One has its turn, the others wait behind it, and one is told that there are too many.
+    (told,), waiting = wait(checks, PATIENT, FIRST_COMPLETED)
+    with pytest.raises(CompilerBusy, match="take long"):
+        told.result()
+    compiler.check(regex("quick"))
+    assert not any(check.done() for check in waiting)
+    slow.may_go_on.set()
+    for check in waiting:
+        assert "over 0.5 s" in str(check.exception(PATIENT))
+    compiler.close()
+
+
+def test_a_fork_that_dies_refuses_its_grammar_alone(folder: Path) -> None:
+    compiler = new_compiler(folder)
+    slow = Slow(compiler)
+    check = slow.check(0)
+    assert slow.has_turn.wait(PATIENT)
+    process = process_of(compiler)
+    (fork,) = process.children()
+    fork.kill()
+    slow.may_go_on.set()
+    with pytest.raises(GrammarInvalid, match="memory"):
+        check.result(PATIENT)
+    compiler.check(regex("after"))
+    assert process_of(compiler) == process
+    compiler.close()
+
+
+def test_of_a_process_that_dies_nothing_is_said_of_grammars_and_there_is_another(
     folder: Path,
 ) -> None:
-    compiler = new_compiler(folder, timeout=0.5)
+    compiler = new_compiler(folder)
+    slow = Slow(compiler)
+    check = slow.check(0)
+    assert slow.has_turn.wait(PATIENT)
+    process = process_of(compiler)
+    (fork,) = process.children()
+    process.kill()
+    assert psutil.wait_procs([fork], PATIENT)[0] == [fork]
+    slow.may_go_on.set()
+    with pytest.raises(CompilerBusy, match="has ended"):
+        check.result(PATIENT)
+    compiler.check(regex("after"))
+    assert process_of(compiler) != process
+    compiler.close()
+
+
+def test_a_process_that_hangs_is_killed_and_nothing_said_of_the_grammar(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = new_compiler(folder)
     compiler.check(regex("warm"))
-    first = process_of(compiler)
-    os.kill(first, signal.SIGSTOP)
-    os.waitid(os.P_PID, first, os.WSTOPPED | os.WNOWAIT)
-    with pytest.raises(CompilerBusy, match="machine"):
-        _check_with(compiler, first)
-    assert not Path(f"/proc/{first}").exists()
+    process = process_of(compiler)
+    process.suspend()
+    with monkeypatch.context() as patched:
+        patched.setattr(grammar_process, "START_SECONDS", 0.2)
+        with pytest.raises(CompilerBusy, match="no process"):
+            compiler.check(regex("hang"))
+    assert not process.is_running()
     compiler.check(regex("after"))
     compiler.close()
 
 
-def test_a_process_that_works_too_long_is_killed_and_the_grammar_refused(
+def test_a_fork_that_is_given_no_time_says_nothing_of_its_grammar(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(work_limit, "STRETCH", 1e6)
-    process = GrammarProcess(folder, vocab_size=430, eos_token_ids=(0,))
-    process._process = subprocess.Popen(
-        [sys.executable, "-c", "while True: pass"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+    monkeypatch.setattr(work_limit, "STRETCH", 1.0)
+    compiler = new_compiler(folder, timeout=0.5)
+    slow = Slow(compiler)
+    check = slow.check(0)
+    assert slow.has_turn.wait(PATIENT)
+    (fork,) = process_of(compiler).children()
+    fork.suspend()
+    slow.may_go_on.set()
+    with pytest.raises(CompilerBusy, match="machine"):
+        check.result(PATIENT)
+    assert not fork.is_running() or psutil.wait_procs([fork], PATIENT)[0] == [fork]
+    compiler.close()
+
+
+def test_a_grammar_that_takes_too_long_is_refused(folder: Path) -> None:
+    compiler = new_compiler(folder, timeout=0.1)
     with pytest.raises(GrammarInvalid, match=r"over 0\.1 s"):
-        process.try_out(regex("a"), timeout=0.1)
-    assert process.pid is None
+        compiler.check(LONG)
+    compiler.close()
 
 
 def test_without_a_process_nothing_is_said_of_the_grammar(
@@ -240,40 +338,16 @@ def test_without_a_process_nothing_is_said_of_the_grammar(
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     process = GrammarProcess(folder, vocab_size=430, eos_token_ids=(0,))
     with pytest.raises(CompilerBusy, match="no process"):
-        process.try_out(regex("(a"), timeout=PATIENT)
-
-
-def _check_with(compiler: GrammarCompiler, pid: int) -> None:
-    """Have the process `pid` try a grammar out, whichever is idle first."""
-    (process,) = [process for process in compiler._processes if process.pid == pid]
-    process.try_out(regex("hang"), timeout=compiler._timeout)
-
-
-def test_a_process_that_dies_refuses_its_grammar_alone(folder: Path) -> None:
-    compiler = new_compiler(folder)
-    compiler.check(regex("warm"))
-    pid = process_of(compiler)
-    os.kill(pid, signal.SIGSTOP)
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(_check_with, compiler, pid)
-        # Its death is noticed whether it comes before or after the question.
-        os.kill(pid, signal.SIGKILL)
-        assert answer.exception(timeout=PATIENT) is None or isinstance(
-            answer.exception(), GrammarInvalid
-        )
-    compiler.check(regex("after"))
-    compiler.close()
+        process.try_out(regex("(a"), timeout=PATIENT, is_busy=never)
 
 
 def test_the_process_ends_with_the_shard(folder: Path) -> None:
     process = GrammarProcess(folder, vocab_size=430, eos_token_ids=(0,))
-    process.try_out(regex("a"), timeout=PATIENT)
-    pid = process.pid
+    process.try_out(regex("a"), timeout=PATIENT, is_busy=never)
     assert process._process is not None
-    assert process._process.stdin is not None
-    process._process.stdin.close()
+    assert process._control is not None
+    process._control.close()
     assert process._process.wait(PATIENT) == 0
-    assert pid is not None
     process.close()
 
 
@@ -286,7 +360,7 @@ class Counting:
         self.entered = Semaphore(0)
         self.may_go_on = Event()
 
-    def try_out(self, process: GrammarProcess, grammar: Grammar, *, timeout: float) -> str:
+    def try_out(self, grammar: Grammar) -> str:
         self.calls.append(grammar)
         self.entered.release()
         assert self.may_go_on.wait(PATIENT)
@@ -301,7 +375,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Counting:
     monkeypatch.setattr(
         GrammarProcess,
         "try_out",
-        lambda process, grammar, *, timeout: made.try_out(process, grammar, timeout=timeout),
+        lambda process, grammar, *, timeout, is_busy: made.try_out(grammar),
     )
     return made
 
@@ -338,13 +412,10 @@ def test_the_same_source_of_another_kind_is_another_grammar(
 def test_more_grammars_than_are_compiled_at_a_time_are_told_to_come_again(
     folder: Path, counting: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammars, "MAX_COMPILES", grammars.NUM_PROCESSES)
+    monkeypatch.setattr(grammars, "MAX_COMPILES", 2)
     compiler = new_compiler(folder)
-    with ThreadPoolExecutor(grammars.NUM_PROCESSES) as pool:
-        checks = [
-            pool.submit(compiler.check, regex(f"number {number}"))
-            for number in range(grammars.NUM_PROCESSES)
-        ]
+    with ThreadPoolExecutor(2) as pool:
+        checks = [pool.submit(compiler.check, regex(f"number {number}")) for number in range(2)]
         for _ in checks:
             assert counting.entered.acquire(timeout=PATIENT)
         with pytest.raises(CompilerBusy):
