@@ -8,6 +8,7 @@ from collections.abc import Callable
 from llguidance import LLMatcher
 
 from millrace_shard.json_schema import SchemaInvalid, read_schema
+from millrace_shard.lark_schemas import with_exact_schemas
 from millrace_shard.sequence import Grammar, GrammarKind
 
 NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
@@ -20,18 +21,17 @@ class GrammarInvalid(ValueError):  # noqa: N818
 
 def lark_of(grammar: Grammar) -> str:
     """`grammar` for `LLMatcher`. Raises GrammarInvalid for a schema that would not be kept; the rest is not checked."""
-    lark = TRANSLATIONS[grammar.kind](grammar.source)
+    try:
+        lark = TRANSLATIONS[grammar.kind](grammar.source)
+    except SchemaInvalid as error:
+        raise GrammarInvalid(str(error)) from error
     # Last, where it overrides what the grammar itself says. In an object, because a text that begins with a brace would
     # be taken for llguidance's own format.
     return json.dumps({"grammars": [{"lark_grammar": lark + NO_FORCING}]})
 
 
 def _of_schema(source: str) -> str:
-    try:
-        schema = read_schema(source)
-    except SchemaInvalid as error:
-        raise GrammarInvalid(str(error)) from error
-    return f"start: %json {json.dumps(schema)}"
+    return f"start: %json {json.dumps(read_schema(source))}"
 
 
 def _of_regex(pattern: str) -> str:
@@ -43,5 +43,5 @@ def _of_regex(pattern: str) -> str:
 TRANSLATIONS: dict[GrammarKind, Callable[[str], str]] = {
     GrammarKind.JSON_SCHEMA: _of_schema,
     GrammarKind.REGEX: _of_regex,
-    GrammarKind.LARK: str,
+    GrammarKind.LARK: with_exact_schemas,
 }

@@ -61,6 +61,15 @@ def read_schema(source: str) -> Schema:
         raise SchemaInvalid("a schema is an object or a boolean")
     # What is asked of llguidance there is not the user's to say, and no keyword of JSON Schema.
     schema.pop("x-guidance", None)
+    schema["x-guidance"] = SPACING | {"json_allowed_escapes": make_exact(schema)}
+    return schema
+
+
+def make_exact(schema: Schema) -> str:
+    """Change it into one that llguidance keeps; returns the escapes that may be allowed.
+
+    Raises SchemaInvalid, RecursionError.
+    """
     escapes = allowed_escapes(schema, (part for _, part in _parts(schema)))
     if escapes is None:
         raise SchemaInvalid(
@@ -76,8 +85,7 @@ def read_schema(source: str) -> Schema:
     if not references.is_productive(schema):
         raise SchemaInvalid("no finite JSON matches the schema")
     _prune(schema, references)
-    schema["x-guidance"] = SPACING | {"json_allowed_escapes": escapes}
-    return schema
+    return escapes
 
 
 def _no_constant(name: str) -> None:
