@@ -9,8 +9,10 @@ excluded next to another bound; leap seconds and the 29th of February at any tim
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeGuard
+from urllib.parse import quote
 
 from millrace_shard.json_escapes import allowed_escapes
 from millrace_shard.schema_references import References
@@ -39,6 +41,9 @@ FORMATS: dict[object, Sequence[Schema]] = {
     "hostname": ({"maxLength": 253},),
 }
 """What of a format llguidance does not see to."""
+IN_URIS = "%/:?#@!$&'()*+,;=-._~"
+STRAY_PERCENT = re.compile("%(?![0-9A-Fa-f]{2})")
+"""Names are referred to as they are, such as `#/$defs/Page[é]`, which is no URI (RFC 3986)."""
 LEAST_STEP, STEP = 2.0**-40, 2.0**-50
 """From a bound that is excluded to the next number that may be written, the second as a share of the bound."""
 
@@ -106,6 +111,8 @@ def _parts(schema: Schema) -> Iterator[tuple[str, Schema]]:
 
 def _mend(part: Schema) -> None:
     """Take out what says nothing, and say in llguidance's words what it reads otherwise."""
+    if isinstance(uri := part.get("$ref"), str):
+        part["$ref"] = quote(STRAY_PERCENT.sub("%25", uri), safe=IN_URIS)
     if part.get("uniqueItems") is False:
         del part["uniqueItems"]
     if "if" not in part:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from itertools import islice, permutations, product
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from bench.guidance.schemas import Schemas, problem
@@ -455,6 +456,15 @@ def test_a_schema_cannot_ask_for_other_spacing_or_lenience() -> None:
     assert not accepts(described, "[ 1]")
     with pytest.raises(GrammarInvalid, match="not"):
         matcher({**described, "not": {}})
+
+
+@pytest.mark.parametrize(
+    "name", ["é", "a b", "A<B>", "Page[User]", "100%", 'q"`^|{}', "%41", "日本"]
+)
+def test_a_name_may_be_referred_to_as_it_is(name: str) -> None:
+    described = {"$ref": f"#/$defs/{name}", "$defs": {unquote(name): {"type": "integer"}}}
+    assert accepts(described, "1")
+    assert not accepts(described, '"1"')
 
 
 def test_a_part_that_would_never_end_is_not_entered() -> None:
