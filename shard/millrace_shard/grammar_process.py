@@ -17,13 +17,10 @@ from millrace_shard.grammar_trial import Stalled, Trial
 from millrace_shard.grammar_worker import READY
 from millrace_shard.sequence import Grammar
 from millrace_shard.slow_turns import SlowTurns, TooManySlow
-from millrace_shard.work_limit import WorkLimit
 
 START_SECONDS = 60.0
 ENDING_SECONDS = 0.1
 WORKER = "millrace_shard.grammar_worker"
-QUICK_SECONDS = 0.25
-"""Of work; what takes more waits for its turn, which most grammars never do."""
 
 logger = logging.getLogger(__name__)
 
@@ -64,19 +61,26 @@ class GrammarProcess:
             raise CompilerBusy(f"no process to compile grammars in: {error}") from error
         limit = trial.limit(timeout)
         try:
-            if not self._work(trial, limit, is_busy):
+            is_answered = (
+                trial.is_answered_within(limit)
+                if is_busy is None
+                else self._turns.work(trial, limit, is_busy=is_busy)
+            )
+            if not is_answered:
                 if limit.is_spent():
                     raise GrammarInvalid(f"the grammar takes over {timeout:g} s to compile")
                 raise CompilerBusy("the machine is too busy to compile a grammar")
             answer: dict[str, str] = json.loads(trial.answer())
-        except TooManySlow:
-            raise CompilerBusy("too many grammars that take long are being compiled") from None
+        except TooManySlow as error:
+            raise CompilerBusy(str(error)) from None
         except OSError:
             if _has_ended(process):
                 raise CompilerBusy("the process to compile grammars in has ended") from None
             raise GrammarInvalid("the grammar takes too much memory or nests too deeply") from None
         finally:
             trial.close()
+        if (reason := answer.get("busy")) is not None:
+            raise CompilerBusy(f"no process to compile grammars in: {reason}")
         if (reason := answer.get("error")) is not None:
             raise GrammarInvalid(reason)
         return answer["lark"]
@@ -85,14 +89,6 @@ class GrammarProcess:
         """End the process, whatever it and its forks do."""
         with self._lock:
             self._end()
-
-    def _work(self, trial: Trial, limit: WorkLimit, is_busy: Callable[[], bool] | None) -> bool:
-        """Whether it answers before the limit."""
-        if is_busy is None:
-            return trial.is_answered_within(limit)
-        if trial.is_answered_within(trial.limit(QUICK_SECONDS)):
-            return True
-        return self._turns.work(trial, limit, is_busy=is_busy)
 
     def _begun(self, grammar: Grammar) -> tuple[Trial, subprocess.Popen[bytes]]:
         """A fork that has `grammar`. Raises OSError, Stalled."""

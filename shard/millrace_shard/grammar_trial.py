@@ -57,7 +57,7 @@ class Trial:
         while (left := limit.seconds_left()) > 0.0:
             if self.is_answered(left):
                 return True
-        return False
+        return self.is_answered(0.0)
 
     def is_answered(self, seconds: float) -> bool:
         """Whether the answer is there; wait for more of it, for `seconds` at most. Raises OSError where it is gone."""

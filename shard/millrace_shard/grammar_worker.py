@@ -2,7 +2,8 @@
 
 `python -m millrace_shard.grammar_worker FOLDER VOCAB_SIZE EOS_IDS`, with one end of a Unix socket as standard input. It
 says `ready`, and from then on takes connections, each for one grammar. Lines of JSON go over a connection: the fork's
-process id; a request with `kind` and `source`; an answer with `lark`, what `LLMatcher` may be given, or `error`.
+process id; a request with `kind` and `source`; an answer with `lark`, what `LLMatcher` may be given, or `error`, or
+`busy` with what was in the way of an answer.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import signal
 import socket
 import sys
 import threading
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -62,7 +64,8 @@ def main(argv: list[str]) -> int:
     with socket.socket(fileno=sys.stdin.fileno()) as control:
         control.sendall(READY)
         while descriptors := socket.recv_fds(control, 1, 1)[1]:
-            with socket.socket(fileno=descriptors[0]) as connection:
+            # Where there is no room for another process, whoever asks finds the connection closed.
+            with socket.socket(fileno=descriptors[0]) as connection, suppress(OSError):
                 if os.fork() == 0:
                     _try_out_for(connection, vocabulary, parent=own)
         control.detach()
@@ -73,13 +76,27 @@ def _try_out_for(connection: socket.socket, vocabulary: Vocabulary, *, parent: i
     """In a fork, which this ends."""
     try:
         die_with_parent(parent)
+        _go_first_where_memory_is_short()
         _say(connection, os.getpid())
         with connection.makefile("rb") as stream:
             if line := stream.readline():
-                _say(connection, in_background(partial(_answer_to, line, vocabulary)))
+                _say(connection, _answer_in_background(line, vocabulary))
     finally:
         # Nothing of the parent's is to be wound up here.
         os._exit(0)
+
+
+def _answer_in_background(line: bytes, vocabulary: Vocabulary) -> dict[str, Any]:
+    try:
+        return in_background(partial(_answer_to, line, vocabulary))
+    except Exception as error:  # noqa: BLE001, such as that there is no room for a thread
+        return {"busy": str(error)}
+
+
+def _go_first_where_memory_is_short() -> None:
+    """Rather than the shard, which has more of it."""
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def _answer_to(line: bytes, vocabulary: Vocabulary) -> dict[str, Any]:

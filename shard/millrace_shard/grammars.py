@@ -126,6 +126,9 @@ class GrammarCompiler:
             self._cache.move_to_end(key)
             self._evict()
         if known is not future:
+            if tried_out and not known.done():
+                # What is found out beside a step may take its time, and a step waits for this.
+                return self._compiled_at_once(grammar, size)
             try:
                 return known.result()
             except (GrammarInvalid, CompilerBusy):
@@ -144,6 +147,10 @@ class GrammarCompiler:
             raise
         future.set_result(matcher)
         return matcher
+
+    def _compiled_at_once(self, grammar: Grammar, size: int) -> Matcher:
+        lark = self._translated(grammar, size, tried_out=True, is_busy=None)
+        return Matcher.of(lark, self.vocabulary)
 
     def _translated(
         self, grammar: Grammar, size: int, *, tried_out: bool, is_busy: Callable[[], bool] | None

@@ -41,7 +41,7 @@ FORMATS: dict[object, Sequence[Schema]] = {
     "hostname": ({"maxLength": 253},),
 }
 """What of a format llguidance does not see to."""
-IN_URIS = "%/:?#@!$&'()*+,;=-._~"
+IN_URIS = "%/:?@!$&'()*+,;=-._~"
 STRAY_PERCENT = re.compile("%(?![0-9A-Fa-f]{2})")
 """Names are referred to as they are, such as `#/$defs/Page[é]`, which is no URI (RFC 3986)."""
 LEAST_STEP, STEP = 2.0**-40, 2.0**-50
@@ -112,7 +112,8 @@ def _parts(schema: Schema) -> Iterator[tuple[str, Schema]]:
 def _mend(part: Schema) -> None:
     """Take out what says nothing, and say in llguidance's words what it reads otherwise."""
     if isinstance(uri := part.get("$ref"), str):
-        part["$ref"] = quote(STRAY_PERCENT.sub("%25", uri), safe=IN_URIS)
+        base, mark, name = STRAY_PERCENT.sub("%25", uri).partition("#")
+        part["$ref"] = quote(base, safe=IN_URIS) + mark + quote(name, safe=IN_URIS)
     if part.get("uniqueItems") is False:
         del part["uniqueItems"]
     if "if" not in part:

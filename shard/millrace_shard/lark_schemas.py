@@ -11,13 +11,14 @@ from millrace_shard.json_schema import Schema, SchemaInvalid, make_exact
 _TOKEN = re.compile(
     r"""
       "(?:[^"\\\n]|\\.)*"
-    | /(?![/*])(?:[^/\\\n]|\\.)*/
+    | /(?![/*])(?:[^/\\]|\\.)+/
+    | <[^<>\s]+>
     | (?://|\#)[^\n]*
     | (?P<json>%json\s*)(?=\{)
     """,
     re.VERBOSE,
 )
-"""Strings, expressions and comments, which may hold anything; and what comes before a schema."""
+"""Strings, expressions, special tokens and comments of llguidance, which hold no schemas; and what comes before one."""
 _DECODER = JSONDecoder()
 
 

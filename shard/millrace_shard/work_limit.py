@@ -31,21 +31,31 @@ class WorkLimit:
         self._used = used
         self._clock = clock
         self._began, self._used_before = clock(), used()
+        self._last_used = self._used_before
 
     def seconds_left(self) -> float:
         """For so long it need not be looked at; not above 0 when it is over."""
         elapsed = self._clock() - self._began
-        used = self._used()
-        if used is None or self._used_before is None:
+        worked = self._worked()
+        if worked is None:
             return self._seconds - elapsed
-        return min(self._seconds - (used - self._used_before), STRETCH * self._seconds - elapsed)
+        return min(self._seconds - worked, STRETCH * self._seconds - elapsed)
 
     def is_spent(self) -> bool:
         """Whether so much was worked, or may have been where that is not told; the clock alone says no such thing."""
-        used = self._used()
-        if used is None or self._used_before is None:
+        worked = self._worked()
+        if worked is None:
             return self._clock() - self._began >= self._seconds
-        return used - self._used_before >= self._seconds
+        return worked >= self._seconds
+
+    def _worked(self) -> float | None:
+        """In seconds; as last told, of a process that has ended since."""
+        used = self._used()
+        if used is not None:
+            self._last_used = used
+        if self._last_used is None or self._used_before is None:
+            return None
+        return self._last_used - self._used_before
 
 
 def cpu_seconds(pid: int) -> float | None:

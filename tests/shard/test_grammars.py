@@ -9,13 +9,16 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from random import Random
-from threading import Barrier, Event, Semaphore, Thread
+from threading import Barrier, Event, Lock, Semaphore, Thread, get_ident
 from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import numpy as np
 import psutil
 import pytest
+import torch
+from bench.guidance import large_grammars
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +26,7 @@ from millrace_fakes_grammars import Words, lark, mask_of, regex, schema
 from millrace_fakes_text import byte_level
 from millrace_proto import generate_pb2 as pb
 from millrace_shard import grammar_process, grammars, work_limit
+from millrace_shard.engine import Progress
 from millrace_shard.grammar_process import CompilerBusy, GrammarProcess
 from millrace_shard.grammar_source import GrammarInvalid
 from millrace_shard.grammars import GrammarCompiler
@@ -221,23 +225,47 @@ LONG = schema(
 """Seconds pass before llguidance would be done with it."""
 
 
+class Owned:
+    """A lock that knows who has it."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self.owner: int | None = None
+
+    def acquire(self, *, timeout: float) -> bool:
+        taken = self._lock.acquire(timeout=timeout)
+        if taken:
+            self.owner = get_ident()
+        return taken
+
+    def release(self) -> None:
+        self.owner = None
+        self._lock.release()
+
+
 class Slow:
     """Grammars that take long, of which the first to have its turn goes on when it is let."""
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
+        self._turn = Owned()
+        turns: Any = compiler._process._turns
+        turns._turn = self._turn
         self._pool = ThreadPoolExecutor(MAX_SLOW + 1)
         self.has_turn = Event()
         self.may_go_on = Event()
 
     def check(self, number: int) -> Future[None]:
         """Of a source that no other number has."""
-        grammar = schema(LONG.source + " " * number)
+        return self.check_of(schema(LONG.source + " " * number))
+
+    def check_of(self, grammar: Grammar) -> Future[None]:
         return self._pool.submit(self._compiler.check, grammar, is_busy=self._is_busy)
 
     def _is_busy(self) -> bool:
-        self.has_turn.set()
-        assert self.may_go_on.wait(PATIENT)
+        if self._turn.owner == get_ident():
+            self.has_turn.set()
+            assert self.may_go_on.wait(PATIENT)
         return False
 
 
@@ -254,6 +282,23 @@ def test_grammars_that_take_long_hold_up_none_that_does_not(folder: Path) -> Non
     slow.may_go_on.set()
     for check in waiting:
         assert "over 0.5 s" in str(check.exception(PATIENT))
+    compiler.close()
+
+
+def test_a_step_does_not_wait_for_a_grammar_that_takes_its_time(folder: Path) -> None:
+    """One that is known may have been dropped, and be tried out anew for another request."""
+    compiler = new_compiler(folder)
+    large = schema(json.dumps(large_grammars.wide(500_000)))
+    assert len(large.source) > grammars.SMALL
+    compiler.check(large)
+    compiler._cache.clear()
+    slow = Slow(compiler)
+    check = slow.check_of(large)
+    assert slow.has_turn.wait(PATIENT)
+    assert mask_of(compiler.matcher(large))
+    assert not check.done()
+    slow.may_go_on.set()
+    assert check.exception(PATIENT) is None
     compiler.close()
 
 
@@ -543,7 +588,10 @@ class EngineThatMayNotBeAsked:
     """Has a model and does nothing."""
 
     def __init__(self, guides: Guides | None) -> None:
-        self.loaded = SimpleNamespace(guides=guides)
+        self.loaded = SimpleNamespace(guides=guides, device=torch.device("cpu"))
+
+    def progress(self) -> Progress:
+        return Progress(last_step=0, pending_steps=0, idle_ns=10**9, warmed_up=True)
 
 
 def ask(guides: Guides | None, grammar: pb.Grammar, call: Call) -> pb.CompileGrammarResponse:
@@ -584,3 +632,26 @@ def test_a_service_that_is_busy_compiling_is_to_be_asked_again(
     with pytest.raises(RuntimeError, match="try again"):
         ask(Guides(new_compiler(folder), 430), pb.Grammar(source="a"), call)
     assert call.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+@pytest.mark.parametrize(
+    ("device", "pending_steps", "idle_ns", "busy"),
+    [
+        ("cpu", 1, 10**9, True),
+        ("cpu", 0, 10**6, True),
+        ("cpu", 0, 10**9, False),
+        ("meta", 1, 0, False),
+    ],
+)
+def test_grammars_rest_while_steps_follow_each_other_on_cpus(
+    device: str, pending_steps: int, idle_ns: int, *, busy: bool
+) -> None:
+    progress = Progress(last_step=0, pending_steps=pending_steps, idle_ns=idle_ns, warmed_up=True)
+    asked = list[bool]()
+    compiler = SimpleNamespace(check=lambda grammar, *, is_busy: asked.append(is_busy()))
+    loaded = SimpleNamespace(guides=SimpleNamespace(compiler=compiler), device=torch.device(device))
+    engine = SimpleNamespace(progress=lambda: progress, loaded=loaded)
+    service = ShardService(engine, deterministic=True, prefill_logprobs=False)  # type: ignore[arg-type]
+    grammar = pb.Grammar(kind=pb.Grammar.KIND_REGEX, source="a+")
+    service.CompileGrammar(pb.CompileGrammarRequest(grammar=grammar), Call())  # type: ignore[arg-type]
+    assert asked == [busy]

@@ -459,7 +459,7 @@ def test_a_schema_cannot_ask_for_other_spacing_or_lenience() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["é", "a b", "A<B>", "Page[User]", "100%", 'q"`^|{}', "%41", "日本"]
+    "name", ["é", "a b", "A<B>", "Page[User]", "100%", 'q"`^|{}', "%41", "日本", "C#"]
 )
 def test_a_name_may_be_referred_to_as_it_is(name: str) -> None:
     described = {"$ref": f"#/$defs/{name}", "$defs": {unquote(name): {"type": "integer"}}}

@@ -106,6 +106,24 @@ def test_strings_expressions_and_comments_hold_no_schemas(source: str) -> None:
     assert with_exact_schemas(source) == source
 
 
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        ("start: </think> %json ", " </s>"),
+        ("start: <tool#call> %json ", ""),
+        ('start: <a"b> %json ', ' "x"'),
+        ("start: /a\nb/ %json ", ' "x/y"'),
+        ("start: /[/ /]/ %json ", ""),
+        ('start: "a" //\n | %json ', " # /\n"),
+    ],
+)
+def test_schemas_are_found_beside_special_tokens_and_expressions(pieces: tuple[str, str]) -> None:
+    described = json.dumps({"type": "string", "format": "date"})
+    exact = with_exact_schemas(f"%json {described}").removeprefix("%json ")
+    assert exact != described
+    assert with_exact_schemas(described.join(pieces)) == exact.join(pieces)
+
+
 LITERALS = st.text(st.sampled_from([*string.ascii_letters, *'{}%"/\\#\n ']), max_size=20)
 DATE = {"type": "string", "format": "date"}
 

@@ -50,6 +50,16 @@ def test_what_only_waited_has_not_worked() -> None:
     assert limit.is_spent()
 
 
+def test_one_that_has_ended_has_worked_no_more_than_was_seen() -> None:
+    process = Process()
+    limit = process.limit(5.0)
+    process.now, process.used = 120.0, 9.0
+    assert limit.seconds_left() == 3.0
+    process.used = None
+    assert limit.seconds_left() == 3.0
+    assert not limit.is_spent()
+
+
 def test_without_a_cpu_time_the_clock_counts() -> None:
     process = Process()
     process.used = None
