@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeGuard
 from urllib.parse import quote
 
@@ -75,13 +75,15 @@ def make_exact(schema: Schema) -> str:
 
     Raises SchemaInvalid, RecursionError.
     """
-    escapes = allowed_escapes(schema, (part for _, part in _parts(schema)))
+    placed = _parts(schema)
+    parts = [part for _, part in placed]
+    escapes = allowed_escapes(schema, parts)
     if escapes is None:
         raise SchemaInvalid(
             "control characters are not supported where names that are not listed are allowed beside others"
         )
-    _move_bounds([part for _, part in _parts(schema)])
-    for place, part in _parts(schema):
+    _move_bounds(parts)
+    for place, part in placed:
         _mend(part)
         _check(part, place)
     references = References(schema)
@@ -89,7 +91,7 @@ def make_exact(schema: Schema) -> str:
         raise SchemaInvalid(f"`$ref` {uri!r} refers to itself without going into a value")
     if not references.is_productive(schema):
         raise SchemaInvalid("no finite JSON matches the schema")
-    _prune(schema, references)
+    _prune(parts, references)
     return escapes
 
 
@@ -97,9 +99,20 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
-def _parts(schema: Schema) -> Iterator[tuple[str, Schema]]:
-    """Every object that is a schema, with the path to it."""
-    waiting: list[tuple[str, Any, int]] = [("#", schema, 0)]
+def _parts(schema: Schema) -> list[tuple[str, Schema]]:
+    """Every object that is a schema, with the path to it: within this one, and wherever references lead."""
+    parts = list(_parts_within(schema, "#"))
+    known = {id(part) for _, part in parts}
+    for uri, target in References(schema).targets.items():
+        for place, part in _parts_within(target, uri):
+            if id(part) not in known:
+                known.add(id(part))
+                parts.append((place, part))
+    return parts
+
+
+def _parts_within(schema: object, path: str) -> Iterator[tuple[str, Schema]]:
+    waiting: list[tuple[str, Any, int]] = [(path, schema, 0)]
     while waiting:
         place, part, depth = waiting.pop()
         if depth > MAX_DEPTH:
@@ -206,9 +219,9 @@ def _counts_duplicates(part: Schema) -> bool:
     return part.get("additionalProperties") is not False or bool(part.get("patternProperties"))
 
 
-def _prune(schema: Schema, references: References) -> None:
+def _prune(parts: Iterable[Schema], references: References) -> None:
     """Put `false` where no finite JSON matches: entered once, such a part would never end."""
-    for _, part in _parts(schema):
+    for part in parts:
         for container, key in _slots(part):
             if not references.is_productive(container[key]):
                 container[key] = False

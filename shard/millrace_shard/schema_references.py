@@ -22,25 +22,25 @@ class References:
         self._bases: dict[int, str] = {}
         """URI that references in a schema are relative to, by the schema's identity."""
         self._index(root)
-        self._targets: dict[str, object] = {}
+        self.targets: dict[str, object] = {}
         """What each reference leads to, by its whole URI."""
         self._collect(root)
         # The least fixed point: what leads to a value in n steps does so in n + 1.
-        self._productive = dict.fromkeys(self._targets, False)
+        self._productive = dict.fromkeys(self.targets, False)
         changed = True
         while changed:
             changed = False
             for uri, known in self._productive.items():
-                if not known and self.is_productive(self._targets[uri]):
+                if not known and self.is_productive(self.targets[uri]):
                     self._productive[uri] = changed = True
 
     def loop(self) -> str | None:
         """A reference that leads back to itself without going into a value, which the specification leaves open."""
         passed: set[str] = set()
-        for start in self._targets:
+        for start in self.targets:
             path: dict[str, Iterator[str]] = {}
             if start not in passed:
-                path[start] = self._in_place(self._targets[start])
+                path[start] = self._in_place(self.targets[start])
             while path:
                 uri, following = next(reversed(path.items()))
                 after = next(following, None)
@@ -50,7 +50,7 @@ class References:
                 elif after in path:
                     return after
                 elif after not in passed:
-                    path[after] = self._in_place(self._targets[after])
+                    path[after] = self._in_place(self.targets[after])
         return None
 
     def is_productive(self, schema: object) -> bool:
@@ -111,9 +111,9 @@ class References:
             part = waiting.pop()
             if isinstance(part, dict):
                 uri = self._uri(part)
-                if uri is not None and uri not in self._targets:
+                if uri is not None and uri not in self.targets:
                     found = self._target(uri)
-                    self._targets[uri] = found
+                    self.targets[uri] = found
                     waiting.append(found)
                 waiting += [sub for _, sub in subschemas(part)]
 

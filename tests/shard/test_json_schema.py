@@ -467,6 +467,20 @@ def test_a_name_may_be_referred_to_as_it_is(name: str) -> None:
     assert not accepts(described, '"1"')
 
 
+def test_what_is_referred_to_is_kept_wherever_it_stands() -> None:
+    where = "#/components/schemas"
+    schemas = {
+        "Event": {"type": "object", "properties": {"on": {"$ref": f"{where}/Day[é]"}}},
+        "Day[é]": {"type": "string", "format": "date"},
+        "Huge": {"type": "integer", "maximum": 10**30},
+    }
+    described = {"$ref": f"{where}/Event", "components": {"schemas": schemas}}
+    assert accepts(described, '{"on":"2024-02-29"}')
+    assert not accepts(described, '{"on":"2023-02-29"}')
+    with pytest.raises(GrammarInvalid, match=f"{where}/Huge/maximum"):
+        matcher({**described, "$ref": f"{where}/Huge"})
+
+
 def test_a_part_that_would_never_end_is_not_entered() -> None:
     described = {
         "type": "object",
