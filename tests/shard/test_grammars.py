@@ -262,6 +262,14 @@ class Slow:
     def check_of(self, grammar: Grammar) -> Future[None]:
         return self._pool.submit(self._compiler.check, grammar, is_busy=self._is_busy)
 
+    def one_in_its_turn(self) -> tuple[psutil.Process, psutil.Process, Future[None]]:
+        """The process, its fork that is at work, and the check that waits for that."""
+        check = self.check(0)
+        assert self.has_turn.wait(PATIENT)
+        process = process_of(self._compiler)
+        (fork,) = process.children()
+        return process, fork, check
+
     def _is_busy(self) -> bool:
         if self._turn.owner == get_ident():
             self.has_turn.set()
@@ -305,10 +313,7 @@ def test_a_step_does_not_wait_for_a_grammar_that_takes_its_time(folder: Path) ->
 def test_a_fork_that_dies_refuses_its_grammar_alone(folder: Path) -> None:
     compiler = new_compiler(folder)
     slow = Slow(compiler)
-    check = slow.check(0)
-    assert slow.has_turn.wait(PATIENT)
-    process = process_of(compiler)
-    (fork,) = process.children()
+    process, fork, check = slow.one_in_its_turn()
     fork.kill()
     slow.may_go_on.set()
     with pytest.raises(GrammarInvalid, match="memory"):
@@ -323,10 +328,7 @@ def test_of_a_process_that_dies_nothing_is_said_of_grammars_and_there_is_another
 ) -> None:
     compiler = new_compiler(folder)
     slow = Slow(compiler)
-    check = slow.check(0)
-    assert slow.has_turn.wait(PATIENT)
-    process = process_of(compiler)
-    (fork,) = process.children()
+    process, fork, check = slow.one_in_its_turn()
     process.kill()
     assert psutil.wait_procs([fork], PATIENT)[0] == [fork]
     slow.may_go_on.set()
@@ -359,9 +361,7 @@ def test_a_fork_that_is_given_no_time_says_nothing_of_its_grammar(
     monkeypatch.setattr(work_limit, "STRETCH", 1.0)
     compiler = new_compiler(folder, timeout=0.5)
     slow = Slow(compiler)
-    check = slow.check(0)
-    assert slow.has_turn.wait(PATIENT)
-    (fork,) = process_of(compiler).children()
+    _, fork, check = slow.one_in_its_turn()
     fork.suspend()
     slow.may_go_on.set()
     with pytest.raises(CompilerBusy, match="machine"):
