@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import re
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 from browsing import CHAT_ROUTE, PHONE, opened, overflow, send, settled
@@ -19,7 +23,7 @@ ANSWER = (
     "Prefill is the first phase of a request: the model reads all prompt tokens at once, "
     "fills the KV cache and produces the first new token."
 )
-LENGTH = 600
+LENGTH = 1000
 NARROW = PHONE | {"viewport": {"width": 360, "height": 740}}
 HOSTILE = (
     "<img src=x onerror=alert(1)><script>alert(2)</script>\n\n"
@@ -93,22 +97,59 @@ def at_length(route: Route) -> None:
     route.continue_(post_data=json.dumps(body))
 
 
+class Paced(ThreadingHTTPServer):
+    """Streams the pieces of an answer, each when it is asked for."""
+
+    def __init__(self) -> None:
+        pieces = self.pieces = SimpleQueue[str]()
+
+        class Chat(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["content-length"]))
+                self.send_response(200)
+                self.send_header("content-type", "text/event-stream")
+                self.end_headers()
+                while piece := pieces.get(timeout=60):
+                    self.wfile.write(piece.encode())
+
+            def log_message(self, *_: object) -> None:
+                """The output is for what passed and what failed."""
+
+        super().__init__(("127.0.0.1", 0), Chat)
+
+
+@contextmanager
+def paced(page: Page) -> Iterator[SimpleQueue[str]]:
+    """Answer chats with the pieces put into this queue, until an empty one."""
+    with Paced() as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}/v1/chat/completions"
+        page.route(CHAT_ROUTE, lambda route: route.continue_(url=address))
+        try:
+            yield server.pieces
+        finally:
+            server.pieces.put("")
+            server.shutdown()
+
+
 def answer_is_shown_as_it_comes(url: str) -> None:
+    with opened(url) as page, paced(page) as pieces:
+        send(page, QUESTION)
+        shown = ""
+        for word in ("one", " two", " three"):
+            pieces.put(events(says(word), done=False))
+            shown += word
+            page.locator(".turn.assistant .text").get_by_text(shown, exact=True).wait_for()
+        pieces.put("data: [DONE]\n\n")
+        pieces.put("")
+        assert settled(page) == shown
+
+
+def answers_have_their_figures(url: str) -> None:
     with opened(url) as page:
         page.route(CHAT_ROUTE, at_length)
-        page.evaluate(
-            """() => {
-                window.seen = [];
-                const look = () => window.seen.push(document.querySelector(".turn.assistant .text")?.innerText);
-                const everything = {subtree: true, childList: true, characterData: true};
-                new MutationObserver(look).observe(document.querySelector("#turns"), everything);
-            }"""
-        )
         send(page, QUESTION)
         settled(page)
-        # Markdown that is not yet closed looks otherwise once it is.
-        lengths = {len(text) for text in page.evaluate("window.seen") if text}
-        assert len(lengths) > 5
         figures = page.inner_text(".turn.assistant .meta")
         assert re.search(r"\d tokens/s", figures)
         assert re.search(r"first token [\d.]+ m?s", figures)
@@ -585,6 +626,7 @@ def docs_fit_a_phone(url: str) -> None:
 CASES = [
     page_says_what_is_served,
     answer_is_shown_as_it_comes,
+    answers_have_their_figures,
     answers_are_counted_and_announced,
     keys_send_and_break_lines,
     focus_goes_from_top_to_bottom,
