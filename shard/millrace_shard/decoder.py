@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +16,7 @@ from millrace_shard.kernels.base import (
     Kernels,
     Layer,
     LayerCache,
+    Layers,
     Linear,
     LinearWeights,
     MlpBlock,
@@ -50,10 +52,8 @@ class Decoder:
 
         loader = LayerLoader(arch, rope, weights, kernels, group)
         self._embedding = loader.vocabulary("model.embed_tokens.weight")
-        self._layers = kernels.layers(
-            [loader.layer(i) for i in range(arch.num_layers)],
-            group.all_reduce if group.world_size > 1 else None,
-        )
+        self._all = [loader.layer(i) for i in range(arch.num_layers)]
+        self.layers = self._joined(self._all)
         self._norm = loader.norm("model.norm", arch.hidden_size)
         self._head = loader.head(self._embedding)
 
@@ -64,7 +64,7 @@ class Decoder:
     def states(self, batch: RaggedBatch, cache: Sequence[LayerCache]) -> Tensor:
         """What the head reads of `batch.logit_rows`: hidden states after the last norm, [R, hidden], on every rank."""
         residual = self._embed(batch.ids)
-        x = self._layers(residual, batch, cache)
+        x = self.layers(residual, batch, cache)
         x, residual = batch.wanted(x), batch.wanted(residual)
         if x.shape[0] == 0:
             return x
@@ -77,6 +77,18 @@ class Decoder:
         whole = self._group.all_gather(self._head(states))
         # The shares of ranks may go beyond the last id; what reads logits takes rows that follow one another.
         return whole[:, : self.info.vocab_size].contiguous()
+
+    def first_layer(self) -> Decoder:
+        """As CausalModel says."""
+        first = copy.copy(self)
+        first.geometry = KVGeometry(self.geometry.layers[:1])
+        first.layers = self._joined(self._all[:1])
+        return first
+
+    def _joined(self, layers: Sequence[Layer]) -> Layers:
+        return self._kernels.layers(
+            layers, self._group.all_reduce if self._group.world_size > 1 else None
+        )
 
     def _embed(self, ids: Tensor) -> Tensor:
         if self._group.world_size == 1:

@@ -47,3 +47,9 @@ class CausalModel(Protocol):
 
     def logits(self, states: Tensor) -> Tensor:
         """The rest of it, for any of these states [R, hidden]; the same bits."""
+
+    def first_layer(self) -> CausalModel:
+        """The same weights with the first layer alone, or all layers where it cannot be told from the others.
+
+        Layers follow one another in the same memory: a step of it needs as much beside the cache as one of the whole.
+        """

@@ -37,9 +37,13 @@ class SafetensorFiles:
         found: Tensor = self._slice(name)[rows if dim == 0 else (slice(None), rows)]
         return found
 
+    def paths(self) -> list[Path]:
+        """Of all files that are there, in the order of their names."""
+        return sorted(path for path in set(self._paths.values()) if path.is_file())
+
     def num_bytes(self) -> int:
         """Of all files that are there."""
-        return sum(path.stat().st_size for path in set(self._paths.values()) if path.is_file())
+        return sum(path.stat().st_size for path in self.paths())
 
     def close(self) -> None:
         """Forget the open files; they are unmapped once nothing read from them is left."""

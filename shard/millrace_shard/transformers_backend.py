@@ -22,6 +22,7 @@ from millrace_shard.kernels.base import Kernels, LayerCache, Linear
 from millrace_shard.model import KVGeometry, ModelInfo
 from millrace_shard.paged_attention import NAME, PagedAttention, ShapeProbe, answering
 from millrace_shard.ragged import RaggedBatch
+from millrace_shard.read_ahead import ReadAhead
 from millrace_shard.rope import (
     LENGTH_DEPENDENT,
     POSITIONS_PER_STEP,
@@ -89,20 +90,22 @@ class TransformersModel:
     ) -> TransformersModel:
         """Read the checkpoint in `folder` tensor by tensor. Raises UnsupportedModel or WeightsError."""
         check_supported(config)
-        SafetensorFiles(folder).close()
+        files = SafetensorFiles(folder)
+        files.close()
         disable_progress_bar()
         try:
-            model, report = AutoModelForCausalLM.from_pretrained(
-                folder,
-                config=copy.deepcopy(config),
-                dtype=dtype,
-                attn_implementation=NAME,
-                use_safetensors=True,
-                local_files_only=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-            )
+            with ReadAhead(files.paths()):
+                model, report = AutoModelForCausalLM.from_pretrained(
+                    folder,
+                    config=copy.deepcopy(config),
+                    dtype=dtype,
+                    attn_implementation=NAME,
+                    use_safetensors=True,
+                    local_files_only=True,
+                    trust_remote_code=False,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,
+                )
         except (OSError, SafetensorError, RuntimeError) as error:
             raise WeightsError(f"the weights in {folder} cannot be read: {error}") from error
         for name, found, expected in sorted(report["mismatched_keys"]):
@@ -143,6 +146,10 @@ class TransformersModel:
             output = self._model(inputs_embeds=states.unsqueeze(0), use_cache=False)
         logits: Tensor = output.logits[0]
         return logits.float()
+
+    def first_layer(self) -> TransformersModel:
+        """All of them: what a class does between its layers is its own."""
+        return self
 
     @torch.inference_mode()
     def _probe(self) -> ShapeProbe:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -63,6 +63,13 @@ class LoadedModel:
         """(num_kv_heads, head_dim) of each layer with a KV cache, the model's own first."""
         drafts = () if self.speculation is None else self.speculation.layers
         return (*self.model.geometry.layers, *drafts)
+
+    def first_layers(self) -> LoadedModel:
+        """To try how much memory steps take beside the cache, in a fraction of the time."""
+        speculation = self.speculation
+        if speculation is not None and speculation.draft is not None:
+            speculation = replace(speculation, draft=speculation.draft.first_layer())
+        return replace(self, model=self.model.first_layer(), speculation=speculation)
 
     def cache_shape(self) -> CacheShape:
         """What a block of this rank's caches costs."""
@@ -138,7 +145,15 @@ def warm_up(
             num_blocks=capacity.num_blocks - 1,
             block_size=shape.block_size,
         )
-        _rehearse(runner, lengths, prefill_too_large(sum(lengths)))
+        # All layers would take a large model minutes on CPUs, and no more memory than one.
+        trial = _new_runner(
+            loaded.first_layers(),
+            max_batch_size=request.max_batch_size,
+            max_tokens=capacity.max_total_tokens,
+            num_blocks=1 + sum(-(-length // shape.block_size) for length in lengths),
+            graphs=None,
+        )
+        _rehearse(trial, lengths, prefill_too_large(sum(lengths)))
     return WarmedUp(runner, capacity)
 
 

@@ -14,6 +14,7 @@ from millrace_shard.errors import WeightsError
 from millrace_shard.load_progress import LoadProgress
 from millrace_shard.mapped_pages import release_pages
 from millrace_shard.parallel import ProcessGroup
+from millrace_shard.read_ahead import ReadAhead
 from millrace_shard.safetensor_files import SINGLE, SafetensorFiles
 
 
@@ -58,6 +59,7 @@ class Weights:
     ) -> None:
         """Of the checkpoint in `folder`, or of one `file` in it that is called otherwise than a model's."""
         self._files = SafetensorFiles(folder, file)
+        self._ahead = ReadAhead(self._files.paths())
         self._progress = LoadProgress(self._files.num_bytes())
         self._dtype = dtype
         self._device = device
@@ -69,6 +71,7 @@ class Weights:
 
     def close(self) -> None:
         """Give the files back."""
+        self._ahead.close()
         self._files.close()
 
     def replicated(self, name: str, *shape: int) -> Tensor:
@@ -122,4 +125,6 @@ class Weights:
             out.copy_(values)
             release_pages(values)
             # All of the tensor, however little of it is this rank's, so that every rank ends at the files' size.
-            self._progress.add(math.prod(shape) * values.element_size())
+            num_bytes = math.prod(shape) * values.element_size()
+            self._ahead.used(num_bytes)
+            self._progress.add(num_bytes)

@@ -137,6 +137,20 @@ def test_greedy_output_equals_generate(name: str, kernels: str, tmp_path: Path) 
     assert_same_as_generate(reference, load(tmp_path, name=kernels, deterministic=True), chunk=7)
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_the_first_layer_alone_is_a_model_of_one_layer(kernels: str, tmp_path: Path) -> None:
+    reference = save_tiny(tmp_path, "llama")
+    whole = load(tmp_path, name=kernels)
+    first = Driver(whole.model.first_layer(), whole.kernels, dtype=torch.float32)
+    assert_same_as_generate(reference, whole)
+    assert len(whole.cache) == 2
+    assert len(first.cache) == 1
+    reference.model.layers = reference.model.layers[:1]
+    reference.config.num_hidden_layers = 1
+    generated.cache_clear()
+    assert_same_as_generate(reference, first)
+
+
 @pytest.mark.parametrize("block_size", [1, 4, 64])
 def test_any_block_size_gives_the_same(block_size: int, tmp_path: Path) -> None:
     reference = save_tiny(tmp_path, "mistral", sliding_window=9)

@@ -11,6 +11,7 @@ from millrace_fakes_engine import BLOCK_SIZE, FakeKernels, FakeModel, fake_kerne
 from millrace_fakes_graphs import Recorder
 from millrace_shard.capacity import CapacityError, WarmupRequest
 from millrace_shard.decode_graphs import GraphSettings
+from millrace_shard.model import KVGeometry
 from millrace_shard.parallel import ProcessGroup
 from millrace_shard.ragged import RaggedBatch
 from millrace_shard.warmup import LoadedModel, MemoryLimits, WarmedUp, warm_up
@@ -65,6 +66,34 @@ def test_the_largest_prefill_runs_once_and_leaves_nothing() -> None:
     assert len(warmed_up.runner.batch) == 0
     assert warmed_up.capacity.num_blocks == 101
     assert warmed_up.capacity.kv_bytes_per_token == BYTES_PER_TOKEN
+
+
+class TwoLayers(FakeModel):
+    """Its first layer is a model of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.geometry = KVGeometry(((1, 1), (1, 1)))
+        self.first = FakeModel()
+
+    def first_layer(self) -> FakeModel:
+        return self.first
+
+
+def test_on_cpu_the_largest_prefill_is_tried_on_the_first_layer() -> None:
+    model = TwoLayers()
+    warmed_up = Setup(model).warm_up()
+    (batch,) = model.first.batches
+    assert batch.num_queries == (49, 49, 49, 3)
+    assert model.batches == []
+    assert warmed_up.capacity.kv_bytes_per_token == 2 * BYTES_PER_TOKEN
+
+
+def test_where_memory_is_measured_all_layers_are_tried() -> None:
+    model = TwoLayers()
+    Setup(model).warm_up(rehearse=True)
+    assert model.batches
+    assert model.first.batches == []
 
 
 def test_a_prefill_larger_than_the_cache_is_tried_as_far_as_it_fits() -> None:

@@ -123,6 +123,10 @@ class FakeModel:
                 logits[place, 3] = float("nan")
         return logits
 
+    def first_layer(self) -> FakeModel:
+        """It has but one."""
+        return self
+
     def states(self, batch: RaggedBatch, cache: Sequence[LayerCache]) -> Tensor:
         """The logits themselves."""
         return self.forward(batch, cache)

@@ -6,6 +6,7 @@ its likeliest token, and together they are one chain; trees are not built.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +69,7 @@ class MedusaModel:
         self.hidden_size = decoder.hidden_size
         self.last_states: Tensor | None = None
         """[L, hidden] of the logits' rows, after the last norm; None where the pass was made in two parts."""
-        self._decoder = decoder
+        self.decoder = decoder
         self._group = group
         weights = Weights(folder, dtype=dtype, device=device, group=group, file=WEIGHTS)
         prefix = "" if "0.0.linear.weight" in weights else NEWER_PREFIX
@@ -92,16 +93,23 @@ class MedusaModel:
 
     def forward(self, batch: RaggedBatch, cache: Many[LayerCache]) -> Tensor:
         """The decoder's logits."""
-        self.last_states = self._decoder.states(batch, cache)
-        return self._decoder.logits(self.last_states)
+        self.last_states = self.decoder.states(batch, cache)
+        return self.decoder.logits(self.last_states)
 
     def states(self, batch: RaggedBatch, cache: Many[LayerCache]) -> Tensor:
         """The decoder's."""
-        return self._decoder.states(batch, cache)
+        return self.decoder.states(batch, cache)
 
     def logits(self, states: Tensor) -> Tensor:
         """The decoder's."""
-        return self._decoder.logits(states)
+        return self.decoder.logits(states)
+
+    def first_layer(self) -> MedusaModel:
+        """As CausalModel says, with all heads."""
+        first = copy.copy(self)
+        first.decoder = self.decoder.first_layer()
+        first.geometry = first.decoder.geometry
+        return first
 
     def guess(self, states: Tensor, most: int) -> Tensor:
         """The likeliest token of each of the first `most` heads, [R, most] int64, of states [R, hidden]."""
