@@ -1,8 +1,9 @@
 """`python -m bench.startup`: how long a server takes to be ready, how fast weights come, and what memory they end in.
 
 Each start is a fresh launcher. Before it a fresh process reads the weights' file into new memory, both with the file
-in the page cache: no loader that ends with weights of its own is faster. The KV cache has as many tokens as the
-largest step, so that all of it has been touched once the server is ready. `--record` writes a section of RESULTS.md.
+in the page cache: no loader that ends with weights of its own is faster. Once it is ready, prompts of as many tokens
+as the largest step and the KV cache have are answered, so that all memory has been touched. `--record` writes a section
+of RESULTS.md.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import shlex
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -135,6 +138,24 @@ def read_seconds(files: Sequence[Path]) -> float:
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
+def fill(url: str) -> None:
+    """Have the server answer prompts that take the whole KV cache in one step."""
+    with urllib.request.urlopen(f"{url}/info") as answer:
+        info = json.load(answer)
+    limit = {"max_new_tokens": 1, "truncate": info["max_input_tokens"]}
+
+    def ask(number: int) -> None:
+        body = {"inputs": f"{number} " * KV_TOKENS, "parameters": limit}
+        request = urllib.request.Request(
+            f"{url}/generate", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        urllib.request.urlopen(request).close()
+
+    count = KV_TOKENS // info["max_total_tokens"]
+    with ThreadPoolExecutor(count) as threads:
+        list(threads.map(ask, range(count)))
+
+
 def start_once(folder: Path, *, out: Path, flags: Sequence[str]) -> Start:
     """Start a server, and stop it; raises ServerError."""
     log = out / "startup.log"
@@ -144,13 +165,14 @@ def start_once(folder: Path, *, out: Path, flags: Sequence[str]) -> Start:
     with serving(folder, log=log, flags=[*limits, *flags]) as server:
         ready = time.perf_counter() - began
         processes = server.processes()
+        # The server counts as another here, and has done nothing but to start.
+        own = machine.cpu_seconds(processes, with_ended=True) / ready
+        others = max(0.0, meter.stop().other_cores - own)
+        fill(server.url)
         peaks = {
             part: max(peak_bytes(each.pid) for each in processes if part in each.cmdline())
             for part in ("millrace_shard", "millrace_router")
         }
-        # The server counts as another here, and has done nothing but to start.
-        own = machine.cpu_seconds(processes, with_ended=True) / ready
-        others = max(0.0, meter.stop().other_cores - own)
     with log.open() as lines:
         loading = loading_seconds(lines)
     return Start(
@@ -189,8 +211,8 @@ def section(table: str, *, options: argparse.Namespace, command: str) -> str:
         f"`{command}` at commit {facts['commit']}, on {facts['cpu']} ({facts['cores']}), {facts['memory']},"
         f" torch {facts['torch']}, Python {facts['python']}.\n\n"
         f"Medians of {options.repeats} starts, kernels compiled before, files in the page cache. Memory is the most"
-        f" that was resident until ready; weights are the size of their files, the KV cache has {KV_TOKENS} tokens, all"
-        " of them touched.\n\n"
+        f" that was resident until prompts of {KV_TOKENS} tokens, which fill the KV cache in one step, were answered;"
+        " weights are the size of their files.\n\n"
         f"{table}\n"
     )
 
