@@ -26,6 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.checkpoints import MODELS_FOLDER, SHAPES, ensure_checkpoint
 from bench.flames import Event, Frame, flame_graph, own_times, tree
+from bench.measurement import quantile
 from bench.peers import launch_environment
 from bench.repeats import figure
 from bench.report import markdown
@@ -108,7 +109,7 @@ class BothWays:
         taken: dict[bool, list[float]] = {False: [], True: []}
         for number in range(2 * count):
             self.apart = number % 2 == 1
-            taken[self.apart].append(timed(step, 1))
+            taken[self.apart] += timed(step, 1)
         pairs = zip(taken[False], taken[True], strict=True)
         ratio = statistics.median(one / halves for one, halves in pairs)
         one, halves = (statistics.median(each) for each in taken.values())
@@ -119,14 +120,14 @@ def void(_: object) -> None:
     """Nothing."""
 
 
-def timed(step: Callable[[], None], count: int) -> float:
-    """Median microseconds of a step, without the profiler."""
+def timed(step: Callable[[], None], count: int) -> list[float]:
+    """Microseconds of each step, without the profiler."""
     found = []
     for _ in range(count):
         start = time.perf_counter()
         step()
         found.append(1e6 * (time.perf_counter() - start))
-    return statistics.median(found)
+    return found
 
 
 def traced(step: Callable[[], None], count: int, *, python: bool) -> Frame:
@@ -208,7 +209,8 @@ def main() -> int:
         if options.compare:
             print(ways.compared(step, options.steps))
             return 0
-        step_us = timed(step, options.steps)
+        steps = timed(step, options.steps)
+        step_us = statistics.median(steps)
         operators = traced(step, options.steps, python=False)
         calls = traced(step, options.steps, python=True)
     title = f"One decode step, {options.model}, {options.rows} rows at context {options.context}"
@@ -219,7 +221,9 @@ def main() -> int:
     target = options.out or Path("bench/out") / f"profile-{options.rows}.svg"
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(flame_graph(title, calls, notes))
-    print(f"{title}: {notes[0]}\n\n{table(operators, step_us)}\n\n{target}")
+    p99 = quantile(sorted(steps), 0.99)
+    spread = f"p99 {p99:.0f} µs, {p99 / step_us:.2f} of the median"
+    print(f"{title}: {notes[0]}; {spread}\n\n{table(operators, step_us)}\n\n{target}")
     return 0
 
 
