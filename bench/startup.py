@@ -2,7 +2,7 @@
 
 Each start is a fresh launcher. Before it a fresh process reads the weights' file into new memory, both with the file
 in the page cache: no loader that ends with weights of its own is faster. Once it is ready, prompts of as many tokens
-as the largest step and the KV cache have are answered, so that all memory has been touched. `--record` writes a section
+as the KV cache has room for are answered, so that all memory has been touched. `--record` writes a section
 of RESULTS.md.
 """
 
@@ -139,7 +139,7 @@ def read_seconds(files: Sequence[Path]) -> float:
 
 
 def fill(url: str) -> None:
-    """Have the server answer prompts that take the whole KV cache in one step."""
+    """Have the server answer prompts that take the whole KV cache."""
     with urllib.request.urlopen(f"{url}/info") as answer:
         info = json.load(answer)
     limit = {"max_new_tokens": 1, "truncate": info["max_input_tokens"]}
@@ -211,7 +211,7 @@ def section(table: str, *, options: argparse.Namespace, command: str) -> str:
         f"`{command}` at commit {facts['commit']}, on {facts['cpu']} ({facts['cores']}), {facts['memory']},"
         f" torch {facts['torch']}, Python {facts['python']}.\n\n"
         f"Medians of {options.repeats} starts, kernels compiled before, files in the page cache. Memory is the most"
-        f" that was resident until prompts of {KV_TOKENS} tokens, which fill the KV cache in one step, were answered;"
+        f" that was resident until prompts of {KV_TOKENS} tokens, which fill the KV cache, were answered;"
         " weights are the size of their files.\n\n"
         f"{table}\n"
     )

@@ -78,11 +78,11 @@ class Decoder:
         # The shares of ranks may go beyond the last id; what reads logits takes rows that follow one another.
         return whole[:, : self.info.vocab_size].contiguous()
 
-    def first_layer(self) -> Decoder:
+    def first_layers(self, count: int) -> Decoder:
         """As CausalModel says."""
         first = copy.copy(self)
-        first.geometry = KVGeometry(self.geometry.layers[:1])
-        first.layers = self._joined(self._all[:1])
+        first.geometry = KVGeometry(self.geometry.layers[:count])
+        first.layers = self._joined(self._all[:count])
         return first
 
     def _joined(self, layers: Sequence[Layer]) -> Layers:

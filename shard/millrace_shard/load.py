@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,12 +82,10 @@ def load_model(
         )
     arch = Architecture.from_config(config)
     arch.check_split(group.world_size)
-    weights = Weights(folder, dtype=dtype, device=device, group=group)
-    rope = model_rope_table(config, max_total_tokens).to(device)
-    info = model_info(folder, config)
-    model = Decoder(arch, info, rope, weights=weights, kernels=kernels, group=group)
-    weights.close()
-    return model
+    with closing(Weights(folder, dtype=dtype, device=device, group=group)) as weights:
+        rope = model_rope_table(config, max_total_tokens).to(device)
+        info = model_info(folder, config)
+        return Decoder(arch, info, rope, weights=weights, kernels=kernels, group=group)
 
 
 def read_config(folder: Path) -> PlainConfig | PretrainedConfig:

@@ -48,8 +48,8 @@ class CausalModel(Protocol):
     def logits(self, states: Tensor) -> Tensor:
         """The rest of it, for any of these states [R, hidden]; the same bits."""
 
-    def first_layer(self) -> CausalModel:
-        """The same weights with the first layer alone, or all layers where it cannot be told from the others.
+    def first_layers(self, count: int) -> CausalModel:
+        """The same weights with at most so many layers, or with all where they cannot be told from one another.
 
-        Layers follow one another in the same memory: a step of it needs as much beside the cache as one of the whole.
+        Layers follow one another in the same memory: a step of two needs about as much beside the cache as one of all.
         """

@@ -67,6 +67,11 @@ def _sequence(slot: int, length: int, *, prefill_logprobs: bool) -> Sequence:
     )
 
 
+def cache_too_large(num_tokens: int) -> CapacityError:
+    """What to tell an operator whose cache does not fit after all."""
+    return CapacityError(f"Not enough memory for a KV cache of {num_tokens} tokens")
+
+
 def prefill_too_large(num_tokens: int) -> CapacityError:
     """What to tell an operator whose largest prompts do not fit."""
     return CapacityError(

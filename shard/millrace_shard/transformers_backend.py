@@ -147,7 +147,7 @@ class TransformersModel:
         logits: Tensor = output.logits[0]
         return logits.float()
 
-    def first_layer(self) -> TransformersModel:
+    def first_layers(self, count: int) -> TransformersModel:  # noqa: ARG002
         """All of them: what a class does between its layers is its own."""
         return self
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,13 +31,24 @@ from millrace_shard.guides import Guides
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.model import CausalModel
 from millrace_shard.parallel import ProcessGroup
-from millrace_shard.rehearsal import batch_too_large, prefill_too_large, run_largest
+from millrace_shard.rehearsal import (
+    batch_too_large,
+    cache_too_large,
+    prefill_too_large,
+    run_largest,
+)
 from millrace_shard.resources import available_memory, free_cuda_memory
 from millrace_shard.runner import StepRunner, TokenAids
 from millrace_shard.speculation.speculation import Speculation
 from millrace_shard.watermark import Watermark
 
 logger = logging.getLogger(__name__)
+
+TRIED_LAYERS = 2
+"""Of which the largest prefill is tried on CPUs, where all of them would take large models minutes.
+
+The first begins without a residual of its own, so that one alone takes less memory than those after it.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,12 +77,12 @@ class LoadedModel:
         drafts = () if self.speculation is None else self.speculation.layers
         return (*self.model.geometry.layers, *drafts)
 
-    def first_layers(self) -> LoadedModel:
-        """To try how much memory steps take beside the cache, in a fraction of the time."""
+    def first_layers(self, count: int) -> LoadedModel:
+        """With at most so many layers, of the model and of its draft."""
         speculation = self.speculation
         if speculation is not None and speculation.draft is not None:
-            speculation = replace(speculation, draft=speculation.draft.first_layer())
-        return replace(self, model=self.model.first_layer(), speculation=speculation)
+            speculation = replace(speculation, draft=speculation.draft.first_layers(count))
+        return replace(self, model=self.model.first_layers(count), speculation=speculation)
 
     def cache_shape(self) -> CacheShape:
         """What a block of this rank's caches costs."""
@@ -123,7 +136,7 @@ def warm_up(
     fitting = loaded.group.minimum(blocks_in(memory.for_request(request), shape))
     _release_memory(loaded.device)
     capacity = plan_capacity(request, shape, fitting_blocks=fitting, is_budget=memory.is_budget)
-    try:
+    with _memory_or(cache_too_large(capacity.max_batch_total_tokens)):
         runner = _new_runner(
             loaded,
             max_batch_size=request.max_batch_size,
@@ -131,12 +144,6 @@ def warm_up(
             num_blocks=capacity.num_blocks,
             graphs=graphs,
         )
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise CapacityError(
-            f"Not enough memory for a KV cache of {capacity.max_batch_total_tokens} tokens"
-        ) from error
     if not rehearse:
         lengths = spread_prefill(
             request.max_batch_prefill_tokens,
@@ -145,15 +152,15 @@ def warm_up(
             num_blocks=capacity.num_blocks - 1,
             block_size=shape.block_size,
         )
-        # All layers would take a large model minutes on CPUs, and no more memory than one.
-        trial = _new_runner(
-            loaded.first_layers(),
-            max_batch_size=request.max_batch_size,
-            max_tokens=capacity.max_total_tokens,
-            num_blocks=1 + sum(-(-length // shape.block_size) for length in lengths),
-            graphs=None,
-        )
-        _rehearse(trial, lengths, prefill_too_large(sum(lengths)))
+        with _memory_or(prefill_too_large(sum(lengths))):
+            trial = _new_runner(
+                loaded.first_layers(TRIED_LAYERS),
+                max_batch_size=request.max_batch_size,
+                max_tokens=capacity.max_total_tokens,
+                num_blocks=1 + sum(-(-length // shape.block_size) for length in lengths),
+                graphs=None,
+            )
+            run_largest(trial, lengths)
     return WarmedUp(runner, capacity)
 
 
@@ -200,7 +207,7 @@ def _memory_after_rehearsal(
     num_blocks = 1 + sum(-(-length // shape.block_size) for length in lengths)
     per_decode = -(-(2 + loaded.max_guesses) // shape.block_size)
     num_blocks = max(num_blocks, 1 + request.max_batch_size * per_decode)
-    try:
+    with _memory_or(prefill_too_large(sum(lengths))):
         runner = _new_runner(
             loaded,
             max_batch_size=request.max_batch_size,
@@ -208,26 +215,19 @@ def _memory_after_rehearsal(
             num_blocks=num_blocks,
             graphs=graphs,
         )
-    except torch.OutOfMemoryError as error:
-        raise prefill_too_large(sum(lengths)) from error
-    _rehearse(runner, lengths, prefill_too_large(sum(lengths)))
+        run_largest(runner, lengths)
     # Prompts of one token are sampled from as decodes are, all of them at once.
-    single = [1] * request.max_batch_size
-    _rehearse(runner, single, batch_too_large(request.max_batch_size), decode=True)
+    with _memory_or(batch_too_large(request.max_batch_size)):
+        run_largest(runner, [1] * request.max_batch_size, decode=True)
     trial_bytes = num_blocks * shape.block_size * shape.bytes_per_token
     return _kv_memory(loaded.device, limits, trial_bytes)
 
 
-def _rehearse(
-    runner: StepRunner,
-    lengths: list[int],
-    too_large: CapacityError,
-    *,
-    decode: bool = False,
-) -> None:
+@contextmanager
+def _memory_or(too_large: CapacityError) -> Iterator[None]:
     """Raises `too_large` where memory ends."""
     try:
-        run_largest(runner, lengths, decode=decode)
+        yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

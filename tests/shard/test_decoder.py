@@ -138,10 +138,10 @@ def test_greedy_output_equals_generate(name: str, kernels: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_the_first_layer_alone_is_a_model_of_one_layer(kernels: str, tmp_path: Path) -> None:
+def test_the_first_layers_alone_are_a_model_of_fewer_layers(kernels: str, tmp_path: Path) -> None:
     reference = save_tiny(tmp_path, "llama")
     whole = load(tmp_path, name=kernels)
-    first = Driver(whole.model.first_layer(), whole.kernels, dtype=torch.float32)
+    first = Driver(whole.model.first_layers(1), whole.kernels, dtype=torch.float32)
     assert_same_as_generate(reference, whole)
     assert len(whole.cache) == 2
     assert len(first.cache) == 1

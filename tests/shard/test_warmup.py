@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from millrace_fakes_engine import BLOCK_SIZE, FakeKernels, FakeModel, fake_kerne
 from millrace_fakes_graphs import Recorder
 from millrace_shard.capacity import CapacityError, WarmupRequest
 from millrace_shard.decode_graphs import GraphSettings
+from millrace_shard.kernels.base import LayerCache
 from millrace_shard.model import KVGeometry
 from millrace_shard.parallel import ProcessGroup
 from millrace_shard.ragged import RaggedBatch
@@ -68,29 +70,31 @@ def test_the_largest_prefill_runs_once_and_leaves_nothing() -> None:
     assert warmed_up.capacity.kv_bytes_per_token == BYTES_PER_TOKEN
 
 
-class TwoLayers(FakeModel):
-    """Its first layer is a model of its own."""
+class ThreeLayers(FakeModel):
+    """Its first layers are a model of their own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.geometry = KVGeometry(((1, 1), (1, 1)))
+        self.geometry = KVGeometry(((1, 1),) * 3)
         self.first = FakeModel()
 
-    def first_layer(self) -> FakeModel:
+    def first_layers(self, count: int) -> FakeModel:
+        self.first.geometry = KVGeometry(self.geometry.layers[:count])
         return self.first
 
 
-def test_on_cpu_the_largest_prefill_is_tried_on_the_first_layer() -> None:
-    model = TwoLayers()
-    warmed_up = Setup(model).warm_up()
+def test_on_cpu_the_largest_prefill_is_tried_on_the_first_layers() -> None:
+    model = ThreeLayers()
+    warmed_up = Setup(model).warm_up(num_blocks=3 * 101)
     (batch,) = model.first.batches
     assert batch.num_queries == (49, 49, 49, 3)
+    assert model.first.geometry.layers == ((1, 1),) * 2
     assert model.batches == []
-    assert warmed_up.capacity.kv_bytes_per_token == 2 * BYTES_PER_TOKEN
+    assert warmed_up.capacity.kv_bytes_per_token == 3 * BYTES_PER_TOKEN
 
 
 def test_where_memory_is_measured_all_layers_are_tried() -> None:
-    model = TwoLayers()
+    model = ThreeLayers()
     Setup(model).warm_up(rehearse=True)
     assert model.batches
     assert model.first.batches == []
@@ -142,6 +146,21 @@ def test_a_cache_that_cannot_be_allocated_is_an_error_of_capacity() -> None:
 
     setup.kernels.new_cache = refuse  # type: ignore[method-assign,assignment]
     with pytest.raises(CapacityError, match="KV cache of 400 tokens"):
+        setup.warm_up()
+
+
+def test_a_trial_that_cannot_have_its_cache_is_an_error_of_capacity() -> None:
+    setup = Setup()
+    new_cache = setup.kernels.new_cache
+    cache_of_its_own = iter([False, True])
+
+    def refuse(**shape: Any) -> LayerCache:
+        if next(cache_of_its_own):
+            raise MemoryError
+        return new_cache(**shape)
+
+    setup.kernels.new_cache = refuse  # type: ignore[method-assign]
+    with pytest.raises(CapacityError, match="150 prefill tokens"):
         setup.warm_up()
 
 

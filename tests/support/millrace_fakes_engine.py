@@ -123,7 +123,7 @@ class FakeModel:
                 logits[place, 3] = float("nan")
         return logits
 
-    def first_layer(self) -> FakeModel:
+    def first_layers(self, count: int) -> FakeModel:
         """It has but one."""
         return self
 

@@ -104,10 +104,10 @@ class MedusaModel:
         """The decoder's."""
         return self.decoder.logits(states)
 
-    def first_layer(self) -> MedusaModel:
+    def first_layers(self, count: int) -> MedusaModel:
         """As CausalModel says, with all heads."""
         first = copy.copy(self)
-        first.decoder = self.decoder.first_layer()
+        first.decoder = self.decoder.first_layers(count)
         first.geometry = first.decoder.geometry
         return first
 
