@@ -52,8 +52,8 @@ class Decoder:
 
         loader = LayerLoader(arch, rope, weights, kernels, group)
         self._embedding = loader.vocabulary("model.embed_tokens.weight")
-        self._all = [loader.layer(i) for i in range(arch.num_layers)]
-        self.layers = self._joined(self._all)
+        self._layers = [loader.layer(i) for i in range(arch.num_layers)]
+        self.run_layers = self._runner_of(self._layers)
         self._norm = loader.norm("model.norm", arch.hidden_size)
         self._head = loader.head(self._embedding)
 
@@ -64,7 +64,7 @@ class Decoder:
     def states(self, batch: RaggedBatch, cache: Sequence[LayerCache]) -> Tensor:
         """What the head reads of `batch.logit_rows`: hidden states after the last norm, [R, hidden], on every rank."""
         residual = self._embed(batch.ids)
-        x = self.layers(residual, batch, cache)
+        x = self.run_layers(residual, batch, cache)
         x, residual = batch.wanted(x), batch.wanted(residual)
         if x.shape[0] == 0:
             return x
@@ -82,10 +82,10 @@ class Decoder:
         """As CausalModel says."""
         first = copy.copy(self)
         first.geometry = KVGeometry(self.geometry.layers[:count])
-        first.layers = self._joined(self._all[:count])
+        first.run_layers = self._runner_of(self._layers[:count])
         return first
 
-    def _joined(self, layers: Sequence[Layer]) -> Layers:
+    def _runner_of(self, layers: Sequence[Layer]) -> Layers:
         return self._kernels.layers(
             layers, self._group.all_reduce if self._group.world_size > 1 else None
         )

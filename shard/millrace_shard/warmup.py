@@ -1,4 +1,4 @@
-"""Finds the KV capacity, allocates the cache and runs the largest prefill once."""
+"""Finds the KV capacity, allocates the cache and tries the largest prefill once."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 TRIED_LAYERS = 2
 """Of which the largest prefill is tried on CPUs, where all of them would take large models minutes.
 
-The first begins without a residual of its own, so that one alone takes less memory than those after it.
+Two, as the first has no output of another to add to its residual, and takes less memory than those after it.
 """
 
 
@@ -120,7 +120,8 @@ def warm_up(
 ) -> WarmedUp:
     """A collective: every rank calls it at the same time, and all agree on the capacity.
 
-    To `rehearse` is to run the largest steps before memory is measured, by default on CUDA. `graphs` are captured where
+    To `rehearse` is to run the largest steps before memory is measured, by default on CUDA; without it, the largest
+    prefill is tried on few layers once there is a cache. `graphs` are captured where
     the kernels allow it: in the rehearsal too, so that they are measured, since they are bound to their cache.
     Whatever held an earlier cache has to be gone. Raises CapacityError.
     """

@@ -7,8 +7,15 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
+import torch
 
+from millrace_fakes_kernels import make_kernels
+from millrace_fakes_models import save_tiny
+from millrace_shard import read_ahead
+from millrace_shard.load import load_model
+from millrace_shard.parallel import ProcessGroup
 from millrace_shard.read_ahead import PIECE, ReadAhead
+from millrace_shard.weights import Weights
 
 LONG = 10
 """Seconds for a thread that has nothing else to do."""
@@ -67,3 +74,39 @@ def test_files_that_cannot_be_asked_for_are_left_to_who_reads_them(
     ReadAhead([tmp_path / "missing"], most=PIECE).close()
     monkeypatch.delattr(os, "posix_fadvise")
     ReadAhead([sparse(tmp_path / "one", 1)], most=PIECE).close()
+
+
+def test_weights_are_asked_for_as_far_as_others_were_used(
+    tmp_path: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save_tiny(tmp_path, "llama")
+    monkeypatch.setattr(read_ahead, "MEMORY_SHARE", 0)
+    cpu = torch.device("cpu")
+    weights = Weights(tmp_path, dtype=torch.float32, device=cpu, group=ProcessGroup(0, 1, cpu))
+    assert asked.pieces.empty()
+    weights.replicated("model.norm.weight", model.config.hidden_size)
+    assert asked.next(1) == [((tmp_path / "model.safetensors").stat().st_size, 0)]
+    weights.close()
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_both_paths_ask_for_a_model_that_they_load(
+    model_type: str, tmp_path: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[tuple[int, int]] = []
+    close = ReadAhead.close
+
+    def close_once_asked(ahead: ReadAhead) -> None:
+        found.extend(asked.next(1))
+        close(ahead)
+
+    monkeypatch.setattr(ReadAhead, "close", close_once_asked)
+    save_tiny(tmp_path, model_type)
+    load_model(
+        tmp_path,
+        dtype=torch.float32,
+        kernels=make_kernels("plain", deterministic=False),
+        group=ProcessGroup.single(),
+        device=torch.device("cpu"),
+    )
+    assert found == [((tmp_path / "model.safetensors").stat().st_size, 0)]
