@@ -9,8 +9,9 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import NoReturn
 
 import torch
@@ -49,6 +50,7 @@ ENDED_SECONDS = 1.0
 """The same once the engine has ended, which answers nothing any more."""
 ABORT_SECONDS = 1.0
 """How much longer stopping may take before the process is ended as it is."""
+WAKE_SECONDS = 0.5
 STDERR = 2
 
 logger = logging.getLogger(__name__)
@@ -119,7 +121,7 @@ def serve(config: ShardConfig) -> None:
         socket.publish()
     shown = config.address or f"unix://{config.socket_path}"
     logger.info("Server started at %s", shown)
-    received = stops.get()
+    received = _first_of(stops)
     if received is not None:
         logger.info("Stopping after %s", signal.Signals(received).name)
     grace = ENDED_SECONDS if received is None else STOP_SECONDS
@@ -132,6 +134,13 @@ def serve(config: ShardConfig) -> None:
         socket.remove()
     if received is None:
         raise EngineEnded("the engine has ended")
+
+
+def _first_of(stops: SimpleQueue[int | None]) -> int | None:
+    while True:
+        # A signal that the kernel gives to another thread does not end a wait of this one, which has to handle it.
+        with suppress(Empty):
+            return stops.get(timeout=WAKE_SECONDS)
 
 
 def _quantized(kernels: Kernels, kind: str, device: torch.device, dtype: torch.dtype) -> Kernels:

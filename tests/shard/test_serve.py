@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -164,6 +165,18 @@ def test_a_shard_in_use_is_neither_replaced_nor_cut_off(folder: Path, tmp_path: 
         shard.communicate(timeout=SECONDS)
     assert shard.returncode == 0
     assert not list(tmp_path.iterdir())
+
+
+def test_a_signal_that_another_thread_is_given_ends_a_shard(folder: Path, tmp_path: Path) -> None:
+    with process(folder, tmp_path) as shard:
+        with grpc.insecure_channel(f"unix:{tmp_path}/shard-0") as channel:
+            stub = pb_grpc.ShardServiceStub(channel)
+            stub.Info(pb.InfoRequest(), wait_for_ready=True, timeout=SECONDS)
+        threads = {int(each.name) for each in Path(f"/proc/{shard.pid}/task").iterdir()}
+        another = max(threads - {shard.pid})
+        assert ctypes.CDLL(None).tgkill(shard.pid, another, signal.SIGTERM) == 0
+        shard.communicate(timeout=SECONDS)
+    assert shard.returncode == 0
 
 
 @pytest.mark.parametrize("flags", [(), ("--dtype=bfloat16", "--quantize=int8")])

@@ -54,10 +54,15 @@ class Forked:
         """As of `Popen`: None while it runs, and -N where signal N ended it."""
         return self._process.exitcode
 
+    @property
+    def pid(self) -> int:
+        """Of a process that has been started."""
+        assert self._process.pid is not None
+        return self._process.pid
+
     def send_signal(self, number: signal.Signals) -> None:
         """To a process that still runs."""
-        assert self._process.pid is not None
-        os.kill(self._process.pid, number)
+        os.kill(self.pid, number)
 
     def end(self) -> None:
         """Kill it if it still runs, and forget its output."""
