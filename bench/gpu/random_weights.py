@@ -60,6 +60,7 @@ class RandomWeights(Weights):
         self._device = device
         self._rank = group.rank
         self._world_size = group.world_size
+        self._lent = []
 
     def __contains__(self, name: str) -> bool:
         return name in self._shapes
@@ -67,13 +68,19 @@ class RandomWeights(Weights):
     def close(self) -> None:
         """Nothing to give back."""
 
-    def _fill(
-        self, out: Tensor, name: str, shape: tuple[int, ...], *, dim: int, span: tuple[int, int]
-    ) -> None:
-        del dim, span
+    def _fill(self, out: Tensor, name: str, shape: tuple[int, ...], span: tuple[int, int]) -> None:
+        del span
         if self._shapes.get(name) != shape:
             raise WeightsError(f"tensor {name} has shape {self._shapes.get(name)}, not {shape}")
         fill(out, name)
+
+    def _lend(
+        self, name: str, shape: tuple[int, ...], *, dim: int, span: tuple[int, int]
+    ) -> Tensor:
+        out = self._new(*shape)
+        del dim
+        self._fill(out, name, shape, span)
+        return out
 
 
 def read_description(folder: Path, shape: Shape) -> PretrainedConfig:

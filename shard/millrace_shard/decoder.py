@@ -129,7 +129,11 @@ class LayerLoader:
     def layer(self, index: int) -> Layer:
         """All of layer `index`."""
         prefix = f"model.layers.{index}"
-        return Layer(self._attention(prefix, self._arch.windows[index]), self._mlp(prefix))
+        attention = self._attention(prefix, self._arch.windows[index])
+        self._weights.release()
+        mlp = self._mlp(prefix)
+        self._weights.release()
+        return Layer(attention, mlp)
 
     def _attention(self, prefix: str, window: int | None) -> AttentionBlock:
         arch, name, world_size = self._arch, f"{prefix}.self_attn", self._group.world_size
@@ -179,12 +183,12 @@ class LayerLoader:
         return self._weights.replicated(f"{name}.weight", size)
 
     def _columns(self, parts: Sequence[Columns], *, bias: bool) -> LinearWeights:
-        def tensor(kind: str, *inputs: int) -> Tensor:
-            named = [Columns(f"{p.name}.{kind}", p.units, p.unit_size) for p in parts]
-            return self._weights.columns(named, *inputs)
+        def named(kind: str) -> list[Columns]:
+            return [Columns(f"{p.name}.{kind}", p.units, p.unit_size) for p in parts]
 
         return LinearWeights(
-            tensor("weight", self._arch.hidden_size), tensor("bias") if bias else None
+            self._weights.columns(named("weight"), self._arch.hidden_size),
+            self._weights.biases(named("bias")) if bias else None,
         )
 
     def _rows(self, name: str, inputs: int, *, bias: bool) -> LinearWeights:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 
 from torch import Tensor
@@ -14,10 +15,17 @@ def release_pages(found: Tensor) -> None:
     They stay in the page cache, and are read again if they are needed after all; until then they do not count as this
     process's. Without it, a checkpoint is resident twice while it is loaded. Elsewhere than on Linux, nothing happens.
     """
-    if not hasattr(mmap, "MADV_DONTNEED") or not found.is_contiguous():
+    if not hasattr(mmap, "MADV_DONTNEED") or found.numel() == 0:
         return
+    last = sum(
+        (size - 1) * stride for size, stride in zip(found.shape, found.stride(), strict=True)
+    )
     begin = -(-found.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    end = (found.data_ptr() + found.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    end = (found.data_ptr() + (last + 1) * found.itemsize) // mmap.PAGESIZE * mmap.PAGESIZE
     if begin < end:
-        madvise = ctypes.CDLL(None, use_errno=True).madvise
-        madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+        _library().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL(None)

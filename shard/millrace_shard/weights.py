@@ -16,6 +16,7 @@ from millrace_shard.mapped_pages import release_pages
 from millrace_shard.parallel import ProcessGroup
 from millrace_shard.read_ahead import ReadAhead
 from millrace_shard.safetensor_files import SINGLE, SafetensorFiles
+from millrace_shard.stored_weight import StoredWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,7 @@ class Weights:
         self._device = device
         self._rank = group.rank
         self._world_size = group.world_size
+        self._lent: list[tuple[Tensor, int]] = []
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -77,27 +79,32 @@ class Weights:
     def replicated(self, name: str, *shape: int) -> Tensor:
         """The whole tensor."""
         out = self._new(*shape)
-        self._fill(out, name, shape, dim=0, span=(0, shape[0]))
+        self._fill(out, name, shape, (0, shape[0]))
         return out
 
-    def columns(self, parts: Sequence[Columns], *inputs: int) -> Tensor:
-        """The rank's outputs of all `parts`, one under another; of weights [out, inputs] or, without it, biases."""
-        spans = [part.span(self._rank, self._world_size) for part in parts]
-        out = self._new(sum(end - start for start, end in spans), *inputs)
-        filled = 0
-        for part, (start, end) in zip(parts, spans, strict=True):
-            rows = out[filled : filled + end - start]
-            self._fill(rows, part.name, (part.size, *inputs), dim=0, span=(start, end))
-            filled += end - start
+    def columns(self, parts: Sequence[Columns], inputs: int) -> StoredWeight:
+        """The rank's outputs of all `parts`, each [size, inputs], until `release`."""
+        found = [
+            self._lend(part.name, (part.size, inputs), dim=0, span=self._span(part))
+            for part in parts
+        ]
+        return StoredWeight(tuple(found), self._dtype, self._device)
+
+    def biases(self, parts: Sequence[Columns]) -> Tensor:
+        """The rank's outputs of all `parts`, each [size]."""
+        spans = [self._span(part) for part in parts]
+        out = self._new(sum(end - start for start, end in spans))
+        values = torch.split(out, [end - start for start, end in spans])
+        for part, span, own in zip(parts, spans, values, strict=True):
+            self._fill(own, part.name, (part.size,), span)
         return out
 
-    def rows(self, name: str, outputs: int, inputs: int) -> Tensor:
-        """The rank's inputs: [outputs, inputs / world_size]."""
+    def rows(self, name: str, outputs: int, inputs: int) -> StoredWeight:
+        """The rank's inputs, [outputs, inputs / world_size], until `release`."""
         share = inputs // self._world_size
-        out = self._new(outputs, share)
         span = (self._rank * share, (self._rank + 1) * share)
-        self._fill(out, name, (outputs, inputs), dim=1, span=span)
-        return out
+        part = self._lend(name, (outputs, inputs), dim=1, span=span)
+        return StoredWeight((part,), self._dtype, self._device)
 
     def vocabulary(self, name: str, vocab_size: int, hidden_size: int) -> Tensor:
         """The rank's ids: [ceil(vocab_size / world_size), hidden_size], zeros past the last id."""
@@ -105,26 +112,57 @@ class Weights:
         start = min(self._rank * share, vocab_size)
         end = min(start + share, vocab_size)
         out = self._new(share, hidden_size)
-        self._fill(out[: end - start], name, (vocab_size, hidden_size), dim=0, span=(start, end))
+        self._fill(out[: end - start], name, (vocab_size, hidden_size), (start, end))
         out[end - start :] = 0
         return out
+
+    def release(self) -> None:
+        """Stored weights that were handed out have been packed or copied: their pages need not stay."""
+        for values, num_bytes in self._lent:
+            self._done_with(values, num_bytes)
+        self._lent.clear()
+
+    def _span(self, part: Columns) -> tuple[int, int]:
+        return part.span(self._rank, self._world_size)
 
     def _new(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
 
-    def _fill(
-        self, out: Tensor, name: str, shape: tuple[int, ...], *, dim: int, span: tuple[int, int]
-    ) -> None:
+    def _fill(self, out: Tensor, name: str, shape: tuple[int, ...], span: tuple[int, int]) -> None:
+        """Copy rows `span` of a tensor, perhaps none, into `out`."""
+        if span[0] < span[1]:
+            values = self._read(name, shape, dim=0, span=span)
+            out.copy_(values)
+            self._done_with(values, _whole_bytes(values, shape))
+        else:
+            self._check(name, shape)
+
+    def _lend(
+        self, name: str, shape: tuple[int, ...], *, dim: int, span: tuple[int, int]
+    ) -> Tensor:
+        values = self._read(name, shape, dim=dim, span=span)
+        self._lent.append((values, _whole_bytes(values, shape)))
+        return values
+
+    def _read(
+        self, name: str, shape: tuple[int, ...], *, dim: int, span: tuple[int, int]
+    ) -> Tensor:
+        self._check(name, shape)
+        return self._files.read(name, dim=dim, span=span)
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
         found = self._files.shape(name)
         if found != shape:
             raise WeightsError(
                 f"tensor {name} has shape {list(found)}, its config says {list(shape)}"
             )
-        if span[0] < span[1]:
-            values = self._files.read(name, dim=dim, span=span)
-            out.copy_(values)
-            release_pages(values)
-            # All of the tensor, however little of it is this rank's, so that every rank ends at the files' size.
-            num_bytes = math.prod(shape) * values.element_size()
-            self._ahead.used(num_bytes)
-            self._progress.add(num_bytes)
+
+    def _done_with(self, values: Tensor, num_bytes: int) -> None:
+        release_pages(values)
+        self._ahead.used(num_bytes)
+        self._progress.add(num_bytes)
+
+
+def _whole_bytes(values: Tensor, shape: tuple[int, ...]) -> int:
+    """Of all of a tensor, however little of it is this rank's, so that every rank ends at the files' size."""
+    return math.prod(shape) * values.element_size()

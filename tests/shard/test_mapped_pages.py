@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from millrace_fakes_models import Driver, prompt_of, save_tiny
+from millrace_shard.kernels.base import Kernels
+from millrace_shard.kernels.choose import choose_kernels
+from millrace_shard.kernels.int8_linear import with_int8
+from millrace_shard.kernels.plain import PlainKernels
+from millrace_shard.load import load_model
 from millrace_shard.mapped_pages import release_pages
+from millrace_shard.parallel import ProcessGroup
+from millrace_shard.safetensor_files import SafetensorFiles
+
+CPU = torch.device("cpu")
 
 TENSORS, MEGABYTES = 16, 25
 READ_ALL = """
@@ -24,25 +38,105 @@ def peak():
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) // 1024
 
-weights = Weights(Path(sys.argv[1]), dtype=torch.bfloat16, device=torch.device("cpu"), group=ProcessGroup.single())
+def whole(name):
+    return float(weights.replicated(name, 5000, 2500).sum())
+
+def stored(name):
+    total = sum(float(part.sum()) for part in weights.rows(name, 5000, 2500 * world_size).parts)
+    weights.release()
+    return total
+
+kind, folder, world_size, *names = sys.argv[1:]
+world_size = int(world_size)
+group = ProcessGroup(0, world_size, torch.device("cpu"))
+weights = Weights(Path(folder), dtype=torch.bfloat16, device=torch.device("cpu"), group=group)
 before, total = peak(), 0.0
-for name in sys.argv[2:]:
-    total += float(weights.replicated(name, 5000, 2500).sum())
+for name in names:
+    total += {"whole": whole, "stored": stored}[kind](name)
 print(peak() - before, total)
 """
 
 
-def test_reading_tensors_one_by_one_holds_one_of_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "world_size"), [("whole", 1), ("stored", 1), ("stored", 2)])
+def test_reading_tensors_one_by_one_holds_one_of_them(
+    kind: str, world_size: int, tmp_path: Path
+) -> None:
     names = [f"t{i}" for i in range(TENSORS)]
-    tensors = {name: torch.full((5000, 2500), 1.0, dtype=torch.bfloat16) for name in names}
-    assert all(t.nbytes == MEGABYTES * 10**6 for t in tensors.values())
+    shape = (5000, 2500 * world_size)
+    tensors = {name: torch.full(shape, 1.0, dtype=torch.bfloat16) for name in names}
+    assert all(t.nbytes == world_size * MEGABYTES * 10**6 for t in tensors.values())
     save_file(tensors, tmp_path / "model.safetensors")
-    command = [sys.executable, "-c", READ_ALL, str(tmp_path), *names]
+    command = [sys.executable, "-c", READ_ALL, kind, str(tmp_path), str(world_size), *names]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     grown, total = done.stdout.split()
-    assert float(total) == sum(float(t.sum()) for t in tensors.values())
+    assert float(total) == sum(float(t[:, :2500].sum()) for t in tensors.values())
     # One tensor as read, one as copied and what summing takes; far from all sixteen.
     assert int(grown) < TENSORS // 2 * MEGABYTES
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("plain", torch.bfloat16),
+        ("plain", torch.float32),
+        ("cpu", torch.bfloat16),
+        ("cpu", torch.float32),
+        ("int8", torch.bfloat16),
+    ],
+)
+def test_a_model_keeps_nothing_of_its_files(
+    kind: str, dtype: torch.dtype, stored: torch.dtype, tmp_path: Path
+) -> None:
+    """A file that somebody makes shorter is fatal to whoever reads beyond its new end."""
+    save_tiny(tmp_path, "qwen2", num_attention_heads=2, num_key_value_heads=1, head_dim=32)
+    file = tmp_path / "model.safetensors"
+    save_file({name: values.to(stored) for name, values in load_file(file).items()}, file)
+    kernels = kernels_of(kind, dtype)
+    model = load_model(
+        tmp_path, dtype=dtype, kernels=kernels, group=ProcessGroup.single(), device=CPU
+    )
+    gc.collect()
+    assert str(file) not in Path("/proc/self/maps").read_text()
+    os.truncate(file, 0)
+    driver = Driver(model, kernels, dtype=dtype)
+    (run,) = driver.generate([prompt_of(5)], 3)
+    assert torch.stack(run.logits).isfinite().all()
+
+
+def test_loading_gives_back_the_pages_of_every_tensor_before_the_next_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny(tmp_path, "llama")
+    tensors = load_file(tmp_path / "model.safetensors")
+    layers = [name.split(".")[2] for name in tensors if "layers" in name]
+    released: list[int] = []
+    read: list[str] = []
+    read_slice = SafetensorFiles.read
+
+    def spy(files: SafetensorFiles, name: str, *, dim: int, span: tuple[int, int]) -> Tensor:
+        read.append(name)
+        others = layers.count("0") if "layers.1." in name else 0
+        assert len(released) >= others
+        return read_slice(files, name, dim=dim, span=span)
+
+    monkeypatch.setattr(SafetensorFiles, "read", spy)
+    monkeypatch.setattr("millrace_shard.weights.release_pages", lambda t: released.append(t.nbytes))
+    kernels = PlainKernels(deterministic=True)
+    load_model(
+        tmp_path, dtype=torch.float32, kernels=kernels, group=ProcessGroup.single(), device=CPU
+    )
+    assert sorted(read) == sorted(tensors)
+    assert sorted(released) == sorted(values.nbytes for values in tensors.values())
+
+
+def kernels_of(kind: str, dtype: torch.dtype) -> Kernels:
+    if kind == "plain":
+        return PlainKernels(deterministic=True)
+    made = choose_kernels(CPU, dtype, deterministic=True, head_dims=[32])
+    if made.name != "cpu":
+        pytest.skip("no operators")
+    return with_int8(made) if kind == "int8" else made
 
 
 def test_what_was_released_can_be_read_again(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ def folder(tmp_path: Path) -> Path:
             "model.a.weight": MATRIX,
             "model.b.weight": -MATRIX,
             "model.a.bias": MATRIX[:, 0].clone(),
+            "model.b.bias": MATRIX[:, 1].clone(),
             "heads": torch.arange(12.0).view(6, 2),
         },
         tmp_path / "model.safetensors",
@@ -48,9 +49,12 @@ def test_columns_split_outputs_and_merge_projections(folder: Path) -> None:
     for rank in range(2):
         rows = slice(4 * rank, 4 * rank + 4)
         merged = weights(folder, rank, 2).columns(parts, 6)
-        assert torch.equal(merged, torch.cat([MATRIX[rows], -MATRIX[rows]]))
-    bias = weights(folder, 1, 2).columns([Columns("model.a.bias", 8)])
-    assert torch.equal(bias, MATRIX[4:, 0])
+        assert merged.shape == (8, 6)
+        assert torch.equal(merged.kept(), torch.cat([MATRIX[rows], -MATRIX[rows]]))
+    biases = [Columns("model.a.bias", 8), Columns("model.b.bias", 4, 2)]
+    assert torch.equal(
+        weights(folder, 1, 2).biases(biases), torch.cat([MATRIX[4:, 0], MATRIX[4:, 1]])
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,13 +71,30 @@ def test_heads_are_shared_where_there_are_fewer_than_ranks(
     heads = torch.arange(12.0).view(3, 2, 2)
     for rank, expected in enumerate(heads_of_ranks):
         read = weights(folder, rank, world_size).columns([Columns("heads", 3, 2)], 2)
-        assert torch.equal(read, heads[expected].flatten(0, 1))
+        assert torch.equal(read.kept(), heads[expected].flatten(0, 1))
 
 
 def test_rows_split_inputs(folder: Path) -> None:
     for rank in range(3):
         read = weights(folder, rank, 3).rows("model.a.weight", 8, 6)
-        assert torch.equal(read, MATRIX[:, 2 * rank : 2 * rank + 2])
+        assert torch.equal(read.kept(), MATRIX[:, 2 * rank : 2 * rank + 2])
+
+
+def test_what_is_kept_is_a_copy_in_the_dtype_asked_for(folder: Path) -> None:
+    read = weights(folder, dtype=torch.bfloat16)
+    stored = read.columns([Columns("model.a.weight", 8), Columns("model.b.weight", 8)], 6)
+    kept = stored.kept()
+    assert kept.dtype == stored.dtype == torch.bfloat16
+    assert torch.equal(kept, torch.cat([MATRIX, -MATRIX]).bfloat16())
+    one = read.rows("model.a.weight", 8, 6)
+    assert one.kept().data_ptr() != one.parts[0].data_ptr()
+
+
+def test_what_was_released_is_read_again(folder: Path) -> None:
+    read = weights(folder)
+    stored = read.rows("model.a.weight", 8, 6)
+    read.release()
+    assert torch.equal(stored.kept(), MATRIX)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
@@ -182,6 +203,10 @@ def test_progress_is_of_the_whole_checkpoint_on_every_rank(
     read = weights(tmp_path, rank, 2, torch.bfloat16)
     with caplog.at_level(logging.INFO):
         read.rows("a", 500, 1000)
+        read.release()
         read.columns([Columns("b", 500)], 1000)
+        assert len(caplog.records) == 1
+        read.release()
+        read.release()
     told = [record.message for record in caplog.records]
     assert told == ["loaded 2 MB of 4 MB", "loaded 4 MB of 4 MB"]

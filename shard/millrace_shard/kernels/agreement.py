@@ -21,6 +21,7 @@ from millrace_shard.kernels.base import (
 from millrace_shard.kernels.blocks import ComposedBlocks
 from millrace_shard.masks import MaskTable, RowMasks
 from millrace_shard.ragged import RaggedBatch
+from millrace_shard.stored_weight import StoredWeight
 
 QUERIES = (70, 1, 9)
 CONTEXT = (70, 270, 300)
@@ -214,7 +215,8 @@ def _masked(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _linear(random: _Random, out: int, inputs: int, *, bias: bool) -> LinearWeights:
-    return LinearWeights(random(out, inputs) / inputs**0.5, random(out) / 4 if bias else None)
+    weight = StoredWeight.of(random(out, inputs) / inputs**0.5)
+    return LinearWeights(weight, random(out) / 4 if bias else None)
 
 
 def _row_operators(kernels: Kernels, random: _Random) -> list[Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from millrace_shard.ragged import RaggedBatch
+from millrace_shard.stored_weight import StoredWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +30,9 @@ class Linear(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LinearWeights:
-    """A weight [out, in] and its bias [out], as loaded."""
+    """A weight [out, in] and its bias [out]."""
 
-    weight: Tensor
+    weight: StoredWeight
     bias: Tensor | None = None
 
 
@@ -128,10 +129,10 @@ class Kernels(Protocol):
         """Take over `weight` [vocab, hidden]; the logits it yields are float32."""
 
     def attention(self, weights: AttentionWeights) -> AttentionBlock:
-        """Take over the weights of half a layer."""
+        """Pack or copy the weights of half a layer."""
 
     def mlp(self, weights: MlpWeights) -> MlpBlock:
-        """Take over the weights of the other half."""
+        """Pack or copy the weights of the other half."""
 
     def layers(self, layers: Sequence[Layer], reduce: Reduce | None) -> Layers:
         """Put `layers` together, one at least; without `reduce` there is one rank."""

@@ -29,11 +29,11 @@ class ComposedBlocks:
         return _Head(self.linear(weight))
 
     def attention(self: Kernels, weights: AttentionWeights) -> AttentionBlock:
-        """Take over the weights of half a layer."""
+        """Keep the weights of half a layer."""
         return ComposedAttention(self, weights)
 
     def mlp(self: Kernels, weights: MlpWeights) -> MlpBlock:
-        """Take over the weights of the other half."""
+        """Keep the weights of the other half."""
         return ComposedMlp(self, weights)
 
     def layers(self: Kernels, layers: Sequence[Layer], reduce: Reduce | None) -> Layers:
@@ -47,9 +47,9 @@ class ComposedAttention:
     def __init__(self, kernels: Kernels, weights: AttentionWeights) -> None:
         self._kernels = kernels
         self._norm, self._eps = weights.norm, weights.eps
-        self._qkv = kernels.linear(weights.qkv.weight, weights.qkv.bias)
+        self._qkv = kernels.linear(weights.qkv.weight.kept(), weights.qkv.bias)
         self._query_norm, self._key_norm = weights.query_norm, weights.key_norm
-        self._out = kernels.linear(weights.out.weight, weights.out.bias)
+        self._out = kernels.linear(weights.out.weight.kept(), weights.out.bias)
         self._rope = weights.rope
         self._num_heads, self._num_kv_heads = weights.num_heads, weights.num_kv_heads
         self._head_dim, self._window = weights.head_dim, weights.window
@@ -92,8 +92,8 @@ class ComposedMlp:
     def __init__(self, kernels: Kernels, weights: MlpWeights) -> None:
         self._kernels = kernels
         self._norm, self._eps = weights.norm, weights.eps
-        self._gate_up = kernels.linear(weights.gate_up.weight, weights.gate_up.bias)
-        self._down = kernels.linear(weights.down.weight, weights.down.bias)
+        self._gate_up = kernels.linear(weights.gate_up.weight.kept(), weights.gate_up.bias)
+        self._down = kernels.linear(weights.down.weight.kept(), weights.down.bias)
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         """[T, hidden]; `residual` is changed in place."""

@@ -27,7 +27,7 @@ TORCH_LIBRARY(millrace, library) {
   library.def("forbid(Tensor(a!) scores, Tensor rows, Tensor bits) -> ()");
   library.def("tile_unit() -> str", millrace::tiles::name);
   library.def("use_amx(bool wanted) -> bool", millrace::tiles::use_amx);
-  library.def("pack_panels(Tensor weight, bool gated) -> Tensor");
+  library.def("pack_panels(Tensor[] parts, bool gated) -> Tensor");
   library.def("panel_linear(Tensor(a!) y, Tensor x, Tensor packed, Tensor bias) -> ()");
   library.def(
       "mlp_block(Tensor(a!) y, Tensor x, Tensor(b!) residual, Tensor norm, float eps, Tensor gate_up, "

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "team.h"
 #include "weight_memory.h"
@@ -44,33 +45,68 @@ struct Panels {
   int64_t grain() const { return std::max<int64_t>(1, kGrainOfWeights / bytes()); }
 };
 
-// A right operand of `rows` outputs (0 to 16, or less) and `columns` inputs (1 to 32); zeros fill up.
-inline void pack_tile(BFloat16* to, const BFloat16* from, int64_t stride, int64_t rows, int64_t columns) {
+// The outputs of a weight [out, in] that lies in parts, one under another; each part [n, in] may have a stride of its own.
+class WeightRows {
+ public:
+  explicit WeightRows(at::TensorList parts) {
+    TORCH_CHECK(!parts.empty() && parts[0].dim() == 2);
+    in_ = parts[0].size(1);
+    for (const at::Tensor& part : parts) {
+      TORCH_CHECK(part.scalar_type() == at::kBFloat16 && part.dim() == 2 && part.size(1) == in_ && part.stride(1) == 1);
+      parts_.push_back({part.const_data_ptr<BFloat16>(), part.stride(0), out_});
+      out_ += part.size(0);
+    }
+  }
+
+  int64_t in() const { return in_; }
+  int64_t out() const { return out_; }
+
+  const BFloat16* row(int64_t row) const {
+    const auto after = std::upper_bound(parts_.begin(), parts_.end(), row,
+                                        [](int64_t wanted, const Part& part) { return wanted < part.first; });
+    const Part& part = *std::prev(after);
+    return part.data + (row - part.first) * part.stride;
+  }
+
+ private:
+  struct Part {
+    const BFloat16* data;
+    int64_t stride, first;  // the output that its first row is
+  };
+  std::vector<Part> parts_;
+  int64_t in_ = 0, out_ = 0;
+};
+
+// A right operand of `count` outputs (0 to 16), `columns` inputs (1 to 32) of each from `first` on; zeros fill up.
+inline void pack_tile(BFloat16* to, const BFloat16* const* rows, int64_t count, int64_t first, int64_t columns) {
   uint32_t pairs[tiles::kColumns][tiles::kDepth / 2] = {};
-  for (int64_t row = 0; row < rows; row++) std::memcpy(pairs[row], from + row * stride, columns * sizeof(BFloat16));
+  for (int64_t row = 0; row < count; row++) std::memcpy(pairs[row], rows[row] + first, columns * sizeof(BFloat16));
   uint32_t* transposed = reinterpret_cast<uint32_t*>(to);
   for (int64_t pair = 0; pair < tiles::kDepth / 2; pair++)
     for (int64_t row = 0; row < tiles::kColumns; row++) transposed[pair * tiles::kColumns + row] = pairs[row][pair];
 }
 
-// weight [out, in] bfloat16. `gated`: its first half are gates and the second what they gate; a panel then holds 16 of
-// each, so that one thread has both. Otherwise panel p holds outputs 32 p to 32 p + 31.
-inline at::Tensor pack_panels(const at::Tensor& weight, bool gated) {
-  TORCH_CHECK(weight.scalar_type() == at::kBFloat16 && weight.is_contiguous() && weight.dim() == 2);
-  const int64_t out = weight.size(0), in = weight.size(1);
+// `parts` of a weight [out, in] bfloat16. `gated`: its first half are gates and the second what they gate; a panel then
+// holds 16 of each, so that one thread has both. Otherwise panel p holds outputs 32 p to 32 p + 31.
+inline at::Tensor pack_panels(at::TensorList parts, bool gated) {
+  const WeightRows weight(parts);
+  const int64_t out = weight.out(), in = weight.in();
   TORCH_CHECK(!gated || out % kPanelColumns == 0, "millrace: gates come in multiples of 16");
   const int64_t count = round_up(out, kPanelColumns) / kPanelColumns, steps = round_up(in, tiles::kDepth) / tiles::kDepth;
-  at::Tensor packed = WeightMemory::empty({count, steps, 2, tiles::kColumns, tiles::kColumns, 2}, weight.options());
-  const BFloat16* from = weight.const_data_ptr<BFloat16>();
+  at::Tensor packed =
+      WeightMemory::empty({count, steps, 2, tiles::kColumns, tiles::kColumns, 2}, parts[0].options());
   BFloat16* to = packed.mutable_data_ptr<BFloat16>();
   at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t panel = begin; panel < end; panel++)
       for (int64_t half = 0; half < 2; half++) {
-        const int64_t row = gated ? half * out / 2 + panel * tiles::kColumns
-                                  : panel * kPanelColumns + half * tiles::kColumns;
+        const int64_t first = gated ? half * out / 2 + panel * tiles::kColumns
+                                    : panel * kPanelColumns + half * tiles::kColumns;
+        const int64_t given = std::clamp<int64_t>(out - first, 0, tiles::kColumns);
+        const BFloat16* rows[tiles::kColumns];
+        for (int64_t row = 0; row < given; row++) rows[row] = weight.row(first + row);
         for (int64_t step = 0; step < steps; step++)
-          pack_tile(to + ((panel * steps + step) * 2 + half) * tiles::kTile, from + row * in + step * tiles::kDepth, in,
-                    std::min(tiles::kColumns, out - row), std::min(tiles::kDepth, in - step * tiles::kDepth));
+          pack_tile(to + ((panel * steps + step) * 2 + half) * tiles::kTile, rows, given, step * tiles::kDepth,
+                    std::min(tiles::kDepth, in - step * tiles::kDepth));
       }
   });
   return packed;

@@ -18,6 +18,7 @@ from millrace_shard.kernels.base import (
     MlpWeights,
 )
 from millrace_shard.ragged import RaggedBatch
+from millrace_shard.stored_weight import StoredWeight
 
 TILE_DEPTH = 32
 """Inputs in a tile: widths that are read as tiles are multiples of it."""
@@ -52,7 +53,7 @@ class PanelLinear:
     ) -> None:
         self._out = weight.shape[0]
         self._dtype = dtype
-        self._packed = torch.ops.millrace.pack_panels(weight.contiguous(), False)  # noqa: FBT003
+        self._packed = torch.ops.millrace.pack_panels([weight.contiguous()], False)  # noqa: FBT003
         self._bias = _or_empty(bias)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -177,7 +178,11 @@ def _kind(attention: TiledAttention, mlp: TiledMlp) -> tuple[object, ...]:
 
 
 def _packed(weights: LinearWeights, *, gated: bool = False) -> tuple[Tensor, Tensor]:
-    packed = torch.ops.millrace.pack_panels(weights.weight.contiguous(), gated)
+    """Straight from where the weight lies, if it needs no conversion."""
+    weight = weights.weight
+    if any(part.dtype != torch.bfloat16 for part in weight.parts):
+        weight = StoredWeight.of(weight.kept())
+    packed = torch.ops.millrace.pack_panels(weight.parts, gated)
     return packed, _or_empty(weights.bias)
 
 

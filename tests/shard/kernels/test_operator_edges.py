@@ -29,6 +29,7 @@ from millrace_shard.kernels.cpu import CpuKernels
 from millrace_shard.kernels.int8_linear import PlainInt8Linear, TiledInt8Linear
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.ragged import RaggedBatch
+from millrace_shard.stored_weight import StoredWeight
 from millrace_tile_units import TILE_UNITS, need_brgemm, tiles_by
 
 BF16 = torch.bfloat16
@@ -88,7 +89,7 @@ def kernels() -> CpuKernels:
 
 def linear_of(out: int, inputs: int, *, bias: bool = False) -> LinearWeights:
     weight = (torch.randn(out, inputs) / math.sqrt(inputs)).to(BF16)
-    return LinearWeights(weight, torch.randn(out).to(BF16) if bias else None)
+    return LinearWeights(StoredWeight.of(weight), torch.randn(out).to(BF16) if bias else None)
 
 
 def attention_of(**changes: object) -> AttentionWeights:
@@ -198,7 +199,7 @@ def plain_int8(weight: Tensor) -> Linear:
 @pytest.mark.parametrize("pack", [panels, blocks, int8, plain_int8])
 @pytest.mark.usefixtures("tiles")
 def test_linears_take_any_strides_and_no_rows(pack: Callable[[Tensor], Linear]) -> None:
-    weight = linear_of(40, 64).weight
+    weight = linear_of(40, 64).weight.kept()
     linear = pack(weight)
     strided = torch.randn(5, 128).to(BF16)[:, ::2]
     y = linear(strided)

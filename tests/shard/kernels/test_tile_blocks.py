@@ -28,6 +28,7 @@ from millrace_shard.kernels.cpu import CpuKernels
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.tile_blocks import PanelLinear, TiledAttention, TiledLayers, TiledMlp
 from millrace_shard.ragged import RaggedBatch
+from millrace_shard.stored_weight import StoredWeight
 from millrace_tile_units import TILE_UNITS, tiles_by
 
 BF16 = torch.bfloat16
@@ -111,12 +112,12 @@ SHAPES = [
 
 def linear(out: int, inputs: int, *, bias: bool) -> LinearWeights:
     weight = (torch.randn(out, inputs) / math.sqrt(inputs)).to(BF16)
-    return LinearWeights(weight, torch.randn(out).to(BF16) if bias else None)
+    return LinearWeights(StoredWeight.of(weight), torch.randn(out).to(BF16) if bias else None)
 
 
 def apply(weights: LinearWeights, x: Tensor) -> Tensor:
     bias = None if weights.bias is None else weights.bias.double()
-    return F.linear(x, weights.weight.double(), bias)
+    return F.linear(x, weights.weight.kept().double(), bias)
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -350,6 +351,30 @@ def test_a_head_does_not_round_its_logits() -> None:
     torch.testing.assert_close(
         logits.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-5
     )
+
+
+@pytest.mark.parametrize(("out", "inputs"), [(96, 64), (70, 50), (160, 33)])
+@pytest.mark.parametrize("cuts", [(), (32,), (1, 17), (5, 5, 33, 69)])
+def test_parts_are_packed_as_the_whole(out: int, inputs: int, cuts: tuple[int, ...]) -> None:
+    weight = torch.randn(out, inputs + 7).to(BF16)[:, :inputs]
+    ends = [*cuts, out]
+    parts = [weight[begin:end] for begin, end in zip([0, *cuts], ends, strict=True)]
+    for gated in (False,) if out % 32 else (False, True):
+        whole = torch.ops.millrace.pack_panels([weight.contiguous()], gated)
+        assert torch.equal(torch.ops.millrace.pack_panels(parts, gated), whole)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [torch.zeros(32, 64)],
+        [torch.zeros(32, 64, dtype=BF16), torch.zeros(32, 32, dtype=BF16)],
+        [torch.zeros(64, 32, dtype=BF16).T],
+    ],
+)
+def test_parts_that_are_no_weight_are_refused(parts: list[Tensor]) -> None:
+    with pytest.raises(RuntimeError, match="Expected"):
+        torch.ops.millrace.pack_panels(parts, False)
 
 
 def test_weights_outlive_what_was_packed_beside_them_and_then_give_back_their_memory() -> None:
