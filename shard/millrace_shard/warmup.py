@@ -121,9 +121,10 @@ def warm_up(
     """A collective: every rank calls it at the same time, and all agree on the capacity.
 
     To `rehearse` is to run the largest steps before memory is measured, by default on CUDA; without it, the largest
-    prefill is tried on few layers once there is a cache. `graphs` are captured where
-    the kernels allow it: in the rehearsal too, so that they are measured, since they are bound to their cache.
-    Whatever held an earlier cache has to be gone. Raises CapacityError.
+    prefill is tried on few layers once there is a cache, unless this rank takes the place of another one: clients wait,
+    and what it took there is known. `graphs` are captured where the kernels allow it: in the rehearsal too, so that
+    they are measured, since they are bound to their cache. Whatever held an earlier cache has to be gone. Raises
+    CapacityError.
     """
     shape = loaded.cache_shape()
     if rehearse is None:
@@ -145,24 +146,28 @@ def warm_up(
             num_blocks=capacity.num_blocks,
             graphs=graphs,
         )
-    if not rehearse:
-        lengths = spread_prefill(
-            request.max_batch_prefill_tokens,
-            max_rows=request.max_batch_size,
-            longest=capacity.max_input_tokens,
-            num_blocks=capacity.num_blocks - 1,
-            block_size=shape.block_size,
-        )
-        with _memory_or(prefill_too_large(sum(lengths))):
-            trial = _new_runner(
-                loaded.first_layers(TRIED_LAYERS),
-                max_batch_size=request.max_batch_size,
-                max_tokens=capacity.max_total_tokens,
-                num_blocks=1 + sum(-(-length // shape.block_size) for length in lengths),
-                graphs=None,
-            )
-            run_largest(trial, lengths)
+    if not rehearse and request.num_blocks is None:
+        _try_largest_prefill(loaded, request, capacity)
     return WarmedUp(runner, capacity)
+
+
+def _try_largest_prefill(loaded: LoadedModel, request: WarmupRequest, capacity: Capacity) -> None:
+    lengths = spread_prefill(
+        request.max_batch_prefill_tokens,
+        max_rows=request.max_batch_size,
+        longest=capacity.max_input_tokens,
+        num_blocks=capacity.num_blocks - 1,
+        block_size=capacity.block_size,
+    )
+    with _memory_or(prefill_too_large(sum(lengths))):
+        trial = _new_runner(
+            loaded.first_layers(TRIED_LAYERS),
+            max_batch_size=request.max_batch_size,
+            max_tokens=capacity.max_total_tokens,
+            num_blocks=1 + sum(-(-length // capacity.block_size) for length in lengths),
+            graphs=None,
+        )
+        run_largest(trial, lengths)
 
 
 def _kv_memory(device: torch.device, limits: MemoryLimits, trial_bytes: int) -> KVMemory:

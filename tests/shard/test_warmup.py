@@ -93,6 +93,17 @@ def test_on_cpu_the_largest_prefill_is_tried_on_the_first_layers() -> None:
     assert warmed_up.capacity.kv_bytes_per_token == 3 * BYTES_PER_TOKEN
 
 
+def test_a_rank_in_the_place_of_another_one_tries_nothing_on_cpu() -> None:
+    model = ThreeLayers()
+    setup = Setup(model)
+    before = setup.warm_up(num_blocks=3 * 101)
+    model.first.batches.clear()
+    request = replace(REQUEST, num_blocks=before.capacity.num_blocks)
+    after = setup.warm_up(request=request, num_blocks=3 * 101)
+    assert after.capacity == before.capacity
+    assert model.first.batches == model.batches == []
+
+
 def test_where_memory_is_measured_all_layers_are_tried() -> None:
     model = ThreeLayers()
     Setup(model).warm_up(rehearse=True)
