@@ -20,6 +20,9 @@ from millrace_router.tokenizer import Tokenizer, TokenizerError
 MAX_STOP_CHARS = 4096
 """Longer stop sequences are refused: looking for them would cost more than the token."""
 
+TGI_LEG = 1024
+"""New tokens that TGI counts at most, as it generates so many at a time."""
+
 
 @dataclass(frozen=True, slots=True)
 class Validated:
@@ -114,6 +117,18 @@ def check_inputs(request: GenerateRequest, limits: Limits) -> None:
             f"`truncate` must be strictly positive and less than {limits.max_input_tokens}. "
             f"Given: {truncate}"
         )
+
+
+def new_tokens(input_length: int, asked: int | None, limits: Limits) -> int:
+    """Return how many may follow a prompt; raises SizeError."""
+    room = max(limits.max_total_tokens - input_length, 0)
+    if asked is None:
+        asked = room
+    if not limits.strict_tgi:
+        check_length(input_length, asked, limits)
+        return asked
+    check_length(input_length, min(asked, TGI_LEG), limits)
+    return min(asked, room)
 
 
 def check_length(input_length: int, max_new_tokens: int, limits: Limits) -> None:
@@ -305,10 +320,7 @@ class Validator:
             input_ids = await self._encode(request.inputs, add_special_tokens=add_special_tokens)
         if parameters.truncate is not None:
             input_ids = input_ids[-parameters.truncate :]
-        max_new_tokens = parameters.max_new_tokens
-        if max_new_tokens is None:
-            max_new_tokens = max(limits.max_total_tokens - len(input_ids), 0)
-        check_length(len(input_ids), max_new_tokens, limits)
+        max_new_tokens = new_tokens(len(input_ids), parameters.max_new_tokens, limits)
         check_vocabulary(input_ids, limits)
         return input_ids, max_new_tokens
 

@@ -114,6 +114,30 @@ async def test_the_earlier_rule_wins(
 
 
 @pytest.mark.parametrize(
+    ("asked", "given"),
+    [(None, 1992), (1, 1), (1024, 1024), (1992, 1992), (1993, 1992), (9**9, 1992)],
+)
+async def test_strict_tgi_generates_what_fits(asked: int | None, given: int) -> None:
+    validator = new_validator(limits_with(max_total_tokens=2000, strict_tgi=True))
+    parameters = GenerateParameters(max_new_tokens=asked)
+    request = GenerateRequest(inputs=EIGHT, parameters=parameters)
+    assert (await validator.validate(request)).request.max_new_tokens == given
+
+
+async def test_strict_tgi_counts_1024_new_tokens() -> None:
+    limits = limits_with(max_total_tokens=1031, strict_tgi=True)
+    expected = (
+        "`inputs` tokens + `max_new_tokens` must be <= 1031. "
+        "Given: 8 `inputs` tokens and 1024 `max_new_tokens`"
+    )
+    assert await refusal(EIGHT, limits, max_new_tokens=1500) == expected
+    assert await refusal(EIGHT, limits_with(max_total_tokens=2000), max_new_tokens=1993) == (
+        "`inputs` tokens + `max_new_tokens` must be <= 2000. "
+        "Given: 8 `inputs` tokens and 1993 `max_new_tokens`"
+    )
+
+
+@pytest.mark.parametrize(
     ("parameters", "limits", "message"),
     [
         (
