@@ -8,6 +8,8 @@ import mmap
 
 from torch import Tensor
 
+from millrace_shard.mapped_files import ON_LINUX
+
 
 def release_pages(found: Tensor) -> None:
     """Let the system take back the pages under `found`, a view into a mapped file that is not needed any more.
@@ -15,7 +17,7 @@ def release_pages(found: Tensor) -> None:
     They stay in the page cache, and are read again if they are needed after all; until then they do not count as this
     process's. Without it, a checkpoint is resident twice while it is loaded. Elsewhere than on Linux, nothing happens.
     """
-    if not hasattr(mmap, "MADV_DONTNEED") or found.numel() == 0:
+    if not ON_LINUX or found.numel() == 0:
         return
     last = sum(
         (size - 1) * stride for size, stride in zip(found.shape, found.stride(), strict=True)
@@ -23,7 +25,8 @@ def release_pages(found: Tensor) -> None:
     begin = -(-found.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (found.data_ptr() + (last + 1) * found.itemsize) // mmap.PAGESIZE * mmap.PAGESIZE
     if begin < end:
-        _library().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+        advice = mmap.MADV_DONTNEED
+        _library().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)
 
 
 @functools.cache

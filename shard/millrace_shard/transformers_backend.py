@@ -18,8 +18,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from millrace_shard.errors import UnsupportedModel, WeightsError
 from millrace_shard.invariant_modules import make_invariant, multiplies_by_itself
-from millrace_shard.kernels.base import Kernels, LayerCache, Linear
+from millrace_shard.kernels.base import Kernels, LayerCache, Linear, LinearWeights
 from millrace_shard.model import KVGeometry, ModelInfo
+from millrace_shard.owned_tensors import TensorOwner
 from millrace_shard.paged_attention import NAME, PagedAttention, ShapeProbe, answering
 from millrace_shard.ragged import RaggedBatch
 from millrace_shard.read_ahead import ReadAhead
@@ -30,6 +31,7 @@ from millrace_shard.rope import (
     rope_kind,
 )
 from millrace_shard.safetensor_files import SafetensorFiles
+from millrace_shard.stored_weight import StoredWeight
 
 _OWN_ROTARY = ("cohere", "olmo2")
 """Classes whose rotary embedding is not laid out as Llama's."""
@@ -92,31 +94,12 @@ class TransformersModel:
         check_supported(config)
         files = SafetensorFiles(folder)
         files.close()
-        disable_progress_bar()
-        try:
-            with ReadAhead(files.paths()):
-                model, report = AutoModelForCausalLM.from_pretrained(
-                    folder,
-                    config=copy.deepcopy(config),
-                    dtype=dtype,
-                    attn_implementation=NAME,
-                    use_safetensors=True,
-                    local_files_only=True,
-                    trust_remote_code=False,
-                    output_loading_info=True,
-                    ignore_mismatched_sizes=True,
-                )
-        except (OSError, SafetensorError, RuntimeError) as error:
-            raise WeightsError(f"the weights in {folder} cannot be read: {error}") from error
-        for name, found, expected in sorted(report["mismatched_keys"]):
-            raise WeightsError(
-                f"tensor {name} has shape {list(found)}, its config says {list(expected)}"
-            )
-        for name in sorted(report["missing_keys"]):
-            raise WeightsError(f"tensor {name} is missing from the checkpoint")
-        model.to(device)
+        with ReadAhead(files.paths()) as ahead:
+            model = _read(folder, config, dtype)
+            owner = TensorOwner(model, files.paths(), device, ahead)
+            _use_linears(model, kernels, owner)
+            owner.own_rest()
         _use_rotary_table(model, info.max_position_embeddings, max_total_tokens)
-        _use_linears(model, kernels)
         if _wants_invariance(kernels, device):
             make_invariant(model, kernels)
         return cls(model, info, kernels)
@@ -268,14 +251,47 @@ def _use_rotary_table(model: PreTrainedModel, longest: int, max_total_tokens: in
     model.base_model.rotary_emb = TableRotary(cosines, sines)
 
 
-def _use_linears(module: nn.Module, kernels: Kernels) -> None:
+def _read(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The class with its weights, which lie where their file is mapped unless they had to be converted."""
+    disable_progress_bar()
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=copy.deepcopy(config),
+            dtype=dtype,
+            attn_implementation=NAME,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise WeightsError(f"the weights in {folder} cannot be read: {error}") from error
+    for name, found, expected in sorted(report["mismatched_keys"]):
+        raise WeightsError(
+            f"tensor {name} has shape {list(found)}, its config says {list(expected)}"
+        )
+    for name in sorted(report["missing_keys"]):
+        raise WeightsError(f"tensor {name} is missing from the checkpoint")
+    found_model: PreTrainedModel = model
+    return found_model
+
+
+def _use_linears(module: nn.Module, kernels: Kernels, owner: TensorOwner) -> None:
     """Hand every plain projection below `module` to the kernels."""
     for name, child in list(module.named_children()):
         if type(child) not in {nn.Linear, Conv1D}:
-            _use_linears(child, kernels)
+            _use_linears(child, kernels, owner)
             continue
         own = dict(child.named_parameters(recurse=False))
         weight = own["weight"].detach()
-        bias = own["bias"].detach() if "bias" in own else None
-        out_first = weight if type(child) is nn.Linear else weight.t().contiguous()
-        setattr(module, name, KernelLinear(kernels.linear(out_first, bias)))
+        bias = own["bias"].detach().to(owner.device, copy=True) if "bias" in own else None
+        with owner.using(weight):
+            out_first = weight if type(child) is nn.Linear else weight.t().contiguous()
+            if owner.owns(out_first):
+                linear = kernels.linear(out_first, bias)
+            else:
+                stored = StoredWeight((out_first,), out_first.dtype, owner.device)
+                linear = kernels.linear_from(LinearWeights(stored, bias))
+        setattr(module, name, KernelLinear(linear))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -249,6 +250,19 @@ def test_several_ranks_are_refused(tmp_path: Path) -> None:
             group=ProcessGroup(0, 2, CPU),
             device=CPU,
         )
+
+
+def test_how_far_loading_is_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("millrace_shard.load_progress.INTERVAL_SECONDS", 0.0)
+    save_tiny(tmp_path, "gpt2", n_embd=512)
+    with caplog.at_level(logging.INFO):
+        driver = load(tmp_path)
+    told = [r.message for r in caplog.records if r.name == "millrace_shard.load_progress"]
+    size = (tmp_path / "model.safetensors").stat().st_size
+    assert told[-1] == f"loaded {size / 1e6:.0f} MB of {size / 1e6:.0f} MB"
+    assert len(told) > 2 * len(driver.model.geometry.layers)
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:

@@ -125,6 +125,9 @@ class Kernels(Protocol):
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Take over `weight` [out, in] and `bias` [out]; the caller drops its own reference."""
 
+    def linear_from(self, weights: LinearWeights) -> Linear:
+        """Pack or copy `weights`, and keep nothing of where they lie but the bias."""
+
     def head(self, weight: Tensor) -> Linear:
         """Take over `weight` [vocab, hidden]; the logits it yields are float32."""
 

@@ -14,6 +14,7 @@ from millrace_shard.kernels.base import (
     LayerCache,
     Layers,
     Linear,
+    LinearWeights,
     MlpBlock,
     MlpWeights,
     Reduce,
@@ -23,6 +24,10 @@ from millrace_shard.ragged import RaggedBatch
 
 class ComposedBlocks:
     """For kernels that have no operator for half a layer: mix in before what has the single operations."""
+
+    def linear_from(self: Kernels, weights: LinearWeights) -> Linear:
+        """Of a copy of the weight."""
+        return self.linear(weights.weight.kept(), weights.bias)
 
     def head(self: Kernels, weight: Tensor) -> Linear:
         """Take over `weight` [vocab, hidden]; the logits it yields are float32."""
@@ -47,9 +52,9 @@ class ComposedAttention:
     def __init__(self, kernels: Kernels, weights: AttentionWeights) -> None:
         self._kernels = kernels
         self._norm, self._eps = weights.norm, weights.eps
-        self._qkv = kernels.linear(weights.qkv.weight.kept(), weights.qkv.bias)
+        self._qkv = kernels.linear_from(weights.qkv)
         self._query_norm, self._key_norm = weights.query_norm, weights.key_norm
-        self._out = kernels.linear(weights.out.weight.kept(), weights.out.bias)
+        self._out = kernels.linear_from(weights.out)
         self._rope = weights.rope
         self._num_heads, self._num_kv_heads = weights.num_heads, weights.num_kv_heads
         self._head_dim, self._window = weights.head_dim, weights.window
@@ -92,8 +97,8 @@ class ComposedMlp:
     def __init__(self, kernels: Kernels, weights: MlpWeights) -> None:
         self._kernels = kernels
         self._norm, self._eps = weights.norm, weights.eps
-        self._gate_up = kernels.linear(weights.gate_up.weight.kept(), weights.gate_up.bias)
-        self._down = kernels.linear(weights.down.weight.kept(), weights.down.bias)
+        self._gate_up = kernels.linear_from(weights.gate_up)
+        self._down = kernels.linear_from(weights.down)
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         """[T, hidden]; `residual` is changed in place."""

@@ -21,6 +21,7 @@ from millrace_shard.kernels.base import (
     LayerCache,
     Layers,
     Linear,
+    LinearWeights,
     MlpBlock,
     MlpWeights,
     Reduce,
@@ -28,6 +29,7 @@ from millrace_shard.kernels.base import (
 from millrace_shard.kernels.blocks import ComposedBlocks
 from millrace_shard.kernels.tile_blocks import PanelLinear, TiledAttention, TiledLayers, TiledMlp
 from millrace_shard.ragged import RaggedBatch
+from millrace_shard.stored_weight import StoredWeight
 
 DTYPES = (torch.bfloat16, torch.float32)
 HEAD_DIM_STEP = 8
@@ -48,13 +50,19 @@ class CpuKernels(ComposedBlocks):
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Pack `weight` [out, in] and keep `bias` [out]."""
         if self.tiles and weight.dtype == torch.bfloat16:
-            return PanelLinear(weight, bias)
+            return PanelLinear(_stored(weight, bias))
         return cpu_linear.pack(weight, bias, deterministic=self.deterministic)
+
+    def linear_from(self, weights: LinearWeights) -> Linear:
+        """Pack the weight from where it lies, where tiles take it."""
+        if self.tiles and weights.weight.dtype == torch.bfloat16:
+            return PanelLinear(weights)
+        return super().linear_from(weights)
 
     def head(self, weight: Tensor) -> Linear:
         """Pack `weight` [vocab, hidden]; by tiles the logits are never rounded to bfloat16."""
         if self.tiles and weight.dtype == torch.bfloat16:
-            return PanelLinear(weight, None, dtype=torch.float32)
+            return PanelLinear(_stored(weight, None), dtype=torch.float32)
         return super().head(weight)
 
     def attention(self, weights: AttentionWeights) -> AttentionBlock:
@@ -169,3 +177,7 @@ class CpuKernels(ComposedBlocks):
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
         torch.ops.millrace.silu_mul(out, gate_up.contiguous())
         return out
+
+
+def _stored(weight: Tensor, bias: Tensor | None) -> LinearWeights:
+    return LinearWeights(StoredWeight.of(weight.contiguous()), bias)

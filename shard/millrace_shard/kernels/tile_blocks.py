@@ -48,13 +48,10 @@ def fits_mlp(weights: MlpWeights) -> bool:
 class PanelLinear:
     """A weight in panels of 32 outputs; what it yields is bfloat16, or float32 where asked for."""
 
-    def __init__(
-        self, weight: Tensor, bias: Tensor | None, *, dtype: torch.dtype = torch.bfloat16
-    ) -> None:
-        self._out = weight.shape[0]
+    def __init__(self, weights: LinearWeights, *, dtype: torch.dtype = torch.bfloat16) -> None:
+        self._out = weights.weight.shape[0]
         self._dtype = dtype
-        self._packed = torch.ops.millrace.pack_panels([weight.contiguous()], False)  # noqa: FBT003
-        self._bias = _or_empty(bias)
+        self._packed, self._bias = _packed(weights)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in] to [T, out]."""

@@ -39,13 +39,15 @@ HIDDEN, HEADS, DIM = 64, 2, 32
 OUT_OF_MEMORY = """
 import resource
 import torch
-from millrace_shard.kernels.tile_blocks import PanelLinear
+from millrace_shard.kernels.base import LinearWeights
 from millrace_shard.kernels.build import load_operators
+from millrace_shard.kernels.tile_blocks import PanelLinear
+from millrace_shard.stored_weight import StoredWeight
 
 load_operators()
 torch.ops.millrace.tile_unit()
 torch.set_num_threads(1)
-linear = PanelLinear(torch.eye(32).bfloat16(), None)
+linear = PanelLinear(LinearWeights(StoredWeight.of(torch.eye(32).bfloat16())))
 few, many = torch.ones(3, 32).bfloat16(), torch.empty(2**24, 32, dtype=torch.bfloat16)
 with open("/proc/self/statm") as file:
     pages = int(file.read().split()[0])
@@ -180,7 +182,7 @@ def test_a_single_head_may_have_any_stride(kernels: CpuKernels, dtype: torch.dty
 
 
 def panels(weight: Tensor) -> Linear:
-    return tile_blocks.PanelLinear(weight, None)
+    return tile_blocks.PanelLinear(LinearWeights(StoredWeight.of(weight)))
 
 
 def blocks(weight: Tensor) -> Linear:

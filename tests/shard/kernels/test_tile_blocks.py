@@ -346,7 +346,7 @@ def test_a_sequence_that_is_not_finite_spoils_no_other() -> None:
 def test_a_head_does_not_round_its_logits() -> None:
     weight = torch.randn(1003, 576).to(BF16) / 24
     x = torch.randn(5, 576).to(BF16)
-    logits = PanelLinear(weight, None, dtype=torch.float32)(x)
+    logits = PanelLinear(LinearWeights(StoredWeight.of(weight)), dtype=torch.float32)(x)
     assert logits.dtype is torch.float32
     torch.testing.assert_close(
         logits.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-5
@@ -381,10 +381,10 @@ def test_weights_outlive_what_was_packed_beside_them_and_then_give_back_their_me
     before = resident_bytes()
     x = torch.randn(2, 256).to(BF16)
     weights = [torch.randn(rows, 256).to(BF16) for rows in (33, 70_000, 1, 70_000, 500)]
-    kept = [PanelLinear(weight, None) for weight in weights]
+    kept = [PanelLinear(LinearWeights(StoredWeight.of(weight))) for weight in weights]
     expected = [linear(x) for linear in kept]
     del kept[3], expected[3]
-    others = [PanelLinear(weight, None) for weight in weights]
+    others = [PanelLinear(LinearWeights(StoredWeight.of(weight))) for weight in weights]
     assert all(torch.equal(each(x), y) for each, y in zip(kept, expected, strict=True))
     packed = 3 * 2 * 256 * 70_000
     assert resident_bytes() > before + packed
