@@ -129,7 +129,7 @@ class Engine:
         return future
 
     def warm_up(self, request: WarmupRequest) -> Future[Capacity]:
-        """Allocate the KV cache and try the largest step; ends the current epoch.
+        """Allocate the KV cache, and try the largest step unless in another rank's place; ends the current epoch.
 
         Raises CapacityError; EngineEnded when device or group are lost; whatever else the model raises.
         An engine that was warmed up by an equal request, as its peers were, keeps its cache and answers at once.

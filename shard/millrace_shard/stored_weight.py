@@ -12,8 +12,8 @@ from torch import Tensor
 class StoredWeight:
     """A weight [out, in]: `parts` [n, in] one under another, for a model that computes in `dtype` on `device`.
 
-    The parts are views of files, in the files' dtype. Whoever reads them has to be done when the call that hands them
-    over returns, and keeps nothing of them: a file that somebody makes shorter is fatal to those that have it mapped.
+    The parts are in the files' dtype and may be views of them. Whoever is given them has read them when the call
+    returns, and keeps nothing of them: a file that somebody makes shorter is fatal to those that have it mapped.
     """
 
     parts: tuple[Tensor, ...]

@@ -1,4 +1,4 @@
-"""Finds the KV capacity, allocates the cache and tries the largest prefill once."""
+"""Finds the KV capacity, allocates the cache, and tries the largest prefill once unless another rank has had it."""
 
 from __future__ import annotations
 
@@ -121,10 +121,10 @@ def warm_up(
     """A collective: every rank calls it at the same time, and all agree on the capacity.
 
     To `rehearse` is to run the largest steps before memory is measured, by default on CUDA; without it, the largest
-    prefill is tried on few layers once there is a cache, unless this rank takes the place of another one: clients wait,
-    and what it took there is known. `graphs` are captured where the kernels allow it: in the rehearsal too, so that
-    they are measured, since they are bound to their cache. Whatever held an earlier cache has to be gone. Raises
-    CapacityError.
+    prefill is tried on few layers once there is a cache, unless the request names the blocks of a rank whose place this
+    one takes: clients wait, and it fitted there. `graphs` are captured where the kernels allow it: in the rehearsal
+    too, so that they are measured, since they are bound to their cache. Whatever held an earlier cache has to be gone.
+    Raises CapacityError.
     """
     shape = loaded.cache_shape()
     if rehearse is None:

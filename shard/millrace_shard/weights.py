@@ -74,6 +74,7 @@ class Weights:
     def close(self) -> None:
         """Give the files back."""
         self._ahead.close()
+        self._lent.clear()
         self._files.close()
 
     def replicated(self, name: str, *shape: int) -> Tensor:
