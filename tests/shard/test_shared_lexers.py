@@ -45,6 +45,8 @@ class Texts:
         self.masks: dict[int, list[set[int]]] = {number: [] for number in numbers}
         self._last: dict[int, tuple[int, ...]] = dict.fromkeys(numbers, ())
         self._random = {number: Random(number) for number in numbers}
+        # A grammar that is admitted while it is being compiled is compiled once more, and shares nothing.
+        compiler.matcher(GRAMMAR)
         for number in numbers:
             self.guides.admit(number, GRAMMAR, np.zeros(0, dtype=np.int64))
 
