@@ -32,11 +32,11 @@ class TensorOwner:
         self._ahead = ahead
         self._progress = LoadProgress(sum(tensor.nbytes for tensor in self._tensors()))
         self._used: set[int] = set()
-        """Addresses: a tied weight is used twice."""
+        """Addresses: a tied weight is used twice, and what is owned may be used once more."""
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether `tensor` is where it has to be."""
-        return tensor.device == self.device and not self._mapped.hold(tensor)
+        return tensor.device.type == self.device.type and not self._mapped.hold(tensor)
 
     @contextmanager
     def using(self, tensor: Tensor) -> Iterator[None]:
@@ -55,6 +55,7 @@ class TensorOwner:
             found = tensor.data
             with self.using(found):
                 tensor.data = found.to(self.device, copy=not self.owns(found))
+            self._used.add(tensor.data_ptr())
 
     def _tensors(self) -> Iterator[Tensor]:
         return chain(self._model.parameters(), self._model.buffers())

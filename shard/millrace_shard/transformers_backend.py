@@ -97,6 +97,9 @@ class TransformersModel:
         with ReadAhead(files.paths()) as ahead:
             model = _read(folder, config, dtype)
             owner = TensorOwner(model, files.paths(), device, ahead)
+            if device.type != "cpu":
+                # Nothing is packed there, so a tied head stays one with the embeddings.
+                owner.own_rest()
             _use_linears(model, kernels, owner)
             owner.own_rest()
         _use_rotary_table(model, info.max_position_embeddings, max_total_tokens)

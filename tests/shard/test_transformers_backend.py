@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoConfig
+from transformers import AttentionInterface, AutoConfig, GPT2LMHeadModel
 
 from millrace_fakes_kernels import KERNELS, make_kernels
 from millrace_fakes_models import (
@@ -26,8 +26,10 @@ from millrace_shard import invariant_modules
 from millrace_shard.errors import UnsupportedModel, WeightsError
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.load import load_model
+from millrace_shard.owned_tensors import TensorOwner
 from millrace_shard.paged_attention import NAME, ShapeProbe, answering
 from millrace_shard.parallel import ProcessGroup
+from millrace_shard.read_ahead import ReadAhead
 from millrace_shard.transformers_backend import SUPPORTED, check_supported
 
 CPU = torch.device("cpu")
@@ -263,6 +265,29 @@ def test_how_far_loading_is_is_told(
     size = (tmp_path / "model.safetensors").stat().st_size
     assert told[-1] == f"loaded {size / 1e6:.0f} MB of {size / 1e6:.0f} MB"
     assert len(told) > 2 * len(driver.model.geometry.layers)
+
+
+def test_what_is_owned_once_keeps_its_ties_and_is_not_counted_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a GPU, where all is moved first, and the head is one tensor with the embeddings."""
+    monkeypatch.setattr("millrace_shard.load_progress.INTERVAL_SECONDS", 0.0)
+    save_tiny(tmp_path, "gpt2", n_embd=512)
+    files = [tmp_path / "model.safetensors"]
+    model = GPT2LMHeadModel.from_pretrained(tmp_path, dtype=torch.float32)
+    with ReadAhead(files) as ahead, caplog.at_level(logging.INFO):
+        owner = TensorOwner(model, files, torch.device("cpu"), ahead)
+        owner.own_rest()
+        told = [r.message for r in caplog.records]
+        place = model.lm_head.weight.data_ptr()
+        assert place == model.transformer.wte.weight.data_ptr()
+        owner.own_rest()
+        with owner.using(model.lm_head.weight.detach()):
+            assert owner.owns(model.lm_head.weight)
+    assert model.lm_head.weight.data_ptr() == place
+    assert [r.message for r in caplog.records] == told
+    size = told[-1].split()
+    assert size[1:3] == size[-2:]
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
