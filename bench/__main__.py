@@ -25,7 +25,7 @@ from bench.quiet import Quiet
 from bench.revisions import at_revision
 from bench.serve import ServerError
 from bench.served import run_levels
-from millrace_launcher.threads import usable_cores
+from millrace_launcher.settings.threads import usable_cores
 
 PEERS = ("vllm", "openvino", "llama.cpp", "transformers")
 RESULTS = Path(__file__).parent / "RESULTS.md"

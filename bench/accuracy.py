@@ -17,13 +17,13 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from bench.report import markdown
+from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.agreement import ragged_batch
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.choose import choose_kernels
-from millrace_shard.kernels.int8_linear import is_fast, with_int8
+from millrace_shard.kernels.cpu.int8_linear import is_fast, with_int8
 from millrace_shard.kernels.plain import PlainKernels
-from millrace_shard.load import load_model
-from millrace_shard.parallel import ProcessGroup
+from millrace_shard.models.load import load_model
 
 QUESTIONS = 400
 CPU = torch.device("cpu")

@@ -26,7 +26,7 @@ from bench.quiet import Quiet
 from bench.repeats import figure
 from bench.report import markdown
 from bench.roofline import Machine
-from millrace_launcher.threads import usable_cores
+from millrace_launcher.settings.threads import usable_cores
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096, 8192)

@@ -24,7 +24,7 @@ from torch import Tensor
 from millrace_shard.kernels.agreement import ragged_batch
 from millrace_shard.kernels.base import Kernels, LayerCache
 from millrace_shard.kernels.build import load_operators
-from millrace_shard.kernels.cpu import CpuKernels
+from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.plain import PlainKernels
 
 DTYPE = torch.bfloat16

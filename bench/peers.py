@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.engines.process import EngineProcess
-from millrace_launcher.threads import find_intel_openmp, plan_threads, usable_cores
+from millrace_launcher.settings.threads import find_intel_openmp, plan_threads, usable_cores
 
 PEERS_FOLDER = Path(__file__).parent / ".peers"
 OURS = "millrace"

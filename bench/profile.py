@@ -30,17 +30,17 @@ from bench.measurement import quantile
 from bench.peers import launch_environment
 from bench.repeats import figure
 from bench.report import markdown
-from millrace_launcher.threads import usable_cores
-from millrace_shard.capacity import WarmupRequest
+from millrace_launcher.settings.threads import usable_cores
+from millrace_shard.batch.sequence import Sequence as ShardSequence
+from millrace_shard.batch.step import BatchChange, Forward
+from millrace_shard.commands.serve import load
 from millrace_shard.config import ShardConfig
+from millrace_shard.engine.kv_capacity import WarmupRequest
+from millrace_shard.engine.warmup import MemoryLimits, warm_up
 from millrace_shard.kernels.base import Layer, Layers, Reduce
 from millrace_shard.kernels.blocks import ComposedBlocks
-from millrace_shard.kernels.cpu import CpuKernels
-from millrace_shard.runner import StepRunner
-from millrace_shard.sequence import Sequence as ShardSequence
-from millrace_shard.serve import load
-from millrace_shard.step import BatchChange, Forward
-from millrace_shard.warmup import MemoryLimits, warm_up
+from millrace_shard.kernels.cpu.operators import CpuKernels
+from millrace_shard.model_runner.runner import StepRunner
 
 READY = "MILLRACE_BENCH_PROFILE"
 """Set in the environment once it is a shard's."""

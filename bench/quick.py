@@ -23,7 +23,7 @@ from bench.peers import OURS
 from bench.plan import Plan, say
 from bench.quiet import Quiet
 from bench.report import case_table, share_of_roofline
-from millrace_launcher.threads import usable_cores
+from millrace_launcher.settings.threads import usable_cores
 
 FLOORS = Path(__file__).parent / "floors.json"
 MODEL = "135m"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from millrace_launcher import checks
-from millrace_launcher.flags import all_flags, option_name
-from millrace_router.metrics import Family, Metrics
+from millrace_launcher.settings import checks
+from millrace_launcher.settings.flags import all_flags, option_name
+from millrace_router.telemetry.metrics import Family, Metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "from-tgi.md").read_text()

@@ -20,7 +20,7 @@ import psutil
 
 from bench.scheduling.scrape import parse
 from bench.serve import ServerError, free_port
-from millrace_shard.grammars import MAX_COMPILES
+from millrace_shard.structured_output.grammar_compiler import MAX_COMPILES
 
 READY_SECONDS = 180.0
 STOP_SECONDS = 60.0
@@ -44,9 +44,9 @@ class Members:
 
     def add(self, pid: int, command: str) -> None:
         """Sort in a process by its command line."""
-        if "millrace_launcher.guard" in command:
+        if "millrace_launcher.supervision.guard" in command:
             self.guards.append(pid)
-        elif "millrace_shard.grammar_worker" in command:
+        elif "millrace_shard.structured_output.grammar_worker" in command:
             self.grammar_workers.append(pid)
         elif "millrace_router" in command:
             self.routers.append(pid)

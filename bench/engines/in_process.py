@@ -7,10 +7,10 @@ import time
 from collections import deque
 
 from millrace_proto import generate_pb2 as pb
-from millrace_router.entry import Entry
-from millrace_router.shard_stream import ShardError
-from millrace_router.step_plan import StepPlan
-from millrace_router.wire import (
+from millrace_router.request.entry import Entry
+from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.shards.errors import ShardError
+from millrace_router.shards.wire import (
     Capacity,
     ShardInfo,
     StepResult,
@@ -20,9 +20,9 @@ from millrace_router.wire import (
     plan_to_pb,
     result_from_pb,
 )
-from millrace_shard.engine import Engine
-from millrace_shard.step import StepReply
-from millrace_shard.wire import (
+from millrace_shard.batch.step import StepReply
+from millrace_shard.engine.engine import Engine
+from millrace_shard.server.wire import (
     capacity_to_pb,
     info_to_pb,
     reply_to_pb,

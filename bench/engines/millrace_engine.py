@@ -21,19 +21,19 @@ from bench.engines.worker import Limits, Moments, Request, check_lengths, main
 from bench.peers import SHARD_FLAGS
 from millrace_proto import generate_pb2 as pb
 from millrace_router.__main__ import EVENT_LOOP_MODULE
-from millrace_router.batcher import Batcher
 from millrace_router.config import RouterConfig
-from millrace_router.events import TokenEvent
-from millrace_router.model_files import ModelFiles
-from millrace_router.request import ValidRequest
-from millrace_router.shard_client import ShardedClient
+from millrace_router.engine.batcher import Batcher
+from millrace_router.request.events import TokenEvent
+from millrace_router.request.request import ValidRequest
+from millrace_router.shards.group import ShardedClient
 from millrace_router.startup import assemble, num_slots, prefill_tokens
-from millrace_router.template import ChatTemplate
-from millrace_router.tokenizer import Tokenizer
+from millrace_router.text.chat_template import ChatTemplate
+from millrace_router.text.model_files import ModelFiles
+from millrace_router.text.tokenizer import Tokenizer
+from millrace_shard.commands.serve import load as load_model
 from millrace_shard.config import ShardConfig
-from millrace_shard.engine import Engine
-from millrace_shard.serve import load as load_model
-from millrace_shard.warmup import MemoryLimits
+from millrace_shard.engine.engine import Engine
+from millrace_shard.engine.warmup import MemoryLimits
 
 
 class MillraceEngine:

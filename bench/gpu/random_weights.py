@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
 from bench.checkpoints import INITIALIZER_RANGE, Shape, describe
+from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import WeightsError
-from millrace_shard.parallel import ProcessGroup
-from millrace_shard.weights import Weights
+from millrace_shard.model_loader.weights import Weights
 
 EMBEDDING = "model.embed_tokens.weight"
 

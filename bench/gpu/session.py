@@ -14,20 +14,20 @@ from bench.checkpoints import Shape
 from bench.gpu.clock import Clock
 from bench.gpu.random_weights import RandomWeights, read_description
 from bench.gpu.scale import GRAPH_SIZES, Scale
-from millrace_shard.architecture import Architecture
-from millrace_shard.capacity import WarmupRequest
+from millrace_shard.batch.sequence import Sequence
+from millrace_shard.batch.step import BatchChange, Forward, StepResult
+from millrace_shard.commands.serve import graph_settings, is_deterministic
 from millrace_shard.config import ShardConfig
-from millrace_shard.decoder import Decoder
+from millrace_shard.device.process_group import ProcessGroup
+from millrace_shard.engine.kv_capacity import WarmupRequest
+from millrace_shard.engine.warmup import LoadedModel, MemoryLimits, warm_up
 from millrace_shard.kernels.choose import choose_kernels
-from millrace_shard.launched_step import LaunchedStep
-from millrace_shard.load import model_info
-from millrace_shard.parallel import ProcessGroup
-from millrace_shard.rope import model_rope_table
-from millrace_shard.runner import StepRunner
-from millrace_shard.sequence import Sequence
-from millrace_shard.serve import graph_settings, is_deterministic
-from millrace_shard.step import BatchChange, Forward, StepResult
-from millrace_shard.warmup import LoadedModel, MemoryLimits, warm_up
+from millrace_shard.model_runner.launched_step import LaunchedStep
+from millrace_shard.model_runner.runner import StepRunner
+from millrace_shard.models.architecture import Architecture
+from millrace_shard.models.decoder import Decoder
+from millrace_shard.models.load import model_info
+from millrace_shard.models.rope import model_rope_table
 
 STEPS_IN_FLIGHT = 2
 """As many as the router keeps."""

@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 Emit = Callable[[Figure], None]
 ROOT = Path(__file__).parents[2]
 GPU_TESTS = (
-    "tests/shard/kernels/test_cuda_*.py",
-    "tests/shard/test_decode_graphs.py",
-    "tests/shard/test_no_waiting.py",
-    "tests/shard/test_host_copies.py",
+    "tests/shard/kernels/cuda/test_cuda_*.py",
+    "tests/shard/model_runner/test_decode_graphs.py",
+    "tests/shard/model_runner/test_no_waiting.py",
+    "tests/shard/device/test_transfers.py",
 )
 OUTCOME = re.compile(r"::\S.* (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")
 """In a line of a test that has ended."""

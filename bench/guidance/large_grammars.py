@@ -9,11 +9,11 @@ from typing import Any
 
 import orjson
 
-from millrace_router.api.grammar import resolved_from
-from millrace_router.request import Grammar
-from millrace_router.tools.chat_grammar import chat_grammar_from
-from millrace_router.tools.formats import format_of
-from millrace_router.tools.tool import Tool, ToolChoice
+from millrace_router.request.grammar import resolved_from
+from millrace_router.request.request import Grammar
+from millrace_router.tool_calls.formats import format_of
+from millrace_router.tool_calls.grammar import chat_grammar_from
+from millrace_router.tool_calls.tool import Tool, ToolChoice
 
 Schema = dict[str, Any]
 

@@ -17,10 +17,10 @@ from bench.guidance.workloads import PEOPLE
 from bench.scheduling.lab import Lab
 from bench.scheduling.part import Case, Figures, Part, Table
 from bench.scheduling.workloads import milliseconds
-from millrace_shard.grammar_source import GrammarInvalid, lark_of
-from millrace_shard.matcher import Matcher
-from millrace_shard.sequence import Grammar, GrammarKind
-from millrace_shard.vocabulary import Vocabulary, read_tokens
+from millrace_shard.batch.sequence import Grammar, GrammarKind
+from millrace_shard.structured_output.grammar.grammar_source import GrammarInvalid, lark_of
+from millrace_shard.structured_output.matcher import Matcher
+from millrace_shard.structured_output.vocabulary import Vocabulary, read_tokens
 
 Bits = NDArray[np.int32]
 NUM_SCHEMAS, MOST_TOKENS = 60, 60

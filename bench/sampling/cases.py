@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
 
-from millrace_shard.sequence import SamplingParameters
+from millrace_shard.batch.sequence import SamplingParameters
 
 Kinds = Callable[[int], list[SamplingParameters]]
 

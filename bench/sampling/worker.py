@@ -19,9 +19,9 @@ from torch import Tensor
 
 from bench.kernels import Model, Shape
 from bench.sampling.cases import CASES, Case
+from millrace_shard.batch.sequence import PARAMETERS, SamplingParameters, Sequence
 from millrace_shard.kernels.build import load_operators
-from millrace_shard.sampling import Sampler, SamplingRows
-from millrace_shard.sequence import PARAMETERS, SamplingParameters, Sequence
+from millrace_shard.sampling.sampler import Sampler, SamplingRows
 
 NUM_PROMPT = 512
 NUM_GENERATED = 64
@@ -68,7 +68,7 @@ def sampling_of(case: Case, num_rows: int, vocab: int) -> Callable[[Tensor], obj
     arguments: list[Any] = []
     sampler = Sampler(history, (2,))
     if case.is_new:
-        from millrace_shard.masks import RowMasks  # noqa: PLC0415 - the sampler before has none
+        from millrace_shard.kernels.masks import RowMasks  # noqa: PLC0415 - the sampler before has none
 
         for slot, kind in enumerate(kinds):
             sampler.biases.put(slot, kind.bias)
@@ -93,7 +93,7 @@ def times(call: Callable[[], object], prepare: Callable[[], object], rounds: int
 
 def time_cases(names: list[str], num_rows: int, vocab: int, rounds: int) -> dict[str, list[float]]:
     """By case; those that this sampler does not know are left out."""
-    knows_all = find_spec("millrace_shard.masks") is not None
+    knows_all = find_spec("millrace_shard.kernels.masks") is not None
     found = {}
     bases = {is_flat: scores(num_rows, vocab, is_flat=is_flat) for is_flat in (False, True)}
     logits = torch.empty(num_rows, vocab)
@@ -110,7 +110,7 @@ def time_cases(names: list[str], num_rows: int, vocab: int, rounds: int) -> dict
 
 def time_step(num_rows: int, rounds: int) -> list[float]:
     """A whole decode step of a 1B model with as many rows, 64 tokens each in the cache."""
-    from millrace_shard.kernels.cpu import CpuKernels  # noqa: PLC0415 - compiled ones only here
+    from millrace_shard.kernels.cpu.operators import CpuKernels  # noqa: PLC0415 - compiled ones only here
 
     model = Model(MODEL, CpuKernels(deterministic=True), 2 * num_rows + 8)
     step = model.step([65] * num_rows, [1] * num_rows)

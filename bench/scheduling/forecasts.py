@@ -9,7 +9,7 @@ from statistics import median
 from bench.scheduling.lab import Lab
 from bench.scheduling.part import Case, Figures, Part
 from bench.scheduling.watched_engine import watched
-from millrace_router.simulator.arrival import Arrival
+from millrace_router.simulator.candidate import Arrival
 
 PIPELINES: Mapping[str, Mapping[str, object]] = {
     "chunks": {},

@@ -11,16 +11,16 @@ from statistics import median
 from bench.measurement import quantile
 from bench.scheduling.lab import Lab
 from bench.scheduling.part import Case, Figures, Part, Table
-from millrace_router.block_keys import BlockKeys
-from millrace_router.blocks import BlockTable
-from millrace_router.budgets import Budgets
-from millrace_router.planner import Planner
-from millrace_router.prefix_cache import PrefixCache
-from millrace_router.request import Terms
-from millrace_router.speculation import Acceptance
-from millrace_router.step_plan import StepPlan
-from millrace_router.tenants import TenantQueue
-from millrace_router.waiting import WaitingQueue
+from millrace_router.request.acceptance import Acceptance
+from millrace_router.request.block_hashes import BlockKeys
+from millrace_router.request.request import Terms
+from millrace_router.scheduler.block_manager import BlockTable
+from millrace_router.scheduler.budgets import Budgets
+from millrace_router.scheduler.planner import Planner
+from millrace_router.scheduler.prefix_cache import PrefixCache
+from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.scheduler.tenants import TenantQueue
+from millrace_router.scheduler.waiting import WaitingQueue
 
 NUM_RUNNING, PROMPT_TOKENS, BLOCK_SIZE = 256, 200, 16
 LEAST_ANSWER, MOST_ANSWER = 100, 400

@@ -8,8 +8,7 @@ from bench.scheduling.lab import Lab
 from bench.scheduling.part import Case, Figures, Part, Table
 from millrace_router.simulator.deployment import Deployment
 from millrace_router.simulator.fleet import Fleet, simulate
-from millrace_router.simulator.lengths import Lengths
-from millrace_router.simulator.workload import Workload
+from millrace_router.simulator.workload import Lengths, Workload
 
 COSTS = {
     "step": 0.012,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from millrace_router.cost import COEFFICIENTS
-from millrace_router.forecast import Prediction
-from millrace_router.row import Row
-from millrace_router.simulator.arrival import Arrival
-from millrace_router.simulator.candidate import Candidate
+from millrace_router.prediction.cost import COEFFICIENTS
+from millrace_router.prediction.forecast import Prediction
+from millrace_router.scheduler.row import Row
+from millrace_router.simulator.candidate import Arrival, Candidate
 from millrace_router.simulator.deployment import Deployment
 from millrace_router.simulator.engine import Engine
 

@@ -21,8 +21,8 @@ from bench.survival.deployment import Deployment, deployed
 from bench.survival.lab import Lab, Part, Report
 from bench.survival.streams import Answer, Clients, differences, mixed_bodies
 
-SUPPORT = Path(__file__).parents[2] / "tests" / "support"
-LAUNCHER = (str(SUPPORT / "millrace_shard_launcher.py"), str(SUPPORT / "millrace_poison_shard.py"))
+SUPPORT = Path(__file__).parents[2] / "tests" / "support" / "millrace_testing" / "shards"
+LAUNCHER = (str(SUPPORT / "shard_launcher.py"), str(SUPPORT / "poison_shard.py"))
 NUM_REQUESTS, LONGEST = 50, 200
 API_KEY = "survival"
 HEADERS = {"authorization": f"Bearer {API_KEY}"}

@@ -13,17 +13,17 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from millrace_launcher import logs
-from millrace_launcher.arguments import Settings, read_settings
-from millrace_launcher.checks import check, notices
-from millrace_launcher.claims import claimed_port, claimed_sockets
-from millrace_launcher.commands import Commands, Programs
 from millrace_launcher.demo import DEMO_NAME, demo_folder
-from millrace_launcher.devices import query_gpus, shard_count, visible_devices
 from millrace_launcher.errors import LaunchError
-from millrace_launcher.launcher import Launcher
 from millrace_launcher.logs import log
-from millrace_launcher.runtime import millrace_version, runtime_info
-from millrace_launcher.threads import find_intel_openmp, plan_threads, usable_cores
+from millrace_launcher.settings.arguments import Settings, read_settings
+from millrace_launcher.settings.checks import check, notices
+from millrace_launcher.settings.claims import claimed_port, claimed_sockets
+from millrace_launcher.settings.commands import Commands, Programs
+from millrace_launcher.settings.devices import query_gpus, shard_count, visible_devices
+from millrace_launcher.settings.runtime import millrace_version, runtime_info
+from millrace_launcher.settings.threads import find_intel_openmp, plan_threads, usable_cores
+from millrace_launcher.supervision.launcher import Launcher
 
 
 def main(argv: Sequence[str] | None = None, programs: Programs | None = None) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from millrace_router.config import RouterConfig
-from millrace_router.policies import DEFAULT_PREFILL_TOKENS
-from millrace_router.wire import Capacity
+from millrace_router.scheduler.factory import DEFAULT_PREFILL_TOKENS
+from millrace_router.shards.wire import Capacity
 
 
 class StartupError(Exception):

@@ -9,39 +9,40 @@ from dataclasses import dataclass
 
 import structlog
 
-from millrace_router.batcher import Batcher
-from millrace_router.budgets import Budgets
-from millrace_router.calibration import calibrate
-from millrace_router.channels import TlsError, is_exposed, tls_from
+from millrace_router.batcher_factory import batcher_from
 from millrace_router.checks import StartupError, check_arguments, check_capacity
 from millrace_router.config import RouterConfig
-from millrace_router.cost import CostModel
-from millrace_router.grammars import Grammars
-from millrace_router.health import Health
-from millrace_router.infer import Infer
+from millrace_router.engine.batcher import Batcher
+from millrace_router.engine.calibration import calibrate
+from millrace_router.engine.health import Health
+from millrace_router.engine.infer import Infer
 from millrace_router.journal.errors import JournalError
-from millrace_router.journal.start import journal_folder, open_journal
-from millrace_router.limits import Limits
-from millrace_router.metrics import Metrics
-from millrace_router.model_files import ModelFiles, ModelFilesError
-from millrace_router.policies import (
+from millrace_router.journal.journal import Journal
+from millrace_router.journal_start import journal_folder, open_journal
+from millrace_router.prediction.cost import CostModel
+from millrace_router.recovery.launcher_channel import Supervisor
+from millrace_router.request.limits import Limits
+from millrace_router.scheduler.budgets import Budgets
+from millrace_router.scheduler.factory import (
     DEFAULT_PREFILL_TOKENS,
     budgets_from,
     late_planning_from,
     spare_slots,
 )
-from millrace_router.request_file import RequestFile
-from millrace_router.request_log import RequestLog
-from millrace_router.scheduling import batcher_from
-from millrace_router.services import Services
-from millrace_router.shard_client import ShardedClient
-from millrace_router.shard_stream import ShardError, ShardHung, ShardLost
-from millrace_router.supervisor import Supervisor
-from millrace_router.template import ChatTemplate
-from millrace_router.tokenizer import Tokenizer, TokenizerError
-from millrace_router.tools.formats import format_of
-from millrace_router.validation import Validator
-from millrace_router.wire import Capacity, ShardInfo
+from millrace_router.server.services import Services
+from millrace_router.shards.channels import TlsError, is_exposed, tls_from
+from millrace_router.shards.errors import ShardError, ShardHung, ShardLost
+from millrace_router.shards.group import ShardedClient
+from millrace_router.shards.wire import Capacity, ShardInfo
+from millrace_router.telemetry.metrics import Metrics
+from millrace_router.telemetry.request_file import RequestFile
+from millrace_router.telemetry.request_log import RequestLog
+from millrace_router.text.chat_template import ChatTemplate
+from millrace_router.text.model_files import ModelFiles, ModelFilesError
+from millrace_router.text.tokenizer import Tokenizer, TokenizerError
+from millrace_router.tool_calls.formats import format_of
+from millrace_router.validation.grammar_admission import Grammars
+from millrace_router.validation.validator import Validator
 
 RETRY_SECONDS = 0.5
 PATIENCE_SECONDS = 10.0
@@ -58,6 +59,7 @@ class Running:
     batcher_task: asyncio.Task[None]
     shards: ShardedClient
     supervisor_task: asyncio.Task[None]
+    journal: Journal | None
 
     async def stop_batcher(self) -> None:
         """End the batcher, and with it every stream that is still open."""
@@ -68,8 +70,8 @@ class Running:
     async def close(self) -> None:
         """Let the shards go; they keep their weights."""
         self.supervisor_task.cancel()
-        if self.shards.journal is not None:
-            await self.shards.journal.close()
+        if self.journal is not None:
+            await self.journal.close()
         await self.shards.close()
         self.services.tokenizer.close()
         if self.services.request_log is not None:
@@ -117,11 +119,14 @@ async def start(config: RouterConfig) -> Running:
         supervisor=supervisor,
         request_file=request_file,
     )
+    journal = None
     if folder is not None:
-        shards.journal = open_journal(folder, config, services, shards.warmup_fields)
+        journal = open_journal(folder, config, services, shards.warmup_fields)
+        shards.observer = journal
     return Running(
         services=services,
         batcher_task=asyncio.create_task(batcher.run()),
+        journal=journal,
         shards=shards,
         supervisor_task=supervisor_task,
     )

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 
 COMMANDS = {
-    "serve": "millrace_shard.serve",
-    "download-weights": "millrace_shard.download_weights",
-    "convert": "millrace_shard.convert",
-    "reference": "millrace_shard.reference",
+    "serve": "millrace_shard.commands.serve",
+    "download-weights": "millrace_shard.commands.download_weights",
+    "convert": "millrace_shard.commands.convert",
+    "reference": "millrace_shard.commands.reference",
 }
 USAGE = f"usage: millrace-shard {{{','.join(COMMANDS)}}} ...\n"
 

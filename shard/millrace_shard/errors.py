@@ -17,3 +17,7 @@ class WeightsError(ModelError):
 
 class EngineEnded(Exception):  # noqa: N818
     """The thread that runs the model is no more."""
+
+
+class StepInvalid(Exception):  # noqa: N818
+    """A step contradicts the state of the batch or itself: the fault is the sender's."""

@@ -22,7 +22,7 @@ from bench.chaos.run import Story
 from bench.chaos.server import Members
 from bench.chaos.weather import Pulse, Trouble, Weather
 
-from millrace_shard.grammars import MAX_COMPILES
+from millrace_shard.structured_output.grammar_compiler import MAX_COMPILES
 
 BASE = Usage(fds=20, threads=10, memory=100 * 2**20)
 IDLE = {"millrace_kv_blocks": 32.0, "millrace_kv_blocks_cached": 30.0}
@@ -105,7 +105,7 @@ ALL = (
     "python -m millrace_router --port=1",
     "python -m millrace_shard serve --json-output /model",
     "python -m millrace_shard serve --rank=1 --world-size=2 /model",
-    "python -m millrace_launcher.guard /tmp/shard-0 /tmp/shard-1",
+    "python -m millrace_launcher.supervision.guard /tmp/shard-0 /tmp/shard-1",
 )
 
 
@@ -123,7 +123,7 @@ def test_nobody_is_there_twice_and_nobody_else_is(further: str) -> None:
 
 
 def test_grammars_are_tried_out_in_as_many_processes_as_there_may_be() -> None:
-    worker = "python -m millrace_shard.grammar_worker /model"
+    worker = "python -m millrace_shard.structured_output.grammar_worker /model"
     assert members(*ALL, *[worker] * (1 + MAX_COMPILES)).is_complete(2)
     assert not members(*ALL, *[worker] * (2 + MAX_COMPILES)).is_complete(2)
 

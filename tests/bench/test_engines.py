@@ -59,7 +59,7 @@ def engine(tmp_path: Path) -> Iterator[EngineProcess]:
     process = EngineProcess(
         "fake",
         python=Path(sys.executable),
-        module="millrace_fakes_bench",
+        module="millrace_testing.fake_bench",
         environment={"PYTHONPATH": path},
         log=tmp_path / "log" / "fake.log",
     )

@@ -20,7 +20,7 @@ from bench.scheduling.client import Answer, Request
 from bench.scheduling.lab import Lab
 from bench.scheduling.part import Case
 
-from millrace_fakes_sse import served_application
+from millrace_testing.router.sse import served_application
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "number", "multipleOf": 0.01}}}
 

@@ -20,11 +20,11 @@ from bench.scheduling.part import Table
 from bench.scheduling.texts import Texts
 from pydantic import BaseModel
 
-from millrace_fakes_sse import FakeServer, served_application, whole_stream
-from millrace_router.api.chat import ChatCompletionRequest
-from millrace_router.api.grammar import MAX_SOURCE_BYTES
-from millrace_router.api.native import GenerateRequest
-from millrace_router.bodies import check_structure
+from millrace_router.api.openai.chat_request import ChatCompletionRequest
+from millrace_router.request.grammar import MAX_SOURCE_BYTES
+from millrace_router.request.parameters import GenerateRequest
+from millrace_router.server.bodies import check_structure
+from millrace_testing.router.sse import FakeServer, served_application, whole_stream
 
 PLAIN = [Request(prompt="x", prompt_tokens=1, output_tokens=20)] * 3
 CHATS = "/v1/chat/completions"

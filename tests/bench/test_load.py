@@ -9,7 +9,7 @@ from aiohttp import web
 from bench.levels import Level, closed, poisson
 from bench.load import run_level
 
-from millrace_fakes_sse import FakeServer, event, served, served_application, whole_stream
+from millrace_testing.router.sse import FakeServer, event, served, served_application, whole_stream
 
 LEVEL = closed(3, 5, 4, rounds=2)
 

@@ -16,12 +16,12 @@ from bench.event_counter import Counted, EventStream, StreamError, count_streams
 from bench.router import request
 from bench.router_profile import Recorded
 
-from millrace_fakes_router import collect, ids_of, new_batcher, running
-from millrace_fakes_router import request as valid_request
-from millrace_fakes_shard import VOCAB_SIZE, FakeShard
-from millrace_fakes_sse import FakeServer, event, served, whole_stream
 from millrace_proto import generate_pb2_grpc as pb_grpc
-from millrace_router.shard_client import ShardedClient
+from millrace_router.shards.group import ShardedClient
+from millrace_testing.router.fake_router import collect, ids_of, new_batcher, running
+from millrace_testing.router.fake_router import request as valid_request
+from millrace_testing.router.sse import FakeServer, event, served, whole_stream
+from millrace_testing.shards.fake_shard import VOCAB_SIZE, FakeShard
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from bench.scheduling.client import (
     succeeded,
 )
 
-from millrace_fakes_sse import FakeServer, event, served, served_application, whole_stream
+from millrace_testing.router.sse import FakeServer, event, served, served_application, whole_stream
 
 ASKED = Request(prompt=" ab cd", prompt_tokens=2, output_tokens=4)
 

@@ -30,9 +30,9 @@ from bench.scheduling.part import Case, Figures, Part, Table
 from bench.scheduling.simulated import write_trace
 from bench.scheduling.texts import Texts
 
+from millrace_router.scheduler.tenants import TenantQueue
+from millrace_router.scheduler.waiting import WaitingQueue
 from millrace_router.simulator.trace import read_trace
-from millrace_router.tenants import TenantQueue
-from millrace_router.waiting import WaitingQueue
 
 MANY = 8192
 

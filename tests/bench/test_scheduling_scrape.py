@@ -8,9 +8,9 @@ from bench.scheduling.client import Client
 from bench.scheduling.predictions import SERIES
 from bench.scheduling.scrape import grown, mean_above_zero, parse, sampling, scrape
 
-from millrace_fakes_sse import served_application
-from millrace_router.exposition import render
-from millrace_router.metrics import Metrics
+from millrace_router.telemetry.exposition import render
+from millrace_router.telemetry.metrics import Metrics
+from millrace_testing.router.sse import served_application
 
 
 def exposed() -> str:

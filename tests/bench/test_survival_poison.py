@@ -20,7 +20,7 @@ from bench.survival.poison import (
 from bench.survival.streams import Answer
 from tokenizers import Tokenizer
 
-from millrace_fakes_sse import event
+from millrace_testing.router.sse import event
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
 RIGHT = Answer({}, events=[event(1, last=True)[len(b"data: ") : -2]], status=200)

@@ -49,7 +49,7 @@ def lines() -> list[Line]:
     return [
         Line(
             moment,
-            "millrace_launcher" if place < 2 else "millrace_shard.serve",
+            "millrace_launcher" if place < 2 else "millrace_shard.commands.serve",
             message,
         )
         for place, (message, moment) in enumerate(moments.items())
@@ -68,7 +68,7 @@ def test_parts_add_up_to_the_pause() -> None:
 def test_of_several_attempts_and_ranks_the_last_counts() -> None:
     second = [
         Line(101.0, "millrace_launcher", "Starting shard 1"),
-        Line(103.5, "millrace_shard.serve", "weights loaded in 0.25 s, 7 MB"),
+        Line(103.5, "millrace_shard.commands.serve", "weights loaded in 0.25 s, 7 MB"),
     ]
     found = parts([*lines(), *second], since=100.0, until=104.5)
     assert found["started"] == pytest.approx(0.9)
@@ -77,8 +77,8 @@ def test_of_several_attempts_and_ranks_the_last_counts() -> None:
 
 
 def test_the_router_may_be_the_first_to_notice() -> None:
-    failed = Line(100.05, "millrace_router.batcher", "epoch failed")
-    access = Line(100.01, "millrace_router.access_log", "request")
+    failed = Line(100.05, "millrace_router.engine.batcher", "epoch failed")
+    access = Line(100.01, "millrace_router.server.access_log", "request")
     found = parts([access, failed, *lines()], since=100.0, until=104.5)
     assert found["noticed"] == pytest.approx(0.05)
 

@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from bench.survival.streams import SAMPLES, Answer, Clients, differences, mixed_bodies
 
-from millrace_fakes_sse import FakeServer, event, served, served_application, whole_stream
+from millrace_testing.router.sse import FakeServer, event, served, served_application, whole_stream
 
 BODY = {"inputs": "x", "parameters": {"max_new_tokens": 3}}
 

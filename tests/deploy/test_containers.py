@@ -23,8 +23,8 @@ from tests.deploy.containers import (
     stages,
 )
 
-from millrace_launcher.arguments import read_settings
-from millrace_launcher.launcher import EXIT_MARGIN_SECONDS
+from millrace_launcher.settings.arguments import read_settings
+from millrace_launcher.supervision.launcher import EXIT_MARGIN_SECONDS
 from millrace_router.config import RouterConfig
 from millrace_shard.config import ShardConfig
 

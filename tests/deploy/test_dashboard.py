@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from millrace_router.metrics import Family, Metrics
-from millrace_tgi_series import SERIES
+from millrace_router.telemetry.metrics import Family, Metrics
+from millrace_testing.contract.tgi_series import SERIES
 
 DEPLOY = Path(__file__).parent.parent.parent / "deploy"
 DASHBOARD: dict[str, Any] = json.loads((DEPLOY / "grafana/dashboards/millrace.json").read_text())

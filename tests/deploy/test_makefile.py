@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace_launcher.arguments import read_settings
+from millrace_launcher.settings.arguments import read_settings
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from tests.deploy.containers import ROOT, environment, image
 
-from millrace_launcher.arguments import read_settings
-from millrace_launcher.checks import notices
+from millrace_launcher.settings.arguments import read_settings
+from millrace_launcher.settings.checks import notices
 
 DOCKERFILE = ROOT / "deploy" / "docker" / "launcher.Dockerfile"
 SCRIPT = ROOT / "deploy" / "docker" / "sagemaker.py"

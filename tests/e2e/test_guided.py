@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from millrace_chat import added_up
-from millrace_e2e import Server, launch, sse_events
+from millrace_testing.launcher.e2e import Server, launch, sse_events
+from millrace_testing.router.chat import added_up
 
 SCHEMA = {
     "type": "object",

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from bench.survival.streams import Answer, Clients, mixed_bodies
 
-from millrace_e2e import END_SECONDS, ROOT, Server, launch
-from millrace_router.journal.folder import journal_files
+from millrace_router.journal.rotation import journal_files
+from millrace_testing.launcher.e2e import END_SECONDS, ROOT, Server, launch
 
 MODEL = ROOT / "demo" / "model"
 GUIDED: dict[str, Any] = {

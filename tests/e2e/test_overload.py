@@ -13,7 +13,7 @@ import httpx
 import psutil
 import pytest
 
-from millrace_e2e import END_SECONDS, Server, launch, until
+from millrace_testing.launcher.e2e import END_SECONDS, Server, launch, until
 
 CAPACITY = 8
 QUEUE = 4

@@ -15,9 +15,9 @@ import aiohttp
 from bench.guidance.schemas import problem
 from bench.guidance.validity import NUM_CLIENTS, bodies
 
-from millrace_e2e import launch
-from millrace_fakes_grammars import Words, schema, walk
-from millrace_tiny_models import save_with_tokenizer
+from millrace_testing.engines.grammars import Words, schema, walk
+from millrace_testing.launcher.e2e import launch
+from millrace_testing.models.tiny_models import save_with_tokenizer
 
 NUM_SCHEMAS = int(os.environ.get("RANDOM_SCHEMAS", "300"))
 BYTES = Words((bytes([byte]) for byte in range(256)), size=259)

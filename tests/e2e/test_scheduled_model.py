@@ -14,28 +14,29 @@ import torch
 from bench.engines.in_process import InProcessShard
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from millrace_fakes_kernels import make_kernels
-from millrace_fakes_router import tiny_tokenizer
 from millrace_proto import generate_pb2 as pb
-from millrace_router.batcher import Batcher
-from millrace_router.blocks import BlockTable
-from millrace_router.budgets import Budgets
-from millrace_router.cost import CostModel
-from millrace_router.entry import Entry, TokenStream
-from millrace_router.events import PromptLogprobs, TokenEvent
-from millrace_router.forecast import Forecaster
-from millrace_router.metrics import Metrics
-from millrace_router.planner import Planner
-from millrace_router.prefix_cache import PrefixCache
-from millrace_router.prospects import Prospects
-from millrace_router.request import SamplingParameters, Terms, ValidRequest
-from millrace_router.shard_client import ShardedClient
-from millrace_router.tenants import TenantQueue
-from millrace_router.waiting import WaitingQueue
-from millrace_shard.engine import Engine
-from millrace_shard.load import load_model
-from millrace_shard.parallel import ProcessGroup
-from millrace_shard.warmup import LoadedModel, MemoryLimits
+from millrace_router.engine.batcher import Batcher
+from millrace_router.engine.predictor import Prospects
+from millrace_router.prediction.cost import CostModel
+from millrace_router.prediction.forecast import Forecaster
+from millrace_router.request.entry import Entry
+from millrace_router.request.events import PromptLogprobs, TokenEvent
+from millrace_router.request.request import SamplingParameters, Terms, ValidRequest
+from millrace_router.request.token_stream import TokenStream
+from millrace_router.scheduler.block_manager import BlockTable
+from millrace_router.scheduler.budgets import Budgets
+from millrace_router.scheduler.planner import Planner
+from millrace_router.scheduler.prefix_cache import PrefixCache
+from millrace_router.scheduler.tenants import TenantQueue
+from millrace_router.scheduler.waiting import WaitingQueue
+from millrace_router.shards.group import ShardedClient
+from millrace_router.telemetry.metrics import Metrics
+from millrace_shard.device.process_group import ProcessGroup
+from millrace_shard.engine.engine import Engine
+from millrace_shard.engine.warmup import LoadedModel, MemoryLimits
+from millrace_shard.models.load import load_model
+from millrace_testing.engines.kernels import make_kernels
+from millrace_testing.router.fake_router import tiny_tokenizer
 
 VOCAB_SIZE = 97
 NUM_NEW, FEW_NEW = 40, 12

@@ -8,7 +8,7 @@ import httpx
 import psutil
 import pytest
 
-from millrace_e2e import END_SECONDS, Server, launch
+from millrace_testing.launcher.e2e import END_SECONDS, Server, launch
 
 API_KEY = "key-b7e2"
 HUB_TOKEN = "hf_secret93d1"

@@ -13,8 +13,8 @@ import psutil
 import pytest
 from bench.survival.streams import Answer, Clients
 
-from millrace_e2e import END_SECONDS, Server, launch, until
 from millrace_launcher.verify.__main__ import main as verify
+from millrace_testing.launcher.e2e import END_SECONDS, Server, launch, until
 
 LONG = {
     "inputs": "What is decode?",

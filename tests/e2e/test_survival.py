@@ -15,13 +15,13 @@ import pytest
 from bench.survival.streams import Answer, Clients, differences, mixed_bodies
 from tokenizers import Tokenizer
 
-from millrace_doomed_shard import LAST_WORDS
-from millrace_e2e import END_SECONDS, Server, launch, wait_for
 from millrace_launcher.demo import demo_folder
+from millrace_testing.launcher.e2e import END_SECONDS, Server, launch, wait_for
+from millrace_testing.shards.doomed_shard import LAST_WORDS
 
-SUPPORT = Path(__file__).parents[1] / "support"
-SHARD_LAUNCHER = str(SUPPORT / "millrace_shard_launcher.py")
-DOOMED_SHARD = str(SUPPORT / "millrace_doomed_shard.py")
+SUPPORT = Path(__file__).parents[1] / "support" / "millrace_testing" / "shards"
+SHARD_LAUNCHER = str(SUPPORT / "shard_launcher.py")
+DOOMED_SHARD = str(SUPPORT / "doomed_shard.py")
 STREAMS = mixed_bodies(8, longest=150)
 QUESTION = {
     "inputs": "What is a shard?",

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from millrace_launcher.verify.__main__ import main
-from millrace_launcher.verify.deployment import LAUNCHER
+from millrace_launcher.verify.servers.deployment import LAUNCHER
 
-SUPPORT = Path(__file__).parents[1] / "support"
+SUPPORT = Path(__file__).parents[1] / "support" / "millrace_testing" / "shards"
 SPLIT_SHARD = (
-    str(SUPPORT / "millrace_shard_launcher.py"),
-    str(SUPPORT / "millrace_split_shard.py"),
+    str(SUPPORT / "shard_launcher.py"),
+    str(SUPPORT / "split_shard.py"),
 )
 PLAIN = ("--", "--dtype=float32", "--disable-custom-kernels")
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from millrace_fakes_models import CONFIGS
 from millrace_launcher.verify.__main__ import main
-from millrace_tiny_models import save_with_tokenizer
+from millrace_testing.models.models import CONFIGS
+from millrace_testing.models.tiny_models import save_with_tokenizer
 
 
 @pytest.mark.parametrize("model_type", sorted(CONFIGS))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from bench.serve import RunningServer
 
-from millrace_router.openapi import openapi_json
+from millrace_router.api.openapi.document import openapi_json
 
 pytestmark = pytest.mark.ecosystem
 

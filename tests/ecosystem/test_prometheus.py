@@ -18,7 +18,7 @@ import pytest
 import yaml
 from bench.serve import RunningServer, free_port
 
-from millrace_tgi_series import SERIES
+from millrace_testing.contract.tgi_series import SERIES
 
 pytestmark = pytest.mark.ecosystem
 

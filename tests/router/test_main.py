@@ -18,8 +18,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from millrace_fakes_router import tiny_tokenizer
-from millrace_fakes_shard import FakeShard, serve_fake_shard
+from millrace_testing.router.fake_router import tiny_tokenizer
+from millrace_testing.shards.fake_shard import FakeShard, serve_fake_shard
 
 SECONDS = 30
 HTTP = httpx.Client(timeout=SECONDS, limits=httpx.Limits(max_keepalive_connections=0))

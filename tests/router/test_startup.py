@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import structlog
 
-from millrace_fakes_edge import FakeBatcher, services_over, word_tokenizer
-from millrace_fakes_router import tiny_tokenizer
-from millrace_fakes_shard import FakeShard, serve_fake_shard
 from millrace_router.checks import StartupError, check_arguments, check_capacity
 from millrace_router.config import RouterConfig
-from millrace_router.cost import CostModel
-from millrace_router.shard_client import ShardedClient
+from millrace_router.prediction.cost import CostModel
+from millrace_router.recovery.launcher_channel import Supervisor
+from millrace_router.shards.group import ShardedClient
+from millrace_router.shards.wire import Capacity
 from millrace_router.startup import _calibrate, assemble, prefill_tokens, start, warm_up
-from millrace_router.supervisor import Supervisor
-from millrace_router.template import ChatTemplate
-from millrace_router.wire import Capacity
+from millrace_router.text.chat_template import ChatTemplate
+from millrace_testing.router.edge import FakeBatcher, services_over, word_tokenizer
+from millrace_testing.router.fake_router import tiny_tokenizer
+from millrace_testing.shards.fake_shard import FakeShard, serve_fake_shard
 
 SECONDS = 30
 INFO = services_over(FakeBatcher()).shard

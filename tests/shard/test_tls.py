@@ -11,18 +11,18 @@ import pytest
 import torch
 import trustme
 
-from millrace_certificates import Certificate, certificate
-from millrace_fakes_engine import BLOCK_SIZE, VOCAB_SIZE, FakeModel, fake_kernels
-from millrace_forked import Forked
 from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
 from millrace_shard.__main__ import main
 from millrace_shard.config import ShardConfig
-from millrace_shard.credentials import CredentialsError, is_local, server_credentials
-from millrace_shard.engine import Engine
-from millrace_shard.parallel import ProcessGroup
-from millrace_shard.service import ShardService, new_server
-from millrace_shard.warmup import LoadedModel, MemoryLimits
+from millrace_shard.device.process_group import ProcessGroup
+from millrace_shard.engine.engine import Engine
+from millrace_shard.engine.warmup import LoadedModel, MemoryLimits
+from millrace_shard.server.credentials import CredentialsError, is_local, server_credentials
+from millrace_shard.server.service import ShardService, new_server
+from millrace_testing.engines.fake_engine import BLOCK_SIZE, VOCAB_SIZE, FakeModel, fake_kernels
+from millrace_testing.launcher.certificates import Certificate, certificate
+from millrace_testing.shards.forked import Forked
 
 SECONDS = 60.0
 

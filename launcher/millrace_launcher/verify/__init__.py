@@ -1,1 +1,5 @@
-"""`millrace-verify`: proves on the user's own model that a request's output does not depend on its company."""
+"""`millrace-verify`: proves on the user's model that output does not depend on the batch.
+
+Entry point: `__main__.main`.
+May import: every other room of the launcher.
+"""

@@ -14,12 +14,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from millrace_launcher.errors import ArgumentValidation
-from millrace_launcher.verify.deployment import LAUNCHER, Deployer
-from millrace_launcher.verify.inside import NoServer, verify_model
 from millrace_launcher.verify.options import Options, read_options
-from millrace_launcher.verify.outside import verify_server
-from millrace_launcher.verify.prompts import PromptsError
 from millrace_launcher.verify.replay import replay
+from millrace_launcher.verify.requests.prompts import PromptsError
+from millrace_launcher.verify.servers.deployment import LAUNCHER, Deployer
+from millrace_launcher.verify.servers.inside import NoServer, verify_model
+from millrace_launcher.verify.servers.outside import verify_server
 
 
 def main(argv: Sequence[str] | None = None, launcher: Sequence[str] = LAUNCHER) -> int:

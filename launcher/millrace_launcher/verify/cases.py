@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import Lock
 
-from millrace_launcher.verify.answers import Answer
 from millrace_launcher.verify.comparison import Comparison, compare, merged
-from millrace_launcher.verify.counters import (
+from millrace_launcher.verify.promise import REFERENCE_TOLERANCE, close, same_tokens
+from millrace_launcher.verify.requests.rounds import ask_alone, ask_in_traffic, ask_together
+from millrace_launcher.verify.requests.row import Row, judged
+from millrace_launcher.verify.requests.suite import ServerInfo, Suite, plain_greedy
+from millrace_launcher.verify.servers.answers import Answer
+from millrace_launcher.verify.servers.counters import (
     ACCEPTED,
     DRAFTED,
     LOST,
@@ -17,12 +21,8 @@ from millrace_launcher.verify.counters import (
     STEPS,
     counting,
 )
-from millrace_launcher.verify.deployment import Deployment
-from millrace_launcher.verify.promise import REFERENCE_TOLERANCE, close, same_tokens
-from millrace_launcher.verify.reference import Reference, until_tie
-from millrace_launcher.verify.rounds import ask_alone, ask_in_traffic, ask_together
-from millrace_launcher.verify.row import Row, judged
-from millrace_launcher.verify.suite import ServerInfo, Suite, plain_greedy
+from millrace_launcher.verify.servers.deployment import Deployment
+from millrace_launcher.verify.servers.reference import Reference, until_tie
 
 ALONE = ("--prefix-caching=off", "--speculate=0")
 """The server that answers each request alone, and computes every prompt whole."""

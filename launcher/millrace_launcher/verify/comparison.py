@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from millrace_launcher.verify.answers import Answer, Candidates, Scored, same_bits
-from millrace_launcher.verify.question import Question
+from millrace_launcher.verify.requests.question import Question
+from millrace_launcher.verify.servers.answers import Answer, Candidates, Scored, same_bits
 
 
 @dataclass(frozen=True, slots=True)

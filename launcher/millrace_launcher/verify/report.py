@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace_launcher.verify.comparison import Comparison, Place
-from millrace_launcher.verify.row import Row
-from millrace_launcher.verify.suite import ServerInfo
+from millrace_launcher.verify.requests.row import Row
+from millrace_launcher.verify.requests.suite import ServerInfo
 
 COLUMNS = ("case", "requests", "tokens", "equal", "first difference", "largest gap", "verdict")
 FAST = """\

@@ -1,1 +1,5 @@
-"""What clients send and get, as types."""
+"""The HTTP API, one room for each dialect.
+
+Every room has `routes` with `register(app)`.
+May import: server, engine, validation, recovery, shards, tool_calls, request, text, telemetry.
+"""

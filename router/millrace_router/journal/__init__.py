@@ -1,1 +1,5 @@
-"""The schedule journal: what was said between router and shards, on disk, so that it can be said again."""
+"""Records every message to the shards, for a replay.
+
+Entry point: `journal.Journal`.
+May import: shards, telemetry, and protobuf.
+"""

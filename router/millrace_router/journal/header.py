@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pydantic import TypeAdapter, ValidationError
 
 from millrace_router.journal.errors import JournalUnusable
-from millrace_router.wire import Capacity, ShardInfo
+from millrace_router.shards.wire import Capacity, ShardInfo
 
 FORMAT = 1
 """Grows when older readers would misunderstand."""

@@ -10,10 +10,10 @@ from typing import Any
 import structlog
 
 from millrace_proto import generate_pb2 as pb
-from millrace_router.journal.ledger import Ledger
 from millrace_router.journal.records import Kind
-from millrace_router.journal.scribe import Item, Page, Scribe
-from millrace_router.metrics import Counter
+from millrace_router.journal.shard_state import Ledger
+from millrace_router.journal.writer import Item, Page, Scribe
+from millrace_router.telemetry.metrics import Counter
 
 MOST_WAITING = 8192
 """Records that wait to be written; further ones are dropped."""

@@ -13,10 +13,10 @@ from google.protobuf.message import DecodeError
 
 from millrace_proto import generate_pb2 as pb
 from millrace_router.journal.errors import JournalDamaged, JournalError, JournalUnusable
-from millrace_router.journal.folder import journal_files
 from millrace_router.journal.frames import read_frames
 from millrace_router.journal.header import Header, header_from_json
 from millrace_router.journal.records import Kind, Record, split
+from millrace_router.journal.rotation import journal_files
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, MutableSequence
 from hashlib import blake2b
 
 from millrace_proto import generate_pb2 as pb
-from millrace_router.journal.ledger import IDS
+from millrace_router.journal.shard_state import IDS
 
 TELLING = (
     "ids",

@@ -1,1 +1,5 @@
-"""The scheduler under a virtual clock: what a deployment would do, without its hardware."""
+"""The scheduler under a virtual clock: `millrace-simulate`.
+
+Entry points: `__main__.main`, `fleet.simulate`.
+May import: scheduler, request, prediction, config.
+"""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from millrace_router.request import Terms
-from millrace_router.simulator.arrival import Arrival
-from millrace_router.speculation import Acceptance
+from millrace_router.request.acceptance import Acceptance
+from millrace_router.request.request import Terms
 
 _NUMBERS = [b"%d" % number for number in range(1000)]
 
@@ -110,3 +110,22 @@ class Candidate:
             keys += [own + index for index in _NUMBERS[len(keys) : count]]
             keys += [own + b"%d" % index for index in range(len(keys), count)]
         return keys[:count]
+
+
+class Arrival(NamedTuple):
+    """One request of a workload."""
+
+    arrived_at: float
+    """Seconds on the virtual clock."""
+    prompt_tokens: int
+    output_tokens: int
+    """Tokens after which the model would end by itself."""
+    max_new_tokens: int | None = None
+    """What the client asks for at most; None leaves it to the server."""
+    group: str = ""
+    """Requests of one group begin with the same tokens."""
+    prefix_tokens: int = 0
+    """How many of its first tokens, prompt and answer, are those of its group."""
+    priority: int = 0
+    tenant: str = ""
+    max_queue_seconds: float | None = None

@@ -15,8 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticUndefined
 
 from millrace_router.simulator.deployment import Deployment
-from millrace_router.simulator.fleet import Fleet, Routing
-from millrace_router.simulator.sweep import Sweep
+from millrace_router.simulator.fleet import Fleet, Routing, Sweep
 from millrace_router.simulator.workload import Workload
 
 SERVER_TIMEOUT_SECONDS = 10.0

@@ -6,22 +6,22 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from millrace_router.budgets import Budgets
 from millrace_router.config import OnOff, RouterConfig
-from millrace_router.cost import CostModel
-from millrace_router.forecast import Forecaster
-from millrace_router.late_planning import MOST, LatePlanning
-from millrace_router.planner import Planner
-from millrace_router.policies import (
+from millrace_router.prediction.cost import CostModel
+from millrace_router.prediction.forecast import Forecaster
+from millrace_router.prediction.late_planning import MOST, LatePlanning
+from millrace_router.scheduler.budgets import Budgets
+from millrace_router.scheduler.factory import (
     DEFAULT_PREFILL_TOKENS,
     budgets_from,
     forecaster_from,
     planner_from,
     queue_from,
 )
+from millrace_router.scheduler.planner import Planner
+from millrace_router.scheduler.tenants import TenantQueue
+from millrace_router.scheduler.waiting import WaitingQueue
 from millrace_router.simulator.candidate import Candidate
-from millrace_router.tenants import TenantQueue
-from millrace_router.waiting import WaitingQueue
 
 Queue = WaitingQueue[Candidate] | TenantQueue[Candidate]
 

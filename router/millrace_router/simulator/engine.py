@@ -5,26 +5,23 @@ from __future__ import annotations
 import math
 from itertools import count
 
-from millrace_router.cost import CostModel
-from millrace_router.policies import late_planning_from
-from millrace_router.request import Terms
-from millrace_router.row import Row
-from millrace_router.simulator.arrival import Arrival
-from millrace_router.simulator.candidate import Candidate, PrefixNames
+from millrace_router.prediction.cost import CostModel
+from millrace_router.prediction.step_load import StepLoad
+from millrace_router.request.request import Terms
+from millrace_router.scheduler.factory import late_planning_from
+from millrace_router.scheduler.row import Row
+from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.simulator.admission import Door
+from millrace_router.simulator.candidate import Arrival, Candidate, PrefixNames
 from millrace_router.simulator.deployment import Deployment
-from millrace_router.simulator.distribution import Distribution
-from millrace_router.simulator.door import Door
-from millrace_router.simulator.gaps import Gaps
-from millrace_router.simulator.pipeline import Flight, Pipeline
-from millrace_router.simulator.steady import (
+from millrace_router.simulator.fast_forward import (
     blocks_grown,
     decode_all,
     last_alike,
     num_steady_steps,
 )
-from millrace_router.simulator.tally import Tally
-from millrace_router.step_load import StepLoad
-from millrace_router.step_plan import StepPlan
+from millrace_router.simulator.metrics import Distribution, Gaps, Tally
+from millrace_router.simulator.pipeline import Flight, Pipeline
 
 _WORTH_COASTING = 3
 """Steps; what it takes to coast is about what two steps take."""

@@ -8,13 +8,14 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from itertools import product
 from multiprocessing import get_context
-from typing import Literal
+from typing import Literal, Self
 from zlib import crc32
 
 from millrace_router.simulator.deployment import Deployment
 from millrace_router.simulator.engine import Engine
-from millrace_router.simulator.tally import Tally, total
+from millrace_router.simulator.metrics import Tally, total
 from millrace_router.simulator.workload import Workload
 
 WAVE = 256
@@ -117,3 +118,35 @@ def _closed_loop(fleet: Fleet, number: int) -> Tally:
 def _share(number: int, index: int, of: int) -> int:
     """The part of `number` that falls to `index` of so many."""
     return number // of + (index < number % of)
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """A flag, without its dashes, and the values it takes."""
+
+    flag: str
+    values: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `flag=value,value`.
+
+        Raises:
+            ValueError: it is something else.
+
+        """
+        flag, equals, values = text.partition("=")
+        given = tuple(value.strip() for value in values.split(","))
+        if not flag or not equals or not all(given):
+            raise ValueError(f"{text!r} is no sweep: give FLAG=VALUE,VALUE")
+        return cls(flag.strip().lstrip("-").replace("_", "-"), given)
+
+    @property
+    def field(self) -> str:
+        """The setting's name."""
+        return self.flag.replace("-", "_")
+
+    @staticmethod
+    def points(sweeps: Sequence[Sweep]) -> list[tuple[str, ...]]:
+        """Every combination of values, the first sweep changing last; without sweeps, the one empty combination."""
+        return list(product(*(sweep.values for sweep in sweeps)))

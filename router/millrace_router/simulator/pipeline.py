@@ -7,13 +7,13 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from itertools import cycle
 
-from millrace_router.cost import CostModel
-from millrace_router.late_planning import LatePlanning
-from millrace_router.row import Row
+from millrace_router.prediction.cost import CostModel
+from millrace_router.prediction.late_planning import LatePlanning
+from millrace_router.prediction.step_load import StepLoad
+from millrace_router.scheduler.row import Row
+from millrace_router.scheduler.step_plan import StepPlan
 from millrace_router.simulator.candidate import Candidate
 from millrace_router.simulator.deployment import Deployment
-from millrace_router.step_load import StepLoad
-from millrace_router.step_plan import StepPlan
 
 
 @dataclass(slots=True)

@@ -1,1 +1,5 @@
-"""The few operations that differ by device, behind one interface."""
+"""The operators of a forward pass behind one interface; plain torch is the oracle.
+
+Entry points: `base.Kernels`, `choose.choose_kernels`.
+May import: device. Only `choose` imports both cpu and cuda.
+"""

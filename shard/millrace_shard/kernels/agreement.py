@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace_shard.greedy import choose_greedy
 from millrace_shard.kernels.base import (
     AttentionWeights,
     Kernels,
@@ -19,9 +18,10 @@ from millrace_shard.kernels.base import (
     MlpWeights,
 )
 from millrace_shard.kernels.blocks import ComposedBlocks
-from millrace_shard.masks import MaskTable, RowMasks
-from millrace_shard.ragged import RaggedBatch
-from millrace_shard.stored_weight import StoredWeight
+from millrace_shard.kernels.greedy import choose_greedy
+from millrace_shard.kernels.masks import MaskTable, RowMasks
+from millrace_shard.kernels.ragged import RaggedBatch
+from millrace_shard.kernels.stored_weight import StoredWeight
 
 QUERIES = (70, 1, 9)
 CONTEXT = (70, 270, 300)

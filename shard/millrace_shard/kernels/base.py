@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from millrace_shard.ragged import RaggedBatch
-from millrace_shard.stored_weight import StoredWeight
+from millrace_shard.kernels.ragged import RaggedBatch
+from millrace_shard.kernels.stored_weight import StoredWeight
 
 
 @dataclass(frozen=True, slots=True)

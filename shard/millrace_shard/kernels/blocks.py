@@ -19,7 +19,7 @@ from millrace_shard.kernels.base import (
     MlpWeights,
     Reduce,
 )
-from millrace_shard.ragged import RaggedBatch
+from millrace_shard.kernels.ragged import RaggedBatch
 
 
 class ComposedBlocks:

@@ -27,7 +27,7 @@ from typing import IO
 
 import torch
 
-SOURCE = Path(__file__).with_name("cpu_ops.cpp")
+SOURCE = Path(__file__).parent / "cpu" / "csrc" / "cpu_ops.cpp"
 BUILD_SECONDS = 600
 VERSION_SECONDS = 60
 ERROR_CHARS = 2000

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-from millrace_shard.failures import is_out_of_memory
+from millrace_shard.device.failures import is_out_of_memory
 from millrace_shard.kernels.agreement import TOLERANCE, largest_difference
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.build import BuildError, distrust_operators, load_operators
-from millrace_shard.kernels.cpu import DTYPES, HEAD_DIM_STEP, CpuKernels
+from millrace_shard.kernels.cpu.operators import DTYPES, HEAD_DIM_STEP, CpuKernels
 from millrace_shard.kernels.plain import PlainKernels
 
 FLASH_PACKAGE = "flash_attn_interface"
@@ -78,23 +78,23 @@ def _cuda_kernels(
     """With FlashAttention-3 where it is installed and agrees. Raises _UnfitError."""
     try:
         # Triton comes with torch's builds for CUDA alone.
-        from millrace_shard.kernels import cuda, flash  # noqa: PLC0415
+        from millrace_shard.kernels.cuda import flash, operators  # noqa: PLC0415
     except ImportError as error:
         raise _UnfitError(f"they need Triton: {error}") from error
-    if dtype not in cuda.DTYPES:
+    if dtype not in operators.DTYPES:
         raise _UnfitError(f"they have no {dtype}")
-    if odd := [size for size in head_dims if size not in cuda.HEAD_DIMS]:
+    if odd := [size for size in head_dims if size not in operators.HEAD_DIMS]:
         raise _UnfitError(
-            f"they take head_dim from {cuda.HEAD_DIMS[0]} to {cuda.HEAD_DIMS[-1]}, not {odd}"
+            f"they take head_dim from {operators.HEAD_DIMS[0]} to {operators.HEAD_DIMS[-1]}, not {odd}"
         )
     if not deterministic and dtype in flash.DTYPES:
         flash_kernels = _flash_kernels(device, dtype, head_dims)
         if flash_kernels is not None:
             return flash_kernels
-    kernels = cuda.CudaKernels(deterministic=deterministic)
+    kernels = operators.CudaKernels(deterministic=deterministic)
     try:
         _check_agreement(kernels, device, dtype, head_dims)
-    except cuda.FAILURES as error:
+    except operators.FAILURES as error:
         if is_out_of_memory(error):
             raise
         raise _UnfitError(f"they fail on this GPU: {error}") from error
@@ -105,12 +105,12 @@ def _flash_kernels(
     device: torch.device, dtype: torch.dtype, head_dims: Sequence[int]
 ) -> Kernels | None:
     """None where the package is not installed, and with a warning where it fails or does not agree."""
-    from millrace_shard.kernels import cuda, flash  # noqa: PLC0415
+    from millrace_shard.kernels.cuda import flash, operators  # noqa: PLC0415
 
     try:
         kernels = flash.FlashKernels()
         _check_agreement(kernels, device, dtype, head_dims)
-    except (_UnfitError, ImportError, AttributeError, TypeError, *cuda.FAILURES) as error:
+    except (_UnfitError, ImportError, AttributeError, TypeError, *operators.FAILURES) as error:
         if is_out_of_memory(error):
             raise
         # A package that lacks something itself is told of.

@@ -14,7 +14,7 @@ from millrace_shard.kernels.base import LayerCache, Linear
 from millrace_shard.kernels.blocks import ComposedBlocks
 from millrace_shard.kernels.elementwise import elementwise
 from millrace_shard.kernels.plain_attention import ScoreRule, attend_fast, attend_fixed
-from millrace_shard.ragged import RaggedBatch
+from millrace_shard.kernels.ragged import RaggedBatch
 
 LINEAR_ROWS = 32
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from millrace_shard.kernels.base import LayerCache
-from millrace_shard.ragged import RaggedBatch
+from millrace_shard.kernels.ragged import RaggedBatch
 
 QUERY_TILE = 16
 """Queries of one product in fixed mode; divides KEY_CHUNK, so that a tile ends inside one key chunk."""

@@ -1,1 +1,5 @@
-"""Guessing the next tokens of a sequence, so that one forward pass may yield several."""
+"""Draft tokens by prompt lookup, a draft model or Medusa heads.
+
+Entry points: `proposer.Proposer`, `factory`.
+May import: models, model_loader, batch, kernels, device.
+"""

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from huggingface_hub.errors import EntryNotFoundError
 
-from millrace_shard.checkpoint_files import RemoteFile
-from millrace_shard.download import download_file
-from millrace_shard.hub import (
+from millrace_shard.model_loader.checkpoint_files import RemoteFile
+from millrace_shard.model_loader.download import download_file
+from millrace_shard.model_loader.hub import (
     DOWNLOAD_FAILURES,
     HubError,
     HubSettings,

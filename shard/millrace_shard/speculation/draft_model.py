@@ -13,16 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace_shard.batch import Batch
+from millrace_shard.arrays import Ints
+from millrace_shard.batch.batch import Batch
+from millrace_shard.batch.draft_tokens import Guesses
+from millrace_shard.batch.sequence import Sequence
+from millrace_shard.batch.step_layout import PreparedStep, StepRows
+from millrace_shard.batch.step_tokens import Chains
 from millrace_shard.kernels.base import Kernels, LayerCache
-from millrace_shard.model import CausalModel
-from millrace_shard.prepared import PreparedStep
-from millrace_shard.sequence import Sequence
-from millrace_shard.speculation.guesses import Guesses
+from millrace_shard.models.interface import CausalModel
 from millrace_shard.speculation.proposer import Proposer
-from millrace_shard.step import Ints
-from millrace_shard.step_rows import StepRows
-from millrace_shard.step_tokens import Chains
 
 MOST_BEHIND = 256
 """Tokens that one step computes for a sequence that decoded without guesses; only then does it get some again."""

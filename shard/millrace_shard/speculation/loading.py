@@ -9,16 +9,16 @@ from pathlib import Path
 
 import torch
 
-from millrace_shard.checkpoint_files import TOKENIZER
-from millrace_shard.decoder import Decoder
+from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import ModelError, UnsupportedModel
 from millrace_shard.kernels.base import Kernels
-from millrace_shard.load import load_model
-from millrace_shard.model import CausalModel
-from millrace_shard.parallel import ProcessGroup
+from millrace_shard.model_loader.checkpoint_files import TOKENIZER
+from millrace_shard.models.decoder import Decoder
+from millrace_shard.models.interface import CausalModel
+from millrace_shard.models.load import load_model
+from millrace_shard.speculation.factory import Speculation
 from millrace_shard.speculation.medusa import MedusaModel
 from millrace_shard.speculation.medusa_config import MedusaConfig
-from millrace_shard.speculation.speculation import Speculation
 
 GUESSES_OF_DRAFT_MODEL = 4
 """Where `--speculate` does not say: a draft model costs a pass for each."""

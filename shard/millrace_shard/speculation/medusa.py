@@ -16,20 +16,19 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from millrace_shard.batch import Batch
-from millrace_shard.decoder import Decoder
+from millrace_shard.arrays import Ints
+from millrace_shard.batch.batch import Batch
+from millrace_shard.batch.draft_tokens import Guesses
+from millrace_shard.batch.sequence import Sequence
+from millrace_shard.batch.step_layout import PreparedStep, StepRows
+from millrace_shard.batch.step_tokens import Chains
+from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.base import Kernels, LayerCache, Linear
-from millrace_shard.parallel import ProcessGroup
-from millrace_shard.prepared import PreparedStep
-from millrace_shard.ragged import RaggedBatch
-from millrace_shard.sequence import Sequence
-from millrace_shard.speculation.guesses import Guesses
+from millrace_shard.kernels.ragged import RaggedBatch
+from millrace_shard.model_loader.weights import Weights
+from millrace_shard.models.decoder import Decoder
 from millrace_shard.speculation.medusa_config import WEIGHTS, MedusaConfig
 from millrace_shard.speculation.proposer import Proposer
-from millrace_shard.step import Ints
-from millrace_shard.step_rows import StepRows
-from millrace_shard.step_tokens import Chains
-from millrace_shard.weights import Weights
 
 NEWER_PREFIX = "medusa_head."
 """What stands before a head's number in the tensors' names of newer checkpoints."""

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from millrace_shard.sequence import Sequence
-from millrace_shard.speculation.guesses import Guesses
+from millrace_shard.arrays import Ints
+from millrace_shard.batch.draft_tokens import Guesses
+from millrace_shard.batch.sequence import Sequence
+from millrace_shard.batch.step_layout import StepRows
 from millrace_shard.speculation.proposer import Proposer
-from millrace_shard.step import Ints
-from millrace_shard.step_rows import StepRows
 
 LONGEST_SUFFIX = 3
 

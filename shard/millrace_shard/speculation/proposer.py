@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from millrace_shard.prepared import PreparedStep
-from millrace_shard.sequence import Sequence
-from millrace_shard.speculation.guesses import Guesses
-from millrace_shard.step import Ints
-from millrace_shard.step_rows import StepRows
-from millrace_shard.step_tokens import Chains
+from millrace_shard.arrays import Ints
+from millrace_shard.batch.draft_tokens import Guesses
+from millrace_shard.batch.sequence import Sequence
+from millrace_shard.batch.step_layout import PreparedStep, StepRows
+from millrace_shard.batch.step_tokens import Chains
 
 
 class Proposer:

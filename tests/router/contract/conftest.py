@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from millrace_contract import Held
-from millrace_fakes_edge import limits_with, logging_to
+from millrace_testing.contract.contract import Held
+from millrace_testing.router.edge import limits_with, logging_to
 
 SERVERS: dict[str, dict[str, Any]] = {
     "usual": {},

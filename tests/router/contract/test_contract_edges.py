@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from millrace_contract import ABSENT, COLUMNS, EMPTY, JSON, PLAIN, Held, Reply, Rule
+from millrace_testing.contract.contract import (
+    ABSENT,
+    COLUMNS,
+    EMPTY,
+    JSON,
+    PLAIN,
+    Held,
+    Reply,
+    Rule,
+)
 
 NATIVE = {"inputs": "a", "parameters": {"max_new_tokens": 1}}
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}

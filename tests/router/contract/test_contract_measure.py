@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from millrace_contract import ABSENT, exactly, fits
+from millrace_testing.contract.contract import ABSENT, exactly, fits
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from millrace_contract import COLUMNS, Held, Reply, Rule
-from millrace_fakes_edge import limits_with
-from millrace_router.exposition import render
-from millrace_router.metrics import Family, Metrics
+from millrace_router.telemetry.exposition import render
+from millrace_router.telemetry.metrics import Family, Metrics
+from millrace_testing.contract.contract import COLUMNS, Held, Reply, Rule
+from millrace_testing.router.edge import limits_with
 
 MAX_INPUT, MAX_TOTAL = 700, 900
 DURATIONS = tuple(0.0001 * 1.5**power for power in range(1, 36))

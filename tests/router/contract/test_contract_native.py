@@ -8,13 +8,22 @@ from typing import Any
 
 import pytest
 
-from millrace_contract import ABSENT, COLUMNS, EVENTS, Held, Reply, Rule, Script, exactly
-from millrace_fakes_edge import echo, fail, finished, play, token_event
-from millrace_router.entry import TokenStream
 from millrace_router.errors import GenerationError, IncompleteGeneration, RouterError
-from millrace_router.request import FinishReason, ValidRequest
-from millrace_router.services import KEEP_ALIVE_SECONDS
-from millrace_router.sse import KEEP_ALIVE
+from millrace_router.request.request import FinishReason, ValidRequest
+from millrace_router.request.token_stream import TokenStream
+from millrace_router.server.services import KEEP_ALIVE_SECONDS
+from millrace_router.server.sse import KEEP_ALIVE
+from millrace_testing.contract.contract import (
+    ABSENT,
+    COLUMNS,
+    EVENTS,
+    Held,
+    Reply,
+    Rule,
+    Script,
+    exactly,
+)
+from millrace_testing.router.edge import echo, fail, finished, play, token_event
 
 ROUTES = ("/", "/generate", "/generate_stream")
 NUMBER = re.compile("[0-9]+")

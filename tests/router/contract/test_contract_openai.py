@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from millrace_contract import ABSENT, COLUMNS, Held, Reply, Rule, Script, exactly
-from millrace_fakes_edge import fail, finished, token_event
-from millrace_router.entry import TokenStream
 from millrace_router.errors import GenerationError
-from millrace_router.request import FinishReason, Grammar, ValidRequest
+from millrace_router.request.request import FinishReason, Grammar, ValidRequest
+from millrace_router.request.token_stream import TokenStream
+from millrace_testing.contract.contract import ABSENT, COLUMNS, Held, Reply, Rule, Script, exactly
+from millrace_testing.router.edge import fail, finished, token_event
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETION_PATH = "/v1/completions"

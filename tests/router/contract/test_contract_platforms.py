@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from millrace_contract import COLUMNS, EMPTY, Held, Reply, Rule, exactly, fits
-from millrace_fakes_edge import fail, play
-from millrace_router.entry import TokenStream
-from millrace_router.request import ValidRequest
+from millrace_router.request.request import ValidRequest
+from millrace_router.request.token_stream import TokenStream
 from millrace_router.version import VERSION
+from millrace_testing.contract.contract import COLUMNS, EMPTY, Held, Reply, Rule, exactly, fits
+from millrace_testing.router.edge import fail, play
 
 FEW = {"max_new_tokens": 2}
 NATIVE: dict[str, Any] = {"inputs": "hello world", "parameters": FEW}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from millrace_contract import COLUMNS, Held, Reply, Rule
+from millrace_testing.contract.contract import COLUMNS, Held, Reply, Rule
 
 EIGHT = " ".join(["a"] * 8)
 NINE = " ".join(["a"] * 9)

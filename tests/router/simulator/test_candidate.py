@@ -1,8 +1,7 @@
 from __future__ import annotations
 
-from millrace_router.request import Terms
-from millrace_router.simulator.arrival import Arrival
-from millrace_router.simulator.candidate import Candidate, PrefixNames
+from millrace_router.request.request import Terms
+from millrace_router.simulator.candidate import Arrival, Candidate, PrefixNames
 
 
 def candidate(

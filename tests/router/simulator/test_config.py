@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace_router.cost import COEFFICIENTS
+from millrace_router.prediction.cost import COEFFICIENTS
 from millrace_router.simulator.config import ConfigError, plan_from_args
 
 COST = dict.fromkeys(COEFFICIENTS, 0.001)

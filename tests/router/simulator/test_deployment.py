@@ -4,10 +4,10 @@ import pytest
 from pydantic import ValidationError
 
 from millrace_router.config import RouterConfig
-from millrace_router.cost import COEFFICIENTS, CostModel
-from millrace_router.policies import budgets_from
+from millrace_router.prediction.cost import COEFFICIENTS, CostModel
+from millrace_router.scheduler.factory import budgets_from
+from millrace_router.scheduler.tenants import TenantQueue
 from millrace_router.simulator.deployment import Deployment
-from millrace_router.tenants import TenantQueue
 
 COST = dict.fromkeys(COEFFICIENTS, 0.001)
 

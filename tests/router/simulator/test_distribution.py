@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace_router.simulator.distribution import Distribution
+from millrace_router.simulator.metrics import Distribution
 
 VALUES = st.lists(st.floats(min_value=0.0, max_value=1e6), min_size=1, max_size=60)
 

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from millrace_router.simulator.arrival import Arrival
+from millrace_router.simulator.candidate import Arrival
 from millrace_router.simulator.deployment import Deployment
 from millrace_router.simulator.engine import Engine
-from millrace_router.simulator.tally import Tally
+from millrace_router.simulator.metrics import Tally
 
 COST = {
     "step": 1.0,

@@ -11,17 +11,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from millrace_hash_shard import HashShard
-from millrace_router.request import ValidRequest
-from millrace_router.simulator.arrival import Arrival
+from millrace_router.request.request import ValidRequest
+from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.simulator.candidate import Arrival
 from millrace_router.simulator.deployment import Deployment
-from millrace_router.simulator.distribution import Distribution
 from millrace_router.simulator.engine import Engine
-from millrace_router.simulator.tally import Tally
-from millrace_router.step_plan import StepPlan
-from millrace_schedule_client import expected_end
-from millrace_schedule_driver import ScheduleDriver
-from millrace_slow_engine import SlowEngine
+from millrace_router.simulator.metrics import Distribution, Tally
+from millrace_testing.schedules.client import expected_end
+from millrace_testing.schedules.driver import ScheduleDriver
+from millrace_testing.shards.hash_shard import HashShard
+from millrace_testing.shards.slow_engine import SlowEngine
 
 BLOCK_SIZE = 4
 MAX_TOTAL = 48

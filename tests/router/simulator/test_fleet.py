@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 
 from millrace_router.simulator.deployment import Deployment
-from millrace_router.simulator.distribution import Distribution
-from millrace_router.simulator.figures import FIGURES
 from millrace_router.simulator.fleet import Fleet, simulate
-from millrace_router.simulator.tally import Tally, total
+from millrace_router.simulator.metrics import Distribution, Tally, total
+from millrace_router.simulator.report import FIGURES
 from millrace_router.simulator.workload import Workload
 
 DEPLOYMENT = Deployment(

@@ -5,7 +5,7 @@ from statistics import mean, median
 
 import pytest
 
-from millrace_router.simulator.lengths import Lengths
+from millrace_router.simulator.workload import Lengths
 
 
 def drawn(text: str, count: int = 20_000) -> list[int]:

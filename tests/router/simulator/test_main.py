@@ -6,9 +6,9 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from millrace_router.cost import COEFFICIENTS
+from millrace_router.prediction.cost import COEFFICIENTS
 from millrace_router.simulator.__main__ import main
-from millrace_router.simulator.figures import FIGURES
+from millrace_router.simulator.report import FIGURES
 
 SVG = "{http://www.w3.org/2000/svg}"
 

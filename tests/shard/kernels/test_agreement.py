@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from millrace_shard.greedy import Best, choose_greedy
 from millrace_shard.kernels import agreement
 from millrace_shard.kernels.agreement import TOLERANCE, largest_difference
 from millrace_shard.kernels.base import (
@@ -23,9 +22,10 @@ from millrace_shard.kernels.base import (
     MlpWeights,
     Reduce,
 )
+from millrace_shard.kernels.greedy import Best, choose_greedy
+from millrace_shard.kernels.masks import MaskTable, RowMasks
 from millrace_shard.kernels.plain import PlainKernels
-from millrace_shard.masks import MaskTable, RowMasks
-from millrace_shard.ragged import RaggedBatch
+from millrace_shard.kernels.ragged import RaggedBatch
 
 
 class Broken(PlainKernels):

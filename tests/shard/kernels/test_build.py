@@ -14,9 +14,9 @@ from threading import Barrier, Event
 
 import pytest
 
-from millrace_fakes_compiler import COMPILER, FAILING, compiler, runs, toolchain
 from millrace_shard.kernels import build
 from millrace_shard.kernels.build import BuildError, compile_library
+from millrace_testing.engines.compiler import COMPILER, FAILING, compiler, runs, toolchain
 
 SECONDS = 60.0
 

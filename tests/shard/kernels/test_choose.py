@@ -11,7 +11,7 @@ import torch
 from millrace_shard.kernels import choose
 from millrace_shard.kernels.build import BuildError, load_operators, operators_loaded
 from millrace_shard.kernels.choose import choose_kernels
-from millrace_shard.kernels.cpu import CpuKernels
+from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.plain import PlainKernels
 
 CPU = torch.device("cpu")
@@ -165,8 +165,8 @@ def test_without_triton_plain_is_chosen_with_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pretend(monkeypatch, 0.0)
-    monkeypatch.delattr("millrace_shard.kernels.cuda", raising=False)
-    monkeypatch.setitem(sys.modules, "millrace_shard.kernels.cuda", None)
+    monkeypatch.delattr("millrace_shard.kernels.cuda.operators", raising=False)
+    monkeypatch.setitem(sys.modules, "millrace_shard.kernels.cuda.operators", None)
     assert chosen_on_cuda() == "plain"
     assert ["Triton" in record.message for record in caplog.records] == [True]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from millrace_fakes_compiler import GOOD, compiler, runs
 from millrace_shard.kernels.build import BuildError, Toolchain, load_operators
+from millrace_testing.engines.compiler import GOOD, compiler, runs
 
 
 def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cxx: str) -> None:

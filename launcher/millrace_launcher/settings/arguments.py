@@ -1,0 +1,166 @@
+"""The launcher's command line: TGI's flags and ours, to checked settings; wrong ones end with exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import ValidationError
+from pydantic_settings import BaseSettings
+
+from millrace_launcher.config import LauncherConfig
+from millrace_launcher.settings.flags import SECRETS, SHORTS, Flag, all_flags, as_text, option_name
+from millrace_launcher.settings.runtime import millrace_version
+from millrace_router.config import RouterConfig
+from millrace_shard.config import ShardConfig
+
+Config = TypeVar("Config", bound=BaseSettings)
+
+# Stand-ins until the model is resolved and the shards are counted; torchrun and others export RANK too.
+ROUTER_LATER = {"model_folder": Path()}
+SHARD_LATER = {"model_folder": Path(), "rank": 0, "world_size": 1}
+GROUPS = {
+    "launcher": "Model and processes (launcher)",
+    "router": "Requests, batching and HTTP (router)",
+    "shard": "Forward passes (shards)",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything the user asked for. The folders and addresses of router and shard are not resolved yet."""
+
+    launcher: LauncherConfig
+    router: RouterConfig
+    shard: ShardConfig
+    given: frozenset[str]
+    """Fields that came from the command line."""
+    from_environment: frozenset[str]
+    """Fields that came from the environment."""
+    show_env: bool = False
+
+    @property
+    def chosen(self) -> frozenset[str]:
+        """Fields that the user set, either way."""
+        return self.given | self.from_environment
+
+    def configured(self) -> list[tuple[str, str, str]]:
+        """(field, value, origin) of every flag, secrets hidden; the origin is flag, environment or default."""
+        configs: Mapping[str, BaseSettings] = {
+            "launcher": self.launcher,
+            "router": self.router,
+            "shard": self.shard,
+        }
+        rows = []
+        for flag in all_flags():
+            value = getattr(configs[flag.owner], flag.name)
+            text = "***" if flag.name in SECRETS and value else as_text(value) or "-"
+            origin = "environment" if flag.name in self.from_environment else "default"
+            rows.append((flag.name, text, "flag" if flag.name in self.given else origin))
+        return rows
+
+
+class _Parser(argparse.ArgumentParser):
+    """Argparse, but an unknown flag is answered with the nearest right one."""
+
+    def __init__(self, flags: Sequence[Flag]) -> None:
+        super().__init__(
+            prog="millrace-launcher",
+            usage="millrace-launcher [--model-id MODEL] [FLAG ...]",
+            description="Serves a language model over HTTP. Every flag may also be set by the environment"
+            " variable named beside it; the command line beats the environment.",
+            epilog="Exit codes: 0 after SIGTERM or SIGINT; 1 when something cannot be had or started, or the router"
+            " dies again and again; 2 for a wrong command line; 3 when the shards die again and again.",
+            allow_abbrev=False,
+            argument_default=argparse.SUPPRESS,
+        )
+        self.add_argument(
+            "-e", "--env", action="store_true", help="Show the runtime environment, then start."
+        )
+        self.add_argument(
+            "-V", "--version", action="version", version=f"millrace {millrace_version()}"
+        )
+        groups = {owner: self.add_argument_group(title) for owner, title in GROUPS.items()}
+        for flag in flags:
+            _add(groups[flag.owner], flag)
+        self._options = ["--env", "--version", "--help", *(flag.option for flag in flags)]
+
+    def parse(self, argv: Sequence[str]) -> dict[str, str | list[str]]:
+        """What was given, unchecked, by field name."""
+        known, unknown = self.parse_known_args(argv)
+        if unknown:
+            self.error(self._unexpected(unknown[0]))
+        return dict(vars(known))
+
+    def error(self, message: str) -> NoReturn:
+        sys.stderr.write(f"error: {message}\n\nFor more information, try '--help'.\n")
+        raise SystemExit(2)
+
+    def _unexpected(self, argument: str) -> str:
+        name = argument.partition("=")[0]
+        near = difflib.get_close_matches(name, self._options, n=1) if name.startswith("-") else []
+        tip = f"\n\n  tip: a similar argument exists: '{near[0]}'" if near else ""
+        return f"unexpected argument '{name}' found{tip}"
+
+
+def read_settings(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Settings:
+    """Parse and check the command line and `os.environ`; SystemExit 2 with a message when either is wrong."""
+    environ = os.environ if environ is None else environ
+    parser = _Parser(list(all_flags()))
+    given = parser.parse(argv)
+    show_env = bool(given.pop("env", False))
+    problems: list[str] = []
+    launcher = _build(LauncherConfig, given, problems)
+    router = _build(RouterConfig, {**given, **ROUTER_LATER}, problems)
+    shard = _build(ShardConfig, {**given, **SHARD_LATER}, problems)
+    if launcher is None or router is None or shard is None:
+        parser.error("\n       ".join(dict.fromkeys(problems)))
+    set_names = {flag.name for flag in all_flags() if environ.get(flag.variable)}
+    return Settings(
+        launcher=launcher,
+        router=router,
+        shard=shard,
+        given=frozenset(given),
+        from_environment=frozenset(set_names - set(given)),
+        show_env=show_env,
+    )
+
+
+def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
+    options = [flag.option]
+    if flag.name in SHORTS:
+        options.insert(0, SHORTS[flag.name])
+    default = f" [default: {flag.default_text}]" if flag.default_text else ""
+    choices = f" [one of: {', '.join(flag.choices)}]" if flag.choices else ""
+    text = f"{flag.field.description}{choices} [env: {flag.variable}]{default}".replace("%", "%%")
+    if flag.is_switch:
+        group.add_argument(*options, dest=flag.name, action="store_const", const="true", help=text)
+        return
+    metavar = "WORD" if flag.choices else flag.type_word
+    action = "append" if flag.is_repeatable else "store"
+    group.add_argument(*options, dest=flag.name, action=action, metavar=metavar, help=text)
+
+
+def _build(config: type[Config], given: Mapping[str, object], problems: list[str]) -> Config | None:
+    """The owner's settings from what was given and the environment; problems are appended as sentences."""
+    try:
+        return config(**_owned(config, given))
+    except ValidationError as error:
+        for problem in error.errors():
+            name = str(problem["loc"][0]) if problem["loc"] else ""
+            where = "" if name in given else f" (from the environment variable {name.upper()})"
+            value = "***" if name in SECRETS else problem["input"]
+            problems.append(
+                f"invalid value '{value}' for '{option_name(name)}'{where}: {problem['msg']}"
+            )
+        return None
+
+
+def _owned(config: type[BaseSettings], given: Mapping[str, object]) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if name in config.model_fields}

@@ -1,0 +1,139 @@
+"""Settings that contradict each other, ask for what does not exist, or are accepted without effect."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+
+from millrace_launcher.errors import ArgumentValidation
+from millrace_launcher.settings.arguments import Settings
+from millrace_launcher.settings.flags import option_name
+
+UNSUPPORTED = ("quantize", "kv_cache_dtype", "lora_adapters")
+SUPPORTED = (("quantize", "int8"),)
+WITHOUT_EFFECT = {
+    "usage_stats": "no usage statistics are ever sent",
+    "prometheus_port": "metrics are served on --port",
+    "otlp_endpoint": "traces are not exported yet",
+    "otlp_service_name": "traces are not exported yet",
+    "ngrok_authtoken": "it is used with --ngrok only",
+    "ngrok_edge": "it is used with --ngrok only",
+    "max_image_fetch_size": "no images are fetched; requests with one are refused",
+    "trust_remote_code": "code from a model repository is never run; a model that needs it is refused",
+}
+WITHOUT_EFFECT_WITH_CHUNKS = {
+    "waiting_served_ratio": "prompts are chunked, so running answers never wait for them",
+    "max_waiting_tokens": "prompts are chunked, so they never wait for running answers",
+}
+WITHOUT_EFFECT_WITHOUT_CHUNKS = {
+    "target_inter_token_latency": "prompts are not chunked, so a step is as long as they are",
+}
+WITHOUT_EFFECT_ON_CPU = {
+    "cuda_graphs": "the model runs on CPU; there is nothing to capture",
+    "cuda_memory_fraction": "the model runs on CPU; --kv-memory bounds the KV cache",
+    "one_shot_all_reduce": "the model runs on CPU; there is no memory of GPUs to share",
+}
+_KERNELS = "the kernels of the device are chosen at the start"
+_NO_EXLLAMA = "no GPTQ or EXL2 weights are served"
+_NO_AMD = "there are no kernels for AMD GPUs"
+_SAGEMAKER = "only the image for SageMaker reads it"
+VARIABLES_WITHOUT_EFFECT = {
+    "ATTENTION": _KERNELS,
+    "USE_FLASH_ATTENTION": f"{_KERNELS}; DISABLE_CUSTOM_KERNELS leaves plain torch",
+    "FLASH_INFER": _KERNELS,
+    "FLASH_DECODING": _KERNELS,
+    "USE_PREFIX_CACHING": "PREFIX_CACHING is read",
+    "TGI_WIGGLE_ROOM": "KV_MEMORY and CUDA_MEMORY_FRACTION bound the KV cache",
+    "XPU_MEMORY_FRACTION": "there are no kernels for Intel GPUs",
+    "REQUEST_LOGPROBS": "ENABLE_PREFILL_LOGPROBS is read",
+    "EXLLAMA_VERSION": _NO_EXLLAMA,
+    "DISABLE_EXLLAMA": _NO_EXLLAMA,
+    "ROCM_USE_FLASH_ATTN_V2_TRITON": _NO_AMD,
+    "ROCM_USE_CUSTOM_PAGED_ATTN": _NO_AMD,
+    "ROCM_USE_SKINNY_GEMM": _NO_AMD,
+    "HF_MODEL_ID": f"{_SAGEMAKER}; MODEL_ID names the model",
+    "HF_MODEL_REVISION": f"{_SAGEMAKER}; REVISION is read",
+    "HF_MODEL_QUANTIZE": f"{_SAGEMAKER}; QUANTIZE is read",
+    "HF_MODEL_TRUST_REMOTE_CODE": "code from a model repository is never run",
+    "SM_NUM_GPUS": f"{_SAGEMAKER}; NUM_SHARD is read",
+}
+"""What TGI or its image for SageMaker reads from the environment alone."""
+
+
+def check(settings: Settings) -> None:
+    """Raise ArgumentValidation for the first thing that cannot be served."""
+    _refuse_unsupported(settings)
+    router, launcher = settings.router, settings.launcher
+    if launcher.max_input_length is not None and router.max_input_tokens is not None:
+        raise ArgumentValidation(
+            f"both `max_input_tokens`({router.max_input_tokens}) and `max_input_length`({launcher.max_input_length})"
+            " are set; `max_input_length` is the old name, keep `max_input_tokens`"
+        )
+    longest_input = router.max_input_tokens or launcher.max_input_length
+    total = router.max_total_tokens
+    if longest_input is not None and total is not None and longest_input >= total:
+        raise ArgumentValidation(
+            f"`max_input_tokens`({longest_input}) must be < `max_total_tokens`({total})"
+        )
+    if router.validation_workers < 1:
+        raise ArgumentValidation("`validation_workers` must be > 0")
+    if router.max_batch_size is not None and router.max_batch_size < 1:
+        raise ArgumentValidation("`max_batch_size` must be > 0")
+    prefill = router.max_batch_prefill_tokens
+    if (
+        router.prefill_chunking == "off"
+        and prefill is not None
+        and longest_input is not None
+        and prefill < longest_input
+    ):
+        raise ArgumentValidation(
+            "`max_batch_prefill_tokens` must be >= `max_input_tokens`."
+            f" Given: {prefill} and {longest_input}"
+        )
+    capacity = router.max_batch_total_tokens
+    if capacity is not None:
+        if total is not None and total > capacity:
+            raise ArgumentValidation(
+                f"`max_total_tokens` must be <= `max_batch_total_tokens`. Given: {total} and {capacity}"
+            )
+        if prefill is not None and prefill > capacity:
+            raise ArgumentValidation(
+                "`max_batch_prefill_tokens` must be <= `max_batch_total_tokens`."
+                f" Given: {prefill} and {capacity}"
+            )
+    if router.port == 0:
+        raise ArgumentValidation("`port` must be > 0")
+
+
+def notices(
+    settings: Settings, *, on_cpu: bool, environ: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """A line for each flag, and each of TGI's variables in `os.environ`, that was set and changes nothing."""
+    environ = os.environ if environ is None else environ
+    chunked = settings.router.prefill_chunking == "on"
+    reasons = (
+        WITHOUT_EFFECT
+        | (WITHOUT_EFFECT_WITH_CHUNKS if chunked else WITHOUT_EFFECT_WITHOUT_CHUNKS)
+        | (WITHOUT_EFFECT_ON_CPU if on_cpu else {})
+    )
+    for name in sorted(settings.chosen & reasons.keys()):
+        yield f"{option_name(name)} has no effect: {reasons[name]}"
+    for variable, reason in VARIABLES_WITHOUT_EFFECT.items():
+        if environ.get(variable):
+            yield f"{variable} has no effect: {reason}"
+
+
+def _refuse_unsupported(settings: Settings) -> None:
+    for name in UNSUPPORTED:
+        value = getattr(settings.shard, name)
+        if value is not None and (name, value) not in SUPPORTED:
+            raise ArgumentValidation(
+                f"{option_name(name)} {value} is not supported yet; start without it"
+            )
+    router = settings.router
+    if router.ngrok:
+        if router.ngrok_authtoken is None:
+            raise ArgumentValidation("`ngrok-authtoken` must be set when using ngrok tunneling")
+        if router.ngrok_edge is None:
+            raise ArgumentValidation("`ngrok-edge` must be set when using ngrok tunneling")
+        raise ArgumentValidation("--ngrok is not supported; run the ngrok agent beside the server")

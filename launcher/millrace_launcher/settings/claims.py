@@ -1,0 +1,121 @@
+"""Socket paths and a port that belong to one deployment of this host, for as long as its launcher lives."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from millrace_launcher.errors import ArgumentValidation
+from millrace_launcher.logs import log
+from millrace_launcher.settings.sockets import clear_socket
+
+
+def socket_paths(prefix: str, num_shard: int) -> list[Path]:
+    """The shards' sockets by rank."""
+    return [Path(f"{prefix}-{rank}") for rank in range(num_shard)]
+
+
+@contextmanager
+def claimed_sockets(prefix: str, *, num_shard: int, may_move: bool) -> Iterator[str]:
+    """Keep `prefix` from every other launcher while the block runs, its dead sockets removed.
+
+    Where it is taken, the prefix given is a new one in a private folder if it may move; else ArgumentValidation.
+    """
+    with ExitStack() as held:
+        try:
+            held.enter_context(_locked(prefix))
+            for path in socket_paths(prefix, num_shard):
+                clear_socket(path)
+        except ArgumentValidation as taken:
+            if not may_move:
+                raise
+            folder = tempfile.mkdtemp(prefix="millrace-", dir=Path(prefix).parent)
+            held.callback(shutil.rmtree, folder, ignore_errors=True)
+            prefix = f"{folder}/shard"
+            log.info("The shards' sockets are %s-*: %s", prefix, "".join(taken.args))
+        yield prefix
+
+
+@contextmanager
+def claimed_port(wanted: int, *, may_move: bool, locks: Path | None = None) -> Iterator[int]:
+    """Where the shards meet: `wanted`, or a free port if that one is taken and may be left.
+
+    The shards listen there only once they have loaded, so until then a lock in `locks`, the folder of temporary
+    files when absent, keeps the port from other launchers.
+    """
+    with ExitStack() as held:
+        port = wanted
+        if may_move:
+            folder = locks or Path(tempfile.gettempdir())
+            try:
+                held.enter_context(_locked(f"{folder}/millrace-port-{wanted}"))
+                is_ours = _is_free(wanted)
+            except ArgumentValidation:
+                is_ours = False
+            if not is_ours:
+                port = _free_port()
+                log.info("Port %d is taken, so the shards meet on %d (--master-port)", wanted, port)
+        yield port
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+@contextmanager
+def _locked(prefix: str) -> Iterator[None]:
+    """Hold `{prefix}.lock`; the kernel lets go of it however this process ends."""
+    path = Path(f"{prefix}.lock")
+    descriptor = _lock(path, prefix)
+    try:
+        yield
+    finally:
+        if _names(path, descriptor):
+            path.unlink()
+        os.close(descriptor)
+
+
+def _lock(path: Path, prefix: str) -> int:
+    while True:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise ArgumentValidation(
+                f"{path} cannot be opened ({error.strerror}); choose another --shard-uds-path"
+            ) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise ArgumentValidation(
+                f"another server uses {prefix}; stop it or choose another --shard-uds-path"
+            ) from None
+        # An ending launcher may have removed the file between the two calls.
+        if _names(path, descriptor):
+            return descriptor
+        os.close(descriptor)
+
+
+def _names(path: Path, descriptor: int) -> bool:
+    """Whether the path still leads to the open file."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(path.lstat(), os.fstat(descriptor))
+    return False

@@ -1,0 +1,162 @@
+"""The command line and environment of each child."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic_settings import BaseSettings
+
+from millrace_launcher.settings.arguments import Settings
+from millrace_launcher.settings.claims import socket_paths
+from millrace_launcher.settings.flags import OWNERS, SECRETS, as_text, option_name
+from millrace_launcher.settings.threads import ThreadPlan
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
+# What the hub's client and the download read from the environment under a flag's name.
+KEPT_VARIABLES = frozenset({"HUGGINGFACE_HUB_CACHE", "WEIGHTS_CACHE_OVERRIDE"})
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What to run: a program by absolute path with arguments, its whole environment, descriptors it inherits."""
+
+    name: str
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+    inherited: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """What the children are."""
+
+    shard: tuple[str, ...] = (sys.executable, "-m", "millrace_shard")
+    router: tuple[str, ...] = (sys.executable, "-m", "millrace_router")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commands:
+    """Builds the commands of one launch; the environment given is the launcher's own."""
+
+    settings: Settings
+    model_id: str
+    model_name: str
+    num_shard: int
+    shard_uds_path: str
+    master_port: int
+    threads: ThreadPlan
+    environ: Mapping[str, str]
+    compute_type: str | None = None
+    programs: Programs = Programs()
+
+    def download(self) -> Command:
+        """Resolves the model, and what guesses for it, to folders, which are the last line it prints."""
+        launcher, draft_model = self.settings.launcher, self.settings.shard.draft_model
+        revision = (f"--revision={launcher.revision}",) if launcher.revision else ()
+        draft = (f"--draft-model={draft_model}",) if draft_model else ()
+        program = (*self.programs.shard, "download-weights")
+        argv = (*program, self.model_id, "--json-output", *revision, *draft)
+        return Command("download", argv, self._environment())
+
+    def shard(self, rank: int, folder: Path, draft: Path | None = None) -> Command:
+        """One rank of the tensor-parallel group; `draft` is the folder of what guesses for the model."""
+        config = self.settings.shard.model_copy(
+            update={
+                "uds_path": self.shard_uds_path,
+                "master_port": self.master_port,
+                "address": None,
+                "rank": rank,
+                "world_size": self.num_shard,
+                "draft_model": None if draft is None else str(draft),
+                "cpu_threads": self.threads.threads,
+                "max_total_tokens": self.settings.router.max_total_tokens,
+                "json_output": True,
+                "log_level": self.settings.launcher.log_level,
+            }
+        )
+        argv = (
+            *self.programs.shard,
+            "serve",
+            *options(config, leave_out={"model_folder"}),
+            str(folder),
+        )
+        return Command(f"shard-{rank}", argv, self._environment() | dict(self.threads.environment))
+
+    def router(self, folder: Path, supervisor_fd: int | None = None) -> Command:
+        """The HTTP server in front of all shards; it inherits `supervisor_fd`."""
+        launcher, router = self.settings.launcher, self.settings.router
+        commit = COMMIT.search(folder.name)
+        config = router.model_copy(
+            update={
+                "model_folder": folder,
+                "model_id": self.model_name,
+                "revision": commit.group() if commit else launcher.revision,
+                "shard_addresses": tuple(f"unix:{path}" for path in self.socket_paths()),
+                "max_input_tokens": router.max_input_tokens or launcher.max_input_length,
+                "trust_remote_code": self.settings.shard.trust_remote_code,
+                "supervisor_fd": supervisor_fd,
+                "json_output": True,
+                "log_level": launcher.log_level,
+            }
+        )
+        environment = self._environment()
+        for name in SECRETS:
+            value = getattr(config, name)
+            if value is not None:
+                environment[name.upper()] = value
+        if self.compute_type is not None:
+            environment.setdefault("COMPUTE_TYPE", self.compute_type)
+        argv = (*self.programs.router, *options(config, leave_out=SECRETS))
+        inherited = () if supervisor_fd is None else (supervisor_fd,)
+        return Command("router", argv, environment, inherited)
+
+    def guard(self) -> Command:
+        """Unlinks the sockets once the launcher is gone."""
+        argv = (
+            sys.executable,
+            "-m",
+            "millrace_launcher.supervision.guard",
+            *map(str, self.socket_paths()),
+        )
+        return Command("guard", argv, dict(self.environ))
+
+    def socket_paths(self) -> list[Path]:
+        """The shards' sockets by rank."""
+        return socket_paths(self.shard_uds_path, self.num_shard)
+
+    def _environment(self) -> dict[str, str]:
+        """The launcher's, less what is forwarded as flags, plus what the hub's client reads."""
+        forwarded = {name.upper() for config in OWNERS.values() for name in config.model_fields}
+        dropped = forwarded - KEPT_VARIABLES
+        environment = {name: value for name, value in self.environ.items() if name not in dropped}
+        environment["PYTHONUNBUFFERED"] = "1"
+        environment["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+        if environment.get("HF_API_TOKEN"):
+            environment.setdefault("HF_TOKEN", environment["HF_API_TOKEN"])
+        launcher = self.settings.launcher
+        if launcher.huggingface_hub_cache is not None:
+            cache = str(launcher.huggingface_hub_cache)
+            environment |= {"HUGGINGFACE_HUB_CACHE": cache, "HF_HUB_CACHE": cache}
+        if launcher.weights_cache_override is not None:
+            environment["WEIGHTS_CACHE_OVERRIDE"] = str(launcher.weights_cache_override)
+        return environment
+
+
+def options(config: BaseSettings, *, leave_out: frozenset[str] | set[str]) -> list[str]:
+    """Flags that recreate a configuration: every field that differs from its default."""
+    found = []
+    for name, field in type(config).model_fields.items():
+        value = getattr(config, name)
+        if name in leave_out or value == field.default:
+            continue
+        if field.annotation is bool:
+            found.append(option_name(name))
+        elif isinstance(value, tuple) and not value:
+            found.append(f"{option_name(name)}=0")
+        elif (text := as_text(value)) is not None:
+            found.append(f"{option_name(name)}={text}")
+    return found

@@ -1,0 +1,64 @@
+"""What `--env` prints: the facts that a bug report needs."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PACKAGES = ("millrace", "torch", "transformers", "tokenizers", "safetensors", "aiohttp", "grpcio")
+PROGRAM_SECONDS = 30
+
+
+def runtime_info(environ: Mapping[str, str]) -> str:
+    """Target, versions, commit, container label and the accelerators that are seen."""
+    rows = {
+        "Target": f"{platform.machine()}-{platform.system().lower()}",
+        "Python version": platform.python_version(),
+        **{package: _version(package) for package in PACKAGES},
+        "Commit sha": environ.get("VERGEN_GIT_SHA") or _git_commit() or "N/A",
+        "Docker label": environ.get("DOCKER_LABEL") or "N/A",
+        "Cores": str(os.cpu_count()),
+        "nvidia-smi": _output("nvidia-smi") or "N/A",
+        "xpu-smi": _output("xpu-smi", "discovery") or "N/A",
+        "hl-smi": _output("hl-smi") or "N/A",
+    }
+    return "\n".join(
+        ("Runtime environment:", *(f"{name}: {value}" for name, value in rows.items()))
+    )
+
+
+def millrace_version() -> str:
+    """The distribution's; a checkout that was never installed has none."""
+    return _version("millrace")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _git_commit() -> str | None:
+    root = Path(__file__).resolve().parents[3]
+    return (
+        _output("git", "-C", str(root), "rev-parse", "HEAD") if (root / ".git").exists() else None
+    )
+
+
+def _output(program: str, *arguments: str) -> str | None:
+    path = shutil.which(program)
+    if path is None:
+        return None
+    try:
+        done = subprocess.run(  # noqa: S603
+            [path, *arguments], capture_output=True, text=True, timeout=PROGRAM_SECONDS, check=True
+        )
+    except (subprocess.SubprocessError, OSError):
+        return None
+    return done.stdout.strip()

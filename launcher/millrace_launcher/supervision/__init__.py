@@ -1,0 +1,5 @@
+"""Starts, watches, restarts and stops the children.
+
+Entry point: `launcher.Launcher`.
+May import: settings, banner, demo, logs.
+"""

@@ -1,0 +1,48 @@
+"""From the name of a model to the folder it lies in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from millrace_launcher.errors import DownloadError
+from millrace_launcher.logs import log, relay
+from millrace_launcher.settings.commands import Commands
+from millrace_launcher.settings.folders import ModelFolders
+from millrace_launcher.supervision.children import Children, explain
+
+GRACE_SECONDS = 10.0
+
+
+async def resolve_model(commands: Commands, children: Children) -> ModelFolders:
+    """Run the download, whose last line of stdout names the folders. Raises DownloadError."""
+    log.info("Starting check and download process for %s", commands.model_name)
+    last = ""
+
+    def on_line(line: str) -> None:
+        nonlocal last
+        relay(last, source="download")
+        last = line
+
+    process = await children.start(commands.download(), on_line)
+    try:
+        code = await process.wait()
+    finally:
+        if process.is_running:
+            await process.terminate(GRACE_SECONDS)
+    folders = _folders_of(last)
+    if code != 0 or folders is None:
+        relay(last, source="download")
+        explain(process, "Download encountered an error")
+        raise DownloadError
+    log.info("Successfully resolved the model to %s", folders.model)
+    return folders
+
+
+def _folders_of(line: str) -> ModelFolders | None:
+    try:
+        found = json.loads(line)
+        draft = found.get("draft_folder")
+        return ModelFolders(Path(found["model_folder"]), None if draft is None else Path(draft))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None

@@ -1,0 +1,185 @@
+"""One child process: started so that it cannot outlive the launcher, its lines relayed, its end explained."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+
+from millrace_launcher.logs import log
+from millrace_launcher.settings.commands import Command
+
+READ_BYTES = 65536
+TAIL_LINES = 50
+# A grandchild may hold a pipe open after the child is gone; its lines are waited for this long.
+DRAIN_SECONDS = 2.0
+
+
+class ManagedProcess:
+    """A child in a process group of its own, so that a terminal's Ctrl-C reaches the launcher alone.
+
+    Not in a session of its own: Linux may share CPUs out among sessions (`sched_autogroup`), and then a router that
+    wakes waits for the end of a shard's slice, or a shard for the router's.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        transport: asyncio.SubprocessTransport,
+        protocol: _Protocol,
+        *,
+        on_line: Callable[[str], None],
+        on_error_line: Callable[[str], None],
+    ) -> None:
+        self.name = name
+        self.pid = transport.get_pid()
+        self._transport = transport
+        self._exited = protocol.exited
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        assert protocol.stdout is not None
+        assert protocol.stderr is not None
+        self._pumps = (
+            asyncio.create_task(_pump(protocol.stdout, on_line)),
+            asyncio.create_task(_pump(protocol.stderr, self._tail.append, on_error_line)),
+        )
+        self._finished = asyncio.create_task(self._finish())
+
+    @classmethod
+    async def start(
+        cls,
+        command: Command,
+        *,
+        on_line: Callable[[str], None],
+        on_error_line: Callable[[str], None],
+    ) -> ManagedProcess:
+        """Run a command; each line of its stdout and stderr is handed over without its newline."""
+        loop = asyncio.get_running_loop()
+        transport, protocol = await loop.subprocess_exec(
+            lambda: _Protocol(loop),
+            sys.executable,
+            "-m",
+            "millrace_launcher.supervision.child",
+            str(os.getpid()),
+            *command.argv,
+            env=dict(command.environment),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            process_group=0,
+            pass_fds=command.inherited,
+        )
+        return cls(command.name, transport, protocol, on_line=on_line, on_error_line=on_error_line)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended yet."""
+        return self.exit_code is None
+
+    @property
+    def ending(self) -> str:
+        """How it ended, in words."""
+        code = self.exit_code
+        if code is None:
+            return "still running"
+        if code < 0:
+            known = -code in list(signal.Signals)
+            return f"killed by signal {signal.Signals(-code).name if known else -code}"
+        return f"exit code {code}"
+
+    @property
+    def exit_code(self) -> int | None:
+        """Negative for a signal, None while it runs."""
+        return self._transport.get_returncode()
+
+    @property
+    def stderr_tail(self) -> list[str]:
+        """The last lines of its stderr."""
+        return list(self._tail)
+
+    async def wait(self) -> int:
+        """Until it has ended and its lines are relayed: the exit code, negative for a signal."""
+        return await asyncio.shield(self._finished)
+
+    async def terminate(self, grace_seconds: float) -> None:
+        """Ask it to end, wait, kill it when the grace is over; returns when it is gone."""
+        if self.is_running:
+            log.info("Terminating %s", self.name)
+            self._signal(signal.SIGTERM)
+            log.info("Waiting for %s to gracefully shutdown", self.name)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace_seconds):
+                    await self.wait()
+            if self.is_running:
+                log.warning("Killing %s, which did not end within %g s", self.name, grace_seconds)
+            self.kill()
+        await self.wait()
+        log.info("%s terminated", self.name)
+
+    def kill(self) -> None:
+        """End it and its descendants at once."""
+        if self.is_running:
+            _kill_group(self.pid)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._transport.send_signal(number)
+
+    async def _finish(self) -> int:
+        await self._exited.wait()
+        _, unfinished = await asyncio.wait(self._pumps, timeout=DRAIN_SECONDS)
+        for pump in unfinished:
+            pump.cancel()
+        self._transport.close()
+        code = self.exit_code
+        assert code is not None
+        return code
+
+
+class _Protocol(asyncio.subprocess.SubprocessStreamProtocol):
+    """Knows of a child's end at once, where asyncio's own `wait` waits until nobody holds its pipes."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(READ_BYTES, loop)
+        self.exited = asyncio.Event()
+        self._pid = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        assert isinstance(transport, asyncio.SubprocessTransport)
+        self._pid = transport.get_pid()
+
+    def process_exited(self) -> None:
+        """Whatever it started goes with it."""
+        _kill_group(self._pid)
+        super().process_exited()
+        self.exited.set()
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+async def _pump(stream: asyncio.StreamReader, *receivers: Callable[[str], None]) -> None:
+    async for line in lines(stream):
+        for receive in receivers:
+            receive(line)
+
+
+async def lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
+    """Lines of any length, without their newlines; the last one needs none. Broken UTF-8 is replaced."""
+    parts: list[bytes] = []
+    while chunk := await stream.read(READ_BYTES):
+        *whole, rest = chunk.split(b"\n")
+        for piece in whole:
+            parts.append(piece)
+            yield b"".join(parts).decode(errors="replace").rstrip("\r")
+            parts.clear()
+        if rest:
+            parts.append(rest)
+    if parts:
+        yield b"".join(parts).decode(errors="replace").rstrip("\r")

@@ -1,0 +1,96 @@
+"""The ranks that compute one model together: they start, serve and end as one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+from millrace_launcher.logs import log
+from millrace_launcher.settings.commands import Commands
+from millrace_launcher.settings.folders import ModelFolders
+from millrace_launcher.settings.sockets import clear_socket
+from millrace_launcher.supervision.children import Children, explain
+from millrace_launcher.supervision.process import ManagedProcess
+from millrace_launcher.supervision.readiness import shard_ready
+from millrace_launcher.supervision.tasks import first
+
+# What a shard says by it: the settings, the model or the memory will not do. Python and argparse choose these codes.
+ORDERLY_FAILURES = (1, 2)
+
+
+class ShardGroup:
+    """At most one process for each rank at a time."""
+
+    def __init__(self, commands: Commands, children: Children) -> None:
+        self._commands = commands
+        self._children = children
+        self._ranks: list[ManagedProcess] = []
+        self._started = 0.0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank runs."""
+        return len(self._ranks) == self._commands.num_shard and not self._dead()
+
+    @property
+    def listens(self) -> bool:
+        """Whether any rank can be reached, ready or not."""
+        return any(path.exists() for path in self._commands.socket_paths())
+
+    async def start(self, folders: ModelFolders) -> None:
+        """Start every rank; none may run. Raises ArgumentValidation when somebody else took a socket's path."""
+        self._started = time.monotonic()
+        self._ranks = []
+        for path in self._commands.socket_paths():
+            clear_socket(path)
+        for rank in range(self._commands.num_shard):
+            log.info("Starting shard %d", rank)
+            command = self._commands.shard(rank, folders.model, folders.draft)
+            self._ranks.append(await self._children.start(command))
+
+    async def ready(self) -> None:
+        """Return once every rank says that it serves."""
+
+        async def ready(path: Path) -> None:
+            await shard_ready(path)
+            log.info("Shard ready in %.3fs", time.monotonic() - self._started)
+
+        await asyncio.gather(*map(ready, self._commands.socket_paths()))
+
+    async def death(self) -> None:
+        """Return once a rank has ended."""
+        if self.is_whole:
+            await first(*(process.wait() for process in self._ranks))
+
+    def explain_death(self, *, was_ready: bool) -> str:
+        """Say how the first ranks ended, with their last words; returns it in one line."""
+        what = "crashed" if was_ready else "failed to start"
+        dead = self._dead()
+        for process in dead:
+            explain(process, f"Shard {self._ranks.index(process)} {what}")
+        return ", ".join(f"{process.name}: {process.ending}" for process in dead)
+
+    @property
+    def has_refused(self) -> bool:
+        """Whether ranks ended because they could not start, and said so, rather than were struck."""
+        codes = [process.exit_code for process in self._dead()]
+        return bool(codes) and all(code in ORDERLY_FAILURES for code in codes)
+
+    async def kill(self) -> None:
+        """End every rank at once, even a stopped one, and leave no socket."""
+        for process in self._ranks:
+            process.kill()
+        await asyncio.gather(*(process.wait() for process in self._ranks))
+        for process, path in zip(self._ranks, self._commands.socket_paths(), strict=False):
+            path.unlink(missing_ok=True)
+            # Where a rank listens before it publishes its socket.
+            path.with_name(f"{path.name}.{process.pid}").unlink(missing_ok=True)
+
+    async def terminate(self, grace_seconds: float) -> None:
+        """Ask every rank to end and wait; those that have not ended by then are killed."""
+        await asyncio.gather(*(process.terminate(grace_seconds) for process in self._ranks))
+        await self.kill()
+
+    def _dead(self) -> list[ManagedProcess]:
+        return [process for process in self._ranks if not process.is_running]

@@ -1,0 +1,134 @@
+"""Keeps the router serving, and speaks with it; the shards stay up while it is started again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from millrace_launcher.banner import url
+from millrace_launcher.errors import WebserverCannotStart, WebserverFailed
+from millrace_launcher.logs import log
+from millrace_launcher.settings.commands import Commands
+from millrace_launcher.supervision.breaker import Breaker, is_steady
+from millrace_launcher.supervision.children import Children, explain
+from millrace_launcher.supervision.control import Control
+from millrace_launcher.supervision.process import ManagedProcess
+from millrace_launcher.supervision.readiness import router_ready
+from millrace_launcher.supervision.shard_group import ORDERLY_FAILURES
+from millrace_launcher.supervision.shards import Shards
+from millrace_launcher.supervision.tasks import first
+from millrace_router.config import listen_address
+
+# A router that served so long before it died is no crash loop.
+STEADY_SECONDS = 10.0
+
+
+class Webserver:
+    """The router over all its lives, each with a line of its own to the launcher."""
+
+    def __init__(
+        self, commands: Commands, children: Children, announce: Callable[[str], None]
+    ) -> None:
+        """`announce` is called with the base URL when it first answers there."""
+        router = commands.settings.router
+        self._commands = commands
+        self._children = children
+        self._announce = announce
+        self._base = url(listen_address(router.hostname), router.port)
+        self._breaker = Breaker(commands.settings.launcher.max_restarts)
+        self._process: ManagedProcess | None = None
+        self._control: Control | None = None
+        self._shards: Shards | None = None
+        self._ready_at: float | None = None
+        self._has_progressed = False
+        self._has_served = False
+        self._has_given_up = False
+
+    async def run(self, folder: Path, shards: Shards) -> None:
+        """Keep it serving for ever; raises WebserverCannotStart or WebserverFailed."""
+        self._shards = shards
+        while True:
+            await shards.ready()
+            life = shards.life
+            process = await self._start(folder)
+            if await first(process.wait(), router_ready(self._base)):
+                self._on_ready()
+                await process.wait()
+            self._hang_up()
+            await asyncio.sleep(self._died(process, disturbed=shards.life != life))
+
+    def restarting(self, reason: str, *, planned: bool) -> None:
+        """Tell it that the shards are brought down."""
+        if self._control is not None:
+            self._control.restarting(reason, planned=planned)
+
+    def gave_up(self, reason: str) -> None:
+        """Tell it, once, that the shards do not come back."""
+        if self._control is not None and not self._has_given_up:
+            self._has_given_up = True
+            self._control.gave_up(reason)
+
+    async def terminate(self, grace_seconds: float) -> None:
+        """End it in order."""
+        if self._process is not None:
+            await self._process.terminate(grace_seconds)
+        self._hang_up()
+
+    async def _start(self, folder: Path) -> ManagedProcess:
+        log.info("Starting Webserver")
+        self._ready_at, self._has_progressed = None, False
+        self._control = Control(self._on_event)
+        theirs = self._control.theirs
+        command = self._commands.router(folder, theirs.fileno())
+        self._process = await self._children.start(command)
+        theirs.close()
+        return self._process
+
+    def _on_ready(self) -> None:
+        self._ready_at = time.monotonic()
+        if self._has_served:
+            log.info("The router is back")
+            return
+        self._has_served = True
+        self._announce(self._base)
+
+    def _died(self, process: ManagedProcess, *, disturbed: bool) -> float:
+        """Seconds to wait before the next start; raises when there is none."""
+        was_ready = self._ready_at is not None
+        explain(process, "Webserver Crashed" if was_ready else "Webserver failed to start")
+        has_refused = not was_ready and process.exit_code in ORDERLY_FAILURES
+        if has_refused and disturbed:
+            # It could not do without the shards; their breaker counts this.
+            return 0.0
+        if has_refused and not self._has_served:
+            raise WebserverCannotStart
+        now = time.monotonic()
+        if self._has_progressed or is_steady(self._ready_at, now, enough_seconds=STEADY_SECONDS):
+            self._breaker.progressed()
+        delay = self._breaker.restart()
+        if delay is None:
+            raise WebserverFailed if self._has_served else WebserverCannotStart
+        log.warning("Restarting the router%s", f" in {delay:g} s" if delay else "")
+        return delay
+
+    def _on_event(self, event: Mapping[str, Any]) -> None:
+        """What the router says; whatever is none of the events known is dropped."""
+        assert self._shards is not None
+        match event:
+            case {"event": "progress"}:
+                self._shards.breaker.progressed()
+                self._has_progressed = self._ready_at is not None
+            case {"event": "restart", "reason": str(reason)}:
+                self._shards.restart(reason)
+            case {"event": "suspects", "count": int(count)}:
+                self._shards.breaker.suspect(count)
+            case _:
+                log.debug("The router sent an unknown event: %s", event)
+
+    def _hang_up(self) -> None:
+        if self._control is not None:
+            self._control.close()
+            self._control = None

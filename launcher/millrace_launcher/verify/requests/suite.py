@@ -1,0 +1,176 @@
+"""What every server is asked, made to fit the first of them, and what that one answered to each request alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from millrace_launcher.verify.promise import BITS, Promise, close
+from millrace_launcher.verify.requests.kinds import Kind, kinds_for
+from millrace_launcher.verify.requests.prompts import UNRELATED
+from millrace_launcher.verify.requests.question import Question
+from millrace_launcher.verify.servers.answers import Answer
+from millrace_launcher.verify.servers.client import Client, ServerError
+
+FIRST_SEED = 1001
+LONG_EVERY = 4
+LONG_BLOCKS = 2
+"""Every LONG_EVERY-th answer grows by so many KV blocks and a little, which is what runs a small cache out of them."""
+PROMPT_BLOCKS = 5
+"""Built-in prompts are cut to so many KV blocks and a little."""
+UNRELATED_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerInfo:
+    """What `/info` says that matters here."""
+
+    model_id: str
+    dtype: str
+    device: str
+    version: str
+    deterministic: bool
+    num_shard: int
+    block_size: int
+    max_input_tokens: int
+    max_total_tokens: int
+    max_concurrent_requests: int
+    max_batch_total_tokens: int
+    """Room of the KV cache."""
+    caches_prefixes: bool
+    max_top_n_tokens: int
+    grammars: bool
+    """Whether it takes any."""
+    attention: str = ""
+    """The name of its kernels, which decide about the last bits."""
+
+    @classmethod
+    def of(cls, client: Client) -> ServerInfo:
+        """Ask for it. Raises ServerError for a server that is not Millrace."""
+        info = client.info()
+        try:
+            return cls(
+                model_id=str(info["model_id"]),
+                dtype=str(info["model_dtype"]).removeprefix("torch."),
+                device=str(info["model_device_type"]),
+                version=str(info["version"]),
+                deterministic=bool(info["deterministic"]),
+                num_shard=int(info["num_shard"]),
+                block_size=int(info["block_size"]),
+                max_input_tokens=int(info["max_input_tokens"]),
+                max_total_tokens=int(info["max_total_tokens"]),
+                max_concurrent_requests=int(info["max_concurrent_requests"]),
+                max_batch_total_tokens=int(info["max_batch_total_tokens"]),
+                caches_prefixes=info["prefix_caching"] == "on",
+                max_top_n_tokens=int(info["max_top_n_tokens"]),
+                grammars=bool(info["grammars"]),
+                attention=str(info.get("attention", "")),
+            )
+        except KeyError as error:
+            raise ServerError(f"{client.url}/info has no {error}; is it Millrace?") from error
+
+    @property
+    def promise(self) -> Promise:
+        """What two answers of such a server to one request owe each other."""
+        return BITS if self.deterministic else close(self.dtype)
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """KV blocks for so many tokens."""
+        return -(-num_tokens // self.block_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suite:
+    """The requests, and the answers that all others are compared with."""
+
+    info: ServerInfo
+    questions: tuple[Question, ...]
+    unrelated: tuple[Question, ...]
+    expected: tuple[Answer, ...]
+
+    @property
+    def num_workers(self) -> int:
+        """Requests that may be asked at once, with room for unrelated ones."""
+        return max(1, min(64, self.info.max_concurrent_requests - len(self.unrelated)))
+
+
+def questions_for(
+    client: Client,
+    info: ServerInfo,
+    prompts: Sequence[str],
+    *,
+    num_requests: int,
+    max_new_tokens: int,
+    cut: bool,
+) -> tuple[Question, ...]:
+    """Requests of all kinds over `prompts`, taken in turn; `cut` bounds prompts to a few blocks. Raises ServerError."""
+    ids = {text: client.token_ids(text) for text in prompts}
+    kinds = kinds_for(grammars=info.grammars)
+    found = []
+    for number in range(num_requests):
+        text, kind = prompts[number % len(prompts)], kinds[number % len(kinds)]
+        wanted = max_new_tokens - max_new_tokens * (number % 3) // 4
+        if number % LONG_EVERY == 0:
+            wanted = max(max_new_tokens, LONG_BLOCKS * info.block_size + 8)
+        most = PROMPT_BLOCKS * info.block_size + 7 if cut else info.max_input_tokens
+        question = _question(
+            info, text, ids[text], kind, wanted=wanted, most=most, ignore_eos=number % 3 != 2
+        )
+        found.append(question if question.is_greedy else question.seeded(FIRST_SEED + number))
+    return tuple(found)
+
+
+def unrelated_questions(client: Client, info: ServerInfo) -> tuple[Question, ...]:
+    """Requests whose answers nobody compares. Raises ServerError."""
+    kinds = kinds_for(grammars=info.grammars)
+    return tuple(
+        _question(
+            info,
+            text,
+            client.token_ids(text),
+            kinds[number % len(kinds)],
+            wanted=UNRELATED_TOKENS + 5 * number,
+            most=PROMPT_BLOCKS * info.block_size,
+            ignore_eos=True,
+        )
+        for number, text in enumerate(UNRELATED)
+    )
+
+
+def plain_greedy(questions: Sequence[Question], max_new_tokens: int) -> tuple[Question, ...]:
+    """The same prompts, each once, continued by nothing but the most likely tokens."""
+    by_prompt = {question.input_ids: question for question in questions}
+    return tuple(
+        Question(
+            text=question.text,
+            input_ids=ids,
+            max_new_tokens=min(max_new_tokens, question.max_new_tokens),
+            parameters={"ignore_eos": True},
+        )
+        for ids, question in by_prompt.items()
+    )
+
+
+def _question(
+    info: ServerInfo,
+    text: str,
+    ids: tuple[int, ...],
+    kind: Kind,
+    *,
+    wanted: int,
+    most: int,
+    ignore_eos: bool,
+) -> Question:
+    """Within what the server grants: half of the longest sequence at most is new."""
+    max_new_tokens = min(wanted, info.max_total_tokens // 2)
+    room = min(most, info.max_input_tokens, info.max_total_tokens - max_new_tokens)
+    input_ids = ids[-room:]
+    return Question(
+        text=text,
+        input_ids=input_ids,
+        max_new_tokens=max_new_tokens,
+        parameters=kind.parameters_for(
+            input_ids, ignore_eos=ignore_eos, max_top_n_tokens=info.max_top_n_tokens
+        ),
+        route=kind.route,
+    )

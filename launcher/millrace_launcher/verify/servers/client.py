@@ -1,0 +1,168 @@
+"""Talks to a server over HTTP, a connection for each request."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from typing import Any
+from urllib.parse import urlsplit
+
+from millrace_launcher.verify.requests.completions import completion_from
+from millrace_launcher.verify.requests.question import COMPLETIONS, Question
+from millrace_launcher.verify.servers.answers import Answer, StreamError, answer_from, message_of
+
+SILENCE_SECONDS = 600.0
+"""Longest wait for the next bytes; a restart of large shards takes minutes."""
+DATA = b"data:"
+DONE = b"[DONE]"
+"""Ends a stream of OpenAI's routes."""
+MOST_TRIES = 20
+LONGEST_PAUSE = 10.0
+"""Seconds between two tries at most, whatever the server says."""
+
+
+class ServerError(Exception):
+    """The server cannot be reached, or answered with an error."""
+
+
+class Client:
+    """One server; safe to be used by several threads."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        """`url` is http:// or https://, with or without a path. Raises ServerError for any other."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ServerError(f"{url} is no http:// or https:// address")
+        self.url = url.rstrip("/")
+        self._connect = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        self._host, self._port, self._path = parts.hostname, parts.port, parts.path.rstrip("/")
+        self._headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def is_ready(self) -> bool:
+        """Whether `/readyz` says that a request would run at once."""
+        try:
+            with self._asked("GET", "/readyz") as response:
+                return response.status == 200
+        except ServerError:
+            return False
+
+    def info(self) -> dict[str, Any]:
+        """`/info`. Raises ServerError."""
+        with self._asked("GET", "/info") as response:
+            found = _json(response)
+        if not isinstance(found, dict):
+            raise ServerError(f"{self.url}/info is no object")
+        return found
+
+    def token_ids(self, text: str) -> tuple[int, ...]:
+        """What `/tokenize` makes of a text. Raises ServerError."""
+        with self._asked("POST", "/tokenize", {"inputs": text}) as response:
+            return tuple(token["id"] for token in _json(response))
+
+    def metrics(self) -> dict[str, float]:
+        """`/metrics`: the value of each series, which is named as there, labels included. Raises ServerError."""
+        with self._asked("GET", "/metrics") as response:
+            text = _body(response).decode()
+        lines = (line for line in text.splitlines() if line and not line.startswith("#"))
+        pairs = (line.rpartition(" ") for line in lines)
+        return {name: float(value) for name, _, value in pairs}
+
+    def answer(self, question: Question, on_token: Callable[[], None] = lambda: None) -> Answer:
+        """Ask the question's route; `on_token` is called with each event. What goes wrong is in the answer.
+
+        A server that has no room says nothing about its outputs: it is asked again, `MOST_TRIES` times in all.
+        """
+        answer, pause = self._try(question, on_token)
+        for _ in range(MOST_TRIES - 1):
+            if pause is None:
+                break
+            time.sleep(pause)
+            answer, pause = self._try(question, on_token)
+        return answer
+
+    def _try(self, question: Question, on_token: Callable[[], None]) -> tuple[Answer, float | None]:
+        """An answer, and after how many seconds to ask again if the server had no room."""
+        pause = None
+        read = completion_from if question.route == COMPLETIONS else answer_from
+        try:
+            with self._asked("POST", question.route, question.body) as response:
+                if response.status == HTTPStatus.TOO_MANY_REQUESTS:
+                    pause = _seconds_until_retry(response)
+                if response.status != HTTPStatus.OK:
+                    _json(response)
+                return read(_events(response, on_token)), None
+        except (ServerError, StreamError) as error:
+            return Answer(error=str(error)), pause
+        except (OSError, HTTPException) as error:
+            return Answer(error=f"the connection broke: {error!r}"), None
+
+    @contextmanager
+    def _asked(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None
+    ) -> Iterator[HTTPResponse]:
+        """Send a request; its response is readable inside the block. Raises ServerError."""
+        connection = self._connect(self._host, self._port, timeout=SILENCE_SECONDS)
+        try:
+            content = None if body is None else json.dumps(body).encode()
+            try:
+                connection.request(method, self._path + path, content, self._headers)
+                response = connection.getresponse()
+            except (OSError, HTTPException) as error:
+                raise ServerError(f"{self.url}{path} cannot be reached: {error}") from error
+            with response:
+                yield response
+        finally:
+            connection.close()
+
+
+def _seconds_until_retry(response: HTTPResponse) -> float:
+    """What `Retry-After` says, if that is a number of seconds."""
+    try:
+        seconds = float(response.headers.get("Retry-After", "1"))
+    except ValueError:
+        seconds = 1.0
+    return max(0.0, min(seconds, LONGEST_PAUSE))
+
+
+def _events(response: HTTPResponse, on_token: Callable[[], None]) -> Iterator[dict[str, Any]]:
+    """The events of a stream, as they come."""
+    for line in response:
+        if line.startswith(DATA):
+            data = line[len(DATA) :].strip()
+            if data == DONE:
+                return
+            try:
+                event: dict[str, Any] = json.loads(data)
+            except ValueError:
+                raise StreamError(f"an event is not JSON: {line[:80]!r}") from None
+            yield event
+            on_token()
+
+
+def _json(response: HTTPResponse) -> Any:  # noqa: ANN401
+    """The body, which must be JSON. Raises ServerError, with the server's words, unless the status is 200."""
+    body = _body(response)
+    try:
+        found = json.loads(body)
+    except ValueError:
+        found = None
+    if response.status != 200:
+        error = found.get("error") if isinstance(found, dict) else None
+        words = message_of(error) if error else body[:200].decode(errors="replace")
+        raise ServerError(f"status {response.status}: {words}")
+    if found is None:
+        raise ServerError(f"the answer is not JSON: {body[:80]!r}")
+    return found
+
+
+def _body(response: HTTPResponse) -> bytes:
+    try:
+        return response.read()
+    except (OSError, HTTPException) as error:
+        raise ServerError(f"the connection broke: {error!r}") from error

@@ -1,0 +1,204 @@
+"""A model is checked: servers of our own, one at a time, each asked what the first one was asked."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+
+from millrace_launcher.demo import demo_folder
+from millrace_launcher.verify import cases
+from millrace_launcher.verify.options import CASES, Options
+from millrace_launcher.verify.report import Report
+from millrace_launcher.verify.requests.prompts import PROMPTS, read_prompts
+from millrace_launcher.verify.requests.rounds import ask_alone
+from millrace_launcher.verify.requests.row import Row, unchecked
+from millrace_launcher.verify.requests.suite import (
+    ServerInfo,
+    Suite,
+    questions_for,
+    unrelated_questions,
+)
+from millrace_launcher.verify.servers.client import Client, ServerError
+from millrace_launcher.verify.servers.deployment import Deployer, Deployment, NoShard, StartError
+from millrace_launcher.verify.servers.reference import NoReference, Reference
+
+CHANGES_THE_MODEL = ("--quantize", "--rope-scaling", "--rope-factor")
+"""Flags with which a server computes something else than `transformers` does with the same checkpoint."""
+FIRST = "alone"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A check, and the server that it needs."""
+
+    name: str
+    server: str
+    """Cases that name the same one share it, and come after each other."""
+    flags: Callable[[Suite], tuple[str, ...]]
+    check: Callable[[Deployment, Suite], Iterator[Row]]
+    refusals: tuple[str, ...] = ()
+    """Words in the log of a server that cannot be had with these flags, which is nobody's fault."""
+
+
+class NoServer(Exception):  # noqa: N818
+    """The first server did not start, or did not answer: there is nothing to compare with."""
+
+
+def verify_model(options: Options, deployer: Deployer) -> Report:
+    """Run every case that was asked for. Raises NoServer or PromptsError."""
+    prompts = PROMPTS if options.prompts is None else read_prompts(options.prompts)
+    planned = plan(options, deployer)
+    rows: list[Row] = []
+    say("starting a server that answers each request alone")
+    try:
+        with deployer.deployed(FIRST, *cases.ALONE) as server:
+            suite = _suite(server.client, options, prompts)
+            if suite.info.dtype == "float32":
+                planned = _on_first(planned, "transformers")
+            for case in (case for case in planned if case.server == FIRST):
+                rows += _checked(case, server, suite, options)
+    except (StartError, ServerError) as error:
+        raise NoServer(f"{error}\n{getattr(error, 'log', '')}".rstrip()) from error
+    others = (case for case in planned if case.server != FIRST)
+    for name, group in groupby(others, key=lambda case: case.server):
+        rows += _on_server(name, list(group), deployer, suite, options)
+    order = list(CASES)
+    return Report(suite.info, tuple(sorted(rows, key=lambda row: order.index(row.case))))
+
+
+def plan(options: Options, deployer: Deployer) -> list[Case]:
+    """The cases that were asked for, those that share a server together."""
+    reference = Reference(
+        model=deployer.model or str(demo_folder()),
+        max_new_tokens=options.max_new_tokens,
+        revision=options.revision,
+    )
+    every = (
+        Case(name="batched", server=FIRST, flags=_fixed(), check=cases.batched),
+        Case(name="chunked", server="chunked", flags=cases.chunked_flags, check=cases.chunked),
+        Case(name="cached", server="cached", flags=_fixed(*cases.CACHED), check=cases.cached),
+        Case(name="restarted", server="cached", flags=_fixed(*cases.CACHED), check=cases.restarted),
+        Case(
+            name="preempted",
+            server="preempted",
+            flags=cases.preempted_flags,
+            check=cases.preempted,
+        ),
+        Case(
+            name="speculated",
+            server="speculated",
+            flags=_fixed(f"--speculate={options.speculate}"),
+            check=cases.speculated,
+            refusals=("--speculate",),
+        ),
+        Case(
+            name="tensor-parallel",
+            server="tensor-parallel",
+            flags=_fixed(*cases.ALONE, f"--num-shard={options.num_shard}"),
+            check=cases.tensor_parallel,
+            refusals=("one shard only", "shards cannot share", "NotEnoughCUDADevices"),
+        ),
+        Case(
+            name="transformers",
+            server="float32",
+            flags=_fixed(*cases.ALONE, "--dtype=float32"),
+            check=partial(cases.transformers, reference=reference),
+        ),
+    )
+    return [case for case in every if case.name in options.cases]
+
+
+def say(words: str) -> None:
+    """Show what is done now; stdout is the report's alone."""
+    sys.stderr.write(f"{words}\n")
+    sys.stderr.flush()
+
+
+def _suite(client: Client, options: Options, prompts: tuple[str, ...]) -> Suite:
+    info = ServerInfo.of(client)
+    questions = questions_for(
+        client,
+        info,
+        prompts,
+        num_requests=options.num_requests,
+        max_new_tokens=options.max_new_tokens,
+        cut=options.prompts is None,
+    )
+    unrelated = unrelated_questions(client, info)
+    say(f"asking {len(questions)} requests, one at a time")
+    expected = ask_alone(client, questions)
+    for answer in expected:
+        if answer.error is not None:
+            raise ServerError(f"a request that ran alone failed: {answer.error}")
+    return Suite(info=info, questions=questions, unrelated=unrelated, expected=expected)
+
+
+def _on_server(
+    name: str, group: list[Case], deployer: Deployer, suite: Suite, options: Options
+) -> Iterator[Row]:
+    """The rows of all cases that share a server; where there is none, why."""
+    runnable = []
+    for case in group:
+        reason = _senseless(case, options)
+        if reason is None:
+            runnable.append(case)
+        else:
+            yield unchecked(case.name, case.name, reason, asked_for=options.chosen)
+    if not runnable:
+        return
+    say(f"starting a server: {name}")
+    try:
+        with deployer.deployed(name, *group[0].flags(suite)) as server:
+            for case in runnable:
+                yield from _checked(case, server, suite, options)
+    except StartError as error:
+        for case in runnable:
+            refused = any(words in error.log for words in case.refusals)
+            yield unchecked(
+                case.name, case.name, str(error), asked_for=options.chosen or not refused
+            )
+
+
+def _checked(case: Case, server: Deployment, suite: Suite, options: Options) -> list[Row]:
+    """The rows of one case; what could not be compared is red."""
+    reason = _senseless(case, options)
+    if reason is not None:
+        return [unchecked(case.name, case.name, reason, asked_for=options.chosen)]
+    say(f"checking: {CASES[case.name]}")
+    try:
+        _check_kernels(server, suite)
+        rows = list(case.check(server, suite))
+    except (ServerError, NoShard, NoReference) as error:
+        rows = [unchecked(case.name, case.name, str(error), asked_for=True)]
+    for row in rows:
+        say(f"  {row.title}: {row.verdict.value}")
+    return rows
+
+
+def _check_kernels(server: Deployment, suite: Suite) -> None:
+    """Raise ServerError where a server owes the first one nothing, as when it could not have the compiled kernels."""
+    found, first = ServerInfo.of(server.client), suite.info
+    if found.dtype == first.dtype and found.attention != first.attention:
+        raise ServerError(
+            f"this server has {found.attention} attention, the first one {first.attention}; its log may say why"
+        )
+
+
+def _senseless(case: Case, options: Options) -> str | None:
+    """Why a case cannot be checked with the user's flags."""
+    if case.name != "transformers":
+        return None
+    changed = [f for f in options.flags if f.partition("=")[0] in CHANGES_THE_MODEL]
+    return f"{changed[0]} makes another model of the checkpoint" if changed else None
+
+
+def _on_first(planned: list[Case], name: str) -> list[Case]:
+    """Have the first server do for the case called `name`, too."""
+    return [replace(case, server=FIRST) if case.name == name else case for case in planned]
+
+
+def _fixed(*flags: str) -> Callable[[Suite], tuple[str, ...]]:
+    return lambda _: flags

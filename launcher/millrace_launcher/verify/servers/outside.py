@@ -1,0 +1,90 @@
+"""A running server is checked by what can be asked of it; what needs other servers is named, not checked."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+
+from millrace_launcher.verify.comparison import compare
+from millrace_launcher.verify.options import CASES, Options
+from millrace_launcher.verify.report import Report
+from millrace_launcher.verify.requests.prompts import PROMPTS, read_prompts
+from millrace_launcher.verify.requests.rounds import ask_alone, ask_in_traffic, ask_together
+from millrace_launcher.verify.requests.row import Row, judged, unchecked
+from millrace_launcher.verify.requests.suite import (
+    ServerInfo,
+    Suite,
+    questions_for,
+    unrelated_questions,
+)
+from millrace_launcher.verify.servers.client import Client, ServerError
+from millrace_launcher.verify.servers.inside import NoServer, say
+
+NEEDS_SERVERS = "needs servers of its own: name the model in place of the URL"
+CHECKED = ("batched", "cached")
+
+
+def verify_server(options: Options) -> Report:
+    """Solo, batched, beside traffic, cold and warm. Raises NoServer or PromptsError.
+
+    Others may use the server meanwhile, so that alone means: the only one of ours.
+    """
+    assert options.target is not None
+    prompts = PROMPTS if options.prompts is None else read_prompts(options.prompts)
+    try:
+        client = Client(options.target, options.api_key)
+        info = ServerInfo.of(client)
+        # A prompt of another run would be in the cache already.
+        nonce = secrets.token_hex(4)
+        questions = questions_for(
+            client,
+            info,
+            [f"{nonce} {prompt}" for prompt in prompts],
+            num_requests=options.num_requests,
+            max_new_tokens=options.max_new_tokens,
+            cut=options.prompts is None,
+        )
+        unrelated = unrelated_questions(client, info)
+        say(f"asking {len(questions)} requests, one at a time")
+        cold = ask_alone(client, questions)
+        suite = Suite(info=info, questions=questions, unrelated=unrelated, expected=cold)
+        rows = [row for name in options.cases for row in _rows(name, client, suite, options)]
+    except ServerError as error:
+        raise NoServer(str(error)) from error
+    return Report(info, tuple(rows))
+
+
+def _rows(name: str, client: Client, suite: Suite, options: Options) -> Iterator[Row]:
+    if name not in CHECKED:
+        yield unchecked(name, name, NEEDS_SERVERS, asked_for=options.chosen)
+        return
+    say(f"checking: {CASES[name]}")
+    yield from (_batched if name == "batched" else _cached)(client, suite)
+
+
+def _batched(client: Client, suite: Suite) -> Iterator[Row]:
+    questions, promise = suite.questions, suite.info.promise
+    together = ask_together(client, questions, suite.num_workers)
+    yield judged("batched", "solo / batched", promise, compare(questions, suite.expected, together))
+    crowded = ask_in_traffic(client, suite)
+    yield judged(
+        "batched", "solo / unrelated traffic", promise, compare(questions, suite.expected, crowded)
+    )
+
+
+def _cached(client: Client, suite: Suite) -> Iterator[Row]:
+    if not suite.info.caches_prefixes:
+        yield unchecked("cached", "cached", "the server has no prefix cache", asked_for=False)
+        return
+    warm = ask_alone(client, suite.questions)
+    before, after = (
+        sum(answer.cached_tokens for answer in answers) for answers in (suite.expected, warm)
+    )
+    yield judged(
+        "cached",
+        "cold cache / warm cache",
+        suite.info.promise,
+        compare(suite.questions, suite.expected, warm),
+        exercised=after > before,
+        note=f"{after} prompt tokens found cached, {before} before",
+    )

@@ -1,0 +1,151 @@
+"""Builds Anthropic's answers and errors."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from itertools import chain
+from typing import Any
+
+from pydantic_core import from_json
+
+from millrace_router.api.anthropic.protocol import (
+    BlockJson,
+    MessageEndJson,
+    MessagesAnswerJson,
+    MessagesErrorResponseJson,
+    MessagesToolUseJson,
+    MessagesUsageJson,
+)
+from millrace_router.api.anthropic.to_chat import tool_use_id
+from millrace_router.api.openai.answers import Usage
+from millrace_router.api.openai.choice import Piece, parts_of
+from millrace_router.errors import GenerationError, RouterError
+from millrace_router.tool_calls.tool import CallDelta
+
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+"""By the reason that OpenAI's clients are given."""
+NO_END: MessageEndJson = {"stop_reason": None, "stop_sequence": None}
+CLIENTS_FAULT = "invalid_request_error"
+ERROR_TYPES = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+    HTTPStatus.INTERNAL_SERVER_ERROR: "api_error",
+    HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
+}
+"""Types by status; every other is `invalid_request_error`, as Anthropic has it."""
+STATUSES = {
+    HTTPStatus.UNPROCESSABLE_ENTITY: HTTPStatus.BAD_REQUEST,
+    HTTPStatus.FAILED_DEPENDENCY: HTTPStatus.INTERNAL_SERVER_ERROR,
+}
+"""What Anthropic says instead of statuses that it does not use."""
+
+
+def status_of(error: RouterError) -> HTTPStatus:
+    """Status of a failure on Anthropic's routes."""
+    status = HTTPStatus(error.status)
+    return STATUSES.get(status, status)
+
+
+def may_be_retried(error: RouterError) -> bool:
+    """Whether clients may send the request again unasked; 500 alone would make them, whatever it was."""
+    return not isinstance(error, GenerationError)
+
+
+def error_answer(status: HTTPStatus, message: str, request_id: str) -> MessagesErrorResponseJson:
+    """Render a failure; an event of a stream has the same shape."""
+    kind = ERROR_TYPES.get(status, CLIENTS_FAULT)
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": message},
+        "request_id": request_id,
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageHead:
+    """What is known of a message before its first token."""
+
+    model: str
+    id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
+
+    def json(
+        self,
+        usage: Usage,
+        content: Sequence[BlockJson] = (),
+        end: MessageEndJson = NO_END,
+    ) -> MessagesAnswerJson:
+        """Render the message as far as it has come."""
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": list(content),
+            "stop_reason": end["stop_reason"],
+            "stop_sequence": end["stop_sequence"],
+            "usage": usage_json(usage),
+        }
+
+
+def usage_json(usage: Usage) -> MessagesUsageJson:
+    """Render token counts."""
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+    }
+
+
+def end_json(finish_reason: str, stop: str | None) -> MessageEndJson:
+    """Say why a message ended; calls count for more than the stop sequence `stop` after them."""
+    if stop is None or finish_reason == "tool_calls":
+        return {"stop_reason": STOP_REASONS[finish_reason], "stop_sequence": None}
+    return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+
+
+def blocks_of(pieces: Sequence[Piece]) -> list[BlockJson]:
+    """Put the blocks of a whole message together."""
+    blocks: list[BlockJson] = []
+    arguments: dict[int, str] = {}
+    """By the place of the block."""
+    for part in chain.from_iterable(map(parts_of, pieces)):
+        last = blocks[-1] if blocks else None
+        if isinstance(part, CallDelta):
+            if part.id is not None:
+                arguments[len(blocks)] = ""
+                blocks.append(tool_use_block(part))
+            arguments[len(blocks) - 1] += part.arguments
+        elif last is not None and last["type"] == "text":
+            last["text"] += part
+        else:
+            blocks.append({"type": "text", "text": part})
+    for place, text in arguments.items():
+        block = blocks[place]
+        assert block["type"] == "tool_use"
+        block["input"] = input_of(text)
+    return blocks
+
+
+def tool_use_block(first: CallDelta) -> MessagesToolUseJson:
+    """Render the beginning of a call, without arguments."""
+    return {
+        "type": "tool_use",
+        "id": tool_use_id(first.id or ""),
+        "name": first.name or "",
+        "input": {},
+    }
+
+
+def input_of(arguments: str) -> dict[str, Any]:
+    """Read the arguments of a call; of those that were cut short, what is there, as Anthropic's client does."""
+    try:
+        parsed = from_json(arguments or "{}", allow_partial="trailing-strings")
+    except ValueError:
+        return {}
+    return parsed if isinstance(parsed, dict) else {}

@@ -1,0 +1,89 @@
+"""The events of a message that is streamed, in Anthropic's order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import orjson
+
+from millrace_router.api.anthropic.answers import MessageHead, end_json, tool_use_block, usage_json
+from millrace_router.api.anthropic.protocol import BlockJson, InputJsonDeltaJson, MessageEventJson
+from millrace_router.api.openai.answers import ChunkTemplate, Usage
+from millrace_router.api.openai.choice import Piece, parts_of
+from millrace_router.tool_calls.tool import CallDelta
+
+NamedJson = tuple[str, bytes]
+"""Name of an event, and its data."""
+TEXT = -1
+"""The block that is open, where it is not the call of this index."""
+
+
+class MessageEvents:
+    """Tells a message piece by piece; blocks of it are open one at a time."""
+
+    def __init__(self, head: MessageHead) -> None:
+        self._head = head
+        self._num_blocks = 0
+        self._open: int | None = None
+        self._text: ChunkTemplate
+
+    def start(self, usage: Usage) -> Iterator[NamedJson]:
+        """Yield what comes before everything else; `usage` has the prompt's tokens."""
+        yield _named({"type": "message_start", "message": self._head.json(usage)})
+        yield _named({"type": "ping"})
+
+    def push(self, piece: Piece) -> Iterator[NamedJson]:
+        """Yield what one token adds, if it adds anything."""
+        for part in parts_of(piece):
+            if isinstance(part, CallDelta):
+                yield from self._push_call(part)
+            else:
+                yield from self._push_text(part)
+
+    def finish(self, finish_reason: str, stop: str | None, usage: Usage) -> Iterator[NamedJson]:
+        """Yield the end, after the last piece was pushed."""
+        yield from self._close()
+        end = end_json(finish_reason, stop)
+        yield _named({"type": "message_delta", "delta": end, "usage": usage_json(usage)})
+        yield _named({"type": "message_stop"})
+
+    def _push_text(self, text: str) -> Iterator[NamedJson]:
+        if self._open != TEXT:
+            yield from self._begin(TEXT, {"type": "text", "text": ""})
+            index = self._num_blocks - 1
+            self._text = ChunkTemplate(lambda text: _text_delta(index, text))
+        yield "content_block_delta", self._text.fill(text)
+
+    def _push_call(self, delta: CallDelta) -> Iterator[NamedJson]:
+        if self._open != delta.index:
+            yield from self._begin(delta.index, tool_use_block(delta))
+        if delta.arguments:
+            json: InputJsonDeltaJson = {"type": "input_json_delta", "partial_json": delta.arguments}
+            yield _named(
+                {"type": "content_block_delta", "index": self._num_blocks - 1, "delta": json}
+            )
+
+    def _begin(self, kind: int, block: BlockJson) -> Iterator[NamedJson]:
+        yield from self._close()
+        yield _named(
+            {"type": "content_block_start", "index": self._num_blocks, "content_block": block}
+        )
+        self._open = kind
+        self._num_blocks += 1
+
+    def _close(self) -> Iterator[NamedJson]:
+        if self._open is not None:
+            yield _named({"type": "content_block_stop", "index": self._num_blocks - 1})
+            self._open = None
+
+
+def _text_delta(index: int, text: str) -> MessageEventJson:
+    return {
+        "type": "content_block_delta",
+        "index": index,
+        "delta": {"type": "text_delta", "text": text},
+    }
+
+
+def _named(json: MessageEventJson) -> NamedJson:
+    return json["type"], orjson.dumps(json)

@@ -1,0 +1,163 @@
+"""Anthropic's request for a message as strict models; what only its own servers do is refused, not ignored."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+
+from millrace_router.api.openai.common_request import Items
+from millrace_router.request.fields import UINT32_MAX, Float32, Int32, RequestModel
+
+
+def _as_blocks(content: object) -> object:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _type_of(block: object) -> object:
+    return block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
+
+
+class TextBlock(RequestModel):
+    """A piece of text."""
+
+    type: Literal["text"]
+    text: str
+
+
+Text = Annotated[
+    Items[TextBlock], BeforeValidator(_as_blocks, json_schema_input_type=str | list[TextBlock])
+]
+"""A string, or blocks of text."""
+
+
+class ToolUseBlock(RequestModel):
+    """A call that the assistant made."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResultBlock(RequestModel):
+    """What became of a call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Text | None = None
+    is_error: bool | None = None
+
+
+class ThinkingBlock(RequestModel):
+    """What the assistant thought; templates are given nothing of it."""
+
+    type: Literal["thinking", "redacted_thinking"]
+
+
+Block = Annotated[
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ToolUseBlock, Tag("tool_use")]
+    | Annotated[ToolResultBlock, Tag("tool_result")]
+    | Annotated[ThinkingBlock, Tag("thinking")]
+    | Annotated[ThinkingBlock, Tag("redacted_thinking")],
+    Discriminator(
+        _type_of,
+        custom_error_type="content_block",
+        custom_error_message="Input should be a block of type 'text', 'tool_use', 'tool_result' or "
+        "'thinking': images, documents and all others are not supported",
+    ),
+]
+Content = Annotated[
+    Items[Block], BeforeValidator(_as_blocks, json_schema_input_type=str | list[Block])
+]
+"""A string, or blocks."""
+ROLES_OF_BLOCKS = {"tool_use": "assistant", "tool_result": "user"}
+
+
+class MessagesTurn(RequestModel):
+    """One turn of the conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Content
+
+    @model_validator(mode="after")
+    def _holds_its_own(self) -> MessagesTurn:
+        for block in self.content:
+            if ROLES_OF_BLOCKS.get(block.type, self.role) != self.role:
+                raise ValueError(
+                    f"a turn of role '{self.role}' has no block of type '{block.type}'"
+                )
+        return self
+
+
+class MessagesTool(RequestModel):
+    """A tool of the client's."""
+
+    name: str = Field(min_length=1)
+    description: str | None = None
+    input_schema: dict[str, Any]
+    type: Literal["custom"] | None = None
+    """Those that Anthropic's servers run have other types."""
+    strict: bool | None = None
+
+
+class MessagesToolChoice(RequestModel):
+    """Whether tools are to be called, and which."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    """Of the one to call, where `type` is `tool`."""
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _names_its_tool(self) -> MessagesToolChoice:
+        if self.type == "tool" and not self.name:
+            raise ValueError("a choice of type 'tool' needs a `name`")
+        return self
+
+
+class MessagesThinking(RequestModel):
+    """Whether the model is to think before it answers: templates that know of it are told `enable_thinking`."""
+
+    type: Literal["disabled"]
+
+
+class MessagesOutputFormat(RequestModel):
+    """A schema that the text has to match."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class MessagesOutput(RequestModel):
+    """What the answer is to be like."""
+
+    format: MessagesOutputFormat | None = None
+
+
+class CountTokensRequest(RequestModel):
+    """Body of `/v1/messages/count_tokens`: what the prompt is made of; null means absent throughout."""
+
+    model: str | None = None
+    messages: Items[MessagesTurn] = Field(min_length=1)
+    system: Text | None = None
+    tools: Items[MessagesTool] | None = None
+    tool_choice: MessagesToolChoice | None = None
+    thinking: MessagesThinking | None = None
+    output_config: MessagesOutput | None = None
+
+
+class MessagesRequest(CountTokensRequest):
+    """Body of `/v1/messages`."""
+
+    max_tokens: int = Field(ge=1, le=UINT32_MAX)
+    metadata: dict[str, Any] | None = None
+    """Taken, and not looked at."""
+    stop_sequences: Items[str] | None = None
+    stream: bool | None = None
+    temperature: Float32 | None = None
+    top_p: Float32 | None = None
+    """1 is no restriction."""
+    top_k: Int32 | None = None
+    """0 is no restriction."""

@@ -1,0 +1,103 @@
+"""Anthropic's messages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from aiohttp import web
+
+from millrace_router.api.anthropic.answers import MessageHead, blocks_of, end_json
+from millrace_router.api.anthropic.errors import (
+    COUNT_TOKENS,
+    MESSAGES,
+    add_request_id,
+    error_event,
+    messages_errors,
+)
+from millrace_router.api.anthropic.protocol import CountTokensJson
+from millrace_router.api.anthropic.request import CountTokensRequest, MessagesRequest
+from millrace_router.api.anthropic.stream import MessageStream
+from millrace_router.api.anthropic.to_chat import chat_body
+from millrace_router.api.openai.chat_request import ChatCompletionRequest
+from millrace_router.api.openai.errors import model_name, pieces_of, usage_of
+from millrace_router.api.openai.prepare import ChatTurn, prepare_turn
+from millrace_router.engine.generation import Generation
+from millrace_router.server.access_log import REQUEST_ID, watch
+from millrace_router.server.bodies import json_response, read_model, to_model
+from millrace_router.server.headers import answer_headers, form_of
+from millrace_router.server.idempotent_route import keyed
+from millrace_router.server.request_terms import counting_refusals, terms_of
+from millrace_router.server.services import SERVICES, Services
+from millrace_router.server.sse import respond
+
+
+def register(app: web.Application) -> None:
+    """Add the routes to `app`."""
+    app.router.add_post(MESSAGES, messages_errors(keyed(messages)))
+    app.router.add_post(COUNT_TOKENS, messages_errors(count_tokens))
+    app.on_response_prepare.append(add_request_id)
+
+
+async def count_tokens(request: web.Request) -> web.StreamResponse:
+    """`POST /v1/messages/count_tokens`: the tokens of the prompt that a message would be asked for with."""
+    services = request.app[SERVICES]
+    body = await read_model(request, CountTokensRequest)
+    with services.infer.permit():
+        turn = await _turn_of(services, body)
+        count = await services.validator.count(turn.asked.inputs, add_special_tokens=False)
+    answer: CountTokensJson = {"input_tokens": count}
+    return json_response(answer)
+
+
+async def messages(request: web.Request) -> web.StreamResponse:
+    """`POST /v1/messages`."""
+    services = request.app[SERVICES]
+    body = await read_model(request, MessagesRequest)
+    with counting_refusals(services.metrics):
+        turn = await _turn_of(services, body)
+        terms = terms_of(request, turn.asked.parameters)
+    head = MessageHead(model=model_name(services, body.model))
+    async with await services.infer.start(
+        turn.asked, terms=terms, add_special_tokens=False
+    ) as generation:
+        watch(request, generation)
+        if not body.stream:
+            return await _answer(services, generation, turn, head)
+        form = form_of(
+            services,
+            [generation],
+            num_characters=len(turn.asked.inputs),
+            on_error=partial(error_event, request_id=request[REQUEST_ID]),
+        )
+        return await respond(request, MessageStream(generation, turn.text(), head).feed, form)
+
+
+async def _turn_of(services: Services, body: CountTokensRequest) -> ChatTurn:
+    """The chat that a body means, in which a stop sequence is cut even where TGI keeps it; raises RouterError."""
+    turn = await prepare_turn(services, to_model(chat_body(body), ChatCompletionRequest))
+    return replace(turn, keeps_stops=False)
+
+
+async def _answer(
+    services: Services, generation: Generation, turn: ChatTurn, head: MessageHead
+) -> web.Response:
+    text = turn.text()
+    pieces = [piece async for piece in pieces_of(generation, text)]
+    usage = usage_of(generation, pieces[-1])
+    finish_reason = pieces[-1].finish_reason
+    assert finish_reason is not None
+    answer = head.json(
+        usage,
+        blocks_of(pieces),
+        end_json(finish_reason, text.stop_sequence),
+    )
+    headers = answer_headers(
+        compute_type=services.compute_type,
+        num_characters=len(generation.inputs),
+        prompt_tokens=usage.prompt_tokens,
+        generated_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+        times=generation.times,
+    )
+    return json_response(answer, headers=headers)

@@ -1,0 +1,74 @@
+"""Text completions as plain dictionaries for the JSON writer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from millrace_router.api.completions.logprobs import join
+from millrace_router.api.completions.protocol import (
+    ChunkJson,
+    CompletionCompleteJson,
+    CompletionFinalJson,
+)
+from millrace_router.api.completions.text import CompletionPiece
+from millrace_router.api.openai.answers import AnswerHead, Usage
+
+
+def completion_choice(index: int, pieces: Sequence[CompletionPiece]) -> CompletionCompleteJson:
+    """Render a choice in one piece."""
+    logprobs = [piece.logprobs for piece in pieces if piece.logprobs is not None]
+    return {
+        "index": index,
+        "text": "".join(piece.text for piece in pieces),
+        "logprobs": join(logprobs) if logprobs else None,
+        "finish_reason": pieces[-1].finish_reason,
+    }
+
+
+class CompletionChunks:
+    """Renders the events of a stream.
+
+    Usage comes with each choice's last chunk as in TGI, or for all of them in a chunk of its own if `includes_usage`,
+    and with every chunk, as far as its choice has come, if `tells_usage_always`.
+    """
+
+    def __init__(
+        self,
+        head: AnswerHead,
+        *,
+        includes_usage: bool,
+        tells_usage_always: bool,
+        strict_tgi: bool,
+    ) -> None:
+        self.includes_usage = includes_usage
+        self.tells_usage_always = tells_usage_always
+        self._head = head
+        self._no_reason = "" if strict_tgi else None
+
+    def text_chunk(self, index: int, text: str) -> ChunkJson:
+        """A piece of the choice `index` that is nothing but text."""
+        return self._chunk(index, CompletionPiece(text, None, 0, None))
+
+    def chunk(
+        self, index: int, piece: CompletionPiece, usage: Usage
+    ) -> ChunkJson | CompletionFinalJson:
+        """Any piece; `usage` is what its choice has used so far."""
+        chunk = self._chunk(index, piece)
+        is_last = piece.finish_reason is not None and not self.includes_usage
+        if not (is_last or self.tells_usage_always):
+            return chunk
+        told: CompletionFinalJson = {**chunk, "usage": usage.json()}
+        return told
+
+    def usage_chunk(self, usage: Usage) -> CompletionFinalJson:
+        """What follows the last piece of all choices."""
+        return {**self._head.json(), "choices": [], "usage": usage.json()}
+
+    def _chunk(self, index: int, piece: CompletionPiece) -> ChunkJson:
+        choice: CompletionCompleteJson = {
+            "index": index,
+            "text": piece.text,
+            "logprobs": piece.logprobs,
+            "finish_reason": piece.finish_reason or self._no_reason,
+        }
+        return {**self._head.json(), "choices": [choice]}

@@ -1,0 +1,52 @@
+"""Where the text of each token of a text completion begins."""
+
+from __future__ import annotations
+
+import codecs
+
+from millrace_router.request.events import Token
+from millrace_router.text.tokenizer import Tokenizer
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class CompletionOffsets:
+    """Follows the text of one choice.
+
+    All tokens of a character have its place. A character that stays unfinished is told with the token after it, whose
+    own text begins one further on.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, start: int) -> None:
+        self._tokenizer = tokenizer
+        self._end = start
+        self._utf8 = _Utf8Decoder(errors="replace")
+
+    def push(self, token: Token, text: str) -> int:
+        """Take the next token and the text told with it; return where its own begins."""
+        start = self._end
+        self._end += len(text)
+        if not self._tokenizer.has_pieces:
+            return start
+        unfinished = self._utf8.getstate()[0]
+        if token.special:
+            self._utf8.reset()
+            is_continued = not unfinished
+        else:
+            added = self._tokenizer.token_bytes(token.id)
+            self._utf8.decode(added)
+            is_continued = _is_continued(unfinished, added[:1])
+        is_after = text.startswith(_REPLACEMENT) and not is_continued
+        return start + is_after
+
+
+def _is_continued(unfinished: bytes, byte: bytes) -> bool:
+    """Whether a character goes on so, or none is unfinished."""
+    if not unfinished:
+        return True
+    try:
+        _Utf8Decoder().decode(unfinished + byte)
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -1,0 +1,128 @@
+"""OpenAI's text completion request as a strict model."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Discriminator, Field, Tag
+from typing_extensions import TypeAliasType
+
+from millrace_router.api.openai.common_request import CommonRequest
+from millrace_router.errors import SuffixNotSupported, ValidationError
+from millrace_router.request.fields import UInt32
+from millrace_router.request.limits import Limits
+from millrace_router.request.parameters import OpenAIParameters
+
+Ids = Annotated[list[UInt32], Field(min_length=1, fail_fast=True)]
+Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
+IdLists = Annotated[list[Ids], Field(min_length=1, fail_fast=True)]
+
+
+def _form_of(prompt: object) -> str:
+    """Which of its forms a prompt is to be read as: by its first item, so that the others have to be alike."""
+    if not isinstance(prompt, list):
+        return "text"
+    first = prompt[0] if prompt else ""
+    if isinstance(first, list):
+        return "id_lists"
+    return "ids" if isinstance(first, int) else "texts"
+
+
+Prompt = TypeAliasType(
+    "Prompt",
+    Annotated[
+        Annotated[str, Tag("text")]
+        | Annotated[Texts, Tag("texts")]
+        | Annotated[Ids, Tag("ids")]
+        | Annotated[IdLists, Tag("id_lists")],
+        Discriminator(_form_of),
+    ],
+)
+"""One text or several, or the token ids of one or several."""
+
+
+class CompletionRequest(CommonRequest):
+    """Body of `/v1/completions`."""
+
+    prompt: Prompt
+    suffix: str | None = None
+    echo: bool | None = None
+    """Whether the answer begins with the prompt."""
+    logprobs: int | None = None
+    """How many candidates are told beside each token and its log probability; with `echo`, of the prompt's, too."""
+    best_of: int | None = None
+
+    @property
+    def prompts(self) -> list[str | tuple[int, ...]]:
+        """All prompts, in the order of the choices."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if isinstance(prompt[0], int):
+            return [tuple(prompt)]
+        return [one if isinstance(one, str) else tuple(one) for one in prompt]
+
+    @property
+    def num_characters(self) -> int:
+        """Length of all prompts that are texts."""
+        return sum(len(prompt) for prompt in self.prompts if isinstance(prompt, str))
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of each prompt, of which the best are its choices."""
+        return max(self.num_choices, self.best_of or 0)
+
+    @property
+    def only_scores(self) -> bool:
+        """Whether nothing is to be generated."""
+        return self.max_tokens == 0
+
+    def parameters(
+        self, *, top_n_tokens: int | None = None, strict_tgi: bool = False
+    ) -> OpenAIParameters:
+        """Translate; raises ValidationError. What only scores a prompt samples one token, which nobody is shown."""
+        parameters = super().parameters(
+            top_n_tokens=self.logprobs if top_n_tokens is None else top_n_tokens,
+            strict_tgi=strict_tgi,
+        )
+        changes: dict[str, object] = {}
+        if self.only_scores:
+            changes |= {"max_new_tokens": 1, "min_new_tokens": None}
+        if self.echo and self.logprobs is not None:
+            changes |= {"prompt_logprobs": True, "prompt_top_n_tokens": self.logprobs}
+        return parameters.model_copy(update=changes)
+
+    def check(self, limits: Limits) -> None:
+        """Check what only this route has; raises RouterError."""
+        super().check(limits)
+        if self.suffix:
+            raise SuffixNotSupported
+        if self.logprobs is not None and not 0 <= self.logprobs <= limits.max_top_n_tokens:
+            raise ValidationError(
+                f"`logprobs` must be >= 0 and <= {limits.max_top_n_tokens}. Given: {self.logprobs}"
+            )
+        if self.only_scores and not self.echo:
+            raise ValidationError("`max_tokens` must be strictly positive without `echo`")
+        highest = max((max(ids) for ids in self.prompts if isinstance(ids, tuple)), default=0)
+        if highest >= limits.vocab_size:
+            raise ValidationError(
+                f"`prompt` contains token id {highest}, but the model knows only {limits.vocab_size}"
+            )
+        if self.best_of is not None:
+            self._check_best_of(self.best_of, limits)
+
+    def _check_best_of(self, best_of: int, limits: Limits) -> None:
+        if best_of < self.num_choices:
+            raise ValidationError(
+                f"`best_of` must be >= `n`. Given: {best_of} and {self.num_choices}"
+            )
+        if best_of == self.num_choices:
+            return
+        if best_of > limits.max_best_of:
+            raise ValidationError(
+                f"`best_of` must be > 0 and <= {limits.max_best_of}. Given: {best_of}"
+            )
+        if self.stream:
+            raise ValidationError("`best_of` > `n` is not supported when streaming tokens")
+        if self.temperature == 0:
+            raise ValidationError("you must use sampling when `best_of` is > 1")

@@ -1,0 +1,169 @@
+"""OpenAI's text completions: one prompt or a few, and one choice or several of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from aiohttp import web
+
+from millrace_router.api.completions.answers import CompletionChunks, completion_choice
+from millrace_router.api.completions.echo import echo_of
+from millrace_router.api.completions.logprobs import CompletionLogprobs
+from millrace_router.api.completions.protocol import CompletionCompleteJson, CompletionFinalJson
+from millrace_router.api.completions.request import CompletionRequest
+from millrace_router.api.completions.stream import CompletionStream, usage_of
+from millrace_router.api.completions.text import CompletionPiece, CompletionText, Style
+from millrace_router.api.openai.answers import AnswerHead, Usage
+from millrace_router.api.openai.errors import fingerprint, model_name
+from millrace_router.api.openai.strict_tgi import openai_route, stream_errors
+from millrace_router.engine.generation import Generation
+from millrace_router.errors import BatchSizeExceeded
+from millrace_router.request.events import PromptLogprobs
+from millrace_router.request.prompt import PromptRequest
+from millrace_router.server.access_log import watch
+from millrace_router.server.bodies import json_response, read_model
+from millrace_router.server.headers import answer_headers, form_of, sum_of_times
+from millrace_router.server.request_terms import counting_refusals, terms_of
+from millrace_router.server.services import SERVICES, Services
+from millrace_router.server.sse import respond
+
+Sample = tuple[Generation, CompletionText]
+
+
+def register(app: web.Application) -> None:
+    """Add the route to `app`."""
+    app.router.add_post("/v1/completions", openai_route(completions))
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    """`POST /v1/completions`."""
+    services = request.app[SERVICES]
+    body = await read_model(request, CompletionRequest)
+    strict_tgi = services.config.strict_tgi
+    with counting_refusals(services.metrics):
+        body.check(services.limits)
+        if len(body.prompts) > services.limits.max_client_batch_size:
+            raise BatchSizeExceeded(services.limits.max_client_batch_size)
+        parameters = body.parameters(strict_tgi=strict_tgi)
+        terms = terms_of(request, parameters)
+    head = AnswerHead(
+        "text_completion",
+        "cmpl",
+        model=model_name(services, body.model),
+        fingerprint=fingerprint(),
+        anonymous=strict_tgi,
+    )
+    style = _style(services, body)
+    with ExitStack() as cleanup:
+        samples: list[Sample] = []
+        for prompt in body.prompts:
+            asked = PromptRequest.of(prompt, parameters)
+            generations = await services.infer.start_samples(asked, body.num_samples, terms=terms)
+            for generation in generations:
+                cleanup.callback(generation.close)
+            echo = await echo_of(services.tokenizer, prompt) if body.echo else None
+            samples.extend((generation, CompletionText(style, echo)) for generation in generations)
+        watch(request, *_generations(samples))
+        if body.stream:
+            return await _stream(request, body, samples, head)
+        return await _answer(services, body, samples, head)
+
+
+async def _stream(
+    request: web.Request, body: CompletionRequest, samples: Sequence[Sample], head: AnswerHead
+) -> web.StreamResponse:
+    services = request.app[SERVICES]
+    form = form_of(
+        services,
+        _generations(samples),
+        num_characters=body.num_characters,
+        on_error=stream_errors(services),
+    )
+    chunks = CompletionChunks(
+        head,
+        includes_usage=body.includes_usage,
+        tells_usage_always=body.tells_usage_always,
+        strict_tgi=services.config.strict_tgi,
+    )
+    stream = CompletionStream(chunks, samples, num_samples=body.num_samples)
+    return await respond(request, stream.feed, form)
+
+
+def _generations(samples: Sequence[Sample]) -> list[Generation]:
+    return [generation for generation, _ in samples]
+
+
+def _style(services: Services, body: CompletionRequest) -> Style:
+    logprobs = None
+    if body.logprobs is not None:
+        logprobs = CompletionLogprobs(services.tokenizer, body.logprobs)
+    return Style(
+        stop_sequences=body.stop_sequences,
+        logprobs=logprobs,
+        only_scores=body.only_scores,
+        strict_tgi=services.config.strict_tgi,
+        streams=bool(body.stream),
+    )
+
+
+async def _answer(
+    services: Services, body: CompletionRequest, samples: Sequence[Sample], head: AnswerHead
+) -> web.Response:
+    """Choose among each prompt's samples; the tokens of those left out are counted, too."""
+    choices: list[CompletionCompleteJson] = []
+    usage = Usage(0, 0)
+    for first in range(0, len(samples), body.num_samples):
+        texts, used = await _read(body, samples[first : first + body.num_samples])
+        usage += used
+        for pieces in texts:
+            choices.append(completion_choice(len(choices), pieces))
+    headers = answer_headers(
+        compute_type=services.compute_type,
+        num_characters=body.num_characters,
+        prompt_tokens=usage.prompt_tokens,
+        generated_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+        times=sum_of_times([generation.times for generation in _generations(samples)]),
+    )
+    # TGI gives no such sum here.
+    del headers["x-compute-time"]
+    answer: CompletionFinalJson = {**head.json(), "choices": choices, "usage": usage.json()}
+    return json_response(answer, headers=headers)
+
+
+async def _read(
+    body: CompletionRequest, samples: Sequence[Sample]
+) -> tuple[list[list[CompletionPiece]], Usage]:
+    """The pieces of one prompt's choices: its samples, or the likeliest of them first.
+
+    They are read one after the other: the events of the others wait in their streams.
+    """
+    read: list[tuple[float, list[CompletionPiece]]] = []
+    usage = Usage(0, 0)
+    prompt: PromptLogprobs | None = None
+    for index, (generation, text) in enumerate(samples):
+        pieces, told = await _pieces(generation, text, prompt)
+        prompt = prompt or told
+        read.append((text.mean_logprob, pieces))
+        usage += usage_of(generation, pieces[-1], sample=index)
+    if len(read) > body.num_choices:
+        read.sort(key=lambda one: one[0], reverse=True)
+    return [pieces for _, pieces in read[: body.num_choices]], usage
+
+
+async def _pieces(
+    generation: Generation, text: CompletionText, prompt: PromptLogprobs | None
+) -> tuple[list[CompletionPiece], PromptLogprobs | None]:
+    """What echo and tokens make of a choice, until one has a finish reason; and what is told of the prompt."""
+    pieces: list[CompletionPiece] = []
+    async for event in generation:
+        if isinstance(event, PromptLogprobs):
+            prompt = event
+            continue
+        if not pieces and (opening := text.opening(prompt)) is not None:
+            pieces.append(opening)
+        pieces.append(text.push(event))
+        if pieces[-1].finish_reason is not None:
+            break
+    return pieces, prompt

@@ -1,0 +1,5 @@
+"""OpenAI's chat completions, and what every chat dialect shares.
+
+Entry points: `routes.register`, `prepare.prepare_turn`.
+May import: server and below; no other room of api.
+"""

@@ -1,0 +1,100 @@
+"""What OpenAI's answers have in common, as plain dictionaries for the JSON writer, in TGI's key order."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import orjson
+
+from millrace_router.api.openai.protocol import (
+    HeadJson,
+    OpenAIErrorResponseJson,
+    StreamFailureJson,
+    UsageJson,
+)
+from millrace_router.errors import RouterError
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one choice, or of several added up."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    """Tokens of the prompt that were found computed."""
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(
+            self.prompt_tokens + other.prompt_tokens,
+            self.completion_tokens + other.completion_tokens,
+            self.cached_tokens + other.cached_tokens,
+        )
+
+    def json(self) -> UsageJson:
+        """Render."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class AnswerHead:
+    """The keys that every answer and chunk of one request begins with."""
+
+    def __init__(
+        self, kind: str, id_prefix: str, *, model: str, fingerprint: str, anonymous: bool = False
+    ) -> None:
+        """With `anonymous` the id is "", as TGI's is."""
+        self._json: HeadJson = {
+            "object": kind,
+            "id": "" if anonymous else f"{id_prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": fingerprint,
+        }
+
+    def json(self, kind: str | None = None) -> HeadJson:
+        """Render; `kind` replaces the usual `object`."""
+        return {**self._json, "object": kind or self._json["object"]}
+
+
+class ChunkTemplate:
+    """A chunk that is rendered once, with room for the text that changes from token to token."""
+
+    def __init__(
+        self,
+        render: Callable[[str], Mapping[str, object]],
+        *,
+        frame: Callable[[bytes], bytes] = bytes,
+    ) -> None:
+        """`frame` puts around the rendered chunk what belongs there."""
+        mark = uuid.uuid4().hex
+        framed = frame(orjson.dumps(render(mark)))
+        self._before, self._after = framed.split(orjson.dumps(mark))
+
+    def fill(self, text: str) -> bytes:
+        """Render the chunk with `text`."""
+        return b"%b%b%b" % (self._before, orjson.dumps(text), self._after)
+
+
+def error_answer(error: RouterError) -> OpenAIErrorResponseJson:
+    """Render a failure that comes before the first byte."""
+    return {
+        "error": {**error_detail(error), "param": None, "code": None},
+        "error_type": error.error_type,
+    }
+
+
+def error_detail(error: RouterError) -> StreamFailureJson:
+    """Render a failure for the middle of a stream."""
+    return {
+        "message": str(error),
+        "type": error.error_type,
+        "http_status_code": error.status,
+    }

@@ -1,0 +1,153 @@
+"""From the tokens of a generation to the text, the tool calls and the log probabilities of a choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from millrace_router.api.openai.protocol import (
+    ChatCompletionLogprobJson,
+    ChatCompletionTopLogprobJson,
+)
+from millrace_router.request.events import Token, TokenEvent
+from millrace_router.request.float32 import shortest
+from millrace_router.request.request import FinishReason
+from millrace_router.text.stopping import StopTrimmer
+from millrace_router.tool_calls.tool import CallDelta, Parsed
+from millrace_router.tool_calls.tool_format import ToolParser
+
+STOP = "stop"
+TOOL_CALLS = "tool_calls"
+STOP_SEQUENCE = "stop_sequence"
+_FINISH_REASONS = {
+    FinishReason.LENGTH: "length",
+    FinishReason.EOS_TOKEN: STOP,
+    FinishReason.STOP_SEQUENCE: STOP,
+}
+LEAST_LOGPROB = -9999.0
+"""Stands for the logarithm of nothing, which JSON has no number for."""
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one token adds to a choice; the last piece has a finish reason."""
+
+    text: str
+    finish_reason: str | None
+    """`stop`, `length` or `tool_calls`; with stop strings kept also `stop_sequence`."""
+    num_tokens: int
+    """Tokens of the choice so far."""
+    logprobs: ChatCompletionLogprobJson | None
+    calls: tuple[CallDelta, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """How the log probabilities of a choice's tokens are told."""
+
+    num_candidates: int
+    bytes_of: Callable[[Token], bytes]
+    """What a token adds to the text, where that is known: it may end within a character."""
+
+    def json(self, event: TokenEvent) -> ChatCompletionLogprobJson:
+        """Render a token, and the first candidates: of those that tie for the last place some are left out."""
+        candidates = event.top_tokens[: self.num_candidates]
+        return {
+            **self._token(event.token),
+            "top_logprobs": [self._token(token) for token in candidates],
+        }
+
+    def _token(self, token: Token) -> ChatCompletionTopLogprobJson:
+        logprob = shortest(token.logprob)
+        return {
+            "token": token.text,
+            "logprob": LEAST_LOGPROB if logprob is None else logprob,
+            "bytes": list(self.bytes_of(token)),
+        }
+
+
+class ChoiceText:
+    """Turns a generation's tokens into a choice: special tokens hidden, cut before a stop string, calls apart."""
+
+    def __init__(
+        self,
+        stop_sequences: list[str],
+        *,
+        logprobs: TokenLogprobs | None = None,
+        parser: ToolParser | None = None,
+        markers: Sequence[str] = (),
+        keeps_stops: bool = False,
+    ) -> None:
+        """With `parser` calls are looked for, in text that has the special tokens `markers` in it.
+
+        With `keeps_stops` a stop string stays in the text, and is told as the finish reason, as TGI does.
+        """
+        self._trimmer = StopTrimmer([] if keeps_stops else stop_sequences)
+        self._logprobs = logprobs
+        self._parser = parser
+        self._markers = tuple(markers)
+        self._keeps_stops = keeps_stops
+        self._has_called = False
+        self._num_tokens = 0
+        self._sum_of_logprobs = 0.0
+
+    @property
+    def mean_logprob(self) -> float:
+        """Average log probability of the tokens taken, by which `best_of` judges; one is needed."""
+        return self._sum_of_logprobs / self._num_tokens
+
+    @property
+    def stop_sequence(self) -> str | None:
+        """The stop string that the text was cut before, if there was one."""
+        return self._trimmer.stop
+
+    def push(self, event: TokenEvent) -> Piece:
+        """Take the next token; nothing may follow a piece that has a finish reason."""
+        token = event.token
+        self._num_tokens = event.index
+        self._sum_of_logprobs += token.logprob
+        text = self._trimmer.push(self._hidden(token) if token.special else token.text)
+        reason: str | None = None
+        if self._trimmer.stop is not None:
+            reason = STOP
+        elif event.finished is not None:
+            reason = self._reason(event.finished.finish_reason)
+            text += self._trimmer.finish()
+        logprobs = None if self._logprobs is None else self._logprobs.json(event)
+        if self._parser is None:
+            return Piece(text, reason, event.index, logprobs)
+        parsed = self._parse(self._parser, text, ended=reason is not None)
+        if reason == STOP and self._has_called:
+            reason = TOOL_CALLS
+        return Piece(parsed.text, reason, event.index, logprobs, parsed.calls)
+
+    def _hidden(self, token: Token) -> str:
+        """What there is to see of a special token."""
+        return next((marker for marker in self._markers if token.text.endswith(marker)), "")
+
+    def _reason(self, finish_reason: FinishReason) -> str:
+        if self._keeps_stops and finish_reason is FinishReason.STOP_SEQUENCE:
+            return STOP_SEQUENCE
+        return _FINISH_REASONS[finish_reason]
+
+    def _parse(self, parser: ToolParser, text: str, *, ended: bool) -> Parsed:
+        parsed = parser.push(text)
+        if ended:
+            rest = parser.finish()
+            parsed = Parsed(parsed.text + rest.text, parsed.calls + rest.calls)
+        self._has_called = self._has_called or bool(parsed.calls)
+        return parsed
+
+
+def parts_of(piece: Piece) -> Iterator[str | CallDelta]:
+    """Yield what a token adds: the rest of a call, then text, then calls that begin."""
+    calls = iter(piece.calls)
+    for delta in calls:
+        if delta.id is not None:
+            calls = chain((delta,), calls)
+            break
+        yield delta
+    if piece.text:
+        yield piece.text
+    yield from calls

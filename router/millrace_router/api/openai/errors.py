@@ -1,0 +1,75 @@
+"""What OpenAI's routes share: names, error envelopes, choices out of generations."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from functools import wraps
+
+import orjson
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from millrace_router.api.openai.answers import Usage, error_answer, error_detail
+from millrace_router.api.openai.choice import ChoiceText, Piece
+from millrace_router.engine.generation import Generation
+from millrace_router.errors import RouterError
+from millrace_router.request.events import TokenEvent
+from millrace_router.server.bodies import error_response
+from millrace_router.server.services import SERVICES, Services
+from millrace_router.server.sse import DONE, event
+from millrace_router.version import VERSION
+
+OWN_NAME = "tgi"
+"""What clients that do not care call the model."""
+
+
+def model_name(services: Services, asked: str | None) -> str:
+    """Name to answer with: any name is served by the one model, and echoed."""
+    return services.config.model_id if asked in {None, "", OWN_NAME} else str(asked)
+
+
+def fingerprint() -> str:
+    """Version and image, as TGI writes them."""
+    return f"{VERSION}-{os.environ.get('DOCKER_LABEL') or 'native'}"
+
+
+def openai_errors(handler: Handler, *, is_tgi_s: bool = True) -> Handler:
+    """Answer what `handler` raises before its first byte in OpenAI's envelope; on TGI's own routes TGI has another."""
+
+    @wraps(handler)
+    async def answer(request: web.Request) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except RouterError as error:
+            if is_tgi_s and request.app[SERVICES].config.strict_tgi:
+                raise
+            response = error_response(error)
+            response.body = orjson.dumps(error_answer(error))
+            return response
+
+    return answer
+
+
+def stream_error(error: RouterError) -> bytes:
+    """Frame a failure in mid-stream; the stream ends as any other."""
+    return event(orjson.dumps({"error": error_detail(error)})) + DONE
+
+
+async def pieces_of(generation: Generation, text: ChoiceText) -> AsyncIterator[Piece]:
+    """Yield what each token adds to the choice, until it has a finish reason."""
+    async for event_ in generation:
+        if isinstance(event_, TokenEvent):
+            piece = text.push(event_)
+            yield piece
+            if piece.finish_reason is not None:
+                return
+
+
+def usage_of(generation: Generation, last: Piece, *, sample: int = 0) -> Usage:
+    """Token counts of a choice whose last piece is there; a prompt is counted with its first sample alone."""
+    if sample:
+        return Usage(0, last.num_tokens)
+    return Usage(
+        len(generation.valid.input_ids), last.num_tokens, cached_tokens=generation.cached_tokens
+    )

@@ -1,0 +1,136 @@
+"""OpenAI's chat and model list, in TGI's shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import orjson
+from aiohttp import web
+
+from millrace_router.api.openai.answers import AnswerHead, Usage
+from millrace_router.api.openai.chat_answers import ChatAnswers
+from millrace_router.api.openai.chat_request import ChatCompletionRequest
+from millrace_router.api.openai.chat_stream import ChatStream
+from millrace_router.api.openai.errors import (
+    fingerprint,
+    model_name,
+    openai_errors,
+    pieces_of,
+    usage_of,
+)
+from millrace_router.api.openai.prepare import ChatTurn, prepare_turn
+from millrace_router.api.openai.protocol import ChatCompletionCompleteJson, ModelInfoJson, ModelJson
+from millrace_router.api.openai.strict_tgi import counted_again, openai_route, stream_errors
+from millrace_router.engine.generation import Generation
+from millrace_router.errors import UnknownModel
+from millrace_router.server.access_log import watch
+from millrace_router.server.bodies import json_response, read_model
+from millrace_router.server.headers import answer_headers, form_of, sum_of_times
+from millrace_router.server.request_terms import counting_refusals, terms_of
+from millrace_router.server.services import SERVICES, Services
+from millrace_router.server.sse import respond
+
+
+def register(app: web.Application) -> None:
+    """Add the routes to `app`."""
+    app.router.add_post("/v1/chat/completions", openai_route(chat_completions))
+    app.router.add_get("/v1/models", models)
+    # Names may have slashes.
+    app.router.add_get("/v1/models/{model:.+}", openai_errors(model))
+    app.router.add_post("/chat_tokenize", counted_again(chat_tokenize))
+
+
+async def models(request: web.Request) -> web.StreamResponse:
+    """`GET /v1/models`: the one that is served."""
+    answer: ModelInfoJson = {"object": "list", "data": [_model(request.app[SERVICES])]}
+    return json_response(answer)
+
+
+async def model(request: web.Request) -> web.StreamResponse:
+    """`GET /v1/models/{model}`: the one that is served, by its name."""
+    served, asked = _model(request.app[SERVICES]), request.match_info["model"]
+    if asked != served["id"]:
+        raise UnknownModel(asked)
+    return json_response(served)
+
+
+def _model(services: Services) -> ModelJson:
+    name = services.config.model_id
+    return {"id": name, "object": "model", "created": 0, "owned_by": name}
+
+
+async def chat_tokenize(request: web.Request) -> web.StreamResponse:
+    """`POST /chat_tokenize`: the prompt that a chat becomes, and its tokens."""
+    services = request.app[SERVICES]
+    body = await read_model(request, ChatCompletionRequest)
+    with services.infer.permit():
+        prompt = (await prepare_turn(services, body)).asked.inputs
+        tokens = await services.validator.tokenize(prompt, add_special_tokens=False)
+    return json_response({"tokenize_response": orjson.Fragment(tokens), "templated_text": prompt})
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    """`POST /v1/chat/completions`."""
+    services = request.app[SERVICES]
+    body = await read_model(request, ChatCompletionRequest)
+    with counting_refusals(services.metrics):
+        turn = await prepare_turn(services, body)
+        terms = terms_of(request, turn.asked.parameters)
+    answers = _answers(services, body)
+    with ExitStack() as cleanup:
+        generations = await services.infer.start_samples(
+            turn.asked, body.num_choices, terms=terms, add_special_tokens=False
+        )
+        for generation in generations:
+            cleanup.callback(generation.close)
+        watch(request, *generations)
+        if not body.stream:
+            return await _answer(services, turn, generations, answers)
+        form = form_of(
+            services,
+            generations,
+            num_characters=len(turn.asked.inputs),
+            on_error=stream_errors(services),
+        )
+        stream = ChatStream(
+            answers,
+            [(generation, turn.text()) for generation in generations],
+            is_plain=turn.is_plain,
+            includes_usage=body.includes_usage,
+            tells_usage_always=body.tells_usage_always,
+        )
+        return await respond(request, stream.feed, form)
+
+
+def _answers(services: Services, body: ChatCompletionRequest) -> ChatAnswers:
+    strict_tgi = services.config.strict_tgi
+    head = AnswerHead(
+        "chat.completion",
+        "chatcmpl",
+        model=model_name(services, body.model),
+        fingerprint=fingerprint(),
+        anonymous=strict_tgi,
+    )
+    return ChatAnswers(head, strict_tgi=strict_tgi, functions=body.has_functions)
+
+
+async def _answer(
+    services: Services, turn: ChatTurn, generations: Sequence[Generation], answers: ChatAnswers
+) -> web.Response:
+    """Read one generation after the other: the events of the others wait in their streams."""
+    choices: list[ChatCompletionCompleteJson] = []
+    usage = Usage(0, 0)
+    for index, generation in enumerate(generations):
+        pieces = [piece async for piece in pieces_of(generation, turn.text())]
+        choices.append(answers.choice(index, pieces))
+        usage += usage_of(generation, pieces[-1], sample=index)
+    headers = answer_headers(
+        compute_type=services.compute_type,
+        num_characters=len(turn.asked.inputs),
+        prompt_tokens=usage.prompt_tokens,
+        generated_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+        times=sum_of_times([generation.times for generation in generations]),
+    )
+    return json_response(answers.answer(choices, usage), headers=headers)

@@ -1,0 +1,110 @@
+"""What `--strict-tgi` makes of a route, as wrappers of its handler; without the flag they do nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import wraps
+
+import orjson
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from millrace_router.api.openai.errors import openai_errors, stream_error
+from millrace_router.errors import (
+    BatchSizeExceeded,
+    BodyError,
+    NotResumable,
+    RouterError,
+    SuffixNotSupported,
+    TemplateError,
+    ToolError,
+)
+from millrace_router.server.bodies import ERROR_TYPE, read_json
+from millrace_router.server.idempotent_route import keyed
+from millrace_router.server.services import SERVICES, Services
+from millrace_router.server.sse import DONE, STREAM_HEADERS, event
+
+BEFORE_STREAMS = (
+    BodyError,
+    TemplateError,
+    ToolError,
+    BatchSizeExceeded,
+    SuffixNotSupported,
+    NotResumable,
+)
+"""What TGI finds out before it thinks of a stream, and what it does not know."""
+TOLD_STATUS = 422
+"""In an event of OpenAI's streams, whatever has failed."""
+
+
+async def always(_: web.Request) -> bool:
+    """Say that whoever comes here wants a stream."""
+    return True
+
+
+async def asks_for_stream(request: web.Request) -> bool:
+    """Whether the body says `"stream": true`; it has been read before."""
+    body = await read_json(request)
+    return isinstance(body, dict) and body.get("stream") is True
+
+
+def told_in_stream(
+    handler: Handler,
+    on_error: Callable[[RouterError], bytes],
+    *,
+    when: Callable[[web.Request], Awaitable[bool]] = always,
+) -> Handler:
+    """Answer a stream that fails before its first event with 200, and with the error for its only event."""
+
+    @wraps(handler)
+    async def answer(request: web.Request) -> web.StreamResponse:
+        services = request.app[SERVICES]
+        try:
+            return await handler(request)
+        except BEFORE_STREAMS:
+            raise
+        except RouterError as error:
+            if not (services.config.strict_tgi and await when(request)):
+                raise
+            headers = {**STREAM_HEADERS, "x-compute-type": services.compute_type}
+            response = web.Response(body=on_error(error), headers=headers)
+            response[ERROR_TYPE] = error.error_type
+            return response
+
+    return answer
+
+
+def counted_again(handler: Handler) -> Handler:
+    """Count a request whose body could be read once more than the generations that it asks for."""
+
+    @wraps(handler)
+    async def answer(request: web.Request) -> web.StreamResponse:
+        services = request.app[SERVICES]
+        was_read = True
+        try:
+            return await handler(request)
+        except BodyError:
+            was_read = False
+            raise
+        finally:
+            if was_read and services.config.strict_tgi:
+                services.metrics.request_count.inc()
+
+    return answer
+
+
+def openai_route(handler: Handler) -> Handler:
+    """Wrap a handler of OpenAI's as all of them are: keys, envelopes of errors, and TGI's ways if those are wanted."""
+    working = keyed(counted_again(handler))
+    return openai_errors(told_in_stream(working, strict_stream_error, when=asks_for_stream))
+
+
+def stream_errors(services: Services) -> Callable[[RouterError], bytes]:
+    """How a failure in the middle of one of OpenAI's streams is told."""
+    return strict_stream_error if services.config.strict_tgi else stream_error
+
+
+def strict_stream_error(error: RouterError) -> bytes:
+    """Frame a failure as TGI does; the stream ends as any other."""
+    told = {"error": {"message": str(error), "http_status_code": TOLD_STATUS}}
+    return event(orjson.dumps(told)) + DONE

@@ -1,0 +1,256 @@
+"""The OpenAPI document: the table of routes, with the schemas of the very types that validate and answer.
+
+Limits that depend on flags, and those that only some of the routes check, are in no schema: they are answered with 422.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from http import HTTPStatus
+from typing import Any, NamedTuple
+
+import orjson
+from aiohttp import web
+from pydantic import TypeAdapter
+from pydantic.json_schema import GenerateJsonSchema
+from typing_extensions import TypeAliasType, TypeForm
+
+from millrace_router.api.anthropic.protocol import MessagesErrorResponseJson
+from millrace_router.api.openai.protocol import OpenAIErrorResponseJson, StreamErrorJson
+from millrace_router.api.openapi.operation import Operation
+from millrace_router.api.openapi.operations import OPERATIONS
+from millrace_router.api.tgi.info import ErrorResponseJson
+from millrace_router.request.terms import (
+    API_KEY_HEADER,
+    MAX_PRIORITY,
+    MAX_QUEUE_HEADER,
+    MAX_QUEUE_MS,
+    PRIORITY_HEADER,
+    TENANT_HEADER,
+)
+from millrace_router.server.idempotency import (
+    KEY_HEADER,
+    LAST_EVENT_HEADER,
+    MAX_KEY_LENGTH,
+    MAX_LAST_EVENT,
+)
+from millrace_router.version import VERSION
+
+JSON = "application/json"
+TAG = "Text Generation Inference"
+REFERENCE = "#/components/schemas/"
+_MODEL = re.compile(rf"(?<={REFERENCE})\w+")
+_PATH_PARAMETER = re.compile(r"{(\w+)}")
+NAMES = {
+    "BestOfDetailsJson": "Details",
+    "CalledFunction": "PastFunction",
+    "CalledFunctionJson": "FunctionDefinition",
+    "ChatCompletionRequest": "ChatRequest",
+    "ChatMessage": "Message",
+    "ContentPart": "MessageChunk",
+    "FunctionDefinition": "ToolFunction",
+    "ModelInfoJson": "ModelsInfo",
+    "ModelJson": "ModelInfo",
+    "SequenceJson": "SequenceDetails",
+    "TokenSpan": "SimpleToken",
+    "ToolCall": "PastToolCall",
+    "ToolChoiceField": "ToolChoice",
+    "ToolDefinition": "Tool",
+}
+"""Schemas by type, so that TGI's have TGI's names; of all others the name is the type's."""
+SECURITY_SCHEMES = {
+    "ApiKey": {"type": "http", "scheme": "bearer"},
+    "ApiKeyHeader": {"type": "apiKey", "in": "header", "name": API_KEY_HEADER},
+}
+HEADERS: dict[str, dict[str, object]] = {
+    PRIORITY_HEADER: {
+        "description": "How much sooner than others; `priority` in the body beats it",
+        "schema": {"type": "integer", "minimum": -MAX_PRIORITY, "maximum": MAX_PRIORITY},
+    },
+    TENANT_HEADER: {
+        "description": "Among whom the server is shared out, where it is",
+        "schema": {"type": "string"},
+    },
+    MAX_QUEUE_HEADER: {
+        "description": "Milliseconds that the request may wait, and is refused with 429 rather than wait longer",
+        "schema": {"type": "integer", "minimum": 1, "maximum": MAX_QUEUE_MS},
+    },
+    KEY_HEADER: {
+        "description": "Names a request that may be sent again: it is answered once, by what runs already",
+        "schema": {"type": "string", "minLength": 1, "maxLength": MAX_KEY_LENGTH},
+    },
+    LAST_EVENT_HEADER: {
+        "description": f"`id` of the last event that was read, from 1 to {MAX_LAST_EVENT}: the stream goes on "
+        f"after it, or is 410. Ignored without `{KEY_HEADER}`, and so any text there",
+        "schema": {"type": "string"},
+    },
+}
+RETRY_AFTER: dict[str, object] = {
+    "headers": {
+        "retry-after": {
+            "description": "Seconds until there may be room",
+            "required": True,
+            "schema": {"type": "integer", "minimum": 1},
+        }
+    }
+}
+
+
+@cache
+def openapi_json() -> bytes:
+    """Render the document."""
+    return orjson.dumps(openapi(), option=orjson.OPT_INDENT_2)
+
+
+def openapi() -> dict[str, Any]:
+    """Put the document together."""
+    schemas = _Schemas()
+    paths: dict[str, dict[str, Any]] = {}
+    for operation in OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method] = _operation(operation, schemas)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Millrace",
+            "description": "Text generation, as TGI, OpenAI and Anthropic speak of it",
+            "license": {"name": "Apache 2.0", "identifier": "Apache-2.0"},
+            "version": VERSION,
+        },
+        "paths": paths,
+        "components": {
+            "schemas": schemas.components,
+            "securitySchemes": SECURITY_SCHEMES,
+        },
+        "tags": [{"name": TAG}],
+    }
+
+
+class _Schema(GenerateJsonSchema):
+    """Without the titles that pydantic makes of names."""
+
+    def field_title_should_be_set(self, schema: object) -> bool:  # noqa: ARG002
+        return False
+
+
+class _Schemas:
+    """Schemas by type, and what they refer to."""
+
+    def __init__(self) -> None:
+        self.components: dict[str, Any] = {}
+
+    def of(self, type_: TypeForm[Any]) -> dict[str, Any]:
+        """Schema of a type, references and all."""
+        generated = TypeAdapter(type_).json_schema(
+            ref_template=REFERENCE + "{model}", schema_generator=_Schema
+        )
+        schema: dict[str, Any] = orjson.loads(
+            _MODEL.sub(lambda match: _public(match[0]), orjson.dumps(generated).decode())
+        )
+        for name, component in schema.pop("$defs", {}).items():
+            self._add(name, component)
+        # An alias is inlined where it is all there is, and has a name all the same.
+        alias: object = type_
+        name = alias.__name__ if isinstance(alias, TypeAliasType) else schema.get("title")
+        return schema if name is None else self._add(name, schema)
+
+    def _add(self, name: str, component: dict[str, Any]) -> dict[str, Any]:
+        component.pop("title", None)
+        assert self.components.get(_public(name), component) == component, name
+        self.components[_public(name)] = component
+        return {"$ref": REFERENCE + _public(name)}
+
+
+def _public(name: str) -> str:
+    return NAMES.get(name, name.removesuffix("Json"))
+
+
+def _operation(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "tags": [TAG],
+        "summary": operation.summary,
+        "operationId": operation.id,
+        "responses": _responses(operation, schemas),
+    }
+    parameters = [
+        *(
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in _PATH_PARAMETER.findall(operation.path)
+        ),
+        *(
+            {"name": name, "in": "header", "required": False, **HEADERS[name]}
+            for name in operation.headers
+        ),
+    ]
+    if parameters:
+        described["parameters"] = parameters
+    if operation.body is not None:
+        described["requestBody"] = {
+            "required": True,
+            "content": {JSON: {"schema": schemas.of(operation.body)}},
+        }
+    if not operation.is_open:
+        # Only a server that was started with a key asks for one.
+        described["security"] = [{}, *({name: []} for name in SECURITY_SCHEMES)]
+    return described
+
+
+def _responses(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
+    failure = schemas.of(_failures(operation).whole)
+    responses = {"200": {"description": "OK", **_content(operation, schemas)}}
+    for status in sorted(operation.failures):
+        responses[str(status.value)] = {
+            "description": status.phrase,
+            **(RETRY_AFTER if status is HTTPStatus.TOO_MANY_REQUESTS else {}),
+            "content": {JSON: {"schema": failure}},
+        }
+    if not operation.is_open:
+        unauthorized = HTTPStatus.UNAUTHORIZED
+        responses[str(unauthorized.value)] = {
+            "description": unauthorized.phrase,
+            **({"content": {JSON: {"schema": failure}}} if operation.anthropic else {}),
+        }
+    return responses
+
+
+class _Failures(NamedTuple):
+    """How failures are told."""
+
+    whole: Any
+    """Before the first byte."""
+    event: Any
+    """In the middle of a stream."""
+
+
+def _failures(operation: Operation) -> _Failures:
+    if operation.openai:
+        return _Failures(OpenAIErrorResponseJson, StreamErrorJson)
+    if operation.either:
+        return _Failures(
+            ErrorResponseJson | OpenAIErrorResponseJson, ErrorResponseJson | StreamErrorJson
+        )
+    of_route = MessagesErrorResponseJson if operation.anthropic else ErrorResponseJson
+    return _Failures(of_route, of_route)
+
+
+def _content(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    if operation.answer is bytes:
+        content[operation.text_type] = {"schema": {"type": "string"}}
+    elif operation.answer is not None:
+        content[JSON] = {"schema": schemas.of(operation.answer)}
+    if operation.event is not None:
+        failure = _failures(operation).event
+        content["text/event-stream"] = {"schema": schemas.of(operation.event | failure)}
+    return {"content": content} if content else {}
+
+
+def register(app: web.Application) -> None:
+    """Add the routes to `app`."""
+    for path in ("/api-doc/openapi.json", "/openapi.json"):
+        app.router.add_get(path, schema)
+
+
+async def schema(_: web.Request) -> web.Response:
+    """`GET /openapi.json`."""
+    return web.Response(body=openapi_json(), content_type="application/json")

@@ -1,0 +1,295 @@
+"""The table of routes, as the OpenAPI document tells of them: what each takes, and what it may answer."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+from typing_extensions import TypeAliasType
+
+from millrace_router.api.anthropic.protocol import (
+    CountTokensJson,
+    MessageEventJson,
+    MessagesAnswerJson,
+)
+from millrace_router.api.anthropic.request import CountTokensRequest, MessagesRequest
+from millrace_router.api.completions.protocol import ChunkJson, CompletionFinalJson
+from millrace_router.api.completions.request import CompletionRequest
+from millrace_router.api.openai.chat_request import ChatCompletionRequest
+from millrace_router.api.openai.protocol import (
+    ChatCompletionChunkJson,
+    ChatCompletionJson,
+    ChatTokenizeResponseJson,
+    ModelInfoJson,
+    ModelJson,
+)
+from millrace_router.api.openapi.operation import (
+    ADMITTING,
+    GENERATING,
+    KEYED,
+    MESSAGING,
+    READING,
+    TERMS,
+    Operation,
+)
+from millrace_router.api.openapi.platform_operations import PLATFORM_OPERATIONS
+from millrace_router.api.responses.protocol import InputTokensJson, ResponseEventJson, ResponseJson
+from millrace_router.api.responses.request import ResponsesRequest
+from millrace_router.api.tgi.answers import GenerateResponse, StreamResponse
+from millrace_router.api.tgi.estimate import EstimateJson
+from millrace_router.api.tgi.info import InfoJson, QuarantineJson
+from millrace_router.api.tgi.tokenizer_info import (
+    DetokenizeJson,
+    DetokenizeRequest,
+    TokenizePromptJson,
+    TokenizePromptRequest,
+    TokenizerInfoJson,
+)
+from millrace_router.request.parameters import CompatGenerateRequest, GenerateRequest
+from millrace_router.text.tokenizer import TokenSpan
+
+TokenizeResponse = TypeAliasType("TokenizeResponse", list[TokenSpan])
+Completion = TypeAliasType("Completion", ChunkJson | CompletionFinalJson)
+OPERATIONS = (
+    Operation(
+        method="post",
+        path="/",
+        id="compat_generate",
+        summary="Generate tokens if `stream == false`, or a stream of tokens if `stream == true`",
+        body=CompatGenerateRequest,
+        answer=list[GenerateResponse],
+        event=StreamResponse,
+        failures=GENERATING,
+        headers=KEYED,
+    ),
+    Operation(
+        method="post",
+        path="/generate",
+        id="generate",
+        summary="Generate tokens",
+        body=GenerateRequest,
+        answer=GenerateResponse,
+        failures=GENERATING,
+        headers=KEYED,
+    ),
+    Operation(
+        method="post",
+        path="/generate_stream",
+        id="generate_stream",
+        summary="Generate a stream of tokens as server-sent events",
+        body=GenerateRequest,
+        event=StreamResponse,
+        failures=GENERATING,
+        headers=KEYED,
+    ),
+    Operation(
+        method="post",
+        path="/tokenize",
+        id="tokenize",
+        summary="Tokenize `inputs`, whose places count bytes of UTF-8, or as vLLM a `prompt`",
+        body=GenerateRequest | TokenizePromptRequest,
+        answer=TokenizeResponse | TokenizePromptJson,
+        failures=ADMITTING,
+    ),
+    Operation(
+        method="post",
+        path="/detokenize",
+        id="detokenize",
+        summary="Turn token ids into text",
+        body=DetokenizeRequest,
+        answer=DetokenizeJson,
+        failures=ADMITTING,
+    ),
+    Operation(
+        method="get",
+        path="/tokenizer_info",
+        id="tokenizer_info",
+        summary="Special tokens of the model, and its chat template",
+        answer=TokenizerInfoJson,
+    ),
+    Operation(
+        method="post",
+        path="/chat_tokenize",
+        id="get_chat_tokenize",
+        summary="Turn a chat into a prompt, and tokenize it",
+        body=ChatCompletionRequest,
+        answer=ChatTokenizeResponseJson,
+        failures=ADMITTING,
+    ),
+    Operation(
+        method="post",
+        path="/v1/chat/completions",
+        id="chat_completions",
+        summary="Answer a chat",
+        body=ChatCompletionRequest,
+        answer=ChatCompletionJson,
+        event=ChatCompletionChunkJson,
+        failures=GENERATING,
+        openai=True,
+        headers=KEYED,
+    ),
+    Operation(
+        method="post",
+        path="/v1/completions",
+        id="completions",
+        summary="Complete one text or a few",
+        body=CompletionRequest,
+        answer=CompletionFinalJson,
+        event=Completion,
+        failures=GENERATING,
+        openai=True,
+        headers=KEYED,
+    ),
+    Operation(
+        method="post",
+        path="/v1/responses",
+        id="responses",
+        summary="Answer a conversation, or a text",
+        body=ResponsesRequest,
+        answer=ResponseJson,
+        event=ResponseEventJson,
+        failures=GENERATING,
+        openai=True,
+        headers=KEYED,
+    ),
+    Operation(
+        method="post",
+        path="/v1/responses/input_tokens",
+        id="responses_input_tokens",
+        summary="Count the tokens of a conversation, or a text",
+        body=ResponsesRequest,
+        answer=InputTokensJson,
+        failures=ADMITTING,
+        openai=True,
+    ),
+    *(
+        Operation(
+            method=method,
+            path="/v1/responses/{id}",
+            id=id_,
+            summary="Not found, whatever the id: responses are not stored",
+            failures=(HTTPStatus.NOT_FOUND,),
+            openai=True,
+        )
+        for method, id_ in (("get", "get_response"), ("delete", "delete_response"))
+    ),
+    Operation(
+        method="post",
+        path="/v1/messages",
+        id="messages",
+        summary="Answer a chat, as Anthropic's API does",
+        body=MessagesRequest,
+        answer=MessagesAnswerJson,
+        event=MessageEventJson,
+        failures=(*MESSAGING, HTTPStatus.GONE, HTTPStatus.INTERNAL_SERVER_ERROR),
+        anthropic=True,
+        headers=KEYED,
+    ),
+    Operation(
+        method="post",
+        path="/v1/messages/count_tokens",
+        id="messages_count_tokens",
+        summary="Count the tokens of a chat, as Anthropic's API does",
+        body=CountTokensRequest,
+        answer=CountTokensJson,
+        failures=MESSAGING,
+        anthropic=True,
+    ),
+    Operation(
+        method="post",
+        path="/v1/estimate",
+        id="estimate",
+        summary="What would become of a request, without running it",
+        body=GenerateRequest | ChatCompletionRequest | CompletionRequest,
+        answer=EstimateJson,
+        failures=(*READING, HTTPStatus.SERVICE_UNAVAILABLE),
+        headers=TERMS,
+    ),
+    Operation(
+        method="get",
+        is_open=True,
+        path="/v1/models",
+        id="openai_get_model_info",
+        summary="The model that is served",
+        answer=ModelInfoJson,
+    ),
+    Operation(
+        method="get",
+        path="/v1/models/{model}",
+        id="get_model",
+        summary="The model that is served, by its name",
+        answer=ModelJson,
+        failures=(HTTPStatus.NOT_FOUND,),
+        openai=True,
+    ),
+    Operation(
+        method="get",
+        is_open=True,
+        path="/info",
+        id="get_model_info",
+        summary="The model and every limit",
+        answer=InfoJson,
+    ),
+    *(
+        Operation(
+            method="get",
+            is_open=True,
+            path=path,
+            id=id_,
+            summary="Whether the server can do its work",
+            failures=(HTTPStatus.SERVICE_UNAVAILABLE,),
+        )
+        for path, id_ in (
+            ("/", "root"),
+            ("/health", "health"),
+            ("/ping", "ping"),
+            ("/readyz", "ready"),
+        )
+    ),
+    Operation(
+        method="get",
+        is_open=True,
+        path="/livez",
+        id="live",
+        summary="Whether the router runs, whatever its shards do",
+    ),
+    Operation(
+        method="get",
+        path="/v1/quarantine",
+        id="quarantine",
+        summary="The requests that broke the shards, without their text",
+        answer=QuarantineJson,
+    ),
+    Operation(
+        method="get",
+        is_open=True,
+        path="/metrics",
+        id="metrics",
+        summary="Metrics in Prometheus' text format",
+        answer=bytes,
+    ),
+    *(
+        Operation(
+            method="get",
+            path=path,
+            is_open=True,
+            id=id_,
+            summary="This document",
+            answer=dict[str, Any],
+        )
+        for path, id_ in (("/api-doc/openapi.json", "openapi"), ("/openapi.json", "openapi_alias"))
+    ),
+    *(
+        Operation(
+            method="get",
+            path=path,
+            is_open=True,
+            id=id_,
+            summary="This document, for people with a browser",
+            answer=bytes,
+            text_type="text/html",
+        )
+        for path, id_ in (("/docs", "docs"), ("/docs/", "docs_alias"))
+    ),
+    *PLATFORM_OPERATIONS,
+)

@@ -1,0 +1,90 @@
+"""Pages for people with a browser: a chat at `/`, the documentation of the API at `/docs`."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from aiohttp import ETag, web
+
+from millrace_router.api.pages.document import Document, load
+from millrace_router.api.tgi.probes import health
+from millrace_router.errors import RouterError
+
+PATHS = ("/docs", "/docs/")
+"""Of the documentation, which is open to everybody."""
+
+
+def register(app: web.Application) -> None:
+    """Add the routes to `app`."""
+    app.router.add_get("/", root)
+    for path in PATHS:
+        app.router.add_get(path, docs)
+
+
+async def root(request: web.Request) -> web.StreamResponse:
+    """`GET /`: what `GET /health` answers, and for a browser the chat page with the same status."""
+    if not prefers_html(request.headers.get("accept", "")):
+        answer = await health(request)
+        answer.headers["vary"] = "accept"
+        return answer
+    status = 200
+    try:
+        await health(request)
+    except RouterError as error:
+        status = error.status
+    return _answer(request, page("chat"), status=status, vary="accept")
+
+
+async def docs(request: web.Request) -> web.StreamResponse:
+    """`GET /docs`: `/openapi.json` to read and to try."""
+    return _answer(request, page("docs"))
+
+
+@cache
+def page(name: str) -> Document:
+    """Load a page once."""
+    return load(name)
+
+
+def prefers_html(accept: str) -> bool:
+    """Whether nothing else is wanted more than `text/html`; `*/*`, as probes and clients say it, is no such wish."""
+    ranges = [_range(part) for part in accept.split(",")]
+    best = max((quality for _, quality in ranges), default=0.0)
+    first = next((kind for kind, quality in ranges if quality == best), None)
+    return best > 0 and first == "text/html"
+
+
+def _range(part: str) -> tuple[str, float]:
+    """A media range and its quality, which is 0 for what is none."""
+    kind, *parameters = (word.strip().lower() for word in part.split(";"))
+    quality = 1.0
+    for parameter in parameters:
+        name, _, value = parameter.partition("=")
+        if name.strip() == "q":
+            try:
+                quality = min(max(float(value), 0.0), 1.0)
+            except ValueError:
+                quality = 0.0
+    return kind, quality
+
+
+def _answer(
+    request: web.Request, document: Document, *, status: int = 200, vary: str | None = None
+) -> web.Response:
+    tag = ETag(document.digest)
+    known = request.if_none_match or ()
+    if status == 200 and any(one.value in {tag.value, "*"} for one in known):
+        answer = web.Response(status=304)
+    else:
+        answer = web.Response(
+            body=document.body, status=status, content_type="text/html", charset="utf-8"
+        )
+    answer.headers["content-security-policy"] = document.policy
+    answer.headers["x-content-type-options"] = "nosniff"
+    answer.headers["referrer-policy"] = "no-referrer"
+    # Asked again each time, and told that nothing has changed.
+    answer.headers["cache-control"] = "no-cache" if status == 200 else "no-store"
+    answer.etag = tag
+    if vary is not None:
+        answer.headers["vary"] = vary
+    return answer

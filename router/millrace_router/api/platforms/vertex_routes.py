@@ -1,0 +1,125 @@
+"""Vertex AI: several instances, each a text or a chat, to one prediction each."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import orjson
+from aiohttp import web
+
+from millrace_router.api.openai.answers import AnswerHead
+from millrace_router.api.openai.chat_answers import ChatAnswers
+from millrace_router.api.openai.chat_request import ChatCompletionRequest
+from millrace_router.api.openai.errors import fingerprint, model_name, pieces_of
+from millrace_router.api.openai.prepare import ChatTurn, prepare_turn
+from millrace_router.api.openai.strict_tgi import counted_again
+from millrace_router.api.platforms.errors import IncompletePrediction, NoInstances
+from millrace_router.api.platforms.gather import check_count, together
+from millrace_router.api.platforms.vertex import (
+    GenerateVertexInstance,
+    VertexInstance,
+    VertexRequest,
+    VertexResponse,
+)
+from millrace_router.api.tgi.probes import health
+from millrace_router.api.tgi.routes import generated
+from millrace_router.errors import RouterError, ValidationError
+from millrace_router.request.parameters import GenerateParameters, GenerateRequest
+from millrace_router.request.request import Terms
+from millrace_router.server.access_log import watch
+from millrace_router.server.bodies import json_response, read_model
+from millrace_router.server.request_terms import counting_refusals, terms_of
+from millrace_router.server.services import SERVICES, Services
+
+PATH = "/vertex"
+
+
+def register(app: web.Application) -> None:
+    """Add the routes to `app`: last of all, because a path that the platform asks for may be there already."""
+    config = app[SERVICES].config
+    predict = counted_again(vertex)
+    app.router.add_post(PATH, predict)
+    if config.aip_predict_route and _is_new(app, "POST", config.aip_predict_route):
+        app.router.add_post(config.aip_predict_route, predict)
+    if config.aip_health_route and _is_new(app, "GET", config.aip_health_route):
+        app.router.add_get(config.aip_health_route, health)
+
+
+async def vertex(request: web.Request) -> web.StreamResponse:
+    """`POST /vertex`."""
+    services = request.app[SERVICES]
+    body = await read_model(request, VertexRequest)
+    with counting_refusals(services.metrics):
+        _check(body, services)
+    predict = partial(_predict, request)
+    answer: VertexResponse = {"predictions": await together([*map(predict, body.instances)])}
+    return json_response(answer)
+
+
+def _is_new(app: web.Application, method: str, path: str) -> bool:
+    """Whether nothing answers there yet: platforms are often told to use a path that is there."""
+    return all(
+        route.resource is None or (route.method, route.resource.canonical) != (method, path)
+        for route in app.router.routes()
+    )
+
+
+def _check(body: VertexRequest, services: Services) -> None:
+    if not body.instances:
+        if services.config.strict_tgi:
+            raise NoInstances
+        raise ValidationError("`instances` cannot be empty")
+    check_count(len(body.instances), services.limits)
+
+
+async def _predict(request: web.Request, instance: VertexInstance) -> str:
+    """Answer one instance; raises RouterError."""
+    services = request.app[SERVICES]
+    if isinstance(instance, ChatCompletionRequest):
+        with counting_refusals(services.metrics):
+            turn = await prepare_turn(services, instance)
+            terms = terms_of(request, turn.asked.parameters)
+        predicting = _chat(request, instance, turn, terms)
+    else:
+        predicting = _text(request, instance)
+    try:
+        return await predicting
+    except RouterError as error:
+        if services.config.strict_tgi:
+            raise IncompletePrediction from error
+        raise
+
+
+async def _text(request: web.Request, instance: GenerateVertexInstance) -> str:
+    parameters = instance.parameters
+    if request.app[SERVICES].config.strict_tgi:
+        parameters = GenerateParameters(
+            do_sample=True, max_new_tokens=parameters.max_new_tokens, seed=parameters.seed
+        )
+    answer, _ = await generated(
+        request, GenerateRequest(inputs=instance.inputs, parameters=parameters)
+    )
+    return answer["generated_text"]
+
+
+async def _chat(
+    request: web.Request, body: ChatCompletionRequest, turn: ChatTurn, terms: Terms
+) -> str:
+    """What the assistant says; calls of tools, which are no text, as the JSON of the whole message."""
+    services = request.app[SERVICES]
+    async with await services.infer.start(
+        turn.asked, terms=terms, add_special_tokens=False
+    ) as generation:
+        watch(request, generation)
+        pieces = [piece async for piece in pieces_of(generation, turn.text())]
+    head = AnswerHead(
+        "chat.completion",
+        "chatcmpl",
+        model=model_name(services, body.model),
+        fingerprint=fingerprint(),
+    )
+    answers = ChatAnswers(head, strict_tgi=services.config.strict_tgi)
+    message = answers.choice(0, pieces)["message"]
+    if any(piece.calls for piece in pieces):
+        return orjson.dumps(message).decode()
+    return message["content"] or ""

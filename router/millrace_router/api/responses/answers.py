@@ -1,0 +1,132 @@
+"""Builds OpenAI's responses: what is known of one before its first token, and what comes of its tokens."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from millrace_router.api.openai.answers import Usage
+from millrace_router.api.responses.items import new_id
+from millrace_router.api.responses.protocol import (
+    ResponseErrorJson,
+    ResponseItemJson,
+    ResponseJson,
+    ResponseToolJson,
+    ResponseUsageJson,
+)
+from millrace_router.api.responses.request import ResponsesRequest, ResponsesTool
+from millrace_router.errors import Overloaded, RouterError
+from millrace_router.request.float32 import shortest
+
+
+class ResponseHead:
+    """What is known of a response before its first token: an id, and what was asked, defaults filled in."""
+
+    def __init__(self, body: ResponsesRequest, *, model: str) -> None:
+        """`model` is the name to answer with."""
+        self._json: ResponseJson = {
+            "id": new_id("resp"),
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "completed_at": None,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": None,
+            "model": model,
+            "output": [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "prompt_cache_key": body.prompt_cache_key,
+            "reasoning": {"effort": None, "summary": None},
+            "safety_identifier": body.safety_identifier,
+            "service_tier": "default",
+            "store": False,
+            "temperature": _number(body.temperature),
+            "text": {"format": _format(body)},
+            "tool_choice": _choice(body),
+            "tools": [_tool(tool) for tool in body.tools or ()],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": _number(body.top_p),
+            "truncation": "disabled",
+            "usage": None,
+            "user": body.user,
+            "metadata": body.metadata or {},
+        }
+
+    def begun(self) -> ResponseJson:
+        """Render the response while it is generated."""
+        return self._json
+
+    def ended(
+        self, output: list[ResponseItemJson], usage: Usage, finish_reason: str
+    ) -> ResponseJson:
+        """Render the whole response, which is incomplete if it was cut."""
+        incomplete = is_cut(finish_reason)
+        return {
+            **self._json,
+            "status": "incomplete" if incomplete else "completed",
+            "completed_at": None if incomplete else int(time.time()),
+            "incomplete_details": {"reason": "max_output_tokens"} if incomplete else None,
+            "output": output,
+            "usage": usage_json(usage),
+        }
+
+    def failed(self, output: list[ResponseItemJson], error: RouterError) -> ResponseJson:
+        """Render a response that has come no further."""
+        return {**self._json, "status": "failed", "output": output, "error": _error(error)}
+
+
+def is_cut(finish_reason: str) -> bool:
+    """Whether an answer that ended for this reason would have gone on."""
+    return finish_reason == "length"
+
+
+def usage_json(usage: Usage) -> ResponseUsageJson:
+    """Render token counts; what the prompt cache was written is not counted apart."""
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+def _error(error: RouterError) -> ResponseErrorJson:
+    is_load = isinstance(error, Overloaded)
+    return {
+        "code": "rate_limit_exceeded" if is_load else "server_error",
+        "message": str(error),
+    }
+
+
+def _number(given: float | None) -> float:
+    """What was asked, as it was written; neither restricts anything by default."""
+    return 1.0 if given is None else shortest(given) or 0.0
+
+
+def _format(body: ResponsesRequest) -> dict[str, Any]:
+    if body.text is None or body.text.format is None:
+        return {"type": "text"}
+    return body.text.format.model_dump(by_alias=True)
+
+
+def _choice(body: ResponsesRequest) -> str | dict[str, Any]:
+    if body.tool_choice is None:
+        return "auto"
+    given = body.tool_choice
+    return given if isinstance(given, str) else given.model_dump()
+
+
+def _tool(tool: ResponsesTool) -> ResponseToolJson:
+    return {
+        "type": "function",
+        "name": tool.name or "",
+        "description": tool.description,
+        "parameters": tool.parameters,
+        "strict": bool(tool.strict),
+    }

@@ -1,0 +1,137 @@
+"""A response as its tokens come: its items so far, and the events that tell of them in OpenAI's order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from millrace_router.api.openai.answers import Usage
+from millrace_router.api.openai.choice import Piece, parts_of
+from millrace_router.api.openai.protocol import ChatCompletionLogprobJson
+from millrace_router.api.responses.answers import ResponseHead, is_cut
+from millrace_router.api.responses.items import GrowingCall, GrowingMessage
+from millrace_router.api.responses.protocol import ResponseItemJson
+from millrace_router.errors import RouterError
+from millrace_router.tool_calls.tool import CallDelta
+
+ResponseEvent = dict[str, Any]
+"""A `ResponseEventJson`."""
+
+
+class ResponseEvents:
+    """Puts a response together, one item after the other; what each step yields has to be read."""
+
+    def __init__(self, head: ResponseHead) -> None:
+        self._head = head
+        self._num_events = 0
+        self._output: list[ResponseItemJson] = []
+        """Items that have ended."""
+        self._open: GrowingMessage | GrowingCall | None = None
+        self._logprobs: list[ChatCompletionLogprobJson] = []
+        """Of tokens whose text has not come yet."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there have been events."""
+        return self._num_events > 0
+
+    def begin(self) -> Iterator[ResponseEvent]:
+        """Say that there is a response."""
+        response = self._head.begun()
+        yield self._event("response.created", response=response)
+        yield self._event("response.in_progress", response=response)
+
+    def push(self, piece: Piece) -> Iterator[ResponseEvent]:
+        """Take what one token adds."""
+        if piece.logprobs is not None:
+            self._logprobs.append(piece.logprobs)
+        for part in parts_of(piece):
+            if isinstance(part, CallDelta):
+                yield from self._push_call(part)
+            else:
+                yield from self._push_text(part)
+
+    def end(self, usage: Usage, finish_reason: str) -> Iterator[ResponseEvent]:
+        """Tell the whole response; an answer of nothing is an empty message."""
+        if self._open is None:
+            yield from self._open_message()
+        incomplete = is_cut(finish_reason)
+        yield from self._close("incomplete" if incomplete else "completed")
+        name = "response.incomplete" if incomplete else "response.completed"
+        response = self._head.ended(self._output, usage, finish_reason)
+        yield self._event(name, response=response)
+
+    def fail(self, error: RouterError) -> Iterator[ResponseEvent]:
+        """Say that no more will come, and why."""
+        if not self.has_begun:
+            yield from self.begin()
+        yield self._event("error", code=error.error_type, message=str(error), param=None)
+        output = self._output if self._open is None else [*self._output, self._item("incomplete")]
+        yield self._event("response.failed", response=self._head.failed(output, error))
+
+    def _push_text(self, text: str) -> Iterator[ResponseEvent]:
+        if not isinstance(self._open, GrowingMessage):
+            yield from self._open_message()
+        assert isinstance(self._open, GrowingMessage)
+        self._open.texts.append(text)
+        logprobs, self._logprobs = self._logprobs, []
+        self._open.logprobs.extend(logprobs)
+        yield self._of_text("response.output_text.delta", delta=text, logprobs=logprobs)
+
+    def _push_call(self, delta: CallDelta) -> Iterator[ResponseEvent]:
+        self._logprobs.clear()
+        if delta.id is not None:
+            yield from self._close("completed")
+            self._open = GrowingCall(delta.id, delta.name or "")
+            yield self._of_item("response.output_item.added", self._item("in_progress"))
+        assert isinstance(self._open, GrowingCall)
+        if delta.arguments:
+            self._open.arguments.append(delta.arguments)
+            yield self._in_item("response.function_call_arguments.delta", delta=delta.arguments)
+
+    def _open_message(self) -> Iterator[ResponseEvent]:
+        yield from self._close("completed")
+        message = self._open = GrowingMessage()
+        yield self._of_item("response.output_item.added", message.json("in_progress", ()))
+        yield self._of_text("response.content_part.added", part=message.part())
+
+    def _close(self, status: Literal["completed", "incomplete"]) -> Iterator[ResponseEvent]:
+        """End the item that is open, if one is."""
+        if self._open is None:
+            return
+        item = self._item(status)
+        if item["type"] == "message":
+            (part,) = item["content"]
+            text, logprobs = part["text"], part["logprobs"]
+            yield self._of_text("response.output_text.done", text=text, logprobs=logprobs)
+            yield self._of_text("response.content_part.done", part=part)
+        else:
+            name, arguments = item["name"], item["arguments"]
+            yield self._in_item(
+                "response.function_call_arguments.done", name=name, arguments=arguments
+            )
+        yield self._of_item("response.output_item.done", item)
+        self._output.append(item)
+        self._open = None
+
+    def _item(self, status: Literal["in_progress", "completed", "incomplete"]) -> ResponseItemJson:
+        """Render the item that is open."""
+        assert self._open is not None
+        if isinstance(self._open, GrowingMessage):
+            return self._open.json(status, (self._open.part(),))
+        return self._open.json(status)
+
+    def _of_item(self, type_: str, item: ResponseItemJson) -> ResponseEvent:
+        return self._event(type_, output_index=len(self._output), item=item)
+
+    def _in_item(self, type_: str, **fields: object) -> ResponseEvent:
+        assert self._open is not None
+        return self._event(type_, item_id=self._open.id, output_index=len(self._output), **fields)
+
+    def _of_text(self, type_: str, **fields: object) -> ResponseEvent:
+        return self._in_item(type_, content_index=0, **fields)
+
+    def _event(self, type_: str, **fields: object) -> ResponseEvent:
+        number = self._num_events
+        self._num_events += 1
+        return {"type": type_, "sequence_number": number, **fields}

@@ -1,0 +1,85 @@
+"""The items of a response's input: what was said, called and answered so far."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Discriminator, Tag
+
+from millrace_router.api.openai.chat_messages import ContentPart
+from millrace_router.api.openai.common_request import Items
+from millrace_router.request.fields import RequestModel
+
+
+class MessageItem(RequestModel):
+    """What somebody said."""
+
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | Items[ContentPart]
+
+
+class FunctionCallItem(RequestModel):
+    """A call that the assistant made."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    """The text of a JSON object."""
+
+
+class FunctionCallOutputItem(RequestModel):
+    """What came of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | Items[ContentPart]
+
+
+class ReasoningItem(RequestModel):
+    """What the assistant thought; templates are given nothing of it."""
+
+    type: Literal["reasoning"]
+
+
+class ItemReference(RequestModel):
+    """An item that OpenAI would have stored; refused."""
+
+    type: Literal["item_reference"] | None = None
+    id: str
+
+
+class ForeignItem(RequestModel):
+    """What only OpenAI's own tools have to do with; refused."""
+
+    type: str
+
+
+def _kind_of(item: object) -> str:
+    """Which of the models it is; its type, but for those that may leave it out."""
+    if not isinstance(item, dict):
+        return _KINDS.get(type(item), "message")
+    given = item.get("type")
+    if given is None:
+        return "item_reference" if "id" in item and "role" not in item else "message"
+    return given if isinstance(given, str) and given in _KINDS.values() else "foreign"
+
+
+_KINDS: dict[type, str] = {
+    MessageItem: "message",
+    FunctionCallItem: "function_call",
+    FunctionCallOutputItem: "function_call_output",
+    ReasoningItem: "reasoning",
+    ItemReference: "item_reference",
+    ForeignItem: "foreign",
+}
+InputItem = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[FunctionCallItem, Tag("function_call")]
+    | Annotated[FunctionCallOutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[ItemReference, Tag("item_reference")]
+    | Annotated[ForeignItem, Tag("foreign")],
+    Discriminator(_kind_of),
+]

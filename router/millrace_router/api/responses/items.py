@@ -1,0 +1,75 @@
+"""The items of a response while they are generated."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from millrace_router.api.openai.protocol import ChatCompletionLogprobJson
+from millrace_router.api.responses.protocol import (
+    ItemStatus,
+    ResponseFunctionCallJson,
+    ResponseMessageJson,
+    ResponseOutputTextJson,
+)
+
+NUM_ID_BYTES = 24
+"""As many as in OpenAI's own."""
+
+
+def new_id(prefix: Literal["resp", "msg", "fc"]) -> str:
+    """Make a name that nothing else has."""
+    return f"{prefix}_{secrets.token_hex(NUM_ID_BYTES)}"
+
+
+@dataclass(slots=True)
+class GrowingMessage:
+    """What the assistant says: one text."""
+
+    id: str = field(default_factory=lambda: new_id("msg"))
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[ChatCompletionLogprobJson] = field(default_factory=list)
+
+    def part(self) -> ResponseOutputTextJson:
+        """Render the text so far."""
+        return {
+            "type": "output_text",
+            "text": "".join(self.texts),
+            "annotations": [],
+            "logprobs": [*self.logprobs],
+        }
+
+    def json(
+        self, status: ItemStatus, parts: Iterable[ResponseOutputTextJson]
+    ) -> ResponseMessageJson:
+        """Render the message with `parts`, which are its text or none."""
+        return {
+            "type": "message",
+            "id": self.id,
+            "status": status,
+            "role": "assistant",
+            "content": list(parts),
+        }
+
+
+@dataclass(slots=True)
+class GrowingCall:
+    """A call that the assistant makes."""
+
+    call_id: str
+    name: str
+    id: str = field(default_factory=lambda: new_id("fc"))
+    arguments: list[str] = field(default_factory=list)
+
+    def json(self, status: ItemStatus) -> ResponseFunctionCallJson:
+        """Render the call so far."""
+        return {
+            "type": "function_call",
+            "id": self.id,
+            "status": status,
+            "call_id": self.call_id,
+            "name": self.name,
+            "arguments": "".join(self.arguments),
+        }

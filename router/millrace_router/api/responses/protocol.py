@@ -1,0 +1,245 @@
+"""Shapes of OpenAI's responses, and of the events that tell them piece by piece."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from typing_extensions import TypeAliasType, TypedDict
+
+from millrace_router.api.openai.protocol import CachedTokensJson, ChatCompletionLogprobJson
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+class ResponseOutputTextJson(TypedDict):
+    """A piece of text; here every message has one."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[ChatCompletionLogprobJson]
+
+
+class ResponseMessageJson(TypedDict):
+    """What the assistant said."""
+
+    type: Literal["message"]
+    id: str
+    status: ItemStatus
+    role: Literal["assistant"]
+    content: list[ResponseOutputTextJson]
+
+
+class ResponseFunctionCallJson(TypedDict):
+    """A call of a function, with the text of a JSON object."""
+
+    type: Literal["function_call"]
+    id: str
+    status: ItemStatus
+    call_id: str
+    name: str
+    arguments: str
+
+
+ResponseItemJson = TypeAliasType("ResponseItemJson", ResponseMessageJson | ResponseFunctionCallJson)
+
+
+class InputTokensDetailsJson(CachedTokensJson):
+    """What is told of a prompt's tokens."""
+
+    cache_write_tokens: int
+
+
+class OutputTokensDetailsJson(TypedDict):
+    """What is told of an answer's tokens."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsageJson(TypedDict):
+    """Token counts."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetailsJson
+    output_tokens: int
+    output_tokens_details: OutputTokensDetailsJson
+    total_tokens: int
+
+
+class ResponseErrorJson(TypedDict):
+    """What a response has failed with."""
+
+    code: str
+    message: str
+
+
+class ResponseIncompleteJson(TypedDict):
+    """Why a response is not complete."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseToolJson(TypedDict):
+    """A function that might have been called."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None
+    parameters: dict[str, Any] | None
+    strict: bool
+
+
+class ResponseTextJson(TypedDict):
+    """What the text has to be."""
+
+    format: dict[str, Any]
+
+
+class ResponseReasoningJson(TypedDict):
+    """How the model reasons: as its template has it."""
+
+    effort: None
+    summary: None
+
+
+class ResponseJson(TypedDict):
+    """Answer of `/v1/responses`, and what the first and last events of a stream carry."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    completed_at: int | None
+    background: bool
+    error: ResponseErrorJson | None
+    incomplete_details: ResponseIncompleteJson | None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: None
+    model: str
+    output: list[ResponseItemJson]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    prompt_cache_key: str | None
+    reasoning: ResponseReasoningJson
+    safety_identifier: str | None
+    service_tier: str
+    store: bool
+    temperature: float
+    text: ResponseTextJson
+    tool_choice: str | dict[str, Any]
+    tools: list[ResponseToolJson]
+    top_logprobs: int
+    top_p: float
+    truncation: str
+    usage: ResponseUsageJson | None
+    user: str | None
+    metadata: dict[str, str]
+
+
+class InputTokensJson(TypedDict):
+    """Answer of `/v1/responses/input_tokens`."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+class _EventJson(TypedDict):
+    """What every event has."""
+
+    sequence_number: int
+    """From 0, without gaps."""
+
+
+class ResponseStateJson(_EventJson):
+    """The whole response: twice as it begins, once as it ends."""
+
+    type: Literal[
+        "response.created",
+        "response.in_progress",
+        "response.completed",
+        "response.incomplete",
+        "response.failed",
+    ]
+    response: ResponseJson
+
+
+class OutputItemEventJson(_EventJson):
+    """An item begins, or ends."""
+
+    type: Literal["response.output_item.added", "response.output_item.done"]
+    output_index: int
+    item: ResponseItemJson
+
+
+class ContentPartEventJson(_EventJson):
+    """The text of a message begins, or ends."""
+
+    type: Literal["response.content_part.added", "response.content_part.done"]
+    item_id: str
+    output_index: int
+    content_index: int
+    part: ResponseOutputTextJson
+
+
+class OutputTextDeltaJson(_EventJson):
+    """More text."""
+
+    type: Literal["response.output_text.delta"]
+    item_id: str
+    output_index: int
+    content_index: int
+    delta: str
+    logprobs: list[ChatCompletionLogprobJson]
+
+
+class OutputTextDoneJson(_EventJson):
+    """All of a message's text."""
+
+    type: Literal["response.output_text.done"]
+    item_id: str
+    output_index: int
+    content_index: int
+    text: str
+    logprobs: list[ChatCompletionLogprobJson]
+
+
+class ArgumentsDeltaJson(_EventJson):
+    """More of a call's arguments."""
+
+    type: Literal["response.function_call_arguments.delta"]
+    item_id: str
+    output_index: int
+    delta: str
+
+
+class ArgumentsDoneJson(_EventJson):
+    """All of a call's arguments."""
+
+    type: Literal["response.function_call_arguments.done"]
+    item_id: str
+    output_index: int
+    name: str
+    arguments: str
+
+
+class ResponseErrorEventJson(_EventJson):
+    """What went wrong; `response.failed` follows."""
+
+    type: Literal["error"]
+    code: str
+    message: str
+    param: None
+
+
+ResponseEventJson = TypeAliasType(
+    "ResponseEventJson",
+    ResponseStateJson
+    | OutputItemEventJson
+    | ContentPartEventJson
+    | OutputTextDeltaJson
+    | OutputTextDoneJson
+    | ArgumentsDeltaJson
+    | ArgumentsDoneJson
+    | ResponseErrorEventJson,
+)

@@ -1,0 +1,140 @@
+"""OpenAI's request for a response as a strict model; nothing is stored here, so what refers to the past is refused."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from millrace_router.api.openai.common_request import Items, Seed
+from millrace_router.api.responses.input import InputItem
+from millrace_router.errors import ToolError, ValidationError
+from millrace_router.request.fields import Float32, Int32, RequestModel, UInt32
+from millrace_router.request.grammar import JsonGrammar, LarkGrammar, RegexGrammar, TextFormat
+
+LOGPROBS = "message.output_text.logprobs"
+"""What `include` names to have log probabilities beside the text."""
+
+
+class ResponsesTool(RequestModel):
+    """A tool; of OpenAI's kinds only functions can be called here."""
+
+    type: str = "function"
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    """Whether what the model calls it with is sure to match; unlike OpenAI's, not if it is absent."""
+
+    def check(self) -> None:
+        """Raise ToolError unless it is a function that has a name."""
+        if self.type != "function":
+            raise ToolError(
+                f"tools of type `{self.type[:40]}` are not supported: only functions are"
+            )
+        if not self.name:
+            raise ToolError("a tool of type `function` needs a `name`")
+
+
+class NamedFunction(RequestModel):
+    """A function by its name."""
+
+    type: Literal["function"]
+    name: str
+
+
+class AllowedFunctions(RequestModel):
+    """Those of the tools that may be called this time."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"] = "auto"
+    tools: Items[NamedFunction] = Field(min_length=1)
+
+
+class SchemaTextFormat(RequestModel):
+    """JSON as a schema describes it; with or without `strict`, what is generated is valid."""
+
+    type: Literal["json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: Any = Field(alias="schema", default=None)
+    """None stands for any object."""
+    strict: bool | None = None
+
+
+class ResponsesText(RequestModel):
+    """What the text has to be."""
+
+    format: SchemaTextFormat | TextFormat | JsonGrammar | RegexGrammar | LarkGrammar | None = Field(
+        discriminator="type", default=None
+    )
+
+
+def _as_items(given: object) -> object:
+    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+
+
+class ResponsesRequest(RequestModel):
+    """Body of `/v1/responses`; null means absent throughout."""
+
+    model: str | None = None
+    input: Annotated[
+        Items[InputItem],
+        BeforeValidator(_as_items, json_schema_input_type=str | list[InputItem]),
+    ]
+    """A text stands for what the user says."""
+    instructions: str | None = None
+    """What the system says first."""
+    max_output_tokens: UInt32 | None = None
+    temperature: Float32 | None = None
+    top_p: Float32 | None = None
+    top_logprobs: UInt32 | None = None
+    include: Items[str] | None = None
+    text: ResponsesText | None = None
+    tools: Items[ResponsesTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions | None = (
+        None
+    )
+    parallel_tool_calls: bool | None = None
+    stream: bool | None = None
+    metadata: dict[str, str] | None = None
+    """Told again in the answer, like the three that follow."""
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    previous_response_id: str | None = None
+    """Refused, like the three that follow: all of them need what is not stored here."""
+    conversation: str | dict[str, Any] | None = None
+    prompt: dict[str, Any] | None = None
+    background: bool | None = None
+    seed: Seed | None = None
+    """Not in OpenAI's, like everything that follows: as in a chat."""
+    stop: str | Items[str] | None = None
+    frequency_penalty: Float32 | None = None
+    presence_penalty: Float32 | None = None
+    repetition_penalty: Float32 | None = None
+    top_k: Int32 | None = None
+    min_p: Float32 | None = None
+    ignore_eos: bool | None = None
+    min_tokens: UInt32 | None = None
+    priority: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the text has log probabilities beside it."""
+        return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+
+    def check(self) -> None:
+        """Refuse what would need a memory, or a tool of OpenAI's own; raises ValidationError or ToolError."""
+        for name in ("previous_response_id", "conversation", "prompt"):
+            if getattr(self, name) is not None:
+                raise ValidationError(
+                    f"`{name}` is not supported: nothing is stored here, so send everything as `input`"
+                )
+        if self.background:
+            raise ValidationError(
+                "`background` is not supported: nothing is stored here, so read the answer or a stream"
+            )
+        for tool in self.tools or ():
+            tool.check()

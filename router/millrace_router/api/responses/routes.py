@@ -1,0 +1,109 @@
+"""OpenAI's responses, as far as they need no memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from aiohttp import web
+
+from millrace_router.api.openai.chat_request import ChatCompletionRequest
+from millrace_router.api.openai.errors import model_name, openai_errors, pieces_of, usage_of
+from millrace_router.api.openai.prepare import ChatTurn, prepare_turn
+from millrace_router.api.responses.answers import ResponseHead
+from millrace_router.api.responses.events import ResponseEvents
+from millrace_router.api.responses.protocol import InputTokensJson
+from millrace_router.api.responses.request import ResponsesRequest
+from millrace_router.api.responses.stream import ResponseStream
+from millrace_router.api.responses.to_chat import chat_body
+from millrace_router.engine.generation import Generation
+from millrace_router.errors import NotStored
+from millrace_router.server.access_log import watch
+from millrace_router.server.bodies import json_response, read_model, to_model
+from millrace_router.server.headers import answer_headers, form_of
+from millrace_router.server.idempotent_route import keyed
+from millrace_router.server.request_terms import counting_refusals, terms_of
+from millrace_router.server.services import SERVICES, Services
+from millrace_router.server.sse import respond
+
+RESPONSES = "/v1/responses"
+INPUT_TOKENS = RESPONSES + "/input_tokens"
+RESPONSE = RESPONSES + "/{id}"
+
+
+def register(app: web.Application) -> None:
+    """Add the routes to `app`."""
+    told = partial(openai_errors, is_tgi_s=False)
+    app.router.add_post(RESPONSES, told(keyed(responses)))
+    app.router.add_post(INPUT_TOKENS, told(input_tokens))
+    app.router.add_get(RESPONSE, told(stored_response))
+    app.router.add_delete(RESPONSE, told(stored_response))
+
+
+async def stored_response(request: web.Request) -> web.StreamResponse:
+    """`/v1/responses/{id}`: there is none, since none is stored."""
+    raise NotStored(request.match_info["id"])
+
+
+async def input_tokens(request: web.Request) -> web.StreamResponse:
+    """`POST /v1/responses/input_tokens`: the tokens of the prompt that a response would be asked for with."""
+    services = request.app[SERVICES]
+    body = await read_model(request, ResponsesRequest)
+    with services.infer.permit():
+        turn = await _turn_of(services, body)
+        count = await services.validator.count(turn.asked.inputs, add_special_tokens=False)
+    answer: InputTokensJson = {"object": "response.input_tokens", "input_tokens": count}
+    return json_response(answer)
+
+
+async def responses(request: web.Request) -> web.StreamResponse:
+    """`POST /v1/responses`."""
+    services = request.app[SERVICES]
+    body = await read_model(request, ResponsesRequest)
+    with counting_refusals(services.metrics):
+        turn = await _turn_of(services, body)
+        terms = terms_of(request, turn.asked.parameters)
+    events = ResponseEvents(ResponseHead(body, model=model_name(services, body.model)))
+    async with await services.infer.start(
+        turn.asked, terms=terms, add_special_tokens=False
+    ) as generation:
+        watch(request, generation)
+        if not body.stream:
+            return await _answer(services, generation, turn, events)
+        stream = ResponseStream(generation, turn.text(), events)
+        form = form_of(
+            services,
+            [generation],
+            num_characters=len(turn.asked.inputs),
+            on_error=stream.failure,
+        )
+        return await respond(request, stream.feed, form)
+
+
+async def _turn_of(services: Services, body: ResponsesRequest) -> ChatTurn:
+    """The chat that a body means, in which a stop string is cut even where TGI keeps it; raises RouterError."""
+    body.check()
+    turn = await prepare_turn(services, to_model(chat_body(body), ChatCompletionRequest))
+    return replace(turn, keeps_stops=False)
+
+
+async def _answer(
+    services: Services, generation: Generation, turn: ChatTurn, events: ResponseEvents
+) -> web.Response:
+    last = None
+    async for last in pieces_of(generation, turn.text()):
+        for _ in events.push(last):
+            pass
+    assert last is not None
+    assert last.finish_reason is not None
+    usage = usage_of(generation, last)
+    *_, end = events.end(usage, last.finish_reason)
+    headers = answer_headers(
+        compute_type=services.compute_type,
+        num_characters=len(generation.inputs),
+        prompt_tokens=usage.prompt_tokens,
+        generated_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+        times=generation.times,
+    )
+    return json_response(end["response"], headers=headers)

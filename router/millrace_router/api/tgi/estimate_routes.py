@@ -1,0 +1,56 @@
+"""What would become of a request, without running it. Not in TGI."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from millrace_router.api.completions.request import CompletionRequest
+from millrace_router.api.openai.chat_request import ChatCompletionRequest
+from millrace_router.api.openai.prepare import prepare_turn
+from millrace_router.api.tgi.estimate import estimate_json
+from millrace_router.errors import BodyShapeError, ValidationError
+from millrace_router.request.parameters import GenerateRequest
+from millrace_router.request.prompt import PromptRequest
+from millrace_router.server.bodies import json_response, read_json, to_model
+from millrace_router.server.request_terms import terms_of
+from millrace_router.server.services import SERVICES, Services
+
+KEYS = ("inputs", "messages", "prompt")
+
+
+def register(app: web.Application) -> None:
+    """Add the route to `app`."""
+    app.router.add_post("/v1/estimate", estimate)
+
+
+async def estimate(request: web.Request) -> web.StreamResponse:
+    """`POST /v1/estimate`: takes the body of `/generate`, of a chat or of a completion."""
+    services = request.app[SERVICES]
+    asked, is_chat = await _read(services, await read_json(request))
+    appraisal = await services.infer.estimate(
+        asked, terms=terms_of(request, asked.parameters), add_special_tokens=not is_chat
+    )
+    return json_response(estimate_json(appraisal))
+
+
+async def _read(services: Services, body: object) -> tuple[GenerateRequest, bool]:
+    """The generation that a body asks for, and whether it is a chat, which is known by its keys."""
+    keys = [key for key in KEYS if isinstance(body, dict) and key in body]
+    if keys == ["inputs"]:
+        return to_model(body, GenerateRequest), False
+    if keys == ["messages"]:
+        turn = await prepare_turn(services, to_model(body, ChatCompletionRequest))
+        return turn.asked, True
+    if keys == ["prompt"]:
+        completion = to_model(body, CompletionRequest)
+        completion.check(services.limits)
+        if len(completion.prompts) > 1:
+            raise ValidationError(
+                f"`prompt` must be one prompt to be estimated. Given: {len(completion.prompts)}"
+            )
+        (prompt,) = completion.prompts
+        return PromptRequest.of(prompt, completion.parameters()), False
+    raise BodyShapeError(
+        "Failed to deserialize the JSON body into the target type: "
+        "one of `inputs`, `messages` and `prompt` is needed, and no more than one"
+    )

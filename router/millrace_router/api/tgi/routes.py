@@ -1,0 +1,188 @@
+"""TGI's own routes: generate, as one answer or as a stream, and tokenize."""
+
+from __future__ import annotations
+
+import orjson
+from aiohttp import web
+
+from millrace_router.api.openai.strict_tgi import asks_for_stream, told_in_stream
+from millrace_router.api.tgi.answers import (
+    BestOfDetailsJson,
+    BestOfSequenceJson,
+    GenerateResponse,
+    SequenceJson,
+    StreamResponse,
+    plain_event,
+    prefill_json,
+    sequence_json,
+    stream_json,
+)
+from millrace_router.api.tgi.tokenizer_routes import names_prompt, tokenize_prompt
+from millrace_router.engine.generation import Collected, Generation
+from millrace_router.request.events import Finished, TokenEvent
+from millrace_router.request.parameters import CompatGenerateRequest, GenerateRequest
+from millrace_router.server.access_log import watch
+from millrace_router.server.bodies import json_response, read_json, read_model, to_model
+from millrace_router.server.headers import answer_headers, form_of
+from millrace_router.server.idempotent_route import keyed
+from millrace_router.server.request_terms import counting_refusals, terms_of
+from millrace_router.server.services import SERVICES, Services
+from millrace_router.server.sse import error_event, event, respond
+from millrace_router.server.stream_writer import Sink
+
+
+def register(app: web.Application) -> None:
+    """Add the routes to `app`."""
+    app.router.add_post("/", compat)
+    app.router.add_post("/generate", keyed(generate))
+    app.router.add_post("/generate_stream", told_in_stream(keyed(generate_stream), error_event))
+    app.router.add_post("/tokenize", tokenize)
+
+
+async def generate(request: web.Request) -> web.StreamResponse:
+    """`POST /generate`."""
+    body = await read_model(request, GenerateRequest)
+    answer, collected = await generated(request, body)
+    return json_response(answer, headers=_headers(request, collected))
+
+
+async def generate_stream(request: web.Request) -> web.StreamResponse:
+    """`POST /generate_stream`."""
+    return await _stream(request, await read_model(request, GenerateRequest))
+
+
+async def compat_generate(request: web.Request) -> web.StreamResponse:
+    """`POST /`: either of the two; an answer in one piece comes as a list of one."""
+    body = await read_model(request, CompatGenerateRequest)
+    services = request.app[SERVICES]
+    if body.parameters.return_full_text is None:
+        full_text = services.pipeline_tag in {None, "text-generation"}
+        parameters = body.parameters.model_copy(update={"return_full_text": full_text})
+        body = body.model_copy(update={"parameters": parameters})
+    if body.stream:
+        return await _stream(request, body)
+    answer, collected = await generated(request, body)
+    return json_response([answer], headers=_headers(request, collected))
+
+
+compat = told_in_stream(keyed(compat_generate), error_event, when=asks_for_stream)
+
+
+async def tokenize(request: web.Request) -> web.StreamResponse:
+    """`POST /tokenize`, in TGI's form or in vLLM's."""
+    parsed = await read_json(request)
+    if names_prompt(parsed):
+        return await tokenize_prompt(request, parsed)
+    body = to_model(parsed, GenerateRequest)
+    services = request.app[SERVICES]
+    with services.infer.permit():
+        tokens = await services.validator.tokenize(body.inputs)
+    return web.Response(body=tokens, content_type="application/json")
+
+
+async def generated(
+    request: web.Request, body: GenerateRequest
+) -> tuple[GenerateResponse, Collected]:
+    """Generate to the end, as `/generate` does; raises RouterError."""
+    services = request.app[SERVICES]
+    with counting_refusals(services.metrics):
+        terms = terms_of(request, body.parameters)
+    collected = await services.infer.generate(body, terms=terms)
+    watch(request, collected)
+    answer: GenerateResponse = {"generated_text": _full_text(body, collected)}
+    if body.parameters.details or body.parameters.decoder_input_details:
+        answer["details"] = _details(services, body, collected)
+    return answer, collected
+
+
+def _full_text(body: GenerateRequest, collected: Collected) -> str:
+    prefix = body.inputs if body.parameters.return_full_text else ""
+    return prefix + collected.finished.generated_text
+
+
+def _details(
+    services: Services, body: GenerateRequest, collected: Collected
+) -> SequenceJson | BestOfDetailsJson:
+    sequence = _sequence(services, collected)
+    if not collected.others:
+        return sequence
+    others = [
+        BestOfSequenceJson(generated_text=_full_text(body, one), **_sequence(services, one))
+        for one in collected.others
+    ]
+    return BestOfDetailsJson(**sequence, best_of_sequences=others)
+
+
+def _sequence(services: Services, collected: Collected) -> SequenceJson:
+    text_of = services.tokenizer.token_text
+    prefill = prefill_json(collected.prompt, map(text_of, collected.valid.input_ids))
+    return sequence_json(
+        collected.tokens,
+        collected.finished,
+        prefill=prefill,
+        cached_tokens=collected.cached_tokens,
+    )
+
+
+def _headers(request: web.Request, collected: Collected) -> dict[str, str]:
+    return answer_headers(
+        compute_type=request.app[SERVICES].compute_type,
+        num_characters=len(collected.inputs),
+        prompt_tokens=len(collected.valid.input_ids),
+        generated_tokens=collected.finished.generated_tokens,
+        cached_tokens=collected.cached_tokens,
+        times=collected.times,
+    )
+
+
+async def _stream(request: web.Request, body: GenerateRequest) -> web.StreamResponse:
+    services = request.app[SERVICES]
+    with counting_refusals(services.metrics):
+        terms = terms_of(request, body.parameters)
+    async with await services.infer.start(body, terms=terms) as generation:
+        watch(request, generation)
+        form = form_of(
+            services,
+            [generation],
+            num_characters=len(body.inputs),
+            on_error=error_event,
+        )
+        return await respond(request, _Events(generation, body).feed, form)
+
+
+class _Events:
+    """Frames each token; the last one carries the text and, if asked for, the details."""
+
+    def __init__(self, generation: Generation, body: GenerateRequest) -> None:
+        self._generation = generation
+        self._body = body
+
+    def feed(self, sink: Sink) -> None:
+        self._sink = sink
+        self._generation.listen(self)
+
+    def token(self, token: TokenEvent) -> None:
+        if token.finished is not None:
+            self._sink.send(event(orjson.dumps(self._last(token, token.finished))))
+            self._sink.end()
+        elif token.top_tokens:
+            self._sink.send(event(orjson.dumps(stream_json(token))))
+        else:
+            self._sink.send(event(plain_event(token)))
+
+    def fail(self, error: Exception) -> None:
+        self._sink.fail(error)
+
+    def _last(self, token: TokenEvent, finished: Finished) -> StreamResponse:
+        json = stream_json(token)
+        prefix = self._body.inputs if self._body.parameters.return_full_text else ""
+        json["generated_text"] = prefix + finished.generated_text
+        if self._body.parameters.details:
+            json["details"] = {
+                "finish_reason": finished.finish_reason,
+                "generated_tokens": finished.generated_tokens,
+                "seed": finished.seed,
+                "input_length": len(self._generation.valid.input_ids),
+                "cached_tokens": self._generation.cached_tokens,
+            }
+        return json

@@ -1,0 +1,73 @@
+"""vLLM's routes for those who have a server and no tokenizer's files, as lm-eval with its remote tokenizer."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from millrace_router.api.tgi.tokenizer_info import (
+    DetokenizeJson,
+    DetokenizeRequest,
+    TokenizePromptJson,
+    TokenizePromptRequest,
+    TokenizerInfoJson,
+)
+from millrace_router.errors import ValidationError
+from millrace_router.server.bodies import json_response, read_model, to_model
+from millrace_router.server.services import SERVICES
+from millrace_router.text.tokenizer import TokenizerError
+
+
+def register(app: web.Application) -> None:
+    """Add the routes to `app`."""
+    app.router.add_get("/tokenizer_info", tokenizer_info)
+    app.router.add_post("/detokenize", detokenize)
+
+
+async def tokenizer_info(request: web.Request) -> web.StreamResponse:
+    """`GET /tokenizer_info`: special tokens, and the template of chats."""
+    services = request.app[SERVICES]
+    tokens = services.template.special_tokens
+    answer: TokenizerInfoJson = {
+        "bos_token": tokens.get("bos_token"),
+        "eos_token": tokens.get("eos_token"),
+        "unk_token": tokens.get("unk_token"),
+        "pad_token": tokens.get("pad_token"),
+        "chat_template": services.template.source,
+        "model_max_length": services.limits.max_total_tokens,
+    }
+    return json_response(answer)
+
+
+async def detokenize(request: web.Request) -> web.StreamResponse:
+    """`POST /detokenize`: the text of token ids."""
+    services = request.app[SERVICES]
+    ids = (await read_model(request, DetokenizeRequest)).tokens
+    tokenizer = services.tokenizer
+    with services.infer.permit():
+        text = await tokenizer.in_thread(lambda: tokenizer.decode(ids, skip_special_tokens=False))
+    answer: DetokenizeJson = {"prompt": text}
+    return json_response(answer)
+
+
+def names_prompt(body: object) -> bool:
+    """Whether a body of `/tokenize` is of vLLM's form."""
+    return isinstance(body, dict) and "prompt" in body and "inputs" not in body
+
+
+async def tokenize_prompt(request: web.Request, body: object) -> web.StreamResponse:
+    """`POST /tokenize` with a `prompt`: token ids alone; raises RouterError."""
+    services = request.app[SERVICES]
+    asked = to_model(body, TokenizePromptRequest)
+    with services.infer.permit():
+        try:
+            ids = await services.tokenizer.encode_async(
+                asked.prompt, add_special_tokens=asked.add_special_tokens is not False
+            )
+        except TokenizerError as error:
+            raise ValidationError(f"tokenizer error {error}") from error
+    answer: TokenizePromptJson = {
+        "count": len(ids),
+        "max_model_len": services.limits.max_total_tokens,
+        "tokens": list(ids),
+    }
+    return json_response(answer)

@@ -1,0 +1,207 @@
+"""The HTTP application: routes, and what holds for all of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection
+from hmac import compare_digest
+
+import orjson
+import structlog
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from millrace_router.api.anthropic import routes as anthropic_routes
+from millrace_router.api.anthropic.errors import is_of_messages, refusal, unauthorized
+from millrace_router.api.completions import routes as completion_routes
+from millrace_router.api.openai import routes as openai_routes
+from millrace_router.api.openai.answers import error_answer
+from millrace_router.api.openapi import document
+from millrace_router.api.openapi.operations import OPERATIONS
+from millrace_router.api.pages import routes as page_routes
+from millrace_router.api.platforms import kserve_routes, sagemaker_routes, vertex_routes
+from millrace_router.api.responses import routes as responses_routes
+from millrace_router.api.tgi import estimate_routes, probes, tokenizer_routes
+from millrace_router.api.tgi import routes as tgi_routes
+from millrace_router.config import RouterConfig
+from millrace_router.errors import BodyError, RouterError, UnknownPath, WrongMethod
+from millrace_router.request.terms import API_KEY_HEADER
+from millrace_router.server.access_log import access_log, add_request_id
+from millrace_router.server.bodies import error_response, plain_response
+from millrace_router.server.idempotency import Runs
+from millrace_router.server.idempotent_route import RUNS, end_runs
+from millrace_router.server.services import SERVICES, Services
+
+OPEN_PATHS = frozenset(operation.path for operation in OPERATIONS if operation.is_open)
+"""What may be read without the key."""
+ALLOWED_HEADERS = (
+    "content-type,authorization,x-priority,x-tenant,x-max-queue-ms,idempotency-key,last-event-id"
+)
+"""What a browser may send, where it does not say what it wants to: otherwise whatever that is."""
+OPENAI_PREFIX = "/v1/"
+RESPONSE_SECONDS = 5.0
+"""What answers that are being written get at the end, when no generation runs any more."""
+VARY = "origin, access-control-request-method, access-control-request-headers"
+
+log = structlog.get_logger(__name__)
+
+
+def create_app(services: Services) -> web.Application:
+    """Assemble the application; its state is `services` alone."""
+    config = services.config
+    middlewares: list[Middleware] = [access_log, answer_preflight, describe_errors]
+    if config.api_key is not None:
+        middlewares.append(require_key(config.api_key, _open_paths(config)))
+    app = web.Application(middlewares=middlewares, client_max_size=config.payload_limit)
+    app[SERVICES] = services
+    app[RUNS] = Runs(config.resume_grace)
+    app.on_cleanup.append(end_runs)
+    app.on_response_prepare.append(add_request_id)
+    app.on_response_prepare.append(allow_origins(config.cors_allow_origin))
+    tgi_routes.register(app)
+    probes.register(app)
+    openai_routes.register(app)
+    completion_routes.register(app)
+    anthropic_routes.register(app)
+    responses_routes.register(app)
+    estimate_routes.register(app)
+    document.register(app)
+    page_routes.register(app)
+    sagemaker_routes.register(app)
+    kserve_routes.register(app)
+    tokenizer_routes.register(app)
+    vertex_routes.register(app)
+    return app
+
+
+def create_runner(services: Services) -> web.AppRunner:
+    """Make what serves the application; a handler whose client has gone is cancelled."""
+    return web.AppRunner(
+        create_app(services),
+        handler_cancellation=True,
+        access_log=None,
+        # `bodies` does it, to answer what cannot be decompressed as any other mistake.
+        auto_decompress=False,
+        shutdown_timeout=RESPONSE_SECONDS,
+    )
+
+
+@web.middleware
+async def describe_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turn every failure into an answer that says what it was."""
+    try:
+        return await handler(request)
+    except BodyError as error:
+        strict = request.app[SERVICES].config.strict_tgi
+        return plain_response(error) if strict else error_response(error)
+    except RouterError as error:
+        return error_response(error)
+    except web.HTTPException as error:
+        return _misdirected(request, error)
+    except (ConnectionError, asyncio.CancelledError):
+        raise
+    except Exception:
+        # The edge of the process: no request may end it.
+        log.exception("request failed")
+        return _in_envelope_of_path(request, RouterError("Internal server error"))
+
+
+def _misdirected(request: web.Request, error: web.HTTPException) -> web.Response:
+    """Answer what no route takes: 404 and 405 are empty in TGI, and tell OpenAI's clients what is wrong."""
+    response = web.Response(status=error.status)
+    if _is_openais(request):
+        if isinstance(error, web.HTTPNotFound):
+            response = _in_envelope_of_path(request, UnknownPath(request.path))
+        elif isinstance(error, web.HTTPMethodNotAllowed):
+            wrong = WrongMethod(request.method, request.path)
+            response = _in_envelope_of_path(request, wrong)
+    if allow := error.headers.get("allow"):
+        response.headers["allow"] = allow
+    return response
+
+
+def _in_envelope_of_path(request: web.Request, error: RouterError) -> web.Response:
+    if is_of_messages(request):
+        return refusal(request, error)
+    response = error_response(error)
+    if _is_openais(request):
+        response.body = orjson.dumps(error_answer(error))
+    return response
+
+
+def _is_openais(request: web.Request) -> bool:
+    strict = request.app[SERVICES].config.strict_tgi
+    return request.path.startswith(OPENAI_PREFIX) and not strict
+
+
+@web.middleware
+async def answer_preflight(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Tell browsers what they may send; any OPTIONS counts as the question."""
+    if request.method != "OPTIONS":
+        return await handler(request)
+    wanted = request.headers.get("access-control-request-headers", "")
+    if not (wanted.isascii() and wanted.isprintable()):
+        wanted = ""
+    return web.Response(
+        headers={
+            "access-control-allow-methods": "GET,POST",
+            # Not a star, which browsers do not take to mean `Authorization`.
+            "access-control-allow-headers": wanted or ALLOWED_HEADERS,
+        }
+    )
+
+
+def allow_origins(
+    origins: tuple[str, ...],
+) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
+    """Make the hook that tells browsers who may read answers; no origins means anyone."""
+
+    async def hook(request: web.Request, response: web.StreamResponse) -> None:
+        origin = request.headers.get("origin")
+        of_handler = response.headers.get("vary")
+        response.headers["vary"] = f"{of_handler}, {VARY}" if of_handler else VARY
+        response.headers["access-control-expose-headers"] = "*"
+        if not origins or "*" in origins:
+            response.headers["access-control-allow-origin"] = "*"
+        elif origin in origins:
+            response.headers["access-control-allow-origin"] = origin
+
+    return hook
+
+
+def require_key(api_key: str, open_paths: Collection[str]) -> Middleware:
+    """Make the middleware that answers an empty 401 without the right key, but for what is read of `open_paths`.
+
+    It comes as a bearer token, or in `x-api-key`, as Anthropic's clients send it.
+    """
+    bearer, bare = f"Bearer {api_key}".encode(), api_key.encode()
+
+    @web.middleware
+    async def check_key(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.match_info.http_exception is not None or _reads(request, open_paths):
+            return await handler(request)
+        as_bearer = compare_digest(_header(request, "authorization"), bearer)
+        as_bare = compare_digest(_header(request, API_KEY_HEADER), bare)
+        if not (as_bearer or as_bare):
+            return unauthorized(request) if is_of_messages(request) else web.Response(status=401)
+        return await handler(request)
+
+    return check_key
+
+
+def _open_paths(config: RouterConfig) -> frozenset[str]:
+    """What may be read without the key: health also where the platform wants it, unless that is another route's."""
+    health = config.aip_health_route
+    if health is None or any(operation.path == health for operation in OPERATIONS):
+        return OPEN_PATHS
+    return OPEN_PATHS | {health}
+
+
+def _header(request: web.Request, name: str) -> bytes:
+    return request.headers.get(name, "").encode(errors="surrogateescape")
+
+
+def _reads(request: web.Request, paths: Collection[str]) -> bool:
+    resource = request.match_info.route.resource
+    path = None if resource is None else resource.canonical
+    return request.method in {"GET", "HEAD"} and path in paths

@@ -1,0 +1,64 @@
+"""Puts the batcher together as the flags say."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from millrace_router.config import RouterConfig
+from millrace_router.engine.batcher import Batcher
+from millrace_router.engine.predictor import Prospects
+from millrace_router.prediction.cost import CostModel
+from millrace_router.prediction.late_planning import LatePlanning
+from millrace_router.recovery.launcher_channel import Supervisor
+from millrace_router.recovery.shard_status import Patience
+from millrace_router.request.entry import Entry
+from millrace_router.scheduler.budgets import Budgets
+from millrace_router.scheduler.draft_length import Speculator
+from millrace_router.scheduler.factory import forecaster_from, planner_from, queue_from
+from millrace_router.scheduler.tenants import TenantQueue
+from millrace_router.scheduler.waiting import WaitingQueue
+from millrace_router.shards.group import ShardedClient
+from millrace_router.shards.wire import Capacity, ShardInfo
+from millrace_router.telemetry.metrics import Metrics
+from millrace_router.text.tokenizer import Tokenizer
+
+
+def batcher_from(  # noqa: PLR0913
+    config: RouterConfig,
+    budgets: Budgets,
+    *,
+    shards: ShardedClient,
+    info: ShardInfo,
+    capacity: Capacity,
+    tokenizer: Tokenizer,
+    metrics: Metrics,
+    cost: CostModel,
+    late: LatePlanning,
+    supervisor: Supervisor,
+) -> Batcher:
+    """A batcher that is not running yet."""
+    forecaster = forecaster_from(
+        config, budgets, cost, late, block_size=info.block_size, num_blocks=capacity.num_blocks - 1
+    )
+    waiting: WaitingQueue[Entry] | TenantQueue[Entry] = queue_from(config)
+    return Batcher(
+        shards=shards,
+        new_planner=partial(
+            planner_from,
+            budgets,
+            cost,
+            num_blocks=capacity.num_blocks,
+            block_size=info.block_size,
+            prefix_caching=config.prefix_caching == "on",
+            guesses=Speculator(cost, most=budgets.speculate) if budgets.speculate else None,
+        ),
+        waiting=waiting,
+        prospects=Prospects(cost, forecaster, metrics, max_queue_size=config.max_queue_size),
+        tokenizer=tokenizer,
+        eos_token_ids=info.eos_token_ids,
+        metrics=metrics,
+        supervisor=supervisor,
+        patience=Patience(step_seconds=config.step_timeout, recovery_seconds=config.recovery_grace),
+        depth=config.steps_in_flight,
+        late=late,
+    )

@@ -1,0 +1,106 @@
+"""What the batcher counts: steps, the batch, KV blocks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence, Sized
+
+from millrace_router.errors import Quarantined, RouterError
+from millrace_router.request.entry import Entry
+from millrace_router.scheduler.multi_token import Progress
+from millrace_router.scheduler.planner import Planner
+from millrace_router.scheduler.step_plan import METHODS, StepPlan
+from millrace_router.shards.wire import StepTimings
+from millrace_router.telemetry.metrics import Metrics
+
+
+class _StepMetrics:
+    """What is counted of every step of one kind; looking the series up takes longer than counting."""
+
+    def __init__(self, metrics: Metrics, method: str) -> None:
+        self.count = metrics.batch_inference_count.labels(method=method)
+        self.success = metrics.batch_inference_success.labels(method=method)
+        self.duration = metrics.batch_inference_duration.labels(method=method)
+        self.forward = metrics.batch_forward_duration.labels(method=method)
+        self.decode = metrics.batch_decode_duration.labels(method=method)
+        self.filter = metrics.batch_filter_duration.labels(method=method)
+
+
+class BatchMetrics:
+    """Turns plans and answers into metrics, under TGI's names where TGI has one."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._steps = {method: _StepMetrics(metrics, method) for method in METHODS}
+
+    def show(self, planner: Callable[[], Planner[Entry]], waiting: Sized) -> None:
+        """Show who waits, what runs and what the KV cache holds, whenever somebody asks for the metrics."""
+        metrics = self._metrics
+        for gauge in (metrics.queue_size, metrics.requests_waiting):
+            gauge.follow(lambda: len(waiting))
+        for gauge in (metrics.requests_running, metrics.batch_current_size):
+            gauge.follow(lambda: len(planner().rows))
+        metrics.requests_paused.follow(lambda: planner().num_paused)
+        metrics.batch_current_max_tokens.follow(lambda: planner().blocks.num_reserved_tokens)
+        metrics.kv_blocks_in_use.follow(lambda: planner().blocks.num_owned)
+        metrics.kv_blocks_cached.follow(lambda: planner().blocks.num_cached)
+
+    def sent(self, plan: StepPlan[Entry]) -> None:
+        """Count a step that goes out."""
+        metrics = self._metrics
+        if plan.has_forward:
+            self._steps[plan.method].count.inc()
+        if plan.num_preempted:
+            metrics.preemptions.inc(plan.num_preempted)
+        if plan.chunks:
+            metrics.prefill_tokens.inc(plan.load.prefill_tokens)
+        if plan.admitted:
+            metrics.batch_next_size.observe(len(plan.admitted))
+            metrics.prefix_cache_hit_tokens.inc(sum(row.num_cached for row in plan.admitted))
+        if plan.concat_reason is not None:
+            metrics.batch_concat.labels(reason=plan.concat_reason).inc()
+
+    def answered(
+        self,
+        plan: StepPlan[Entry],
+        timings: StepTimings,
+        skipped: Sequence[int],
+        *,
+        sent_at: float,
+        answered_at: float,
+    ) -> None:
+        """Count a step whose tokens have been handed out; `skipped` is how many each row got beyond the first."""
+        for num_tokens in set(skipped):
+            times = skipped.count(num_tokens)
+            self._metrics.request_skipped_tokens.observe(num_tokens, times=times)
+        if not plan.has_forward:
+            return
+        step = self._steps[plan.method]
+        step.success.inc()
+        step.duration.observe(answered_at - sent_at)
+        step.forward.observe(timings.forward)
+        step.decode.observe(timings.decode)
+        step.filter.observe(time.monotonic() - answered_at)
+        if timings.concat is not None:
+            self._metrics.batch_concat_duration.labels(method="decode").observe(timings.concat)
+
+    def speculated(self, progress: Progress) -> None:
+        """Count the guesses of a step."""
+        if progress.drafted:
+            self._metrics.speculation_drafted_tokens.inc(progress.drafted)
+            self._metrics.speculation_accepted_tokens.inc(progress.accepted)
+
+    def failed(self, plans: Iterable[StepPlan[Entry]], kind: str) -> None:
+        """Count an epoch's end, and steps in flight that will never be answered, once for each kind of step."""
+        self._metrics.recoveries.labels(reason=kind).inc()
+        for method in {plan.method for plan in plans if plan.has_forward}:
+            self._metrics.batch_inference_failure.labels(method=method).inc()
+
+    def replayed(self, num_entries: int) -> None:
+        """Count entries that are admitted again in a new epoch."""
+        self._metrics.requests_replayed.inc(num_entries)
+
+    def ended(self, error: RouterError) -> None:
+        """Count a request that a failure of the shards has ended."""
+        if isinstance(error, Quarantined):
+            self._metrics.requests_quarantined.inc()

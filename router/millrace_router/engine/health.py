@@ -1,0 +1,142 @@
+"""Whether the server does its work: the shards serve or will soon, and after a failure they have generated again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import structlog
+
+from millrace_router.engine.infer import SHORTEST, Batcher
+from millrace_router.errors import (
+    DoesNotFit,
+    GenerationError,
+    IncompleteGeneration,
+    NonFiniteOutput,
+    Overloaded,
+    Quarantined,
+    RouterError,
+    Unhealthy,
+)
+from millrace_router.recovery.shard_status import Recovery
+from millrace_router.request.events import TokenEvent
+
+OF_ONE_REQUEST = (NonFiniteOutput, Quarantined, DoesNotFit)
+"""Failures that say nothing of the shards: they serve everybody else."""
+PROBE_SECONDS = 0.5
+"""How long an answer may wait for the probe: half of what Kubernetes gives a check unless told otherwise."""
+
+log = structlog.get_logger(__name__)
+
+
+class Health:
+    """A flag that failures and recoveries take down, and only generated tokens put up again.
+
+    The shards are never asked: the batcher's watchdog finds those that hang or are gone, and a recovery may take its
+    grace. While the flag is down one probe generation is under way, however many clients ask.
+    """
+
+    def __init__(
+        self,
+        recovery: Recovery,
+        batcher: Batcher,
+        *,
+        grace_seconds: float,
+        probe_seconds: float = PROBE_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`grace_seconds` are given to a recovery, and to the token after one; `clock` is that of `recovery`."""
+        self._recovery = recovery
+        self._batcher = batcher
+        self._grace_seconds = grace_seconds
+        self._probe_seconds = probe_seconds
+        self._clock = clock
+        self._generates = asyncio.Event()
+        self._generates.set()
+        self._failure: str | None = None
+        self._probe: asyncio.Task[None] | None = None
+        self._probed_at = 0.0
+
+    def failed(self, error: RouterError) -> None:
+        """Take notice of a request's failure."""
+        if isinstance(error, GenerationError) and not isinstance(error, OF_ONE_REQUEST):
+            self._generates.clear()
+
+    def generated(self) -> None:
+        """Take notice of a token that reached its request."""
+        self._failure = None
+        self._generates.set()
+
+    async def check(self) -> None:
+        """Return while the shards serve, or recover within their grace; raises Unhealthy."""
+        self._check_overdue()
+        if self._recovery.since is not None:
+            self._generates.clear()
+        if self._generates.is_set():
+            return
+        probe = self._start_probe()
+        if self._recovery.since is not None:
+            return
+        await asyncio.wait({probe}, timeout=self._probe_seconds)
+        # The shards may have gone for good in the meantime.
+        self._check_overdue()
+        if self._failure is not None:
+            raise Unhealthy(self._failure)
+        if probe.done():
+            probe.result()
+        elif (seconds := self._clock() - self._probed_at) > self._grace_seconds:
+            raise Unhealthy(f"no token has been generated for {seconds:.0f} s")
+
+    async def check_ready(self) -> None:
+        """Return while the shards serve; raises Unhealthy."""
+        await self.check()
+        if self._recovery.since is not None:
+            raise Unhealthy(f"the shards are recovering: {self._recovery.reason}")
+
+    def _check_overdue(self) -> None:
+        recovery, now = self._recovery, self._clock()
+        if recovery.has_given_up:
+            raise Unhealthy(f"the shards do not come back: {recovery.reason}")
+        if recovery.since is not None and recovery.is_overdue(now, self._grace_seconds):
+            seconds = now - recovery.since
+            raise Unhealthy(f"the shards have not served for {seconds:.0f} s: {recovery.reason}")
+
+    def _start_probe(self) -> asyncio.Task[None]:
+        if self._probe is None or self._probe.done():
+            self._probed_at = self._clock()
+            self._probe = asyncio.create_task(self._await_token())
+        return self._probe
+
+    async def _await_token(self) -> None:
+        """Wait for a token, whoever's: our own request may stand behind a full queue."""
+        request = asyncio.create_task(self._generate())
+        others = asyncio.create_task(self._generates.wait())
+        try:
+            await asyncio.wait({request, others}, return_when=asyncio.FIRST_COMPLETED)
+            if request.done():
+                request.result()
+        finally:
+            request.cancel()
+            others.cancel()
+            await asyncio.gather(request, others, return_exceptions=True)
+
+    async def _generate(self) -> None:
+        """Generate the least there is, and take notice of how that ends."""
+        try:
+            stream = self._batcher.submit(SHORTEST)
+            try:
+                async for event in stream:
+                    if isinstance(event, TokenEvent):
+                        self.generated()
+            finally:
+                stream.close()
+            if not self._generates.is_set():
+                raise IncompleteGeneration
+        except Overloaded:
+            # Those who fill the queue will get tokens, if anyone does.
+            await self._generates.wait()
+        except RouterError as error:
+            log.warning("health check failed", error=str(error))
+            if not self._generates.is_set():
+                self._failure = str(error)

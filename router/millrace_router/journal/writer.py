@@ -1,0 +1,220 @@
+"""The thread that writes: whatever the disk does, only it waits."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from threading import Event, Thread
+from typing import Any, NamedTuple
+
+import structlog
+
+from millrace_proto import generate_pb2 as pb
+from millrace_router.journal.frames import MAGIC, frame
+from millrace_router.journal.header import Header, header_to_json
+from millrace_router.journal.records import Kind, pack
+from millrace_router.journal.redaction import Redaction
+from millrace_router.journal.rotation import Folder
+from millrace_router.journal.shard_state import Snapshot
+
+GATHER_SECONDS = 0.1
+"""How long records are gathered before they are written: as much is lost when the process is killed."""
+FRAME_BYTES = 1 << 18
+RETRY_SECONDS = 10.0
+"""How soon a new file is tried after one that could not be written."""
+CLOSE_SECONDS = 10.0
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Begins a new file."""
+
+    snapshot: Snapshot | None
+    """What the shards hold; None between epochs."""
+    num_dropped: int
+    """Records that were dropped since the last page."""
+
+
+class Item(NamedTuple):
+    """A record to be written; messages are handed over and never changed afterwards."""
+
+    kind: Kind
+    time_ns: int
+    content: pb.StepRequest | pb.StepResponse | Mapping[str, Any] | Page
+
+
+class Scribe:
+    """Takes items from `inbox`, a deque that the event loop appends to, and writes them in the order given.
+
+    A file that cannot be written is given up with all that comes before the next page.
+    """
+
+    def __init__(self, folder: Folder, header: Header) -> None:
+        self.inbox: deque[Item] = deque()
+        self.wants_page = True
+        """Whether a page should come next; the event loop takes it back when it sends one."""
+        self.num_lost = 0
+        """Records that could not be written so far; only the thread changes it."""
+        self._folder = folder
+        self._header = header
+        self._redaction = Redaction(keeps_tokens=header.keeps_tokens)
+        self._wake = Event()
+        self._closing = Event()
+        self._buffer = bytearray()
+        self._num_buffered = 0
+        self._file: int | None = None
+        self._size = 0
+        self._has_asked = True
+        self._retry_at = 0.0
+        self._is_failing = False
+        self._thread = Thread(target=self._run, name="journal", daemon=True)
+
+    def start(self) -> None:
+        """Begin to write."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Say that there are items."""
+        if not self._wake.is_set():
+            self._wake.set()
+
+    def close(self) -> bool:
+        """Write what is left and end; whether that was done in `CLOSE_SECONDS`. A disk that hangs keeps nobody."""
+        self._closing.set()
+        self._wake.set()
+        self._thread.join(CLOSE_SECONDS)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            self._wake.wait()
+            self._closing.wait(GATHER_SECONDS)
+            self._wake.clear()
+            try:
+                self._drain()
+            except Exception as error:
+                log.exception("the journal has a defect")
+                self._give_up(error)
+        self._finish()
+
+    def _drain(self) -> None:
+        while self.inbox:
+            item = self.inbox.popleft()
+            if isinstance(item.content, Page):
+                self._turn(item.time_ns, item.content)
+            else:
+                self._write(item)
+        self._flush()
+
+    def _finish(self) -> None:
+        self._drain()
+        if self._file is not None:
+            self._add(pack(Kind.END, time.time_ns(), b""))
+            self._flush()
+        self._close_file()
+        self._folder.close()
+
+    def _close_file(self) -> None:
+        if self._file is None:
+            return
+        file, self._file = self._file, None
+        try:
+            os.close(file)
+        except OSError as error:
+            log.warning("the journal cannot be closed", error=str(error))
+
+    def _write(self, item: Item) -> None:
+        if self._file is None:
+            self._lose(1)
+            return
+        content = item.content
+        if isinstance(content, pb.StepRequest):
+            for note in self._redaction.notes(content):
+                self._add(pack(Kind.PROMPT, item.time_ns, note))
+            payload = self._redaction.request(content)
+        elif isinstance(content, pb.StepResponse):
+            payload = self._redaction.answer(content)
+        else:
+            payload = json.dumps(content).encode()
+        self._add(pack(item.kind, item.time_ns, payload))
+
+    def _turn(self, time_ns: int, page: Page) -> None:
+        """Begin a file that can be understood without the ones before it."""
+        self._flush()
+        self._close_file()
+        try:
+            self._file, self._size = self._folder.begin(), 0
+        except OSError as error:
+            self._give_up(error)
+            return
+        self._add(pack(Kind.HEADER, time_ns, header_to_json(self._header)), counts=False)
+        self._header = replace(self._header, part=self._header.part + 1)
+        if page.num_dropped:
+            gap = json.dumps({"dropped_records": page.num_dropped}).encode()
+            self._add(pack(Kind.GAP, time_ns, gap), counts=False)
+        if page.snapshot is not None:
+            state = self._redaction.request(page.snapshot.message())
+            self._add(pack(Kind.SNAPSHOT, time_ns, state), counts=False)
+            for message in page.snapshot.pending:
+                self._write(Item(Kind.REQUEST, time_ns, message))
+        self._flush()
+        self._has_asked = False
+
+    def _add(self, record: bytes, *, counts: bool = True) -> None:
+        if self._file is None:
+            self._lose(int(counts))
+            return
+        self._buffer += record
+        self._num_buffered += counts
+        if len(self._buffer) >= FRAME_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._file is None or not self._buffer:
+            return
+        data = frame(self._buffer)
+        if not self._size:
+            data = MAGIC + data
+        try:
+            write_all(self._file, data)
+        except OSError as error:
+            self._give_up(error)
+            return
+        self._buffer.clear()
+        self._num_buffered = 0
+        self._size += len(data)
+        if self._is_failing:
+            self._is_failing = False
+            log.info("the journal is written again")
+        if self._size >= self._folder.file_bytes and not self._has_asked:
+            self._has_asked = self.wants_page = True
+
+    def _give_up(self, error: Exception) -> None:
+        """Drop the file, whose end is torn, and everything until a new one is begun."""
+        if not self._is_failing:
+            self._is_failing = True
+            log.error("the journal cannot be written; records are dropped", error=str(error))
+        self._close_file()
+        self._retry_at = time.monotonic() + RETRY_SECONDS
+        self._has_asked = False
+        lost, self._num_buffered = self._num_buffered, 0
+        self._buffer.clear()
+        self._lose(lost)
+
+    def _lose(self, count: int) -> None:
+        self.num_lost += count
+        if not self._has_asked and time.monotonic() >= self._retry_at:
+            self._has_asked = self.wants_page = True
+
+
+def write_all(file: int, data: bytes) -> None:
+    """Write `data` to a descriptor; raises OSError."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]

@@ -1,0 +1,62 @@
+"""Begins the journal that the flags ask for."""
+
+from __future__ import annotations
+
+import secrets
+
+from millrace_router.config import RouterConfig
+from millrace_router.journal.header import Header, Setting
+from millrace_router.journal.journal import Journal
+from millrace_router.journal.rotation import Folder
+from millrace_router.journal.writer import Scribe
+from millrace_router.server.services import Services
+from millrace_router.version import VERSION
+
+SETTINGS = (
+    "max_concurrent_requests",
+    "max_batch_size",
+    "waiting_served_ratio",
+    "max_waiting_tokens",
+    "prefill_chunking",
+    "prefix_caching",
+    "kv_reservation",
+    "target_inter_token_latency",
+    "fairness",
+    "priority_ageing",
+    "max_queue_size",
+    "max_queue_wait",
+    "steps_in_flight",
+    "late_planning",
+    "step_timeout",
+)
+"""Flags that shape the schedule."""
+
+
+def journal_folder(config: RouterConfig) -> Folder | None:
+    """Where a journal is wanted, if it is; raises JournalError where none can be."""
+    if config.journal is None:
+        return None
+    return Folder(config.journal, max_bytes=config.journal_max_bytes)
+
+
+def open_journal(
+    folder: Folder, config: RouterConfig, services: Services, warmup: dict[str, int]
+) -> Journal:
+    """The journal of this life of the router; `warmup` are the fields of the WarmupRequest."""
+    header = Header(
+        life=secrets.token_hex(8),
+        version=VERSION,
+        model_id=config.model_id,
+        model_sha=config.revision,
+        keeps_tokens=config.journal_tokens,
+        shard=services.shard,
+        warmup=warmup,
+        capacity=services.capacity,
+        settings=_settings(config, services),
+    )
+    return Journal(Scribe(folder, header), services.metrics.journal_dropped_records)
+
+
+def _settings(config: RouterConfig, services: Services) -> dict[str, Setting]:
+    settings: dict[str, Setting] = {name: getattr(config, name) for name in SETTINGS}
+    return settings | {"max_batch_prefill_tokens": services.max_batch_prefill_tokens}

@@ -1,0 +1,99 @@
+"""Requests that broke the shards, in company and alone: what is kept of them, and who is like one of them."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+
+from millrace_router.request.request import Terms, ValidRequest
+
+REFUSED_SECONDS = 600.0
+"""How long a request like a quarantined one is refused; clients retry much sooner, and new shards may fare better."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Record:
+    refused_until: float
+    key: bytes
+    num_prompt_tokens: int
+    description: dict[str, object]
+
+
+class Quarantine:
+    """A bounded record of such requests, without any text or token ids."""
+
+    def __init__(self, *, capacity: int = 100, clock: Callable[[], float] = time.monotonic) -> None:
+        """`capacity` records are kept, the oldest go; `clock` counts seconds."""
+        self._records: deque[_Record] = deque(maxlen=capacity)
+        self._clock = clock
+
+    def add(self, request: ValidRequest, *, num_generated: int, reason: str) -> None:
+        """Keep what may be kept of `request`, which broke the shards after so many tokens of its answer."""
+        self._records.append(
+            _Record(
+                refused_until=self._clock() + REFUSED_SECONDS,
+                # What breaks before its first token does so with every seed.
+                key=_key(request, has_seed=num_generated > 0),
+                num_prompt_tokens=len(request.input_ids),
+                description=_describe(request, num_generated=num_generated, reason=reason),
+            )
+        )
+
+    def refuses(self, request: ValidRequest) -> bool:
+        """Whether the very same prompt and parameters were added less than ten minutes ago.
+
+        The seed counts if there was a token for it to choose; when and for whom a request runs never does.
+        """
+        now, length = self._clock(), len(request.input_ids)
+        keys = {
+            record.key
+            for record in self._records
+            if record.num_prompt_tokens == length and now < record.refused_until
+        }
+        return bool(keys) and not keys.isdisjoint(
+            _key(request, has_seed=has_seed) for has_seed in (False, True)
+        )
+
+    def to_json(self) -> list[dict[str, object]]:
+        """Describe each record, the newest first."""
+        return [record.description for record in reversed(self._records)]
+
+
+def _describe(request: ValidRequest, *, num_generated: int, reason: str) -> dict[str, object]:
+    return {
+        "when": time.time(),
+        "reason": reason,
+        "prompt_sha256": _prompt_hash(request).hex(),
+        "prompt_tokens": len(request.input_ids),
+        "generated_tokens": num_generated,
+        "parameters": {
+            **asdict(request.sampling),
+            "bias": len(request.sampling.bias),
+            "grammar": None if request.grammar is None else request.grammar.kind,
+            "max_new_tokens": request.max_new_tokens,
+            "min_new_tokens": request.min_new_tokens,
+            "stop_sequences": len(request.stop_sequences),
+            "ignore_eos": request.ignore_eos,
+            "top_n_tokens": request.top_n_tokens,
+            "prefill_logprobs": request.prefill_logprobs,
+            "prompt_top_n_tokens": request.prompt_top_n_tokens,
+        },
+    }
+
+
+def _prompt_hash(request: ValidRequest) -> bytes:
+    """SHA-256 over the token ids, each four bytes in this machine's order."""
+    return sha256(array("I", request.input_ids).tobytes()).digest()
+
+
+def _key(request: ValidRequest, *, has_seed: bool) -> bytes:
+    """A name of prompt and parameters; the seed is one of them if `has_seed` and if it changes anything."""
+    seed = request.sampling.seed if has_seed and request.sampling.samples else None
+    parameters = replace(
+        request, input_ids=(), terms=Terms(), sampling=replace(request.sampling, seed=0)
+    )
+    return sha256(_prompt_hash(request) + repr((parameters, seed)).encode()).digest()

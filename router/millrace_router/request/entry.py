@@ -1,0 +1,145 @@
+"""A request inside the router, and the stream that carries its tokens home."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from millrace_router.request.acceptance import Acceptance
+from millrace_router.request.block_hashes import BlockKeys
+from millrace_router.request.events import (
+    Finished,
+    PromptChunk,
+    PromptLogprobs,
+    Token,
+    TokenEvent,
+)
+from millrace_router.request.request import FinishReason, ValidRequest
+from millrace_router.request.token_stream import TokenStream
+from millrace_router.text.detokenizer import IncrementalDetokenizer
+from millrace_router.text.stopping import StopMatcher
+from millrace_router.text.tokenizer import Tokenizer
+
+MOST_FORCED = 16
+"""Tokens forced by a grammar that one step computes beside a sampled one: as many as a block has positions."""
+
+
+class Entry:
+    """One accepted request: what was asked, what has been generated, where the news goes.
+
+    Prompt and generated ids are kept, so that a sequence can be admitted again as a prompt of everything so far.
+    """
+
+    def __init__(
+        self,
+        request_id: int,
+        request: ValidRequest,
+        tokenizer: Tokenizer,
+        eos_token_ids: frozenset[int],
+        *,
+        block_size: int,
+    ) -> None:
+        self.request_id = request_id
+        self.request = request
+        self.terms = request.terms
+        self.max_new_tokens = request.max_new_tokens
+        self.num_prompt_tokens = len(request.input_ids)
+        self.num_preemptions = 0
+        self.accounted = False
+        """Whether the scheduler has taken note of its end."""
+        self.wants_prompt_logprobs = request.prefill_logprobs
+        self.most_forced = 0 if request.grammar is None else MOST_FORCED
+        self.acceptance = Acceptance()
+        self.stream = TokenStream()
+        self.generated_ids: list[int] = []
+        self._tokenizer = tokenizer
+        self._eos_token_ids = frozenset() if request.ignore_eos else eos_token_ids
+        self._text = IncrementalDetokenizer(tokenizer, request.input_ids)
+        self._stop = StopMatcher(request.stop_sequences) if request.stop_sequences else None
+        self._prompt_logprobs = array("f")
+        self._prompt_candidates = array("I"), array("f")
+        self._block_keys = BlockKeys(block_size)
+
+    @property
+    def queued_at(self) -> float:
+        """When it was accepted, by `time.monotonic`."""
+        return self.stream.queued_at
+
+    @property
+    def tenant(self) -> str:
+        """Whose share of the tokens it takes."""
+        return self.terms.tenant
+
+    @property
+    def closed(self) -> bool:
+        """Whether its reader has left."""
+        return self.stream.closed
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens generated so far."""
+        return len(self.generated_ids)
+
+    @property
+    def num_inputs(self) -> int:
+        """Tokens of the prompt, and those generated so far."""
+        return self.num_prompt_tokens + len(self.generated_ids)
+
+    def block_keys(self, count: int) -> Sequence[bytes]:
+        """Keys of the first `count` full blocks of prompt and generated tokens."""
+        return self._block_keys.first(count, self.request.input_ids, self.generated_ids)
+
+    def admitted(self, now: float, num_cached: int) -> None:
+        """Take note of joining the batch, for the first time or again, with so many tokens cached."""
+        if self.stream.batched_at is None:
+            self.stream.batched_at = now
+            self.stream.cached_tokens = num_cached
+        self._forget_prompt_logprobs()
+
+    def accept_prompt_logprobs(self, chunk: PromptChunk) -> None:
+        """Collect a chunk's log probabilities; send them once the prompt is complete."""
+        self._prompt_logprobs.extend(chunk.logprobs)
+        candidate_ids, candidate_logprobs = self._prompt_candidates
+        candidate_ids.extend(chunk.candidate_ids)
+        candidate_logprobs.extend(chunk.candidate_logprobs)
+        ids = self.request.input_ids
+        if len(self._prompt_logprobs) == len(ids):
+            self.wants_prompt_logprobs = False
+            prompt = PromptLogprobs(ids, tuple(self._prompt_logprobs), *self._prompt_candidates)
+            self._forget_prompt_logprobs()
+            self.stream.send(prompt)
+
+    def _forget_prompt_logprobs(self) -> None:
+        self._prompt_logprobs = array("f")
+        self._prompt_candidates = array("I"), array("f")
+
+    def accept(self, token_id: int, logprob: float, top: Sequence[tuple[int, float]]) -> bool:
+        """Take the next token, send its event, and say whether the generation has ended with it."""
+        self.generated_ids.append(token_id)
+        count = len(self.generated_ids)
+        text = self._text.step(token_id)
+        reason = self._finish_reason(token_id, text)
+        finished: Finished | None = None
+        if reason is not None:
+            text += self._text.flush()
+            seed = self.request.sampling.seed if self.request.sampling.samples else None
+            finished = Finished(reason, self._text.final_text(), count, seed)
+        top_tokens = tuple([self._token(*candidate) for candidate in top]) if top else ()
+        token = Token(token_id, text, logprob, self._tokenizer.is_special(token_id))
+        self.stream.send(TokenEvent(count, token, top_tokens, finished))
+        return finished is not None
+
+    def _finish_reason(self, token_id: int, text: str) -> FinishReason | None:
+        """TGI's order: length before end of sequence before stop sequence."""
+        matched = self._stop is not None and self._stop.push(text) is not None
+        if len(self.generated_ids) >= self.request.max_new_tokens:
+            return FinishReason.LENGTH
+        if token_id in self._eos_token_ids:
+            return FinishReason.EOS_TOKEN
+        return FinishReason.STOP_SEQUENCE if matched else None
+
+    def _token(self, token_id: int, logprob: float) -> Token:
+        tokenizer = self._tokenizer
+        return Token(
+            token_id, tokenizer.token_text(token_id), logprob, tokenizer.is_special(token_id)
+        )

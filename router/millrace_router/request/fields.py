@@ -1,0 +1,59 @@
+"""What all models of requests are made of: numbers of a fixed width, fields that may be null, and strictness."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, core_schema
+
+from millrace_router.request.float32 import rounded
+
+UINT32_MAX = 2**32 - 1
+UINT64_MAX = 2**64 - 1
+
+UInt32 = Annotated[int, Field(ge=0, le=UINT32_MAX)]
+UInt64 = Annotated[int, Field(ge=0, le=UINT64_MAX)]
+Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
+Float32 = Annotated[float, Field(allow_inf_nan=False), AfterValidator(rounded)]
+
+
+class NullIs:
+    """Annotates a field whose readers never see None: null stands for what `make` makes, and the schema says so."""
+
+    def __init__(self, make: Callable[[], object]) -> None:
+        self._make = make
+
+    def __get_pydantic_core_schema__(
+        self,
+        source: Any,  # noqa: ANN401
+        handler: GetCoreSchemaHandler,
+    ) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self._filled, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return {"anyOf": [handler(schema), {"type": "null"}]}
+
+    def _filled(self, given: object) -> object:
+        return self._make() if given is None else given
+
+
+Switch = Annotated[bool, NullIs(bool)]
+"""On or off; null is off."""
+
+
+class RequestModel(BaseModel):
+    """Nothing is coerced, nothing changes later, unknown fields are ignored."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", protected_namespaces=())

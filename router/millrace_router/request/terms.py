@@ -1,0 +1,106 @@
+"""On which terms a request is to be served: from its headers, and from what its body says itself."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from hashlib import blake2b
+
+from millrace_router.errors import ValidationError
+from millrace_router.request.request import Terms
+
+API_KEY_HEADER = "x-api-key"
+"""Where Anthropic's clients put what all others send as a bearer token."""
+PRIORITY_HEADER = "x-priority"
+TENANT_HEADER = "x-tenant"
+MAX_QUEUE_HEADER = "x-max-queue-ms"
+MAX_PRIORITY = 10
+"""Priorities reach from minus this to this."""
+MAX_QUEUE_MS = 10**12 - 1
+DEFAULT_TERMS = Terms()
+
+_INTEGER = re.compile(r"[+-]?[0-9]{1,9}")
+_MILLISECONDS = re.compile(r"0*[1-9][0-9]{0,11}")
+
+
+def terms_from(
+    headers: Mapping[str, str],
+    priority: int | None,
+    *,
+    by_tenant: bool,
+    max_queue_seconds: float | None = None,
+) -> Terms:
+    """Read the terms; `headers` ignore case, and a body's `priority` beats the header's.
+
+    Whoever would wait for longer than the server allows, `max_queue_seconds`, gets that for a deadline.
+
+    Raises:
+        ValidationError: a priority is none from -10 to 10, or the deadline no positive number of milliseconds.
+
+    """
+    return Terms(
+        priority=_priority_of(headers) if priority is None else _checked("`priority`", priority),
+        tenant=tenant_of(headers) if by_tenant else "",
+        max_queue_seconds=_sooner(_max_queue_seconds(headers), max_queue_seconds),
+    )
+
+
+def tenant_of(headers: Mapping[str, str]) -> str:
+    """Who asks: the name that is given, else a digest of the key that is presented, which itself is never kept."""
+    name = headers.get(TENANT_HEADER)
+    if name:
+        return name
+    key = presented_key(headers)
+    if not key:
+        return ""
+    return blake2b(key.encode(errors="surrogateescape"), digest_size=16).hexdigest()
+
+
+def presented_key(headers: Mapping[str, str]) -> str:
+    """The API key that comes with a request, right or wrong; "" for none."""
+    return headers.get("authorization", "").removeprefix("Bearer ") or headers.get(
+        API_KEY_HEADER, ""
+    )
+
+
+def _priority_of(headers: Mapping[str, str]) -> int:
+    text = headers.get(PRIORITY_HEADER)
+    if text is None:
+        return 0
+    if _INTEGER.fullmatch(text) is None:
+        raise _out_of_range(f"`{PRIORITY_HEADER}`", _shown(text))
+    return _checked(f"`{PRIORITY_HEADER}`", int(text))
+
+
+def _checked(name: str, priority: int) -> int:
+    if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+        raise _out_of_range(name, priority)
+    return priority
+
+
+def _out_of_range(name: str, given: object) -> ValidationError:
+    return ValidationError(
+        f"{name} must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}. Given: {given}"
+    )
+
+
+def _max_queue_seconds(headers: Mapping[str, str]) -> float | None:
+    text = headers.get(MAX_QUEUE_HEADER)
+    if text is None:
+        return None
+    if _MILLISECONDS.fullmatch(text) is None:
+        raise ValidationError(
+            f"`{MAX_QUEUE_HEADER}` must be a positive integer of milliseconds. Given: {_shown(text)}"
+        )
+    return int(text) / 1000
+
+
+def _sooner(asked: float | None, allowed: float | None) -> float | None:
+    if asked is None or allowed is None:
+        return asked if allowed is None else allowed
+    return min(asked, allowed)
+
+
+def _shown(text: str) -> str:
+    """What was given, with bytes that are no UTF-8 escaped."""
+    return text.encode(errors="backslashreplace").decode()

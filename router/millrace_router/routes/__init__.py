@@ -1,1 +1,0 @@
-"""HTTP handlers, one module per family of routes."""

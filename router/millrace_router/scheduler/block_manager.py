@@ -1,0 +1,220 @@
+"""Which sequence owns which KV blocks. Pure bookkeeping: the shards only obey it."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from millrace_router.scheduler.prefix_cache import CachedBlock, PrefixCache
+from millrace_router.scheduler.row import E, Row
+
+
+@dataclass(slots=True, eq=False)
+class _Holding:
+    """What one slot holds."""
+
+    blocks: list[int] = field(default_factory=list)
+    """In table order."""
+    pins: list[CachedBlock] = field(default_factory=list)
+    """The first of them that are in the cache."""
+    keys: Sequence[bytes] = ()
+    """Of the prompt's full blocks; the cache expects those after `num_computed`."""
+    num_computed: int = 0
+    num_promised: int = 0
+
+    def private(self) -> list[int]:
+        """Blocks that are nobody else's and not in the cache."""
+        return self.blocks[len(self.pins) :]
+
+
+class BlockTable:
+    """Fixed-size KV blocks: handed out one by one, shared through the prefix cache, taken back at the end.
+
+    Invariant: free + cached + owned = num_blocks - 1 (block 0 is the shards' scrap block and never handed out), and
+    free and cached blocks together always cover every promise, so growing within a promise cannot fail.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, cache: PrefixCache | None = None) -> None:
+        if num_blocks < 2 or block_size < 1:
+            raise ValueError(f"no block to hand out: {num_blocks=} {block_size=}")
+        self.block_size = block_size
+        self.num_blocks = num_blocks - 1
+        self.cache = cache
+        self._free = list(range(num_blocks - 1, 0, -1))
+        self._holdings: dict[int, _Holding] = {}
+        self._num_promised = 0
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that hold nothing."""
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that no sequence holds, kept because their content may be asked for again."""
+        return self.cache.num_idle if self.cache is not None else 0
+
+    @property
+    def num_owned(self) -> int:
+        """Blocks that one sequence or several hold."""
+        return self.num_blocks - self.num_free - self.num_cached
+
+    @property
+    def num_reserved(self) -> int:
+        """Blocks owned, or promised to a sequence that has been admitted."""
+        return self.num_owned + self._num_promised
+
+    @property
+    def num_reserved_tokens(self) -> int:
+        """Positions that those have."""
+        return self.num_reserved * self.block_size
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that are neither owned nor promised."""
+        # Asked for in every step, hence not by way of `num_reserved`.
+        return len(self._free) + self.num_cached - self._num_promised
+
+    def count(self, num_tokens: int) -> int:
+        """Blocks that `num_tokens` positions take."""
+        return -(-num_tokens // self.block_size)
+
+    def find(self, keys: Sequence[bytes]) -> list[CachedBlock]:
+        """Return what the cache has of the chain `keys`, from its beginning."""
+        return self.cache.find(keys) if self.cache is not None else []
+
+    def expects(self, key: bytes) -> bool:
+        """Whether an admitted sequence is going to compute the block `key`."""
+        return self.cache is not None and self.cache.expects(key)
+
+    def shortage(self, num_tokens: int, hits: Sequence[CachedBlock] = ()) -> int:
+        """Blocks that are missing to admit a sequence with a promise of `num_tokens`; negative when some remain."""
+        revived = sum(not hit.num_pins for hit in hits)
+        return self.count(num_tokens) - len(hits) + revived - self.num_available
+
+    def admit(
+        self,
+        slot: int,
+        num_tokens: int,
+        *,
+        hits: Sequence[CachedBlock] = (),
+        keys: Sequence[bytes] = (),
+    ) -> list[int]:
+        """Begin a table with the cached blocks `hits`, which it returns, and promise the rest of `num_tokens`.
+
+        `keys` name the full blocks of the prompt, those of `hits` included.
+
+        Raises:
+            ValueError: the slot is in use, or the blocks are not there.
+
+        """
+        if slot in self._holdings or self.shortage(num_tokens, hits) > 0:
+            raise ValueError(f"cannot promise {num_tokens} tokens to slot {slot}")
+        holding = _Holding([hit.block for hit in hits], list(hits), keys, len(hits))
+        holding.num_promised = max(0, self.count(num_tokens) - len(hits))
+        self._num_promised += holding.num_promised
+        self._holdings[slot] = holding
+        if self.cache is not None:
+            self.cache.pin(hits)
+            self.cache.expect(keys[len(hits) :])
+        return list(holding.blocks)
+
+    def grow(self, slot: int, num_tokens: int) -> list[int] | None:
+        """Hand out what `slot` still lacks for `num_tokens` positions, in table order; None if that is not there."""
+        holding = self._holdings[slot]
+        missing = self.count(num_tokens) - len(holding.blocks)
+        if missing <= 0:
+            return []
+        promised = min(missing, holding.num_promised) if holding.num_promised else 0
+        if missing - promised > self.num_available:
+            return None
+        if promised:
+            holding.num_promised -= promised
+            self._num_promised -= promised
+        blocks = [self._take() for _ in range(missing)]
+        holding.blocks += blocks
+        return blocks
+
+    def enter(self, slot: int, keys: Sequence[bytes]) -> None:
+        """Make the first blocks of `slot`, whose KV is computed, findable by `keys`.
+
+        An equal block that nobody holds gives way. One that is held does not, and neither can be held in addition,
+        for that would take a block nobody was promised: what comes after it is not entered as long as it is there.
+        """
+        if self.cache is None:
+            return
+        holding = self._holdings[slot]
+        if holding.num_computed < len(holding.keys):
+            self.cache.unexpect(holding.keys[holding.num_computed : len(keys)])
+        holding.num_computed = max(holding.num_computed, len(keys))
+        pins, blocks = holding.pins, holding.blocks
+        for place in range(len(pins), len(keys)):
+            key = keys[place]
+            spare = self.cache.give_up(key)
+            if spare is not None:
+                self._free.append(spare)
+            pin = self.cache.enter(key, blocks[place])
+            if pin is None:
+                break
+            pins.append(pin)
+
+    def forget(self, slot: int) -> None:
+        """Make unfindable what `slot` holds: values turned out not to be finite, and any of it may be the cause."""
+        if self.cache is not None:
+            for pin in self._holdings[slot].pins:
+                self.cache.forget(pin)
+
+    def num_releasable(self, slot: int) -> int:
+        """Blocks that releasing `slot` makes available, its promise included."""
+        holding = self._holdings[slot]
+        last_pins = sum(pin.num_pins == 1 for pin in holding.pins)
+        return len(holding.private()) + last_pins + holding.num_promised
+
+    def num_owned_by(self, slot: int) -> int:
+        """Blocks in the table of `slot`."""
+        return len(self._holdings[slot].blocks)
+
+    def release(self, slot: int) -> None:
+        """Take back everything `slot` holds or was promised; what is in the cache stays findable."""
+        holding = self._holdings.pop(slot)
+        self._num_promised -= holding.num_promised
+        self._free.extend(reversed(holding.private()))
+        if self.cache is not None:
+            self.cache.unexpect(holding.keys[holding.num_computed :])
+            self._free.extend(self.cache.unpin(holding.pins))
+
+    def _take(self) -> int:
+        if not self._free and self.cache is not None:
+            return self.cache.evict()
+        return self._free.pop()
+
+
+def advance(
+    filled: Iterable[tuple[int, int]],
+    rows: tuple[Mapping[int, Row[E]], Mapping[int, Row[E]]],
+    blocks: BlockTable,
+    failed_slots: Container[int],
+) -> None:
+    """Count positions, by (slot, how many more), of whichever of `rows` has the slot.
+
+    Of rows in `failed_slots` nothing is shared any more.
+    """
+    running, preempted = rows
+    size, is_caching = blocks.block_size, blocks.cache is not None
+    for slot, num_tokens in filled:
+        # Runs for every token there is, hence few calls.
+        row = running.get(slot) or preempted.get(slot)
+        if row is None:
+            continue
+        row.num_computed += num_tokens
+        if not is_caching:
+            continue
+        if slot in failed_slots:
+            blocks.forget(slot)
+        elif row.num_computed >= row.num_entered + size:
+            num_full = row.num_computed // size
+            if row.is_flexible:
+                # The tokens of guesses that were right are not delivered yet.
+                num_full = min(row.num_computed, row.entry.num_inputs) // size
+            blocks.enter(slot, row.entry.block_keys(num_full))
+            row.num_entered = num_full * size

@@ -1,0 +1,166 @@
+"""One log line per request: what was asked of which route, how it ended, and where its time went; never its text."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+import uuid
+from collections.abc import Sequence
+from hashlib import blake2b
+from http import HTTPStatus
+
+import structlog
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from millrace_router.engine.generation import Collected, Generation
+from millrace_router.request.terms import TENANT_HEADER
+from millrace_router.server.bodies import ERROR_TYPE
+from millrace_router.server.headers import sum_of_times
+from millrace_router.server.services import SERVICES
+
+REQUEST_ID_HEADER = "x-request-id"
+MAX_REQUEST_ID_LENGTH = 128
+MAX_TENANT_LENGTH = 128
+CLIENT_GONE = 499
+"""nginx's number for a client that did not wait; only ever logged."""
+PROBED_PATHS = frozenset({"/", "/health", "/ping", "/livez", "/readyz", "/metrics"})
+
+REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
+_GENERATIONS: web.RequestKey[list[Generation | Collected]] = web.RequestKey("generations", list)
+_SALT = secrets.token_bytes(16)
+"""So that what stands for a key in the log is no help in guessing it."""
+
+Line = dict[str, str | float | int | bool]
+
+log = structlog.get_logger(__name__)
+
+
+def watch(request: web.Request, *generations: Generation | Collected) -> None:
+    """Have the request's line tell of these generations."""
+    request[_GENERATIONS].extend(generations)
+
+
+@web.middleware
+async def access_log(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Name the request, and log it when it has ended, however it ended."""
+    started_at = time.monotonic()
+    request[REQUEST_ID] = _request_id(request.headers.get(REQUEST_ID_HEADER))
+    request[_GENERATIONS] = []
+    names = {"request_id": request[REQUEST_ID]}
+    trace_id = trace_id_of(request.headers.getall(TRACEPARENT_HEADER, ()))
+    if trace_id is not None:
+        names["trace_id"] = trace_id
+    response: web.StreamResponse | None = None
+    with structlog.contextvars.bound_contextvars(**names):
+        try:
+            response = await handler(request)
+        finally:
+            _log(request, response, names, time.monotonic() - started_at)
+    return response
+
+
+async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    """Tell the client its request's name; a hook of `on_response_prepare`."""
+    request_id = request.get(REQUEST_ID)
+    if request_id is not None:
+        response.headers[REQUEST_ID_HEADER] = request_id
+
+
+def _request_id(given: str | None) -> str:
+    if given and len(given) <= MAX_REQUEST_ID_LENGTH and given.isascii() and given.isprintable():
+        return given
+    return uuid.uuid4().hex
+
+
+def _log(
+    request: web.Request, response: web.StreamResponse | None, names: dict[str, str], seconds: float
+) -> None:
+    """Write the line; without a response the client has gone."""
+    line = _line(request, response, seconds)
+    if request.method == "GET" and request.path in PROBED_PATHS and line["status"] == HTTPStatus.OK:
+        log.debug("request", **line)
+        return
+    log.info("request", **line)
+    request_log = request.app[SERVICES].request_log
+    if request_log is not None:
+        request_log.write({**names, **line})
+
+
+def _line(request: web.Request, response: web.StreamResponse | None, seconds: float) -> Line:
+    line: Line = {
+        "method": request.method,
+        "route": request.rel_url.raw_path[:200],
+        "status": CLIENT_GONE if response is None else response.status,
+        "total_time": round(seconds, 6),
+    }
+    if request.content_length is not None:
+        line["request_bytes"] = request.content_length
+    if response is not None and ERROR_TYPE in response:
+        line["error_type"] = response[ERROR_TYPE]
+    generations = request[_GENERATIONS]
+    if generations:
+        line["model"] = request.app[SERVICES].config.model_id
+        if response is not None:
+            line["stream"] = not isinstance(response, web.Response)
+        line |= _told_by(generations)
+        if tenant := _tenant(request, generations[0]):
+            line["tenant"] = tenant
+    return line
+
+
+def _told_by(generations: Sequence[Generation | Collected]) -> Line:
+    times = sum_of_times([one.times for one in generations])
+    line: Line = {
+        "prompt_tokens": sum(len(one.valid.input_ids) for one in generations),
+        "cached_tokens": sum(one.cached_tokens for one in generations),
+        "generated_tokens": sum(one.generated_tokens for one in generations),
+        "validation_time": round(times.validation, 6),
+        "queue_time": round(times.queue, 6),
+        "inference_time": round(times.inference, 6),
+        "time_per_token": round(times.per_token / len(generations), 6),
+    }
+    if times.first_token is not None:
+        line["time_to_first_token"] = round(times.first_token, 6)
+    if reasons := dict.fromkeys(one.finish_reason for one in generations if one.finish_reason):
+        line["finish_reason"] = ",".join(reasons)
+    failures = [one.error_type for one in generations if isinstance(one, Generation)]
+    if error_types := [one for one in failures if one is not None]:
+        line["error_type"] = error_types[0]
+    sampling = generations[0].valid.sampling
+    if sampling.samples:
+        line["seed"] = sampling.seed
+    return line
+
+
+def _tenant(request: web.Request, generation: Generation | Collected) -> str:
+    """Who asked, where that counts: the name that was given, or what tells keys apart until the next start."""
+    tenant = generation.valid.terms.tenant
+    if not tenant or tenant == request.headers.get(TENANT_HEADER):
+        # Bytes that are no UTF-8 have no place in JSON.
+        return tenant[:MAX_TENANT_LENGTH].encode(errors="backslashreplace").decode()
+    return blake2b(tenant.encode(), key=_SALT, digest_size=8).hexdigest()
+
+
+TRACEPARENT_HEADER = "traceparent"
+_TRACEPARENT = re.compile(
+    r"(?P<version>[0-9a-f]{2})-(?P<trace>[0-9a-f]{32})-(?P<parent>[0-9a-f]{16})-[0-9a-f]{2}(?P<more>-.*)?"
+)
+_NO_TRACE = "0" * 32
+_NO_PARENT = "0" * 16
+
+
+def trace_id_of(given: Sequence[str]) -> str | None:
+    """The trace that the values of the header name; None unless there is one value, and valid.
+
+    A version above 00 may say more at its end, which is not looked at.
+    """
+    if len(given) != 1:
+        return None
+    match = _TRACEPARENT.fullmatch(given[0])
+    if match is None or match["version"] == "ff" or (match["version"] == "00" and match["more"]):
+        return None
+    if match["trace"] == _NO_TRACE or match["parent"] == _NO_PARENT:
+        return None
+    return match["trace"]

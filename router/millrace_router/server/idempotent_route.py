@@ -1,0 +1,92 @@
+"""What a handler needs to serve requests that carry an `Idempotency-Key`: nothing but to be wrapped."""
+
+from __future__ import annotations
+
+from functools import partial, wraps
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from millrace_router.errors import NotResumable
+from millrace_router.server.bodies import read_body
+from millrace_router.server.idempotency import (
+    Answer,
+    Run,
+    Runs,
+    digest_of,
+    last_event_of,
+    scope_of,
+    unknown_event,
+)
+from millrace_router.server.recording import Recording, Replay
+from millrace_router.server.request_terms import counting_refusals
+from millrace_router.server.services import SERVICES
+from millrace_router.server.sse import RUN, cut_off, send
+
+RUNS: web.AppKey[Runs] = web.AppKey("runs", Runs)
+
+
+async def end_runs(app: web.Application) -> None:
+    """End every keyed request; a hook of `on_cleanup`."""
+    await app[RUNS].close()
+
+
+def keyed(handler: Handler) -> Handler:
+    """Have requests with the same key, body, caller and path share one call of `handler`.
+
+    The call outlives the connection that it came with: it is made in a task of its own, with the first request, whose
+    headers and body stay readable. Requests without a key go straight through.
+    """
+
+    @wraps(handler)
+    async def answer(request: web.Request) -> web.StreamResponse:
+        with counting_refusals(request.app[SERVICES].metrics):
+            scope = scope_of(request.headers, request.path)
+        if scope is None:
+            return await handler(request)
+        body = await read_body(request)
+        runs = request.app[RUNS]
+        with counting_refusals(request.app[SERVICES].metrics):
+            num_known = last_event_of(request.headers)
+            body_digest = digest_of(request.headers.get("content-encoding", ""), body)
+            run = runs.find(scope, body_digest)
+            if run is None and num_known:
+                raise NotResumable
+        if run is None:
+            run = runs.start(scope, body_digest, partial(_work, handler, request))
+        with runs.reading(scope, run):
+            return await _read(request, run, num_known)
+
+    return answer
+
+
+async def _work(handler: Handler, request: web.Request, run: Run) -> Answer | None:
+    request[RUN] = run
+    try:
+        response = await handler(request)
+    finally:
+        # An idle connection holds its last request, which must not hold the answer.
+        del request[RUN]
+    if not isinstance(response, web.Response):
+        return None
+    assert isinstance(response.body, bytes)
+    return Answer(response.status, dict(response.headers), response.body)
+
+
+async def _read(request: web.Request, run: Run, num_known: int) -> web.StreamResponse:
+    """Answer with what the run has to say, but for the tokens that the client knows."""
+    answer = await run.answer()
+    with counting_refusals(request.app[SERVICES].metrics):
+        _check_known(answer, num_known)
+    if isinstance(answer, Answer):
+        return web.Response(status=answer.status, headers=answer.headers, body=answer.body)
+    with Replay(answer, num_known, partial(cut_off, request)) as replay:
+        return await send(request, replay, answer.form)
+
+
+def _check_known(answer: Answer | Recording, num_known: int) -> None:
+    """Check that an answer can be read from there on; raises ValidationError or NotResumable."""
+    if num_known > (answer.num_tokens if isinstance(answer, Recording) else 0):
+        raise unknown_event()
+    if isinstance(answer, Recording) and num_known < answer.first:
+        raise NotResumable

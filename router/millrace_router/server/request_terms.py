@@ -1,0 +1,38 @@
+"""What all routes that generate do before they ask for a generation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from aiohttp import web
+
+from millrace_router.errors import RouterError
+from millrace_router.request.parameters import GenerateParameters
+from millrace_router.request.request import Terms
+from millrace_router.request.terms import terms_from
+from millrace_router.server.services import SERVICES
+from millrace_router.telemetry.metrics import Metrics
+
+
+@contextmanager
+def counting_refusals(metrics: Metrics) -> Iterator[None]:
+    """Count a request that fails before a generation is asked for."""
+    try:
+        yield
+    except RouterError as error:
+        metrics.request_count.inc()
+        if error.failure_label is not None:
+            metrics.request_failure.labels(err=error.failure_label).inc()
+        raise
+
+
+def terms_of(request: web.Request, parameters: GenerateParameters) -> Terms:
+    """On which terms it is to be served; raises ValidationError."""
+    config = request.app[SERVICES].config
+    return terms_from(
+        request.headers,
+        parameters.priority,
+        by_tenant=config.fairness == "tenant",
+        max_queue_seconds=config.max_queue_wait,
+    )

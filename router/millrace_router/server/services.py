@@ -1,0 +1,56 @@
+"""What the HTTP handlers work with, put together once the shards have warmed up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from millrace_router.config import RouterConfig
+from millrace_router.engine.health import Health
+from millrace_router.engine.infer import Infer
+from millrace_router.prediction.cost import CostModel
+from millrace_router.prediction.late_planning import LatePlanning
+from millrace_router.recovery.quarantine import Quarantine
+from millrace_router.request.limits import Limits
+from millrace_router.shards.wire import Capacity, ShardInfo
+from millrace_router.telemetry.metrics import Metrics
+from millrace_router.telemetry.request_log import RequestLog
+from millrace_router.text.chat_template import ChatTemplate
+from millrace_router.text.tokenizer import Tokenizer
+from millrace_router.tool_calls.tool_format import ToolFormat
+from millrace_router.validation.validator import Validator
+
+KEEP_ALIVE_SECONDS = 15.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """Everything an application is made of."""
+
+    config: RouterConfig
+    shard: ShardInfo
+    capacity: Capacity
+    limits: Limits
+    max_batch_prefill_tokens: int
+    """Resolved: what the flag says, or what fits."""
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    tool_format: ToolFormat
+    """How the model writes tool calls."""
+    validator: Validator
+    infer: Infer
+    metrics: Metrics
+    health: Health
+    quarantine: Quarantine
+    request_log: RequestLog | None = None
+    cost: CostModel | None = None
+    late: LatePlanning | None = None
+    pipeline_tag: str | None = "text-generation"
+    compute_type: str = "gpu+optimized"
+    """Value of the `x-compute-type` header."""
+    keep_alive_seconds: float = KEEP_ALIVE_SECONDS
+    """Silence after which a stream sends a comment."""
+
+
+SERVICES: web.AppKey[Services] = web.AppKey("services", Services)

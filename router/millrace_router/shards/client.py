@@ -1,0 +1,97 @@
+"""One shard: its control calls, its stream of numbered steps, and what can become of either."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+
+from millrace_proto import generate_pb2 as pb
+from millrace_proto import generate_pb2_grpc as pb_grpc
+from millrace_router.shards.channels import open_channel
+from millrace_router.shards.errors import ShardBusy, ShardError, ShardHung, ShardLost, StepFailed
+
+GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+STREAM_ERRORS = (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError)
+
+StepCall = grpc.aio.StreamStreamCall[pb.StepRequest, pb.StepResponse]
+
+
+class ShardClient:
+    """One shard: unary control calls, and the stream of numbered steps."""
+
+    def __init__(self, address: str, tls: grpc.ChannelCredentials | None = None) -> None:
+        self.address = address
+        self._tls = tls
+        self._connect()
+
+    def _connect(self) -> None:
+        self._channel = open_channel(self.address, self._tls)
+        self._stub: pb_grpc.ShardServiceAsyncStub = pb_grpc.ShardServiceStub(self._channel)
+        self._steps: StepCall | None = None
+
+    async def info(self, *, timeout: float | None = None) -> pb.InfoResponse:
+        """What the shard has loaded; waits for it to listen."""
+        return await self._stub.Info(pb.InfoRequest(), wait_for_ready=True, timeout=timeout)
+
+    async def health(self, *, timeout: float) -> pb.HealthResponse:
+        """How far the engine has come."""
+        return await self._stub.Health(pb.HealthRequest(), timeout=timeout)
+
+    async def compile_grammar(self, request: pb.CompileGrammarRequest) -> pb.CompileGrammarResponse:
+        """Whether a sequence may have a grammar; waits for the shard to listen."""
+        return await self._stub.CompileGrammar(request, wait_for_ready=True)
+
+    async def warmup(self, request: pb.WarmupRequest) -> pb.WarmupResponse:
+        """Allocate the KV cache and run the largest step."""
+        return await self._stub.Warmup(request)
+
+    async def write(self, message: pb.StepRequest) -> None:
+        """Send a step; the first one opens the stream."""
+        if self._steps is None:
+            self._steps = self._stub.Steps()
+        await self._steps.write(message)
+
+    async def read(self) -> pb.StepResponse:
+        """The oldest answer that has not been read.
+
+        Raises:
+            StepFailed: it says that the step failed.
+            ShardLost: the stream has ended.
+
+        """
+        if self._steps is None:
+            raise ShardLost(f"no step was sent to {self.address}")
+        answer = await self._steps.read()
+        if not isinstance(answer, pb.StepResponse):
+            raise ShardLost(f"shard {self.address} ended its stream of steps")
+        if answer.HasField("error"):
+            kind = answer.error.kind
+            raise StepFailed(
+                answer.error.message, out_of_memory=kind == pb.StepError.KIND_OUT_OF_MEMORY
+            )
+        return answer
+
+    async def reset(self) -> None:
+        """Discard stream and channel: an old channel reconnects late, a fresh one at once."""
+        await self._channel.close()
+        self._connect()
+
+    async def close(self) -> None:
+        """End stream and channel."""
+        await self._channel.close()
+
+
+def from_grpc(error: BaseException) -> ShardError:
+    """What a failed call means; its message may be told to clients."""
+    if not isinstance(error, grpc.aio.AioRpcError):
+        return ShardLost("the stream to the shard has ended")
+    code, message = error.code(), error.details() or error.code().name
+    if code == grpc.StatusCode.DEADLINE_EXCEEDED:
+        return ShardHung("a shard does not answer")
+    if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return ShardBusy(message)
+    # A connection that breaks may be reported as "Stream removed", of the same code as an exception in a servicer.
+    if code in GONE or (code == grpc.StatusCode.UNKNOWN and "xception" not in message):
+        return ShardLost(message)
+    return ShardError(message)

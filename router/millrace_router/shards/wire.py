@@ -1,0 +1,254 @@
+"""Between the router's own types and the messages of the wire, both ways and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import chain, islice, repeat
+
+from millrace_proto import generate_pb2 as pb
+from millrace_router.request.entry import Entry
+from millrace_router.request.events import PromptChunk
+from millrace_router.request.request import Grammar, GrammarKind
+from millrace_router.scheduler.row import Row
+from millrace_router.scheduler.step_plan import StepPlan
+
+GRAMMAR_KINDS = {
+    GrammarKind.JSON_SCHEMA: pb.Grammar.KIND_JSON_SCHEMA,
+    GrammarKind.REGEX: pb.Grammar.KIND_REGEX,
+    GrammarKind.LARK: pb.Grammar.KIND_LARK,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardInfo:
+    """What a shard group says of its model; the same on every rank."""
+
+    model_type: str
+    dtype: str
+    device_type: str
+    vocab_size: int
+    max_position_embeddings: int
+    eos_token_ids: frozenset[int]
+    block_size: int
+    world_size: int
+    attention: str
+    deterministic: bool
+    prefill_logprobs: bool
+    window_size: int | None
+    speculate: int = 0
+    """Tokens that may be guessed ahead for one sequence in one step."""
+    grammars: bool = False
+
+    def difference(self, other: ShardInfo) -> str:
+        """In what it is not as `other`, in words; empty where it is."""
+        pairs = [(f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
+        return ", ".join(f"{name} is {a} instead of {b}" for name, a, b in pairs if a != b)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """What Warmup found; limits the user left open are filled in."""
+
+    num_blocks: int
+    max_batch_total_tokens: int
+    max_input_tokens: int
+    max_total_tokens: int
+    kv_bytes_per_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimings:
+    """Shard-side durations in seconds."""
+
+    forward: float
+    decode: float
+    total: float
+    concat: float | None
+
+
+Candidates = Sequence[tuple[int, float]]
+"""Token ids and log probabilities, most likely first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """A step's answer, merged over the ranks."""
+
+    number: int
+    tokens: Sequence[tuple[int, int, float, Candidates]]
+    """(slot, token id, log probability, candidates beside it); a slot's tokens stand together, in order."""
+    counts: Sequence[tuple[int, int]]
+    """(slot, how many of the tokens are its own)."""
+    prompt_logprobs: Sequence[tuple[int, PromptChunk]]
+    """(slot, log probabilities of the prompt tokens computed in this step)."""
+    failed_slots: Sequence[int]
+    timings: StepTimings
+    failure_reasons: Mapping[int, str] = field(default_factory=dict)
+    """Of the failed slots whose grammar could not be followed any further."""
+    computed: Sequence[tuple[int, int, int]] = ()
+    """(slot, KV positions filled so far, guesses given), of decodes that were allowed more than one position."""
+
+
+def info_from_pb(message: pb.InfoResponse) -> ShardInfo:
+    """Read a shard's self-description."""
+    return ShardInfo(
+        model_type=message.model_type,
+        dtype=message.dtype,
+        device_type=message.device_type,
+        vocab_size=message.vocab_size,
+        max_position_embeddings=message.max_position_embeddings,
+        eos_token_ids=frozenset(message.eos_token_ids),
+        block_size=message.block_size,
+        world_size=message.world_size,
+        attention=message.attention,
+        deterministic=message.deterministic,
+        prefill_logprobs=message.prefill_logprobs,
+        window_size=message.window_size if message.HasField("window_size") else None,
+        speculate=message.speculate,
+        grammars=message.grammars,
+    )
+
+
+def capacity_from_pb(messages: Sequence[pb.WarmupResponse]) -> Capacity:
+    """The smallest capacity any rank reports."""
+    return Capacity(
+        num_blocks=min(message.num_blocks for message in messages),
+        max_batch_total_tokens=min(message.max_batch_total_tokens for message in messages),
+        max_input_tokens=min(message.max_input_tokens for message in messages),
+        max_total_tokens=min(message.max_total_tokens for message in messages),
+        kv_bytes_per_token=max(message.kv_bytes_per_token for message in messages),
+    )
+
+
+def open_to_pb(epoch: int) -> pb.StepRequest:
+    """The message that begins an epoch."""
+    return pb.StepRequest(epoch=epoch, number=0, open=pb.Open())
+
+
+def plan_to_pb(plan: StepPlan[Entry], *, epoch: int, number: int, batch_id: int) -> pb.StepRequest:
+    """Write a step: Prefill when it computes prompt tokens, else Decode, else FilterBatch."""
+    message = pb.StepRequest(epoch=epoch, number=number)
+    if not plan.has_forward:
+        message.filter_batch.batch_id = batch_id
+        message.filter_batch.dropped_slots.extend(plan.dropped)
+        return message
+    step = message.prefill if plan.chunks else message.decode
+    step.batch_id = batch_id
+    step.decode_slots.extend(plan.decodes)
+    if plan.decode_tokens:
+        step.decode_tokens.extend(plan.decode_tokens)
+        if any(plan.draft_tokens):
+            step.draft_tokens.extend(plan.draft_tokens)
+    if plan.chunks:
+        message.prefill.chunk_slots.extend(slot for slot, _ in plan.chunks)
+        message.prefill.chunk_tokens.extend(num_tokens for _, num_tokens in plan.chunks)
+    if plan.dropped or plan.grown or plan.admitted:
+        change = step.change
+        change.dropped_slots.extend(plan.dropped)
+        change.grown_slots.extend(slot for slot, _ in plan.grown)
+        change.grown_blocks.extend(block for _, block in plan.grown)
+        change.admitted.extend(_sequence_to_pb(row) for row in plan.admitted)
+    return message
+
+
+def _sequence_to_pb(row: Row[Entry]) -> pb.Sequence:
+    entry = row.entry
+    request = entry.request
+    sampling = request.sampling
+    return pb.Sequence(
+        slot=row.slot,
+        request_id=entry.request_id,
+        input_ids=(*request.input_ids, *entry.generated_ids),
+        generated_tokens=len(entry.generated_ids),
+        cached_tokens=row.num_cached,
+        parameters=pb.NextTokenChooserParameters(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            typical_p=sampling.typical_p,
+            do_sample=sampling.samples,
+            seed=sampling.seed,
+            repetition_penalty=sampling.repetition_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            presence_penalty=sampling.presence_penalty,
+            occurrence_penalty=sampling.occurrence_penalty,
+            min_p=sampling.min_p,
+            watermark=sampling.watermark,
+            bias_ids=[id_ for id_, _ in sampling.bias],
+            bias_values=[value for _, value in sampling.bias],
+        ),
+        top_n_tokens=request.top_n_tokens,
+        prefill_logprobs=entry.wants_prompt_logprobs,
+        prefill_top_n_tokens=request.prompt_top_n_tokens if entry.wants_prompt_logprobs else 0,
+        min_new_tokens=request.min_new_tokens,
+        grammar=None if request.grammar is None else grammar_to_pb(request.grammar),
+    )
+
+
+def grammar_to_pb(grammar: Grammar) -> pb.Grammar:
+    """Write a grammar."""
+    return pb.Grammar(kind=GRAMMAR_KINDS[grammar.kind], source=grammar.source)
+
+
+def result_from_pb(messages: Sequence[pb.StepResponse]) -> StepResult:
+    """Merge the answers of all ranks to one step: rank 0's tokens, the slowest rank's timings."""
+    first = messages[0]
+    slowest = max(messages, key=lambda message: message.timings.total_ns).timings
+    return StepResult(
+        number=first.number,
+        tokens=tuple(_tokens(first)),
+        counts=tuple(zip(first.slots, first.counts, strict=True)),
+        prompt_logprobs=tuple(_prompt_logprobs(first)),
+        failed_slots=tuple({slot for message in messages for slot in message.failed_slots}),
+        timings=StepTimings(
+            forward=slowest.forward_ns / 1e9,
+            decode=slowest.decode_ns / 1e9,
+            total=slowest.total_ns / 1e9,
+            concat=slowest.concat_ns / 1e9 if slowest.HasField("concat_ns") else None,
+        ),
+        failure_reasons={
+            slot: reason
+            for message in messages
+            for slot, reason in zip(message.failed_slots, message.failure_reasons, strict=False)
+            if reason
+        },
+        computed=tuple(
+            zip(first.computed_slots, first.computed_positions, first.drafted_tokens, strict=True)
+        ),
+    )
+
+
+def _tokens(message: pb.StepResponse) -> Iterator[tuple[int, int, float, Candidates]]:
+    """Flatten the columns, by C iterators because this runs for every token; raises ValueError if lengths differ."""
+    ids, logprobs, counts = message.ids, message.logprobs, message.counts
+    if not len(ids) == len(logprobs) == sum(counts):
+        raise ValueError("a step's columns differ in length")
+    slots: Iterable[int] = message.slots
+    if set(counts) != {1}:
+        slots = chain.from_iterable(map(repeat, slots, counts))
+    return zip(slots, ids, logprobs, _candidates(message), strict=False)
+
+
+def _candidates(message: pb.StepResponse) -> Iterator[Candidates]:
+    if not message.top_counts:
+        return repeat(())
+    top = zip(message.top_ids, message.top_logprobs, strict=True)
+    return (tuple(islice(top, count)) for count in message.top_counts)
+
+
+def _prompt_logprobs(message: pb.StepResponse) -> Iterator[tuple[int, PromptChunk]]:
+    rows = zip(message.prefill_slots, message.prefill_counts, strict=True)
+    top_counts = message.prefill_top_counts or [0] * len(message.prefill_slots)
+    first = first_top = 0
+    for (slot, count), top_count in zip(rows, top_counts, strict=True):
+        end, end_top = first + count, first_top + count * top_count
+        yield (
+            slot,
+            PromptChunk(
+                message.prefill_logprobs[first:end],
+                message.prefill_top_ids[first_top:end_top],
+                message.prefill_top_logprobs[first_top:end_top],
+            ),
+        )
+        first, first_top = end, end_top

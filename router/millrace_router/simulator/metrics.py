@@ -1,0 +1,206 @@
+"""What is counted while a replica runs; replicas add up."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+
+from millrace_router.prediction.step_load import StepLoad
+
+
+class Gaps:
+    """Inter-token times of all streams, by how many of them had their last token when.
+
+    Nearly always every stream had its last token with the same step, so a step costs the same for 1 and for 1000
+    streams. Exact but where some streams miss a step for want of blocks while others do not: those which had their
+    last token latest are taken to go on first.
+    """
+
+    def __init__(self, seconds: Distribution) -> None:
+        self._seconds = seconds
+        self._streams: list[tuple[float, int]] = []
+        """(when their last token came, how many), the latest last."""
+
+    def step(self, now: float, *, decoded: int, joined: int, ended: int) -> None:
+        """Count a step that was answered `now`.
+
+        `decoded` streams got another token, `joined` ones their first since admission, and `ended` of all these
+        their last.
+        """
+        streams, num_left = self._streams, decoded
+        while num_left and streams:
+            last, count = streams.pop()
+            taken = min(count, num_left)
+            self._seconds.add(now - last, taken)
+            if taken < count:
+                streams.append((last, count - taken))
+            num_left -= taken
+        if decoded + joined > ended:
+            streams.append((now, decoded + joined - ended))
+
+    def steps(self, times: Sequence[float], *, decoded: int) -> None:
+        """Count steps that were answered at `times`, in each of which the same streams got a token and none ended."""
+        for now in times:
+            last, count = self._streams[-1] if self._streams else (now, 0)
+            if count == decoded:
+                # What `step` would do.
+                self._seconds.add(now - last, count)
+                self._streams[-1] = (now, count)
+            else:
+                self.step(now, decoded=decoded, joined=0, ended=0)
+
+    def leave(self, last: float) -> None:
+        """Forget a stream that was preempted, and had its last token at the time `last`."""
+        streams = self._streams
+        for place in reversed(range(len(streams))):
+            time, count = streams[place]
+            if time <= last or place == 0:
+                streams[place] = time, count - 1
+                if count == 1:
+                    del streams[place]
+                return
+
+
+STEPS_PER_E = 100
+"""Buckets in which values grow by a factor of e: each is 1 % wide."""
+
+
+class Distribution:
+    """Counts of values of 0 or more by logarithmic buckets; a bucket answers with the mean of what it holds.
+
+    So a percentile is at most 1 % from the exact one, and exact where all values of its bucket are equal.
+    """
+
+    def __init__(self) -> None:
+        self.buckets: dict[int, list[float]] = {}
+        """Count and sum by floor(100 ln value)."""
+
+    def add(self, value: float, times: int = 1) -> None:
+        """Count `value`, `times` over."""
+        key = math.floor(math.log(value) * STEPS_PER_E) if value > 0.0 else -(10**9)
+        bucket = self.buckets.get(key)
+        if bucket is None:
+            self.buckets[key] = [times, value * times]
+        else:
+            bucket[0] += times
+            bucket[1] += value * times
+
+    def merge(self, others: Iterable[Distribution]) -> None:
+        """Count what the others hold too."""
+        for other in others:
+            for key, (times, total) in other.buckets.items():
+                bucket = self.buckets.setdefault(key, [0, 0.0])
+                bucket[0] += times
+                bucket[1] += total
+
+    @property
+    def count(self) -> int:
+        """How many values there are."""
+        return int(sum(times for times, _ in self.buckets.values()))
+
+    @property
+    def mean(self) -> float:
+        """Their mean; 0 where there are none."""
+        return sum(total for _, total in self.buckets.values()) / max(1, self.count)
+
+    def percentile(self, percent: float) -> float:
+        """The smallest value that `percent` of the values do not exceed (nearest rank); 0 where there are none."""
+        rank = math.ceil(self.count * percent / 100)
+        for key in sorted(self.buckets):
+            times, total = self.buckets[key]
+            rank -= int(times)
+            if rank <= 0:
+                return total / times
+        return 0.0
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts and durations (in seconds) of one replica, or of several together."""
+
+    replicas: int = 0
+    offered: int = 0
+    finished: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)
+    """Requests without an answer, by reason."""
+    preemptions: int = 0
+    cached_tokens: int = 0
+    """Input tokens found in the prefix cache."""
+    prefill_tokens: int = 0
+    """Input tokens computed, those computed again after a preemption included."""
+    output_tokens: int = 0
+    steps: int = 0
+    started_at: float = math.inf
+    """First arrival."""
+    ended_at: float = 0.0
+    """Last answer."""
+    busy_seconds: float = 0.0
+    """Sum over steps of their durations."""
+    row_seconds: float = 0.0
+    """Sum over steps of duration times rows computed."""
+    kv_seconds: float = 0.0
+    """Sum over steps of duration times share of KV blocks that sequences hold."""
+    kv_max: float = 0.0
+    """Largest such share."""
+    queue: Distribution = field(default_factory=Distribution)
+    """From arrival to admission."""
+    first_token: Distribution = field(default_factory=Distribution)
+    """From arrival to the first token."""
+    first_token_of: dict[str, Distribution] = field(default_factory=dict)
+    """The same for each tenant that has a name."""
+    between_tokens: Distribution = field(default_factory=Distribution)
+    latency: Distribution = field(default_factory=Distribution)
+    """From arrival to the last token."""
+
+    def took(self, seconds: float, load: StepLoad, kv_use: float) -> None:
+        """Count a step of `seconds` in which sequences held so large a share of the KV blocks."""
+        self.steps += 1
+        self.prefill_tokens += load.prefill_tokens
+        self.busy_seconds += seconds
+        self.row_seconds += seconds * (load.decodes + load.num_chunks)
+        self.kv_seconds += seconds * kv_use
+        self.kv_max = max(self.kv_max, kv_use)
+
+    def scale(self, factor: float) -> None:
+        """Count `factor` times as many replicas that do the same."""
+        for name in _COUNTS:
+            setattr(self, name, round(getattr(self, name) * factor))
+        self.rejected = Counter({k: round(n * factor) for k, n in self.rejected.items()})
+        for name in ("busy_seconds", "row_seconds", "kv_seconds"):
+            setattr(self, name, getattr(self, name) * factor)
+
+
+def total(tallies: Sequence[Tally]) -> Tally:
+    """Several replicas as one."""
+    result = Tally()
+    for tally in tallies:
+        for item in fields(Tally):
+            mine, other = getattr(result, item.name), getattr(tally, item.name)
+            if isinstance(mine, Distribution):
+                mine.merge([other])
+            elif isinstance(mine, Counter):
+                mine.update(other)
+            elif isinstance(mine, dict):
+                for tenant, distribution in other.items():
+                    mine.setdefault(tenant, Distribution()).merge([distribution])
+            elif item.name not in _EXTREMES:
+                setattr(result, item.name, mine + other)
+    if tallies:
+        for name, choose in _EXTREMES.items():
+            setattr(result, name, choose(getattr(tally, name) for tally in tallies))
+    return result
+
+
+_EXTREMES = {"started_at": min, "ended_at": max, "kv_max": max}
+_COUNTS = (
+    "replicas",
+    "offered",
+    "finished",
+    "preemptions",
+    "cached_tokens",
+    "prefill_tokens",
+    "output_tokens",
+    "steps",
+)

@@ -1,0 +1,5 @@
+"""Tokens, text and chat templates.
+
+Entry points: `tokenizer.Tokenizer`, `chat_template.ChatTemplate`.
+May import: errors alone.
+"""

@@ -1,0 +1,118 @@
+"""Token ids to text, token by token. Pure; a character is emitted only when it is whole."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+from millrace_router.text.tokenizer import Tokenizer
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_NUM_CONTEXT_TOKENS = 5
+_MAX_WITHHELD_TOKENS = 4
+"""A character has at most four bytes: what four tokens have not finished is no character."""
+
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class _Steps(Protocol):
+    def step(self, token_id: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class IncrementalDetokenizer:
+    """Text of one generation as it grows, read as the continuation of its prompt.
+
+    A first word keeps its leading space. Bytes that can be no character become U+FFFD as soon as that is certain.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._steps: _Steps = (
+            _BytesSteps(tokenizer) if tokenizer.has_pieces else _WindowSteps(tokenizer, prompt_ids)
+        )
+        self._texts: list[str] = []
+
+    def step(self, token_id: int) -> str:
+        """Text that this token adds; "" while a character is unfinished."""
+        if self._tokenizer.is_special(token_id):
+            pending = self._steps.flush()
+            self._texts.append(pending)
+            return pending + self._steps.step(token_id)
+        text = self._steps.step(token_id)
+        self._texts.append(text)
+        return text
+
+    def flush(self) -> str:
+        """Text still withheld after the last token: what is there of a character, as U+FFFD."""
+        text = self._steps.flush()
+        self._texts.append(text)
+        return text
+
+    def final_text(self) -> str:
+        """Text of everything generated, special tokens left out; ends the generation."""
+        self.flush()
+        return "".join(self._texts)
+
+
+class _BytesSteps:
+    """For tokens that are byte strings: concatenate and decode."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = _Utf8Decoder(errors="replace")
+        self._unfinished = False
+
+    def step(self, token_id: int) -> str:
+        if not self._unfinished:
+            text = self._tokenizer.whole_text(token_id)
+            if text is not None:
+                return text
+        text = self._utf8.decode(self._tokenizer.token_bytes(token_id))
+        self._unfinished = bool(self._utf8.getstate()[0])
+        return text
+
+    def flush(self) -> str:
+        self._unfinished = False
+        return self._utf8.decode(b"", final=True)
+
+
+class _WindowSteps:
+    """For any decoder: what the text of a few tokens gains by one more (TGI's method, with bounds)."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._window = list(prompt_ids[-_NUM_CONTEXT_TOKENS:])
+        self._num_read = len(self._window)
+        self._num_chars = len(self._decode())
+
+    def step(self, token_id: int) -> str:
+        self._window.append(token_id)
+        text = self._decode()
+        if not text.endswith(_REPLACEMENT):
+            return self._emit(text)
+        whole = text[self._num_chars : -1]
+        if whole and not whole.endswith(_REPLACEMENT):
+            # The token ends one character and begins another.
+            return self._emit(text, num_unfinished=1)
+        num_withheld = len(self._window) - self._num_read
+        return "" if num_withheld < _MAX_WITHHELD_TOKENS else self._emit(text)
+
+    def flush(self) -> str:
+        return self._emit(self._decode())
+
+    def _emit(self, text: str, *, num_unfinished: int = 0) -> str:
+        added = text[self._num_chars : len(text) - num_unfinished]
+        if not added:
+            # A token without text, such as one outside the vocabulary, is no context for the next.
+            del self._window[self._num_read :]
+            return ""
+        del self._window[: self._num_read]
+        self._num_read = len(self._window)
+        self._num_chars = len(self._decode()) - num_unfinished
+        return added
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._window, skip_special_tokens=False)

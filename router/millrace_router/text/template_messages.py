@@ -1,0 +1,140 @@
+"""Messages in OpenAI's form, made into what a chat template expects."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import string
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from millrace_router.text.template_shape import TemplateShape
+
+Message = dict[str, Any]
+
+_SHORT_ID = re.compile("[A-Za-z0-9]{9}")
+_ALPHABET = string.digits + string.ascii_letters
+
+
+def messages_for(
+    shape: TemplateShape, messages: Sequence[Message], *, no_content: str | None = ""
+) -> list[Message]:
+    """Return messages as `shape` bears them; what a message has besides the keys of OpenAI is left as it is.
+
+    Content is text, a list of `{"type": "text", "text": …}`, or None beside `tool_calls`, where `no_content` stands for
+    it. The arguments of those are JSON text or what it says.
+    """
+    names = _names_of_calls(messages)
+    return [_message_for(shape, message, names, no_content) for message in messages]
+
+
+def lacks_content(message: Message) -> bool:
+    """Whether a message is nothing but calls."""
+    return bool(message.get("tool_calls")) and not message.get("content")
+
+
+def text_of(content: object) -> str:
+    """Return content as one text."""
+    if isinstance(content, list):
+        return "".join(part["text"] for part in content)
+    return content if isinstance(content, str) else ""
+
+
+def _names_of_calls(messages: Sequence[Message]) -> dict[str, str]:
+    """Names of the functions that were called, by the call's id."""
+    return {
+        call["id"]: call["function"]["name"]
+        for message in messages
+        for call in message.get("tool_calls") or ()
+        if call.get("id") is not None
+    }
+
+
+def _message_for(
+    shape: TemplateShape, message: Message, names: dict[str, str], no_content: str | None
+) -> Message:
+    role, content, calls = message["role"], message.get("content"), message.get("tool_calls")
+    if calls and not shape.names_tool_calls:
+        said = text_of(content)
+        content, calls = f"{said}\n{_as_text(calls)}" if said else _as_text(calls), None
+    made = {key: value for key, value in message.items() if key != "tool_calls"}
+    if role == "developer" and not shape.names_developer:
+        made["role"] = "system"
+    made["content"] = no_content if calls and not content else _content_for(shape, content)
+    if calls:
+        made["tool_calls"] = [_call_for(shape, call, index) for index, call in enumerate(calls)]
+    call_id = message.get("tool_call_id")
+    if call_id is not None:
+        made["tool_call_id"] = _short(call_id) if shape.has_short_ids else call_id
+        if role == "tool" and call_id in names:
+            made.setdefault("name", names[call_id])
+    # The name that gpt-oss has for it, as in transformers.
+    if message.get("reasoning_content") is not None:
+        made.setdefault("thinking", message["reasoning_content"])
+    return made
+
+
+def _content_for(shape: TemplateShape, content: object) -> object:
+    if not shape.loops_over_content:
+        return text_of(content)
+    if isinstance(content, list) or shape.asks_for_string:
+        return content
+    return [{"type": "text", "text": text_of(content)}]
+
+
+def _call_for(shape: TemplateShape, call: dict[str, Any], index: int) -> dict[str, Any]:
+    function = call["function"]
+    made = {"type": call.get("type", "function")}
+    call_id = call.get("id")
+    if shape.has_short_ids:
+        made["id"] = _short(call_id or str(index))
+    elif call_id is not None:
+        made["id"] = call_id
+    made["function"] = {
+        "name": function["name"],
+        "arguments": _arguments_of(function.get("arguments")),
+    }
+    return made
+
+
+def _arguments_of(given: object) -> object:
+    """Return the object that arguments are, or what else they are."""
+    if given is None or given == "":
+        return {}
+    if not isinstance(given, str):
+        return given
+    try:
+        value = orjson.loads(given)
+    except orjson.JSONDecodeError:
+        return given
+    return value if isinstance(value, dict) else given
+
+
+def _as_text(calls: Sequence[dict[str, Any]]) -> str:
+    """Write calls as TGI does for all templates: arguments always as text."""
+    return orjson.dumps([_call_as_tgi(call) for call in calls]).decode()
+
+
+def _call_as_tgi(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    given = function.get("arguments")
+    arguments = given if isinstance(given, str) else orjson.dumps(given).decode()
+    return {
+        "id": call.get("id"),
+        "type": call.get("type", "function"),
+        "function": {"description": None, "name": function["name"], "arguments": arguments},
+    }
+
+
+def _short(call_id: str) -> str:
+    """Return nine letters and digits that stand for an id from elsewhere."""
+    if _SHORT_ID.fullmatch(call_id):
+        return call_id
+    number = int.from_bytes(hashlib.blake2b(call_id.encode(errors="surrogatepass")).digest())
+    digits = []
+    for _ in range(9):
+        number, digit = divmod(number, len(_ALPHABET))
+        digits.append(_ALPHABET[digit])
+    return "".join(digits)

@@ -1,0 +1,5 @@
+"""TGI's rules for requests, and the admission of grammars.
+
+Entry point: `validator.Validator`.
+May import: recovery, shards, tool_calls, request, text, telemetry.
+"""

@@ -1,0 +1,214 @@
+"""Which grammars the shards take: each is asked for before a request with it is accepted, and the answer remembered.
+
+A grammar may be what the shards die of. Those that were being compiled when that happened are tried again one at a
+time, with nothing beside them, and one that breaks the shards alone is refused. So one request cannot keep breaking
+them, however often its client tries again, and nobody else is refused for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+from millrace_router.errors import Overloaded, QueueExpired, ShardsGone, ValidationError
+from millrace_router.recovery.shard_status import Recovery
+from millrace_router.request.request import Grammar
+from millrace_router.shards.errors import ShardBusy, ShardError, ShardHung, ShardLost
+from millrace_router.telemetry.metrics import Metrics
+
+CHECK_SECONDS = 60.0
+"""How long the shards may take; they have a shorter limit of their own, and those that hang are found sooner."""
+REFUSED_SECONDS = 600.0
+"""How long a refusal is remembered: what took too long on a busy machine may fare better."""
+NUM_AT_ONCE = 16
+"""Grammars that are compiled at once; the shards let a few of them take long."""
+MAX_WAITING = 64
+"""Grammars that may wait for that."""
+MAX_REMEMBERED = 1024
+MAX_REASON_CHARS = 1000
+NUM_TRIES_ALONE = 2
+RETRY_SECONDS = 0.2
+"""After the shards were lost; the batcher has noticed it by then."""
+BREAKS = "it breaks the model server"
+TOO_MANY = "Model is overloaded: too many grammars are to be compiled"
+BUSY = "Model is overloaded: the grammar cannot be compiled now"
+
+
+class Compiler(Protocol):
+    """Who knows which grammars can be had."""
+
+    async def compile_grammar(self, grammar: Grammar, /) -> str | None:
+        """Why no sequence may have `grammar`, or None if one may. Raises ShardError."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    reason: str | None
+    """None for a grammar that is taken."""
+    refused_until: float
+
+
+class Grammars:
+    """Asks the shards, a few grammars at a time, while they serve."""
+
+    def __init__(
+        self,
+        compiler: Compiler,
+        recovery: Recovery,
+        metrics: Metrics,
+        *,
+        grace_seconds: float,
+        check_seconds: float = CHECK_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`grace_seconds` are given to a recovery of the shards; `clock` is that of `recovery`."""
+        self._compiler = compiler
+        self._recovery = recovery
+        self._grace_seconds = grace_seconds
+        self._check_seconds = check_seconds
+        self._clock = clock
+        self._metrics = metrics
+        self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
+        self._locks: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
+        self._places = asyncio.Semaphore(NUM_AT_ONCE)
+        self._suspects = asyncio.Lock()
+        self._num_waiting = 0
+
+    async def check(self, grammar: Grammar, *, wait_seconds: float | None = None) -> None:
+        """Return if a sequence may have `grammar`; `wait_seconds` is how long it is worth waiting for the answer.
+
+        Raises:
+            ValidationError: none may, and why.
+            Overloaded: too many others are asked for, or it would take too long.
+            ShardsGone: the shards are down, and not expected back in time.
+
+        """
+        key = sha256(f"{grammar.kind}\0{grammar.source}".encode()).digest()
+        verdict = self._recall(key)
+        if verdict is None:
+            try:
+                async with asyncio.timeout(wait_seconds):
+                    verdict = await self._find_out(key, grammar)
+            except TimeoutError:
+                raise QueueExpired(retry_after_seconds=1.0) from None
+        elif verdict.reason is None:
+            await self._renew(grammar, wait_seconds)
+        if verdict.reason is not None:
+            raise ValidationError(f"grammar is not valid: {verdict.reason}")
+
+    async def _renew(self, grammar: Grammar, wait_seconds: float | None) -> None:
+        """Have the shards compile again what they may have dropped, before a step would have to wait for it.
+
+        What they have kept takes them no time. Whether they can does not matter to a grammar that is known.
+        """
+        with suppress(TimeoutError, ShardError, Overloaded):
+            async with asyncio.timeout(wait_seconds):
+                if self._recovery.since is None:
+                    await self._compile(grammar)
+
+    async def _find_out(self, key: bytes, grammar: Grammar) -> _Verdict:
+        """Ask, unless somebody asks for the same already: then wait for their answer."""
+        lock = self._locks.get(key)
+        if lock is None:
+            lock = self._locks[key] = asyncio.Lock()
+        async with lock:
+            verdict = self._recall(key)
+            if verdict is None:
+                verdict = self._remember(key, await self._ask_counted(grammar))
+        return verdict
+
+    async def _ask_counted(self, grammar: Grammar) -> str | None:
+        began, outcome = self._clock(), "unavailable"
+        try:
+            reason = await self._ask(grammar)
+            outcome = "accepted" if reason is None else "refused"
+            return reason
+        finally:
+            self._metrics.grammars.labels(outcome=outcome).inc()
+            self._metrics.grammar_seconds.observe(self._clock() - began)
+
+    async def _ask(self, grammar: Grammar) -> str | None:
+        if self._num_waiting >= MAX_WAITING:
+            raise Overloaded(TOO_MANY)
+        self._num_waiting += 1
+        try:
+            await self._shards_serve()
+            async with self._places:
+                with suppress(ShardLost, ShardHung):
+                    return await self._compile(grammar)
+            return await self._ask_alone(grammar)
+        finally:
+            self._num_waiting -= 1
+
+    async def _ask_alone(self, grammar: Grammar) -> str | None:
+        async with self._nobody_else():
+            for _ in range(NUM_TRIES_ALONE):
+                await asyncio.sleep(RETRY_SECONDS)
+                await self._shards_serve()
+                with suppress(ShardLost, ShardHung):
+                    return await self._compile(grammar)
+        return BREAKS
+
+    @asynccontextmanager
+    async def _nobody_else(self) -> AsyncIterator[None]:
+        """Take every place, and keep it for the length of the block."""
+        async with self._suspects, AsyncExitStack() as held:
+            for _ in range(NUM_AT_ONCE):
+                await held.enter_async_context(self._places)
+            yield
+
+    async def _shards_serve(self) -> None:
+        """Wait until they do; raises ShardsGone."""
+        while self._recovery.since is not None:
+            if self._recovery.is_overdue(self._clock(), self._grace_seconds):
+                raise ShardsGone(self._recovery.reason)
+            await asyncio.sleep(RETRY_SECONDS)
+
+    async def _compile(self, grammar: Grammar) -> str | None:
+        """Why not, or None; raises ShardLost or ShardHung if the shards stopped serving meanwhile, or Overloaded.
+
+        The shards bound the work on a grammar: what took longer than that says nothing of the grammar.
+        """
+        try:
+            async with asyncio.timeout(self._check_seconds):
+                return await self._compiler.compile_grammar(grammar)
+        except TimeoutError:
+            if self._recovery.since is not None:
+                raise ShardHung(self._recovery.reason) from None
+            raise Overloaded(BUSY) from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # A channel that is given up cancels the calls on it, and not those who wait for them.
+            raise ShardLost("the channel to the shard was closed") from None
+        except (ShardLost, ShardHung):
+            raise
+        except ShardBusy:
+            raise Overloaded(BUSY) from None
+        except ShardError as error:
+            return str(error)
+
+    def _recall(self, key: bytes) -> _Verdict | None:
+        verdict = self._verdicts.get(key)
+        if verdict is None or (
+            verdict.reason is not None and self._clock() >= verdict.refused_until
+        ):
+            return None
+        self._verdicts.move_to_end(key)
+        return verdict
+
+    def _remember(self, key: bytes, reason: str | None) -> _Verdict:
+        short = None if reason is None else reason[:MAX_REASON_CHARS]
+        verdict = self._verdicts[key] = _Verdict(short, self._clock() + REFUSED_SECONDS)
+        self._verdicts.move_to_end(key)
+        if len(self._verdicts) > MAX_REMEMBERED:
+            self._verdicts.popitem(last=False)
+        return verdict

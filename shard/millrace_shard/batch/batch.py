@@ -1,0 +1,187 @@
+"""The sequences that run together, by slot: tables on the host, token histories and block tables on the device.
+
+The host never reads a sampled token: ids of all rows are read from the history table on the device, where sampling
+puts them. So a step can be built before the host has seen the tokens of the one before it.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from millrace_shard.arrays import Ints, no_ints
+from millrace_shard.batch.batch_limits import BatchLimits
+from millrace_shard.batch.block_tables import BlockTables
+from millrace_shard.batch.failed_sequences import FailedSequences
+from millrace_shard.batch.pending_scores import PendingScores
+from millrace_shard.batch.sequence import Sequence
+from millrace_shard.batch.sequence_table import SequenceTable
+from millrace_shard.batch.slots import Slots
+from millrace_shard.batch.step import BatchChange, Forward
+from millrace_shard.batch.step_layout import PreparedStep, spread
+from millrace_shard.batch.token_table import Histories
+from millrace_shard.device.transfers import upload, upload_columns
+from millrace_shard.errors import StepInvalid
+from millrace_shard.kernels.ragged import RaggedBatch
+
+logger = logging.getLogger(__name__)
+
+
+class Batch:
+    """At most `max_batch_size` sequences. Methods raise StepInvalid where a step contradicts what is here."""
+
+    def __init__(self, limits: BatchLimits, device: torch.device) -> None:
+        size = limits.max_batch_size
+        self.limits = limits
+        self.device = device
+        self.padding_slot = size
+        """A row of the tables below that is no sequence's: one token of id 0, in the block for padding."""
+        self.history = Histories(size, limits.table_width * limits.block_size + 1, device)
+        self.blocks = BlockTables(limits, device)
+        self.slots = Slots(size)
+        self.sequences = SequenceTable(limits, self.slots, self.blocks)
+        self.failed = FailedSequences(size, device)
+        self._rows = torch.arange(size + 1, device=device)
+        self._starts = self._rows.to(torch.int32)
+        self.pending_scores = PendingScores(size, device)
+        """What the last computed prompt token says of the one after it, which the next chunk reports."""
+
+    def __len__(self) -> int:
+        return self.slots.num_in_use
+
+    def clear(self) -> None:
+        """Drop every sequence."""
+        self.sequences.forget_last_step()
+        self.failed.clear()
+        self.slots.clear()
+        self.blocks.clear()
+
+    def apply(self, change: BatchChange) -> Ints:
+        """Drop, admit, grow, in this order; returns the blocks to be cleared before they are used.
+
+        A sequence that is invalid by itself holds its slot until it is dropped, and has neither tokens nor blocks.
+        """
+        faults = [self._fault(sequence) for sequence in change.admitted]
+        self.drop(change.dropped_slots)
+        for sequence, fault in zip(change.admitted, faults, strict=True):
+            self.slots.take(sequence.slot, is_valid=fault is None)
+            if fault is None:
+                self._admit(sequence)
+            else:
+                logger.error("a sequence is invalid, and fails alone: %s", fault)
+        return self._grow(change.grown_slots, change.grown_blocks)
+
+    def drop(self, slots: Ints) -> None:
+        """Forget the sequences in `slots`."""
+        if not len(slots):
+            return
+        self.sequences.forget_last_step()
+        self.slots.check(slots)
+        self.blocks.drop(slots)
+        self.slots.free(slots)
+
+    def without_invalid(self, step: Forward) -> tuple[Forward, Ints]:
+        """`step` without the rows of invalid sequences, and their slots; what is left names sequences that are here."""
+        named = self._named(step)
+        step.allowances()
+        invalid = self.slots.invalid(named)
+        if not invalid.any():
+            return step, no_ints()
+        return step.without(*np.split(invalid, [len(step.chunk_slots)])), named[invalid]
+
+    def _fault(self, sequence: Sequence) -> StepInvalid | None:
+        limits = self.limits
+        try:
+            sequence.check(
+                vocab_size=limits.vocab_size,
+                max_tokens=limits.max_tokens,
+                block_size=limits.block_size,
+            )
+        except StepInvalid as error:
+            return error
+        return None
+
+    def _admit(self, sequence: Sequence) -> None:
+        slot = sequence.slot
+        self.sequences.admit(sequence)
+        self.history.begin(slot, sequence.input_ids)
+        self.failed.admit(slot)
+        if sequence.prefill_logprobs:
+            most = self.limits.vocab_size
+            self.pending_scores.admit(slot, min(sequence.prefill_top_n_tokens, most))
+
+    def _grow(self, slots: Ints, blocks: Ints) -> Ints:
+        if len(slots) != len(blocks):
+            raise StepInvalid(f"{len(slots)} slots grow by {len(blocks)} blocks")
+        self.slots.check_known(slots)
+        valid = ~self.slots.invalid(slots)
+        slots, blocks = slots[valid], blocks[valid]
+        return self.blocks.grow(slots, blocks, self.sequences.num_cached(slots))
+
+    def _named(self, step: Forward) -> Ints:
+        if len(step.chunk_slots) != len(step.chunk_tokens):
+            raise StepInvalid("chunks without lengths")
+        slots = np.concatenate([step.chunk_slots, step.decode_slots])
+        self.slots.check(slots)
+        return slots
+
+    def ragged(self, slots: Ints, starts: Ints, counts: Ints, logit_rows: Ints) -> RaggedBatch:
+        """`counts` [B] tokens from positions `starts` [B] on of `slots` [B], on the device by one copy.
+
+        The logits of `logit_rows` [L] of these tokens are wanted.
+        """
+        token_rows, positions = spread(starts, counts)
+        token_slots = slots[token_rows]
+        context = starts + counts
+        cache_rows = self.blocks.cache_rows(token_slots, positions)
+        bounds = np.concatenate([[0], counts.cumsum(), context])
+        columns = [positions, cache_rows, slots, logit_rows, bounds]
+        token_positions, rows, slot, device_logit_rows, bound = upload_columns(columns, self.device)
+        narrow = bound.to(torch.int32)
+        width = -(-int(context.max()) // self.limits.block_size)
+        return RaggedBatch(
+            ids=self.history.read(token_slots, positions),
+            positions=token_positions,
+            cache_rows=rows,
+            query_starts=narrow[: len(slots) + 1],
+            context_lengths=narrow[len(slots) + 1 :],
+            block_tables=self.blocks.tables[:, :width].index_select(0, slot),
+            logit_rows=device_logit_rows,
+            num_queries=tuple(counts.tolist()),
+            num_context=tuple(context.tolist()),
+        )
+
+    def ragged_decodes(self, slots: Ints, starts: Ints) -> RaggedBatch:
+        """As `ragged`, of one token a row whose logits are all wanted."""
+        size, context = len(slots), starts + 1
+        width = -(-int(context.max()) // self.limits.block_size)
+        columns = [starts, self.blocks.cache_rows(slots, starts)]
+        positions, cache_rows = upload_columns(columns, self.device)
+        return RaggedBatch(
+            ids=self.history.read(slots, starts),
+            positions=positions,
+            cache_rows=cache_rows,
+            query_starts=self._starts[: size + 1],
+            context_lengths=upload(context.astype(np.int32), self.device),
+            block_tables=upload(self.blocks.rows(slots, width), self.device),
+            logit_rows=self._rows[:size],
+            wants_all=True,
+            num_queries=(1,) * size,
+            num_context=tuple(context.tolist()),
+        )
+
+    def put(self, prepared: PreparedStep, ids: Tensor, failed: Tensor) -> Tensor:
+        """Append the sampled `ids` [R] to the histories on the device, where the next step reads them.
+
+        After a guess that was wrong they are nothing, and lie past the end. `failed` [R] bool is kept by sequence, and
+        returned with those that failed before: what they yield never counts again.
+        """
+        self.history.write(prepared.sampled, prepared.sampling.positions, ids)
+        return self.failed.with_earlier(prepared, failed)
+
+    def to_device(self, values: Ints) -> Tensor:
+        """A host column on the device, int64."""
+        return upload(values, self.device)

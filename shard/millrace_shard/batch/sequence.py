@@ -1,0 +1,158 @@
+"""What the engine is told of a sequence when it joins the batch, and how its next token is to be chosen."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace_shard.errors import StepInvalid
+
+Ids = NDArray[np.int64]
+FLOAT32 = np.finfo(np.float32)
+
+PARAMETERS = np.dtype(
+    [
+        ("temperature", np.float32),
+        ("top_p", np.float32),
+        ("typical_p", np.float32),
+        ("min_p", np.float32),
+        ("repetition_penalty", np.float32),
+        ("frequency_penalty", np.float32),
+        ("presence_penalty", np.float32),
+        ("occurrence_penalty", np.float32),
+        ("top_k", np.int64),
+        ("do_sample", np.bool_),
+        ("seed", np.uint64),
+        ("top_n_tokens", np.int64),
+        ("min_new_tokens", np.int64),
+        ("num_prompt", np.int64),
+        ("watermark", np.bool_),
+        ("is_biased", np.bool_),
+        ("is_guided", np.bool_),
+    ],
+    align=True,
+)
+"""One sequence's choice of tokens as a row of columns; `num_prompt` is where its generated tokens begin."""
+
+
+class GrammarKind(Enum):
+    """The language a grammar is written in."""
+
+    JSON_SCHEMA = auto()
+    REGEX = auto()
+    LARK = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What a sequence's text has to match, from its first generated token to its last."""
+
+    kind: GrammarKind
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParameters:
+    """How the next token is chosen; the defaults are the neutral values of the wire."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    typical_p: float = 1.0
+    do_sample: bool = False
+    seed: int = 0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    occurrence_penalty: float = 0.0
+    min_p: float = 0.0
+    watermark: bool = False
+    bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its score), each id once."""
+
+    def check(self) -> None:
+        """Raise StepInvalid for values that have no meaning."""
+        positive = (self.temperature, self.repetition_penalty, self.top_p, self.typical_p)
+        if not all(value > 0 and math.isfinite(value) for value in positive):
+            raise StepInvalid(
+                "temperature, repetition_penalty, top_p and typical_p have to be positive"
+            )
+        penalties = (self.frequency_penalty, self.presence_penalty, self.occurrence_penalty)
+        if not all(math.isfinite(value) for value in penalties):
+            raise StepInvalid("penalties have to be finite")
+        if not 0 <= self.min_p <= 1:
+            raise StepInvalid("min_p has to be between 0 and 1")
+        if not all(math.isfinite(value) for _, value in self.bias):
+            raise StepInvalid("biases have to be finite")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sequence:
+    """A sequence as admitted; the fields are those of the wire's message of this name."""
+
+    slot: int
+    request_id: int
+    input_ids: Ids
+    generated_tokens: int = 0
+    cached_tokens: int = 0
+    parameters: SamplingParameters = field(default_factory=SamplingParameters)
+    top_n_tokens: int = 0
+    prefill_logprobs: bool = False
+    prefill_top_n_tokens: int = 0
+    min_new_tokens: int = 0
+    grammar: Grammar | None = None
+
+    @property
+    def num_inputs(self) -> int:
+        """Tokens to be computed before the first sample."""
+        return len(self.input_ids)
+
+    def check(self, *, vocab_size: int, max_tokens: int, block_size: int) -> None:
+        """Raise StepInvalid unless the sequence is consistent and fits."""
+        if not 0 < self.num_inputs <= max_tokens:
+            raise StepInvalid(
+                f"request {self.request_id} has {self.num_inputs} tokens; 1 to {max_tokens} fit"
+            )
+        if self.input_ids.min() < 0 or self.input_ids.max() >= vocab_size:
+            raise StepInvalid(
+                f"request {self.request_id} has token ids beyond the vocabulary of {vocab_size}"
+            )
+        if not 0 <= self.cached_tokens < self.num_inputs:
+            raise StepInvalid(f"request {self.request_id} leaves no token to compute")
+        if self.cached_tokens % block_size:
+            raise StepInvalid(
+                f"request {self.request_id}: {self.cached_tokens} cached tokens do not fill blocks"
+            )
+        if not 0 <= self.generated_tokens < self.num_inputs:
+            raise StepInvalid(f"request {self.request_id} has no prompt")
+        if any(not 0 <= id_ < vocab_size for id_, _ in self.parameters.bias):
+            raise StepInvalid(f"request {self.request_id} biases ids beyond {vocab_size}")
+        self.parameters.check()
+
+    def columns(self) -> NDArray[np.void]:
+        """A row of PARAMETERS, of no dimension."""
+        p = self.parameters
+        row: NDArray[np.void] = np.zeros((), dtype=PARAMETERS)
+        # Beyond float32 a tiny one would be 0, and a huge one infinite, which make no number of some scores.
+        row["temperature"] = np.clip(p.temperature, FLOAT32.tiny, FLOAT32.max)
+        row["top_p"] = min(p.top_p, 1.0)
+        row["typical_p"] = min(p.typical_p, 1.0)
+        row["repetition_penalty"] = np.clip(p.repetition_penalty, FLOAT32.tiny, FLOAT32.max)
+        row["frequency_penalty"] = np.clip(p.frequency_penalty, FLOAT32.min, FLOAT32.max)
+        row["presence_penalty"] = np.clip(p.presence_penalty, FLOAT32.min, FLOAT32.max)
+        row["occurrence_penalty"] = np.clip(p.occurrence_penalty, FLOAT32.min, FLOAT32.max)
+        row["top_k"] = p.top_k
+        row["do_sample"] = p.do_sample
+        row["seed"] = p.seed
+        row["top_n_tokens"] = self.top_n_tokens
+        row["min_new_tokens"] = self.min_new_tokens
+        row["min_p"] = p.min_p
+        row["watermark"] = p.watermark
+        row["is_biased"] = bool(p.bias)
+        row["is_guided"] = self.grammar is not None
+        row["num_prompt"] = self.num_inputs - self.generated_tokens
+        return row

@@ -1,0 +1,170 @@
+"""Steps as the engine sees them: what to do, what came of it, what went wrong. Host arrays only, no protobuf."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from millrace_shard.batch.sequence import Sequence
+from millrace_shard.arrays import Flags, Floats, Ints, no_floats, no_ints
+from millrace_shard.errors import StepInvalid
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BatchChange:
+    """What happens to the batch before a forward pass: first dropped, then admitted, then grown."""
+
+    dropped_slots: Ints = field(default_factory=no_ints)
+    admitted: tuple[Sequence, ...] = ()
+    grown_slots: Ints = field(default_factory=no_ints)
+    grown_blocks: Ints = field(default_factory=no_ints)
+
+    def __bool__(self) -> bool:
+        """Whether anything happens."""
+        grows = len(self.grown_slots) or len(self.grown_blocks)
+        return bool(grows or self.admitted or len(self.dropped_slots))
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Begins an epoch with an empty batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Forward:
+    """A forward pass: rows that compute prompt tokens, then rows that decode."""
+
+    change: BatchChange = field(default_factory=BatchChange)
+    chunk_slots: Ints = field(default_factory=no_ints)
+    chunk_tokens: Ints = field(default_factory=no_ints)
+    decode_slots: Ints = field(default_factory=no_ints)
+    decode_tokens: Ints = field(default_factory=no_ints)
+    """KV positions each decode may fill; empty: one each."""
+    draft_tokens: Ints = field(default_factory=no_ints)
+    """How many of them may be guesses; empty: none."""
+
+    def allowances(self) -> tuple[Ints, Ints]:
+        """KV positions and guesses of each decode, with what is left out filled in. Raises StepInvalid."""
+        count = len(self.decode_slots)
+        positions = (
+            self.decode_tokens if len(self.decode_tokens) else np.ones(count, dtype=np.int64)
+        )
+        guesses = self.draft_tokens if len(self.draft_tokens) else np.zeros(count, dtype=np.int64)
+        if len(positions) != count or len(guesses) != count:
+            raise StepInvalid("decodes and what they are allowed differ in number")
+        if (positions < 1).any() or (guesses < 0).any():
+            raise StepInvalid("a decode that may fill no position, or less than none by guesses")
+        return positions, guesses
+
+    def without(self, chunks: Flags, decodes: Flags) -> Forward:
+        """The same step without these rows; a flag for each."""
+        return replace(
+            self,
+            chunk_slots=self.chunk_slots[~chunks],
+            chunk_tokens=self.chunk_tokens[~chunks],
+            decode_slots=self.decode_slots[~decodes],
+            decode_tokens=self.decode_tokens[~decodes] if len(self.decode_tokens) else no_ints(),
+            draft_tokens=self.draft_tokens[~decodes] if len(self.draft_tokens) else no_ints(),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Filter:
+    """Drops sequences without a forward pass."""
+
+    dropped_slots: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Clear:
+    """Drops every sequence without a forward pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """Work this shard does not know: of a newer router, or none at all."""
+
+
+Work = Open | Forward | Filter | Clear | Unknown
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One numbered message of an epoch."""
+
+    epoch: int
+    number: int
+    work: Work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """Durations in nanoseconds; `concat_ns` is None when no sequence was admitted."""
+
+    forward_ns: int = 0
+    decode_ns: int = 0
+    total_ns: int = 0
+    concat_ns: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepResult:
+    """What a step yielded; columns by row, by candidate and by prompt token, as on the wire."""
+
+    slots: Ints = field(default_factory=no_ints)
+    counts: Ints = field(default_factory=no_ints)
+    """Tokens of each slot, which follow each other in `ids`."""
+    ids: Ints = field(default_factory=no_ints)
+    logprobs: Floats = field(default_factory=no_floats)
+    top_counts: Ints = field(default_factory=no_ints)
+    """One per token, or empty when no row asked for candidates."""
+    top_ids: Ints = field(default_factory=no_ints)
+    top_logprobs: Floats = field(default_factory=no_floats)
+    prefill_slots: Ints = field(default_factory=no_ints)
+    prefill_counts: Ints = field(default_factory=no_ints)
+    prefill_logprobs: Floats = field(default_factory=no_floats)
+    prefill_top_counts: Ints = field(default_factory=no_ints)
+    """Candidates of each token of a slot, one number per slot, or empty when no row asked for candidates."""
+    prefill_top_ids: Ints = field(default_factory=no_ints)
+    prefill_top_logprobs: Floats = field(default_factory=no_floats)
+    failed_slots: Ints = field(default_factory=no_ints)
+    failure_reasons: Mapping[int, str] = field(default_factory=dict)
+    """Of the failed slots whose grammar could not be followed any further."""
+    computed_slots: Ints = field(default_factory=no_ints)
+    """Decodes that were allowed more than one position."""
+    computed_positions: Ints = field(default_factory=no_ints)
+    """KV positions they have filled so far."""
+    drafted_tokens: Ints = field(default_factory=no_ints)
+    """Guesses they were given in this step."""
+    checksum: int = 0
+    timings: Timings = field(default_factory=Timings)
+
+
+class FailureKind(Enum):
+    """Why a step has no result."""
+
+    FAILED = auto()
+    OUT_OF_MEMORY = auto()
+    REFUSED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class StepFailure:
+    """A step that was not executed or raised; every later step of its epoch is refused."""
+
+    kind: FailureKind
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepReply:
+    """The one answer to a step."""
+
+    epoch: int
+    number: int
+    outcome: StepResult | StepFailure

@@ -1,0 +1,53 @@
+"""Token ids of every sequence, by slot, on the device: sampling puts them there, and the next step reads them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from millrace_shard.arrays import Ints
+from millrace_shard.device import transfers
+from millrace_shard.device.transfers import upload, upload_columns
+
+
+class Histories:
+    """A row for each slot, and a last one for padding.
+
+    On CPU numpy reads and writes the same memory: an operation of torch's takes several times as long where the
+    weights of each forward pass have emptied the caches of code.
+    """
+
+    def __init__(self, num_slots: int, length: int, device: torch.device) -> None:
+        self.table = torch.empty(num_slots + 1, length, dtype=torch.int32, device=device)
+        """[slots + 1, length]; anything at all past the end of a sequence."""
+        self.table[num_slots, 0] = 0
+        self._device = device
+        self._host: NDArray[np.int32] | None = None
+        if device.type == "cpu":
+            self._host = self.table.numpy()
+
+    @property
+    def on_host(self) -> NDArray[np.int32] | None:
+        """The same memory as `table`, where the host may read it while a step is launched; None elsewhere."""
+        return self._host if transfers.may_wait(self._device) else None
+
+    def begin(self, slot: int, ids: Ints) -> None:
+        """A sequence begins with these."""
+        self.table[slot, : len(ids)] = upload(ids, self._device)
+
+    def read(self, slots: Ints, positions: Ints) -> Tensor:
+        """The ids at `positions` [n] of `slots` [n], [n] int64 on the device."""
+        if self._host is not None and transfers.may_wait(self._device):
+            return torch.from_numpy(self._host[slots, positions].astype(np.int64))
+        slot, position = upload_columns([slots, positions], self._device)
+        return self.table[slot, position].long()
+
+    def write(self, slots: Ints, positions: Ints, ids: Tensor) -> None:
+        """Store `ids` [n], on the device, at `positions` [n] of `slots` [n]."""
+        if self._host is not None and transfers.may_wait(self._device):
+            self._host[slots, positions] = ids.numpy()
+            return
+        slot, position = upload_columns([slots, positions], self._device)
+        self.table[slot, position] = ids.to(torch.int32)

@@ -1,0 +1,285 @@
+"""The command `serve`: loads the model, listens, and ends in order."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import NoReturn
+
+import torch
+
+from millrace_shard.config import ShardConfig
+from millrace_shard.device.one_shot import SymmetricMemory
+from millrace_shard.device.process_group import GroupError, ProcessGroup
+from millrace_shard.device.resources import usable_cores
+from millrace_shard.engine.engine import Engine
+from millrace_shard.engine.warmup import LoadedModel, MemoryLimits
+from millrace_shard.errors import EngineEnded, ModelError, UnsupportedModel
+from millrace_shard.kernels.base import Kernels
+from millrace_shard.kernels.choose import choose_kernels
+from millrace_shard.kernels.cpu.int8_linear import is_fast, with_int8
+from millrace_shard.logs import configure
+from millrace_shard.model_loader.hub import HubSettings
+from millrace_shard.model_loader.load_progress import readable_size
+from millrace_shard.model_runner.decode_graphs import GraphSettings
+from millrace_shard.model_runner.graph_capture import CudaCapture
+from millrace_shard.models.interface import ModelInfo
+from millrace_shard.models.load import RopeOverride, head_dim, load_model, read_config
+from millrace_shard.process import die_with_parent
+from millrace_shard.sampling.watermark import Watermark
+from millrace_shard.server.credentials import server_credentials
+from millrace_shard.server.service import ShardService, new_server
+from millrace_shard.server.socket_file import SocketFile, for_this_user_only
+from millrace_shard.speculation.checkpoints import Checkpoints, find_draft
+from millrace_shard.speculation.loading import SpeculationLoader
+from millrace_shard.speculation.medusa_config import is_medusa
+from millrace_shard.structured_output.grammar_compiler import GrammarCompiler
+from millrace_shard.structured_output.manager import Guides
+
+STOP_SECONDS = 5.0
+"""How long calls that are under way, a step among them, may go on after a signal."""
+ENDED_SECONDS = 1.0
+"""The same once the engine has ended, which answers nothing any more."""
+ABORT_SECONDS = 1.0
+"""How much longer stopping may take before the process is ended as it is."""
+WAKE_SECONDS = 0.5
+STDERR = 2
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Serve until SIGTERM or SIGINT; 1 with a message when model or address cannot be had, or the engine dies."""
+    config = ShardConfig.from_args(sys.argv[1:] if argv is None else argv)
+    configure(config.log_level, json_output=config.json_output)
+    try:
+        die_with_parent()
+        # Until it serves, there is nothing to stop in order.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        serve(config)
+    except (ModelError, GroupError, EngineEnded, RuntimeError) as error:
+        logger.error("%s", error)  # noqa: TRY400
+        sys.stderr.write(f"Error: {error}\n")
+        end_process(1)
+    end_process(0)
+
+
+def end_process(status: int) -> NoReturn:
+    """End at once: torch takes seconds to be torn down, and a thread that waits for ever would be waited for."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def serve(config: ShardConfig) -> None:
+    """Load, listen, wait for a signal, stop. Only a model that is loaded is listened for.
+
+    Raises EngineEnded when the engine ends by itself.
+    """
+    credentials = server_credentials(config)
+    socket = None if config.address else SocketFile(config.socket_path)
+    if socket is not None:
+        socket.check_free()
+    device = choose_device(config)
+    threads = config.cpu_threads or max(1, usable_cores() // config.world_size)
+    engine = Engine(
+        limits=MemoryLimits(
+            kv_memory=config.kv_memory,
+            cuda_memory_fraction=config.cuda_memory_fraction,
+        ),
+        device=device,
+        cpu_threads=threads if device.type == "cpu" else None,
+        overlap=device.type == "cuda",
+        graphs=graph_settings(config, device),
+    )
+    engine.start()
+    loaded = engine.submit(lambda: load(config, device)).result()
+    engine.attach(loaded)
+    service = ShardService(
+        engine,
+        deterministic=is_deterministic(config, device),
+        prefill_logprobs=config.enable_prefill_logprobs,
+    )
+    stops: SimpleQueue[int | None] = SimpleQueue()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda received, _: stops.put(received))
+    engine.when_ended(lambda: stops.put(None))
+    target = f"unix:{socket.private}" if socket else config.listen_target
+    with for_this_user_only():
+        server = new_server(service, target, credentials)
+    server.start()
+    if socket is not None:
+        socket.publish()
+    shown = config.address or f"unix://{config.socket_path}"
+    logger.info("Server started at %s", shown)
+    received = _first_of(stops)
+    if received is not None:
+        logger.info("Stopping after %s", signal.Signals(received).name)
+    grace = ENDED_SECONDS if received is None else STOP_SECONDS
+    # A thread of its own, in C, ends the process and tells where it hangs, whoever holds the interpreter.
+    faulthandler.dump_traceback_later(grace + ABORT_SECONDS, exit=True, file=STDERR)
+    service.end_streams()
+    server.stop(grace=grace).wait()
+    faulthandler.cancel_dump_traceback_later()
+    if socket is not None:
+        socket.remove()
+    if received is None:
+        raise EngineEnded("the engine has ended")
+
+
+def _first_of(stops: SimpleQueue[int | None]) -> int | None:
+    while True:
+        # A signal that the kernel gives to another thread does not end a wait of this one, which has to handle it.
+        with suppress(Empty):
+            return stops.get(timeout=WAKE_SECONDS)
+
+
+def _quantized(kernels: Kernels, kind: str, device: torch.device, dtype: torch.dtype) -> Kernels:
+    if kind != "int8":
+        raise UnsupportedModel(f"--quantize {kind} is not supported yet")
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        raise UnsupportedModel(f"--quantize int8 is for bfloat16 on CPU, not {dtype} on {device}")
+    logger.info("linears in int8, all but the output head")
+    if not is_fast():
+        logger.warning("int8 is slower than bfloat16 here: it takes x86 with AVX2, and a compiler")
+    return with_int8(kernels)
+
+
+def load(config: ShardConfig, device: torch.device) -> LoadedModel:
+    """Meet the other ranks, then read this rank's weights."""
+    config = with_folders(config)
+    group = ProcessGroup.connect(
+        config.rank,
+        config.world_size,
+        master_addr=config.master_addr,
+        master_port=config.master_port,
+        device=device,
+    )
+    if is_deterministic(config, device):
+        group.add_in_rank_order()
+    if config.one_shot_all_reduce and config.world_size > 1 and device.type == "cuda":
+        group.use_one_shot(SymmetricMemory(device))
+    dtype = choose_dtype(config, device)
+    kernels = choose_kernels(
+        device,
+        dtype,
+        deterministic=is_deterministic(config, device),
+        head_dims=_head_dims(config),
+        custom=not config.disable_custom_kernels,
+    )
+    if config.quantize is not None:
+        kernels = _quantized(kernels, config.quantize, device, dtype)
+    started = time.monotonic()
+    model = load_model(
+        config.model_folder,
+        dtype=dtype,
+        kernels=kernels,
+        group=group,
+        device=device,
+        rope_override=_rope_override(config),
+        max_total_tokens=config.max_total_tokens,
+    )
+    draft_folder = None if config.draft_model is None else Path(config.draft_model)
+    loader = SpeculationLoader(
+        folder=config.model_folder,
+        dtype=dtype,
+        kernels=kernels,
+        group=group,
+        device=device,
+        max_total_tokens=config.max_total_tokens,
+    )
+    model, speculation = loader.load(model, draft_folder=draft_folder, speculate=config.speculate)
+    size = sum(path.stat().st_size for path in config.model_folder.glob("*.safetensors"))
+    seconds = time.monotonic() - started
+    logger.info("weights loaded in %.2f s, %s", seconds, readable_size(size))
+    return LoadedModel(
+        model=model,
+        kernels=kernels,
+        group=group,
+        device=device,
+        dtype=dtype,
+        guides=_guides(config, model.info, device),
+        speculation=speculation,
+        watermark=Watermark(config.watermark_gamma, config.watermark_delta),
+    )
+
+
+def with_folders(config: ShardConfig) -> ShardConfig:
+    """`config` with folders alone: of the model, and of what guesses for it if there is anything. Raises ModelError."""
+    settings = HubSettings.from_environment(os.environ)
+    if config.draft_model is not None:
+        draft = find_draft(config.draft_model, settings)
+        return config.model_copy(update={"draft_model": str(draft)})
+    if not is_medusa(config.model_folder):
+        return config
+    found = Checkpoints.find(
+        str(config.model_folder), draft_model=None, revision=None, settings=settings
+    )
+    return config.model_copy(update={"model_folder": found.model, "draft_model": str(found.draft)})
+
+
+def _guides(config: ShardConfig, info: ModelInfo, device: torch.device) -> Guides:
+    compiler = GrammarCompiler.load(
+        config.model_folder,
+        vocab_size=info.vocab_size,
+        eos_token_ids=info.eos_token_ids,
+        timeout=config.grammar_timeout,
+        max_source_bytes=config.max_grammar_bytes,
+    )
+    return Guides(compiler, info.vocab_size, beside=device.type != "cpu")
+
+
+def choose_device(config: ShardConfig) -> torch.device:
+    """As configured; `auto` takes CUDA when there is any. Ranks of one host take its GPUs in order."""
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ModelError("--device cuda, but no CUDA device is found")
+    return torch.device("cuda", config.rank % torch.cuda.device_count())
+
+
+def choose_dtype(config: ShardConfig, device: torch.device) -> torch.dtype:
+    """As configured, else the checkpoint's own; on CPU bfloat16 stands in for float16."""
+    if config.dtype is not None:
+        return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[
+            config.dtype
+        ]
+    own = read_config(config.model_folder).dtype
+    if own not in (torch.float16, torch.bfloat16):
+        return torch.float32
+    return torch.bfloat16 if device.type == "cpu" else own
+
+
+def graph_settings(config: ShardConfig, device: torch.device) -> GraphSettings | None:
+    """Sizes as configured, on CUDA alone."""
+    if device.type != "cuda" or not config.cuda_graphs:
+        return None
+    return GraphSettings(config.cuda_graphs, CudaCapture)
+
+
+def is_deterministic(config: ShardConfig, device: torch.device) -> bool:
+    """As configured, else only where it costs next to nothing, on CPU."""
+    return config.deterministic == "on" or (config.deterministic == "auto" and device.type == "cpu")
+
+
+def _rope_override(config: ShardConfig) -> RopeOverride | None:
+    if config.rope_scaling is None and config.rope_factor is None:
+        return None
+    return RopeOverride(config.rope_scaling or "linear", config.rope_factor or 1.0)
+
+
+def _head_dims(config: ShardConfig) -> tuple[int, ...]:
+    """Of the model, and of a draft model, whose attention the same kernels compute."""
+    folders = [config.model_folder]
+    if config.draft_model is not None and not is_medusa(Path(config.draft_model)):
+        folders.append(Path(config.draft_model))
+    return tuple(dict.fromkeys(map(head_dim, folders)))

@@ -1,0 +1,176 @@
+"""The ranks of one tensor-parallel model: collectives over torch.distributed, or nothing at all for a rank alone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from millrace_shard.device.one_shot import OneShotAllReduce, SharedMemory
+
+logger = logging.getLogger(__name__)
+
+COLLECTIVE_TIMEOUT = timedelta(seconds=120)
+
+
+class GroupError(RuntimeError):
+    """The ranks did not find each other."""
+
+
+class CollectiveError(GroupError):
+    """A collective failed or timed out. Ranks no longer know where the others are: the group is of no more use."""
+
+
+class ProcessGroup:
+    """One rank's view of its group. Every method is a collective: all ranks call it, in the same order.
+
+    They raise CollectiveError when another rank is gone or does not come in time.
+    """
+
+    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
+        if not 0 <= rank < world_size:
+            raise GroupError(f"rank {rank} is outside a group of {world_size}")
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+        self._one_shot: OneShotAllReduce | None = None
+        self._in_rank_order = False
+
+    @classmethod
+    def single(cls) -> ProcessGroup:
+        """A group of one, whose collectives return what they are given."""
+        return cls(0, 1, torch.device("cpu"))
+
+    @classmethod
+    def connect(
+        cls,
+        rank: int,
+        world_size: int,
+        *,
+        master_addr: str,
+        master_port: int,
+        device: torch.device,
+        timeout: timedelta = COLLECTIVE_TIMEOUT,
+    ) -> ProcessGroup:
+        """Wait for all ranks at rank 0's address; NCCL between CUDA devices, gloo otherwise.
+
+        `timeout` also bounds every later collective. Raises GroupError when ranks are missing.
+        """
+        group = cls(rank, world_size, device)
+        if world_size == 1:
+            return group
+        cuda = device.type == "cuda"
+        if cuda:
+            torch.cuda.set_device(device)
+        try:
+            dist.init_process_group(
+                "nccl" if cuda else "gloo",
+                init_method=f"tcp://{master_addr}:{master_port}",
+                rank=rank,
+                world_size=world_size,
+                timeout=timeout,
+                device_id=device if cuda else None,
+            )
+        except (dist.DistError, RuntimeError, ValueError) as error:
+            place = f"{master_addr}:{master_port}"
+            raise GroupError(
+                f"rank {rank} of {world_size} found no group at {place}: {error}"
+            ) from error
+        return group
+
+    def add_in_rank_order(self) -> None:
+        """From now on, sum from rank 0 to the last one, so that an element's sum does not depend on its place.
+
+        A ring begins each part of a tensor at another rank, and which part an element is in depends on the number of
+        rows. The sum of two numbers is the same in any order, so two ranks go on as before.
+        """
+        self._in_rank_order = self.world_size > 2
+
+    def use_one_shot(self, memory: SharedMemory) -> None:
+        """Sum small tensors through `memory` from now on, or go on as before, with a warning, where any rank cannot.
+
+        Where sums are added in the order of the ranks, they go on as before as well, with a notice.
+        """
+        if self.world_size == 1:
+            return
+        if self._in_rank_order:
+            logger.info(
+                "--one-shot-all-reduce has no effect: with --deterministic on, more than two ranks add in their order"
+            )
+            return
+        one_shot, problem = None, "another rank cannot"
+        try:
+            one_shot = OneShotAllReduce(memory)
+        except RuntimeError as error:
+            problem = str(error)
+        if self.minimum(int(one_shot is not None)):
+            self._one_shot = one_shot
+        else:
+            logger.warning("all sums go through NCCL, as GPUs cannot share memory: %s", problem)
+
+    def all_reduce(self, t: Tensor) -> Tensor:
+        """Sum over the ranks; every rank gets the same bits. `t` is overwritten, or left as it is."""
+        if self.world_size == 1:
+            return t
+        if self._in_rank_order:
+            return self._sum_in_rank_order(t)
+        with _failing_as_group():
+            if self._one_shot is not None and self._one_shot.fits(t):
+                return self._one_shot(t)
+            dist.all_reduce(t)
+        return t
+
+    def _sum_in_rank_order(self, t: Tensor) -> Tensor:
+        """Every rank's part comes here, and each adds them up by itself; floats are rounded once, at the end."""
+        first, *others = self._parts(t)
+        total = (
+            first.to(torch.promote_types(t.dtype, torch.float32))
+            if t.is_floating_point()
+            else first
+        )
+        for part in others:
+            total = total + part
+        return total.to(t.dtype)
+
+    def all_gather(self, t: Tensor) -> Tensor:
+        """Every rank's `t` side by side in the last dimension, rank 0 first."""
+        return t if self.world_size == 1 else torch.cat(self._parts(t), dim=-1)
+
+    def _parts(self, t: Tensor) -> list[Tensor]:
+        """Every rank's `t`, by rank."""
+        parts = [
+            torch.empty_like(t, memory_format=torch.contiguous_format)
+            for _ in range(self.world_size)
+        ]
+        whole = t.contiguous()
+        with _failing_as_group():
+            dist.all_gather(parts, whole)
+        return parts
+
+    def minimum(self, value: int) -> int:
+        """The smallest `value` of all ranks."""
+        if self.world_size == 1:
+            return value
+        smallest = torch.tensor(value, dtype=torch.int64, device=self.device)
+        with _failing_as_group():
+            dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+        return int(smallest)
+
+    def close(self) -> None:
+        """Leave the group; collectives still in flight elsewhere fail."""
+        if self.world_size > 1:
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _failing_as_group() -> Iterator[None]:
+    """What torch raises: gloo a plain RuntimeError, NCCL a kind of it."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CollectiveError(f"the ranks have lost each other: {error}") from error

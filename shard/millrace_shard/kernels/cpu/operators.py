@@ -1,0 +1,188 @@
+"""Kernels for x86 CPUs: compiled operators over pages of 64 positions, in bfloat16 or float32.
+
+bfloat16 weights go to operators over tiles, of half a layer each or of all, and a row's bits depend neither on its
+batch mates, nor on how its prompt was cut, nor on the number of threads. Heads that are no multiples of 32 wide go
+through ATen's brgemm instead, which needs AVX512. One engine thread may call the kernels; torch.set_num_threads says
+how many threads share a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from millrace_shard.kernels.base import (
+    AttentionBlock,
+    AttentionWeights,
+    Layer,
+    LayerCache,
+    Layers,
+    Linear,
+    LinearWeights,
+    MlpBlock,
+    MlpWeights,
+    Reduce,
+)
+from millrace_shard.kernels.blocks import ComposedBlocks
+from millrace_shard.kernels.cpu import cpu_linear, tile_blocks
+from millrace_shard.kernels.cpu.tile_blocks import (
+    PanelLinear,
+    TiledAttention,
+    TiledLayers,
+    TiledMlp,
+)
+from millrace_shard.kernels.ragged import RaggedBatch
+from millrace_shard.kernels.stored_weight import StoredWeight
+
+DTYPES = (torch.bfloat16, torch.float32)
+HEAD_DIM_STEP = 8
+
+
+class CpuKernels(ComposedBlocks):
+    """Caches are [num_blocks, num_kv_heads, 64, head_dim], each page laid out as pages.h says."""
+
+    name = "cpu"
+    block_size = 64
+    capturable = True
+
+    def __init__(self, *, deterministic: bool, tiles: bool = True) -> None:
+        """`tiles`: bfloat16 goes to the operators over tiles; they have to be loaded by the first use."""
+        self.deterministic = deterministic
+        self.tiles = tiles
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Pack `weight` [out, in] and keep `bias` [out]."""
+        if self.tiles and weight.dtype == torch.bfloat16:
+            return PanelLinear(_stored(weight, bias))
+        return cpu_linear.pack(weight, bias, deterministic=self.deterministic)
+
+    def linear_from(self, weights: LinearWeights) -> Linear:
+        """Pack the weight from where it lies, where tiles take it."""
+        if self.tiles and weights.weight.dtype == torch.bfloat16:
+            return PanelLinear(weights)
+        return super().linear_from(weights)
+
+    def head(self, weight: Tensor) -> Linear:
+        """Pack `weight` [vocab, hidden]; by tiles the logits are never rounded to bfloat16."""
+        if self.tiles and weight.dtype == torch.bfloat16:
+            return PanelLinear(_stored(weight, None), dtype=torch.float32)
+        return super().head(weight)
+
+    def attention(self, weights: AttentionWeights) -> AttentionBlock:
+        """Pack the weights of half a layer."""
+        if self.tiles and tile_blocks.fits_attention(weights):
+            return TiledAttention(weights)
+        return super().attention(weights)
+
+    def mlp(self, weights: MlpWeights) -> MlpBlock:
+        """Pack the weights of the other half."""
+        if self.tiles and tile_blocks.fits_mlp(weights):
+            return TiledMlp(weights)
+        return super().mlp(weights)
+
+    def layers(self, layers: Sequence[Layer], reduce: Reduce | None) -> Layers:
+        """One operator for all where they are tiled and nothing is to be reduced between them."""
+        halves = tile_blocks.tiled_halves(layers)
+        if halves is None or reduce is not None:
+            return super().layers(layers, reduce)
+        return TiledLayers(halves)
+
+    def new_cache(
+        self,
+        *,
+        num_blocks: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> LayerCache:
+        """Uninitialised memory. Raises ValueError for a dtype, head dim or device that is not the CPU's."""
+        if dtype not in DTYPES or head_dim % HEAD_DIM_STEP or device.type != "cpu":
+            raise ValueError(f"no CPU cache of {dtype} with head_dim {head_dim} on {device}")
+        shape = (num_blocks, num_kv_heads, self.block_size, head_dim)
+        return LayerCache(
+            keys=torch.empty(shape, dtype=dtype), values=torch.empty(shape, dtype=dtype)
+        )
+
+    def zero_blocks(self, cache: LayerCache, blocks: Tensor) -> None:
+        """Clear `blocks`; `attend` multiplies what lies beyond a sequence's end by 0."""
+        cache.keys.index_fill_(0, blocks, 0)
+        cache.values.index_fill_(0, blocks, 0)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Normalise the last axis in float32, cast back, then scale."""
+        out = torch.empty(x.shape, dtype=x.dtype)
+        rows = x if x.dim() == 3 and x.stride(2) == 1 else x.reshape(-1, 1, x.shape[-1])
+        torch.ops.millrace.rms_norm(out, rows, weight, eps)
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`residual += x` in place, then its norm; all [T, hidden]."""
+        out = torch.empty_like(residual)
+        torch.ops.millrace.add_rms_norm(out, x.contiguous(), residual, weight, eps)
+        return out
+
+    def rope_store(
+        self,
+        qkv: Tensor,
+        rope: Tensor,
+        batch: RaggedBatch,
+        cache: LayerCache,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+    ) -> Tensor:
+        """Rotate in place, store keys and values; the queries returned are a view into `qkv`."""
+        torch.ops.millrace.rope_store(
+            qkv, rope, batch.positions, batch.cache_rows, cache.keys, cache.values, num_heads
+        )
+        heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
+        return heads[:, :num_heads]
+
+    def store(self, keys: Tensor, values: Tensor, batch: RaggedBatch, cache: LayerCache) -> None:
+        """Store `keys` and `values` [T, num_kv_heads, head_dim] at `batch.cache_rows`."""
+        if keys.stride(2) != 1 or values.stride(2) != 1:
+            keys, values = keys.contiguous(), values.contiguous()
+        torch.ops.millrace.store(keys, values, batch.cache_rows, cache.keys, cache.values)
+
+    def attend(
+        self,
+        queries: Tensor,
+        batch: RaggedBatch,
+        cache: LayerCache,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Causal attention of `queries` [T, num_heads, head_dim]: [T, num_heads * head_dim]."""
+        num_tokens, num_heads, head_dim = queries.shape
+        if queries.stride(2) != 1 or queries.stride(1) != head_dim:
+            queries = queries.contiguous()
+        out = queries.new_empty(num_tokens, num_heads * head_dim)
+        torch.ops.millrace.attend(
+            out,
+            queries,
+            cache.keys,
+            cache.values,
+            batch.block_tables,
+            batch.query_starts,
+            batch.context_lengths,
+            scale,
+            window or 0,
+            softcap or 0.0,
+            self.tiles,
+        )
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """`silu(gate) * up` of [T, 2 * inter], gate first."""
+        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        torch.ops.millrace.silu_mul(out, gate_up.contiguous())
+        return out
+
+
+def _stored(weight: Tensor, bias: Tensor | None) -> LinearWeights:
+    return LinearWeights(StoredWeight.of(weight.contiguous()), bias)

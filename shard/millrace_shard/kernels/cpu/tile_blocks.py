@@ -1,0 +1,188 @@
+"""Linears, halves of a layer and all layers as single operators over tiles, for bfloat16 weights.
+
+A row's bits depend on nothing but the row: sums run over the whole of K in one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from millrace_shard.kernels.base import (
+    AttentionWeights,
+    Layer,
+    LayerCache,
+    LinearWeights,
+    MlpWeights,
+)
+from millrace_shard.kernels.ragged import RaggedBatch
+from millrace_shard.kernels.stored_weight import StoredWeight
+
+TILE_DEPTH = 32
+"""Inputs in a tile: widths that are read as tiles are multiples of it."""
+TILE_COLUMNS = 16
+
+
+def fits_attention(weights: AttentionWeights) -> bool:
+    """Whether TiledAttention takes these weights."""
+    weight = weights.qkv.weight
+    return (
+        weight.dtype == torch.bfloat16
+        and weight.shape[1] % TILE_DEPTH == 0
+        and weights.head_dim % TILE_DEPTH == 0
+    )
+
+
+def fits_mlp(weights: MlpWeights) -> bool:
+    """Whether TiledMlp takes these weights."""
+    weight = weights.gate_up.weight
+    return (
+        weight.dtype == torch.bfloat16
+        and weight.shape[1] % TILE_DEPTH == 0
+        and weight.shape[0] % (2 * TILE_COLUMNS) == 0
+    )
+
+
+class PanelLinear:
+    """A weight in panels of 32 outputs; what it yields is bfloat16, or float32 where asked for."""
+
+    def __init__(self, weights: LinearWeights, *, dtype: torch.dtype = torch.bfloat16) -> None:
+        self._out = weights.weight.shape[0]
+        self._dtype = dtype
+        self._packed, self._bias = _packed(weights)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in] to [T, out]."""
+        y = x.new_empty(*x.shape[:-1], self._out, dtype=self._dtype)
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        torch.ops.millrace.panel_linear(y.view(-1, self._out), rows, self._packed, self._bias)
+        return y
+
+
+class TiledAttention:
+    """Norm, QKV, rope, attention and output projection in one parallel region."""
+
+    def __init__(self, weights: AttentionWeights) -> None:
+        self.eps = weights.eps
+        query_norm, key_norm = map(_or_empty, (weights.query_norm, weights.key_norm))
+        qkv, out = _packed(weights.qkv), _packed(weights.out)
+        self.weights = (weights.norm, *qkv, query_norm, key_norm, *out)
+        """In the operators' order."""
+        self.rope = weights.rope
+        self.num_heads = weights.num_heads
+        self.scale = weights.head_dim**-0.5
+        self.window = weights.window or 0
+        self._nothing = _or_empty(None)
+
+    def __call__(
+        self, x: Tensor | None, residual: Tensor, batch: RaggedBatch, cache: LayerCache
+    ) -> Tensor:
+        """[T, hidden], in `x` where there is one; `residual` is changed in place."""
+        y = torch.empty_like(residual) if x is None else x
+        norm, *others = self.weights
+        torch.ops.millrace.attention_block(
+            y,
+            self._nothing if x is None else x,
+            residual,
+            norm,
+            self.eps,
+            *others,
+            self.rope,
+            batch.positions,
+            batch.cache_rows,
+            cache.keys,
+            cache.values,
+            batch.block_tables,
+            batch.query_starts,
+            batch.context_lengths,
+            self.num_heads,
+            self.scale,
+            self.window,
+        )
+        return y
+
+
+class TiledMlp:
+    """Norm, gates, activation and projection in one parallel region."""
+
+    def __init__(self, weights: MlpWeights) -> None:
+        self.eps = weights.eps
+        gate_up, down = _packed(weights.gate_up, gated=True), _packed(weights.down)
+        self.weights = (weights.norm, *gate_up, *down)
+        """In the operators' order."""
+
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        """[T, hidden], in `x`; `residual` is changed in place."""
+        norm, *others = self.weights
+        torch.ops.millrace.mlp_block(x, x, residual, norm, self.eps, *others)
+        return x
+
+
+class TiledLayers:
+    """All layers in one parallel region, which a step of few tokens enters in the time of many phases."""
+
+    def __init__(self, halves: Sequence[tuple[TiledAttention, TiledMlp]]) -> None:
+        """Of halves that `tiled_halves` has found."""
+        first, _ = halves[0]
+        self._weights = [weight for pair in halves for half in pair for weight in half.weights]
+        self._eps, self._rope = first.eps, first.rope
+        self._num_heads, self._scale = first.num_heads, first.scale
+        self._windows = [attention.window for attention, _ in halves]
+
+    def __call__(
+        self, residual: Tensor, batch: RaggedBatch, caches: Sequence[LayerCache]
+    ) -> Tensor:
+        """[T, hidden]; `residual` is changed in place."""
+        y = torch.empty_like(residual)
+        torch.ops.millrace.decoder_layers(
+            y,
+            residual,
+            self._weights,
+            [pages for cache in caches for pages in (cache.keys, cache.values)],
+            self._eps,
+            self._rope,
+            batch.positions,
+            batch.cache_rows,
+            batch.block_tables,
+            batch.query_starts,
+            batch.context_lengths,
+            self._num_heads,
+            self._scale,
+            self._windows,
+        )
+        return y
+
+
+def tiled_halves(layers: Sequence[Layer]) -> list[tuple[TiledAttention, TiledMlp]] | None:
+    """The halves of layers that TiledLayers takes, which are all of one size; None where it does not."""
+    halves = [
+        (layer.attention, layer.mlp)
+        for layer in layers
+        if isinstance(layer.attention, TiledAttention) and isinstance(layer.mlp, TiledMlp)
+    ]
+    if len(halves) < len(layers) or len({_kind(*pair) for pair in halves}) > 1:
+        return None
+    return halves
+
+
+def _kind(attention: TiledAttention, mlp: TiledMlp) -> tuple[object, ...]:
+    """What has to be the same in all layers."""
+    shapes = tuple(weight.shape for half in (attention, mlp) for weight in half.weights)
+    settings = attention.num_heads, attention.scale, attention.eps, mlp.eps
+    return *settings, id(attention.rope), shapes
+
+
+def _packed(weights: LinearWeights, *, gated: bool = False) -> tuple[Tensor, Tensor]:
+    """Straight from where the weight lies, if it needs no conversion."""
+    weight = weights.weight
+    if any(part.dtype != torch.bfloat16 for part in weight.parts):
+        weight = StoredWeight.of(weight.kept())
+    packed = torch.ops.millrace.pack_panels(weight.parts, gated)
+    return packed, _or_empty(weights.bias)
+
+
+def _or_empty(values: Tensor | None) -> Tensor:
+    """Operators know that something is missing by its size."""
+    return torch.empty(0, dtype=torch.bfloat16) if values is None else values.contiguous()

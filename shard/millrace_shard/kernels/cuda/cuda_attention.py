@@ -1,0 +1,232 @@
+"""Launches ragged paged attention: no transfer, no wait, and grids that follow from shapes alone, for CUDA graphs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from millrace_shard.kernels.base import LayerCache
+from millrace_shard.kernels.cuda.triton_attention import attend_spans, attend_tiles, fold_spans
+from millrace_shard.kernels.cuda.triton_softmax import LONG_SPAN, NUM_SHORT_SPANS, SHORT_SPAN
+from millrace_shard.kernels.ragged import RaggedBatch
+
+PROGRAMS = 4096
+"""Programs to share the spans of all single queries: several waves over the multiprocessors of any GPU."""
+LEAST_SHARED_BYTES = 101376
+"""What a thread block may have on the GPUs of compute capability 8.6 and 8.9, which have least."""
+MIN_ROWS = 16
+"""Rows of the smallest matrix product of the tensor cores."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a program is laid out; the results of two tilings may differ in their last bits."""
+
+    rows: int
+    """Queries times heads of a group."""
+    chunk: int
+    """Keys visited at a time; divides SHORT_SPAN."""
+    num_warps: int
+    num_stages: int
+
+    def fitted(self, group: int, head_bytes: int, shared_bytes: int) -> Tiling:
+        """With room for a query of `group` heads, two stages of keys and values at least, and no more than fit."""
+        least = max(MIN_ROWS, triton.next_power_of_2(group))
+        stage = 2 * self.chunk * head_bytes
+        rows = max(self.rows, least)
+        while rows > least and rows * head_bytes + 2 * stage > shared_bytes:
+            rows //= 2
+        stages = (shared_bytes - rows * head_bytes) // stage
+        return Tiling(rows, self.chunk, self.num_warps, max(2, min(self.num_stages, stages)))
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRule:
+    """What turns products of queries and keys into attention scores."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+
+
+def tile_tiling(dtype: torch.dtype, head_dim: int) -> Tiling:
+    """For sequences of several queries."""
+    if dtype == torch.float32:
+        return Tiling(rows=32, chunk=16, num_warps=4, num_stages=2)
+    if head_dim > 128:
+        return Tiling(rows=128, chunk=32, num_warps=8, num_stages=2)
+    return Tiling(rows=128, chunk=64, num_warps=8, num_stages=3)
+
+
+def span_tiling(dtype: torch.dtype, head_dim: int) -> Tiling:
+    """For single queries, where all is bandwidth."""
+    if dtype == torch.float32 or head_dim > 128:
+        return Tiling(rows=MIN_ROWS, chunk=32, num_warps=4, num_stages=3)
+    return Tiling(rows=MIN_ROWS, chunk=64, num_warps=4, num_stages=3)
+
+
+def fixed_tiling(dtype: torch.dtype, head_dim: int) -> Tiling:
+    """For both in deterministic mode: wide enough for prompts, narrow enough for single queries."""
+    if dtype == torch.float32:
+        return Tiling(rows=MIN_ROWS, chunk=32, num_warps=4, num_stages=2)
+    if head_dim > 128:
+        return Tiling(rows=64, chunk=32, num_warps=8, num_stages=3)
+    return Tiling(rows=64, chunk=64, num_warps=8 if head_dim > 64 else 4, num_stages=3)
+
+
+def max_spans(num_keys: int) -> int:
+    """Spans that `num_keys` positions lie in."""
+    short = min(num_keys, NUM_SHORT_SPANS * SHORT_SPAN)
+    return -(-short // SHORT_SPAN) + -(-(num_keys - short) // LONG_SPAN)
+
+
+class PagedAttention:
+    """Attention of one step's queries over one layer's cache [num_blocks, block_size, K, head_dim]."""
+
+    def __init__(self, *, deterministic: bool) -> None:
+        """Deterministic: one tiling for all, so that a row has the same bits in a prompt and by itself."""
+        self._deterministic = deterministic
+
+    def __call__(
+        self, queries: Tensor, batch: RaggedBatch, cache: LayerCache, rule: AttentionRule
+    ) -> Tensor:
+        """`queries` [T, H, head_dim], last axis contiguous: [T, H * head_dim]."""
+        out = queries.new_empty(queries.shape[0], queries.shape[1] * queries.shape[2])
+        num_singles = batch.num_queries.count(1)
+        if num_singles < len(batch.num_queries):
+            self._tiles(out, queries, batch, cache, rule)
+        if num_singles:
+            self._spans(out, queries, batch, cache, rule)
+        return out
+
+    def _tiling(
+        self, choose: Callable[[torch.dtype, int], Tiling], queries: Tensor, cache: LayerCache
+    ) -> Tiling:
+        _, num_heads, head_dim = queries.shape
+        tiling = (fixed_tiling if self._deterministic else choose)(queries.dtype, head_dim)
+        return tiling.fitted(
+            num_heads // cache.keys.shape[2],
+            triton.next_power_of_2(head_dim) * queries.element_size(),
+            _shared_bytes(queries.device),
+        )
+
+    def _tiles(
+        self,
+        out: Tensor,
+        queries: Tensor,
+        batch: RaggedBatch,
+        cache: LayerCache,
+        rule: AttentionRule,
+    ) -> None:
+        num_tokens, num_heads, _ = queries.shape
+        num_kv_heads = cache.keys.shape[2]
+        tiling = self._tiling(tile_tiling, queries, cache)
+        tokens_per_tile = tiling.rows // (num_heads // num_kv_heads)
+        num_sequences = len(batch.num_queries)
+        attend_tiles[(num_tokens // tokens_per_tile + num_sequences, num_kv_heads)](
+            out,
+            *_inputs(queries, batch, cache, rule),
+            num_sequences,
+            *_strides(queries, batch, cache),
+            in_spans=self._deterministic,
+            **_constants(queries, cache, rule, tiling),
+        )
+
+    def _spans(
+        self,
+        out: Tensor,
+        queries: Tensor,
+        batch: RaggedBatch,
+        cache: LayerCache,
+        rule: AttentionRule,
+    ) -> None:
+        _, num_heads, head_dim = queries.shape
+        block_size, num_kv_heads = cache.keys.shape[1:3]
+        tiling = self._tiling(span_tiling, queries, cache)
+        num_sequences, width = batch.block_tables.shape
+        num_spans = max_spans(width * block_size)
+        partials, tops, totals = (
+            queries.new_empty(num_sequences, num_heads, num_spans, *size, dtype=torch.float32)
+            for size in ((head_dim,), (), ())
+        )
+        sharing = max(1, min(num_spans, PROGRAMS // (num_sequences * num_kv_heads)))
+        attend_spans[(num_sequences, num_kv_heads, sharing)](
+            partials,
+            tops,
+            totals,
+            *_inputs(queries, batch, cache, rule),
+            num_spans,
+            *_strides(queries, batch, cache),
+            **_constants(queries, cache, rule, tiling),
+        )
+        fold_spans[(num_sequences, num_heads)](
+            out,
+            partials,
+            tops,
+            totals,
+            batch.query_starts,
+            batch.context_lengths,
+            rule.window or 0,
+            num_spans,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            chunk=tiling.chunk,
+            has_window=rule.window is not None,
+            num_warps=1,
+        )
+
+
+@functools.cache
+def _shared_bytes(device: torch.device) -> int:
+    """Of a thread block at most; of a Hopper GPU under the interpreter."""
+    if device.type != "cuda":
+        return 232448
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", LEAST_SHARED_BYTES))
+
+
+def _inputs(
+    queries: Tensor, batch: RaggedBatch, cache: LayerCache, rule: AttentionRule
+) -> tuple[Tensor | float, ...]:
+    return (
+        queries,
+        cache.keys,
+        cache.values,
+        batch.block_tables,
+        batch.query_starts,
+        batch.context_lengths,
+        float(rule.scale),
+        float(rule.softcap or 0.0),
+        rule.window or 0,
+    )
+
+
+def _strides(queries: Tensor, batch: RaggedBatch, cache: LayerCache) -> tuple[int, ...]:
+    return (
+        batch.block_tables.stride(0),
+        *queries.stride()[:2],
+        *cache.keys.stride()[:2],
+    )
+
+
+def _constants(
+    queries: Tensor, cache: LayerCache, rule: AttentionRule, tiling: Tiling
+) -> dict[str, int | bool | str]:
+    return {
+        "num_heads": queries.shape[1],
+        "group": queries.shape[1] // cache.keys.shape[2],
+        "head_dim": queries.shape[2],
+        "page": cache.keys.shape[1],
+        "rows": tiling.rows,
+        "chunk": tiling.chunk,
+        "has_window": rule.window is not None,
+        "has_cap": rule.softcap is not None,
+        "precision": "ieee",
+        "num_warps": tiling.num_warps,
+        "num_stages": tiling.num_stages,
+    }

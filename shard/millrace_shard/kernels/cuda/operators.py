@@ -1,0 +1,113 @@
+"""Kernels for CUDA: Triton's for attention, rope and rows, the vendor's library for linear.
+
+In deterministic mode a row's bits depend neither on its batch mates nor on how its prompt was cut; otherwise the
+linears' may depend on the number of rows, and attention computes prompts and single queries in tiles of their own.
+Nothing here waits for the device or reads from it, and grids follow from shapes and from `batch.num_queries` alone,
+so a step of single queries may be captured in a CUDA graph and replayed over other contexts and tables.
+"""
+
+from __future__ import annotations
+
+import subprocess
+
+import torch
+from torch import Tensor
+from triton.errors import TritonError
+
+from millrace_shard.kernels.base import LayerCache, Linear
+from millrace_shard.kernels.blocks import ComposedBlocks
+from millrace_shard.kernels.cuda import triton_rope, triton_rows
+from millrace_shard.kernels.cuda.cuda_attention import AttentionRule, PagedAttention
+from millrace_shard.kernels.cuda.triton_linear import FixedTileLinear
+from millrace_shard.kernels.plain import PlainLinear
+from millrace_shard.kernels.ragged import RaggedBatch
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+HEAD_DIMS = range(16, 257)
+FAILURES = (RuntimeError, OSError, subprocess.SubprocessError, TritonError)
+"""What compiling and launching raise where a GPU, its driver or the host's compiler does not suit."""
+
+
+class CudaKernels(ComposedBlocks):
+    """Caches are [num_blocks, 16, num_kv_heads, head_dim]."""
+
+    name = "cuda"
+    block_size = 16
+    capturable = True
+
+    def __init__(self, *, deterministic: bool) -> None:
+        self.deterministic = deterministic
+        self._attention = PagedAttention(deterministic=deterministic)
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Keep `weight` [out, in] and `bias` [out] as they are."""
+        return (FixedTileLinear if self.deterministic else PlainLinear)(weight, bias)
+
+    def new_cache(
+        self,
+        *,
+        num_blocks: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> LayerCache:
+        """Uninitialised memory: no position is read before it is stored. Raises ValueError for unknown shapes."""
+        if dtype not in DTYPES or head_dim not in HEAD_DIMS:
+            raise ValueError(f"no CUDA cache of {dtype} with head_dim {head_dim}")
+        shape = (num_blocks, self.block_size, num_kv_heads, head_dim)
+        return LayerCache(
+            keys=torch.empty(shape, dtype=dtype, device=device),
+            values=torch.empty(shape, dtype=dtype, device=device),
+        )
+
+    def zero_blocks(self, cache: LayerCache, blocks: Tensor) -> None:
+        """Nothing to do: `attend` replaces what lies beyond a sequence's end by 0 as it reads."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Normalise the last axis in float32, cast back, then scale."""
+        return triton_rows.rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`residual += x` in place, then its norm; all [T, hidden]."""
+        return triton_rows.add_rms_norm(x, residual, weight, eps)
+
+    def rope_store(
+        self,
+        qkv: Tensor,
+        rope: Tensor,
+        batch: RaggedBatch,
+        cache: LayerCache,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+    ) -> Tensor:
+        """Rotate queries in place, store keys rotated and values; the queries returned are a view into `qkv`."""
+        if num_kv_heads != cache.keys.shape[2]:
+            raise ValueError(f"a cache of {cache.keys.shape[2]} heads, not {num_kv_heads}")
+        return triton_rope.rope_store(
+            qkv, rope, batch.positions, batch.cache_rows, cache, num_heads
+        )
+
+    def store(self, keys: Tensor, values: Tensor, batch: RaggedBatch, cache: LayerCache) -> None:
+        """Store `keys` and `values` [T, num_kv_heads, head_dim] at `batch.cache_rows`."""
+        triton_rope.store(keys, values, batch.cache_rows, cache)
+
+    def attend(
+        self,
+        queries: Tensor,
+        batch: RaggedBatch,
+        cache: LayerCache,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Causal attention of `queries` [T, num_heads, head_dim]: [T, num_heads * head_dim]."""
+        if queries.stride(2) != 1:
+            queries = queries.contiguous()
+        return self._attention(queries, batch, cache, AttentionRule(scale, window, softcap))
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """`silu(gate) * up` of [T, 2 * inter], gate first."""
+        return triton_rows.silu_mul(gate_up)

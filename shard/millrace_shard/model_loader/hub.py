@@ -1,0 +1,218 @@
+"""From a model's name to one local folder that router and shards can both read, offline first."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from millrace_shard.errors import ModelError
+from millrace_shard.model_loader.checkpoint_files import (
+    TOKENIZER,
+    IncompleteModelError,
+    PickledWeightsError,
+    missing_files,
+)
+from millrace_shard.model_loader.download import TRANSIENT, HubAccess, download_snapshot, first_line
+
+TRUE_WORDS = frozenset({"1", "true", "on", "yes"})
+DOWNLOAD_FAILURES: tuple[type[Exception], ...] = (
+    *TRANSIENT,
+    HFValidationError,
+    PickledWeightsError,
+    IncompleteModelError,
+)
+DEFAULT_ENDPOINT = "https://huggingface.co"
+
+log = logging.getLogger(__name__)
+
+
+class HubError(ModelError):
+    """No local folder for the model; the message names the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class HubSettings:
+    """What the environment says about the hub, in the variables that its own tools and TGI read."""
+
+    access: HubAccess
+    offline: bool
+    side_root: Path
+    """Writable folder for what has to be added to a model."""
+    weights_override: Path | None = None
+    """Folder to take the model from instead of the cache."""
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> HubSettings:
+        """Empty variables count as absent."""
+        given = {name: value for name, value in environ.items() if value}
+        data_home = Path(given.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+        home = Path(given.get("HF_HOME", data_home / "huggingface")).expanduser()
+        cache = given.get("HF_HUB_CACHE", given.get("HUGGINGFACE_HUB_CACHE", home / "hub"))
+        token = next(
+            (
+                given[name]
+                for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_API_TOKEN")
+                if name in given
+            ),
+            None,
+        )
+        override = given.get("WEIGHTS_CACHE_OVERRIDE")
+        return cls(
+            access=HubAccess(
+                endpoint=given.get("HF_ENDPOINT", DEFAULT_ENDPOINT).rstrip("/"),
+                token=token,
+                cache=Path(cache).expanduser(),
+            ),
+            offline=given.get("HF_HUB_OFFLINE", "").lower() in TRUE_WORDS,
+            side_root=home / "millrace",
+            weights_override=Path(override).expanduser() if override else None,
+        )
+
+
+def resolve(model_id: str, *, revision: str | None, settings: HubSettings) -> Path:
+    """The local folder with config, safetensors and tokenizer.json of a model: a folder's path or a hub name.
+
+    Raises ModelError with the remedy in its text.
+    """
+    if settings.weights_override is not None:
+        return _with_tokenizer(_local(settings.weights_override), settings)
+    path = Path(model_id).expanduser()
+    if path.is_dir():
+        return _with_tokenizer(_local(path), settings)
+    if model_id.startswith(("/", ".", "~")) or model_id.count("/") > 1:
+        raise HubError(f"there is no folder {model_id}")
+    return _with_tokenizer(_from_hub(model_id, revision=revision, settings=settings), settings)
+
+
+def _local(folder: Path) -> Path:
+    try:
+        missing = missing_files(folder)
+    except PickledWeightsError as error:
+        raise HubError(
+            f"{folder}: {error}; convert them with: millrace-shard convert {folder}"
+        ) from error
+    if missing:
+        raise HubError(f"{folder} has no {', '.join(missing)}")
+    return folder.resolve()
+
+
+def _from_hub(model_id: str, *, revision: str | None, settings: HubSettings) -> Path:
+    cached, missing = _cached(model_id, revision=revision, cache=settings.access.cache)
+    if cached is not None and not missing:
+        log.info("found %s in %s", model_id, cached)
+        return cached
+    if settings.offline:
+        at = f" at revision {revision}" if revision else ""
+        what = f"without {', '.join(missing)}" if cached is not None else "not there"
+        raise HubError(
+            f"{model_id}{at} was looked for in {settings.access.cache} and is {what}; HF_HUB_OFFLINE forbids the"
+            " download: unset it, or point HUGGINGFACE_HUB_CACHE or HF_HOME at the cache that has the model"
+        )
+    try:
+        folder = download_snapshot(model_id, revision=revision, access=settings.access)
+    except DOWNLOAD_FAILURES as error:
+        raise HubError(explain(error, model_id, revision=revision, settings=settings)) from error
+    missing = missing_files(folder)
+    if missing:
+        raise HubError(f"the repository {model_id} has no {', '.join(missing)}")
+    return folder
+
+
+def _cached(model_id: str, *, revision: str | None, cache: Path) -> tuple[Path | None, list[str]]:
+    """The cached snapshot, if any, and what it lacks."""
+    config = cached_file(model_id, "config.json", revision=revision, cache=cache)
+    if config is None:
+        return None, []
+    folder = config.parent
+    try:
+        return folder, missing_files(folder)
+    except PickledWeightsError:
+        return folder, ["safetensors"]
+
+
+def cached_file(model_id: str, name: str, *, revision: str | None, cache: Path) -> Path | None:
+    """A file of a repository that was downloaded before, if it was."""
+    try:
+        found = try_to_load_from_cache(model_id, name, revision=revision, cache_dir=cache)
+    except HFValidationError:
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def explain(
+    error: BaseException, model_id: str, *, revision: str | None, settings: HubSettings
+) -> str:
+    """The sentence that tells the user what to do about a failed download."""
+    token = (
+        "set HF_TOKEN to a token that may read it"
+        if settings.access.token is None
+        else "check HF_TOKEN's rights"
+    )
+    match error:
+        case GatedRepoError():
+            return f"{model_id} is gated: accept its terms on its page and {token}"
+        case RevisionNotFoundError():
+            return f"{model_id} has no revision {revision}: look at its branches, tags and commits on the hub"
+        case RepositoryNotFoundError():
+            return f"there is no model {model_id} on {settings.access.endpoint}, or it is private: {token}"
+        case HfHubHTTPError() if error.response.status_code in (401, 403):
+            return (
+                f"access to {model_id} was refused (status {error.response.status_code}): {token}"
+            )
+        case HFValidationError():
+            return f"{model_id} is neither a folder nor a name that the hub can have: {error}"
+        case PickledWeightsError():
+            return (
+                f"{model_id}: {error}; download it with `hf download {model_id} --local-dir FOLDER`, then convert it"
+                " with: millrace-shard convert FOLDER"
+            )
+        case IncompleteModelError():
+            return f"the repository {model_id} cannot be served: {error}"
+    access = settings.access
+    return (
+        f"{model_id} could not be downloaded from {access.endpoint} to {access.cache}: {first_line(error)};"
+        " what has arrived is kept, start again to go on"
+    )
+
+
+def _with_tokenizer(folder: Path, settings: HubSettings) -> Path:
+    if (folder / TOKENIZER).is_file():
+        return folder
+    # Most models need no conversion, and this import takes seconds.
+    from millrace_shard.model_loader.fast_tokenizer import with_fast_tokenizer  # noqa: PLC0415
+
+    log.info("building tokenizer.json, which %s does not have", folder)
+    try:
+        return with_fast_tokenizer(folder, side_root=settings.side_root)
+    except PermissionError:
+        return with_fast_tokenizer(folder, side_root=own_folder(Path(tempfile.gettempdir())))
+
+
+def own_folder(shared: Path) -> Path:
+    """A folder in `shared`, the same at each start, that no other user writes to. Raises HubError for any other."""
+    path = shared / f"millrace-{os.geteuid()}"
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    # Others can guess the names in it; a model found there under such a name would be theirs.
+    status = path.lstat()
+    mine = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    if not mine or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise HubError(
+            f"{path} can be written by other users: remove it, or set HF_HOME to a folder of yours"
+        )
+    return path

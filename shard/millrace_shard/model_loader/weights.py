@@ -1,0 +1,169 @@
+"""A checkpoint's safetensors, read straight into one rank's slices: never a whole tensor where a part is wanted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from millrace_shard.device.process_group import ProcessGroup
+from millrace_shard.errors import WeightsError
+from millrace_shard.kernels.stored_weight import StoredWeight
+from millrace_shard.model_loader.load_progress import LoadProgress
+from millrace_shard.model_loader.mapped_files import release_pages
+from millrace_shard.model_loader.read_ahead import ReadAhead
+from millrace_shard.model_loader.safetensor_files import SINGLE, SafetensorFiles
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Outputs of one projection: `units` of `unit_size` rows of its weight, dealt out to the ranks.
+
+    Fewer units than ranks are shared: neighbouring ranks hold the same one.
+    """
+
+    name: str
+    units: int
+    unit_size: int = 1
+
+    @property
+    def size(self) -> int:
+        """Rows of the whole weight."""
+        return self.units * self.unit_size
+
+    def span(self, rank: int, world_size: int) -> tuple[int, int]:
+        """First and last row (exclusive) of one rank."""
+        count = max(1, self.units // world_size)
+        first = rank * self.units // world_size
+        return first * self.unit_size, (first + count) * self.unit_size
+
+
+class Weights:
+    """Tensors by name, in `dtype` on `device`, cut for this rank.
+
+    Names are those of the transformers class (`model.layers.0…`); files that leave the leading `model.` out are read
+    all the same. `shape` is the whole tensor's and is checked. Methods raise WeightsError, naming tensor or file.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: ProcessGroup,
+        file: str = SINGLE,
+    ) -> None:
+        """Of the checkpoint in `folder`, or of one `file` in it that is called otherwise than a model's."""
+        self._files = SafetensorFiles(folder, file)
+        self._ahead = ReadAhead(self._files.paths())
+        self._progress = LoadProgress(self._files.num_bytes())
+        self._dtype = dtype
+        self._device = device
+        self._rank = group.rank
+        self._world_size = group.world_size
+        self._lent: list[tuple[Tensor, int]] = []
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def close(self) -> None:
+        """Give the files back."""
+        self._ahead.close()
+        self._lent.clear()
+        self._files.close()
+
+    def replicated(self, name: str, *shape: int) -> Tensor:
+        """The whole tensor."""
+        out = self._new(*shape)
+        self._fill(out, name, shape, (0, shape[0]))
+        return out
+
+    def columns(self, parts: Sequence[Columns], inputs: int) -> StoredWeight:
+        """The rank's outputs of all `parts`, each [size, inputs], until `release`."""
+        found = [
+            self._lend(part.name, (part.size, inputs), dim=0, span=self._span(part))
+            for part in parts
+        ]
+        return StoredWeight(tuple(found), self._dtype, self._device)
+
+    def biases(self, parts: Sequence[Columns]) -> Tensor:
+        """The rank's outputs of all `parts`, each [size]."""
+        spans = [self._span(part) for part in parts]
+        out = self._new(sum(end - start for start, end in spans))
+        values = torch.split(out, [end - start for start, end in spans])
+        for part, span, own in zip(parts, spans, values, strict=True):
+            self._fill(own, part.name, (part.size,), span)
+        return out
+
+    def rows(self, name: str, outputs: int, inputs: int) -> StoredWeight:
+        """The rank's inputs, [outputs, inputs / world_size], until `release`."""
+        share = inputs // self._world_size
+        span = (self._rank * share, (self._rank + 1) * share)
+        part = self._lend(name, (outputs, inputs), dim=1, span=span)
+        return StoredWeight((part,), self._dtype, self._device)
+
+    def vocabulary(self, name: str, vocab_size: int, hidden_size: int) -> Tensor:
+        """The rank's ids: [ceil(vocab_size / world_size), hidden_size], zeros past the last id."""
+        share = -(-vocab_size // self._world_size)
+        start = min(self._rank * share, vocab_size)
+        end = min(start + share, vocab_size)
+        out = self._new(share, hidden_size)
+        self._fill(out[: end - start], name, (vocab_size, hidden_size), (start, end))
+        out[end - start :] = 0
+        return out
+
+    def release(self) -> None:
+        """Stored weights that were handed out have been packed or copied: their pages need not stay."""
+        for values, num_bytes in self._lent:
+            self._done_with(values, num_bytes)
+        self._lent.clear()
+
+    def _span(self, part: Columns) -> tuple[int, int]:
+        return part.span(self._rank, self._world_size)
+
+    def _new(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
+
+    def _fill(self, out: Tensor, name: str, shape: tuple[int, ...], span: tuple[int, int]) -> None:
+        """Copy rows `span` of a tensor, perhaps none, into `out`."""
+        if span[0] < span[1]:
+            values = self._read(name, shape, dim=0, span=span)
+            out.copy_(values)
+            self._done_with(values, _whole_bytes(values, shape))
+        else:
+            self._check(name, shape)
+
+    def _lend(
+        self, name: str, shape: tuple[int, ...], *, dim: int, span: tuple[int, int]
+    ) -> Tensor:
+        values = self._read(name, shape, dim=dim, span=span)
+        self._lent.append((values, _whole_bytes(values, shape)))
+        return values
+
+    def _read(
+        self, name: str, shape: tuple[int, ...], *, dim: int, span: tuple[int, int]
+    ) -> Tensor:
+        self._check(name, shape)
+        return self._files.read(name, dim=dim, span=span)
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        found = self._files.shape(name)
+        if found != shape:
+            raise WeightsError(
+                f"tensor {name} has shape {list(found)}, its config says {list(shape)}"
+            )
+
+    def _done_with(self, values: Tensor, num_bytes: int) -> None:
+        release_pages(values)
+        self._ahead.used(num_bytes)
+        self._progress.add(num_bytes)
+
+
+def _whole_bytes(values: Tensor, shape: tuple[int, ...]) -> int:
+    """Of all of a tensor, however little of it is this rank's, so that every rank ends at the files' size."""
+    return math.prod(shape) * values.element_size()

@@ -1,0 +1,188 @@
+"""From a folder to a model that runs: which path serves it, and what the router must know of it."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+
+from millrace_shard.device.process_group import ProcessGroup
+from millrace_shard.errors import ModelError, UnsupportedModel
+from millrace_shard.kernels.base import Kernels
+from millrace_shard.kernels.cpu.int8_linear import Int8Kernels
+from millrace_shard.model_loader.weights import Weights
+from millrace_shard.models.architecture import FAMILY, Architecture
+from millrace_shard.models.decoder import Decoder
+from millrace_shard.models.interface import CausalModel, ModelInfo
+from millrace_shard.models.plain_config import PlainConfig, plain_config
+from millrace_shard.models.rope import longest_position, model_rope_table, rope_kind
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RopeOverride:
+    """`--rope-scaling` and `--rope-factor`: replaces the scaling of the checkpoint."""
+
+    kind: str
+    """"linear" or "dynamic"."""
+    factor: float = 1.0
+
+
+def load_model(
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    kernels: Kernels,
+    group: ProcessGroup,
+    device: torch.device,
+    rope_override: RopeOverride | None = None,
+    max_total_tokens: int | None = None,
+) -> CausalModel:
+    """Read this rank's part of the checkpoint in `folder` (config.json and safetensors) onto `device`.
+
+    `max_total_tokens` is the longest sequence that will be asked for, when that is known: it bounds the RoPE table and
+    chooses longrope's factors. Raises UnsupportedModel, WeightsError or, for a folder without a readable config,
+    ModelError.
+    """
+    config = read_config(folder) if rope_override is None else read_any_config(folder)
+    if rope_override is not None:
+        _override_rope(config, rope_override)
+    if config.model_type not in FAMILY:
+        assert not isinstance(config, PlainConfig)
+        # Takes a second to import, which every start and restart of the family's models is spared.
+        from millrace_shard.models.transformers_backend import TransformersModel, check_supported  # noqa: PLC0415
+
+        check_supported(config)
+        if isinstance(kernels, Int8Kernels):
+            raise UnsupportedModel(
+                f"{config.model_type} runs without --quantize; int8 is for {', '.join(FAMILY)}"
+            )
+        if group.world_size > 1:
+            raise UnsupportedModel(
+                f"{config.model_type} runs on one shard only; split over several are: {', '.join(FAMILY)}"
+            )
+        return TransformersModel.load(
+            folder,
+            config,
+            model_info(folder, config),
+            dtype=dtype,
+            kernels=kernels,
+            device=device,
+            max_total_tokens=max_total_tokens,
+        )
+    arch = Architecture.from_config(config)
+    arch.check_split(group.world_size)
+    with closing(Weights(folder, dtype=dtype, device=device, group=group)) as weights:
+        rope = model_rope_table(config, max_total_tokens).to(device)
+        info = model_info(folder, config)
+        return Decoder(arch, info, rope, weights=weights, kernels=kernels, group=group)
+
+
+def read_config(folder: Path) -> PlainConfig | PretrainedConfig:
+    """The config of the checkpoint in `folder`, by `transformers` where it takes that. Raises as `read_any_config`."""
+    raw = _read_json(folder / "config.json")
+    return (raw and plain_config(raw)) or read_any_config(folder)
+
+
+def read_any_config(folder: Path) -> PretrainedConfig:
+    """The config of the checkpoint in `folder`, as `transformers` understands it; no code of the folder is run.
+
+    Raises UnsupportedModel for kinds it does not know, ModelError where there is none or an invalid one.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig  # noqa: PLC0415
+
+    raw = _read_json(folder / "config.json")
+    if raw is None:
+        raise ModelError(f"no config.json in {folder}")
+    kind = raw.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        raise UnsupportedModel(f"model_type={kind!r} in {folder / 'config.json'} is not known")
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        OSError,
+        StrictDataclassError,
+    ) as error:
+        raise ModelError(
+            f"{folder / 'config.json'} is not a valid {kind} config: {error}"
+        ) from error
+    return config
+
+
+def head_dim(folder: Path) -> int:
+    """Channels of one head of the checkpoint in `folder`, of its text model where it has several. Raises as above."""
+    config = read_config(folder)
+    text = config if isinstance(config, PlainConfig) else config.get_text_config()
+    own = getattr(text, "head_dim", None)
+    return int(own or text.hidden_size // text.num_attention_heads)
+
+
+def model_info(folder: Path, config: PlainConfig | PretrainedConfig) -> ModelInfo:
+    """What the router is told of the model; the end-of-sequence ids are generation_config.json's, else the config's."""
+    generation = _read_json(folder / "generation_config.json") or {}
+    eos = generation.get("eos_token_id")
+    return ModelInfo(
+        model_type=config.model_type,
+        vocab_size=int(config.vocab_size),
+        max_position_embeddings=_longest_sequence(config),
+        eos_token_ids=_ids(config.eos_token_id if eos is None else eos),
+        window_size=Architecture.from_config(config).window
+        if config.model_type in FAMILY
+        else None,
+    )
+
+
+def _longest_sequence(config: PlainConfig | PretrainedConfig) -> int:
+    if getattr(config, "rope_parameters", None):
+        return longest_position(config)
+    return int(config.max_position_embeddings)
+
+
+def _override_rope(config: PretrainedConfig, override: RopeOverride) -> None:
+    """As TGI does: the checkpoint's own scaling is replaced, its base and rotated share are kept."""
+    if override.kind not in {"linear", "dynamic"}:
+        raise UnsupportedModel(f"rope scaling {override.kind!r} is not one of: linear, dynamic")
+    if not override.factor >= 1:
+        raise UnsupportedModel(f"a rope factor is at least 1, not {override.factor}")
+    if not getattr(config, "rope_parameters", None):
+        raise UnsupportedModel(f"{config.model_type} has no rotary embedding to scale")
+    rope_kind(config)
+    kept = {
+        k: v
+        for k, v in config.rope_parameters.items()
+        if k in {"rope_theta", "partial_rotary_factor"}
+    }
+    config.rope_parameters = {"rope_type": override.kind, "factor": override.factor, **kept}
+
+
+def _ids(eos: object) -> tuple[int, ...]:
+    ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    if not all(isinstance(token, int) for token in ids):
+        raise ModelError(f"eos_token_id={eos!r} is neither a token id nor a list of them")
+    return tuple(dict.fromkeys(ids))
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """The object in `path`; None where there is no such file."""
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ModelError(f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{path} holds no object")
+    return found

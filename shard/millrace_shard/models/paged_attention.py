@@ -1,0 +1,160 @@
+"""Our paged attention as one of transformers' attention implementations, for the models that run their own code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from millrace_shard.errors import UnsupportedModel
+from millrace_shard.kernels.base import Kernels, LayerCache
+from millrace_shard.kernels.ragged import RaggedBatch
+
+NAME = "millrace_paged"
+
+_HONOURED = frozenset(("scaling", "sliding_window", "softcap"))
+# Arguments that transformers passes along and that change nothing in a causal forward pass without dropout.
+_WITHOUT_EFFECT = frozenset(
+    (
+        "dropout",
+        "is_causal",
+        "position_ids",
+        "cache_position",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "logits_to_keep",
+        "num_items_in_batch",
+        "layer_head_mask",
+        "output_router_logits",
+    )
+)
+
+
+class Attention(Protocol):
+    """What answers a layer's call during one forward pass."""
+
+    def __call__(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, rule: AttentionRule
+    ) -> Tensor:
+        """Queries [T, H, D], keys and values [T, K, D]; returns [T, H * D]."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRule:
+    """How a layer attends."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+
+
+@dataclass(slots=True)
+class PagedAttention:
+    """Stores keys and values of a step in the paged cache, then attends over it."""
+
+    kernels: Kernels
+    batch: RaggedBatch
+    cache: Sequence[LayerCache]
+
+    def __call__(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, rule: AttentionRule
+    ) -> Tensor:
+        """See Attention."""
+        self.kernels.store(keys, values, self.batch, self.cache[layer])
+        return self.kernels.attend(
+            queries,
+            self.batch,
+            self.cache[layer],
+            scale=rule.scale,
+            window=rule.window,
+            softcap=rule.softcap,
+        )
+
+
+@dataclass(slots=True)
+class ShapeProbe:
+    """Notes the key-value heads and windows of every layer; what it answers means nothing."""
+
+    layers: dict[int, tuple[int, int]] = field(default_factory=dict)
+    windows: dict[int, int | None] = field(default_factory=dict)
+
+    def __call__(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, rule: AttentionRule
+    ) -> Tensor:
+        """See Attention. Raises UnsupportedModel for shapes that the kernels have no cache for."""
+        if keys.shape != values.shape or queries.shape[1] % keys.shape[1]:
+            shapes = ", ".join(str(list(t.shape[1:])) for t in (queries, keys, values))
+            raise UnsupportedModel(
+                f"attention with queries, keys and values of {shapes} is not supported"
+            )
+        if layer in self.layers:
+            raise UnsupportedModel(f"layer {layer} attends more than once")
+        self.layers[layer] = (keys.shape[1], keys.shape[2])
+        self.windows[layer] = rule.window
+        return torch.zeros_like(queries).flatten(1)
+
+
+_current: ContextVar[Attention] = ContextVar("millrace_attention")
+
+
+@contextmanager
+def answering(attention: Attention) -> Iterator[None]:
+    """Let `attention` answer the layers of forward passes run inside."""
+    token = _current.set(attention)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **arguments: Any,  # noqa: ANN401
+) -> tuple[Tensor, None]:
+    """Answer a layer: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
+    _refuse_unknown(arguments | {"attention_mask": attention_mask})
+    layer = module.layer_idx
+    if not isinstance(layer, int):
+        raise UnsupportedModel(f"{type(module).__name__} does not number its layers")
+    queries, keys, values = (t[0].transpose(0, 1) for t in (query, key, value))
+    scaling = arguments.get("scaling")
+    rule = AttentionRule(
+        scale=queries.shape[2] ** -0.5 if scaling is None else float(scaling),
+        # Some classes say it in the mask alone, which there is none of here.
+        window=arguments.get("sliding_window", getattr(module, "sliding_window", None)),
+        softcap=arguments.get("softcap"),
+    )
+    attended = _current.get()(layer, queries, keys, values, rule)
+    return attended.view(1, *queries.shape), None
+
+
+def _refuse_unknown(arguments: dict[str, object]) -> None:
+    """Raises UnsupportedModel for what the kernels do not compute, such as attention sinks (`s_aux`)."""
+    known = _WITHOUT_EFFECT | _HONOURED
+    unknown = sorted(
+        name for name, value in arguments.items() if value is not None and name not in known
+    )
+    if arguments.get("is_causal") is False:
+        unknown.append("is_causal=False")
+    if unknown:
+        raise UnsupportedModel(f"attention with {', '.join(unknown)} is not supported")
+
+
+def _no_mask(*_: object, **__: object) -> None:
+    """The ragged batch says what each token sees."""
+
+
+AttentionInterface.register(NAME, _attend)
+AttentionMaskInterface.register(NAME, _no_mask)

@@ -1,0 +1,300 @@
+"""Any class of transformers whose attention is pluggable, run on our paged KV cache by its own code."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+from transformers.pytorch_utils import Conv1D
+from transformers.utils.logging import disable_progress_bar
+
+from millrace_shard.errors import UnsupportedModel, WeightsError
+from millrace_shard.kernels.base import Kernels, LayerCache, Linear, LinearWeights
+from millrace_shard.kernels.ragged import RaggedBatch
+from millrace_shard.kernels.stored_weight import StoredWeight
+from millrace_shard.model_loader.read_ahead import ReadAhead
+from millrace_shard.model_loader.safetensor_files import SafetensorFiles
+from millrace_shard.model_loader.unmapped_tensors import TensorOwner
+from millrace_shard.models.batch_invariant import make_invariant, multiplies_by_itself
+from millrace_shard.models.interface import KVGeometry, ModelInfo
+from millrace_shard.models.paged_attention import NAME, PagedAttention, ShapeProbe, answering
+from millrace_shard.models.rope import (
+    LENGTH_DEPENDENT,
+    POSITIONS_PER_STEP,
+    model_rope_table,
+    rope_kind,
+)
+
+_OWN_ROTARY = ("cohere", "olmo2")
+"""Classes whose rotary embedding is not laid out as Llama's."""
+
+SUPPORTED = (
+    "cohere",
+    "gemma2",
+    "glm4",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neox",
+    "granite",
+    "mixtral",
+    "olmo2",
+    "opt",
+    "phi3",
+    "qwen2_moe",
+    "smollm3",
+    "stablelm",
+    "starcoder2",
+)
+"""Each is checked against its own eager attention, logit by logit; a class that ignores the hook is silently wrong."""
+
+
+class TransformersModel:
+    """A CausalModel around a transformers class.
+
+    Its projections and attention are our kernels', the rest its own code. On CPU, with deterministic kernels, what of
+    that would round by what else is in the step is replaced; elsewhere the model is not batch invariant.
+    """
+
+    def __init__(self, model: PreTrainedModel, info: ModelInfo, kernels: Kernels) -> None:
+        """Take over `model`, whose attention implementation is ours. Raises UnsupportedModel."""
+        self._model = model.eval().requires_grad_(requires_grad=False)
+        self._kernels = kernels
+        shapes = self._probe()
+        _check_windows(model, shapes.windows)
+        windows = set(shapes.windows.values())
+        self.info = replace(
+            info,
+            window_size=windows.pop() if len(windows) == 1 else None,
+            batch_invariant=_wants_invariance(kernels, model.device)
+            and not multiplies_by_itself(model),
+        )
+        self.geometry = KVGeometry(tuple(shapes.layers[i] for i in range(len(shapes.layers))))
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        config: PretrainedConfig,
+        info: ModelInfo,
+        *,
+        dtype: torch.dtype,
+        kernels: Kernels,
+        device: torch.device,
+        max_total_tokens: int | None = None,
+    ) -> TransformersModel:
+        """Read the checkpoint in `folder` tensor by tensor. Raises UnsupportedModel or WeightsError."""
+        check_supported(config)
+        files = SafetensorFiles(folder)
+        files.close()
+        with ReadAhead(files.paths()) as ahead:
+            model = _read(folder, config, dtype)
+            owner = TensorOwner(model, files.paths(), device, ahead)
+            if device.type != "cpu":
+                # Nothing is packed there, so a tied head stays one with the embeddings.
+                owner.own_rest()
+            _use_linears(model, kernels, owner)
+            owner.own_rest()
+        _use_rotary_table(model, info.max_position_embeddings, max_total_tokens)
+        if _wants_invariance(kernels, device):
+            make_invariant(model, kernels)
+        return cls(model, info, kernels)
+
+    @torch.inference_mode()
+    def forward(self, batch: RaggedBatch, cache: Sequence[LayerCache]) -> Tensor:
+        """Logits of `batch.logit_rows` over the whole vocabulary, [R, vocab] float32."""
+        with answering(PagedAttention(self._kernels, batch, cache)):
+            wanted = 0 if batch.wants_all else batch.logit_rows
+            return self._run(batch.ids, batch.positions, wanted).float()
+
+    @torch.inference_mode()
+    def states(self, batch: RaggedBatch, cache: Sequence[LayerCache]) -> Tensor:
+        """`forward` as far as the head: what that reads of `batch.logit_rows`, [R, hidden]."""
+        with answering(PagedAttention(self._kernels, batch, cache)):
+            output = self._model.get_decoder()(
+                input_ids=batch.ids.unsqueeze(0),
+                position_ids=batch.positions.unsqueeze(0),
+                use_cache=False,
+            )
+        return batch.wanted(output.last_hidden_state[0])
+
+    @torch.inference_mode()
+    def logits(self, states: Tensor) -> Tensor:
+        """[R, vocab] float32 of states [R, hidden], by the class's own code, which may scale or cap them."""
+        with _standing_in(self._model.get_decoder(), states.unsqueeze(0)):
+            output = self._model(inputs_embeds=states.unsqueeze(0), use_cache=False)
+        logits: Tensor = output.logits[0]
+        return logits.float()
+
+    def first_layers(self, count: int) -> TransformersModel:  # noqa: ARG002
+        """All of them: what a class does between its layers is its own."""
+        return self
+
+    @torch.inference_mode()
+    def _probe(self) -> ShapeProbe:
+        """Run two tokens to learn the shapes; a config may say otherwise than its class does."""
+        probe = ShapeProbe()
+        tokens = torch.arange(2, device=self._model.device)
+        with answering(probe):
+            self._run(tokens, tokens, tokens)
+        if not probe.layers or sorted(probe.layers) != list(range(len(probe.layers))):
+            raise UnsupportedModel(f"{type(self._model).__name__} does not attend in every layer")
+        return probe
+
+    def _run(self, ids: Tensor, positions: Tensor, logit_rows: Tensor | int) -> Tensor:
+        """Logits of `logit_rows`, or of all tokens where that is 0."""
+        output = self._model(
+            input_ids=ids.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=logit_rows,
+        )
+        logits: Tensor = output.logits[0]
+        return logits
+
+
+@contextmanager
+def _standing_in(decoder: nn.Module, states: Tensor) -> Iterator[None]:
+    """Have `decoder` answer with `states` [1, R, hidden], whatever it is given."""
+    output = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=states)
+    # Classes with a mixture of experts pass this on.
+    output.router_logits = None
+    decoder.forward = lambda *_, **__: output
+    try:
+        yield
+    finally:
+        del decoder.forward
+
+
+def check_supported(config: PretrainedConfig) -> None:
+    """Raises UnsupportedModel for architectures, quantised weights and RoPE that this path does not run."""
+    if config.model_type not in SUPPORTED:
+        raise UnsupportedModel(
+            f"model_type {config.model_type!r} is not supported; beside the Llama family these are: "
+            f"{', '.join(SUPPORTED)}"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedModel(f"quantization_config is not supported for {config.model_type}")
+    if _rope_depends_on_length(config) and config.model_type in _OWN_ROTARY:
+        raise UnsupportedModel(
+            f"rope_type {rope_kind(config)!r} is not supported for {config.model_type}"
+        )
+
+
+def _rope_depends_on_length(config: PretrainedConfig) -> bool:
+    return bool(getattr(config, "rope_parameters", None)) and rope_kind(config) in LENGTH_DEPENDENT
+
+
+def _check_windows(model: PreTrainedModel, windows: dict[int, int | None]) -> None:
+    """Raises UnsupportedModel where a class keeps to itself what its config says of a layer's window."""
+    for layer, kind in enumerate(getattr(model.config, "layer_types", None) or ()):
+        if kind != ("full_attention" if windows[layer] is None else "sliding_attention"):
+            raise UnsupportedModel(
+                f"layer_types[{layer}]={kind!r}, but {type(model).__name__} attends with window {windows[layer]}"
+            )
+
+
+class TableRotary(nn.Module):
+    """A class's rotary embedding as a table: a position is rotated alike whatever else is in the step.
+
+    Computed in place, the last bits of cosines would depend on the number of tokens, and with some kinds of RoPE the
+    angles on the longest sequence.
+    """
+
+    def __init__(self, cosines: Tensor, sines: Tensor) -> None:
+        """Both [positions, rotary_dim], laid out as the class wants them."""
+        super().__init__()
+        self._cosines = cosines
+        self._sines = sines
+
+    def forward(self, _: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of `position_ids` [1, T]: [1, T, rotary_dim]."""
+        return self._cosines[position_ids], self._sines[position_ids]
+
+
+class KernelLinear(nn.Module):
+    """A projection of any class, computed by our kernels."""
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        self._linear = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[…, in] to […, out]."""
+        return self._linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+
+def _wants_invariance(kernels: Kernels, device: torch.device) -> bool:
+    """On CUDA the order of a class's own sums depends on the number of rows."""
+    return kernels.deterministic and device.type == "cpu"
+
+
+def _use_rotary_table(model: PreTrainedModel, longest: int, max_total_tokens: int | None) -> None:
+    """For sequences of up to `longest` tokens, or `max_total_tokens` where that is less."""
+    rotary = getattr(model.base_model, "rotary_emb", None)
+    if rotary is None:
+        return
+    if _rope_depends_on_length(model.config):
+        table = model_rope_table(model.config, max_total_tokens).to(model.device, model.dtype)
+        cosines, sines = (torch.cat((half, half), dim=-1) for half in table.chunk(2, dim=-1))
+    else:
+        x = torch.empty(0, dtype=model.dtype, device=model.device)
+        positions = torch.arange(min(longest, max_total_tokens or longest), device=model.device)
+        parts = [
+            rotary(x, part.unsqueeze(0)) for part in torch.split(positions, POSITIONS_PER_STEP)
+        ]
+        cosines, sines = (torch.cat([part[i][0] for part in parts]) for i in (0, 1))
+    model.base_model.rotary_emb = TableRotary(cosines, sines)
+
+
+def _read(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The class with its weights, which lie where their file is mapped unless they had to be converted."""
+    disable_progress_bar()
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=copy.deepcopy(config),
+            dtype=dtype,
+            attn_implementation=NAME,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise WeightsError(f"the weights in {folder} cannot be read: {error}") from error
+    for name, found, expected in sorted(report["mismatched_keys"]):
+        raise WeightsError(
+            f"tensor {name} has shape {list(found)}, its config says {list(expected)}"
+        )
+    for name in sorted(report["missing_keys"]):
+        raise WeightsError(f"tensor {name} is missing from the checkpoint")
+    found_model: PreTrainedModel = model
+    return found_model
+
+
+def _use_linears(module: nn.Module, kernels: Kernels, owner: TensorOwner) -> None:
+    """Hand every plain projection below `module` to the kernels."""
+    for name, child in list(module.named_children()):
+        if type(child) not in {nn.Linear, Conv1D}:
+            _use_linears(child, kernels, owner)
+            continue
+        own = dict(child.named_parameters(recurse=False))
+        weight = own["weight"].detach()
+        bias = own["bias"].detach().to(owner.device, copy=True) if "bias" in own else None
+        with owner.using(weight):
+            out_first = weight if type(child) is nn.Linear else weight.t().contiguous()
+            if owner.owns(out_first):
+                linear = kernels.linear(out_first, bias)
+            else:
+                stored = StoredWeight((out_first,), out_first.dtype, owner.device)
+                linear = kernels.linear_from(LinearWeights(stored, bias))
+        setattr(module, name, KernelLinear(linear))

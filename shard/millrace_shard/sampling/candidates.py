@@ -1,0 +1,179 @@
+"""Rows that keep few tokens, worked out on their likeliest ones alone: the same tokens as over the whole vocabulary.
+
+Only what is certain counts: a row is settled here if the least score it keeps is above the last candidate's, so that
+nothing past the candidates, ties included, could be kept too. How many candidates there are is the same for every row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from millrace_shard.device.transfers import upload
+from millrace_shard.sampling.fixed_point import draw, fixed_point
+from millrace_shard.sampling.thresholds import cut_by_sorting, cut_in_order
+from millrace_shard.sampling.warpers import NEGATIVE_INFINITY, budget, keep_min_p, surprise
+
+NUM_CANDIDATES = 256
+BLOCKS = (32, 8)
+"""Scores of which one stands for all, in each of the passes that narrow the search."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Candidates:
+    """The W likeliest tokens of n rows, the likeliest first."""
+
+    scores: Tensor
+    """[n, W] float32."""
+    ids: Tensor
+    """[n, W] int64; equal scores are in no particular order."""
+    best_probability: Tensor | None
+    """[n, 1] float32, of the likeliest token among all of a row at its temperature; None where the candidates are all,
+    or nobody asks for it."""
+    are_all: bool
+    """Whether the vocabulary has no other tokens."""
+
+    def select(self, rows: Tensor) -> Candidates:
+        """Some of the rows."""
+        return replace(
+            self,
+            scores=self.scores[rows],
+            ids=self.ids[rows],
+            best_probability=None if self.best_probability is None else self.best_probability[rows],
+        )
+
+
+def find_candidates(scores: Tensor, temperature: Tensor | None) -> Candidates:
+    """The best of `scores` [n, V] float32; with `temperature` [n, 1] it is found out how likely the first one is."""
+    width = min(NUM_CANDIDATES, scores.shape[1])
+    values, ids = _best(scores, width, BLOCKS)
+    are_all = width == scores.shape[1]
+    best_probability = None
+    if temperature is not None and not are_all:
+        scaled = (scores - values[:, :1]).div_(temperature)
+        best_probability = scaled.softmax(-1).gather(1, ids[:, :1])
+    return Candidates(scores=values, ids=ids, best_probability=best_probability, are_all=are_all)
+
+
+def _best(scores: Tensor, width: int, blocks: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """The `width` greatest of each row, descending, and their places.
+
+    They lie in the `width` blocks with the greatest maxima: a score outside has one at least as great in each of these.
+    """
+    size = scores.shape[1]
+    if not blocks or size < 2 * blocks[0] * width:
+        best = scores.topk(width, dim=-1)
+        return best.values, best.indices
+    height = blocks[0]
+    num_blocks = size // height
+    body = height * num_blocks
+    # A block is a column: maxima of columns are taken many at a time.
+    columns = scores[:, :body].view(len(scores), height, num_blocks)
+    chosen = columns.amax(1).topk(width, dim=-1, sorted=False).indices
+    inside = columns.gather(2, chosen[:, None, :].expand(-1, height, -1)).flatten(1)
+    # What is left over at the end is in no block.
+    pool = torch.cat([inside, scores[:, body:]], 1)
+    values, places = _best(pool, width, blocks[1:])
+    in_blocks = chosen.gather(1, places % width) + places // width * num_blocks
+    left_over = places + (body - height * width)
+    return values, torch.where(places < height * width, in_blocks, left_over)
+
+
+def join_candidates(parts: list[Candidates]) -> Candidates:
+    """One above the other; parts of the same kind."""
+    columns = [p.best_probability for p in parts if p.best_probability is not None]
+    return Candidates(
+        scores=torch.cat([part.scores for part in parts]),
+        ids=torch.cat([part.ids for part in parts]),
+        best_probability=torch.cat(columns) if columns else None,
+        are_all=parts[0].are_all,
+    )
+
+
+class Warps:
+    """Which of the candidates of n rows are kept, by the rows' own parameters."""
+
+    def __init__(self, parameters: NDArray[np.void], device: torch.device) -> None:
+        """`parameters` [n] of sequence.PARAMETERS."""
+
+        def column(name: str) -> Tensor:
+            values: NDArray[Any] = parameters[name]
+            return upload(values, device)[:, None]
+
+        self.temperature = column("temperature")
+        self._top_k = column("top_k")
+        self._top_p = column("top_p")
+        self._typical_p = column("typical_p")
+        self._min_p = column("min_p")
+        # What no row asks for would change none.
+        self._any_top_p = bool((parameters["top_p"] < 1).any())
+        self._any_typical = bool((parameters["typical_p"] < 1).any())
+        self._any_min_p = bool((parameters["min_p"] > 0).any())
+
+    def apply(self, candidates: Candidates) -> tuple[Tensor, Tensor]:
+        """Scores of the candidates [n, W], dropped ones minus infinity, and which rows are settled by them, [n] bool.
+
+        Without `best_probability` all rows have a top-k, or the candidates are all there is.
+        """
+        raw = candidates.scores
+        scores = (raw - raw[:, :1]) / self.temperature
+        last = scores[:, -1:]
+        kth = scores.gather(1, (self._top_k - 1).clamp(0, scores.shape[1] - 1))
+        scores = _drop(scores, (self._top_k > 0) & (scores < kth))
+        if self._any_top_p:
+            scores = self._keep_top_p(scores, candidates.best_probability)
+        is_settled = None
+        if self._any_typical:
+            # What typical sampling keeps is known only if all before it is.
+            is_settled = _is_settled(scores, last)
+            scores = self._keep_typical(scores)
+        if self._any_min_p:
+            scores = keep_min_p(scores, self._min_p)
+        if is_settled is None:
+            is_settled = _is_settled(scores, last)
+        else:
+            is_typical = self._typical_p < 1
+            is_settled = torch.where(is_typical, is_settled, _is_settled(scores, last))
+        return scores, is_settled.squeeze(1) | candidates.are_all
+
+    def _keep_top_p(self, scores: Tensor, best_probability: Tensor | None) -> Tensor:
+        probabilities = scores.softmax(-1)
+        mass = self._top_p.double()
+        if best_probability is not None:
+            # What part of all probability the candidates have: theirs are relative to each other.
+            mass = mass * probabilities[:, :1].double() / best_probability.double()
+        weights = fixed_point(probabilities)
+        least = cut_in_order(scores, weights, budget(weights, mass))
+        return _drop(scores, (self._top_p < 1) & (scores < least))
+
+    def _keep_typical(self, scores: Tensor) -> Tensor:
+        probabilities = scores.softmax(-1)
+        keys = surprise(probabilities, scores.log_softmax(-1))
+        weights = fixed_point(probabilities)
+        least = cut_by_sorting(keys, weights, budget(weights, self._typical_p))
+        return _drop(scores, (self._typical_p < 1) & (keys < least))
+
+
+def draw_candidate(candidates: Candidates, scores: Tensor, uniforms: Tensor) -> Tensor:
+    """Place [n] int64 of one candidate a row, by its probability; ids are walked in the vocabulary's order.
+
+    `scores` [n, W] as of `Warps.apply`, `uniforms` [n] int64 of UNIFORM_BITS bits.
+    """
+    order = candidates.ids.argsort(-1)
+    weights = fixed_point(scores.softmax(-1)).gather(1, order)
+    return order.gather(1, draw(weights, uniforms)[:, None]).squeeze(1)
+
+
+def _drop(scores: Tensor, dropped: Tensor) -> Tensor:
+    return scores.masked_fill(dropped, NEGATIVE_INFINITY)
+
+
+def _is_settled(scores: Tensor, last: Tensor) -> Tensor:
+    """Whether the least of the scores [n, W] that are left is above the `last` candidate's, [n, 1] bool."""
+    least = scores.masked_fill(scores == NEGATIVE_INFINITY, torch.inf).amin(-1, keepdim=True)
+    return (least > last) | (last == NEGATIVE_INFINITY)

@@ -1,0 +1,230 @@
+"""From logits to tokens: penalties, warpers and choice, in TGI's order, vectorised over the rows of a step.
+
+Which operations a row goes through depends on its own parameters and scores alone, and each of them treats rows
+independently, so a row's token, log probability and candidates are the same bits in any company.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from millrace_shard.arrays import Ints
+from millrace_shard.device import transfers
+from millrace_shard.device.transfers import upload
+from millrace_shard.kernels.greedy import choose_greedy
+from millrace_shard.kernels.masks import RowMasks
+from millrace_shard.sampling.biases import BiasTable
+from millrace_shard.sampling.candidates import (
+    NUM_CANDIDATES,
+    Candidates,
+    Warps,
+    draw_candidate,
+    find_candidates,
+    join_candidates,
+)
+from millrace_shard.sampling.fixed_point import draw, fixed_point, uniforms
+from millrace_shard.sampling.processors import TILE_ELEMENTS, Processors
+from millrace_shard.sampling.sampling_rows import RowGroups
+from millrace_shard.sampling.sampling_rows import SamplingRows as SamplingRows
+from millrace_shard.sampling.top_tokens import TopTokens
+from millrace_shard.sampling.warpers import (
+    apply_temperature,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    keep_typical,
+)
+from millrace_shard.sampling.watermark import Watermark
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """On the device. Rows that failed hold some token within the vocabulary."""
+
+    ids: Tensor
+    """[R] int64."""
+    logprobs: Tensor
+    """[R] float32, of the distribution sampled from."""
+    failed: Tensor
+    """[R] bool: logits, or what the parameters made of them, were not finite."""
+    top: tuple[TopTokens, ...]
+    """Candidates of the rows that asked for some."""
+
+
+class Sampler:
+    """Knows the device, the table of token histories [slots, length] int32, and the end-of-sequence ids."""
+
+    def __init__(
+        self, history: Tensor, eos_token_ids: tuple[int, ...], watermark: Watermark | None = None
+    ) -> None:
+        self._device = history.device
+        self.biases = BiasTable(history.device)
+        """To be told of the biases of each sequence that has some, when it is admitted and when it is dropped."""
+        self._last: tuple[NDArray[np.void], RowGroups] | None = None
+        self._processors = Processors(history, eos_token_ids, self.biases, watermark or Watermark())
+
+    def sample(self, logits: Tensor, rows: SamplingRows, masks: RowMasks | None = None) -> Sampled:
+        """Choose one token a row from `logits` [R, V] float32, contiguous, which this overwrites."""
+        groups = self._groups_of(rows.parameters)
+        self._processors.apply(logits, rows, groups, masks)
+        if groups.all_greedy:
+            return _choose_best(logits)
+        size = logits.shape[1]
+        parts = [
+            (tile, _choose_best(self._part(logits, tile)))
+            for tile in self._tiles(np.flatnonzero(groups.is_greedy), size)
+        ]
+        is_left = ~groups.is_greedy
+        if transfers.may_wait(self._device):
+            for chosen in (groups.by_rank, groups.by_mass):
+                if len(chosen):
+                    parts.append(self._sample_narrow(logits, rows, chosen))
+                    is_left[parts[-1][0]] = False
+        parts += [
+            (tile, self._sample_whole(self._part(logits, tile), rows.select(tile)))
+            for tile in self._tiles(np.flatnonzero(is_left), size)
+        ]
+        return _join(parts, self._device)
+
+    def _groups_of(self, parameters: NDArray[np.void]) -> RowGroups:
+        """Those of the last step where its rows run again, which share their column."""
+        if self._last is None or self._last[0] is not parameters:
+            self._last = (parameters, RowGroups.of(parameters, most_narrow=NUM_CANDIDATES))
+        return self._last[1]
+
+    def _sample_narrow(
+        self, logits: Tensor, rows: SamplingRows, chosen: Ints
+    ) -> tuple[Ints, Sampled]:
+        """Those of the `chosen` rows that their likeliest tokens settle, and what they yield."""
+        warps = Warps(rows.parameters[chosen], self._device)
+        has_top_k = bool(rows.parameters["top_k"][chosen[0]] > 0)
+        tiles = []
+        done = 0
+        for tile in self._tiles(chosen, logits.shape[1]):
+            temperature = None if has_top_k else warps.temperature[done : done + len(tile)]
+            tiles.append(find_candidates(self._part(logits, tile), temperature))
+            done += len(tile)
+        candidates = join_candidates(tiles)
+        scores, is_settled = warps.apply(candidates)
+        kept = np.flatnonzero(is_settled.numpy())
+        mine = chosen[kept]
+        if len(kept) < len(chosen):
+            index = self._index(kept)
+            scores, candidates = scores[index], candidates.select(index)
+        return mine, self._draw_narrow(candidates, scores, rows.select(mine))
+
+    def _draw_narrow(self, candidates: Candidates, scores: Tensor, rows: SamplingRows) -> Sampled:
+        logprobs = scores.log_softmax(-1)
+        place = draw_candidate(candidates, scores, self._uniforms(rows))[:, None]
+        chosen_logprobs = logprobs.gather(1, place).squeeze(1)
+        wanted = rows.parameters["top_n_tokens"]
+        top: tuple[TopTokens, ...] = ()
+        if len(asking := np.flatnonzero(wanted > 0)):
+            index = self._index(asking)
+            top = (TopTokens.among(candidates.ids[index], logprobs[index], asking, wanted[asking]),)
+        return Sampled(
+            ids=candidates.ids.gather(1, place).squeeze(1),
+            logprobs=chosen_logprobs,
+            failed=~chosen_logprobs.isfinite(),
+            top=top,
+        )
+
+    def _sample_whole(self, scores: Tensor, rows: SamplingRows) -> Sampled:
+        """From the scores [n, V] of rows that may keep any number of tokens."""
+        p = rows.parameters
+        scores = self._warp(apply_temperature(scores, self._column(p["temperature"])), p)
+        logprobs = scores.log_softmax(-1)
+        drawn = np.flatnonzero(p["do_sample"])
+        ids = torch.zeros(len(p), dtype=torch.int64, device=self._device)
+        if len(drawn) < len(p):
+            ids = scores.max(-1).indices
+        if len(drawn):
+            chosen = scores if len(drawn) == len(p) else scores[self._index(drawn)]
+            weights = fixed_point(chosen.softmax(-1))
+            picked = draw(weights, self._uniforms(rows.select(drawn)))
+            ids = ids.index_copy(0, self._index(drawn), picked)
+        chosen_logprobs = logprobs.gather(1, ids[:, None]).squeeze(1)
+        top: tuple[TopTokens, ...] = ()
+        if len(asking := np.flatnonzero(p["top_n_tokens"] > 0)):
+            asked = logprobs[self._index(asking)]
+            top = (TopTokens.of(asked, asking, p["top_n_tokens"][asking]),)
+        failed = ~chosen_logprobs.isfinite()
+        return Sampled(ids=ids, logprobs=chosen_logprobs, failed=failed, top=top)
+
+    def _warp(self, scores: Tensor, p: NDArray[np.void]) -> Tensor:
+        """Scores [n, V] with what is dropped at minus infinity."""
+        if len(chosen := np.flatnonzero(p["top_k"] > 0)):
+            k = p["top_k"][chosen]
+            ks, largest = self._column(k), int(k.max())
+            scores = self._on(scores, chosen, lambda some: keep_top_k(some, ks, largest))
+        for name, off, keep_part in (
+            ("top_p", 1.0, keep_top_p),
+            ("typical_p", 1.0, keep_typical),
+            ("min_p", 0.0, keep_min_p),
+        ):
+            if len(chosen := np.flatnonzero(p[name] != off)):
+                keep = partial(_keep, keep_part, self._column(p[name][chosen]))
+                scores = self._on(scores, chosen, keep)
+        return scores
+
+    def _on(self, scores: Tensor, rows: Ints, change: Callable[[Tensor], Tensor]) -> Tensor:
+        """`scores` with `change` applied to some rows; the rows are few or all."""
+        if len(rows) == len(scores):
+            return change(scores)
+        index = self._index(rows)
+        return scores.index_copy_(0, index, change(scores[index]))
+
+    def _part(self, logits: Tensor, rows: Ints) -> Tensor:
+        """The `rows`, which ascend, to be read only: no copy where they follow each other."""
+        first, last = int(rows[0]), int(rows[-1])
+        if last - first + 1 == len(rows):
+            return logits[first : last + 1]
+        return logits[self._index(rows)]
+
+    def _tiles(self, rows: Ints, size: int) -> Iterator[Ints]:
+        """Parts of `rows` that are worked on together: all of them, but on CPU."""
+        whole = TILE_ELEMENTS // size if self._device.type == "cpu" else len(rows)
+        height = max(1, whole)
+        return (rows[start : start + height] for start in range(0, len(rows), height))
+
+    def _uniforms(self, rows: SamplingRows) -> Tensor:
+        return upload(uniforms(rows.parameters["seed"], rows.positions), self._device)
+
+    def _index(self, values: Ints) -> Tensor:
+        return upload(values, self._device)
+
+    def _column(self, values: NDArray[Any]) -> Tensor:
+        return upload(values, self._device)[:, None]
+
+
+def _keep(keep: Callable[[Tensor, Tensor], Tensor], column: Tensor, scores: Tensor) -> Tensor:
+    return keep(scores, column)
+
+
+def _join(parts: list[tuple[Ints, Sampled]], device: torch.device) -> Sampled:
+    """What parts of the rows yield, in the rows' order."""
+    sampled = [part for _, part in parts]
+    # Candidates go by the rows' own numbers from here on.
+    tops = tuple(replace(top, rows=rows[top.rows]) for rows, part in parts for top in part.top)
+    if len(parts) == 1:
+        return replace(sampled[0], top=tops)
+    order = upload(np.argsort(np.concatenate([rows for rows, _ in parts])), device)
+    return Sampled(
+        ids=torch.cat([part.ids for part in sampled])[order],
+        logprobs=torch.cat([part.logprobs for part in sampled])[order],
+        failed=torch.cat([part.failed for part in sampled])[order],
+        top=tops,
+    )
+
+
+def _choose_best(logits: Tensor) -> Sampled:
+    best = choose_greedy(logits)
+    return Sampled(ids=best.ids, logprobs=best.logprobs, failed=best.failed, top=())

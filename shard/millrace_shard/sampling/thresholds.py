@@ -1,0 +1,70 @@
+"""Where a row is cut: the smallest key to be kept, so that those above it weigh less than a budget.
+
+Weights are integers, whose sums are exact in any order: each of the ways to find the cut finds the same one.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from millrace_shard.device import transfers
+
+NUM_BUCKETS = 4096
+BUCKETS_PER_UNIT = 64
+"""Keys are logarithms of probabilities, give or take: 64 units below the best, nothing has any weight."""
+MOST_SORTED = 2048
+"""Keys of a row that are sorted on CPU too, where more than that are put into buckets."""
+
+
+def cut(keys: Tensor, weights: Tensor, budget: Tensor) -> Tensor:
+    """The smallest key to be kept of each row, [n, 1]; where the budget is not reached, one that keeps all.
+
+    `keys` [n, V] float32 without NaN; `weights` [n, V] int64 of at least 0, less than 2**53 together; `budget` [n, 1]
+    int64 of at least 1. Equal keys are kept or dropped together. For rows that break these rules it yields something,
+    and does not raise.
+    """
+    if keys.shape[1] > MOST_SORTED and transfers.may_wait(keys.device):
+        return cut_by_buckets(keys, weights, budget)
+    return cut_by_sorting(keys, weights, budget)
+
+
+def cut_by_sorting(keys: Tensor, weights: Tensor, budget: Tensor) -> Tensor:
+    """As `cut`, of few keys, or where sorting many is cheap."""
+    best = keys.sort(dim=-1, descending=True)
+    return cut_in_order(best.values, weights.gather(1, best.indices), budget)
+
+
+def cut_in_order(keys: Tensor, weights: Tensor, budget: Tensor) -> Tensor:
+    """As `cut`, of keys that descend already."""
+    num_kept = (weights.cumsum(-1) - weights < budget).sum(-1, keepdim=True)
+    return keys.gather(1, (num_kept - 1).clamp_(min=0))
+
+
+def cut_by_buckets(keys: Tensor, weights: Tensor, budget: Tensor) -> Tensor:
+    """As `cut`, on CPU: weigh buckets of keys, then sort the one of each row in which the budget is reached.
+
+    Weights of a row add up to less than 2**53, so that their sums are exact in float64.
+    """
+    values, loads, limits = keys.numpy(), weights.numpy(), budget.numpy()
+    num_rows = len(values)
+    with np.errstate(invalid="ignore", over="ignore"):
+        # The greater a key, the lower its bucket: each operation keeps the order, and equals together.
+        depths = (values.max(-1, keepdims=True) - values) * np.float32(BUCKETS_PER_UNIT)
+        buckets = np.fmin(depths, np.float32(NUM_BUCKETS - 1)).astype(np.int64)
+    buckets += np.arange(num_rows)[:, None] * NUM_BUCKETS
+    sums = np.bincount(buckets.ravel(), loads.ravel(), num_rows * NUM_BUCKETS)
+    ends = sums.reshape(num_rows, NUM_BUCKETS).cumsum(-1)
+    chosen = (ends < limits).sum(-1)
+    is_reached = chosen < NUM_BUCKETS
+    least = np.full(num_rows, -np.inf, dtype=np.float32)
+    for row in np.flatnonzero(is_reached):
+        here = np.flatnonzero(buckets[row] == chosen[row] + row * NUM_BUCKETS)
+        if not len(here):
+            continue
+        order = here[np.argsort(-values[row, here])]
+        before = ends[row, chosen[row] - 1] if chosen[row] else 0.0
+        kept = before + loads[row, order].cumsum() - loads[row, order] < limits[row]
+        least[row] = values[row, order[max(0, int(kept.sum()) - 1)]]
+    return torch.from_numpy(least)[:, None]

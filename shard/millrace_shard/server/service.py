@@ -1,0 +1,170 @@
+"""The shard's gRPC server: threads that speak the wire and hand all work to the engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
+from threading import Thread
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from millrace_proto import generate_pb2 as pb
+from millrace_proto import generate_pb2_grpc as pb_grpc
+from millrace_shard.batch.step import StepReply
+from millrace_shard.engine.engine import Engine
+from millrace_shard.engine.kv_capacity import CapacityError
+from millrace_shard.errors import EngineEnded
+from millrace_shard.server.wire import (
+    capacity_to_pb,
+    grammar_from_pb,
+    info_to_pb,
+    progress_to_pb,
+    reply_to_pb,
+    step_from_pb,
+    warmup_from_pb,
+)
+from millrace_shard.structured_output.grammar.grammar_source import GrammarInvalid
+from millrace_shard.structured_output.grammar_process import CompilerBusy
+from millrace_shard.structured_output.manager import NO_GRAMMARS
+
+SERVER_OPTIONS = (
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.so_reuseport", 0),
+)
+NUM_WORKERS = 96
+"""Threads come with the calls. Grammars may keep `MAX_CALLS` of them waiting, and steps and health checks go on."""
+PAUSE_NS = 50_000_000
+"""Between steps that follow each other, at most."""
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ShardService"].full_name
+
+logger = logging.getLogger(__name__)
+Replies = SimpleQueue[Future[StepReply] | None]
+
+
+class ShardService(pb_grpc.ShardServiceServicer):
+    """One method per call of the wire. A stream of steps occupies one worker and a thread that reads ahead."""
+
+    def __init__(self, engine: Engine, *, deterministic: bool, prefill_logprobs: bool) -> None:
+        self.engine = engine
+        self._streams: set[Replies] = set()
+        self._deterministic = deterministic
+        self._prefill_logprobs = prefill_logprobs
+
+    def Info(self, request: pb.InfoRequest, context: grpc.ServicerContext) -> pb.InfoResponse:
+        """What the loaded model is."""
+        return info_to_pb(
+            self.engine.loaded,
+            deterministic=self._deterministic,
+            prefill_logprobs=self._prefill_logprobs,
+        )
+
+    def Health(self, request: pb.HealthRequest, context: grpc.ServicerContext) -> pb.HealthResponse:
+        """Counters alone; the engine is not asked."""
+        if not self.engine.is_alive():
+            context.abort(grpc.StatusCode.UNAVAILABLE, "the engine has ended")
+        return progress_to_pb(self.engine.progress())
+
+    def Warmup(self, request: pb.WarmupRequest, context: grpc.ServicerContext) -> pb.WarmupResponse:
+        """Wait for the engine to find and allocate the KV capacity."""
+        try:
+            capacity = self.engine.warm_up(warmup_from_pb(request)).result()
+        except CapacityError as error:
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        except EngineEnded as error:
+            context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        except Exception as error:
+            logger.exception("warming up failed")
+            context.abort(grpc.StatusCode.INTERNAL, str(error) or type(error).__name__)
+        logger.info("KV cache of %d tokens", capacity.max_batch_total_tokens)
+        return capacity_to_pb(capacity)
+
+    def CompileGrammar(
+        self, request: pb.CompileGrammarRequest, context: grpc.ServicerContext
+    ) -> pb.CompileGrammarResponse:
+        """Compile on this thread and in another process; the engine is not asked."""
+        guides = self.engine.loaded.guides
+        if guides is None or guides.compiler is None:
+            return pb.CompileGrammarResponse(error=NO_GRAMMARS)
+        try:
+            guides.compiler.check(grammar_from_pb(request.grammar), is_busy=self._computes_on_cpus)
+        except GrammarInvalid as error:
+            return pb.CompileGrammarResponse(error=str(error))
+        except CompilerBusy as error:
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        return pb.CompileGrammarResponse()
+
+    def _computes_on_cpus(self) -> bool:
+        """Whether steps follow each other and their forward passes take this machine's CPUs."""
+        progress = self.engine.progress()
+        return self.engine.loaded.device.type == "cpu" and (
+            progress.pending_steps > 0 or progress.idle_ns < PAUSE_NS
+        )
+
+    def Steps(
+        self, request_iterator: Iterator[pb.StepRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.StepResponse]:
+        """Answer each step once, in order; the next ones are handed to the engine meanwhile."""
+        replies: Replies = SimpleQueue()
+        self._streams.add(replies)
+        reader = Thread(
+            target=self._read, args=(request_iterator, replies), name="steps", daemon=True
+        )
+        reader.start()
+        with_tokens = self.engine.loaded.group.rank == 0
+        try:
+            while (reply := replies.get()) is not None:
+                yield reply_to_pb(reply.result(), with_tokens=with_tokens)
+        finally:
+            self._streams.discard(replies)
+
+    def end_streams(self) -> None:
+        """Let every stream end once the steps it has sent so far are answered."""
+        for replies in tuple(self._streams):
+            replies.put(None)
+
+    def _read(self, requests: Iterator[pb.StepRequest], replies: Replies) -> None:
+        """Hand over the steps of a stream until it ends, however it does; its epochs end with it."""
+        epochs = set()
+        try:
+            for request in requests:
+                if request.number == 0:
+                    epochs.add(request.epoch)
+                step = step_from_pb(request)
+                replies.put(self.engine.step(step))
+        except grpc.RpcError:
+            logger.info("the router has left a stream of steps")
+        finally:
+            for epoch in epochs:
+                self.engine.end_epoch(epoch)
+            replies.put(None)
+
+
+def new_server(
+    service: ShardService, address: str, credentials: grpc.ServerCredentials | None = None
+) -> grpc.Server:
+    """A server that will listen at `address`, a gRPC target such as `unix:/path` or `host:port`, once it is started.
+
+    With credentials it speaks TLS. Beside the shard's own service it has grpc.health.v1 and
+    reflection. Raises RuntimeError when the address cannot be had.
+    """
+    server = grpc.server(
+        ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="grpc"), options=SERVER_OPTIONS
+    )
+    pb_grpc.add_ShardServiceServicer_to_server(service, server)
+    states = health.HealthServicer()
+    for name in ("", SERVICE_NAME):
+        states.set(name, health_pb2.HealthCheckResponse.SERVING)
+    service.engine.when_ended(states.enter_graceful_shutdown)
+    health_pb2_grpc.add_HealthServicer_to_server(states, server)
+    names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+    if credentials is None:
+        server.add_insecure_port(address)
+    else:
+        server.add_secure_port(address, credentials)
+    return server

@@ -1,0 +1,291 @@
+"""TGI's flags and environment variables: every one is taken, wrong ones are answered with help."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic_settings import BaseSettings
+
+from millrace_launcher.settings.arguments import Settings, read_settings
+from millrace_launcher.settings.flags import all_flags
+
+# (flag, a value, owner, what it becomes), by TGI's list; "" marks a switch.
+TGI_FLAGS = [
+    ("--model-id", "a/b", "launcher", "a/b"),
+    ("--revision", "v1", "launcher", "v1"),
+    ("--validation-workers", "4", "router", 4),
+    ("--sharded", "true", "launcher", True),
+    ("--num-shard", "2", "launcher", 2),
+    ("--quantize", "bitsandbytes-nf4", "shard", "bitsandbytes-nf4"),
+    ("--speculate", "3", "shard", 3),
+    ("--dtype", "bfloat16", "shard", "bfloat16"),
+    ("--kv-cache-dtype", "fp8_e5m2", "shard", "fp8_e5m2"),
+    ("--trust-remote-code", "", "router", True),
+    ("--trust-remote-code", "", "shard", True),
+    ("--max-concurrent-requests", "7", "router", 7),
+    ("--max-best-of", "3", "router", 3),
+    ("--max-stop-sequences", "5", "router", 5),
+    ("--max-top-n-tokens", "6", "router", 6),
+    ("--max-input-tokens", "100", "router", 100),
+    ("--max-input-length", "100", "launcher", 100),
+    ("--max-total-tokens", "200", "router", 200),
+    ("--waiting-served-ratio", "1.2", "router", 1.2),
+    ("--max-batch-prefill-tokens", "2048", "router", 2048),
+    ("--max-batch-total-tokens", "9000", "router", 9000),
+    ("--max-waiting-tokens", "10", "router", 10),
+    ("--max-batch-size", "16", "router", 16),
+    ("--cuda-graphs", "0,1,8", "shard", (1, 8)),
+    ("--cuda-graphs", "0", "shard", ()),
+    ("--hostname", "127.0.0.2", "router", "127.0.0.2"),
+    ("--hostname", "4f2a9c", "router", "4f2a9c"),
+    ("--hostname", "localhost", "router", "localhost"),
+    ("--port", "8080", "router", 8080),
+    ("--prometheus-port", "9001", "router", 9001),
+    ("--shard-uds-path", "/tmp/x", "launcher", "/tmp/x"),
+    ("--master-addr", "host", "shard", "host"),
+    ("--master-port", "1234", "shard", 1234),
+    ("--disable-custom-kernels", "", "shard", True),
+    ("--cuda-memory-fraction", "0.5", "shard", 0.5),
+    ("--rope-scaling", "dynamic", "shard", "dynamic"),
+    ("--rope-factor", "2.0", "shard", 2.0),
+    ("--json-output", "", "launcher", True),
+    ("--otlp-endpoint", "http://x", "router", "http://x"),
+    ("--otlp-service-name", "name", "router", "name"),
+    ("--cors-allow-origin", "http://x", "router", ("http://x",)),
+    ("--api-key", "null", "router", "null"),
+    ("--watermark-gamma", "0.5", "shard", 0.5),
+    ("--watermark-delta", "2.0", "shard", 2.0),
+    ("--ngrok", "", "router", True),
+    ("--ngrok-authtoken", "t", "router", "t"),
+    ("--ngrok-edge", "e", "router", "e"),
+    ("--disable-grammar-support", "", "router", True),
+    ("--max-client-batch-size", "9", "router", 9),
+    ("--lora-adapters", "a,b=c@d", "shard", "a,b=c@d"),
+    ("--usage-stats", "no-stack", "router", "no-stack"),
+    ("--payload-limit", "1000", "router", 1000),
+    ("--enable-prefill-logprobs", "", "shard", True),
+    ("--graceful-termination-timeout", "5", "router", 5),
+    ("--max-image-fetch-size", "10", "router", 10),
+]
+PATH_FLAGS = [
+    ("--huggingface-hub-cache", "launcher"),
+    ("--weights-cache-override", "launcher"),
+    ("--tokenizer-config-path", "router"),
+    ("--journal", "router"),
+    ("--log-requests", "router"),
+]
+OURS = [
+    ("--draft-model", "org/draft", "shard", "org/draft"),
+    ("--device", "cpu", "shard", "cpu"),
+    ("--dtype", "float32", "shard", "float32"),
+    ("--cpu-threads", "3", "shard", 3),
+    ("--kv-memory", "2G", "shard", 2_000_000_000),
+    ("--kv-memory", "512MiB", "shard", 512 * 1024**2),
+    ("--deterministic", "off", "shard", "off"),
+    ("--deterministic", "TRUE", "shard", "on"),
+    ("--steps-in-flight", "1", "router", 1),
+    ("--max-n", "3", "router", 3),
+    ("--one-shot-all-reduce", "", "shard", True),
+    ("--grammar-timeout", "2.5", "shard", 2.5),
+    ("--max-grammar-bytes", "64KiB", "shard", 65536),
+    ("--prefill-chunking", "off", "router", "off"),
+    ("--prefill-chunking", "TRUE", "router", "on"),
+    ("--prefix-caching", "0", "router", "off"),
+    ("--kv-reservation", "full", "router", "full"),
+    ("--late-planning", "off", "router", "off"),
+    ("--target-inter-token-latency", "12.5", "router", 12.5),
+    ("--fairness", "tenant", "router", "tenant"),
+    ("--priority-ageing", "2.5", "router", 2.5),
+    ("--max-queue-size", "40", "router", 40),
+    ("--max-queue-wait", "1.5", "router", 1.5),
+    ("--aip-predict-route", "/predict", "router", "/predict"),
+    ("--aip-health-route", "/alive", "router", "/alive"),
+    ("--tool-call-parser", "hermes", "router", "hermes"),
+    ("--strict-tgi", "", "router", True),
+    ("--max-restarts", "0", "launcher", 0),
+    ("--step-timeout", "1.5", "router", 1.5),
+    ("--recovery-grace", "60", "router", 60.0),
+    ("--resume-grace", "5", "router", 5.0),
+    ("--journal-tokens", "", "router", True),
+    ("--journal-max-bytes", "70000", "router", 70_000),
+    ("--log-requests-max-bytes", "0", "router", 0),
+]
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for flag in all_flags():
+        monkeypatch.delenv(flag.variable, raising=False)
+
+
+def value_of(settings: Settings, owner: str, flag: str) -> object:
+    config: BaseSettings = getattr(settings, owner)
+    return getattr(config, flag.removeprefix("--").replace("-", "_"))
+
+
+@pytest.mark.parametrize(("flag", "value", "owner", "expected"), TGI_FLAGS + OURS)
+def test_flag_reaches_its_owner(flag: str, value: str, owner: str, expected: object) -> None:
+    joined = [f"{flag}={value}"] if value else [flag]
+    assert value_of(read_settings(joined), owner, flag) == expected
+    apart = [flag, value] if value else [flag]
+    assert value_of(read_settings(apart), owner, flag) == expected
+
+
+@pytest.mark.parametrize(("flag", "value", "owner", "expected"), TGI_FLAGS + OURS)
+def test_environment_variable_reaches_its_owner(
+    flag: str, value: str, owner: str, expected: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = flag.removeprefix("--").replace("-", "_").upper()
+    monkeypatch.setenv(name, value or "true")
+    settings = read_settings([])
+    assert value_of(settings, owner, flag) == expected
+    assert flag.removeprefix("--").replace("-", "_") in settings.from_environment
+
+
+@pytest.mark.parametrize(("flag", "owner"), PATH_FLAGS)
+def test_paths(flag: str, owner: str) -> None:
+    assert str(value_of(read_settings([flag, "/some/where"]), owner, flag)) == "/some/where"
+
+
+def test_defaults_are_tgis() -> None:
+    settings = read_settings([])
+    router, shard, launcher = settings.router, settings.shard, settings.launcher
+    assert (router.validation_workers, router.max_concurrent_requests, router.max_best_of) == (
+        2,
+        128,
+        2,
+    )
+    assert (router.max_stop_sequences, router.max_top_n_tokens, router.max_client_batch_size) == (
+        4,
+        5,
+        4,
+    )
+    assert (router.waiting_served_ratio, router.max_waiting_tokens) == (0.3, 20)
+    assert (router.hostname, router.port, router.prometheus_port) == ("0.0.0.0", 3000, 9000)
+    assert (router.payload_limit, router.graceful_termination_timeout) == (2_000_000, 90)
+    assert (router.usage_stats, router.otlp_service_name) == (
+        "on",
+        "text-generation-inference.router",
+    )
+    assert (shard.master_addr, shard.master_port, shard.cuda_memory_fraction) == (
+        "localhost",
+        29500,
+        1.0,
+    )
+    assert shard.cuda_graphs == (1, 2, 4, 8, 16, 32)
+    assert launcher.shard_uds_path == "/tmp/text-generation-server"
+    assert launcher.num_shard is None
+
+
+def test_command_line_beats_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PORT", "1111")
+    settings = read_settings(["-p", "2222", "-g", "3"])
+    assert settings.router.port == 2222
+    assert settings.router.graceful_termination_timeout == 3
+    origins = {name: (value, origin) for name, value, origin in settings.configured()}
+    assert origins["port"] == ("2222", "flag")
+    assert origins["hostname"] == ("0.0.0.0", "default")
+
+
+@pytest.mark.parametrize("origin", ["flag", "environment", "default"])
+def test_hostname_is_shown_as_given(origin: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if origin == "environment":
+        monkeypatch.setenv("HOSTNAME", "4f2a9c")
+    settings = read_settings(["--hostname=4f2a9c"] if origin == "flag" else [])
+    shown = {name: (value, source) for name, value, source in settings.configured()}["hostname"]
+    assert shown == ("0.0.0.0" if origin == "default" else "4f2a9c", origin)
+
+
+def test_origins_are_repeatable_and_comma_separated() -> None:
+    settings = read_settings(["--cors-allow-origin=a", "--cors-allow-origin", "b,c"])
+    assert settings.router.cors_allow_origin == ("a", "b", "c")
+
+
+@pytest.mark.parametrize("word", ["true", "TRUE", "1", "on", "On"])
+def test_true_words(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JSON_OUTPUT", word)
+    assert read_settings([]).launcher.json_output is True
+
+
+@pytest.mark.parametrize("word", ["false", "False", "0", "off", ""])
+def test_false_words(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JSON_OUTPUT", word)
+    assert read_settings([]).launcher.json_output is False
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--modl-id", "x"], "similar argument exists: '--model-id'"),
+        (["--max-input-tokenz=3"], "similar argument exists: '--max-input-tokens'"),
+        (["--max-total"], "unexpected argument '--max-total'"),
+        (["stray"], "unexpected argument 'stray' found"),
+        (["--port=abc"], "invalid value 'abc' for '--port'"),
+        (["--port=70000"], "'--port'"),
+        (["--port"], "expected one argument"),
+        (["--quantize=zip"], "invalid value 'zip' for '--quantize'"),
+        (["--fairness=all"], "invalid value 'all' for '--fairness'"),
+        (["--kv-reservation=half"], "invalid value 'half' for '--kv-reservation'"),
+        (["--prefix-caching=maybe"], "invalid value 'maybe' for '--prefix-caching'"),
+        (["--max-queue-size=0"], "'--max-queue-size'"),
+        (["--max-queue-wait=inf"], "'--max-queue-wait'"),
+        (["--target-inter-token-latency=0"], "'--target-inter-token-latency'"),
+        (["--priority-ageing=-1"], "'--priority-ageing'"),
+        (["--num-shard=-1"], "'--num-shard'"),
+        (["--trust-remote-code=true"], "--trust-remote-code"),
+        (["--cuda-graphs=a"], "'--cuda-graphs'"),
+        (["--kv-memory=lots"], "'--kv-memory'"),
+        (["--api-key="], "invalid value '***' for '--api-key': Value error, is empty"),
+        (["--api-key", ""], "invalid value '***' for '--api-key': Value error, is empty"),
+    ],
+)
+def test_usage_errors(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        read_settings(argv)
+    assert error.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("TRUST_REMOTE_CODE", "maybe"), ("PORT", "x"), ("SHARDED", "2")]
+)
+def test_wrong_variable_is_named(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as error:
+        read_settings([])
+    assert error.value.code == 2
+    assert f"(from the environment variable {name})" in capsys.readouterr().err
+
+
+def test_secrets_are_shown_neither_in_settings_nor_in_errors(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NGROK_AUTHTOKEN", "hidden")
+    rows = read_settings(["--api-key=hidden"]).configured()
+    assert "hidden" not in str(rows)
+    assert ("api_key", "***", "flag") in rows
+
+
+def test_rank_of_another_launcher_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    assert read_settings([]).shard.rank == 0
+
+
+def test_help_tells_flag_variable_default_and_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        read_settings(["--help"])
+    assert error.value.code == 0
+    words = " ".join(capsys.readouterr().out.split()).replace("- ", "-")
+    for flag in all_flags():
+        assert flag.option in words
+        assert f"[env: {flag.variable}]" in words
+        assert flag.field.description
+    assert "HTTP port. [env: PORT] [default: 3000]" in words
+    positions = [words.index(group) for group in ("(launcher):", "(router):", "(shards):")]
+    assert positions == sorted(positions)
+
+
+def test_every_tgi_flag_is_in_the_table() -> None:
+    covered = {flag for flag, *_ in TGI_FLAGS + OURS} | {flag for flag, _ in PATH_FLAGS}
+    assert {flag.option for flag in all_flags()} - covered == {"--log-level", "--log-colorize"}

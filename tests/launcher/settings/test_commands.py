@@ -1,0 +1,118 @@
+"""The children read back exactly what the launcher was told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from millrace_launcher.settings.arguments import read_settings
+from millrace_launcher.settings.commands import Commands
+from millrace_launcher.settings.flags import all_flags
+from millrace_launcher.settings.threads import ThreadPlan
+from millrace_router.config import RouterConfig
+from millrace_shard.config import ShardConfig
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+FOLDER = Path(f"/hub/snapshots/{COMMIT}")
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for flag in all_flags():
+        monkeypatch.delenv(flag.variable, raising=False)
+
+
+def commands(argv: str, environ: dict[str, str] | None = None, num_shard: int = 2) -> Commands:
+    settings = read_settings(argv.split())
+    return Commands(
+        settings=settings,
+        model_id="a/b",
+        model_name="a/b",
+        num_shard=num_shard,
+        shard_uds_path=settings.launcher.shard_uds_path,
+        master_port=settings.shard.master_port,
+        threads=ThreadPlan(3, {"OMP_NUM_THREADS": "3"}),
+        environ={} if environ is None else environ,
+    )
+
+
+def test_router_reads_back_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = commands(
+        "--port=81 --cors-allow-origin=a --cors-allow-origin=b --max-total-tokens=99 --max-input-length=9"
+        " --disable-grammar-support --api-key=-x --shard-uds-path=/s/x --json-output --trust-remote-code"
+    ).router(FOLDER)
+    for name, value in command.environment.items():
+        monkeypatch.setenv(name, value)
+    config = RouterConfig.from_args(command.argv[3:])
+    assert config.port == 81
+    assert config.cors_allow_origin == ("a", "b")
+    assert (config.max_input_tokens, config.max_total_tokens) == (9, 99)
+    assert config.disable_grammar_support
+    assert config.trust_remote_code
+    assert config.json_output
+    assert config.api_key == "-x"
+    assert config.shard_addresses == ("unix:/s/x-0", "unix:/s/x-1")
+    assert (config.model_folder, config.model_id, config.revision) == (FOLDER, "a/b", COMMIT)
+
+
+def test_shard_reads_back_what_it_was_given() -> None:
+    command = commands("--dtype=float32 --kv-memory=2G --cuda-graphs=0 --deterministic=off").shard(
+        1, FOLDER
+    )
+    assert command.argv[3] == "serve"
+    config = ShardConfig.from_args(command.argv[4:])
+    assert (config.rank, config.world_size) == (1, 2)
+    assert config.socket_path == Path("/tmp/text-generation-server-1")
+    assert config.model_folder == FOLDER
+    assert (config.dtype, config.kv_memory, config.deterministic) == (
+        "float32",
+        2_000_000_000,
+        "off",
+    )
+    assert config.cuda_graphs == ()
+    assert config.cpu_threads == 3
+    assert command.environment["OMP_NUM_THREADS"] == "3"
+
+
+def test_children_use_the_sockets_and_the_port_that_were_claimed() -> None:
+    claimed = replace(commands(""), shard_uds_path="/private/shard", master_port=4321)
+    config = ShardConfig.from_args(claimed.shard(1, FOLDER).argv[4:])
+    assert (config.socket_path, config.master_port) == (Path("/private/shard-1"), 4321)
+    assert (
+        "--shard-addresses=unix:/private/shard-0,unix:/private/shard-1"
+        in claimed.router(FOLDER).argv
+    )
+    assert claimed.guard().argv[-1] == "/private/shard-1"
+
+
+def test_router_hears_the_hostname_as_given() -> None:
+    assert "--hostname=4f2a9c" in commands("--hostname=4f2a9c").router(FOLDER).argv
+
+
+def test_defaults_are_not_repeated() -> None:
+    argv = commands("", num_shard=1).shard(0, FOLDER).argv
+    assert argv[4:] == ("--cpu-threads=3", "--json-output", str(FOLDER))
+
+
+def test_a_draft_model_is_downloaded_and_handed_on_as_a_folder() -> None:
+    given = commands("--draft-model=org/draft --speculate=3")
+    assert "--draft-model=org/draft" in given.download().argv
+    config = ShardConfig.from_args(given.shard(0, FOLDER, Path("/hub/draft")).argv[4:])
+    assert (config.draft_model, config.speculate) == ("/hub/draft", 3)
+    without = ShardConfig.from_args(commands("").shard(0, FOLDER).argv[4:])
+    assert (without.draft_model, without.speculate) == (None, None)
+
+
+def test_hub_variables_reach_the_download(monkeypatch: pytest.MonkeyPatch) -> None:
+    environ = {"HF_API_TOKEN": "t", "PATH": "/bin", "PORT": "3", "WEIGHTS_CACHE_OVERRIDE": "/w"}
+    command = commands("--huggingface-hub-cache=/c --revision=v1", environ).download()
+    assert command.environment["HF_TOKEN"] == "t"
+    assert (
+        command.environment["HF_HUB_CACHE"] == command.environment["HUGGINGFACE_HUB_CACHE"] == "/c"
+    )
+    assert command.environment["WEIGHTS_CACHE_OVERRIDE"] == "/w"
+    assert command.environment["PATH"] == "/bin"
+    assert "PORT" not in command.environment
+    assert command.argv[3:] == ("download-weights", "a/b", "--json-output", "--revision=v1")

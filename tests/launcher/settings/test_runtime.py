@@ -1,0 +1,17 @@
+"""What `--env` prints."""
+
+from __future__ import annotations
+
+import platform
+
+from millrace_launcher.settings.runtime import runtime_info
+
+
+def test_facts_of_a_bug_report() -> None:
+    text = runtime_info({"DOCKER_LABEL": "sha-1", "VERGEN_GIT_SHA": "abc", "HF_TOKEN": "secret"})
+    assert f"Python version: {platform.python_version()}" in text
+    assert "Commit sha: abc" in text
+    assert "Docker label: sha-1" in text
+    assert "torch: " in text
+    assert "nvidia-smi: " in text
+    assert "secret" not in text

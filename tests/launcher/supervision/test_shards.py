@@ -1,0 +1,247 @@
+"""Whatever happens to the shards, they come back, or the launch ends with words; nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from millrace_testing.launcher.deployment import SERVED, Deployment, deploy
+
+BACK = "The shards are back"
+
+
+async def end_in_order(deployment: Deployment) -> None:
+    family = deployment.family()
+    deployment.process.send_signal(signal.SIGTERM)
+    assert await deployment.end() == (0, "")
+    await deployment.assert_gone(family)
+    everybody = [
+        pid for path in deployment.folder.glob("*.lives") for pid in deployment.lives(path.stem)
+    ]
+    assert not any(map(psutil.pid_exists, everybody))
+
+
+async def test_death_of_one_rank_restarts_the_group(tmp_path: Path) -> None:
+    async with deploy(tmp_path, "--num-shard=2") as deployment:
+        await deployment.until(SERVED)
+        router = deployment.pid("router")
+        numbers = (signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGRTMIN + 1)
+        for deaths, number in enumerate(numbers, start=1):
+            os.kill(deployment.pid("shard-1"), number)
+            await deployment.until(BACK, times=deaths)
+            lives = [len(deployment.lives(f"shard-{rank}")) for rank in (0, 1)]
+            assert lives == [deaths + 1] * 2
+            assert deployment.lives("router") == [router]
+            await deployment.until("router heard", times=deaths)
+            said = deployment.heard()[-1]
+            assert (len(deployment.heard()), said["event"], said["planned"]) == (
+                deaths,
+                "restarting",
+                False,
+            )
+            assert "shard-1" in str(said["reason"])
+        await end_in_order(deployment)
+
+
+async def test_stopped_rank_is_killed_with_the_group(tmp_path: Path) -> None:
+    async with deploy(tmp_path, "--num-shard=2") as deployment:
+        await deployment.until(SERVED)
+        os.kill(deployment.pid("shard-0"), signal.SIGSTOP)
+        os.kill(deployment.pid("shard-1"), signal.SIGKILL)
+        await deployment.until(BACK)
+        await end_in_order(deployment)
+
+
+async def test_kill_while_loading(tmp_path: Path) -> None:
+    async with deploy(tmp_path, "--num-shard=2", FAKE_SHARD="mute,mute,serve") as deployment:
+        for rank in (0, 1):
+            await deployment.until("is mute", times=2 * rank + 2)
+            os.kill(deployment.pid(f"shard-{rank}"), signal.SIGKILL)
+        await deployment.until(SERVED)
+        for rank in (0, 1):
+            assert f"Shard {rank} failed to start (killed by signal SIGKILL)" in deployment.output
+        assert len(deployment.lives("router")) == 1
+        await end_in_order(deployment)
+
+
+async def test_vanishing_without_a_word_is_no_reason_to_end(tmp_path: Path) -> None:
+    async with deploy(tmp_path, FAKE_SHARD="gone,serve") as deployment:
+        await deployment.until(SERVED)
+        await end_in_order(deployment)
+
+
+async def test_refusal_to_start_counts_as_a_crash_once_the_shards_have_served(
+    tmp_path: Path,
+) -> None:
+    async with deploy(tmp_path, FAKE_SHARD="serve,crash,serve") as deployment:
+        await deployment.until(SERVED)
+        os.kill(deployment.pid("shard-0"), signal.SIGKILL)
+        await deployment.until(BACK)
+        assert len(deployment.lives("shard-0")) == 3
+        assert "cannot find its feet" in deployment.output
+        await end_in_order(deployment)
+
+
+@pytest.mark.parametrize("num_shard", [1, 2])
+async def test_crash_loop_ends_with_its_own_exit_code(tmp_path: Path, num_shard: int) -> None:
+    flags = (f"--num-shard={num_shard}", "--max-restarts=2")
+    async with deploy(tmp_path, *flags, FAKE_SHARD="serve,lost") as deployment:
+        await deployment.until(SERVED)
+        family = deployment.family()
+        os.kill(deployment.pid("shard-0"), signal.SIGKILL)
+        assert await deployment.end() == (3, "Error: ShardCrashLoop\n")
+        assert deployment.output.count("Starting shard 0") == 3
+        assert "has met its end" in deployment.output
+        assert [said["event"] for said in deployment.heard()] == [*["restarting"] * 3, "gave_up"]
+        assert deployment.events()[-1] == "router stopped"
+        await deployment.assert_gone(family)
+
+
+async def test_crash_loop_before_the_first_readiness(tmp_path: Path) -> None:
+    async with deploy(tmp_path, "--max-restarts=1", FAKE_SHARD="lost") as deployment:
+        assert await deployment.end() == (3, "Error: ShardCrashLoop\n")
+        assert len(deployment.lives("shard-0")) == 2
+        assert not (tmp_path / "router.pid").exists()
+        await deployment.assert_gone([])
+
+
+async def test_no_restarts_at_all(tmp_path: Path) -> None:
+    async with deploy(tmp_path, "--max-restarts=0") as deployment:
+        await deployment.until(SERVED)
+        family = deployment.family()
+        os.kill(deployment.pid("shard-0"), signal.SIGKILL)
+        assert (await deployment.end())[0] == 3
+        await deployment.assert_gone(family)
+
+
+async def test_progress_resets_the_breaker(tmp_path: Path) -> None:
+    async with deploy(tmp_path, "--max-restarts=1") as deployment:
+        await deployment.until(SERVED)
+        for deaths in (1, 2, 3):
+            await deployment.tell('{"event": "progress"}')
+            os.kill(deployment.pid("shard-0"), signal.SIGKILL)
+            await deployment.until(BACK, times=deaths)
+        os.kill(deployment.pid("shard-0"), signal.SIGKILL)
+        assert (await deployment.end())[0] == 3
+
+
+async def test_search_for_a_poison_request_has_restarts_of_its_own(tmp_path: Path) -> None:
+    async with deploy(tmp_path, "--max-restarts=0") as deployment:
+        await deployment.until(SERVED)
+        await deployment.tell('{"event": "suspects", "count": 1}')
+        for deaths in range(1, 5):
+            os.kill(deployment.pid("shard-0"), signal.SIGKILL)
+            await deployment.until(BACK, times=deaths)
+        os.kill(deployment.pid("shard-0"), signal.SIGKILL)
+        assert (await deployment.end())[0] == 3
+
+
+async def test_shards_that_cannot_load_do_not_use_up_the_restarts_of_a_search(
+    tmp_path: Path,
+) -> None:
+    async with deploy(tmp_path, "--max-restarts=1", FAKE_SHARD="serve,lost") as deployment:
+        await deployment.until(SERVED)
+        await deployment.tell('{"event": "suspects", "count": 1}')
+        os.kill(deployment.pid("shard-0"), signal.SIGKILL)
+        assert (await deployment.end())[0] == 3
+        assert len(deployment.lives("shard-0")) == 3
+
+
+async def test_router_has_hanging_shards_killed(tmp_path: Path) -> None:
+    async with deploy(tmp_path, "--num-shard=2", FAKE_SHARD="deaf") as deployment:
+        await deployment.until(SERVED)
+        os.kill(deployment.pid("shard-0"), signal.SIGSTOP)
+        await deployment.tell('{"event": "restart", "reason": "no step for 30 s"}')
+        await deployment.until(BACK)
+        await deployment.until("router heard")
+        assert deployment.heard() == [
+            {"event": "restarting", "planned": False, "reason": "no step for 30 s"}
+        ]
+        assert [len(deployment.lives(f"shard-{rank}")) for rank in (0, 1)] == [2, 2]
+        for rank in (0, 1):
+            # Whose peer has died is killed by the launcher as well.
+            with suppress(ProcessLookupError):
+                os.kill(deployment.pid(f"shard-{rank}"), signal.SIGKILL)
+
+
+async def test_garbage_from_the_router_is_dropped(tmp_path: Path) -> None:
+    async with deploy(tmp_path, "--max-restarts=1") as deployment:
+        await deployment.until(SERVED)
+        for line in (
+            "{",
+            "7",
+            '{"event": 1}',
+            '{"event": "restart"}',
+            '{"event": "x"}',
+            "[" * 5000,
+        ):
+            await deployment.tell(line)
+        await deployment.tell('{"event": "restart", "reason": "r"}')
+        await deployment.until(BACK)
+        assert len(deployment.lives("shard-0")) == 2
+        await end_in_order(deployment)
+
+
+async def test_sighup_replaces_the_shards(tmp_path: Path) -> None:
+    async with deploy(tmp_path, "--num-shard=2", "--max-restarts=0") as deployment:
+        await deployment.until(SERVED)
+        for times in (1, 2):
+            deployment.process.send_signal(signal.SIGHUP)
+            await deployment.until(BACK, times=times)
+        await deployment.until("router heard", times=2)
+        assert [(said["event"], said["planned"]) for said in deployment.heard()] == [
+            ("restarting", True)
+        ] * 2
+        assert [len(deployment.lives(f"shard-{rank}")) for rank in (0, 1)] == [3, 3]
+        assert len(deployment.lives("router")) == 1
+        await end_in_order(deployment)
+
+
+async def test_sighup_while_the_shards_load_waits_for_them(tmp_path: Path) -> None:
+    async with deploy(tmp_path, FAKE_SHARD="serve,mute,serve") as deployment:
+        await deployment.until(SERVED)
+        os.kill(deployment.pid("shard-0"), signal.SIGKILL)
+        await deployment.until("is mute")
+        deployment.process.send_signal(signal.SIGHUP)
+        await deployment.until("SIGHUP received")
+        os.kill(deployment.pid("shard-0"), signal.SIGKILL)
+        await deployment.until(BACK, times=2)
+        await deployment.until("router heard", times=3)
+        assert [said["planned"] for said in deployment.heard()] == [False, False, True]
+        await end_in_order(deployment)
+
+
+async def test_sigterm_during_the_pause_before_a_restart(tmp_path: Path) -> None:
+    flags = ("--max-restarts=60", "--graceful-termination-timeout=600")
+    async with deploy(tmp_path, *flags, FAKE_SHARD="serve,lost", FAKE_DELAY="30") as deployment:
+        await deployment.until(SERVED)
+        os.kill(deployment.pid("shard-0"), signal.SIGKILL)
+        await deployment.until("Restarting the shards in 30 s")
+        await end_in_order(deployment)
+        assert deployment.heard()[-1]["event"] == "gave_up"
+
+
+async def test_sigterm_while_the_shards_load_again(tmp_path: Path) -> None:
+    async with deploy(tmp_path, "--num-shard=2", FAKE_SHARD="serve,mute") as deployment:
+        await deployment.until(SERVED)
+        os.kill(deployment.pid("shard-0"), signal.SIGKILL)
+        await deployment.until("is mute", times=2)
+        await end_in_order(deployment)
+
+
+async def test_guard_ends_what_restarted_shards_have_started(tmp_path: Path) -> None:
+    async with deploy(tmp_path, "--num-shard=2", FAKE_SHARD="parent") as deployment:
+        await deployment.until(SERVED)
+        os.kill(deployment.pid("shard-0"), signal.SIGKILL)
+        await deployment.until(BACK)
+        family = deployment.family()
+        # Two shards with a child each, the router and the guard.
+        assert len(family) == 6
+        deployment.process.kill()
+        await deployment.end()
+        await deployment.assert_gone(family)

@@ -1,0 +1,40 @@
+"""The port of a server of millrace-verify's own, which is chosen long before the server listens on it."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from millrace_launcher.verify.servers.deployment import Deployer
+
+SERVER = """
+import socket, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Ready(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+port = next(int(word.partition("=")[2]) for word in sys.argv if word.startswith("--port="))
+with socket.socket() as somebody:
+    try:
+        somebody.bind(("127.0.0.1", port))
+    except OSError:
+        print(port, "kept", flush=True)
+    else:
+        print(port, "given away", flush=True)
+HTTPServer(("127.0.0.1", port), Ready).serve_forever()
+"""
+
+
+def test_nobody_gets_the_port_before_the_server_listens(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(SERVER)
+    deployer = Deployer(model=None, logs=tmp_path, launcher=(str(program),))
+    with deployer.deployed("x") as server:
+        assert server.client.is_ready()
+    port, what = (tmp_path / "x.log").read_text().split("\n")[0].split(maxsplit=1)
+    assert (f"http://127.0.0.1:{port}", what) == (server.client.url, "kept")
+    with socket.socket() as anybody:
+        anybody.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        anybody.bind(("127.0.0.1", int(port)))

@@ -1,0 +1,276 @@
+"""What Anthropic's requests become in the words of OpenAI's chat, and which of them are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from millrace_router.api.anthropic.request import CountTokensRequest, MessagesRequest
+from millrace_router.api.anthropic.to_chat import chat_body
+from millrace_router.api.openai.chat_request import ChatCompletionRequest
+from millrace_router.errors import BodyShapeError, ValidationError
+from millrace_router.server.bodies import to_model
+
+USER = {"role": "user", "content": "hello"}
+CALL = {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 1}}
+CALLED = {
+    "id": "1",
+    "type": "function",
+    "function": {"name": "add", "arguments": '{"a":1}'},
+}
+RESULT = {"type": "tool_result", "tool_use_id": "toolu_1"}
+TOOL = {"name": "add", "description": "Adds", "input_schema": {"type": "object"}}
+
+
+def text(value: str) -> dict[str, str]:
+    return {"type": "text", "text": value}
+
+
+def translated(body: dict[str, Any]) -> dict[str, Any]:
+    """The chat that a body becomes, without what is unsaid; OpenAI's own model has to accept it."""
+    asked = to_model({"max_tokens": 5, "messages": [USER]} | body, MessagesRequest)
+    chat = chat_body(asked)
+    to_model(chat, ChatCompletionRequest)
+    return {key: value for key, value in chat.items() if value is not None}
+
+
+CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
+    "a string": ([USER], [USER]),
+    "blocks of text, a line each": (
+        [{"role": "user", "content": [text("a"), text("b")]}],
+        [{"role": "user", "content": "a\nb"}],
+    ),
+    "turns of one role are one": (
+        [USER, {"role": "user", "content": [text("again")]}],
+        [{"role": "user", "content": "hello\nagain"}],
+    ),
+    "no blocks": ([{"role": "user", "content": []}], [{"role": "user", "content": ""}]),
+    "a system turn in between": (
+        [USER, {"role": "system", "content": "be brief"}, USER],
+        [USER, {"role": "system", "content": "be brief"}, USER],
+    ),
+    "thoughts are left out": (
+        [
+            USER,
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "hm", "signature": "s"},
+                    {"type": "redacted_thinking", "data": "x"},
+                    text("hi"),
+                ],
+            },
+        ],
+        [USER, {"role": "assistant", "content": "hi"}],
+    ),
+    "a call and its result": (
+        [
+            USER,
+            {"role": "assistant", "content": [text("I add."), CALL]},
+            {"role": "user", "content": [RESULT | {"content": "2"}]},
+        ],
+        [
+            USER,
+            {"role": "assistant", "content": "I add.", "tool_calls": [CALLED]},
+            {"role": "tool", "tool_call_id": "1", "name": "add", "content": "2"},
+        ],
+    ),
+    "a call alone has no content": (
+        [
+            USER,
+            {"role": "assistant", "content": [CALL]},
+            {"role": "user", "content": [RESULT | {"content": [text("2"), text("3")]}]},
+        ],
+        [
+            USER,
+            {"role": "assistant", "content": None, "tool_calls": [CALLED]},
+            {"role": "tool", "tool_call_id": "1", "name": "add", "content": "2\n3"},
+        ],
+    ),
+    "text around results stays where it is": (
+        [
+            {
+                "role": "user",
+                "content": [
+                    text("before"),
+                    RESULT,
+                    RESULT | {"tool_use_id": "toolu_2", "content": None},
+                    text("after"),
+                ],
+            }
+        ],
+        [
+            {"role": "user", "content": "before"},
+            {"role": "tool", "tool_call_id": "1", "name": None, "content": ""},
+            {"role": "tool", "tool_call_id": "2", "name": None, "content": ""},
+            {"role": "user", "content": "after"},
+        ],
+    ),
+    "results of calls that failed": (
+        [
+            {
+                "role": "user",
+                "content": [
+                    RESULT | {"content": "no such file", "is_error": True},
+                    RESULT | {"is_error": True},
+                    RESULT | {"content": "fine", "is_error": False},
+                ],
+            }
+        ],
+        [
+            {"role": "tool", "tool_call_id": "1", "name": None, "content": said}
+            for said in ("Error: no such file", "Error", "fine")
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_turns(name: str) -> None:
+    turns, expected = CONVERSATIONS[name]
+    assert translated({"messages": turns})["messages"] == expected
+
+
+@pytest.mark.parametrize("system", ["be kind", [text("be"), text("kind")]], ids=["text", "blocks"])
+def test_the_system_prompt_comes_first(system: object) -> None:
+    first, second = translated({"system": system})["messages"]
+    assert first["role"] == "system"
+    assert first["content"].split() == ["be", "kind"]
+    assert second == USER
+
+
+def test_parameters() -> None:
+    asked = {
+        "model": "claude",
+        "stop_sequences": ["x"],
+        "stream": True,
+        "temperature": 0.5,
+        "top_p": 0.75,
+        "top_k": 5,
+        "metadata": {"user_id": "u"},
+        "thinking": {"type": "disabled"},
+        "service_tier": "auto",
+    }
+    assert translated(asked) == {
+        "model": "claude",
+        "messages": [USER],
+        "max_tokens": 5,
+        "stop": ["x"],
+        "stream": True,
+        "temperature": 0.5,
+        "top_p": 0.75,
+        "top_k": 5,
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+
+
+def test_a_null_is_as_good_as_nothing() -> None:
+    optional = set(MessagesRequest.model_fields) - {"messages", "max_tokens"}
+    assert translated(dict.fromkeys(optional)) == translated({})
+
+
+def test_top_p_of_one_is_no_restriction() -> None:
+    assert "top_p" not in translated({"top_p": 1})
+
+
+def test_a_schema_for_the_text() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    asked = {
+        "output_config": {"format": {"type": "json_schema", "schema": schema}, "effort": "low"}
+    }
+    assert translated(asked)["response_format"] == {
+        "type": "json_schema",
+        "json_schema": {"name": "output", "schema": schema, "strict": True},
+    }
+
+
+def test_tools() -> None:
+    tools = [
+        TOOL | {"strict": True, "cache_control": {"type": "ephemeral"}},
+        TOOL | {"type": "custom"},
+    ]
+    first, second = translated({"tools": tools})["tools"]
+    assert first == {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Adds",
+            "parameters": {"type": "object"},
+            "strict": True,
+        },
+    }
+    assert second["function"]["strict"] is None
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ({"type": "auto"}, "auto"),
+        ({"type": "any"}, "required"),
+        ({"type": "none"}, "none"),
+        ({"type": "tool", "name": "add"}, {"type": "function", "function": {"name": "add"}}),
+    ],
+    ids=lambda value: value["type"] if isinstance(value, dict) else value,
+)
+def test_choices_of_a_tool(choice: dict[str, Any], expected: object) -> None:
+    for parallel in (True, False):
+        asked = choice | {"disable_parallel_tool_use": not parallel}
+        chat = translated({"tools": [TOOL], "tool_choice": asked})
+        assert chat["tool_choice"] == expected
+        assert chat["parallel_tool_calls"] is parallel
+
+
+def in_content(block: dict[str, Any], role: str = "user") -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": [block]}, USER]}
+
+
+IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
+MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
+    "no max_tokens": ({"max_tokens": None}, "max_tokens: Input should be a valid integer"),
+    "none to generate": ({"max_tokens": 0}, "max_tokens: "),
+    "no turns": ({"messages": []}, "messages: "),
+    "another role": ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role: "),
+    "an image": (
+        in_content(IMAGE),
+        "messages[0].content[0]: Input should be a block of type 'text'",
+    ),
+    "a document": (in_content({"type": "document"}), "documents and all others are not supported"),
+    "an image in a result": (
+        in_content(RESULT | {"content": [IMAGE]}),
+        "messages[0].content[0].tool_result.content[0].type: Input should be 'text'",
+    ),
+    "a call by the user": (
+        in_content(CALL),
+        "a turn of role 'user' has no block of type 'tool_use'",
+    ),
+    "a result by the assistant": (in_content(RESULT, "assistant"), "'tool_result'"),
+    "thoughts of its own": (
+        {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+        "thinking.type: Input should be 'disabled'",
+    ),
+    "a tool of the server's": (
+        {"tools": [TOOL | {"type": "web_search_20250305"}]},
+        "tools[0].type: Input should be 'custom'",
+    ),
+    "a choice of no tool": ({"tool_choice": {"type": "tool"}}, "needs a `name`"),
+    "a number as text": ({"top_k": "5"}, "top_k: "),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_what_is_malformed_is_said_where_it_is(name: str) -> None:
+    body, message = MALFORMED[name]
+    with pytest.raises(BodyShapeError) as caught:
+        translated(body)
+    assert message in str(caught.value)
+
+
+def test_a_call_at_the_end_lacks_its_result() -> None:
+    with pytest.raises(ValidationError, match="tool_result"):
+        translated({"messages": [USER, {"role": "assistant", "content": [CALL]}]})
+
+
+def test_tokens_are_counted_without_what_only_an_answer_needs() -> None:
+    asked = to_model({"messages": [USER], "system": "be kind", "tools": [TOOL]}, CountTokensRequest)
+    assert to_model(chat_body(asked), ChatCompletionRequest).max_tokens is None

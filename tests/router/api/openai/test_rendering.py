@@ -1,0 +1,50 @@
+"""What is rendered by hand for speed equals the JSON writer's rendering of the same answer."""
+
+from __future__ import annotations
+
+import orjson
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from millrace_router.api.completions.answers import CompletionChunks
+from millrace_router.api.completions.text import CompletionPiece
+from millrace_router.api.openai.answers import AnswerHead, ChunkTemplate, Usage
+from millrace_router.api.openai.chat_answers import ChatAnswers
+from millrace_router.api.openai.choice import Piece
+from millrace_router.api.tgi.answers import plain_event, stream_json
+from millrace_router.request.events import Token, TokenEvent
+from millrace_router.server.sse import event
+
+TEXTS = st.text() | st.sampled_from(
+    ['"', "\\", "%b%d{}", "\0\x1f\x7f", "\u2028é好😀", "\r\n\t", ""]
+)
+FLOATS = st.floats(width=32) | st.sampled_from([0.0, -0.0, 1e-45, -1.3242188])
+
+
+@given(st.integers(1, 2**40), st.integers(0, 2**32 - 1), TEXTS, FLOATS, st.booleans())
+@example(1, 5, "x", float("nan"), True)
+def test_a_token(index: int, id_: int, text: str, logprob: float, special: bool) -> None:
+    token = TokenEvent(index, Token(id_, text, logprob, special))
+    assert plain_event(token) == orjson.dumps(stream_json(token))
+
+
+@given(TEXTS.filter(bool), TEXTS, st.integers(0, 3), st.booleans())
+def test_a_chunk_of_a_chat(text: str, model: str, index: int, strict_tgi: bool) -> None:
+    head = AnswerHead("chat.completion", "chatcmpl", model=model, fingerprint="1-native")
+    answers = ChatAnswers(head, strict_tgi=strict_tgi)
+    template = ChunkTemplate(lambda text: answers.text_chunk(index, text))
+    (chunk,) = answers.chunks(index, Piece(text, None, 1, None))
+    assert template.fill(text) == orjson.dumps(chunk)
+    framed = ChunkTemplate(lambda text: answers.text_chunk(index, text), frame=event)
+    assert framed.fill(text) == event(orjson.dumps(chunk))
+
+
+@given(TEXTS, TEXTS, st.integers(0, 3), st.booleans())
+def test_a_chunk_of_a_completion(text: str, model: str, index: int, strict_tgi: bool) -> None:
+    head = AnswerHead("text_completion", "cmpl", model=model, fingerprint="1-native")
+    chunks = CompletionChunks(
+        head, includes_usage=False, tells_usage_always=False, strict_tgi=strict_tgi
+    )
+    chunk = chunks.chunk(index, CompletionPiece(text, None, 1, None), Usage(1, 1))
+    template = ChunkTemplate(lambda text: chunks.text_chunk(index, text))
+    assert template.fill(text) == orjson.dumps(chunk)

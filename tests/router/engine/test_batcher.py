@@ -1,0 +1,479 @@
+"""The batcher over a fake shard that checks every step and whose tokens depend on the whole sequence."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace_router.engine.batcher import Batcher
+from millrace_router.errors import GenerationError, ShuttingDown
+from millrace_router.request.events import PromptLogprobs, TokenEvent
+from millrace_router.request.request import FinishReason, Grammar, GrammarKind, ValidRequest
+from millrace_testing.router.fake_router import (
+    DirectShards,
+    collect,
+    end_of,
+    ids_of,
+    new_batcher,
+    request,
+    running,
+)
+from millrace_testing.shards.fake_shard import EOS_TOKEN_ID, FakeShard, continuation
+from millrace_testing.shards.hash_shard import HashShard
+
+requests = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 90), min_size=1, max_size=40),
+        st.integers(1, 12),
+        st.none() | st.integers(0, 6),
+    ),
+    min_size=1,
+    max_size=25,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(requests, st.integers(1, 24), st.integers(1, 16), st.integers(1, 3))
+def test_every_request_ends_once_with_its_own_tokens(
+    wanted: list[tuple[list[int], int, int | None]], prefill: int, rows: int, depth: int
+) -> None:
+    """Whoever shares the batch, leaves it, or waits: outputs are those of the request alone."""
+
+    async def run() -> None:
+        shard = FakeShard(num_blocks=32, block_size=4)
+        batcher = new_batcher(
+            DirectShards(shard),
+            shard,
+            max_batch_prefill_tokens=prefill + rows,
+            max_batch_size=rows,
+            depth=depth,
+        )
+
+        async def client(ids: list[int], count: int, leave_after: int | None) -> None:
+            stream = batcher.submit(request(ids, count))
+            if leave_after is None:
+                assert ids_of(await collect(stream)) == continuation(ids, count)
+                return
+            seen: list[int] = []
+            while len(seen) < leave_after:
+                event = await anext(stream, None)
+                if not isinstance(event, TokenEvent):
+                    break
+                seen.append(event.token.id)
+            stream.close()
+            assert seen == continuation(ids, len(seen))
+
+        async with running(batcher):
+            await asyncio.gather(*(client(*one) for one in wanted))
+            await until_idle(shard)
+        assert shard.sequences == {}
+
+    asyncio.run(run())
+
+
+async def until_idle(shard: FakeShard) -> None:
+    """Let the loop turn until the shard has been told to drop everything."""
+    for _ in range(1000):
+        if not shard.sequences:
+            return
+        await asyncio.sleep(0)
+    pytest.fail(f"sequences left behind: {shard.sequences}")
+
+
+@pytest.fixture
+def _without_collector() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_without_collector")
+@pytest.mark.parametrize("leaves", [False, True], ids=["ends", "leaves"])
+async def test_a_request_is_freed_when_it_has_gone_and_not_by_the_collector(leaves: bool) -> None:
+    """Otherwise memory grows for as long as the collector sees no reason to come."""
+    shard = FakeShard()
+    batcher = new_batcher(DirectShards(shard), shard)
+    async with running(batcher):
+        stream = batcher.submit(request([1] * 5, 8))
+        if leaves:
+            await anext(stream)
+        else:
+            await collect(stream)
+        stream.close()
+        gone = weakref.ref(stream)
+        del stream
+        await until_idle(shard)
+        batcher.estimate(request([1] * 5, 8))
+        await collect(batcher.submit(request([2], 1)))
+        assert gone() is None
+
+
+async def test_requests_join_while_others_decode_and_blocks_are_reused() -> None:
+    shard = FakeShard(num_blocks=6, block_size=4)
+    batcher = new_batcher(DirectShards(shard), shard)
+    async with running(batcher):
+        first = batcher.submit(request([1] * 5, 8))
+        await anext(first)
+        second = batcher.submit(request([2] * 5, 4))
+        third = batcher.submit(request([3] * 5, 4))
+        outputs = await asyncio.gather(*(collect(s) for s in (first, second, third)))
+    assert ids_of(outputs[1]) == continuation([2] * 5, 4)
+    assert ids_of(outputs[2]) == continuation([3] * 5, 4)
+    joined = [s for s in shard.steps if s.prefill.change.admitted and s.prefill.decode_slots]
+    assert joined, "the second request was not admitted beside a running decode"
+    grown = [
+        block
+        for step in shard.steps
+        for block in (*step.prefill.change.grown_blocks, *step.decode.change.grown_blocks)
+    ]
+    assert len(grown) > len(set(grown)), "five blocks served seven blocks' worth of sequences"
+
+
+async def test_two_steps_are_in_flight() -> None:
+    """Step n+1 is sent before n is answered, and names no token of it."""
+    shard = FakeShard()
+    shards = DirectShards(shard)
+    batcher = new_batcher(shards, shard)
+    depths: list[int] = []
+    receive = shards.receive
+
+    async def watched() -> object:
+        depths.append(shards.last_sent - len(depths))
+        return await receive()
+
+    shards.receive = watched  # type: ignore[method-assign,assignment]
+    async with running(batcher):
+        await collect(batcher.submit(request([1, 2, 3], 10)))
+    assert max(depths) == 2
+
+
+async def test_what_the_router_takes_for_an_answer_is_not_how_long_nobody_came(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    late, seen = [0.0], list[float]()
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late[0])
+    monkeypatch.setattr("millrace_router.engine.batcher.time", clock)
+    shard = HashShard()
+    batcher = new_batcher(DirectShards(shard), shard)
+    monkeypatch.setattr(batcher._prospects.cost.variation, "turned", seen.append)
+    async with running(batcher):
+        for _ in range(3):
+            await collect(batcher.submit(request([1, 2], 6)))
+            while batcher._flights:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            late[0] += 1000.0
+    assert len(seen) > 6
+    assert max(seen) < 500.0
+
+
+async def test_end_of_sequence_costs_at_most_one_discarded_token() -> None:
+    shard = FakeShard()
+    shard.eos_after[0] = 3
+    batcher = new_batcher(DirectShards(shard), shard)
+    async with running(batcher):
+        events = await collect(batcher.submit(request([5, 6], 50)))
+        await until_idle(shard)
+    assert ids_of(events) == [*continuation([5, 6], 3), EOS_TOKEN_ID]
+    assert end_of(events).finish_reason is FinishReason.EOS_TOKEN
+    forwards = [s for s in shard.steps if s.WhichOneof("work") in {"prefill", "decode"}]
+    assert len(forwards) <= 5
+
+
+async def test_ignore_eos_goes_on() -> None:
+    shard = FakeShard()
+    shard.eos_after[0] = 2
+    batcher = new_batcher(DirectShards(shard), shard)
+    async with running(batcher):
+        events = await collect(
+            batcher.submit(ValidRequest(input_ids=(5, 6), max_new_tokens=6, ignore_eos=True))
+        )
+    assert len(ids_of(events)) == 6
+
+
+async def test_a_stop_sequence_ends_and_stays_in_the_text() -> None:
+    shard = FakeShard()
+    expected = continuation([8], 6)
+    batcher = new_batcher(DirectShards(shard), shard)
+    async with running(batcher):
+        events = await collect(
+            batcher.submit(
+                ValidRequest(
+                    input_ids=(8,),
+                    max_new_tokens=20,
+                    stop_sequences=(f"w{expected[3]} w{expected[4]}",),
+                )
+            )
+        )
+    assert ids_of(events) == expected[:5]
+    finished = end_of(events)
+    assert finished.finish_reason is FinishReason.STOP_SEQUENCE
+    assert finished.generated_text.endswith(f"w{expected[3]} w{expected[4]}")
+
+
+async def test_a_failed_step_is_computed_again_and_nobody_hears_of_it() -> None:
+    shard = FakeShard()
+    batcher = new_batcher(DirectShards(shard), shard, max_batch_size=1)
+    async with running(batcher):
+        running_stream = batcher.submit(request([1, 2], 30))
+        waiting_stream = batcher.submit(request([3, 4], 5))
+        await anext(running_stream)
+        shard.fail_next = "the device caught fire"
+        first = await collect(running_stream)
+        assert [event.token.id for event in first if isinstance(event, TokenEvent)] == (
+            continuation([1, 2], 30)[1:]
+        )
+        assert ids_of(await collect(waiting_stream)) == continuation([3, 4], 5)
+
+
+async def test_a_row_that_is_not_finite_fails_alone() -> None:
+    shard = FakeShard()
+    shard.not_finite.add(1)
+    batcher = new_batcher(DirectShards(shard), shard)
+    async with running(batcher):
+        good, bad = batcher.submit(request([1], 6)), batcher.submit(request([2], 6))
+        with pytest.raises(GenerationError, match="not finite"):
+            await collect(bad)
+        assert ids_of(await collect(good)) == continuation([1], 6)
+
+
+async def test_a_row_whose_grammar_cannot_be_followed_fails_alone_and_is_told_why() -> None:
+    shard = FakeShard()
+    shard.not_finite.add(1)
+    batcher = new_batcher(DirectShards(shard), shard)
+    async with running(batcher):
+        guided = ValidRequest(
+            input_ids=(2,), max_new_tokens=6, grammar=Grammar(GrammarKind.REGEX, "a+")
+        )
+        good, bad = batcher.submit(request([1], 6)), batcher.submit(guided)
+        with pytest.raises(
+            GenerationError, match="cannot be followed any further: too many states"
+        ):
+            await collect(bad)
+        assert ids_of(await collect(good)) == continuation([1], 6)
+
+
+async def test_leaving_mid_prefill_and_while_queued_frees_everything() -> None:
+    shard = FakeShard(num_blocks=40)
+    batcher = new_batcher(DirectShards(shard), shard, max_batch_prefill_tokens=4, max_batch_size=1)
+    async with running(batcher):
+        long_prompt = batcher.submit(request([1] * 100, 5))
+        queued = batcher.submit(request([2], 5))
+        while not shard.sequences:
+            await asyncio.sleep(0)
+        queued.close()
+        long_prompt.close()
+        await until_idle(shard)
+        assert ids_of(await collect(batcher.submit(request([4] * 100, 5)))) == continuation(
+            [4] * 100, 5
+        )
+    computed = sum(sum(s.prefill.chunk_tokens) for s in shard.steps)
+    assert computed < 200, "the abandoned prompt was computed to its end"
+
+
+async def test_leaving_a_running_stream_frees_its_blocks_within_the_steps_in_flight() -> None:
+    shard = FakeShard()
+    batcher = new_batcher(DirectShards(shard), shard)
+    async with running(batcher):
+        leaver = batcher.submit(request([1, 2, 3], 40))
+        stayer = batcher.submit(request([4, 5, 6], 40))
+        for _ in range(5):
+            await anext(leaver)
+        slot = shard.steps[1].prefill.change.admitted[0].slot
+        leaver.close()
+        seen = len(shard.steps)
+        assert ids_of(await collect(stayer)) == continuation([4, 5, 6], 40)
+    after = shard.steps[seen:]
+    dropped_in = next(i for i, s in enumerate(after) if slot in s.decode.change.dropped_slots)
+    assert dropped_in <= 1, "a step was sent with a row that nobody reads"
+    assert all(slot not in step.decode.decode_slots for step in after[dropped_in:])
+
+
+async def test_a_prompt_goes_on_beside_decodes_that_use_up_the_budget() -> None:
+    shard = FakeShard(num_blocks=64, block_size=4)
+    batcher = new_batcher(DirectShards(shard), shard, max_batch_prefill_tokens=4, max_batch_size=8)
+    async with running(batcher):
+        short = [batcher.submit(request([i], 60)) for i in range(3)]
+        for stream in short:
+            await anext(stream)
+        long_prompt = batcher.submit(request([9] * 40, 2))
+        while not any(
+            s.prefill.change.admitted and len(s.prefill.decode_slots) == 3 for s in shard.steps
+        ):
+            await asyncio.sleep(0)
+        admitted_at = len(shard.steps)
+        events = await collect(long_prompt)
+        assert ids_of(events) == continuation([9] * 40, 2)
+        assert len(shard.steps) - admitted_at < 20, "the prompt crawled one token a step"
+        for stream in short:
+            stream.close()
+
+
+async def test_prompt_logprobs_arrive_whole_before_the_first_token() -> None:
+    shard = FakeShard()
+    batcher = new_batcher(DirectShards(shard), shard, max_batch_prefill_tokens=3)
+    async with running(batcher):
+        events = await collect(
+            batcher.submit(
+                ValidRequest(
+                    input_ids=tuple(range(10)),
+                    max_new_tokens=2,
+                    prefill_logprobs=True,
+                    prompt_top_n_tokens=2,
+                )
+            )
+        )
+    assert isinstance(events[0], PromptLogprobs)
+    for i in range(1, 10):
+        assert list(events[0].candidates(i)) == [(i, -i), (i + 1, -i - 0.5)]
+    assert events[0].ids == tuple(range(10))
+    assert events[0].logprobs[1:] == tuple(-float(i) for i in range(1, 10))
+
+
+async def test_stopping_ends_every_stream() -> None:
+    shard = FakeShard()
+    batcher = new_batcher(DirectShards(shard), shard, max_batch_size=1)
+    async with running(batcher):
+        one, two = batcher.submit(request([1], 50)), batcher.submit(request([2], 50))
+        await anext(one)
+    with pytest.raises(GenerationError):
+        await collect(one)
+    with pytest.raises(ShuttingDown):
+        await collect(two)
+    with pytest.raises(ShuttingDown):
+        batcher.submit(request([3], 1))
+
+
+SPECULATE = 4
+
+
+def speculating(num_right: Callable[[int], int] = int) -> tuple[FakeShard, Batcher]:
+    """A shard whose guesses are right as `num_right` says of so many, and a batcher that allows all it can."""
+    shard = FakeShard(num_blocks=200)
+    shard.speculate, shard.num_right = SPECULATE, num_right
+    return shard, new_batcher(
+        DirectShards(shard), shard, max_batch_prefill_tokens=64, speculate=SPECULATE
+    )
+
+
+def samples(batcher: Batcher, name: str) -> dict[str, float]:
+    """Values of a metric by the label `le`, or by nothing."""
+    registry = batcher._metrics._metrics.registry
+    found = [sample for metric in registry.collect() for sample in metric.samples]
+    return {sample.labels.get("le", ""): sample.value for sample in found if sample.name == name}
+
+
+async def test_tokens_of_one_step_are_events_of_their_own() -> None:
+    shard, batcher = speculating()
+    async with running(batcher):
+        streams = [batcher.submit(request([number] * 3, 23)) for number in range(3)]
+        outputs = [ids_of(events) for events in await asyncio.gather(*map(collect, streams))]
+    assert outputs == [continuation([number] * 3, 23) for number in range(3)]
+    forwards = [s for s in shard.steps if s.WhichOneof("work") in {"prefill", "decode"}]
+    assert len(forwards) < 10
+
+
+@pytest.mark.parametrize("right", range(SPECULATE + 1))
+async def test_guesses_are_counted_and_so_is_what_they_saved(right: int) -> None:
+    _, batcher = speculating(lambda guesses: min(guesses, right))
+    async with running(batcher):
+        await collect(batcher.submit(request([1] * 3, 200)))
+    drafted = samples(batcher, "millrace_speculation_drafted_tokens_total")[""]
+    accepted = samples(batcher, "millrace_speculation_accepted_tokens_total")[""]
+    assert accepted == pytest.approx(drafted * right / SPECULATE, rel=0.05)
+    assert samples(batcher, "tgi_request_skipped_tokens_sum")[""] == accepted
+    buckets = samples(batcher, "tgi_request_skipped_tokens_bucket")
+    count = samples(batcher, "tgi_request_skipped_tokens_count")[""]
+    below = buckets[str(right - 1)] if right else 0.0
+    assert buckets[str(right)] - below > 0.9 * count
+
+
+async def test_what_follows_the_end_of_sequence_in_its_step_is_dropped() -> None:
+    shard, batcher = speculating()
+    shard.eos_after[0] = 7
+    async with running(batcher):
+        events = await collect(batcher.submit(request([5, 6], 50)))
+        await until_idle(shard)
+    assert ids_of(events) == [*continuation([5, 6], 7), EOS_TOKEN_ID]
+    assert end_of(events).finish_reason is FinishReason.EOS_TOKEN
+
+
+@pytest.mark.parametrize("place", range(5))
+async def test_what_follows_a_stop_sequence_in_its_step_is_dropped(place: int) -> None:
+    shard, batcher = speculating()
+    expected = continuation([8], 20)
+    stop = f"w{expected[4 + place]} w{expected[5 + place]}"
+    async with running(batcher):
+        events = await collect(
+            batcher.submit(ValidRequest(input_ids=(8,), max_new_tokens=40, stop_sequences=(stop,)))
+        )
+        await until_idle(shard)
+    assert ids_of(events) == expected[: 6 + place]
+    assert end_of(events).finish_reason is FinishReason.STOP_SEQUENCE
+
+
+@pytest.mark.parametrize("count", range(1, 13))
+async def test_forced_tokens_end_with_the_last_that_was_asked_for(count: int) -> None:
+    shard = FakeShard(num_blocks=100)
+    shard.num_forced = 5
+    batcher = new_batcher(DirectShards(shard), shard, max_batch_prefill_tokens=64)
+    guided = ValidRequest(
+        input_ids=(1, 2), max_new_tokens=count, grammar=Grammar(GrammarKind.REGEX, ".*")
+    )
+    async with running(batcher):
+        events, plain = await asyncio.gather(
+            collect(batcher.submit(guided)), collect(batcher.submit(request([3], 9)))
+        )
+        await until_idle(shard)
+    assert ids_of(events) == continuation([1, 2], count)
+    assert end_of(events).finish_reason is FinishReason.LENGTH
+    assert ids_of(plain) == continuation([3], 9)
+
+
+async def test_steps_that_yield_nothing_are_no_steps_that_saved_one() -> None:
+    """A chain of 20 takes two steps, of which the first is without a token."""
+    shard = FakeShard(num_blocks=100)
+    shard.num_forced = 20
+    batcher = new_batcher(DirectShards(shard), shard, max_batch_prefill_tokens=64)
+    guided = ValidRequest(
+        input_ids=(1, 2), max_new_tokens=60, grammar=Grammar(GrammarKind.REGEX, ".*")
+    )
+    async with running(batcher):
+        assert ids_of(await collect(batcher.submit(guided))) == continuation([1, 2], 60)
+    assert samples(batcher, "tgi_request_skipped_tokens_count") == {"": 3.0}
+    assert samples(batcher, "tgi_request_skipped_tokens_sum") == {"": 57.0}
+
+
+async def test_a_failed_step_of_guesses_is_computed_again_from_the_tokens_delivered() -> None:
+    shard, batcher = speculating(lambda guesses: guesses // 2)
+    async with running(batcher):
+        streams = [batcher.submit(request([number], 60)) for number in range(3)]
+        first = await anext(streams[0])
+        assert isinstance(first, TokenEvent)
+        shard.fail_next = "the device caught fire"
+        outputs = await asyncio.gather(*map(collect, streams))
+        await until_idle(shard)
+    assert [first.token.id, *(e.token.id for e in outputs[0] if isinstance(e, TokenEvent))] == (
+        continuation([0], 60)
+    )
+    assert [ids_of(events) for events in outputs[1:]] == [
+        continuation([number], 60) for number in (1, 2)
+    ]
+
+
+async def test_a_row_that_is_not_finite_fails_alone_beside_guesses() -> None:
+    shard, batcher = speculating()
+    shard.not_finite.add(1)
+    async with running(batcher):
+        good, bad = batcher.submit(request([1], 26)), batcher.submit(request([2], 26))
+        with pytest.raises(GenerationError, match="not finite"):
+            await collect(bad)
+        assert ids_of(await collect(good)) == continuation([1], 26)

@@ -1,0 +1,360 @@
+"""Whatever is posted: a documented status, the envelope of the route, and every permit back."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, closing
+from http.client import HTTPConnection
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from millrace_router.api.openapi.operation import Operation
+from millrace_router.api.openapi.operations import OPERATIONS
+from millrace_testing.contract.openapi import EVENTS, JSON, check_documented, path_of
+from millrace_testing.router.edge import Edge, limits_with, serving
+
+SECONDS = 30.0
+TEMPLATE = "{% for turn in messages %}{{ turn.role }}: {{ turn.content }}\n{% endfor %}"
+LIMITS = limits_with(max_input_tokens=20, max_total_tokens=40)
+POSTS = [operation for operation in OPERATIONS if operation.method == "post"]
+ROUTES = {operation.path: operation for operation in POSTS}
+
+PARAMETERS: dict[str, Any] = {
+    "best_of": 1,
+    "temperature": 0.5,
+    "repetition_penalty": 1.1,
+    "frequency_penalty": 0.1,
+    "top_k": 3,
+    "top_p": 0.9,
+    "typical_p": 0.9,
+    "do_sample": True,
+    "max_new_tokens": 3,
+    "return_full_text": True,
+    "stop": ["x"],
+    "truncate": 2,
+    "watermark": False,
+    "details": True,
+    "decoder_input_details": False,
+    "seed": 1,
+    "top_n_tokens": 2,
+    "grammar": {"type": "json", "value": {"type": "object", "properties": {"a": {}}}},
+    "min_p": 0.1,
+    "min_new_tokens": 1,
+    "adapter_id": None,
+    "priority": 1,
+    "ignore_eos": False,
+}
+NATIVE = {"inputs": "hello world", "stream": True, "parameters": PARAMETERS}
+OPENAI = {
+    "model": "tgi",
+    "max_tokens": 2,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "seed": -1,
+    "stop": ["x"],
+    "temperature": 0.0,
+    "top_p": 1,
+    "frequency_penalty": 0.5,
+    "presence_penalty": 0.5,
+    "repetition_penalty": 1.5,
+    "n": 2,
+    "logit_bias": {"3": 1, "4": -0.5},
+    "top_k": 3,
+    "typical_p": 0.5,
+    "min_p": 0.1,
+    "response_format": {"type": "regex", "value": "(a|b)+"},
+    "ignore_eos": False,
+    "priority": 0,
+}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": [1]}}}
+CHAT = OPENAI | {
+    "messages": [
+        {"role": "user", "content": "hello", "name": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "world", "tool_call_id": "1"},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "a"},
+                {"type": "text", "text": "b"},
+            ],
+        },
+    ],
+    "max_completion_tokens": 2,
+    "logprobs": True,
+    "top_logprobs": 2,
+    "tools": [],
+    "tool_choice": "none",
+    "response_format": {
+        "type": "json_schema",
+        "json_schema": {"name": "a", "strict": True, "schema": {"type": "object"}},
+    },
+    "chat_template_kwargs": {"a": {}},
+}
+COMPLETION = OPENAI | {"prompt": ["hello", "world"], "suffix": "", "echo": False, "best_of": 2}
+RESPONSES = {
+    "model": "tgi",
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "hello"}]},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "world"},
+    ],
+    "instructions": "a",
+    "max_output_tokens": 2,
+    "stream": True,
+    "text": {"format": {"type": "text"}},
+    "tools": [],
+    "tool_choice": "auto",
+    "metadata": {"a": "b"},
+}
+MESSAGES = {
+    "model": "tgi",
+    "max_tokens": 2,
+    "stream": True,
+    "system": [{"type": "text", "text": "a"}],
+    "messages": [
+        {"role": "user", "content": "hello"},
+        {
+            "role": "assistant",
+            "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {"a": [1]}}],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "1", "content": "b", "is_error": True},
+                {"type": "text", "text": "world"},
+            ],
+        },
+    ],
+    "stop_sequences": ["x"],
+    "temperature": 0.5,
+    "top_k": 3,
+    "top_p": 1,
+    "tools": [],
+    "tool_choice": {"type": "none"},
+    "thinking": {"type": "disabled"},
+    "output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}},
+    "metadata": {"user_id": "a"},
+}
+KSERVE = {
+    "id": "a",
+    "parameters": PARAMETERS,
+    "inputs": [{"name": "a", "shape": [2], "datatype": "BYTES", "data": ["hello", "world"]}],
+    "outputs": [{"name": "b"}],
+}
+BODIES: list[dict[str, Any]] = [NATIVE, CHAT, COMPLETION, RESPONSES, MESSAGES, KSERVE]
+BODIES_BY_PATH: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": CHAT,
+    "/chat_tokenize": CHAT,
+    "/v1/completions": COMPLETION,
+    "/v1/responses": RESPONSES,
+    "/v1/messages": MESSAGES,
+    "/v1/messages/count_tokens": MESSAGES,
+    "/v2/models/{model_name}/infer": KSERVE,
+}
+
+HUGE = st.sampled_from(
+    [2**31, 2**32, 2**63, 2**64 - 1, 2**64, -(2**63) - 1, 10**40, 1e308, -1e-320]
+)
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 20)
+    | HUGE
+    | st.floats()
+    | st.text(st.characters(), max_size=12)
+    | st.sampled_from(["", "\ud800", "\0", "hello", "user", "text", "none", "1"])
+)
+KEYS = st.sampled_from(["inputs", "messages", "prompt", "parameters", "stream", "role", "content"])
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(KEYS | st.text(max_size=4), inner, max_size=4)
+    ),
+    max_leaves=10,
+)
+
+
+Headers = dict[str, str | bytes]
+
+
+class Door:
+    """One server for all examples, on a loop of its own."""
+
+    def __init__(self, runner: asyncio.Runner, edge: Edge) -> None:
+        self._runner = runner
+        self._edge = edge
+        self._address = edge.url.removeprefix("http://")
+
+    def post(self, path: str, data: bytes, headers: Headers) -> tuple[int, str, bytes]:
+        """Status, content type and body, once nothing of the request is left in the house."""
+
+        async def post() -> tuple[int, str, bytes]:
+            async with asyncio.timeout(SECONDS):
+                answer = await asyncio.to_thread(self._post, path, data, headers)
+                await self._edge.services.infer.permits.all_free()
+            return answer
+
+        return self._runner.run(post())
+
+    def _post(self, path: str, data: bytes, headers: Headers) -> tuple[int, str, bytes]:
+        # aiohttp's client sends no header that is not UTF-8.
+        with closing(HTTPConnection(self._address, timeout=SECONDS)) as connection:
+            connection.request("POST", path, data, headers)
+            answer = connection.getresponse()
+            return answer.status, answer.headers.get_content_type(), answer.read()
+
+
+@pytest.fixture(scope="module")
+def door() -> Iterator[Door]:
+    with asyncio.Runner() as runner:
+        stack = AsyncExitStack()
+        edge = runner.run(stack.enter_async_context(serving(template=TEMPLATE, limits=LIMITS)))
+        yield Door(runner, edge)
+        runner.run(stack.aclose())
+
+
+def check(door: Door, operation: Operation, data: bytes, headers: Headers | None = None) -> int:
+    """Post, check that the answer is as documented and no failure of ours, return its status."""
+    headers = {"content-type": JSON, **(headers or {})}
+    status, media_type, body = door.post(path_of(operation), data, headers)
+    assert status < 500, body
+    check_documented(operation, status, media_type, body)
+    assert media_type != EVENTS or b'"error":{' not in body
+    return status
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths of all values inside."""
+    yield path
+    if isinstance(value, dict | list):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from places(part, (*path, key))
+
+
+def replaced(body: Any, path: tuple[Any, ...], value: Any) -> Any:
+    """The body with another value at one place."""
+    if not path:
+        return value
+    *above, key = path
+    changed = parent = copy.deepcopy(body)
+    for step in above:
+        parent = parent[step]
+    parent[key] = value
+    return changed
+
+
+PLACES = [(body, path) for body in BODIES for path in places(body)]
+OPERATION = st.sampled_from(POSTS)
+fuzz = settings(
+    deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow], derandomize=False
+)
+
+
+def test_unchanged_bodies_are_answered(door: Door) -> None:
+    served = {"/generate_stream": NATIVE, "/invocations": CHAT, **BODIES_BY_PATH}
+    for path, body in served.items():
+        assert check(door, ROUTES[path], json.dumps(body).encode()) == 200, path
+
+
+@fuzz
+@given(operation=OPERATION, data=st.binary(max_size=60))
+def test_any_bytes(door: Door, operation: Operation, data: bytes) -> None:
+    # Bytes that happen to be a right body are answered.
+    assert check(door, operation, data) in {200, 400, 422}
+
+
+@fuzz
+@given(
+    operation=OPERATION,
+    data=st.binary(max_size=60),
+    encoding=st.sampled_from(["gzip", "deflate", "br", "identity", "gzip, gzip", "\xff"]),
+    kind=st.sampled_from([JSON, "text/plain", "application/", "application/x+json", "\xff"]),
+)
+@example(operation=ROUTES["/generate"], data=b"", encoding="\xff", kind=JSON)
+def test_any_bytes_in_any_wrapping(
+    door: Door, operation: Operation, data: bytes, encoding: str, kind: str
+) -> None:
+    headers: Headers = {"content-encoding": encoding, "content-type": kind}
+    assert check(door, operation, data, headers) in {200, 400, 415, 422}
+
+
+@fuzz
+@given(operation=OPERATION, value=VALUES)
+def test_any_json(door: Door, operation: Operation, value: Any) -> None:
+    check(door, operation, json.dumps(value).encode())
+
+
+@settings(fuzz, max_examples=600)
+@given(operation=OPERATION, place=st.sampled_from(PLACES), value=VALUES)
+def test_any_value_at_any_place_of_a_valid_body(
+    door: Door, operation: Operation, place: tuple[Any, tuple[Any, ...]], value: Any
+) -> None:
+    body, path = place
+    check(door, operation, json.dumps(replaced(body, path, value)).encode())
+
+
+@settings(fuzz, max_examples=100)
+@given(operation=OPERATION, place=st.sampled_from(PLACES), depth=st.integers(1, 100_000))
+def test_any_depth_at_any_place(
+    door: Door, operation: Operation, place: tuple[Any, tuple[Any, ...]], depth: int
+) -> None:
+    body, path = place
+    for left, right in (("[", "]"), ('{"a":', "}")):
+        deep = left * depth + "1" + right * depth
+        data = json.dumps(replaced(body, path, "MARK")).replace('"MARK"', deep)
+        status = check(door, operation, data.encode())
+        assert status != 200 or depth <= 200
+
+
+@fuzz
+@given(operation=OPERATION, text=st.text('[]{}",:\\', max_size=12), count=st.integers(1, 400))
+@example(operation=ROUTES["/generate"], text="[", count=300)
+def test_text_that_looks_like_json(door: Door, operation: Operation, text: str, count: int) -> None:
+    for body in ({"inputs": text * count}, {"prompt": text * count}, {text: [text] * count}):
+        check(door, operation, json.dumps(body).encode())
+
+
+@fuzz
+@given(
+    operation=OPERATION,
+    body=st.sampled_from(BODIES),
+    cut=st.integers(0, 400),
+    junk=st.binary(max_size=6),
+)
+def test_bodies_cut_and_spliced(
+    door: Door, operation: Operation, body: Any, cut: int, junk: bytes
+) -> None:
+    whole = json.dumps(body).encode()
+    check(door, operation, whole[:cut] + junk + whole[cut + len(junk) :])
+
+
+TERMS = {"priority", "parameters"}
+"""What bodies say themselves beats a header."""
+HEADER = st.binary(max_size=20) | st.integers().map(lambda number: b"%d" % number)
+UNPRINTABLE = bytes([*range(32), 127])
+
+
+@fuzz
+@given(
+    operation=OPERATION,
+    name=st.sampled_from(
+        ["x-priority", "x-max-queue-ms", "x-tenant", "last-event-id", "idempotency-key"]
+    ),
+    value=HEADER.map(lambda value: value.translate(None, UNPRINTABLE)),
+)
+@example(operation=ROUTES["/generate"], name="x-priority", value=b"\xff")
+@example(operation=ROUTES["/v1/chat/completions"], name="x-max-queue-ms", value=b"9" * 5000)
+def test_any_header(door: Door, operation: Operation, name: str, value: bytes) -> None:
+    body = BODIES_BY_PATH.get(operation.path, NATIVE)
+    data = json.dumps({key: body[key] for key in body.keys() - TERMS}).encode()
+    # A stream that is resumed must have a key, and one that has a key may be resumed.
+    headers: Headers = {"idempotency-key": str(uuid4())} if name == "last-event-id" else {}
+    check(door, operation, data, {**headers, name: value})

@@ -1,0 +1,537 @@
+"""Replaying journals to a shard whose tokens depend on everything it was told: equal, or different where it is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from millrace_proto import generate_pb2 as pb
+from millrace_router.journal.errors import JournalUnusable
+from millrace_router.journal.header import Header
+from millrace_router.journal.journal import Journal
+from millrace_router.journal.reader import Answered, Failed, Sent
+from millrace_router.journal.replay.command import replay
+from millrace_router.journal.replay.comparison import Comparison
+from millrace_router.journal.replay.player import Player, Unanswered, settled
+from millrace_router.journal.replay.rebuild import Rebuild, sequences_of
+from millrace_router.journal.replay.synthetic import token_at
+from millrace_router.journal.rotation import Folder, journal_files
+from millrace_router.journal.writer import Scribe
+from millrace_router.scheduler.budgets import Budgets
+from millrace_router.shards.group import ShardedClient
+from millrace_router.shards.wire import open_to_pb
+from millrace_router.telemetry.metrics import Counter
+from millrace_testing.router.fake_router import collect, ids_of, new_batcher, request, running
+from millrace_testing.router.journals import (
+    BUDGETS,
+    RecordedDriver,
+    ReplayShards,
+    header,
+    journal_in,
+    new_shard,
+    replayed,
+    requests,
+)
+from millrace_testing.shards.fake_shard import FakeShard, continuation, serve_fake_shard
+from millrace_testing.shards.hash_shard import HashShard
+from millrace_testing.shards.hash_tokens import expected_tokens
+
+
+def record(
+    folder: Path,
+    *,
+    count: int = 16,
+    keeps_tokens: bool = True,
+    deterministic: bool = True,
+    budgets: Budgets = BUDGETS,
+    speculate: int = 0,
+    meanwhile: Callable[[RecordedDriver], None] | None = None,
+) -> RecordedDriver:
+    """A journal of requests that come while others run; `meanwhile` is called in the middle."""
+    shard = new_shard(speculate=speculate)
+    head = header(shard, keeps_tokens=keeps_tokens, deterministic=deterministic)
+    journal, scribe, _ = journal_in(folder, head)
+    driver = RecordedDriver(budgets, shard, journal)
+    for number, asked in enumerate(requests(count)):
+        driver.submit(asked)
+        driver.turn()
+        if meanwhile is not None and number == count // 2:
+            meanwhile(driver)
+    driver.run()
+    scribe.close()
+    return driver
+
+
+async def test_the_same_shard_answers_the_same(tmp_path: Path) -> None:
+    driver = record(tmp_path)
+    again = new_shard()
+    (outcome,) = await replayed(tmp_path, again)
+    assert outcome.difference is None
+    assert outcome.is_compared
+    assert outcome.num_steps == len(driver.shard.steps) - 1
+    assert sum(len(client.tokens) for client in driver.clients.values()) <= outcome.num_tokens
+    strip = [_anonymous(step) for step in driver.shard.steps]
+    assert [_anonymous(step) for step in again.steps] == strip
+
+
+def _anonymous(step: pb.StepRequest) -> bytes:
+    copy = pb.StepRequest()
+    copy.CopyFrom(step)
+    copy.epoch = 0
+    return copy.SerializeToString()
+
+
+async def test_rows_of_several_tokens_are_the_same_too(tmp_path: Path) -> None:
+    budgets = Budgets(max_batch_prefill_tokens=30, max_batch_size=6, spare_slots=2, speculate=3)
+    driver = record(tmp_path, budgets=budgets, speculate=3)
+    assert any(step.decode.draft_tokens for step in driver.shard.steps)
+    (outcome,) = await replayed(tmp_path, new_shard(speculate=3))
+    assert outcome.difference is None
+    assert outcome.num_tokens > 50
+
+
+class Liar(HashShard):
+    """Answers as it should, but for one step."""
+
+    def __init__(self, step: int, lie: Callable[[pb.StepResponse], None]) -> None:
+        like = new_shard()
+        super().__init__(
+            num_blocks=like.num_blocks,
+            block_size=like.block_size,
+            max_batch_size=like.max_batch_size,
+            choices=like.choices,
+        )
+        self._at, self._lie = step, lie
+
+    def step(self, request: pb.StepRequest) -> pb.StepResponse:
+        answer = super().step(request)
+        if request.number == self._at:
+            self._lie(answer)
+        return answer
+
+
+def step_with_tokens(driver: RecordedDriver, *, least: int) -> tuple[int, int]:
+    """Number of a step, and the slot, where a sequence yields a token that is not its first."""
+    seen: set[int] = set()
+    for step in driver.shard.steps:
+        if step.number >= least:
+            for slot in step.decode.decode_slots:
+                return step.number, slot
+        seen.update(step.decode.decode_slots)
+    raise AssertionError("no such step")
+
+
+async def test_a_token_that_differs_is_found_where_it_is(tmp_path: Path) -> None:
+    driver = record(tmp_path)
+    number, slot = step_with_tokens(driver, least=9)
+
+    def lie(answer: pb.StepResponse) -> None:
+        index = list(answer.slots).index(slot)
+        answer.ids[index] += 1
+        answer.logprobs[index] -= 0.25
+
+    (outcome,) = await replayed(tmp_path, Liar(number, lie))
+    found = outcome.difference
+    assert found is not None
+    assert (found.what, found.step, found.slot, found.gap) == ("token", number, slot, 0.25)
+    position, was, request_id = oracle(driver, number, slot)
+    assert (found.position, found.request_id) == (position, request_id)
+    assert found.recorded.startswith(f"{was} (")
+    assert found.replayed.startswith(f"{was + 1} (")
+    assert outcome.num_steps == number, "what comes after it is not compared"
+
+
+def oracle(driver: RecordedDriver, number: int, slot: int) -> tuple[int, int, int]:
+    """Position, id and request of the token that step `number` yields in `slot`, from the state of a shard."""
+    shard = new_shard()
+    for step in driver.shard.steps:
+        shard.answered = max(0, step.number - 1)
+        shard.step(step)
+        if step.number == number:
+            running = shard.running[slot]
+            return len(running.ids) - 1, running.ids[-1], running.pb.request_id
+    raise AssertionError("no such step")
+
+
+def _nudge(answer: pb.StepResponse) -> None:
+    answer.logprobs[-1] += 1e-6
+
+
+def _forget(answer: pb.StepResponse) -> None:
+    for column in (answer.slots, answer.counts, answer.ids, answer.logprobs):
+        column.pop()
+
+
+def _candidate(answer: pb.StepResponse) -> None:
+    answer.top_counts.extend([0] * (len(answer.ids) - 1) + [1])
+    answer.top_ids.append(3)
+    answer.top_logprobs.append(-1.0)
+
+
+LIES: dict[str, tuple[str, Callable[[pb.StepResponse], None]]] = {
+    "logprob": ("log probability", _nudge),
+    "fewer": ("number of tokens", _forget),
+    "failed": ("failed rows", lambda answer: answer.failed_slots.append(answer.slots[0])),
+    "candidates": ("candidates", _candidate),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+async def test_other_differences_have_their_names(tmp_path: Path, name: str) -> None:
+    what, lie = LIES[name]
+    number, _ = step_with_tokens(record(tmp_path), least=7)
+    (outcome,) = await replayed(tmp_path, Liar(number, lie))
+    assert outcome.difference is not None
+    assert (outcome.difference.what, outcome.difference.step) == (what, number)
+
+
+async def test_log_probabilities_of_prompts_are_compared(tmp_path: Path) -> None:
+    driver = record(tmp_path)
+    answers = iter(driver.shard.steps)
+    number = next(
+        step.number
+        for step in answers
+        if any(each.prefill_logprobs for each in step.prefill.change.admitted) and step.number > 1
+    )
+
+    def lie(answer: pb.StepResponse) -> None:
+        answer.prefill_logprobs[-1] += 0.5
+
+    (outcome,) = await replayed(tmp_path, Liar(number, lie))
+    assert outcome.difference is not None
+    assert outcome.difference.what == "log probability of the prompt"
+    assert (outcome.difference.step, outcome.difference.gap) == (number, 0.5)
+
+
+async def test_candidates_of_prompts_are_compared(tmp_path: Path) -> None:
+    driver = record(tmp_path)
+    number = next(
+        step.number
+        for step in driver.shard.steps
+        if any(each.prefill_top_n_tokens for each in step.prefill.change.admitted)
+        and step.number > 1
+    )
+
+    def lie(answer: pb.StepResponse) -> None:
+        answer.prefill_top_ids[-1] += 1
+
+    (outcome,) = await replayed(tmp_path, Liar(number, lie))
+    assert outcome.difference is not None
+    assert outcome.difference.what == "candidates of the prompt"
+    assert outcome.difference.step == number
+    assert outcome.difference.recorded != outcome.difference.replayed
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "info"),
+    [(False, {}), (True, {"attention": "another"})],
+    ids=["fast-mode", "other-kernels"],
+)
+async def test_where_bits_are_not_promised_only_tokens_count(
+    tmp_path: Path, deterministic: bool, info: dict[str, str]
+) -> None:
+    driver = record(tmp_path, deterministic=deterministic)
+    number, _ = step_with_tokens(driver, least=7)
+    (outcome,) = await replayed(tmp_path, Liar(number, _nudge), **info)
+    assert outcome.difference is None
+    assert outcome.largest_gap == pytest.approx(1e-6, rel=0.1)
+
+
+async def test_shards_that_speculate_otherwise_are_noted() -> None:
+    player = Player(cast("ShardedClient", ReplayShards(new_shard())), step_seconds=30.0)
+    notes = await player.notes(header(new_shard(speculate=3)))
+    assert notes == ["recorded with speculate 3, replayed with 0"]
+
+
+async def test_without_token_ids_the_schedule_is_replayed(tmp_path: Path) -> None:
+    driver = record(tmp_path, keeps_tokens=False, budgets=NEVER_PREEMPTED)
+    again = new_shard()
+    (outcome,) = await replayed(tmp_path, again)
+    assert outcome.difference is None
+    assert not outcome.is_compared
+    for was, now in zip(driver.shard.steps, again.steps, strict=True):
+        assert was.WhichOneof("work") == now.WhichOneof("work")
+        assert list(was.decode.decode_slots) == list(now.decode.decode_slots)
+        assert list(was.prefill.chunk_tokens) == list(now.prefill.chunk_tokens)
+        for asked, made in zip(
+            was.prefill.change.admitted, now.prefill.change.admitted, strict=True
+        ):
+            assert len(asked.input_ids) == len(made.input_ids)
+            assert asked.parameters.seed == made.parameters.seed
+            assert list(made.input_ids) == [token_at(i, 97) for i in range(len(made.input_ids))]
+
+
+NEVER_PREEMPTED = Budgets(
+    max_batch_prefill_tokens=16, max_batch_size=3, spare_slots=2, reserve_all=True
+)
+"""Cached blocks hold prompts alone: shards without the token ids cannot have those of answers."""
+
+
+async def test_a_failed_epoch_is_replayed_up_to_the_step_that_failed(tmp_path: Path) -> None:
+    def fail(driver: RecordedDriver) -> None:
+        driver.shard.fail_next = "the device caught fire"
+
+    record(tmp_path, meanwhile=fail)
+    first, second = await replayed(tmp_path, new_shard())
+    assert first.difference is None
+    assert second.difference is None
+    assert first.failure is not None
+    assert first.failure.reason == "the device caught fire"
+    assert first.unanswered == first.failure.unanswered
+    assert first.unanswered[0] == first.num_steps + 1
+    assert second.failure is None
+
+
+async def test_a_step_that_fails_in_the_replay_is_a_difference(tmp_path: Path) -> None:
+    record(tmp_path)
+    shard = Liar(5, lambda _: setattr(shard, "fail_next", "now it burns"))
+    (outcome,) = await replayed(tmp_path, shard)
+    assert outcome.difference is not None
+    assert (outcome.difference.step, outcome.difference.replayed) == (6, "now it burns")
+
+
+async def test_an_epoch_whose_beginning_is_gone_is_rebuilt_at_any_step(tmp_path: Path) -> None:
+    """Each step in turn is where the record begins; blocks cached before are computed when somebody shares them."""
+    number_of_files = 0
+    for turn in range(4, 40, 3):
+        folder = tmp_path / str(turn)
+        shard = new_shard()
+        journal, scribe, _ = journal_in(folder, header(shard))
+        driver = RecordedDriver(BUDGETS, shard, journal)
+        for number, asked in enumerate(requests(24, seed=turn)):
+            driver.submit(asked)
+            driver.turn()
+            if number == turn // 3:
+                scribe.wants_page = True
+        driver.run()
+        scribe.close()
+        first, second = journal_files(folder)
+        first.unlink()
+        (outcome,) = await replayed(second, new_shard())
+        assert outcome.difference is None, (turn, outcome.difference)
+        assert outcome.epoch.snapshot is not None
+        assert outcome.num_tokens > 20
+        number_of_files += 1
+    assert number_of_files == 12
+
+
+async def test_a_restored_sequence_that_chooses_another_token_is_a_difference(
+    tmp_path: Path,
+) -> None:
+    shard = new_shard()
+    journal, scribe, _ = journal_in(tmp_path, header(shard))
+    driver = RecordedDriver(BUDGETS, shard, journal, depth=1)
+    driver.submit(request([1, 2, 3, 4, 5], 12))
+    for _ in range(4):
+        driver.turn()
+    (was,) = shard.running.values()
+    position, token = len(was.ids) - 1, was.ids[-1]
+    scribe.wants_page = True
+    driver.run()
+    scribe.close()
+
+    def lie(answer: pb.StepResponse) -> None:
+        answer.ids[0] += 1
+
+    (outcome,) = await replayed(journal_files(tmp_path)[1], Liar(1, lie))
+    assert outcome.difference is not None
+    assert (outcome.difference.what, outcome.difference.position) == ("token", position)
+    assert outcome.difference.recorded.startswith(f"{token} ")
+
+
+def test_only_the_blocks_that_nobody_has_filled_are_filled() -> None:
+    rebuild = Rebuild(block_size=2, most_tokens=3)
+    ids = list(range(10, 19))
+    change = pb.BatchChange(
+        admitted=[pb.Sequence(slot=1, input_ids=ids)], grown_slots=[1], grown_blocks=[6]
+    )
+    assert list(rebuild.missing(pb.StepRequest(prefill=pb.Prefill(change=change)))) == []
+    shared = pb.BatchChange(
+        dropped_slots=[4],
+        admitted=[pb.Sequence(slot=4, request_id=2, input_ids=ids, cached_tokens=8)],
+        grown_slots=[4, 4, 4, 4, 4],
+        grown_blocks=[5, 6, 7, 8, 9],
+    )
+    message = pb.StepRequest(prefill=pb.Prefill(change=shared))
+    first, second, third = (m.prefill for m in rebuild.missing(message))
+    (filler,) = first.change.admitted
+    assert (list(filler.input_ids), filler.cached_tokens) == ([10, 11, 12], 0)
+    assert (list(first.chunk_tokens), list(first.change.grown_blocks)) == ([2], [5])
+    (filler,) = second.change.admitted
+    assert (list(filler.input_ids), filler.cached_tokens) == (ids, 4)
+    assert (list(second.chunk_tokens), list(second.change.grown_blocks)) == ([3], [5, 6, 7, 8])
+    assert (list(third.chunk_slots), list(third.chunk_tokens)) == ([4], [1])
+    # Each drops the one before it in the slot, the sequence that the record drops among them.
+    assert [list(m.change.dropped_slots) for m in (first, second, third)] == [[4], [4], []]
+    assert list(message.prefill.change.dropped_slots) == [4]
+    assert list(rebuild.missing(message)) == []
+
+
+def test_blocks_are_restored_by_whom_they_are_not_shared_with() -> None:
+    """Of two that share full blocks the one that has no more than these cannot come second: it has to write in one."""
+    snapshot = pb.StepRequest(epoch=1, number=9)
+    change, prompt = snapshot.prefill.change, [1, 2, 3, 4, 5, 6, 7]
+    for slot, (num_ids, computed, blocks) in enumerate([(10, 9, [1, 2, 3]), (9, 8, [1, 2, 4])]):
+        ids = [*prompt, *expected_tokens(prompt, num_ids - 7)]
+        change.admitted.add(slot=slot, request_id=slot, input_ids=ids, generated_tokens=num_ids - 7)
+        change.grown_slots.extend([slot] * 3)
+        change.grown_blocks.extend(blocks)
+        snapshot.prefill.chunk_slots.append(slot)
+        snapshot.prefill.chunk_tokens.append(computed)
+        snapshot.prefill.decode_slots.append(slot)
+    shard, rebuild = new_shard(), Rebuild(block_size=4, most_tokens=16)
+    shard.step(open_to_pb(1))
+    chosen = {}
+    for restored in sequences_of(snapshot):
+        for number, message in enumerate(rebuild.restore(restored), len(shard.steps)):
+            message.epoch, message.number = 1, number
+            answer = shard.step(message)
+            shard.answered = number
+            chosen[answer.slots[0]] = answer.ids[0]
+    assert chosen == {0: change.admitted[0].input_ids[-1], 1: change.admitted[1].input_ids[-1]}
+
+
+def test_unanswered_messages_come_last() -> None:
+    sent = [Sent(0, pb.StepRequest(number=number)) for number in range(1, 6)]
+    answered = [Answered(0, pb.StepResponse(number=number)) for number in range(1, 4)]
+    failed = Failed(0, "lost", "gone", (4, 5))
+    events: list[Sent | Answered] = []
+    events += [sent[0], sent[1], answered[0], sent[2], answered[1], sent[3], answered[2], sent[4]]
+    expected = [*events[:5], answered[2], failed, Unanswered((4, 5))]
+    assert list(settled([*events, failed], after=0)) == expected
+
+
+@pytest.mark.parametrize("change", ["vocab_size", "block_size", "model_type"])
+async def test_shards_of_another_kind_are_refused(tmp_path: Path, change: str) -> None:
+    record(tmp_path, count=2)
+    other: object = "llama" if change == "model_type" else 7
+    with pytest.raises(JournalUnusable, match=change):
+        await replayed(tmp_path, new_shard(), **{change: other})
+
+
+def test_a_comparison_counts_what_was_equal() -> None:
+    comparison = Comparison(is_exact=True)
+    comparison.admit(pb.Sequence(slot=3, request_id=9, input_ids=[1, 2]))
+    answer = pb.StepResponse(number=1, slots=[3], counts=[2], ids=[5, 6], logprobs=[-1, -2])
+    assert comparison.answered(answer, answer) is None
+    assert comparison.num_tokens == 2
+
+
+# From here on over real sockets, by the command.
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return f"unix:{tmp_path}/shard"
+
+
+async def record_over_sockets(address: str, folder: Path, *, keeps_tokens: bool = True) -> None:
+    """A router's own client, with a journal, over a fake shard."""
+    shard = FakeShard()
+    with serve_fake_shard(address, shard):
+        shards = ShardedClient([address])
+        info = await shards.info()
+        capacity = await shards.warmup(
+            max_batch_prefill_tokens=16,
+            max_batch_size=shard.max_batch_size,
+            max_concurrent_requests=16,
+            max_input_tokens=None,
+            max_total_tokens=None,
+            max_batch_total_tokens=None,
+        )
+        head = Header(
+            life="one",
+            version="0",
+            model_id="fake",
+            model_sha="abc",
+            keeps_tokens=keeps_tokens,
+            shard=info,
+            warmup=shards.warmup_fields,
+            capacity=capacity,
+        )
+        shards.observer = journal = Journal(
+            Scribe(Folder(folder, max_bytes=1 << 20), head), Counter()
+        )
+        async with running(new_batcher(shards, shard)) as batcher:
+            streams = [batcher.submit(request([number, 7], 9)) for number in range(5)]
+            for number, stream in enumerate(streams):
+                assert ids_of(await collect(stream)) == continuation([number, 7], 9)
+        await journal.close()
+        await shards.close()
+
+
+def test_the_command_says_equal(
+    address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asyncio.run(record_over_sockets(address, tmp_path / "journal"))
+    shard = FakeShard()
+    with serve_fake_shard(address, shard):
+        arguments = [str(tmp_path / "journal"), f"--shard-addresses={address}"]
+        assert replay(arguments) == 0
+        table = capsys.readouterr().out
+        assert replay([*arguments, "--json", "--epoch=1"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert replay([*arguments, "--epoch=2"]) == 2
+        assert "no such epoch" in capsys.readouterr().err
+    assert "fake (abc), fake, float32, 1 rank, 64 blocks of 4" in table
+    lines = table.splitlines()
+    (row,) = (line for line in lines if line.endswith("equal"))
+    assert row.split()[0] == "1"
+    (epoch,) = report["epochs"]
+    assert (report["equal"], report["compared"], epoch["difference"]) == (True, True, None)
+    assert epoch["tokens"] >= 45
+
+
+def test_the_command_says_different(
+    address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asyncio.run(record_over_sockets(address, tmp_path / "journal"))
+    shard = FakeShard()
+    shard.eos_after = {3: 4}
+    with serve_fake_shard(address, shard):
+        arguments = [str(tmp_path / "journal"), f"--shard-addresses={address}"]
+        assert replay(arguments) == 1
+        assert "DIFFERENT" in (table := capsys.readouterr().out)
+        assert replay([*arguments, "--json"]) == 1
+        report = json.loads(capsys.readouterr().out)
+    found = report["epochs"][0]["difference"]
+    assert (found["what"], found["request_id"], found["position"]) == ("token", 3, 2 + 4)
+    assert found["replayed"].startswith("96 ")
+    assert f"first difference at step {found['step']}, slot {found['slot']}, request 3" in table
+
+
+def test_the_command_says_that_nothing_is_compared(
+    address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asyncio.run(record_over_sockets(address, tmp_path / "journal", keeps_tokens=False))
+    with serve_fake_shard(address, FakeShard()):
+        arguments = [str(tmp_path / "journal"), f"--shard-addresses={address}"]
+        assert replay(arguments) == 0
+    table = capsys.readouterr().out
+    assert "not compared" in table
+    assert "holds no token ids" in table
+
+
+def test_what_cannot_be_replayed(
+    address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text").write_text("hello, this is no journal")
+    for path, words in (("empty", "no journal in it"), ("none", "not there"), ("text", "is no jo")):
+        assert replay([str(tmp_path / path), f"--shard-addresses={address}"]) == 2
+        assert words in capsys.readouterr().err
+    asyncio.run(record_over_sockets(address, tmp_path / "journal"))
+    arguments = [str(tmp_path / "journal"), f"--shard-addresses={address}"]
+    assert replay([*arguments, "--step-timeout=0.2"]) == 2, "nobody listens"
+    capsys.readouterr()
+    with serve_fake_shard(address, FakeShard(num_blocks=9)):
+        assert replay(arguments) == 2
+    assert "Not enough memory" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        replay([])
+    assert ended.value.code == 2

@@ -1,0 +1,150 @@
+"""The router's end of the line to the launcher."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace_router.recovery.launcher_channel import Supervisor
+
+
+@dataclass
+class Line:
+    """Both ends, and what the router's hears."""
+
+    launcher: socket.socket
+    supervisor: Supervisor
+    heard: list[tuple[object, ...]] = field(default_factory=list)
+
+
+@pytest.fixture
+def line() -> Iterator[Line]:
+    ours, theirs = socket.socketpair()
+    ours.settimeout(10)
+    line = Line(ours, Supervisor(theirs.detach()))
+    line.supervisor.on_restarting = lambda *said: line.heard.append(said)
+    line.supervisor.on_gave_up = lambda *said: line.heard.append(said)
+    with ours:
+        yield line
+
+
+def drained(reader: socket.socket) -> bytes:
+    """What is there to be read now."""
+    parts = []
+    with suppress(BlockingIOError):
+        while part := reader.recv(1 << 20):
+            parts.append(part)
+    return b"".join(parts)
+
+
+async def test_both_ways(line: Line) -> None:
+    launcher, supervisor, heard = line.launcher, line.supervisor, line.heard
+    assert supervisor.is_there
+    running = asyncio.create_task(supervisor.run())
+    supervisor.progressed()
+    supervisor.restart_shards("hung")
+    supervisor.suspect(7)
+    launcher.sendall(
+        b'{"event": "restarting", "planned": true, "reason": "a"}\n'
+        b'{"event": "restarting", "planned": false, "reason": "b"}\n'
+        b'{"event": "gave_up", "reason": "c"}\n'
+    )
+    launcher.shutdown(socket.SHUT_WR)
+    await running
+    assert heard == [(True, "a"), (False, "b"), ("c",)]
+    with launcher.makefile("r") as lines:
+        assert [json.loads(said) for said in lines] == [
+            {"event": "progress"},
+            {"event": "restart", "reason": "hung"},
+            {"event": "suspects", "count": 7},
+        ]
+    supervisor.progressed()
+
+
+async def test_without_a_launcher_what_is_said_is_dropped() -> None:
+    supervisor = Supervisor(None)
+    assert not supervisor.is_there
+    await supervisor.run()
+    supervisor.progressed()
+    supervisor.restart_shards("r")
+    supervisor.suspect(1)
+
+
+def test_descriptor_that_is_no_socket_is_no_launcher() -> None:
+    ours, theirs = os.pipe()
+    assert not Supervisor(theirs).is_there
+    os.close(ours)
+    os.close(theirs)
+
+
+@given(st.lists(st.binary(max_size=40).map(lambda line: line.replace(b"\n", b"")), max_size=5))
+@settings(deadline=None, max_examples=60)
+def test_garbage_is_dropped(garbage: list[bytes]) -> None:
+    async def play() -> list[str]:
+        ours, theirs = socket.socketpair()
+        supervisor = Supervisor(theirs.detach())
+        heard: list[str] = []
+        supervisor.on_gave_up = heard.append
+        good = b'{"event": "gave_up", "reason": "r"}'
+        with ours:
+            ours.sendall(b"\n".join([good, *garbage, good, b""]))
+        await supervisor.run()
+        return heard
+
+    assert asyncio.run(play()) == ["r", "r"]
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"[" * 30000,
+        b"7",
+        b'{"event": "gave_up"}',
+        b'{"event": "gave_up", "reason": 1}',
+        b'{"event": "restarting", "planned": 1, "reason": "r"}',
+        b'{"event": "unknown"}',
+    ],
+)
+async def test_what_is_no_event_of_ours_is_dropped(line: Line, sent: bytes) -> None:
+    launcher, supervisor, heard = line.launcher, line.supervisor, line.heard
+    launcher.sendall(sent + b'\n{"event": "gave_up", "reason": "end"}\n')
+    launcher.shutdown(socket.SHUT_WR)
+    await supervisor.run()
+    assert heard == [("end",)]
+
+
+async def test_launcher_that_does_not_read_holds_nobody_up(line: Line) -> None:
+    launcher, supervisor = line.launcher, line.supervisor
+    assert supervisor._socket is not None
+    # So small that lines are cut off.
+    supervisor._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    for _ in range(100):
+        supervisor.restart_shards("é" * 900)
+    launcher.settimeout(0)
+    cut = drained(launcher)
+    assert not cut.endswith(b"\n")
+    supervisor.suspect(3)
+    lines = (cut + drained(launcher)).split(b"\n")
+    assert json.loads(lines[-2]) == {"event": "suspects", "count": 3}
+    launcher.shutdown(socket.SHUT_RDWR)
+    await supervisor.run()
+
+
+async def test_end_of_the_router_closes_the_line(line: Line) -> None:
+    launcher, supervisor = line.launcher, line.supervisor
+    running = asyncio.create_task(supervisor.run())
+    await asyncio.sleep(0)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert not supervisor.is_there
+    assert launcher.recv(1) == b""

@@ -1,0 +1,217 @@
+"""BlockTable, with and without a cache, against a plain model of who holds what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from millrace_router.request.block_hashes import child_key, root_key
+from millrace_router.scheduler.block_manager import BlockTable
+from millrace_router.scheduler.prefix_cache import PrefixCache
+from millrace_testing.schedules.driver import check_blocks
+
+SIZE = 4
+NUM_BLOCKS = 19
+
+
+def chain(*contents: int) -> list[bytes]:
+    """Keys of full blocks that each repeat one token."""
+    keys, parent = [], root_key()
+    for content in contents:
+        parent = child_key(parent, [content] * SIZE)
+        keys.append(parent)
+    return keys
+
+
+@dataclass
+class Held:
+    """What the model knows of a slot."""
+
+    keys: list[bytes]
+    num_tokens: int
+    blocks: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    is_forgotten: bool = False
+    """Whether a block it holds was made unfindable, by whoever shared it."""
+
+
+class BlockTableMachine(RuleBasedStateMachine):
+    """Admissions with hits, growth, computing, failing and releases in any order."""
+
+    @initialize(caching=st.booleans())
+    def begin(self, caching: bool) -> None:
+        self.table = BlockTable(NUM_BLOCKS + 1, SIZE, PrefixCache() if caching else None)
+        self.held: dict[int, Held] = {}
+        self.content: dict[int, bytes] = {}
+        """Key of what was last computed in a block."""
+        self.slot = 0
+
+    @rule(
+        contents=st.lists(st.integers(0, 1), max_size=6),
+        more=st.integers(0, 40),
+        may_hit=st.booleans(),
+    )
+    def admit(self, contents: list[int], more: int, may_hit: bool) -> None:
+        keys, num_tokens = chain(*contents), SIZE * len(contents) + 1 + more
+        hits = self.table.find(keys) if may_hit else []
+        idle = sum(not hit.num_pins for hit in hits)
+        needed = -(-num_tokens // SIZE) - len(hits) + idle
+        shortage = self.table.shortage(num_tokens, hits)
+        assert shortage == needed - self.table.num_available
+        self.slot += 1
+        if shortage > 0:
+            with pytest.raises(ValueError, match="cannot promise"):
+                self.table.admit(self.slot, num_tokens, hits=hits, keys=keys)
+            return
+        blocks = self.table.admit(self.slot, num_tokens, hits=hits, keys=keys)
+        assert [self.content[block] for block in blocks] == keys[: len(hits)]
+        self.held[self.slot] = Held(keys, num_tokens, blocks, len(blocks))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), beyond=st.integers(-40, 8))
+    def grow(self, data: st.DataObject, beyond: int) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.held)))
+        held = self.held[slot]
+        num_tokens = max(0, held.num_tokens + beyond)
+        available = self.table.num_available
+        blocks = self.table.grow(slot, num_tokens)
+        if blocks is None:
+            extra = -(-num_tokens // SIZE) - max(-(-held.num_tokens // SIZE), len(held.blocks))
+            assert extra > available, "what was promised, or is there, is refused"
+            return
+        for block in blocks:
+            self.content.pop(block, None)
+        held.blocks += blocks
+        assert len(held.blocks) * SIZE >= num_tokens
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def compute(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.held)))
+        held = self.held[slot]
+        most = min(len(held.blocks), len(held.keys))
+        held.num_computed = data.draw(st.integers(min(held.num_computed, most), most))
+        for key, block in zip(held.keys[: held.num_computed], held.blocks, strict=False):
+            assert self.content.setdefault(block, key) == key
+        self.table.enter(slot, held.keys[: held.num_computed])
+        rivals = [h for h in self.held.values() if h is not held and h.keys[:1] == held.keys[:1]]
+        if self.table.cache is not None and not rivals and not held.is_forgotten:
+            assert len(self.table.find(held.keys)) >= held.num_computed
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), fails=st.booleans())
+    def release(self, data: st.DataObject, fails: bool) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.held)))
+        if fails:
+            self.table.forget(slot)
+            for held in self.held.values():
+                held.is_forgotten |= not set(held.blocks).isdisjoint(self.held[slot].blocks)
+        available, releasable = self.table.num_available, self.table.num_releasable(slot)
+        self.table.release(slot)
+        assert self.table.num_available == available + releasable
+        del self.held[slot]
+
+    @invariant()
+    def everything_is_in_one_place(self) -> None:
+        if not hasattr(self, "table"):
+            return
+        check_blocks(self.table)
+        table = self.table
+        assert table.num_free + table.num_cached + table.num_owned == NUM_BLOCKS
+        for slot, held in self.held.items():
+            others = {b for other, h in self.held.items() if other != slot for b in h.blocks}
+            written = held.blocks[held.num_computed :]
+            assert not set(written) & others, "a block that is written is somebody else's too"
+        if table.cache is not None:
+            for key, cached in table.cache._blocks.items():
+                assert self.content[cached.block] == key, "a key leads to other content"
+            expected = {key for h in self.held.values() for key in h.keys[h.num_computed :]}
+            assert set(table.cache._expected) == expected
+
+
+TestBlockTable = BlockTableMachine.TestCase
+
+
+@given(st.integers(-3, 1), st.integers(-1, 4))
+def test_an_empty_table_is_refused(num_blocks: int, block_size: int) -> None:
+    with pytest.raises(ValueError, match="no block"):
+        BlockTable(num_blocks, block_size)
+
+
+def test_a_slot_is_admitted_once() -> None:
+    table = BlockTable(8, SIZE)
+    table.admit(0, 8)
+    with pytest.raises(ValueError, match="slot 0"):
+        table.admit(0, 8)
+
+
+def test_growth_beyond_the_promise_takes_what_is_left_and_no_more() -> None:
+    table = BlockTable(6, SIZE)
+    table.admit(0, 8)
+    table.admit(1, 8)
+    assert len(table.grow(0, 8) or ()) == 2
+    assert len(table.grow(0, 12) or ()) == 1
+    assert table.grow(0, 16) is None, "that would be one of those promised to the other"
+    assert len(table.grow(1, 8) or ()) == 2
+
+
+def test_blocks_are_handed_out_lowest_first_and_the_last_returned_again_first() -> None:
+    """So a lightly loaded server touches little of its KV memory, which on CPU is mapped on first touch."""
+    table = BlockTable(10, SIZE)
+    table.admit(0, 12)
+    assert table.grow(0, 12) == [1, 2, 3]
+    table.admit(1, 8)
+    assert table.grow(1, 8) == [4, 5]
+    table.release(0)
+    table.admit(2, 16)
+    assert table.grow(2, 16) == [1, 2, 3, 6]
+
+
+def test_free_blocks_are_handed_out_before_cached_ones() -> None:
+    table = BlockTable(6, SIZE, PrefixCache())
+    keys = chain(1, 2)
+    table.admit(0, 8, keys=keys)
+    table.grow(0, 8)
+    table.enter(0, keys)
+    table.release(0)
+    table.admit(1, 20)
+    assert table.grow(1, 12) == [3, 4, 5]
+    assert len(table.find(keys)) == 2
+    assert table.grow(1, 16) == [2], "the leaf goes first"
+    assert table.grow(1, 20) == [1]
+    assert table.find(keys) == []
+
+
+def test_an_equal_block_that_is_idle_gives_way_so_that_nobody_holds_more_than_promised() -> None:
+    table = BlockTable(9, SIZE, PrefixCache())
+    keys = chain(1, 2)
+    for slot in (0, 1):
+        table.admit(slot, 9, keys=keys)
+        table.grow(slot, 9)
+        if slot == 0:
+            table.enter(0, keys)
+            table.release(0)
+    table.admit(2, 20)
+    assert table.num_available == 0
+    table.enter(1, keys)
+    assert table.num_available == 0
+    assert [hit.block for hit in table.find(keys)] == table._holdings[1].blocks[:2]
+    assert len(table.grow(2, 20) or ()) == 5
+
+
+def test_an_equal_block_that_is_held_is_not_held_twice() -> None:
+    table = BlockTable(9, SIZE, PrefixCache())
+    one, two = chain(1, 2), chain(1, 3)
+    for slot, keys in enumerate((one, two)):
+        table.admit(slot, 9, keys=keys)
+        table.grow(slot, 9)
+        table.enter(slot, keys)
+    assert len(table.find(two)) == 1, "a chain is entered from its beginning or not at all"
+    table.release(0)
+    assert table.num_owned == 3
+    table.enter(1, two)
+    assert len(table.find(two)) == 2, "once the other has gone, it is"

@@ -1,0 +1,204 @@
+"""One recording, many replays: each gets the same bytes from its position on, once and in order."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace_router.errors import RouterError
+from millrace_router.server.recording import Form, Recording, Replay
+from millrace_router.server.stream_writer import MAX_UNREAD_BYTES
+from millrace_testing.router.sse import FakeTransport
+
+FORM = Form(
+    headers={},
+    keep_alive_seconds=60.0,
+    may_expire=lambda: True,
+    on_error=lambda error: b"error: %b\n\n" % str(error).encode(),
+)
+
+
+def render(error: Exception) -> bytes:
+    return b"error: %b\n\n" % str(error).encode()
+
+
+def new_recording(max_bytes: int = 2**30) -> Recording:
+    return Recording(FORM, render, max_bytes=max_bytes)
+
+
+def open_to(replay: Replay, transport: FakeTransport) -> None:
+    replay.open(cast("asyncio.Transport", transport), chunked=False)
+
+
+def everything(replay: Replay) -> bytes:
+    """Take until nothing is left, as the pump does."""
+    return b"".join(iter(replay.take, b""))
+
+
+def frame(index: int, size: int = 1) -> bytes:
+    return b"data: %d%b\n\n" % (index, b"x" * size)
+
+
+def numbered(index: int, size: int = 1) -> bytes:
+    return b"id: %d\n%b" % (index, frame(index, size))
+
+
+async def test_tokens_are_numbered_and_the_tail_is_not() -> None:
+    recording = new_recording()
+    recording.send(b"data: a\n\n")
+    recording.send(b"data: b\n\n")
+    recording.end(b"data: usage\n\n", b"data: [DONE]\n\n")
+    recording.send(b"late")
+    recording.end(b"later")
+    recording.fail(ValueError("latest"))
+    with Replay(recording, 0) as replay:
+        assert await replay.news(60.0)
+        assert everything(replay) == (
+            b"id: 1\ndata: a\n\nid: 2\ndata: b\n\ndata: usage\n\ndata: [DONE]\n\n"
+        )
+    with Replay(recording, 2) as replay:
+        assert everything(replay) == b"data: usage\n\ndata: [DONE]\n\n"
+    assert (recording.num_tokens, recording.error) == (2, None)
+    await recording.wait()
+
+
+async def test_an_error_in_mid_stream_is_the_last_frame_of_every_replay() -> None:
+    recording = new_recording()
+    with Replay(recording, 0) as early:
+        recording.send(frame(1))
+        recording.fail(RouterError("oh"))
+        assert everything(early) == numbered(1) + b"error: oh\n\n"
+        assert (early.ended, early.error) == (True, None)
+    with Replay(recording, 1) as late:
+        assert (everything(late), late.ended, late.error) == (b"error: oh\n\n", True, None)
+
+
+async def test_an_error_before_the_first_token_is_for_the_status() -> None:
+    recording, error = new_recording(), RouterError("oh")
+    with Replay(recording, 0) as early:
+        recording.fail(error)
+        with Replay(recording, 0) as late:
+            for replay in (early, late):
+                assert await replay.news(60.0)
+                assert (replay.take(), replay.ended, replay.error) == (b"", True, error)
+
+
+async def test_what_has_ended_holds_no_request() -> None:
+    """`may_expire` knows the generation, and that the prompt."""
+    recording = new_recording()
+    assert recording.form.may_expire()
+    recording.end()
+    assert not recording.form.may_expire()
+
+
+async def test_a_long_stream_forgets_its_beginning_and_cuts_off_who_has_not_read_it() -> None:
+    cuts: list[str] = []
+    recording = new_recording(max_bytes=1000)
+    with (
+        Replay(recording, 0, lambda: cuts.append("deaf")) as deaf,
+        Replay(recording, 0, lambda: cuts.append("quick")) as quick,
+    ):
+        received = sent = b""
+        for index in range(1, 101):
+            recording.send(frame(index, 50))
+            sent += numbered(index, 50)
+            assert recording.num_bytes <= 1000
+            received += everything(quick)
+        assert received == sent
+        assert cuts == ["deaf"]
+        assert deaf.take() == b""
+        assert isinstance(deaf.error, ConnectionResetError)
+        assert quick.error is None
+    assert recording.end_position == 100
+    first = recording.first
+    assert 80 < first < 100
+    with Replay(recording, first) as replay:
+        assert everything(replay) == b"".join(
+            numbered(index, 50) for index in range(first + 1, 101)
+        )
+
+
+async def test_a_frame_larger_than_the_limit_is_kept_alone() -> None:
+    recording = new_recording(max_bytes=10)
+    recording.send(frame(1))
+    recording.send(frame(2, 100))
+    assert (recording.first, recording.end_position) == (1, 2)
+
+
+@pytest.mark.parametrize("size", [1, MAX_UNREAD_BYTES])
+async def test_a_replay_takes_a_buffer_full_at_a_time(size: int) -> None:
+    recording = new_recording()
+    for index in range(1, 20_000 if size == 1 else 4):
+        recording.send(frame(index, size))
+    with Replay(recording, 0) as replay:
+        assert MAX_UNREAD_BYTES <= len(replay.take()) < MAX_UNREAD_BYTES + size + 100
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(["send", "big", "join", "hold", "open", "read", "leave"]),
+            st.integers(0, 50),
+        ),
+        max_size=60,
+    ),
+    tail=st.integers(0, 2),
+)
+def test_whoever_comes_and_goes_reads_the_same(  # noqa: C901 - one branch for each thing a reader does
+    steps: list[tuple[str, int]], tail: int
+) -> None:
+    async def run() -> None:
+        recording, sent = new_recording(), list[bytes]()
+        readers: list[tuple[Replay, FakeTransport, int]] = []
+        received: dict[Replay, bytes] = {}
+
+        def collect(replay: Replay, transport: FakeTransport) -> None:
+            received[replay] += transport.written
+            transport.written = b""
+
+        for step, number in steps:
+            if step in {"send", "big"}:
+                index, size = len(sent) + 1, MAX_UNREAD_BYTES if step == "big" else 1
+                recording.send(frame(index, size))
+                sent.append(numbered(index, size))
+            elif step == "join":
+                position = number % (len(sent) + 1)
+                replay = Replay(recording, position)
+                replay.__enter__()
+                received[replay] = b""
+                readers.append((replay, FakeTransport(), position))
+            elif readers:
+                replay, transport, position = readers[number % len(readers)]
+                if step == "hold":
+                    replay.hold()
+                elif step == "read":
+                    transport.num_unread = 0
+                elif step == "open":
+                    collect(replay, transport)
+                    replay.hold()
+                    received[replay] += everything(replay)
+                    open_to(replay, transport)
+                else:
+                    # It comes back where it was, on another connection.
+                    collect(replay, transport)
+                    replay.__exit__()
+                    readers.remove((replay, transport, position))
+                    position += received[replay].count(b"id: ")
+                    heir = Replay(recording, position)
+                    heir.__enter__()
+                    received[heir] = b""
+                    readers.append((heir, FakeTransport(), position))
+        rest = [b"data: tail\n\n"] * tail
+        recording.end(*rest)
+        for replay, transport, position in readers:
+            collect(replay, transport)
+            assert replay.ended
+            replay.hold()
+            assert received[replay] + everything(replay) == b"".join((sent + rest)[position:])
+
+    asyncio.run(run())

@@ -1,0 +1,367 @@
+"""Streams that end badly: errors after the status, and clients that stop reading."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import Callable
+from typing import cast
+
+import pytest
+
+from millrace_router.api.tgi import routes
+from millrace_router.errors import QueueExpired
+from millrace_router.request.events import TokenEvent
+from millrace_router.request.request import ValidRequest
+from millrace_router.request.token_stream import TokenStream
+from millrace_router.server import sse
+from millrace_router.server.stream_writer import MAX_HELD_BYTES, Outlet
+from millrace_testing.router.edge import (
+    Edge,
+    finished,
+    limits_with,
+    logging_to,
+    serving,
+    token_event,
+)
+from millrace_testing.router.fake_router import new_batcher
+from millrace_testing.router.sse import unchunked
+from millrace_testing.shards.hash_shard import HashShard
+from millrace_testing.shards.held_shards import HeldShards
+
+ASKED = {"inputs": "a", "parameters": {"max_new_tokens": 2}}
+CHAT = {"messages": [{"role": "user", "content": "a"}], "stream": True}
+
+
+def cut_short(_: ValidRequest, stream: TokenStream) -> None:
+    """Send a token and then no end."""
+    stream.send(token_event(1, "x"))
+    stream.finished_at = 1.0
+
+
+async def test_a_stream_that_is_cut_short_has_its_own_error() -> None:
+    async with serving(cut_short) as edge:
+        status, text, _ = await edge.post("/generate_stream", ASKED)
+        assert (await edge.post("/generate", ASKED))[1]["error_type"] == "incomplete_generation"
+    assert status == 200
+    assert text.split("\n\n")[1:] == [
+        'data: {"error":"Incomplete generation stream",'
+        '"error_type":"incomplete_generation_stream"}',
+        "",
+    ]
+
+
+async def test_and_so_in_openais_words() -> None:
+    async with serving(cut_short, template="a") as edge:
+        _, text, _ = await edge.post("/v1/chat/completions", CHAT)
+    *_, error, done, rest = text.split("\n\n")
+    assert json.loads(error[6:])["error"]["type"] == "incomplete_generation_stream"
+    assert (done, rest) == ("data: [DONE]", "")
+
+
+@pytest.mark.parametrize("events_before", [0, 1])
+@pytest.mark.parametrize("keep_alive_seconds", [0.01, 60.0])
+async def test_a_defect_is_one_answer(
+    monkeypatch: pytest.MonkeyPatch, events_before: int, keep_alive_seconds: float
+) -> None:
+    def script(_: ValidRequest, stream: TokenStream) -> None:
+        for index in range(1, events_before + 1):
+            stream.send(token_event(index, "x"))
+        if keep_alive_seconds > 1:
+            stream.send(token_event(events_before + 1, "odd"))
+
+    monkeypatch.setattr(routes, "plain_event", defective)
+    error = b'{"error":"Internal server error","error_type":"internal"}'
+    async with serving(script, keep_alive_seconds=keep_alive_seconds) as edge:
+        async with edge.client.post(f"{edge.url}/generate_stream", json=ASKED) as response:
+            started = events_before or keep_alive_seconds < 1
+            assert response.status == (200 if started else 500)
+            if keep_alive_seconds < 1:
+                edge.batcher.streams[0].send(token_event(events_before + 1, "odd"))
+            text = await response.content.read()
+        await edge.services.infer.permits.all_free()
+    events = text.replace(b":\n\n", b"")
+    assert events == (
+        b"data: {}\n\n" * events_before + b"data: %b\n\n" % error if started else error
+    )
+
+
+def defective(event: TokenEvent) -> bytes:
+    """Render, but for one token."""
+    if event.token.text == "odd":
+        raise ValueError("odd")
+    return b"{}"
+
+
+async def test_a_late_defect_is_followed_by_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "plain_event", defective)
+    output = io.BytesIO()
+    with logging_to(output):
+        async with serving(None, keep_alive_seconds=0.01) as edge:
+            reader, writer = await ask_for_stream(edge)
+            head = await reader.readuntil(b":\n\n")
+            edge.batcher.streams[0].send(token_event(1, "odd"))
+            text = head + await reader.read()
+            writer.close()
+    messages = [json.loads(line)["fields"]["message"] for line in output.getvalue().splitlines()]
+    assert sorted(messages) == ["request", "stream failed"]
+    assert text.count(b"HTTP/1.1 ") == 1
+    assert text.endswith(b"0\r\n\r\n")
+
+
+async def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "WRITE_SECONDS", 0.05)
+    output = io.BytesIO()
+    outlets = watched_outlets(monkeypatch)
+    with logging_to(output, level="info"):
+        async with serving(None) as edge:
+            reader, writer = await deaf_client(edge)
+            stream = edge.batcher.streams[0]
+            index = 0
+            while not stream.closed and not (outlets and outlets[0]._num_held_bytes):
+                index += 1
+                stream.send(token_event(index, "x" * 10_000))
+                await asyncio.sleep(0)
+            async with asyncio.timeout(30):
+                await edge.services.infer.permits.all_free()
+            assert stream.closed
+            assert 'tgi_request_failure{err="dropped"} 1' in await edge.exposition()
+            writer.transport.abort()
+            assert not reader.at_eof()
+    messages = [json.loads(line)["fields"]["message"] for line in output.getvalue().splitlines()]
+    assert messages == ["request"]
+
+
+def watched_outlets(monkeypatch: pytest.MonkeyPatch) -> list[Outlet]:
+    """The outlets of all streams to come, in order."""
+    outlets: list[Outlet] = []
+
+    def outlet(cut_off: Callable[[], None]) -> Outlet:
+        outlets.append(Outlet(cut_off))
+        return outlets[-1]
+
+    monkeypatch.setattr(sse, "Outlet", outlet)
+    return outlets
+
+
+async def test_a_client_that_reads_slowly_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    outlets = watched_outlets(monkeypatch)
+    async with serving(None) as edge:
+        reader, writer = await deaf_client(edge)
+        stream = edge.batcher.streams[0]
+        index = 0
+        while not outlets or outlets[0]._num_held_bytes < MAX_HELD_BYTES // 2:
+            index += 1
+            stream.send(token_event(index, f"{index} " * 5_000))
+            await asyncio.sleep(0)
+        stream.send(token_event(index + 1, "end", finished=finished("whole", index + 1)))
+        writer.transport.resume_reading()  # type: ignore[attr-defined]
+        async with asyncio.timeout(30):
+            text = unchunked((await reader.read()).partition(b"\r\n\r\n")[2])
+        writer.close()
+    events = [json.loads(event[6:]) for event in text.split(b"\n\n")[:-1]]
+    assert [event["index"] for event in events] == list(range(1, index + 2))
+    assert all(event["token"]["text"].startswith(str(event["index"])) for event in events[:-1])
+    assert events[-1]["generated_text"] == "whole"
+
+
+async def test_a_client_that_is_too_far_behind_is_cut_off_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Long before `WRITE_SECONDS`: memory is held for nobody."""
+    outlets = watched_outlets(monkeypatch)
+    async with serving(None) as edge:
+        _, writer = await deaf_client(edge)
+        stream = edge.batcher.streams[0]
+        most, index = 0, 0
+        while not stream.closed:
+            index += 1
+            stream.send(token_event(index, "x" * 10_000))
+            await asyncio.sleep(0)
+            most = max([most, *(outlet._num_held_bytes for outlet in outlets)])
+        await edge.services.infer.permits.all_free()
+        assert MAX_HELD_BYTES < most < MAX_HELD_BYTES + 20_000
+        assert 'tgi_request_failure{err="dropped"} 1' in await edge.exposition()
+        writer.transport.abort()
+
+
+async def test_what_was_held_waits_until_the_client_has_read() -> None:
+    log: list[object] = []
+
+    class Connection:
+        async def drain(self) -> None:
+            log.append("drained")
+
+        async def write(self, data: bytes) -> None:
+            log.append(data)
+
+    outlet = Outlet()
+    outlet.send(b"a")
+    outlet.send(b"b")
+    outlet.end()
+    await sse._pump(outlet, cast("sse._Connection", Connection()), 60.0)
+    assert log == ["drained", b"ab", "drained"]
+
+
+async def test_http_1_0_gets_no_chunks() -> None:
+    async with serving(None) as edge:
+        reader, writer = await ask_for_stream(edge, version=b"1.0")
+        stream = edge.batcher.streams[0]
+        stream.send(token_event(1, "a"))
+        head = await reader.readuntil(b"\r\n\r\n")
+        first = await reader.readuntil(b"\n\n")
+        stream.send(token_event(2, "b"))
+        second = await reader.readuntil(b"\n\n")
+        stream.send(token_event(3, "c", finished=finished("abc", 3)))
+        rest = await reader.read()
+        writer.close()
+    assert b"chunked" not in head.lower()
+    texts = [json.loads(event[6:])["token"]["text"] for event in (first, second, rest)]
+    assert texts == ["a", "b", "c"]
+
+
+async def test_a_comment_that_is_not_read_cuts_off_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "WRITE_SECONDS", 0.05)
+    monkeypatch.setattr(sse, "KEEP_ALIVE", b":" * 1_000_000 + b"\n\n")
+    async with serving(None, keep_alive_seconds=0.01) as edge:
+        _, writer = await deaf_client(edge)
+        async with asyncio.timeout(30):
+            await edge.services.infer.permits.all_free()
+        assert edge.batcher.streams[0].closed
+        writer.transport.abort()
+
+
+async def test_a_deadline_that_passes_in_a_real_queue_is_a_status() -> None:
+    """Through queue, planner and batcher: the batch has one place, and it is taken."""
+    shard = HashShard(num_blocks=2000, max_batch_size=1)
+    shards = HeldShards(shard, on_error=nothing)
+    batcher = new_batcher(shards, shard, max_batch_size=1)
+    limits = limits_with(max_total_tokens=7000)
+    long = {"inputs": "a", "parameters": {"max_new_tokens": 6000, "ignore_eos": True}}
+    async with serving(None, limits=limits) as edge, asyncio.TaskGroup() as group:
+        edge.services.infer._batcher = batcher
+        loop = group.create_task(batcher.run())
+        running = group.create_task(edge.post("/generate", long))
+        while not shard.running:
+            await asyncio.sleep(0)
+        headers = {"x-max-queue-ms": "1"}
+        waiting = group.create_task(edge.post("/generate_stream", ASKED, headers=headers))
+        # No step has been answered yet: nothing can be predicted, so it is let in.
+        while not len(batcher._waiting):
+            await asyncio.sleep(0)
+        while not waiting.done():
+            shards.release()
+            await asyncio.sleep(0)
+        assert not running.done()
+        status, answer, response = await waiting
+        assert edge.services.infer.permits.taken == 1
+        running.cancel()
+        await edge.services.infer.permits.all_free()
+        loop.cancel()
+    assert status == 429
+    assert answer == {
+        "error": "Model is overloaded: the request has waited for as long as it may",
+        "error_type": "overloaded",
+    }
+    assert int(response.headers["retry-after"]) >= 1
+
+
+class Patience:
+    """Stands in for the outlet's clock: silence after silence, and what happens in each."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *silences: Callable[[], None]) -> None:
+        self.left = list(silences)
+        news = Outlet.news
+
+        async def silent(outlet: Outlet, seconds: float) -> bool:
+            if not self.left:
+                return await news(outlet, seconds)
+            self.left.pop(0)()
+            return False
+
+        monkeypatch.setattr(Outlet, "news", silent)
+
+
+def nothing() -> None:
+    """Let nothing happen."""
+
+
+def expire(edge: Edge) -> None:
+    for stream in edge.batcher.streams:
+        stream.fail(QueueExpired(retry_after_seconds=6.5))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate_stream", ASKED),
+        ("/v1/chat/completions", CHAT),
+        ("/v1/completions", {"prompt": ["a", "b"], "stream": True}),
+    ],
+)
+async def test_what_expires_in_the_queue_has_its_status(
+    path: str, body: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    headers = {"x-max-queue-ms": "60000"}
+    async with serving(None, template="a") as edge:
+        patience = Patience(monkeypatch, nothing, nothing, lambda: expire(edge))
+        status, answer, response = await edge.post(path, body, headers=headers)
+        assert patience.left == []
+        assert edge.services.infer.permits.taken == 0
+        failures = edge.services.metrics.request_failure
+        assert failures.labels(err="overloaded").value == len(edge.batcher.streams)
+    assert (status, answer["error_type"]) == (429, "overloaded")
+    assert response.headers["retry-after"] == "7"
+
+
+async def test_a_server_that_lets_nobody_wait_for_long_says_so_in_the_status(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with serving(None, max_queue_wait=60.0) as edge:
+        Patience(monkeypatch, nothing, lambda: expire(edge))
+        assert (await edge.post("/generate_stream", ASKED))[0] == 429
+
+
+@pytest.mark.parametrize("has_deadline", [False, True])
+async def test_what_cannot_expire_any_more_is_begun_in_silence(
+    monkeypatch: pytest.MonkeyPatch, *, has_deadline: bool
+) -> None:
+    """A request without a deadline after the first silence, one with it once it has left the queue."""
+    headers = {"x-max-queue-ms": "60000"} if has_deadline else {}
+    async with serving(None) as edge:
+
+        def admit() -> None:
+            edge.batcher.streams[0].batched_at = 1.0
+
+        patience = Patience(monkeypatch, *([nothing, admit] if has_deadline else [nothing]))
+        url = f"{edge.url}/generate_stream"
+        async with edge.client.post(url, json=ASKED, headers=headers) as response:
+            assert response.status == 200
+            assert await response.content.readuntil(b"\n\n") == b":\n\n"
+            assert patience.left == []
+            expire(edge)
+            text = await response.content.read()
+    assert json.loads(text[6:])["error_type"] == "overloaded"
+
+
+async def deaf_client(edge: Edge) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Ask for a stream and never read from it."""
+    reader, writer = await ask_for_stream(edge)
+    writer.transport.pause_reading()  # type: ignore[attr-defined]
+    return reader, writer
+
+
+async def ask_for_stream(
+    edge: Edge, *, version: bytes = b"1.1"
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Ask for a stream on a connection of its own."""
+    host, port = edge.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = json.dumps(ASKED).encode()
+    writer.write(
+        b"POST /generate_stream HTTP/%b\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"connection: close\r\ncontent-length: %d\r\n\r\n%b" % (version, len(body), body)
+    )
+    await edge.batcher.arrived.wait()
+    return reader, writer

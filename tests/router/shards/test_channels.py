@@ -1,0 +1,159 @@
+"""Channels to shards that ask for papers, and to those that do not; real servers, and the client that uses them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import structlog
+import trustme
+
+from millrace_proto import generate_pb2_grpc as pb_grpc
+from millrace_router import startup
+from millrace_router.checks import StartupError
+from millrace_router.config import RouterConfig
+from millrace_router.shards.channels import TlsError, is_exposed, tls_from
+from millrace_router.shards.errors import ShardLost
+from millrace_router.shards.group import ShardedClient
+from millrace_router.startup import start
+from millrace_testing.launcher.certificates import Certificate, certificate
+from millrace_testing.shards.fake_shard import VOCAB_SIZE, FakeShard, FakeShardService
+
+
+def config(**given: Any) -> RouterConfig:
+    return RouterConfig(**{"model_folder": Path("model")} | given)
+
+
+def flags(files: Certificate) -> dict[str, Path]:
+    return {
+        "shard_tls_cert": files.cert,
+        "shard_tls_key": files.key,
+        "shard_tls_ca": files.ca,
+    }
+
+
+@pytest.fixture
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+@pytest.fixture
+def port(tmp_path: Path, authority: trustme.CA) -> Iterator[int]:
+    """A shard that wants certificates of `authority`, and has one for localhost alone."""
+    files = certificate(tmp_path, "shard", "localhost", authority=authority)
+    credentials = grpc.ssl_server_credentials(
+        [(files.key.read_bytes(), files.cert.read_bytes())],
+        root_certificates=files.ca.read_bytes(),
+        require_client_auth=True,
+    )
+    server = grpc.server(ThreadPoolExecutor(2))
+    pb_grpc.add_ShardServiceServicer_to_server(FakeShardService(FakeShard()), server)
+    number = server.add_secure_port("localhost:0", credentials)
+    server.start()
+    yield number
+    server.stop(grace=None).wait()
+
+
+async def reaches(target: str, files: Certificate | None) -> bool:
+    """Whether a router with these papers gets an answer of the shard."""
+    tls = tls_from(config(**flags(files))) if files else None
+    shards = ShardedClient([target], tls)
+    try:
+        # Health fails where the connection does; Info would wait for a shard that is still to come.
+        await shards.health()
+        return (await shards.info()).vocab_size == VOCAB_SIZE
+    except ShardLost:
+        return False
+    finally:
+        await shards.close()
+
+
+async def test_a_router_with_papers_reaches_its_shard(
+    port: int, tmp_path: Path, authority: trustme.CA
+) -> None:
+    mine = certificate(tmp_path, "router", authority=authority)
+    assert await reaches(f"localhost:{port}", mine)
+
+
+async def test_without_papers_or_with_others_it_does_not(
+    port: int, tmp_path: Path, authority: trustme.CA
+) -> None:
+    stranger = certificate(tmp_path, "stranger", trusts=authority)
+    assert not await reaches(f"localhost:{port}", None)
+    assert not await reaches(f"localhost:{port}", stranger)
+
+
+async def test_it_speaks_to_no_shard_of_another_authority_or_name(
+    port: int, tmp_path: Path, authority: trustme.CA
+) -> None:
+    doubter = certificate(tmp_path, "doubter", authority=authority, trusts=trustme.CA())
+    mine = certificate(tmp_path, "router", authority=authority)
+    assert not await reaches(f"localhost:{port}", doubter)
+    assert not await reaches(f"127.0.0.1:{port}", mine)
+
+
+async def test_unix_sockets_are_spoken_to_plainly_whatever_is_configured(tmp_path: Path) -> None:
+    mine = certificate(tmp_path, "router")
+    server = grpc.server(ThreadPoolExecutor(2))
+    pb_grpc.add_ShardServiceServicer_to_server(FakeShardService(FakeShard()), server)
+    target = f"unix:{tmp_path}/shard"
+    server.add_insecure_port(target)
+    server.start()
+    try:
+        assert await reaches(target, mine)
+    finally:
+        server.stop(grace=None).wait()
+
+
+@pytest.mark.parametrize("given", ["shard_tls_cert", "shard_tls_key", "shard_tls_ca"])
+def test_all_three_files_or_none(given: str, tmp_path: Path) -> None:
+    with pytest.raises(TlsError, match="--shard-tls-") as refused:
+        tls_from(config(**{given: tmp_path / "x"}))
+    assert "--" + given.replace("_", "-") not in str(refused.value)
+    assert tls_from(config()) is None
+
+
+async def test_the_start_fails_with_files_that_do_not_belong_together(tmp_path: Path) -> None:
+    one, other = certificate(tmp_path, "one"), certificate(tmp_path, "other")
+    model = Path(__file__).parents[3] / "demo" / "model"
+    wrong = flags(Certificate(one.cert, other.key, one.ca))
+    with pytest.raises(StartupError, match="cannot be used for TLS"):
+        await start(config(model_folder=model, **wrong))
+
+
+async def test_a_router_that_is_refused_says_so_while_it_waits(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(startup, "PATIENCE_SECONDS", 0.01)
+    model = Path(__file__).parents[3] / "demo" / "model"
+    with structlog.testing.capture_logs() as logs:
+        starting = asyncio.create_task(
+            start(config(model_folder=model, shard_addresses=(f"localhost:{port}",)))
+        )
+        while not any(line["event"] == "Waiting for the shards" for line in logs):
+            await asyncio.wait([starting], timeout=0.01)
+            assert not starting.done()
+        starting.cancel()
+        await asyncio.wait([starting])
+    assert next(line for line in logs if line["event"] == "Waiting for the shards")["error"]
+
+
+@pytest.mark.parametrize(
+    ("address", "exposed"),
+    [
+        ("unix:/tmp/x", False),
+        ("127.0.0.1:1", False),
+        ("[::1]:1", False),
+        ("localhost:1", False),
+        ("shard-0:1", True),
+        ("10.1.1.1:1", True),
+    ],
+)
+def test_where_prompts_may_be_overheard(address: str, exposed: bool) -> None:
+    assert is_exposed(address, None) is exposed
+    assert not is_exposed(address, grpc.ssl_channel_credentials())

@@ -1,0 +1,277 @@
+"""The wire client against fake shards behind real gRPC servers on unix sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+from threading import Event
+
+import grpc
+import pytest
+
+from millrace_proto import generate_pb2 as pb
+from millrace_router.checks import StartupError
+from millrace_router.config import RouterConfig
+from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.shards.errors import ShardChanged, ShardError, ShardLost
+from millrace_router.shards.group import ShardedClient
+from millrace_router.startup import warm_up
+from millrace_testing.router.fake_router import collect, ids_of, new_batcher, request, running
+from millrace_testing.shards.fake_shard import FakeShard, continuation, serve_fake_shard
+
+SECONDS = 30
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return f"unix:{tmp_path}/shard"
+
+
+async def test_info_and_warmup(address: str) -> None:
+    with serve_fake_shard(address, FakeShard(num_blocks=9, block_size=4)):
+        shards = ShardedClient([address])
+        info = await shards.info()
+        capacity = await shards.warmup(
+            max_batch_prefill_tokens=16,
+            max_batch_size=4,
+            max_concurrent_requests=8,
+            max_input_tokens=None,
+            max_total_tokens=20,
+            max_batch_total_tokens=None,
+        )
+        await shards.health()
+        await shards.close()
+    assert (info.model_type, set(info.eos_token_ids), info.window_size) == ("fake", {96}, None)
+    assert (capacity.num_blocks, capacity.max_input_tokens, capacity.max_total_tokens) == (
+        9,
+        19,
+        20,
+    )
+
+
+async def test_streams_over_a_real_socket(address: str) -> None:
+    shard = FakeShard()
+    with serve_fake_shard(address, shard):
+        shards = ShardedClient([address])
+        async with running(new_batcher(shards, shard)) as batcher:
+            streams = [batcher.submit(request([i, i + 1], 9)) for i in range(20)]
+            outputs = await asyncio.gather(*(collect(stream) for stream in streams))
+        await shards.close()
+    for i, events in enumerate(outputs):
+        assert ids_of(events) == continuation([i, i + 1], 9)
+
+
+async def test_a_stream_outlives_the_shard_that_computed_it(address: str) -> None:
+    shard = FakeShard()
+    shard.gate = Event()
+    shards = ShardedClient([address])
+    with serve_fake_shard(address, shard) as server:
+        async with running(new_batcher(shards, shard)) as batcher:
+            stream = batcher.submit(request([1, 2, 3], 5))
+            while len(shard.steps) < 2:
+                await asyncio.sleep(0.01)
+            stopped = server.stop(grace=None)
+            shard.gate.set()
+            await asyncio.to_thread(stopped.wait)
+            fresh = FakeShard()
+            with serve_fake_shard(address, fresh):
+                assert ids_of(await collect(stream)) == continuation([1, 2, 3], 5)
+                assert fresh.steps, "the second shard was not asked"
+                events = await collect(batcher.submit(request([4, 5], 5)))
+            assert ids_of(events) == continuation([4, 5], 5)
+    await shards.close()
+
+
+async def test_shards_started_anew_are_warmed_up_again(address: str) -> None:
+    shards = ShardedClient([address])
+    limits = {"max_input_tokens": None, "max_total_tokens": 20, "max_batch_total_tokens": None}
+    sizes = {"max_batch_prefill_tokens": 16, "max_batch_size": 4, "max_concurrent_requests": 8}
+    with serve_fake_shard(address, FakeShard()):
+        await shards.warmup(**sizes, **limits)  # type: ignore[arg-type]
+        await shards.open()
+    # It has become roomier, as far as it can tell; what was planned with stays.
+    cold = FakeShard(num_blocks=500)
+    cold.is_warm = False
+    with serve_fake_shard(address, cold):
+        await shards.open()
+    assert cold.is_warm
+    smaller = FakeShard(num_blocks=5)
+    smaller.is_warm = False
+    with serve_fake_shard(address, smaller), pytest.raises(ShardError, match="Not enough memory"):
+        await shards.open()
+    await shards.close()
+
+
+async def test_every_rank_gets_every_step(tmp_path: Path) -> None:
+    addresses = [f"unix:{tmp_path}/{rank}" for rank in range(2)]
+    ranks = [FakeShard(), FakeShard()]
+    with (
+        serve_fake_shard(addresses[0], ranks[0], rank=0, world_size=2),
+        serve_fake_shard(addresses[1], ranks[1], rank=1, world_size=2),
+    ):
+        shards = ShardedClient(list(reversed(addresses)))
+        assert (await shards.info()).world_size == 2
+        async with running(new_batcher(shards, ranks[0])) as batcher:
+            events = await collect(batcher.submit(request([7], 6)))
+        await shards.close()
+    assert ids_of(events) == continuation([7], 6)
+    assert [step.SerializeToString() for step in ranks[0].steps] == [
+        step.SerializeToString() for step in ranks[1].steps
+    ]
+
+
+class StrayShard(FakeShard):
+    """A rank that has sampled something else, once."""
+
+    has_strayed = False
+
+    def step(self, request: pb.StepRequest) -> pb.StepResponse:
+        response = super().step(request)
+        if request.WhichOneof("work") == "decode" and not self.has_strayed:
+            self.has_strayed = True
+            response.checksum += 1
+        return response
+
+
+async def test_a_step_that_ranks_disagree_about_is_computed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    addresses = [f"unix:{tmp_path}/{rank}" for rank in range(2)]
+    ranks = [FakeShard(), StrayShard()]
+    failures: list[str] = []
+    with (
+        serve_fake_shard(addresses[0], ranks[0], rank=0, world_size=2),
+        serve_fake_shard(addresses[1], ranks[1], rank=1, world_size=2),
+    ):
+        shards = ShardedClient(addresses)
+        monkeypatch.setattr(shards, "failed", lambda _, error: failures.append(str(error)))
+        await shards.info()
+        async with running(new_batcher(shards, ranks[0])) as batcher:
+            events = await collect(batcher.submit(request([7], 6)))
+        await shards.close()
+    assert failures == ["the ranks of the group disagree about a step"]
+    assert ids_of(events) == continuation([7], 6)
+
+
+async def test_a_group_that_is_not_one_is_refused(tmp_path: Path) -> None:
+    addresses = [f"unix:{tmp_path}/{rank}" for rank in range(2)]
+    with (
+        serve_fake_shard(addresses[0], FakeShard(), rank=0, world_size=2),
+        serve_fake_shard(addresses[1], FakeShard(), rank=0, world_size=2),
+    ):
+        shards = ShardedClient(addresses)
+        with pytest.raises(ShardError, match="ranks"):
+            await shards.info()
+        await shards.close()
+
+
+@contextmanager
+def group_of(folder: Path, ranks: Sequence[FakeShard]) -> Iterator[list[str]]:
+    """The addresses of one group."""
+    addresses = [f"unix:{folder}/{rank}" for rank in range(len(ranks))]
+    with ExitStack() as stack:
+        for rank, (address, shard) in enumerate(zip(addresses, ranks, strict=True)):
+            stack.enter_context(serve_fake_shard(address, shard, rank=rank, world_size=len(ranks)))
+        yield addresses
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("attention", "plain", "rank 2 differs from rank 0: attention is plain instead of none$"),
+        ("block_size", 16, "rank 2 differs from rank 0: block_size is 16 instead of 4$"),
+        ("deterministic", True, "rank 2 .* deterministic is True instead of False$"),
+        ("speculate", 3, "rank 2 .* speculate is 3 instead of 0$"),
+    ],
+)
+async def test_a_rank_that_differs_ends_the_start(
+    tmp_path: Path, name: str, value: object, words: str
+) -> None:
+    ranks = [FakeShard() for _ in range(3)]
+    setattr(ranks[2], name, value)
+    with group_of(tmp_path, ranks) as addresses:
+        # In the order in which they are given, rank 0 is not the first.
+        shards = ShardedClient(addresses[::-1])
+        config = RouterConfig(model_folder=Path("/nowhere"), shard_addresses=tuple(addresses))
+        with pytest.raises(StartupError, match=words):
+            await warm_up(config, shards)
+        await shards.close()
+
+
+async def test_ranks_that_come_back_different_get_no_step(tmp_path: Path) -> None:
+    limits = {"max_input_tokens": None, "max_total_tokens": 20, "max_batch_total_tokens": None}
+    sizes = {"max_batch_prefill_tokens": 16, "max_batch_size": 4, "max_concurrent_requests": 8}
+    with group_of(tmp_path, [FakeShard(), FakeShard()]) as addresses:
+        shards = ShardedClient(addresses)
+        await shards.info()
+        await shards.warmup(**sizes, **limits)  # type: ignore[arg-type]
+        await shards.open()
+    changed = [FakeShard(), FakeShard()]
+    changed[1].attention = "plain"
+    for shard in changed:
+        shard.is_warm = False
+    with group_of(tmp_path, changed):
+        for _ in range(2):
+            with pytest.raises(ShardChanged, match="rank 1 differs from rank 0: attention"):
+                await shards.open()
+    assert not any(shard.steps or shard.is_warm for shard in changed)
+    await shards.close()
+
+
+async def test_an_absent_shard_is_an_error_not_a_hang(address: str) -> None:
+    shards = ShardedClient([address])
+    with pytest.raises(ShardError):
+        await shards.info(timeout=0.3)
+    with pytest.raises(ShardError):
+        await shards.health()
+    await shards.close()
+
+
+@asynccontextmanager
+async def held_step(address: str) -> AsyncIterator[tuple[ShardedClient, FakeShard, grpc.Server]]:
+    """A client that has sent a step, which the shard holds until its gate is set."""
+    shard = FakeShard()
+    shard.gate = Event()
+    shards = ShardedClient([address])
+    with serve_fake_shard(address, shard) as server:
+        await shards.open()
+        await shards.send(StepPlan())
+        assert not await shards.answers_within(0.001)
+        try:
+            yield shards, shard, server
+        finally:
+            shard.gate.set()
+            await shards.close()
+
+
+async def test_an_answer_may_be_waited_for_with_a_limit(address: str) -> None:
+    async with held_step(address) as (shards, shard, _):
+        assert not await shards.answers_within(0.001)
+        assert shard.gate is not None
+        shard.gate.set()
+        assert await shards.answers_within(SECONDS)
+        assert (await shards.receive()).number == 1
+        await shards.send(StepPlan())
+        assert (await shards.receive()).number == 2
+
+
+async def test_waiting_with_a_limit_ends_with_the_shard(address: str) -> None:
+    async with held_step(address) as (shards, shard, server):
+        stopped = server.stop(grace=None)
+        assert await shards.answers_within(SECONDS)
+        assert shard.gate is not None
+        shard.gate.set()
+        await asyncio.to_thread(stopped.wait)
+        with pytest.raises(ShardLost):
+            await shards.receive()
+
+
+async def test_what_is_waited_for_is_forgotten_with_its_epoch(address: str) -> None:
+    async with held_step(address) as (shards, shard, _):
+        assert shard.gate is not None
+        shard.gate.set()
+        await shards.open()
+        await shards.send(StepPlan())
+        assert (await shards.receive()).number == 1

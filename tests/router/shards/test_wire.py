@@ -1,0 +1,105 @@
+"""Columns of a step's answer, whatever the counts."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millrace_proto import generate_pb2 as pb
+from millrace_router.request.entry import Entry
+from millrace_router.request.events import PromptChunk
+from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.shards.wire import plan_to_pb, result_from_pb
+
+COUNTS = st.lists(st.integers(0, 3), max_size=6) | st.lists(st.just(1), max_size=6)
+
+
+@given(counts=COUNTS, with_top=st.booleans())
+def test_each_token_has_its_slot_and_candidates(counts: list[int], *, with_top: bool) -> None:
+    slots = [10 + row for row in range(len(counts))]
+    expected: list[tuple[int, int, float, object]] = []
+    answer = pb.StepResponse(number=7, slots=slots, counts=counts)
+    for slot, count in zip(slots, counts, strict=True):
+        for _ in range(count):
+            token_id = len(expected)
+            top = [(token_id + place, -float(place)) for place in range(token_id % 3)]
+            answer.ids.append(token_id)
+            answer.logprobs.append(-token_id / 2)
+            if with_top:
+                answer.top_counts.append(len(top))
+                answer.top_ids.extend(id_ for id_, _ in top)
+                answer.top_logprobs.extend(logprob for _, logprob in top)
+            expected.append((slot, token_id, -token_id / 2, tuple(top) if with_top else ()))
+    result = result_from_pb([answer])
+    assert list(result.tokens) == expected
+    assert list(result.counts) == list(zip(slots, counts, strict=True))
+
+
+@given(rows=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2)), max_size=4))
+def test_each_prompt_has_its_scores_and_candidates(rows: list[tuple[int, int]]) -> None:
+    answer, expected = pb.StepResponse(), []
+    for slot, (count, width) in enumerate(rows):
+        answer.prefill_slots.append(slot)
+        answer.prefill_counts.append(count)
+        answer.prefill_top_counts.append(width)
+        logprobs = [-slot - place / 4 for place in range(count)]
+        ids = [100 * slot + place for place in range(count * width)]
+        answer.prefill_logprobs.extend(logprobs)
+        answer.prefill_top_ids.extend(ids)
+        answer.prefill_top_logprobs.extend(-float(id_) for id_ in ids)
+        expected.append((slot, PromptChunk(logprobs, ids, [-float(id_) for id_ in ids])))
+    if not any(width for _, width in rows):
+        answer.ClearField("prefill_top_counts")
+    assert list(result_from_pb([answer]).prompt_logprobs) == expected
+
+
+@pytest.mark.parametrize("column", ["ids", "logprobs", "counts", "slots"])
+def test_columns_of_different_length_are_an_error(column: str) -> None:
+    answer = pb.StepResponse(slots=[1, 2], counts=[1, 1], ids=[5, 6], logprobs=[-1.0, -2.0])
+    getattr(answer, column).append(1)
+    with pytest.raises(ValueError, match=r"length|shorter|longer"):
+        result_from_pb([answer])
+
+
+@pytest.mark.parametrize("chunks", [[], [(7, 3)]], ids=["decode", "prefill"])
+def test_what_decodes_are_allowed_is_two_columns_beside_their_slots(
+    chunks: list[tuple[int, int]],
+) -> None:
+    plan: StepPlan[Entry] = StepPlan(
+        decodes=[4, 2], decode_tokens=[5, 1], draft_tokens=[3, 0], chunks=chunks
+    )
+    message = plan_to_pb(plan, epoch=1, number=1, batch_id=0)
+    work = message.prefill if chunks else message.decode
+    assert list(work.decode_slots) == [4, 2]
+    assert list(work.decode_tokens) == [5, 1]
+    assert list(work.draft_tokens) == [3, 0]
+
+
+def test_what_decodes_have_filled_is_told_by_slot() -> None:
+    answer = pb.StepResponse(
+        slots=[4, 2],
+        counts=[0, 3],
+        ids=[7, 8, 9],
+        logprobs=[-1.0] * 3,
+        computed_slots=[4, 2],
+        computed_positions=[30, 12],
+        drafted_tokens=[0, 4],
+    )
+    result = result_from_pb([answer])
+    assert result.computed == ((4, 30, 0), (2, 12, 4))
+    assert [(slot, id_) for slot, id_, _, _ in result.tokens] == [(2, 7), (2, 8), (2, 9)]
+    answer.drafted_tokens.append(1)
+    with pytest.raises(ValueError, match=r"longer|shorter"):
+        result_from_pb([answer])
+
+
+def test_a_step_that_changes_nothing_says_nothing_of_changes() -> None:
+    plan = StepPlan[Entry](decodes=[3])
+    message = plan_to_pb(plan, epoch=1, number=2, batch_id=5)
+    assert message == pb.StepRequest(
+        epoch=1, number=2, decode=pb.Decode(batch_id=5, decode_slots=[3])
+    )
+    plan.grown.append((3, 9))
+    change = plan_to_pb(plan, epoch=1, number=3, batch_id=5).decode.change
+    assert change == pb.BatchChange(grown_slots=[3], grown_blocks=[9])

@@ -1,0 +1,330 @@
+"""Grammars of tool calls, compiled and followed as shards do: what they allow is what is parsed as calls that match."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import pytest
+
+from millrace_router.errors import ToolError, ValidationError
+from millrace_router.request.grammar import MAX_LEVELS, MAX_PARTS
+from millrace_router.request.request import Grammar, GrammarKind
+from millrace_router.tool_calls.call_format import CallFormat
+from millrace_router.tool_calls.formats import format_of
+from millrace_router.tool_calls.tool import Tool, ToolChoice
+from millrace_shard.structured_output.grammar.grammar_source import GrammarInvalid, lark_of
+from millrace_shard.structured_output.matcher import Matcher
+from millrace_shard.structured_output.vocabulary import Vocabulary
+from millrace_testing.engines.grammars import lark, mask_of
+
+EOS = 0
+MARKERS = ["[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<tool_call>", "</tool_call>"]
+SPECIAL = {text: index for index, text in enumerate(MARKERS, start=1)}
+PIECES = [
+    '{"',
+    '": "',
+    '"}',
+    "}}",
+    '": {"',
+    "</",
+    "tool_call",
+    '", "',
+    "[{",
+    "}]",
+    "```",
+    "json\n",
+    "[TOOL",
+    "_CALLS]",
+]
+TOKENS = [b"</s>", *(text.encode() for text in MARKERS), *(bytes([byte]) for byte in range(256))]
+TOKENS += [piece.encode() for piece in PIECES]
+VOCABULARY = Vocabulary.of(TOKENS, special=range(len(SPECIAL) + 1), eos_token_ids=[EOS])
+
+WEATHER = Tool(
+    "weather",
+    "How it is (outside: {",
+    {
+        "type": "object",
+        "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "maximum": 9, "minimum": 0}},
+        "required": ["city"],
+    },
+    strict=True,
+)  # fmt: skip
+NOW = Tool('say "now" (', None, {"type": "object", "properties": {}}, strict=False)
+TOOLS = [WEATHER, NOW]
+REQUIRED, AUTO, NAMED = ToolChoice("required"), ToolChoice("auto"), ToolChoice("named", "weather")
+ONE_REQUIRED, ONE_AUTO = ToolChoice("required", parallel=False), ToolChoice("auto", parallel=False)
+CHOICES = {
+    "required": REQUIRED, "one required": ONE_REQUIRED, "named": NAMED, "auto": AUTO, "one of auto": ONE_AUTO
+}  # fmt: skip
+
+
+def chosen(name: str, *, special: bool = False) -> CallFormat:
+    """A format; `named` is the newer of Mistral's."""
+    source = {"named": "[TOOL_CALLS][ARGS]", "mistral": "[TOOL_CALLS]"}.get(name)
+    asked = "mistral" if name == "named" else name
+    made = format_of(source, asked, special_ids=SPECIAL if special else {})
+    assert isinstance(made, CallFormat)
+    return made
+
+
+def matcher_of(grammar: Grammar | None) -> Matcher:
+    """As the shards compile it."""
+    assert grammar is not None
+    assert grammar.kind == GrammarKind.LARK
+    return Matcher.of(lark_of(lark(grammar.source)), VOCABULARY)
+
+
+def ids_of(text: str, markers: frozenset[str]) -> list[int]:
+    """Tokens of a text: special ones for the markers that are, bytes for the rest."""
+    ids: list[int] = []
+    while text:
+        marker = next((m for m in markers if text.startswith(m)), None)
+        if marker is not None:
+            ids.append(SPECIAL[marker])
+        else:
+            ids += [byte + len(SPECIAL) + 1 for byte in text[0].encode()]
+        text = text[len(marker or text[0]) :]
+    return ids
+
+
+def takes(made: CallFormat, choice: ToolChoice, text: str, tools: list[Tool] = TOOLS) -> bool:
+    """Whether a whole answer may be `text`."""
+    matcher = matcher_of(made.grammar(tools, choice))
+    return matcher.consume_all(ids_of(text, made.markers)) and matcher.inner.is_accepting()
+
+
+def object_of(name: str, key: str, arguments: str = '{"city": "Rome"}') -> str:
+    return f'{{"name": {json.dumps(name)}, "{key}": {arguments}}}'
+
+
+def written(name: str, *called: str) -> str:
+    """Calls of these tools as a model of that kind writes them."""
+    key = "parameters" if name in {"llama", "json"} else "arguments"
+    arguments = {"weather": '{"city": "Rome"}'}
+    objects = [object_of(one, key, arguments.get(one, "{}")) for one in called]
+    named = "".join(f"[TOOL_CALLS]{one}[ARGS]{arguments.get(one, '{}')}" for one in called)
+    return {
+        "hermes": "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in objects),
+        "llama": "; ".join(objects),
+        "mistral": f"[TOOL_CALLS][{', '.join(objects)}]",
+        "named": named,
+        "json": f"[{', '.join(objects)}]" if len(objects) > 1 else objects[0],
+    }[name]
+
+
+FORMATS = ["hermes", "llama", "mistral", "named", "json"]
+each_format = pytest.mark.parametrize("name", FORMATS)
+each_vocabulary = pytest.mark.parametrize("special", [False, True], ids=["text", "special"])
+
+
+@each_format
+@each_vocabulary
+def test_required_is_one_call_or_more_and_nothing_else(name: str, special: bool) -> None:
+    made, one = chosen(name, special=special), written(name, "weather")
+    assert takes(made, REQUIRED, one)
+    assert takes(made, REQUIRED, written(name, "weather", NOW.name, "weather"))
+    for text in (
+        "",
+        "Hi",
+        f"Hi {one}",
+        f"{one}\n",
+        f" {one}",
+        one.replace("Rome", "Bonn"),
+        one.replace("weather", "rain"),
+    ):
+        assert not takes(made, REQUIRED, text), text
+
+
+@each_format
+@each_vocabulary
+def test_one_call_is_one_call(name: str, special: bool) -> None:
+    made = chosen(name, special=special)
+    for choice in (ONE_REQUIRED, NAMED, ONE_AUTO):
+        assert takes(made, choice, written(name, "weather"))
+        assert not takes(made, choice, written(name, "weather", "weather"))
+
+
+@each_format
+def test_named_is_that_tool(name: str) -> None:
+    made = chosen(name)
+    assert takes(made, NAMED, written(name, "weather"))
+    assert not takes(made, NAMED, written(name, NOW.name))
+    assert takes(made, ToolChoice("named", NOW.name), written(name, NOW.name))
+
+
+@each_format
+@each_vocabulary
+def test_auto_with_a_strict_tool_is_text_or_calls_that_match(name: str, special: bool) -> None:
+    made, one = chosen(name, special=special), written(name, "weather")
+    for text in ("Hi", "a {b} [c]", "1 < 2\n\n", one, written(name, "weather", NOW.name)):
+        assert takes(made, AUTO, text), text
+    assert not takes(made, AUTO, one.replace("Rome", "Bonn"))
+    if name not in {"llama", "json"}:
+        assert takes(made, AUTO, f"Let me see.\n\n{one}\nSo.")
+        assert not takes(made, AUTO, f"Hi {one}".replace("Rome", "Bonn"))
+
+
+@each_format
+def test_without_need_there_is_no_grammar(name: str) -> None:
+    made = chosen(name)
+    assert made.grammar(TOOLS, ToolChoice("none")) is None
+    assert made.grammar([NOW], AUTO) is None
+    assert made.grammar([NOW], REQUIRED) is not None
+
+
+@each_format
+@each_vocabulary
+@pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
+def test_whatever_is_generated_is_parsed_as_calls_that_match(
+    name: str, special: bool, choice: ToolChoice
+) -> None:
+    """Walks that choose among what masks allow; markers and brackets often enough to get somewhere."""
+    made, rng = chosen(name, special=special), random.Random(f"{name} {special} {choice}")
+    start, num_ended = matcher_of(made.grammar(TOOLS, choice)), 0
+    for _ in range(4):
+        text = walk(start.copy(), rng, most=160)
+        parser = made.parser(TOOLS, choice)
+        said, calls = "", []
+        for parsed in [parser.push(text or ""), parser.finish()]:
+            said += parsed.text
+            for delta in parsed.calls:
+                if delta.name is not None:
+                    calls.append((delta.name, ""))
+                calls[-1] = calls[-1][0], calls[-1][1] + delta.arguments
+        if text is None:
+            continue
+        num_ended += 1
+        for called, arguments in calls:
+            tool = next(tool for tool in TOOLS if tool.name == called)
+            jsonschema.validate(json.loads(arguments), tool.parameters)
+        assert not any(marker in said for marker in made.syntax.openers)
+        if choice.is_forced:
+            assert calls
+            assert said == ""
+        if choice.is_single:
+            assert len(calls) <= 1
+        if choice.name:
+            assert {called for called, _ in calls} == {choice.name}
+    assert num_ended
+
+
+def walk(matcher: Matcher, rng: random.Random, *, most: int) -> str | None:
+    """Text of an answer; None if `most` tokens do not end it."""
+    text = b""
+    for _ in range(most):
+        choices = [
+            id_
+            for id_ in mask_of(matcher)
+            if id_ in {EOS, *SPECIAL.values()} or TOKENS[id_].isascii()
+        ]
+        telling = [id_ for id_ in choices if id_ <= len(SPECIAL) or TOKENS[id_][:1] in b'<[{"}]`']
+        id_ = rng.choice(telling if telling and rng.random() < 0.4 else choices)
+        assert matcher.consume(id_)
+        if matcher.has_ended:
+            return text.decode()
+        text += TOKENS[id_]
+    return None
+
+
+def forced(parameters: dict[str, Any], arguments: str, *, strict: bool) -> bool:
+    """Whether a tool with these parameters may be called so."""
+    tool = Tool("t", None, parameters, strict)
+    return takes(chosen("llama"), REQUIRED, object_of("t", "parameters", arguments), [tool])
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["lenient", "strict"])
+def test_what_schemas_leave_unsaid(strict: bool) -> None:
+    assert forced({}, '{"a": 1}', strict=strict)
+    assert not forced({}, "[1]", strict=strict)
+    listed = {"properties": {"a": {"type": "integer"}}}
+    assert forced(listed, '{"a": 1}', strict=strict)
+    assert forced(listed, "{}", strict=strict)
+    assert not forced(listed, '{"a": 1, "b": 2}', strict=strict)
+    assert forced({**listed, "additionalProperties": True}, '{"a": 1, "b": 2}', strict=strict)
+    assert forced({"type": ["object", "null"]}, "{}", strict=strict)
+    assert not forced({"type": ["object", "null"]}, "null", strict=strict)
+    referring = {
+        "$ref": "#/$defs/A",
+        "$defs": {"A": {"type": "object", "properties": {"x": {"$ref": "#/$defs/A"}}}},
+    }
+    assert forced(referring, '{"x": {"x": {}}}', strict=strict)
+    assert not forced(referring, '{"x": 1}', strict=strict)
+
+
+def test_white_space_is_tight() -> None:
+    parameters = {"properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+    assert forced(parameters, '{"a": 1, "b": 2}', strict=False)
+    assert forced(parameters, '{"a":1,"b":2}', strict=False)
+    for arguments in ('{ "a": 1}', '{"a":  1}', '{\n"a": 1}', '{"a": 1 }'):
+        assert not forced(parameters, arguments, strict=False)
+
+
+UNSUPPORTED = [
+    {"properties": {"a": {"type": "array", "uniqueItems": True}}},
+    {"properties": {"a": {"not": {"type": "null"}}}},
+    {"properties": {"a": {"type": "array", "items": {"pattern": "(?=x)y", "type": "string"}}}},
+    {"properties": {"a": {"oneOf": [{"type": "array"}, {"minItems": 1, "type": "array"}]}}},
+    {
+        "properties": {
+            "a": {"type": "array", "items": {"type": "string", "format": "no-such-format"}}
+        }
+    },
+]
+
+
+@pytest.mark.parametrize("parameters", UNSUPPORTED, ids=str)
+def test_what_cannot_be_kept_is_refused_only_for_strict_tools(parameters: dict[str, Any]) -> None:
+    assert forced(parameters, '{"a": ["x"]}', strict=False)
+    with pytest.raises(GrammarInvalid) as raised:
+        forced(parameters, '{"a": ["x"]}', strict=True)
+    assert "call_0" not in str(raised.value)
+
+
+def test_properties_may_be_named_as_annotations_are() -> None:
+    named = {
+        "properties": {
+            "description": {"type": "integer", "title": "t"},
+            "default": {"type": "integer"},
+        }
+    }
+    assert forced(named, '{"description": 1, "default": 2}', strict=True)
+    assert not forced(named, '{"description": "x"}', strict=True)
+
+
+def nested(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+def test_limits_of_grammars_hold() -> None:
+    made = chosen("hermes")
+    crowded: dict[str, Any] = {"properties": {f"p{index}": {} for index in range(MAX_PARTS)}}
+    for parameters in (nested(MAX_LEVELS), nested(5000), {"enum": ["x" * 2**20]}, crowded):
+        with pytest.raises(ValidationError, match="grammar is not valid"):
+            made.grammar(
+                [Tool("t", None, {"type": "object", **parameters}, strict=False)], REQUIRED
+            )
+    # Brackets in what is only said do not count.
+    wordy = Tool(
+        "t",
+        "(" * 300,
+        {"type": "object", "properties": {"a": {"enum": ["{[(" * 300]}}},
+        strict=False,
+    )
+    assert made.grammar([wordy], REQUIRED) is not None
+
+
+def test_what_is_no_tool_is_refused() -> None:
+    made = chosen("hermes")
+    with pytest.raises(ToolError, match="Tool with name rain not found"):
+        made.grammar(TOOLS, ToolChoice("named", "rain"))
+    with pytest.raises(ToolError, match="the parameters of `t` have to describe an object"):
+        made.grammar([Tool("t", None, {"type": "array"}, strict=False)], REQUIRED)
+    with pytest.raises(ToolError, match="there is no tool"):
+        made.grammar([], REQUIRED)

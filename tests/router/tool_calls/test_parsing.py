@@ -1,0 +1,326 @@
+"""Finding calls in generated text as it comes, in each format."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from millrace_router.tool_calls.formats import format_of
+from millrace_router.tool_calls.tool import Tool, ToolChoice
+
+ANYTHING: dict[str, Any] = {"type": "object"}
+TOOLS = [Tool(name, None, ANYTHING, strict=False) for name in ("weather", "time", "naïve")]
+AUTO = ToolChoice("auto")
+PARIS = '{"city": "Paris"}'
+FORMATS = ["hermes", "llama", "mistral", "json"]
+SPECIAL = {"[TOOL_CALLS]": 5, "[ARGS]": 6, "[CALL_ID]": 7, "<|python_tag|>": 8}
+
+Call = tuple[str, str]
+
+
+@dataclass
+class Answer:
+    """What a client has put together of the pieces."""
+
+    text: str = ""
+    calls: list[Call] = field(default_factory=list)
+    ids: list[str] = field(default_factory=list)
+
+
+def read(
+    name: str,
+    pieces: Iterable[str],
+    *,
+    choice: ToolChoice = AUTO,
+    special: bool = True,
+) -> Answer:
+    """Parse pieces as a client sees them, and check what holds for any."""
+    parser = format_of(None, name, special_ids=SPECIAL if special else {}).parser(TOOLS, choice)
+    answer = Answer()
+    for parsed in [*(parser.push(piece) for piece in pieces), parser.finish()]:
+        answer.text += parsed.text
+        for delta in parsed.calls:
+            if delta.id is not None:
+                assert delta.name is not None
+                assert delta.index == len(answer.calls)
+                answer.calls.append((delta.name, ""))
+                answer.ids.append(delta.id)
+            assert delta.index == len(answer.calls) - 1
+            called, arguments = answer.calls[-1]
+            answer.calls[-1] = called, arguments + delta.arguments
+    assert parser.finish().text == ""
+    assert len(set(answer.ids)) == len(answer.ids)
+    return answer
+
+
+def hermes(call: str) -> str:
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+WEATHER = '{"name": "weather", "arguments": {"city": "Paris"}}'
+TIME = '{"name": "time", "arguments": {}}'
+LLAMA = '{"name": "weather", "parameters": {"city": "Paris"}}'
+BOTH = [("weather", PARIS), ("time", "{}")]
+
+CASES: dict[str, tuple[str, str, str, list[Call]]] = {
+    "hermes": ("hermes", hermes(WEATHER), "", BOTH[:1]),
+    "hermes, several": ("hermes", hermes(WEATHER) + "\n" + hermes(TIME), "", BOTH),
+    "hermes, several in one tag": ("hermes", hermes(f"{WEATHER}\n{TIME}"), "", BOTH),
+    "hermes, a list in one tag": ("hermes", hermes(f"[{WEATHER}, {TIME}]"), "", BOTH),
+    "hermes, text before": ("hermes", f"I look. \n\n{hermes(WEATHER)}", "I look.", BOTH[:1]),
+    "hermes, text after": ("hermes", f"{hermes(WEATHER)}\nSo.", "\nSo.", BOTH[:1]),
+    "hermes, text between": ("hermes", f"{hermes(WEATHER)}\nSo {hermes(TIME)}\n", "\nSo", BOTH),
+    "hermes, thoughts": ("hermes", f"<think>\nHm\n</think>\n\n{hermes(WEATHER)}", "<think>\nHm\n</think>", BOTH[:1]),
+    "hermes, no end tag": ("hermes", f"<tool_call>\n{WEATHER}", "", BOTH[:1]),
+    "hermes, no end tag before another": ("hermes", f"<tool_call>\n{WEATHER}\n{hermes(TIME)}", "", BOTH),
+    "hermes, last brace forgotten": ("hermes", hermes(WEATHER[:-1]), "", BOTH[:1]),
+    "hermes, end tag as an argument": (
+        "hermes",
+        hermes('{"name": "weather", "arguments": {"city": "</tool_call>"}}'),
+        "",
+        [("weather", '{"city": "</tool_call>"}')],
+    ),
+    "hermes, arguments first": (
+        "hermes", hermes('{"arguments": {"a": [1]}, "name": "time"}'), "", [("time", '{"a": [1]}')]
+    ),
+    "hermes, no arguments": ("hermes", hermes('{"name": "time"}'), "", [("time", "{}")]),
+    "hermes, arguments of null": ("hermes", hermes('{"name": "time", "arguments": null}'), "", [("time", "{}")]),
+    "hermes, arguments as text": (
+        "hermes", hermes('{"name": "time", "arguments": "{\\"a\\": 1}"}'), "", [("time", '{"a": 1}')]
+    ),
+    "hermes, escaped name": ("hermes", hermes('{"name": "na\\u00efve", "arguments": {}}'), "", [("naïve", "{}")]),
+    "hermes, more keys": (
+        "hermes", hermes('{"id": 7, "name": "time", "arguments": {}, "why": ["x"]}'), "", [("time", "{}")]
+    ),
+    "hermes, blanks kept in arguments": (
+        "hermes", hermes('{"name":"time","arguments":{\n "a" :1 }\n}'), "", [("time", '{\n "a" :1 }')]
+    ),
+    "hermes, unknown name": (
+        "hermes", hermes('{"name": "rain", "arguments": {}}'), hermes('{"name": "rain", "arguments": {}}'), []
+    ),
+    "hermes, arguments are a list": (
+        "hermes", hermes('{"name": "time", "arguments": [1]}'), hermes('{"name": "time", "arguments": [1]}'), []
+    ),
+    "hermes, text in the tag": ("hermes", "<tool_call>\nI would call", "<tool_call>\nI would call", []),
+    "hermes, tag twice": ("hermes", f"<tool_call>{hermes(WEATHER)}", "<tool_call>", BOTH[:1]),
+    "hermes, broken in the arguments": (
+        "hermes", hermes('{"name": "time", "arguments": {"a": oops}}'), "oops}}\n</tool_call>", [("time", '{"a": ')]
+    ),
+    "hermes, broken, then right": (
+        "hermes", hermes('{"name": "time", "arguments": {"a": oops}}') + hermes(TIME),
+        "oops}}\n</tool_call>", [("time", '{"a": '), ("time", "{}")],
+    ),
+    "hermes, cut in the arguments": ("hermes", hermes(WEATHER)[:57], "", [("weather", '{"city": "Pa')]),
+    "hermes, cut in the name": ("hermes", '<tool_call>\n{"name": "wea', '<tool_call>\n{"name": "wea', []),
+    "hermes, cut in the end tag": ("hermes", hermes(WEATHER)[:-4], "", BOTH[:1]),
+    "hermes, cut in the tag": ("hermes", "so <tool_c", "so <tool_c", []),
+    "hermes, no call": ("hermes", "a < b, <tool>, {\"name\": \"time\"}\n", "a < b, <tool>, {\"name\": \"time\"}\n", []),
+    "llama": ("llama", LLAMA, "", BOTH[:1]),
+    "llama, tagged": ("llama", f"<|python_tag|>{LLAMA}", "", BOTH[:1]),
+    "llama, arguments by the other name": ("llama", WEATHER, "", BOTH[:1]),
+    "llama, type first": ("llama", '{"type": "function", "name": "time", "parameters": {}}', "", [("time", "{}")]),
+    "llama, semicolons": ("llama", f"{LLAMA}; {TIME}", "", BOTH),
+    "llama, lines": ("llama", f"\n\n{LLAMA}\n{TIME}\n", "", BOTH),
+    "llama, a tag each": ("llama", f"<|python_tag|>{LLAMA}<|python_tag|>{TIME}", "", BOTH),
+    "llama, tag after text": ("llama", f"Well.\n<|python_tag|>{LLAMA}", "Well.", BOTH[:1]),
+    "llama, python after the tag": ("llama", '<|python_tag|>print("x")', 'print("x")', []),
+    "llama, other JSON": ("llama", '{"city": "Paris", "name": "time"}', '{"city": "Paris", "name": "time"}', []),
+    "llama, JSON with a name": ("llama", '{"name": "Bob", "parameters": {}}', '{"name": "Bob", "parameters": {}}', []),
+    "llama, a list": ("llama", "[1, 2]", "[1, 2]", []),
+    "llama, JSON after text": ("llama", f"So: {LLAMA}", f"So: {LLAMA}", []),
+    "llama, on a line of its own": ("llama", f"So:\n\n{LLAMA}\nDone.", "So:\nDone.", BOTH[:1]),
+    "llama, other JSON on a line": ("llama", 'So:\n{"x": 1}\n', 'So:\n{"x": 1}\n', []),
+    "llama, other JSON after a call": ("llama", f'{LLAMA}; {{"x": 1}}', '; {"x": 1}', BOTH[:1]),
+    "llama, nothing": ("llama", " \n", " \n", []),
+    "mistral": ("mistral", f"[TOOL_CALLS][{WEATHER}]", "", BOTH[:1]),
+    "mistral, several": ("mistral", f"[TOOL_CALLS] [{WEATHER}, {TIME}]", "", BOTH),
+    "mistral, ids": (
+        "mistral", '[TOOL_CALLS] [{"name": "time", "arguments": {}, "id": "abcdefghi"}]', "", [("time", "{}")]
+    ),
+    "mistral, no list": ("mistral", f"[TOOL_CALLS]{WEATHER}", "", BOTH[:1]),
+    "mistral, text before": ("mistral", f"Yes [TOOL_CALLS][{WEATHER}]", "Yes", BOTH[:1]),
+    "mistral, an empty list": ("mistral", "[TOOL_CALLS][]", "[]", []),
+    "mistral, half a list": ("mistral", f"[TOOL_CALLS][{WEATHER}, ", "", BOTH[:1]),
+    "mistral, newer": ("mistral", f"[TOOL_CALLS]weather[ARGS]{PARIS}", "", BOTH[:1]),
+    "mistral, newer, several": ("mistral", f"[TOOL_CALLS]weather[ARGS]{PARIS}[TOOL_CALLS]time[ARGS]{{}}", "", BOTH),
+    "mistral, newer, ids": ("mistral", f"[TOOL_CALLS]weather[CALL_ID]abc123XYZ[ARGS]{PARIS}", "", BOTH[:1]),
+    "mistral, newer, without marker": ("mistral", f"[TOOL_CALLS]weather{PARIS}", "", BOTH[:1]),
+    "mistral, newer, blanks": ("mistral", f"[TOOL_CALLS] weather[ARGS] {PARIS}", "", BOTH[:1]),
+    "mistral, newer, unknown name": ("mistral", "[TOOL_CALLS]rain[ARGS]{}", "rain{}", []),
+    "mistral, newer, no arguments": ("mistral", "[TOOL_CALLS]time, please", "time, please", []),
+    "mistral, newer, cut": ("mistral", "[TOOL_CALLS]time[ARGS]", "time", []),
+    "json": ("json", LLAMA, "", BOTH[:1]),
+    "json, a list": ("json", f"[{LLAMA},\n{TIME}]", "", BOTH),
+    "json, fenced": ("json", f"Sure:\n```json\n{LLAMA}\n```\n", "Sure:", BOTH[:1]),
+    "json, a fenced list": ("json", f"```\n[{LLAMA}, {TIME}]\n```", "", BOTH),
+    "json, fenced code": ("json", "```json\n{\"a\": 1}\n```\n", "```json\n{\"a\": 1}\n```\n", []),
+    "json, on a line of its own": ("json", f"Sure:\n[{LLAMA}]\n", "Sure:", BOTH[:1]),
+    "json, text": ("json", "No tool is needed.", "No tool is needed.", []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_calls_are_told_from_text(case: tuple[str, str, str, list[Call]]) -> None:
+    name, text, expected_text, expected_calls = case
+    whole = read(name, [text])
+    assert (whole.text, whole.calls) == (expected_text, expected_calls)
+    by_character = read(name, text)
+    assert (by_character.text, by_character.calls) == (expected_text, expected_calls)
+
+
+FRAGMENTS = [
+    *{part for _, text, _, _ in CASES.values() for part in re.findall(r"\w+|\W", text) if len(part) > 3},
+    "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "```json\n", "```",
+    WEATHER, LLAMA, TIME, PARIS, '{"name": "time", ', '"arguments": ', '"parameters": ', "{}", "weather", "rain",
+    "{", "}", "[", "]", ",", ";", " ", "\n", "text", '"', " " * 200, "\n" * 60,
+]  # fmt: skip
+TEXTS = st.lists(st.sampled_from(sorted(FRAGMENTS)), max_size=9).map("".join) | st.sampled_from(
+    [text for _, text, _, _ in CASES.values()]
+)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), text=TEXTS, special=st.booleans())
+def test_any_pieces_give_the_same(name: str, data: st.DataObject, text: str, special: bool) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    one, other = read(name, [text], special=special), read(name, pieces, special=special)
+    assert (one.text, one.calls) == (other.text, other.calls)
+    other = read(name, text, special=special)
+    assert (one.text, one.calls) == (other.text, other.calls)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=40, deadline=None)
+@given(text=TEXTS)
+@example(text='<tool_call>{"name": "time", "arguments": "{\\"\\ud800\\": 1}"}')
+def test_nothing_is_made_up(name: str, text: str) -> None:
+    """Text that is given is of the text, in its order; complete arguments are an object."""
+    answer = read(name, [text], special=False)
+    left = iter(text)
+    assert all(char in left for char in answer.text)
+    for called, arguments in answer.calls:
+        assert called in {tool.name for tool in TOOLS}
+        assert arguments.startswith("{")
+
+
+ARGUMENTS = st.dictionaries(
+    st.text(max_size=4),
+    st.text(max_size=8) | st.integers() | st.lists(st.booleans(), max_size=2),
+    max_size=3,
+)
+NAMES = st.sampled_from([tool.name for tool in TOOLS])
+CALLS = st.lists(st.tuples(NAMES, ARGUMENTS), min_size=1, max_size=3)
+
+
+def written(name: str, calls: Sequence[tuple[str, str]]) -> str:
+    """As a model of that kind writes it."""
+    key = "parameters" if name in {"llama", "json"} else "arguments"
+    objects = [
+        f'{{"name": {json.dumps(called)}, "{key}": {arguments}}}' for called, arguments in calls
+    ]
+    return {
+        "hermes": "\n".join(map(hermes, objects)),
+        "llama": "; ".join(objects),
+        "mistral": f"[TOOL_CALLS] [{', '.join(objects)}]",
+        "named": "".join(f"[TOOL_CALLS]{called}[ARGS]{arguments}" for called, arguments in calls),
+        "json": f"[{', '.join(objects)}]" if len(objects) > 1 else objects[0],
+    }[name]
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "named"])
+@settings(max_examples=25, deadline=None)
+@given(calls=CALLS, indent=st.sampled_from([None, 2]))
+def test_what_a_model_calls_is_what_the_client_gets(
+    name: str, calls: list[tuple[str, dict[str, Any]]], indent: int | None
+) -> None:
+    texts = [(called, json.dumps(arguments, indent=indent)) for called, arguments in calls]
+    answer = read("mistral" if name == "named" else name, written(name, texts))
+    assert (answer.text, answer.calls) == ("", texts)
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "named"])
+def test_arguments_are_passed_on_as_they_come(name: str) -> None:
+    text = written(name, [("weather", '{"city": "Paris", "days": 12}')])
+    parser = format_of(None, "mistral" if name == "named" else name).parser(TOOLS, AUTO)
+    so_far, num_missing = "", []
+    for position, char in enumerate(text):
+        so_far += "".join(delta.arguments for delta in parser.push(char).calls)
+        inside = text[: position + 1].partition('{"city')
+        if inside[1]:
+            num_missing.append(len(f"{inside[1]}{inside[2]}") - len(so_far))
+    assert so_far == '{"city": "Paris", "days": 12}'
+    closing = text.partition("12}")[2]
+    assert num_missing == [0] * (len(num_missing) - len(closing)) + [*range(1, len(closing) + 1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "marker"),
+    [
+        ("hermes", "<tool_call>"),
+        ("llama", "<|python_tag|>"),
+        ("mistral", "[TOOL_CALLS]"),
+        ("json", "```json\n"),
+    ],
+)
+def test_no_part_of_a_marker_is_text(name: str, marker: str) -> None:
+    parser = format_of(None, name).parser(TOOLS, AUTO)
+    assert parser.push("Look").text == "Look"
+    for char in marker:
+        assert parser.push(char).text == ""
+    assert parser.push(WEATHER).calls[0].name == "weather"
+
+
+def test_text_is_held_no_longer_than_it_may_begin_a_call() -> None:
+    parser = format_of(None, "hermes").parser(TOOLS, AUTO)
+    assert [parser.push(piece).text for piece in ("a", " <", "t", "x", " ", "b")] == [
+        "a",
+        "",
+        "",
+        " <tx",
+        "",
+        " b",
+    ]
+    parser = format_of(None, "llama").parser(TOOLS, AUTO)
+    assert [parser.push(piece).text for piece in (" {", '"ci', 'ty"', ": 1")] == [
+        "",
+        "",
+        ' {"city"',
+        ": 1",
+    ]
+
+
+def test_special_tokens_are_no_text() -> None:
+    shown = format_of(None, "mistral", special_ids=SPECIAL)
+    assert shown.markers == {"[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"}
+    assert read("mistral", "a[ARGS]b [TOOL_CALLS]c").text == "ab c"
+    assert read("mistral", "a[ARGS]b [TOOL_CALLS]c", special=False).text == "a[ARGS]b [TOOL_CALLS]c"
+    assert format_of(None, "hermes", special_ids=SPECIAL).markers == frozenset()
+
+
+@pytest.mark.parametrize(
+    "choice", [ToolChoice("auto", parallel=False), ToolChoice("named", "weather")], ids=str
+)
+def test_calls_after_the_only_one_are_dropped(choice: ToolChoice) -> None:
+    text = f"{hermes(WEATHER)}\n{hermes(WEATHER)}"
+    answer = read("hermes", text, choice=choice)
+    assert (answer.text, answer.calls) == ("", BOTH[:1])
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [("hermes", "call_[0-9a-f]{24}"), ("mistral", "[A-Za-z0-9]{9}")],
+)
+def test_ids_are_unique_and_as_the_model_s_template_wants_them(name: str, pattern: str) -> None:
+    text = written(name, [("time", "{}")] * 3)
+    ids = {id_ for _ in range(20) for id_ in read(name, [text]).ids}
+    assert len(ids) == 60
+    assert all(re.fullmatch(pattern, id_) for id_ in ids)

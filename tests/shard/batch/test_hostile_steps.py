@@ -1,0 +1,282 @@
+"""Whatever comes over the wire is answered once, harms nobody else's process, and is forgotten by the next epoch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from itertools import count
+from typing import Any, TypeVar
+
+import grpc
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from millrace_proto import generate_pb2 as pb
+from millrace_proto import generate_pb2_grpc as pb_grpc
+from millrace_shard.batch.step import StepFailure, StepReply
+from millrace_shard.server.service import SERVICE_NAME, ShardService, new_server
+from millrace_shard.server.wire import reply_to_pb, step_from_pb
+from millrace_shard.speculation.factory import Speculation
+from millrace_testing.engines.engine_driver import Driver
+from millrace_testing.engines.fake_engine import greedy
+
+SECONDS = 30.0
+T = TypeVar("T")
+PROMPT = [5, 9, 2, 44, 17, 3]
+UINT32, UINT64 = 2**32 - 1, 2**64 - 1
+LIMITS = settings(
+    max_examples=80,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+uint32 = st.one_of(
+    st.integers(0, 8), st.sampled_from([63, 64, 65, 97, 2**31 - 1, 2**31, UINT32 - 1, UINT32])
+)
+uint64 = st.one_of(st.integers(0, 8), st.sampled_from([2**63 - 1, 2**63, UINT64 - 1, UINT64]))
+floats = st.one_of(st.floats(width=32), st.sampled_from([0.0, 1.0, -1.0, 1e-45, 3.4e38]))
+column = st.lists(uint32, max_size=6)
+
+
+def messages(kind: type[T], **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[T]:
+    """Messages of `kind` with any of the fields left out."""
+    return st.fixed_dictionaries({}, optional=fields).map(lambda chosen: kind(**chosen))
+
+
+parameters = messages(
+    pb.NextTokenChooserParameters,
+    temperature=floats,
+    top_k=uint32,
+    top_p=floats,
+    typical_p=floats,
+    do_sample=st.booleans(),
+    seed=uint64,
+    repetition_penalty=floats,
+    frequency_penalty=floats,
+    presence_penalty=floats,
+    occurrence_penalty=floats,
+)
+sequence = messages(
+    pb.Sequence,
+    slot=uint32,
+    request_id=uint64,
+    input_ids=column,
+    generated_tokens=uint32,
+    cached_tokens=uint32,
+    parameters=parameters,
+    top_n_tokens=uint32,
+    prefill_logprobs=st.booleans(),
+    prefill_top_n_tokens=st.integers(0, 200),
+    min_new_tokens=uint32,
+)
+change = messages(
+    pb.BatchChange,
+    dropped_slots=column,
+    admitted=st.lists(sequence, max_size=3),
+    grown_slots=column,
+    grown_blocks=column,
+)
+
+
+@st.composite
+def consistent(draw: st.DrawFn) -> pb.Prefill:
+    """A batch that could run, but for the parameters of its sequences: these have to fail alone or yield tokens."""
+    rows = draw(
+        st.lists(st.tuples(st.lists(st.integers(0, 96), min_size=1, max_size=6), parameters))
+    )[:4]
+    return pb.Prefill(
+        change=pb.BatchChange(
+            admitted=[
+                pb.Sequence(
+                    slot=slot,
+                    input_ids=ids,
+                    parameters=chosen,
+                    top_n_tokens=draw(uint32),
+                    prefill_logprobs=draw(st.booleans()),
+                    min_new_tokens=draw(uint32),
+                )
+                for slot, (ids, chosen) in enumerate(rows)
+            ],
+            grown_slots=[slot for slot in range(len(rows)) for _ in range(2)],
+            grown_blocks=range(1, 1 + 2 * len(rows)),
+        ),
+        chunk_slots=range(len(rows)),
+        chunk_tokens=[len(ids) for ids, _ in rows],
+    )
+
+
+prefill = st.one_of(
+    consistent(),
+    messages(
+        pb.Prefill,
+        change=change,
+        chunk_slots=column,
+        chunk_tokens=column,
+        decode_slots=column,
+        decode_tokens=column,
+        draft_tokens=column,
+    ),
+)
+works = st.one_of(
+    st.just({}),
+    st.just({"open": pb.Open()}),
+    st.fixed_dictionaries({"prefill": prefill}),
+    st.fixed_dictionaries(
+        {
+            "decode": messages(
+                pb.Decode,
+                change=change,
+                decode_slots=column,
+                decode_tokens=column,
+                draft_tokens=column,
+            )
+        }
+    ),
+    st.fixed_dictionaries({"filter_batch": messages(pb.FilterBatch, dropped_slots=column)}),
+    st.just({"clear_cache": pb.ClearCache()}),
+)
+in_order = st.lists(works, max_size=6)
+anyhow = st.lists(st.tuples(uint64, uint64, works), max_size=4)
+
+
+warmup = messages(
+    pb.WarmupRequest,
+    max_batch_prefill_tokens=uint32,
+    # Of a row, the tables alone cost memory, and as many as are asked for are made.
+    max_batch_size=st.integers(0, 100),
+    max_input_tokens=uint32,
+    max_total_tokens=uint32,
+    max_batch_total_tokens=uint64,
+    max_concurrent_requests=uint32,
+)
+WARMUP_ANSWERS = (grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+
+class Served:
+    """A shard on a unix socket, and epochs that were never used before."""
+
+    def __init__(self, address: str, driver: Driver) -> None:
+        self.driver = driver
+        self.stub = pb_grpc.ShardServiceStub(grpc.insecure_channel(address))
+        self.raw: grpc.StreamStreamMultiCallable[bytes, bytes] = grpc.insecure_channel(
+            address
+        ).stream_stream(f"/{SERVICE_NAME}/Steps")
+        self._epochs = count(10**6)
+
+    def epoch(self) -> int:
+        return next(self._epochs)
+
+    def serves(self) -> None:
+        """A correct epoch yields the right tokens."""
+        epoch = self.epoch()
+        change = pb.BatchChange(
+            admitted=[pb.Sequence(slot=3, input_ids=PROMPT)],
+            grown_slots=[3] * 3,
+            grown_blocks=[7, 1, 63],
+        )
+        steps: list[dict[str, object]] = [
+            {"open": pb.Open()},
+            {"prefill": pb.Prefill(change=change, chunk_slots=[3], chunk_tokens=[len(PROMPT)])},
+        ]
+        steps += [{"decode": pb.Decode(decode_slots=[3])} for _ in range(3)]
+        sent = [
+            pb.StepRequest(epoch=epoch, number=number, **work)  # type: ignore[arg-type]
+            for number, work in enumerate(steps)
+        ]
+        answers = list(self.stub.Steps(iter(sent), timeout=SECONDS))
+        assert [answer.ids[0] for answer in answers[1:]] == greedy(PROMPT, 4)
+        assert self.stub.Health(pb.HealthRequest(), timeout=SECONDS).pending_steps == 0
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    driver = Driver(speculation=Speculation(most=3))
+    service = ShardService(driver.engine, deterministic=True, prefill_logprobs=True)
+    address = f"unix:{tmp_path_factory.mktemp('shard')}/socket"
+    server = new_server(service, address)
+    server.start()
+    driver.warm_up()
+    yield Served(address, driver)
+    server.stop(grace=None).wait(SECONDS)
+    driver.engine.close()
+
+
+@settings(LIMITS, max_examples=8)
+@given(request=warmup, first=in_order)
+def test_a_warm_up_answers_and_the_next_one_serves(
+    request: pb.WarmupRequest, first: list[dict[str, object]], served: Served
+) -> None:
+    """And so do steps over whatever it has left."""
+    call = served.stub.Warmup.future(request, timeout=SECONDS)
+    assert call.code() in WARMUP_ANSWERS, call.details()
+    epoch = served.epoch()
+    sent = [
+        pb.StepRequest(epoch=epoch, number=number, **work)  # type: ignore[arg-type]
+        for number, work in enumerate([{"open": pb.Open()}, *first])
+    ]
+    assert len(list(served.stub.Steps(iter(sent), timeout=SECONDS))) == len(sent)
+    served.driver.warm_up()
+    served.serves()
+
+
+@LIMITS
+@given(first=in_order, rest=anyhow)
+@example(first=[{"decode": pb.Decode(decode_slots=[UINT32] * 3)}], rest=[(UINT64, UINT64, {})])
+def test_every_step_is_answered_once_and_the_next_epoch_is_right(
+    first: list[dict[str, object]], rest: list[tuple[int, int, dict[str, object]]], served: Served
+) -> None:
+    epoch = served.epoch()
+    opened = [{"open": pb.Open()}, *first]
+    sent = [
+        pb.StepRequest(epoch=epoch, number=number, **work)  # type: ignore[arg-type]
+        for number, work in enumerate(opened)
+    ]
+    sent += [
+        pb.StepRequest(epoch=epoch, number=number, **work)  # type: ignore[arg-type]
+        for epoch, number, work in rest
+    ]
+    answers = list(served.stub.Steps(iter(sent), timeout=SECONDS))
+    assert [(a.epoch, a.number) for a in answers] == [(s.epoch, s.number) for s in sent]
+    served.serves()
+
+
+@LIMITS
+@given(data=st.lists(st.binary(max_size=60), max_size=4))
+def test_bytes_that_may_be_no_message_end_their_stream_at_most(
+    data: list[bytes], served: Served
+) -> None:
+    opening = pb.StepRequest(epoch=served.epoch(), number=0, open=pb.Open()).SerializeToString()
+    good = 0
+    with contextlib.suppress(DecodeError):
+        for message in data:
+            pb.StepRequest.FromString(message)
+            good += 1
+    call = served.raw(iter([opening, *data]), timeout=SECONDS)
+    answers: list[bytes] = []
+    with contextlib.suppress(grpc.RpcError):
+        answers.extend(call)
+    if call.code() is grpc.StatusCode.OK:
+        assert len(answers) == 1 + len(data)
+    else:
+        assert call.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
+        assert good < len(data), "only what is no message may end a stream"
+    served.serves()
+
+
+@LIMITS
+@given(data=st.binary(max_size=200))
+def test_bytes_that_are_a_message_become_a_step_and_its_answer_a_message(
+    data: bytes, served: Served
+) -> None:
+    try:
+        message = pb.StepRequest.FromString(data)
+    except DecodeError:
+        return
+    step = step_from_pb(message)
+    reply: StepReply = served.driver.engine.step(step).result(SECONDS)
+    answer = reply_to_pb(reply, with_tokens=True)
+    assert (answer.epoch, answer.number) == (message.epoch, message.number)
+    assert answer.HasField("error") == isinstance(reply.outcome, StepFailure)

@@ -1,0 +1,239 @@
+"""Warm-up: the largest step that may come is tried once, and what does not fit is said in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from millrace_shard.device.process_group import ProcessGroup
+from millrace_shard.engine.kv_capacity import CapacityError, WarmupRequest
+from millrace_shard.engine.warmup import LoadedModel, MemoryLimits, WarmedUp, warm_up
+from millrace_shard.kernels.base import LayerCache
+from millrace_shard.kernels.ragged import RaggedBatch
+from millrace_shard.model_runner.decode_graphs import GraphSettings
+from millrace_shard.models.interface import KVGeometry
+from millrace_testing.engines.fake_engine import BLOCK_SIZE, FakeKernels, FakeModel, fake_kernels
+from millrace_testing.engines.graphs import Recorder
+
+BYTES_PER_TOKEN = 8
+REQUEST = WarmupRequest(
+    max_batch_prefill_tokens=150, max_batch_size=4, max_concurrent_requests=8, max_total_tokens=50
+)
+
+
+class SmallerPeer(ProcessGroup):
+    """A group whose other rank has room for 20 blocks."""
+
+    def minimum(self, value: int) -> int:
+        """As the collective would answer."""
+        return min(value, 20)
+
+
+@dataclass
+class Setup:
+    """A model on CPU with kernels that remember."""
+
+    model: FakeModel = field(default_factory=FakeModel)
+    kernels: FakeKernels = field(default_factory=FakeKernels)
+    group: ProcessGroup = field(default_factory=ProcessGroup.single)
+
+    def warm_up(
+        self,
+        request: WarmupRequest = REQUEST,
+        *,
+        num_blocks: int = 101,
+        rehearse: bool | None = None,
+        graphs: GraphSettings | None = None,
+    ) -> WarmedUp:
+        loaded = LoadedModel(
+            model=self.model,
+            kernels=fake_kernels(self.kernels),
+            group=self.group,
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+        )
+        limits = MemoryLimits(kv_memory=num_blocks * BLOCK_SIZE * BYTES_PER_TOKEN)
+        with torch.inference_mode():
+            return warm_up(loaded, request, limits, rehearse=rehearse, graphs=graphs)
+
+
+def test_the_largest_prefill_runs_once_and_leaves_nothing() -> None:
+    setup = Setup()
+    warmed_up = setup.warm_up()
+    (batch,) = setup.model.batches
+    assert batch.num_queries == (49, 49, 49, 3)
+    assert len(warmed_up.runner.batch) == 0
+    assert warmed_up.capacity.num_blocks == 101
+    assert warmed_up.capacity.kv_bytes_per_token == BYTES_PER_TOKEN
+
+
+class ThreeLayers(FakeModel):
+    """Its first layers are a model of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.geometry = KVGeometry(((1, 1),) * 3)
+        self.first = FakeModel()
+
+    def first_layers(self, count: int) -> FakeModel:
+        self.first.geometry = KVGeometry(self.geometry.layers[:count])
+        return self.first
+
+
+def test_on_cpu_the_largest_prefill_is_tried_on_the_first_layers() -> None:
+    model = ThreeLayers()
+    warmed_up = Setup(model).warm_up(num_blocks=3 * 101)
+    (batch,) = model.first.batches
+    assert batch.num_queries == (49, 49, 49, 3)
+    assert model.first.geometry.layers == ((1, 1),) * 2
+    assert model.batches == []
+    assert warmed_up.capacity.kv_bytes_per_token == 3 * BYTES_PER_TOKEN
+
+
+def test_a_rank_in_the_place_of_another_one_tries_nothing_on_cpu() -> None:
+    model = ThreeLayers()
+    setup = Setup(model)
+    before = setup.warm_up(num_blocks=3 * 101)
+    model.first.batches.clear()
+    request = replace(REQUEST, num_blocks=before.capacity.num_blocks)
+    after = setup.warm_up(request=request, num_blocks=3 * 101)
+    assert after.capacity == before.capacity
+    assert model.first.batches == model.batches == []
+
+
+def test_where_memory_is_measured_all_layers_are_tried() -> None:
+    model = ThreeLayers()
+    Setup(model).warm_up(rehearse=True)
+    assert model.batches
+    assert model.first.batches == []
+
+
+def test_a_prefill_larger_than_the_cache_is_tried_as_far_as_it_fits() -> None:
+    setup = Setup()
+    setup.warm_up(num_blocks=21)
+    (batch,) = setup.model.batches
+    assert batch.num_queries == (49, 28)
+
+
+def test_the_rank_with_least_room_decides() -> None:
+    setup = Setup(group=SmallerPeer(0, 2, torch.device("cpu")))
+    assert setup.warm_up().capacity.num_blocks == 21
+
+
+def test_a_prefill_that_does_not_fit_names_the_flag() -> None:
+    setup = Setup()
+
+    def run_out(_: RaggedBatch) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    setup.model.before_forward = run_out
+    with pytest.raises(CapacityError) as caught:
+        setup.warm_up()
+    assert str(caught.value) == (
+        "Not enough memory to handle 150 prefill tokens. "
+        "You need to decrease `--max-batch-prefill-tokens`"
+    )
+
+
+def test_other_errors_of_the_model_are_not_taken_for_memory() -> None:
+    setup = Setup()
+
+    def fail(_: RaggedBatch) -> None:
+        raise RuntimeError("shapes differ")
+
+    setup.model.before_forward = fail
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        setup.warm_up()
+
+
+def test_a_cache_that_cannot_be_allocated_is_an_error_of_capacity() -> None:
+    setup = Setup()
+
+    def refuse(**_: object) -> None:
+        raise MemoryError
+
+    setup.kernels.new_cache = refuse  # type: ignore[method-assign,assignment]
+    with pytest.raises(CapacityError, match="KV cache of 400 tokens"):
+        setup.warm_up()
+
+
+def test_a_trial_that_cannot_have_its_cache_is_an_error_of_capacity() -> None:
+    setup = Setup()
+    new_cache = setup.kernels.new_cache
+    cache_of_its_own = iter([False, True])
+
+    def refuse(**shape: Any) -> LayerCache:
+        if next(cache_of_its_own):
+            raise MemoryError
+        return new_cache(**shape)
+
+    setup.kernels.new_cache = refuse  # type: ignore[method-assign]
+    with pytest.raises(CapacityError, match="150 prefill tokens"):
+        setup.warm_up()
+
+
+def test_the_reserved_block_is_cleared() -> None:
+    setup = Setup()
+    setup.warm_up()
+    assert setup.kernels.zeroed[0] == [0]
+
+
+def test_a_rehearsal_runs_the_largest_prefill_and_the_largest_decode() -> None:
+    """The decode has more rows than the prefill has blocks, and all of them are sampled."""
+    setup = Setup()
+    request = replace(REQUEST, max_batch_size=45)
+    warmed_up = setup.warm_up(request, rehearse=True)
+    prefill, decode = setup.model.batches
+    assert prefill.num_queries == (49, 49, 49, 3)
+    assert decode.num_queries == (1,) * 45
+    assert decode.logit_rows.tolist() == list(range(45))
+    assert warmed_up.capacity.num_blocks == 101
+
+
+def test_a_batch_that_does_not_fit_names_its_flag() -> None:
+    setup = Setup()
+
+    def run_out(batch: RaggedBatch) -> None:
+        if len(batch.num_queries) == 45:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    setup.model.before_forward = run_out
+    with pytest.raises(CapacityError, match=r"tokens of 45 sequences at once.*--max-batch-size"):
+        setup.warm_up(replace(REQUEST, max_batch_size=45), rehearse=True)
+
+
+def test_graphs_are_rehearsed_before_memory_is_measured_and_captured_anew_over_the_final_cache() -> (
+    None
+):
+    setup, recorder = Setup(), Recorder()
+    graphs = GraphSettings((1, 2, 8), recorder.new_capture)
+    warmed_up = setup.warm_up(rehearse=True, graphs=graphs)
+    shapes = [batch.num_queries for batch in setup.model.batches]
+    sizes = [(1, 1), (1,)]
+    assert shapes == [*sizes, (49, 49, 49, 3), (1, 1, 1, 1), *sizes]
+    assert recorder.num_captures == 2
+    assert warmed_up.capacity.num_blocks == 101
+    longest = {batch.num_context[0] for batch in setup.model.batches[-2:]}
+    assert longest == {52}, "as many keys as the tables have room for"
+
+
+def test_graphs_pad_with_a_block_that_the_router_does_not_know() -> None:
+    setup, recorder = Setup(), Recorder()
+    warmed_up = setup.warm_up(graphs=GraphSettings((4,), recorder.new_capture))
+    assert setup.kernels.zeroed[0] == [0, 101]
+    assert warmed_up.runner.batch.limits.num_blocks == 101
+    assert setup.model.batches[0].cache_rows.tolist() == [101 * BLOCK_SIZE] * 4
+
+
+def test_kernels_that_read_lengths_on_the_host_get_no_graphs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    setup, recorder = Setup(), Recorder()
+    setup.kernels.capturable = False
+    setup.warm_up(graphs=GraphSettings((4,), recorder.new_capture))
+    assert recorder.recordings == []
+    assert setup.kernels.zeroed[0] == [0]
+    assert "plain torch kernels do not allow" in caplog.text

@@ -1,0 +1,44 @@
+"""Tests of the operators over tiles once more, in a process that takes this CPU for one without AVX512."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from millrace_shard.kernels.build import BuildError, load_operators
+
+ROOT = Path(__file__).parents[4]
+TESTS = (
+    "kernels/cpu/test_cpu_kernels.py",
+    "kernels/cpu/test_int8_linear.py",
+    "kernels/cpu/test_operator_edges.py",
+    "kernels/cpu/test_tile_blocks.py",
+    "invariance/test_invariance.py",
+)
+WITHOUT_AVX512 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+
+
+def test_tiles_are_multiplied_rightly_where_there_is_no_avx512() -> None:
+    if torch.backends.cpu.get_cpu_capability() == "AVX2":
+        pytest.skip("these tests run by AVX2 anyway")
+    try:
+        load_operators()
+    except BuildError as error:
+        pytest.skip(str(error))
+    files = [str(ROOT / "tests" / "shard" / name) for name in TESTS]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "avx2", *files],
+        cwd=ROOT,
+        env=os.environ | WITHOUT_AVX512,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
+    assert "not by avx2" not in done.stdout, "skipped for another unit"

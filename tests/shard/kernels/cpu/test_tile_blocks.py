@@ -1,0 +1,402 @@
+"""Halves of a layer by tiles against float64, and against themselves: a row alone, in company, cut and threaded."""
+
+from __future__ import annotations
+
+import math
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from millrace_shard.kernels.agreement import ragged_batch
+from millrace_shard.kernels.base import (
+    AttentionWeights,
+    Layer,
+    LayerCache,
+    LinearWeights,
+    MlpWeights,
+)
+from millrace_shard.kernels.blocks import ComposedLayers
+from millrace_shard.kernels.cpu.operators import CpuKernels
+from millrace_shard.kernels.cpu.tile_blocks import (
+    PanelLinear,
+    TiledAttention,
+    TiledLayers,
+    TiledMlp,
+)
+from millrace_shard.kernels.plain import PlainKernels
+from millrace_shard.kernels.ragged import RaggedBatch
+from millrace_shard.kernels.stored_weight import StoredWeight
+from millrace_testing.engines.tile_units import TILE_UNITS, tiles_by
+
+BF16 = torch.bfloat16
+EPS = 1e-5
+CONTEXTS = [300, 65, 191, 1, 129, 64]
+QUERIES = [300, 1, 91, 1, 2, 1]
+TOLERANCE = 0.05
+
+
+@pytest.fixture(scope="module", autouse=True, params=TILE_UNITS)
+def unit(request: pytest.FixtureRequest) -> Iterator[str]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    with tiles_by(request.param):
+        yield request.param
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    hidden: int = 96
+    heads: int = 6
+    kv_heads: int = 2
+    dim: int = 64
+    inter: int = 144
+    bias: bool = False
+    qk_norm: bool = False
+    window: int | None = None
+
+    def weights(self) -> AttentionWeights:
+        width = (self.heads + 2 * self.kv_heads) * self.dim
+        angles = torch.arange(512).unsqueeze(1) / 100 ** (torch.arange(self.dim // 2) / self.dim)
+        return AttentionWeights(
+            norm=1 + torch.randn(self.hidden).to(BF16) / 8,
+            eps=EPS,
+            qkv=linear(width, self.hidden, bias=self.bias),
+            query_norm=1 + torch.randn(self.dim).to(BF16) / 8 if self.qk_norm else None,
+            key_norm=1 + torch.randn(self.dim).to(BF16) / 8 if self.qk_norm else None,
+            out=linear(self.hidden, self.heads * self.dim, bias=self.bias),
+            rope=torch.cat((angles.cos(), angles.sin()), dim=1),
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.dim,
+            window=self.window,
+        )
+
+    def mlp(self) -> MlpWeights:
+        return MlpWeights(
+            norm=1 + torch.randn(self.hidden).to(BF16) / 8,
+            eps=EPS,
+            gate_up=linear(2 * self.inter, self.hidden, bias=self.bias),
+            down=linear(self.hidden, self.inter, bias=self.bias),
+        )
+
+    def cache(self, num_blocks: int = 64) -> LayerCache:
+        kernels = CpuKernels(deterministic=True)
+        cache = kernels.new_cache(
+            num_blocks=num_blocks,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.dim,
+            dtype=BF16,
+            device=torch.device("cpu"),
+        )
+        kernels.zero_blocks(cache, torch.arange(num_blocks))
+        return cache
+
+
+SHAPES = [
+    Shape(),
+    Shape(dim=32, heads=4, kv_heads=4, hidden=32, bias=True),
+    Shape(dim=128, heads=8, kv_heads=1, qk_norm=True, window=70),
+    Shape(dim=96, heads=71, kv_heads=1, hidden=160, bias=True, window=1),
+    Shape(hidden=1600, inter=2064, heads=3, kv_heads=3),
+]
+
+
+def linear(out: int, inputs: int, *, bias: bool) -> LinearWeights:
+    weight = (torch.randn(out, inputs) / math.sqrt(inputs)).to(BF16)
+    return LinearWeights(StoredWeight.of(weight), torch.randn(out).to(BF16) if bias else None)
+
+
+def apply(weights: LinearWeights, x: Tensor) -> Tensor:
+    bias = None if weights.bias is None else weights.bias.double()
+    return F.linear(x, weights.weight.kept().double(), bias)
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight.double()
+
+
+def rotated(x: Tensor, rope: Tensor) -> Tensor:
+    cos, sin = rope[: len(x)].double().unsqueeze(1).chunk(2, dim=-1)
+    left, right = x.chunk(2, dim=-1)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+
+
+def attention_of_one(weights: AttentionWeights, residual: Tensor) -> Tensor:
+    """The block by its definition, over one whole sequence, in float64."""
+    heads, kv_heads, dim = weights.num_heads, weights.num_kv_heads, weights.head_dim
+    qkv = apply(weights.qkv, norm(residual, weights.norm)).view(len(residual), -1, dim)
+    q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
+    if weights.query_norm is not None and weights.key_norm is not None:
+        q, k = norm(q, weights.query_norm), norm(k, weights.key_norm)
+    q, k = rotated(q, weights.rope), rotated(k, weights.rope)
+    k, v = (each.repeat_interleave(heads // kv_heads, dim=1) for each in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * dim**-0.5
+    at = torch.arange(len(residual))
+    seen = at[None] <= at[:, None]
+    if weights.window is not None:
+        seen &= at[None] > at[:, None] - weights.window
+    probabilities = scores.masked_fill(~seen, -math.inf).softmax(-1)
+    attended = torch.einsum("hqk,khd->qhd", probabilities, v).flatten(1)
+    return apply(weights.out, attended)
+
+
+def run(
+    weights: AttentionWeights, shape: Shape, x: Tensor | None, residual: Tensor
+) -> tuple[Tensor, Tensor]:
+    """All sequences' first parts, then a step of their last `QUERIES`; what that step yields, and its residual."""
+    block, cache = TiledAttention(weights), shape.cache()
+    firsts = [c - q for c, q in zip(CONTEXTS, QUERIES, strict=True)]
+    rows = torch.split(torch.arange(sum(CONTEXTS)), CONTEXTS)
+    early = torch.cat([r[:f] for r, f in zip(rows, firsts, strict=True)])
+    late = torch.cat([r[f:] for r, f in zip(rows, firsts, strict=True)])
+
+    def step(rows: Tensor, batch: RaggedBatch) -> tuple[Tensor, Tensor]:
+        some = residual[rows].clone()
+        return block(None if x is None else x[rows].clone(), some, batch, cache), some
+
+    step(early, tables_of(firsts, firsts))
+    return step(late, tables_of(QUERIES, CONTEXTS))
+
+
+def tables_of(num_queries: Sequence[int], num_context: Sequence[int]) -> RaggedBatch:
+    """Steps of one run share their block tables."""
+    batch = ragged_batch(num_queries, num_context, block_size=64)
+    whole = ragged_batch(CONTEXTS, CONTEXTS, block_size=64)
+    spans = [torch.arange(e - n, e) for n, e in zip(num_queries, num_context, strict=True)]
+    rows = [
+        table[span // 64].long() * 64 + span % 64
+        for table, span in zip(whole.block_tables, spans, strict=True)
+    ]
+    return replace(batch, block_tables=whole.block_tables, cache_rows=torch.cat(rows))
+
+
+@pytest.mark.parametrize("with_x", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention_is_what_its_definition_says(shape: Shape, with_x: bool) -> None:
+    weights = shape.weights()
+    residual = torch.randn(sum(CONTEXTS), shape.hidden).to(BF16)
+    x = torch.randn_like(residual) if with_x else None
+    y, changed = run(weights, shape, x, residual)
+    summed = residual if x is None else residual + x
+    parts = [attention_of_one(weights, each.double()) for each in torch.split(summed, CONTEXTS)]
+    expected = torch.cat([p[-q:] for p, q in zip(parts, QUERIES, strict=True)])
+    distance = (y.double() - expected).abs() / (1 + expected.abs())
+    assert float(distance.max()) < TOLERANCE
+    late = [each[-q:] for each, q in zip(torch.split(summed, CONTEXTS), QUERIES, strict=True)]
+    assert torch.equal(changed, torch.cat(late))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention_of_a_row_has_the_same_bits_cut_anywhere_and_alone(shape: Shape) -> None:
+    weights = shape.weights()
+    residual = torch.randn(300, shape.hidden).to(BF16)
+    block = TiledAttention(weights)
+    whole = block(None, residual.clone(), ragged_batch([300], [300], block_size=64), shape.cache())
+    for threads, cuts in ((1, (1, 20, 64, 256)), (2, (33, 150)), (3, (299,))):
+        torch.set_num_threads(threads)
+        cache, parts = shape.cache(), []
+        for begin, end in zip((0, *cuts), (*cuts, 300), strict=True):
+            batch = ragged_batch([end - begin], [end], block_size=64)
+            table = ragged_batch([300], [300], block_size=64).block_tables[:, : -(-end // 64)]
+            at = torch.arange(begin, end)
+            rows = table[0, at // 64].long() * 64 + at % 64
+            batch = replace(batch, block_tables=table, cache_rows=rows)
+            parts.append(block(None, residual[begin:end].clone(), batch, cache))
+        assert torch.equal(torch.cat(parts), whole)
+    torch.set_num_threads(2)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_mlp_is_what_its_definition_says_and_blind_to_company(shape: Shape) -> None:
+    weights = shape.mlp()
+    block = TiledMlp(weights)
+    residual, x = (torch.randn(600, shape.hidden).to(BF16) for _ in range(2))
+    changed = residual.clone()
+    whole = block(x.clone(), changed)
+    assert torch.equal(changed, residual + x)
+    gate, up = apply(weights.gate_up, norm(changed.double(), weights.norm)).chunk(2, dim=-1)
+    expected = apply(weights.down, F.silu(gate) * up)
+    assert float(((whole.double() - expected).abs() / (1 + expected.abs())).max()) < TOLERANCE
+    for rows in (1, 16, 17, 32, 33, 64, 511, 513):
+        for start in (0, 600 - rows):
+            part = slice(start, start + rows)
+            torch.set_num_threads(1 + rows % 3)
+            assert torch.equal(block(x[part].clone(), residual[part].clone()), whole[part])
+    torch.set_num_threads(2)
+
+
+def test_blocks_agree_with_those_put_together_from_plain_operations() -> None:
+    shape = Shape(bias=True, qk_norm=True, window=90)
+    plain = PlainKernels(deterministic=True, block_size=64)
+    residual, x = (torch.randn(91, shape.hidden).to(BF16) for _ in range(2))
+    weights, mlp = shape.weights(), shape.mlp()
+    batch = ragged_batch([90, 1], [90, 1], block_size=64)
+    cache = plain.new_cache(
+        num_blocks=8, num_kv_heads=2, head_dim=64, dtype=BF16, device=torch.device("cpu")
+    )
+    outs = []
+    for kernels, each in ((plain, cache), (CpuKernels(deterministic=True), shape.cache(8))):
+        rows = residual.clone()
+        y = kernels.attention(weights)(x.clone(), rows, batch, each)
+        outs.append(kernels.mlp(mlp)(y, rows).double())
+    assert float(((outs[0] - outs[1]).abs() / (1 + outs[0].abs())).max()) < TOLERANCE
+
+
+LAYERS = [
+    [Shape()] * 3,
+    [Shape(hidden=64, inter=48, bias=True, qk_norm=True)] * 2,
+    [Shape(window=70), Shape(), Shape(window=1)],
+]
+
+
+@pytest.mark.parametrize("shapes", LAYERS)
+@pytest.mark.parametrize(
+    "counts", [(300, 1, 91, 1, 2, 1), (1, 1, 1, 1, 1, 1), (298, 60, 150, 1, 100, 60)]
+)
+def test_all_layers_at_once_are_one_after_the_other(
+    shapes: list[Shape], counts: tuple[int, ...]
+) -> None:
+    """To the bit, caches included; the halves themselves are held to their definitions above."""
+    kernels = CpuKernels(deterministic=True)
+    rope = shapes[0].weights().rope
+    layers = [
+        Layer(kernels.attention(replace(shape.weights(), rope=rope)), kernels.mlp(shape.mlp()))
+        for shape in shapes
+    ]
+    together = kernels.layers(layers, None)
+    assert isinstance(together, TiledLayers)
+    apart = kernels.layers(layers, lambda x: x)
+    assert isinstance(apart, ComposedLayers)
+    residual = torch.randn(sum(CONTEXTS), shapes[0].hidden).to(BF16)
+    found = []
+    for run_layers in (together, apart):
+        caches = [shape.cache() for shape in shapes]
+        firsts = [c - q for c, q in zip(CONTEXTS, counts, strict=True)]
+        rows = torch.split(torch.arange(sum(CONTEXTS)), CONTEXTS)
+        early = torch.cat([row[:first] for row, first in zip(rows, firsts, strict=True)])
+        late = torch.cat([row[first:] for row, first in zip(rows, firsts, strict=True)])
+        run_layers(residual[early], tables_of(firsts, firsts), caches)
+        changed = residual[late]
+        y = run_layers(changed, tables_of(counts, CONTEXTS), caches)
+        pages = [each for cache in caches for each in (cache.keys, cache.values)]
+        found.append([y, changed, *pages])
+    for left, right in zip(*found, strict=True):
+        assert torch.equal(left, right)
+
+
+FIRST_CALL = """
+import sys, torch
+from millrace_shard.kernels.agreement import largest_difference
+from millrace_shard.kernels.build import load_operators
+from millrace_shard.kernels.cpu.operators import CpuKernels
+from millrace_shard.kernels.plain import PlainKernels
+load_operators()
+torch.ops.millrace.use_amx(sys.argv[1] == "amx")
+kernels, plain = CpuKernels(deterministic=True), PlainKernels(deterministic=False)
+print(largest_difference(kernels, plain, dtype=torch.bfloat16, head_dim=32))
+"""
+
+
+def test_threads_that_do_not_yet_agree_on_their_number_share_work_alike(unit: str) -> None:
+    """ATen finds it out in each thread by itself, in the first call there."""
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_CALL, unit], capture_output=True, text=True, check=True
+    )
+    assert float(done.stdout) < TOLERANCE
+
+
+def test_layers_of_several_sizes_are_run_one_after_the_other() -> None:
+    kernels = CpuKernels(deterministic=True)
+    rope = Shape().weights().rope
+    layers = [
+        Layer(kernels.attention(replace(shape.weights(), rope=rope)), kernels.mlp(shape.mlp()))
+        for shape in (Shape(), Shape(inter=176))
+    ]
+    assert isinstance(kernels.layers(layers, None), ComposedLayers)
+    assert isinstance(kernels.layers(layers[:1], None), TiledLayers)
+
+
+def test_a_sequence_that_is_not_finite_spoils_no_other() -> None:
+    shape = Shape()
+    weights, mlp = shape.weights(), shape.mlp()
+    residual = torch.randn(sum(CONTEXTS), shape.hidden).to(BF16)
+    whole, _ = run(weights, shape, None, residual)
+    spoilt = residual.clone()
+    spoilt[10] = math.nan  # of the first sequence
+    y, _ = run(weights, shape, None, spoilt)
+    assert torch.equal(y[300:], whole[300:])
+    assert bool(y[10:300].isnan().all())
+    block = TiledMlp(mlp)
+    out = block(torch.zeros_like(residual), spoilt.clone())
+    good = torch.arange(len(residual)) != 10
+    expected = block(torch.zeros_like(residual), residual.clone())
+    assert torch.equal(out[good], expected[good])
+    assert bool(out[10].isnan().all())
+
+
+def test_a_head_does_not_round_its_logits() -> None:
+    weight = torch.randn(1003, 576).to(BF16) / 24
+    x = torch.randn(5, 576).to(BF16)
+    logits = PanelLinear(LinearWeights(StoredWeight.of(weight)), dtype=torch.float32)(x)
+    assert logits.dtype is torch.float32
+    torch.testing.assert_close(
+        logits.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(("out", "inputs"), [(96, 64), (70, 50), (160, 33)])
+@pytest.mark.parametrize("cuts", [(), (32,), (1, 17), (5, 5, 33, 69)])
+def test_parts_are_packed_as_the_whole(out: int, inputs: int, cuts: tuple[int, ...]) -> None:
+    weight = torch.randn(out, inputs + 7).to(BF16)[:, :inputs]
+    ends = [*cuts, out]
+    parts = [weight[begin:end] for begin, end in zip([0, *cuts], ends, strict=True)]
+    for gated in (False,) if out % 32 else (False, True):
+        whole = torch.ops.millrace.pack_panels([weight.contiguous()], gated)
+        assert torch.equal(torch.ops.millrace.pack_panels(parts, gated), whole)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [torch.zeros(32, 64)],
+        [torch.zeros(32, 64, dtype=BF16), torch.zeros(32, 32, dtype=BF16)],
+        [torch.zeros(64, 32, dtype=BF16).T],
+    ],
+)
+def test_parts_that_are_no_weight_are_refused(parts: list[Tensor]) -> None:
+    with pytest.raises(RuntimeError, match="Expected"):
+        torch.ops.millrace.pack_panels(parts, False)
+
+
+def test_weights_outlive_what_was_packed_beside_them_and_then_give_back_their_memory() -> None:
+    before = resident_bytes()
+    x = torch.randn(2, 256).to(BF16)
+    weights = [torch.randn(rows, 256).to(BF16) for rows in (33, 70_000, 1, 70_000, 500)]
+    kept = [PanelLinear(LinearWeights(StoredWeight.of(weight))) for weight in weights]
+    expected = [linear(x) for linear in kept]
+    del kept[3], expected[3]
+    others = [PanelLinear(LinearWeights(StoredWeight.of(weight))) for weight in weights]
+    assert all(torch.equal(each(x), y) for each, y in zip(kept, expected, strict=True))
+    packed = 3 * 2 * 256 * 70_000
+    assert resident_bytes() > before + packed
+    del kept, others
+    assert resident_bytes() < before + packed
+
+
+def resident_bytes() -> int:
+    """What this process holds in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

@@ -1,0 +1,230 @@
+"""The Triton kernels over rows against plain torch: on a GPU, or else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from millrace_shard.kernels.agreement import ragged_batch
+from millrace_shard.kernels.base import LayerCache
+from millrace_shard.kernels.plain import PlainKernels
+from millrace_shard.kernels.ragged import RaggedBatch
+
+pytest.importorskip("triton", reason="no Triton for this platform")
+
+from millrace_shard.kernels.cuda.operators import CudaKernels
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# In parts of 1 + size. The interpreter casts to bfloat16 by cutting off, as numpy has none.
+TOLERANCE = {BF16: 0.02, FP16: 0.002, FP32: 2e-6}
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PLAIN = PlainKernels(deterministic=True)
+
+
+@pytest.fixture(params=[BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    assert isinstance(request.param, torch.dtype)
+    return request.param
+
+
+@pytest.fixture
+def kernels() -> CudaKernels:
+    return CudaKernels(deterministic=True)
+
+
+class Random:
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._generator = torch.Generator().manual_seed(1)
+        self._dtype = dtype
+
+    def __call__(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._generator).to(DEVICE, self._dtype)
+
+
+def error(out: Tensor, expected: Tensor) -> float:
+    assert out.dtype == expected.dtype
+    assert out.shape == expected.shape
+    difference = (out.double() - expected.double()).abs() / (1 + expected.double().abs())
+    return float(difference.max())
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 576), (3, 100), (40, 16), (2, 5000)])
+def test_norms(dtype: torch.dtype, kernels: CudaKernels, rows: int, width: int) -> None:
+    random = Random(dtype)
+    x, residual, weight = random(rows, width) * 3, random(rows, width), random(width)
+    ours, plain = residual.clone(), residual.clone()
+    normed = kernels.add_rms_norm(x, ours, weight, 1e-5)
+    assert error(normed, PLAIN.add_rms_norm(x, plain, weight, 1e-5)) < TOLERANCE[dtype]
+    assert error(ours, plain) < TOLERANCE[dtype]
+    if dtype == FP32:
+        assert torch.equal(ours, plain)
+    assert torch.equal(kernels.rms_norm(ours, weight, 1e-5), normed)
+    assert torch.equal(kernels.rms_norm(ours[-1:], weight, 1e-5), normed[-1:])
+
+
+def test_the_norm_is_cast_before_it_is_scaled(kernels: CudaKernels) -> None:
+    random = Random(FP16)
+    x, weight = random(2, 2048), random(2048)
+    wide = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5)
+    once = (wide * weight.float()).half()
+    ours, plain = kernels.rms_norm(x, weight, 1e-5), PLAIN.rms_norm(x, weight, 1e-5)
+    # Square roots differ by a rounding here and there; a cast less differs in a good part of all.
+    assert (ours != plain).sum() < (once != plain).sum() / 10
+
+
+@pytest.mark.parametrize("width", [16, 80])
+def test_norms_of_heads_in_a_merged_projection(
+    dtype: torch.dtype, kernels: CudaKernels, width: int
+) -> None:
+    random = Random(dtype)
+    heads, weight = random(5, 9, width)[:, 2:6], random(width)
+    normed = kernels.rms_norm(heads, weight, 1e-5)
+    assert error(normed, PLAIN.rms_norm(heads, weight, 1e-5)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("width", [8, 100, 1536])
+def test_silu_mul(dtype: torch.dtype, kernels: CudaKernels, width: int) -> None:
+    gate_up = Random(dtype)(3, 2 * width) * 3
+    out = kernels.silu_mul(gate_up)
+    assert error(out, PLAIN.silu_mul(gate_up)) < TOLERANCE[dtype]
+    merged = torch.cat([gate_up, gate_up], dim=1)[:, : 2 * width]
+    assert torch.equal(kernels.silu_mul(merged), out)
+
+
+def test_the_activation_is_cast_before_it_is_multiplied(kernels: CudaKernels) -> None:
+    gate_up = Random(FP16)(2, 2048)
+    gate, up = gate_up.chunk(2, dim=1)
+    once = (torch.nn.functional.silu(gate.float()) * up.float()).half()
+    ours, plain = kernels.silu_mul(gate_up), PLAIN.silu_mul(gate_up)
+    # Sigmoids differ by a rounding here and there; a cast less differs in a good part of all.
+    assert (ours != plain).sum() < (once != plain).sum() / 10
+
+
+@dataclass(frozen=True)
+class Step:
+    """Two kernels' caches, both NaN, and one batch."""
+
+    batch: RaggedBatch
+    ours: LayerCache
+    plain: LayerCache
+
+    @classmethod
+    def of(cls, kernels: CudaKernels, num_kv_heads: int, dim: int, dtype: torch.dtype) -> Step:
+        caches = []
+        for _ in range(2):
+            cache = kernels.new_cache(
+                num_blocks=9, num_kv_heads=num_kv_heads, head_dim=dim, dtype=dtype, device=DEVICE
+            )
+            cache.keys.fill_(math.nan)
+            cache.values.fill_(math.nan)
+            caches.append(cache)
+        batch = ragged_batch((9, 1), (30, 20), block_size=kernels.block_size, device=DEVICE)
+        return cls(batch, *caches)
+
+    def difference(self) -> float:
+        """Of what was stored; what was not must still be NaN in both."""
+        worst = 0.0
+        for ours, plain in (
+            (self.ours.keys, self.plain.keys),
+            (self.ours.values, self.plain.values),
+        ):
+            stored = ~plain.isnan()
+            assert torch.equal(stored, ~ours.isnan())
+            assert stored.flatten(2).all(-1).sum() == 10
+            worst = max(worst, error(ours[stored], plain[stored]))
+        return worst
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "rotary"),
+    [(9, 3, 64, 64), (3, 1, 80, 32), (2, 2, 16, 16), (2, 1, 96, 72)],
+)
+def test_rope_store(
+    dtype: torch.dtype, kernels: CudaKernels, heads: int, kv_heads: int, dim: int, rotary: int
+) -> None:
+    step = Step.of(kernels, kv_heads, dim, dtype)
+    qkv = Random(dtype)(10, (heads + 2 * kv_heads) * dim)
+    angles = torch.arange(40).unsqueeze(1) / torch.arange(1, rotary // 2 + 1)
+    rope = torch.cat((angles.cos(), angles.sin()), dim=1).to(DEVICE)
+    counts = {"num_heads": heads, "num_kv_heads": kv_heads}
+    untouched = qkv.clone()
+    expected = PLAIN.rope_store(qkv.clone(), rope, step.batch, step.plain, **counts)
+    queries = kernels.rope_store(qkv, rope, step.batch, step.ours, **counts)
+    assert error(queries, expected) < TOLERANCE[dtype]
+    assert step.difference() < TOLERANCE[dtype]
+    assert queries.data_ptr() == qkv.data_ptr()
+    assert torch.equal(qkv[:, (heads + kv_heads) * dim :], untouched[:, (heads + kv_heads) * dim :])
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_values_are_stored_as_they_are(kernels: CudaKernels) -> None:
+    step = Step.of(kernels, 1, 16, FP32)
+    qkv = Random(FP32)(10, 4 * 16)
+    qkv[0, 48:] = math.inf
+    rope = torch.zeros(40, 16, device=DEVICE)
+    kernels.rope_store(qkv, rope, step.batch, step.ours, num_heads=2, num_kv_heads=1)
+    stored = step.ours.values.view(-1, 16)[step.batch.cache_rows]
+    assert torch.equal(stored, qkv[:, 48:])
+
+
+@pytest.mark.parametrize(("kv_heads", "dim"), [(3, 64), (20, 80)])
+def test_store_takes_strided_views(
+    dtype: torch.dtype, kernels: CudaKernels, kv_heads: int, dim: int
+) -> None:
+    step = Step.of(kernels, kv_heads, dim, dtype)
+    keys = Random(dtype)(kv_heads, 10, dim).transpose(0, 1)
+    values = Random(dtype)(10, kv_heads, 2, dim)[:, :, 1]
+    kernels.store(keys, values, step.batch, step.ours)
+    PLAIN.store(keys, values, step.batch, step.plain)
+    assert step.difference() == 0
+
+
+@pytest.mark.parametrize(
+    ("out", "inputs", "with_bias"), [(96, 64, True), (70, 200, False), (1, 16, True)]
+)
+def test_linear_is_right_and_blind_to_company(
+    dtype: torch.dtype, kernels: CudaKernels, out: int, inputs: int, with_bias: bool
+) -> None:
+    random = Random(dtype)
+    weight, bias = random(out, inputs) / math.sqrt(inputs), random(out) if with_bias else None
+    linear, x = kernels.linear(weight, bias), random(100, inputs)
+    whole = linear(x)
+    expected = torch.nn.functional.linear(
+        x.double(), weight.double(), None if bias is None else bias.double()
+    )
+    assert error(whole, expected.to(dtype)) < TOLERANCE[dtype]
+    for rows in (1, 33, 65):
+        for start in (0, 100 - rows):
+            assert torch.equal(linear(x[start : start + rows]), whole[start : start + rows])
+    assert torch.equal(linear(torch.cat([x, x], dim=1)[:, :inputs]), whole)
+
+
+def test_linear_of_many_tiles(kernels: CudaKernels) -> None:
+    random = Random(FP32)
+    weight, x = random(70, 16), random(300, 16)
+    linear = kernels.linear(weight)
+    assert error(linear(x), PLAIN.linear(weight)(x)) < TOLERANCE[FP32]
+
+
+def test_no_rows_are_no_trouble(kernels: CudaKernels) -> None:
+    nothing = torch.empty(0, 64, device=DEVICE)
+    weight = torch.ones(64, device=DEVICE)
+    assert kernels.linear(torch.randn(40, 64, device=DEVICE))(nothing).shape == (0, 40)
+    assert kernels.rms_norm(nothing, weight, 1e-5).shape == (0, 64)
+    assert kernels.add_rms_norm(nothing, nothing.clone(), weight, 1e-5).shape == (0, 64)
+    assert kernels.silu_mul(nothing).shape == (0, 32)
+
+
+def test_what_they_have_no_kernels_for_is_refused(kernels: CudaKernels) -> None:
+    for dtype, dim in ((torch.float64, 64), (FP16, 8), (FP16, 512)):
+        with pytest.raises(ValueError, match="no CUDA cache"):
+            kernels.new_cache(
+                num_blocks=2, num_kv_heads=1, head_dim=dim, dtype=dtype, device=DEVICE
+            )
+    residual = torch.zeros(4, 8, device=DEVICE)[:, ::2]
+    with pytest.raises(ValueError, match="contiguous"):
+        kernels.add_rms_norm(residual, residual, torch.ones(4, device=DEVICE), 1e-5)

@@ -1,0 +1,280 @@
+"""Steps of decodes by graphs that are replayed, against the same steps run eagerly."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from millrace_shard.batch.step import Forward, StepResult
+from millrace_shard.device.process_group import ProcessGroup
+from millrace_shard.kernels.base import Kernels
+from millrace_shard.model_runner.decode_graphs import GraphSettings
+from millrace_shard.model_runner.graph_capture import CudaCapture
+from millrace_shard.models.interface import CausalModel
+from millrace_testing.engines.graphs import Recorder, out_of_memory
+from millrace_testing.engines.kernels import make_kernels
+from millrace_testing.engines.steps import NUM_BLOCKS, SAMPLING, Stepper, beside, ints, tiny_llama
+from millrace_testing.models.models import prompt_of
+
+SIZES = (1, 2, 4)
+Setup = tuple[CausalModel, Kernels, torch.dtype]
+KERNELS = {
+    "plain": ("plain", False, torch.float32),
+    "cpu-float32": ("cpu", False, torch.float32),
+    "cpu-deterministic": ("cpu", True, torch.bfloat16),
+}
+
+
+@pytest.fixture(scope="module", params=KERNELS)
+def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Setup:
+    name, deterministic, dtype = KERNELS[request.param]
+    kernels = make_kernels(name, deterministic=deterministic, dtype=dtype)
+    return tiny_llama(tmp_path_factory.mktemp("llama"), kernels, dtype), kernels, dtype
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    return Recorder()
+
+
+def steppers(setup: Setup, recorder: Recorder, sizes: tuple[int, ...] = SIZES) -> list[Stepper]:
+    """One that decodes by graphs, one that does not."""
+    model, kernels, dtype = setup
+    settings = GraphSettings(sizes, recorder.new_capture)
+    return [
+        Stepper(model, kernels, dtype=dtype, graphs=settings),
+        Stepper(model, kernels, dtype=dtype),
+    ]
+
+
+def story() -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Admissions of slot 0, 1, … beside decodes, then decodes in changing company."""
+    yield "greedy", ()
+    yield "temperature", (0,)
+    yield "filters", (1, 0)
+    yield "penalised", (2, 0, 1)
+    for slots in ((0,), (3, 1), (2, 0, 1), (0, 1, 2, 3), (1, 2, 3), (2,), (3, 2, 1, 0)):
+        yield "", slots
+
+
+def play(stepper: Stepper) -> list[StepResult]:
+    results = []
+    admitted = 0
+    for kind, decodes in story():
+        step = Forward(decode_slots=ints(decodes))
+        if kind:
+            fields = SAMPLING[kind] | {"top_n_tokens": admitted}
+            prompt = prompt_of(5 + 7 * admitted, seed=admitted)
+            step = beside(stepper.admission(admitted, prompt, **fields), decodes)
+            admitted += 1
+        results.append(stepper.run(step))
+    return results
+
+
+def test_graphs_yield_what_eager_steps_do(setup: Setup, recorder: Recorder) -> None:
+    by_graph, eager = steppers(setup, recorder)
+    exact = setup[1].name == "cpu"
+    for ours, theirs in zip(play(by_graph), play(eager), strict=True):
+        assert ours.slots.tolist() == theirs.slots.tolist()
+        assert ours.ids.tolist() == theirs.ids.tolist()
+        assert not len(ours.failed_slots)
+        assert ours.top_counts.tolist() == theirs.top_counts.tolist()
+        tolerance = 0 if exact and setup[2] is torch.bfloat16 else 1e-5
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=tolerance, rtol=0)
+        np.testing.assert_allclose(ours.top_logprobs, theirs.top_logprobs, atol=tolerance, rtol=0)
+    assert recorder.replays() == {1: 2, 2: 1, 4: 4}
+
+
+def test_padding_writes_no_block_but_its_own(setup: Setup, recorder: Recorder) -> None:
+    by_graph, _ = steppers(setup, recorder)
+    for slot in range(3):
+        by_graph.run(by_graph.admission(slot, prompt_of(9, seed=slot)))
+    own = [int(b) for slot in range(3) for b in by_graph.batch.blocks.of(slot)]
+    before = [layer.keys.clone() for layer in by_graph.cache]
+    by_graph.decode([0, 1, 2])
+    assert recorder.replays() == {4: 1}
+    for layer, old in zip(by_graph.cache, before, strict=True):
+        changed = (layer.keys.view(torch.uint8) != old.view(torch.uint8)).flatten(1).any(1)
+        assert set(changed.nonzero().flatten().tolist()) <= {*own, NUM_BLOCKS}
+        assert layer.keys[NUM_BLOCKS].any()
+        assert not layer.keys[0].any()
+
+
+def test_the_largest_is_captured_first_and_only_what_batches_need(
+    setup: Setup, recorder: Recorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    by_graph, _ = steppers(setup, recorder, (4, 1, 32, 2, 2))
+    assert recorder.sizes == [4, 2, 1]
+    assert by_graph.graphs is not None
+    assert by_graph.graphs.sizes == (1, 2, 4)
+    lines = [record.message for record in caplog.records if "Captured CUDA graph" in record.message]
+    assert lines == [
+        f"Captured CUDA graph {i}/3, batch size {s}" for i, s in ((1, 4), (2, 2), (3, 1))
+    ]
+
+
+def test_more_rows_than_the_largest_run_eagerly(setup: Setup, recorder: Recorder) -> None:
+    by_graph, eager = steppers(setup, recorder, (2,))
+    for stepper in (by_graph, eager):
+        for slot in range(3):
+            stepper.run(stepper.admission(slot, prompt_of(4, seed=slot)))
+    assert by_graph.decode([0, 1, 2]).ids.tolist() == eager.decode([0, 1, 2]).ids.tolist()
+    assert recorder.replays() == {}
+    assert by_graph.decode([2]).ids.tolist() == eager.decode([2]).ids.tolist()
+    assert recorder.replays() == {2: 1}
+
+
+def test_a_row_that_may_have_a_chain_but_has_none_keeps_nobody_from_the_graph(
+    setup: Setup, recorder: Recorder
+) -> None:
+    """As one may whose tokens a grammar decides."""
+    by_graph, eager = steppers(setup, recorder)
+    for stepper in (by_graph, eager):
+        for slot in range(2):
+            stepper.run(stepper.admission(slot, prompt_of(4, seed=slot)))
+    step = Forward(decode_slots=ints([0, 1]), decode_tokens=ints([1, 3]))
+    assert by_graph.run(step).ids.tolist() == eager.run(step).ids.tolist()
+    assert recorder.replays() == {2: 1}
+
+
+def test_a_prompt_of_one_token_is_no_decode(setup: Setup, recorder: Recorder) -> None:
+    by_graph, eager = steppers(setup, recorder)
+    results = [s.run(s.admission(0, [7], prefill_logprobs=True)) for s in (by_graph, eager)]
+    assert results[0].ids.tolist() == results[1].ids.tolist()
+    assert recorder.replays() == {}
+
+
+@pytest.mark.parametrize(("failing", "left"), [(0, (1, 2)), (1, (1,)), (2, ())])
+def test_a_size_without_memory_drops_itself_and_the_larger_ones(
+    setup: Setup, caplog: pytest.LogCaptureFixture, failing: int, left: tuple[int, ...]
+) -> None:
+    failed: list[int] = []
+
+    def fail(number: int) -> None:
+        if number == failing and not failed:
+            failed.append(number)
+            try:
+                out_of_memory()
+            except torch.OutOfMemoryError:
+                if failing == 1:
+                    raise RuntimeError("the capture has ended already")  # noqa: B904
+                raise
+
+    recorder = Recorder(fail)
+    by_graph, eager = steppers(setup, recorder)
+    assert by_graph.graphs is not None
+    assert by_graph.graphs.sizes == left
+    (warning,) = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
+    size = (4, 2, 1)[failing]
+    assert warning.startswith(f"no CUDA graphs from batch size {size} on, memory ends")
+    assert recorder.num_captures == 2
+    for ours, theirs in zip(play(by_graph), play(eager), strict=True):
+        assert ours.ids.tolist() == theirs.ids.tolist()
+
+
+def test_what_cannot_be_captured_runs_eagerly(
+    setup: Setup, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(number: int) -> None:
+        if number == 1:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    by_graph, eager = steppers(setup, Recorder(fail))
+    assert by_graph.graphs is not None
+    assert by_graph.graphs.sizes == ()
+    (warning,) = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
+    assert "not permitted when stream is capturing" in warning
+    for ours, theirs in zip(play(by_graph), play(eager), strict=True):
+        assert ours.ids.tolist() == theirs.ids.tolist()
+
+
+def test_all_ranks_give_up_what_one_cannot_capture(setup: Setup) -> None:
+    class OtherRankFails(ProcessGroup):
+        def __init__(self) -> None:
+            super().__init__(0, 2, torch.device("cpu"))
+            self.answers = [2, 1, 2]
+
+        def minimum(self, value: int) -> int:
+            return min(value, self.answers.pop(0))
+
+    by_graph, _ = steppers(setup, Recorder(), ())
+    assert by_graph.graphs is not None
+    recorder = Recorder()
+    with torch.inference_mode():
+        by_graph.graphs.capture(GraphSettings(SIZES, recorder.new_capture), OtherRankFails())
+    assert by_graph.graphs.sizes == (1,)
+
+
+def test_a_failed_row_among_good_ones_fails_alone_by_graph(
+    setup: Setup, recorder: Recorder
+) -> None:
+    """NaN in one sequence's pages reaches neither its mates nor the padding."""
+    by_graph, eager = steppers(setup, recorder)
+    for stepper in (by_graph, eager):
+        for slot in range(3):
+            stepper.run(stepper.admission(slot, prompt_of(6, seed=slot)))
+        for layer in stepper.cache:
+            block = int(stepper.batch.blocks.of(1)[0])
+            layer.keys[block] = torch.nan
+            layer.values[block] = torch.nan
+        result = stepper.decode([0, 1, 2])
+        assert result.failed_slots.tolist() == [1]
+        assert result.slots.tolist() == [0, 2]
+    assert by_graph.decode([0, 2]).ids.tolist() == eager.decode([0, 2]).ids.tolist()
+    assert recorder.replays() == {2: 1, 4: 1}
+
+
+def test_the_kernels_of_cuda_take_nothing_from_the_host_copies(
+    recorder: Recorder, tmp_path: Path
+) -> None:
+    """In Triton's interpreter where there is no GPU; a captured step tells them the longest contexts there may be."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU, on which the next test runs")
+    cuda = pytest.importorskip("millrace_shard.kernels.cuda.operators", reason="no Triton")
+    kernels = cuda.CudaKernels(deterministic=True)
+    model = tiny_llama(tmp_path, kernels, torch.float32)
+    results = []
+    for stepper in steppers((model, kernels, torch.float32), recorder, (2,)):
+        stepper.run(stepper.admission(0, prompt_of(3)))
+        stepper.run(stepper.admission(1, prompt_of(18, seed=1)))
+        results.append([stepper.decode(slots) for slots in ([1, 0], [1])])
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.ids.tolist() == theirs.ids.tolist()
+        assert ours.logprobs.tolist() == theirs.logprobs.tolist()
+    assert recorder.replays() == {2: 2}
+
+
+@pytest.fixture
+def gpu() -> torch.device:
+    """Skips where there is no GPU: CUDA's own capture runs on one alone; all around it is tested above."""
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    return torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_cuda_graphs_yield_what_eager_steps_do(
+    gpu: torch.device, deterministic: bool, tmp_path: Path
+) -> None:
+    cuda = import_module("millrace_shard.kernels.cuda.operators")
+    kernels = cuda.CudaKernels(deterministic=deterministic)
+    model = tiny_llama(tmp_path, kernels, torch.float32, gpu)
+    settings = GraphSettings(SIZES, CudaCapture)
+    by_graph = Stepper(model, kernels, dtype=torch.float32, graphs=settings, device=gpu)
+    eager = Stepper(model, kernels, dtype=torch.float32, device=gpu)
+    assert by_graph.graphs is not None
+    assert by_graph.graphs.sizes == SIZES
+    for ours, theirs in zip(play(by_graph), play(eager), strict=True):
+        assert ours.slots.tolist() == theirs.slots.tolist()
+        assert not len(ours.failed_slots)
+        if deterministic:
+            assert ours.ids.tolist() == theirs.ids.tolist()
+        tolerance = 0 if deterministic else 1e-2
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=tolerance, rtol=0)

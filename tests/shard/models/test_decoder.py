@@ -1,0 +1,277 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from millrace_shard.device.process_group import ProcessGroup
+from millrace_shard.models.load import load_model
+from millrace_testing.engines.kernels import KERNELS, make_kernels
+from millrace_testing.models.models import (
+    Driver,
+    Run,
+    edit_json,
+    greedy,
+    logprobs,
+    prompt_of,
+    save_tiny,
+)
+
+CPU = torch.device("cpu")
+NUM_TOKENS = 8
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def load(
+    folder: Path,
+    *,
+    deterministic: bool = False,
+    dtype: torch.dtype = torch.float32,
+    block_size: int = 16,
+    max_total_tokens: int | None = None,
+    name: str = "plain",
+) -> Driver:
+    kernels = make_kernels(name, deterministic=deterministic, dtype=dtype, block_size=block_size)
+    model = load_model(
+        folder,
+        dtype=dtype,
+        kernels=kernels,
+        group=ProcessGroup.single(),
+        device=CPU,
+        max_total_tokens=max_total_tokens,
+    )
+    return Driver(model, kernels, dtype=dtype)
+
+
+@lru_cache(maxsize=1)
+def generated(
+    reference: PreTrainedModel, lengths: tuple[int, ...]
+) -> list[tuple[list[int], Tensor]]:
+    """By transformers, for prompts of these lengths; a test asks for the same several times."""
+    return [greedy(reference, prompt_of(length, seed=length), NUM_TOKENS) for length in lengths]
+
+
+def assert_same_as_generate(
+    reference: PreTrainedModel,
+    driver: Driver,
+    *,
+    lengths: Sequence[int] = (5, 70, 18),
+    chunk: int | None = None,
+) -> None:
+    prompts = [prompt_of(length, seed=length) for length in lengths]
+    runs = driver.generate(prompts, NUM_TOKENS, chunk=chunk)
+    wanted = generated(reference, tuple(lengths))
+    for prompt, run, (tokens, expected) in zip(prompts, runs, wanted, strict=True):
+        assert run.ids[len(prompt) :] == tokens
+        torch.testing.assert_close(logprobs(run), expected, atol=1e-4, rtol=0)
+
+
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 8.0,
+    "rope_theta": 5000.0,
+}
+CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-many-kv-heads": ("llama", {"num_key_value_heads": 4}),
+    "llama-one-kv-head": ("llama", {"num_key_value_heads": 1}),
+    "llama-wide-heads": ("llama", {"head_dim": 24}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-eps": ("llama", {"rms_norm_eps": 0.3}),
+    "mistral": ("mistral", {}),
+    "mistral-window": ("mistral", {"sliding_window": 9, "head_dim": 24}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-window-off": ("qwen2", {"sliding_window": 9, "max_window_layers": 0}),
+    "qwen2-window": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {}),
+    "qwen3-biases": ("qwen3", {"attention_bias": True}),
+    "qwen3-window": (
+        "qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "rope-theta": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}),
+    "rope-linear": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4}},
+    ),
+    "rope-yarn": ("llama", {"rope_parameters": YARN}),
+    "rope-yarn-mscale": (
+        "llama",
+        {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.3}},
+    ),
+    "rope-llama3": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 24,
+                "rope_theta": 500.0,
+            }
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_greedy_output_equals_generate(name: str, kernels: str, tmp_path: Path) -> None:
+    model_type, overrides = CHECKPOINTS[name]
+    reference = save_tiny(tmp_path, model_type, **overrides)
+    assert_same_as_generate(reference, load(tmp_path, name=kernels))
+    assert_same_as_generate(reference, load(tmp_path, name=kernels, deterministic=True), chunk=7)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_the_first_layers_alone_are_a_model_of_fewer_layers(kernels: str, tmp_path: Path) -> None:
+    reference = save_tiny(tmp_path, "llama")
+    whole = load(tmp_path, name=kernels)
+    first = Driver(whole.model.first_layers(1), whole.kernels, dtype=torch.float32)
+    assert_same_as_generate(reference, whole)
+    assert len(whole.cache) == 2
+    assert len(first.cache) == 1
+    reference.model.layers = reference.model.layers[:1]
+    reference.config.num_hidden_layers = 1
+    generated.cache_clear()
+    assert_same_as_generate(reference, first)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 64])
+def test_any_block_size_gives_the_same(block_size: int, tmp_path: Path) -> None:
+    reference = save_tiny(tmp_path, "mistral", sliding_window=9)
+    driver = load(tmp_path, block_size=block_size)
+    driver = Driver(driver.model, driver.kernels, dtype=torch.float32, num_blocks=130)
+    assert_same_as_generate(reference, driver, chunk=11)
+
+
+def test_sharded_files_and_a_bare_prefix(tmp_path: Path) -> None:
+    reference = save_tiny(tmp_path, "llama", max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert_same_as_generate(reference, load(tmp_path))
+
+
+def test_dynamic_rope_past_its_trained_length(tmp_path: Path) -> None:
+    """Prompts within the trained length, generations past it: there `generate` is consistent with itself."""
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    reference = save_tiny(tmp_path, "llama", max_position_embeddings=40, rope_parameters=scaling)
+    for chunk in (None, 7):
+        assert_same_as_generate(reference, load(tmp_path), lengths=(37, 5, 40), chunk=chunk)
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3, 1.5, 2.0, 2.5, 2.6, 2.9],
+    "long_factor": [1.0, 2.0, 4.0, 8.0, 9.0, 12.0, 14.0, 15.0],
+    "original_max_position_embeddings": 32,
+    "rope_theta": 1e4,
+}
+
+
+def test_longrope_within_its_original_length(tmp_path: Path) -> None:
+    reference = save_tiny(tmp_path, "llama", rope_parameters=LONGROPE)
+    assert_same_as_generate(reference, load(tmp_path), lengths=(5, 24), chunk=7)
+
+
+def test_longrope_that_grows_past_its_original_length(tmp_path: Path) -> None:
+    reference = save_tiny(tmp_path, "llama", rope_parameters=LONGROPE)
+    assert_same_as_generate(reference, load(tmp_path), lengths=(28, 32))
+
+
+def test_longrope_beyond_its_original_length_when_long_sequences_are_expected(
+    tmp_path: Path,
+) -> None:
+    reference = save_tiny(tmp_path, "llama", rope_parameters=LONGROPE)
+    driver = load(tmp_path, max_total_tokens=128)
+    assert_same_as_generate(reference, driver, lengths=(33, 60), chunk=7)
+
+
+def test_partial_rotary_rotates_the_first_channels_only(tmp_path: Path) -> None:
+    """A quarter of the channels rotated: all others must not know their position."""
+    save_tiny(tmp_path, "llama", rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    prompt = prompt_of(9)
+    full = load(tmp_path).generate([prompt], 1)[0].logits[0]
+    edit_json(
+        tmp_path / "config.json",
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+        },
+    )
+    half = load(tmp_path).generate([prompt], 1)[0].logits[0]
+    assert not torch.allclose(full, half, atol=1e-2)
+
+
+def test_logits_are_those_of_the_rows_asked_for(tmp_path: Path) -> None:
+    reference = save_tiny(tmp_path, "qwen3")
+    prompt = prompt_of(20)
+    expected = reference(torch.tensor([prompt])).logits[0]
+    for rows in ([], [19], [3, 0, 19]):
+        driver = load(tmp_path)
+        batch = replace(
+            driver.admit([(Run(prompt), 20)]), logit_rows=torch.tensor(rows, dtype=torch.int64)
+        )
+        logits = driver.model.forward(batch, driver.cache)
+        assert logits.dtype == torch.float32
+        assert logits.shape == (len(rows), 199)
+        torch.testing.assert_close(logits, expected[rows], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "mistral"])
+def test_deterministic_bits_depend_neither_on_company_nor_on_chunks(
+    model_type: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    window: dict[str, Any] = {"sliding_window": 50} if model_type == "mistral" else {}
+    save_tiny(tmp_path, model_type, **window)
+    prompt = prompt_of(140, seed=1)
+    others = [prompt_of(length, seed=length) for length in (3, 61, 33)]
+
+    def logits_of(prompts: list[list[int]], chunk: int | None = None) -> Tensor:
+        driver = load(tmp_path, deterministic=True, dtype=dtype)
+        return torch.stack(driver.generate(prompts, 4, chunk=chunk)[0].logits)
+
+    alone = logits_of([prompt])
+    assert torch.equal(alone, logits_of([prompt, *others]))
+    assert torch.equal(alone, logits_of([prompt], chunk=1))
+    assert torch.equal(alone, logits_of([prompt], chunk=37))
+    assert torch.equal(alone, logits_of([prompt, *others], chunk=19))
+
+
+def test_a_sequence_with_nan_harms_no_other(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    for deterministic in (False, True):
+        driver = load(tmp_path, deterministic=deterministic)
+        alone = load(tmp_path, deterministic=deterministic).generate([prompt_of(20)], 4)[0]
+        sick, well = Run(prompt_of(20, seed=9)), Run(prompt_of(20))
+        driver.step([(sick, 20), (well, 20)])
+        for layer in driver.cache:
+            layer.keys[sick.blocks] = torch.nan
+            layer.values[sick.blocks] = torch.nan
+        for _ in range(3):
+            logits = driver.step([(sick, 1), (well, 1)])
+            assert logits[0].isnan().all()
+        assert well.ids == alone.ids

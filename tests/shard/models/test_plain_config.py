@@ -1,0 +1,223 @@
+"""What is read without transformers means what transformers says it means."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from millrace_shard.errors import ModelError
+from millrace_shard.models.architecture import FAMILY, Architecture
+from millrace_shard.models.load import model_info, read_any_config, read_config
+from millrace_shard.models.plain_config import PlainConfig, plain_config
+from millrace_shard.models.rope import model_rope_table
+from millrace_testing.models.models import save_tiny
+
+# As published, but for the layers and the vocabulary, which are fewer.
+LLAMA_2: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 128,
+    "initializer_range": 0.02,
+    "intermediate_size": 344,
+    "max_position_embeddings": 64,
+    "model_type": "llama",
+    "num_attention_heads": 8,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "transformers_version": "4.31.0",
+    "use_cache": True,
+    "vocab_size": 320,
+}
+LLAMA_3_1: dict[str, Any] = LLAMA_2 | {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "eos_token_id": [3, 8],
+    "mlp_bias": False,
+    "num_key_value_heads": 2,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+}
+MISTRAL: dict[str, Any] = {
+    name: value for name, value in LLAMA_2.items() if name not in {"pretraining_tp", "rope_scaling"}
+} | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 16}
+QWEN_2: dict[str, Any] = {
+    name: value for name, value in LLAMA_2.items() if name not in {"pretraining_tp", "rope_scaling"}
+} | {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "max_window_layers": 2,
+    "model_type": "qwen2",
+    "sliding_window": 16,
+    "use_sliding_window": False,
+}
+QWEN_3: dict[str, Any] = QWEN_2 | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "head_dim": 32,
+    "model_type": "qwen3",
+    "rope_scaling": None,
+}
+PUBLISHED = {
+    "llama-2": LLAMA_2,
+    "llama-3.1": LLAMA_3_1,
+    "mistral": MISTRAL,
+    "qwen2": QWEN_2,
+    "qwen3": QWEN_3,
+}
+
+LLAMA_3_ROPE = LLAMA_3_1["rope_scaling"]
+ROPES = st.sampled_from(
+    [
+        {"rope_type": "default", "rope_theta": 1e4},
+        {"rope_theta": 7.5e5},
+        LLAMA_3_ROPE | {"rope_theta": 5e5},
+        LLAMA_3_ROPE,
+        {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+        {"type": "linear", "factor": 2.0},
+        {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        {},
+        None,
+    ]
+)
+COUNTS = st.sampled_from([1, 2, 3, 4, 8, 12, 0, -1, 2.0, True, "4", None])
+FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "model_type": st.sampled_from([*FAMILY, "gemma2"]),
+    "architectures": st.sampled_from([None, *([name] for name in FAMILY.values())]),
+    "hidden_size": st.sampled_from([128, 96, 100]),
+    "num_attention_heads": COUNTS,
+    "num_key_value_heads": COUNTS,
+    "num_hidden_layers": COUNTS,
+    "head_dim": st.sampled_from([16, 20, 32, 0, None]),
+    "rms_norm_eps": st.sampled_from([1e-6, 1, "1e-6", None]),
+    "hidden_act": st.sampled_from(["silu", "swish", "gelu", None]),
+    "tie_word_embeddings": st.sampled_from([True, False, 1, None]),
+    "attention_bias": st.sampled_from([True, False, None]),
+    "mlp_bias": st.sampled_from([True, False, None]),
+    "rope_theta": st.sampled_from([1e4, 5e5, 10000, None]),
+    "rope_scaling": ROPES,
+    "rope_parameters": ROPES,
+    "partial_rotary_factor": st.sampled_from([0.5, 1.0]),
+    "sliding_window": st.sampled_from([4, 0, None]),
+    "use_sliding_window": st.booleans(),
+    "max_window_layers": st.sampled_from([0, 1, 28]),
+    "layer_types": st.sampled_from(
+        [None, ["full_attention"] * 3, ["full_attention"], ["sliding_attention"] * 3]
+    ),
+    "eos_token_id": st.sampled_from([2, [2, 5], [], None, "2"]),
+    "dtype": st.sampled_from(["bfloat16", "float32", "float64", None]),
+    "torch_dtype": st.sampled_from(["bfloat16", "float16", None]),
+    "initializer_range": st.sampled_from([0.02, 7.0]),
+    "original_max_position_embeddings": st.just(16),
+    "pretraining_tp": st.sampled_from([1, 2]),
+    "quantization_config": st.sampled_from([None, {"quant_method": "gptq", "bits": 4}]),
+    "temperature": st.just(0.7),
+    "num_experts": st.just(4),
+}
+
+
+@st.composite
+def edited(draw: st.DrawFn) -> dict[str, Any]:
+    """A published config with a few fields changed, added or left out."""
+    raw = dict(draw(st.sampled_from(list(PUBLISHED.values()))))
+    for name in draw(st.lists(st.sampled_from(sorted(FIELDS)), max_size=3, unique=True)):
+        raw[name] = draw(FIELDS[name])
+    for name in draw(st.lists(st.sampled_from(sorted(raw)), max_size=2, unique=True)):
+        raw.pop(name)
+    return raw
+
+
+def assert_same(raw: dict[str, Any], plain: PlainConfig, folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(raw))
+    theirs = read_any_config(folder)
+    assert Architecture.from_config(plain) == Architecture.from_config(theirs)
+    assert torch.equal(model_rope_table(plain, None), model_rope_table(theirs, None))
+    assert model_info(folder, plain) == model_info(folder, theirs)
+    assert plain.dtype == theirs.dtype
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_need_no_transformers(name: str, tmp_path: Path) -> None:
+    plain = plain_config(PUBLISHED[name])
+    assert plain is not None
+    assert_same(PUBLISHED[name], plain, tmp_path)
+
+
+@pytest.mark.parametrize("model_type", FAMILY)
+@pytest.mark.parametrize("rope", [{}, {"rope_parameters": LLAMA_3_ROPE}])
+def test_what_transformers_saves_needs_no_transformers(
+    model_type: str, rope: dict[str, Any], tmp_path: Path
+) -> None:
+    save_tiny(tmp_path, model_type, **rope)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    plain = plain_config(raw)
+    assert plain is not None
+    assert_same(raw, plain, tmp_path)
+
+
+@given(raw=edited())
+@settings(max_examples=400)
+def test_whatever_is_read_means_the_same(
+    raw: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    plain = plain_config(raw)
+    event("left to transformers" if plain is None else "read")
+    if plain is not None:
+        try:
+            assert_same(raw, plain, tmp_path_factory.mktemp("config"))
+        except ModelError:
+            # What cannot be computed is refused whoever reads it.
+            with pytest.raises(ModelError):
+                Architecture.from_config(plain)
+
+
+def test_what_is_unusual_is_left_to_transformers(tmp_path: Path) -> None:
+    save_tiny(
+        tmp_path, "llama", rope_parameters={"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}
+    )
+    assert not isinstance(read_config(tmp_path), PlainConfig)
+    save_tiny(tmp_path, "gemma2")
+    assert not isinstance(read_config(tmp_path), PlainConfig)
+
+
+def test_a_model_of_the_family_is_loaded_without_transformers(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    code = f"""
+import sys, torch
+from pathlib import Path
+import millrace_shard.commands.serve
+from millrace_shard.kernels.plain import PlainKernels
+from millrace_shard.models.load import load_model
+from millrace_shard.device.process_group import ProcessGroup
+load_model(
+    Path({str(tmp_path)!r}),
+    dtype=torch.float32,
+    kernels=PlainKernels(deterministic=True),
+    group=ProcessGroup.single(),
+    device=torch.device("cpu"),
+)
+assert "transformers" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,374 @@
+"""Sampling against a per-row reference, and bit for bit against itself in other company."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace_shard.batch.sequence import SamplingParameters
+from millrace_testing.engines.sampling_driver import (
+    WAYS,
+    columns,
+    going,
+    masks_of,
+    sample,
+    sampler_for,
+    top_of,
+)
+from millrace_testing.engines.sampling_reference import (
+    Row,
+    inverse_cdf,
+    log_probabilities,
+    probabilities,
+    splitmix64,
+    warped,
+)
+
+VOCAB = 40
+
+ids = st.integers(0, VOCAB - 1)
+logits = st.lists(st.integers(-60, 60).map(lambda n: n / 8), min_size=VOCAB, max_size=VOCAB)
+biases = st.dictionaries(ids, st.sampled_from([-100.0, -1.25, 0.75, 3.5, 100.0]), max_size=4)
+parameters = st.builds(
+    SamplingParameters,
+    temperature=st.sampled_from([1.0, 0.5, 2.0]),
+    top_k=st.sampled_from([0, 0, 1, 3, 10, 400]),
+    top_p=st.sampled_from([1.0, 0.93, 0.41, 0.07]),
+    typical_p=st.sampled_from([1.0, 1.0, 0.87, 0.23]),
+    min_p=st.sampled_from([0.0, 0.0, 0.03, 0.4, 1.0]),
+    do_sample=st.booleans(),
+    seed=st.integers(0, 2**64 - 1),
+    repetition_penalty=st.sampled_from([1.0, 1.5, 0.75]),
+    frequency_penalty=st.sampled_from([0.0, 1.0, -0.5]),
+    presence_penalty=st.sampled_from([0.0, 1.5, -1.0]),
+    occurrence_penalty=st.sampled_from([0.0, 0.25, -0.75]),
+    watermark=st.booleans(),
+    bias=biases.map(lambda bias: tuple(bias.items())),
+)
+rows = st.builds(
+    Row,
+    logits=logits,
+    prompt=st.lists(ids, min_size=1, max_size=9),
+    generated=st.lists(ids, max_size=9),
+    parameters=parameters,
+    min_new_tokens=st.integers(0, 5),
+    eos=st.just((0, 39)),
+    allowed=st.none()
+    | st.frozensets(ids, min_size=1)
+    | st.sampled_from([frozenset({0}), frozenset({0, 39}), frozenset({39, 5})]),
+    gamma=st.just(0.25),
+    delta=st.just(1.5),
+)
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(st.lists(rows, min_size=1, max_size=5))
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_and_logprobs_agree_with_the_reference(way: str, batch: list[Row]) -> None:
+    """Where the reference's rounding decides who is dropped, nothing is compared."""
+    with going(way):
+        found = sample(batch)
+    for row, id_, logprob in zip(batch, found.ids.tolist(), found.logprobs.tolist(), strict=True):
+        if not _is_clear_cut(row):
+            continue
+        scores = warped(row)
+        assert logprob == pytest.approx(log_probabilities(scores)[id_], abs=1e-4)
+        if row.parameters.do_sample:
+            uniform = (splitmix64(row.parameters.seed, row.position) >> 40) / 2**24
+            probs = probabilities(scores)
+            expected = inverse_cdf(probs, uniform)
+            near = {inverse_cdf(probs, max(0.0, uniform + d)) for d in (-1e-6, 1e-6)}
+            assert id_ == expected or id_ in near
+        else:
+            assert scores[id_] == pytest.approx(max(scores), abs=1e-5)
+
+
+@settings(deadline=None, max_examples=30, derandomize=True)
+@given(st.lists(rows, min_size=1, max_size=5), st.integers(1, 50))
+@pytest.mark.parametrize("way", WAYS)
+def test_candidates_agree_with_the_reference(way: str, batch: list[Row], n: int) -> None:
+    with going(way):
+        top = top_of(sample(batch, [n] * len(batch)))
+    for i, row in enumerate(batch):
+        if not _is_clear_cut(row):
+            continue
+        expected = log_probabilities(warped(row))
+        last = max(sorted(expected, reverse=True)[:n][-1], -1e30)
+        found = {id_: logprob for owner, id_, logprob in top if owner == i}
+        # The reference's rounding may part equals.
+        assert {j for j, q in enumerate(expected) if q >= last + 1e-6} <= found.keys()
+        assert found.keys() <= {j for j, q in enumerate(expected) if q >= last - 1e-6}
+        assert all(abs(expected[id_] - logprob) < 1e-4 for id_, logprob in found.items())
+
+
+def _is_clear_cut(row: Row) -> bool:
+    """Whether a slightly different mass or slightly different keys keep the same tokens."""
+    p = row.parameters
+    kept = {
+        tuple(
+            math.isinf(score)
+            for score in warped(
+                replace(
+                    row,
+                    parameters=replace(
+                        p,
+                        top_p=p.top_p if p.top_p == 1 else p.top_p + shift,
+                        typical_p=p.typical_p if p.typical_p == 1 else p.typical_p + shift,
+                        min_p=p.min_p * (1 - shift) if p.min_p < 1 else 1.0,
+                    ),
+                )
+            )
+        )
+        for shift in (-1e-5, 0.0, 1e-5)
+    }
+    if len(kept) > 1:
+        return False
+    scores = sorted(score for score in warped(row) if math.isfinite(score))
+    # Tokens whose scores differ only by the reference's rounding may part ways.
+    return all(b - a == 0 or b - a > 1e-6 for a, b in pairwise(scores))
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Where libraries split one long row over threads, they must not do so here."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+KINDS = [
+    SamplingParameters(),
+    SamplingParameters(do_sample=True, seed=1),
+    SamplingParameters(do_sample=True, seed=2, temperature=0.7),
+    SamplingParameters(do_sample=True, seed=3, temperature=1.4, top_k=50),
+    SamplingParameters(do_sample=True, seed=4, top_k=5000),
+    SamplingParameters(do_sample=True, seed=5, top_p=0.9),
+    SamplingParameters(do_sample=True, seed=6, temperature=2.5, top_p=0.99),
+    SamplingParameters(do_sample=True, seed=7, typical_p=0.3),
+    SamplingParameters(do_sample=True, seed=8, temperature=0.9, top_k=40, top_p=0.8, typical_p=0.9),
+    SamplingParameters(repetition_penalty=1.3),
+    SamplingParameters(frequency_penalty=0.5, presence_penalty=0.5, occurrence_penalty=0.1),
+    SamplingParameters(do_sample=True, seed=9, repetition_penalty=1.1, top_p=0.5),
+    SamplingParameters(do_sample=True, seed=10, min_p=0.05),
+    SamplingParameters(do_sample=True, seed=11, temperature=0.4, top_p=0.7, min_p=0.01),
+    SamplingParameters(do_sample=True, seed=12, watermark=True, bias=((3, 9.5), (500, -2.0))),
+    SamplingParameters(bias=((7, 30.0),), watermark=True),
+]
+
+
+def long_rows(vocab: int) -> list[Row]:
+    """One of each kind, every third guided."""
+    generator = torch.Generator().manual_seed(vocab)
+    batch = []
+    for i, kind in enumerate(KINDS):
+        held = torch.randint(vocab, (5 + 7 * i,), generator=generator).tolist()
+        values = torch.randn(vocab, generator=generator) * 3
+        allowed = torch.randint(vocab, (vocab // 2,), generator=generator).tolist()
+        batch.append(
+            Row(
+                logits=values.bfloat16().float().tolist(),
+                prompt=held[:4],
+                generated=held[4:],
+                parameters=kind,
+                allowed=frozenset(allowed) if i % 3 == 2 else None,
+            )
+        )
+    return batch
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("vocab", [50257, 513])
+@pytest.mark.parametrize("way", ["as it is", "nothing read back"])
+def test_a_row_is_the_same_bits_alone_and_in_any_company(way: str, vocab: int) -> None:
+    batch = long_rows(vocab)
+    wanted = [i % 4 * 3 for i in range(len(batch))]
+    with going(way):
+        together = sample(batch, wanted)
+        backwards = sample(batch[::-1], wanted[::-1])
+        for i, row in enumerate(batch):
+            alone = sample([row], [wanted[i]])
+            assert columns(together, i) == columns(alone, 0), row.parameters
+            assert columns(backwards, len(batch) - 1 - i) == columns(alone, 0), row.parameters
+            assert not alone.failed.any()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_that_are_not_finite_fail_and_leave_the_others_alone(way: str, bad: float) -> None:
+    good = Row(logits=[0.5, 3.0, 1.0] * 20, prompt=[4], generated=[], parameters=KINDS[8])
+    with going(way):
+        for kind in (replace(each, bias=each.bias[:1]) for each in KINDS):
+            values = [bad] * 60 if bad == -math.inf else [1.0] * 30 + [bad] + [2.0] * 29
+            spoiled = Row(logits=values, prompt=[4], generated=[5], parameters=kind)
+            # A mask over what is no number hides nothing.
+            hidden = replace(spoiled, allowed=frozenset(range(20)))
+            found = sample([spoiled, good, hidden], [2, 2, 0])
+            assert found.failed.tolist() == [True, False, True]
+            assert columns(found, 1) == columns(sample([good], [2]), 0)
+            assert all(0 <= id_ < 60 for id_ in found.ids.tolist())
+            assert {owner for owner, *_ in top_of(found)} <= {0, 1}
+
+
+def test_impossible_tokens_in_finite_logits_are_no_failure() -> None:
+    row = Row(
+        logits=[-math.inf, 2.0, -math.inf, 1.0], prompt=[1], generated=[], parameters=KINDS[0]
+    )
+    found = sample([row], [4])
+    assert found.failed.tolist() == [False]
+    assert [id_ for _, id_, _ in top_of(found)] == [1, 3]
+
+
+@pytest.mark.parametrize("kind", [p for p in KINDS if p.do_sample and not p.bias])
+@pytest.mark.parametrize("way", WAYS)
+def test_extreme_parameters_never_leave_the_vocabulary(way: str, kind: SamplingParameters) -> None:
+    for temperature in (1e-300, 1e-42, 1e-30, 1e30, 1e300):
+        hard = SamplingParameters(
+            do_sample=True, seed=kind.seed, temperature=temperature, top_p=1e-300
+        )
+        row = Row(logits=[3.0, 9.0, -5.0, -math.inf], prompt=[0], generated=[], parameters=hard)
+        with going(way):
+            found = sample([row])
+        assert found.ids.tolist() == [1]
+        assert not found.failed.any()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_impossible_is_never_drawn_at_any_temperature(way: str) -> None:
+    scores = [1.0, -math.inf, 2.0, -math.inf] * 10
+    batch = [
+        Row(
+            logits=scores,
+            prompt=[0],
+            generated=[],
+            parameters=SamplingParameters(
+                do_sample=True, seed=seed, temperature=temperature, top_k=top_k
+            ),
+        )
+        for seed in range(40)
+        for temperature in (1e-40, 1.0, 1e38)
+        for top_k in (0, 7, 39, 40, 10**9)
+    ]
+    with going(way):
+        found = sample(batch)
+    assert not found.failed.any()
+    assert all(id_ % 2 == 0 for id_ in found.ids.tolist())
+
+
+def top_ids(scores: list[float], n: int, **fields: object) -> list[int]:
+    row = Row(logits=scores, prompt=[0], generated=[], parameters=SamplingParameters(**fields))  # type: ignore[arg-type]
+    found = sample([row], [n])
+    return [id_ for _, id_, _ in top_of(found)]
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_ties_at_the_last_candidate_are_all_reported(do_sample: bool) -> None:
+    scores = [-1.0, -3.0, -4.0, -2.0, -3.0]
+    fields = {"do_sample": do_sample, "seed": 4}
+    assert top_ids(scores, 0, **fields) == []
+    assert top_ids(scores, 2, **fields) == [0, 3]
+    assert top_ids(scores, 3, **fields) == [0, 1, 3, 4]
+    assert top_ids(scores, 4, **fields) == [0, 1, 3, 4]
+    assert top_ids(scores, 5, **fields) == [0, 1, 2, 3, 4]
+    assert top_ids(scores, 50, **fields) == [0, 1, 2, 3, 4]
+    assert top_ids(scores, 5, **fields, top_k=2) == [0, 3]
+    assert top_ids(scores, 5, **fields, top_k=3) == [0, 1, 3, 4]
+    assert top_ids(scores, 5, **fields, top_p=0.5) == [0]
+
+
+def test_equal_scores_take_the_lowest_id() -> None:
+    row = Row(logits=[1.0, 5.0, 5.0, 5.0], prompt=[0], generated=[], parameters=KINDS[0])
+    assert sample([row]).ids.tolist() == [1]
+
+
+FLOAT_MAX = float(torch.finfo(torch.float32).max)
+EXTREME: dict[str, dict[str, Any]] = {
+    "tiny-repetition": {"repetition_penalty": 1e-38},
+    "smaller-than-float32": {"repetition_penalty": 1e-300},
+    "huge-repetition": {"repetition_penalty": 1e300},
+    "huge-frequency": {"frequency_penalty": FLOAT_MAX},
+    "negative-frequency": {"frequency_penalty": -FLOAT_MAX},
+    "beyond-float32": {"frequency_penalty": 1e300, "presence_penalty": -1e300},
+    "huge-bias": {"bias": ((2, FLOAT_MAX), (3, -FLOAT_MAX)), "presence_penalty": -FLOAT_MAX},
+    "against-each-other": {
+        "repetition_penalty": 1e-38,
+        "frequency_penalty": -FLOAT_MAX,
+        "presence_penalty": -FLOAT_MAX,
+        "occurrence_penalty": FLOAT_MAX,
+    },
+}
+
+
+@pytest.mark.parametrize("name", EXTREME)
+@pytest.mark.parametrize(
+    "others",
+    [{}, {"do_sample": True, "temperature": 0.5, "top_k": 5, "top_p": 0.9, "typical_p": 0.9}],
+)
+def test_penalties_never_make_a_finite_row_fail(name: str, others: dict[str, Any]) -> None:
+    scores = [0.0, 5.0, -5.0, 0.0, *[float(i % 7) for i in range(VOCAB - 4)]]
+    parameters = SamplingParameters(**EXTREME[name], **others)
+    row = Row(
+        logits=scores,
+        prompt=[0, 1, 2, 1, 1],
+        generated=[3, 1, 2, 2, 5, 5],
+        parameters=parameters,
+    )
+    found = sample([row])
+    assert found.failed.tolist() == [False]
+    assert found.logprobs.isfinite().all()
+    # What is not a number to begin with is not made one.
+    scores[7] = math.nan
+    assert sample([row]).failed.tolist() == [True]
+
+
+def test_impossible_tokens_stay_impossible_whatever_is_added() -> None:
+    parameters = SamplingParameters(
+        do_sample=True,
+        repetition_penalty=1e-30,
+        presence_penalty=-1e30,
+        watermark=True,
+        bias=((1, 1e30),),
+    )
+    scores = [0.0, -math.inf, 1.0]
+    row = Row(logits=scores, prompt=[1], generated=[1], parameters=parameters, gamma=1.0)
+    found = sample([row], [3])
+    assert [id_ for _, id_, _ in top_of(found)] == [0, 2]
+    assert not found.failed.any()
+
+
+def test_positions_of_one_sequence_are_sampled_as_if_one_by_one() -> None:
+    """Guesses in the history table count only for the rows after them."""
+    row = replace(long_rows(513)[11], allowed=None)
+    kind = replace(row.parameters, presence_penalty=0.5, watermark=True)
+    longest = replace(row, parameters=kind)
+    sampler, columns_of = sampler_for([longest])
+    starts = [longest.position - back for back in (0, 3, 1, 2)]
+    several = replace(
+        columns_of.select(torch.zeros(4, dtype=torch.int64).numpy()),
+        positions=torch.tensor(starts).numpy(),
+    )
+    logits = torch.tensor([longest.logits] * 4)
+    together = sampler.sample(logits, several)
+    for i, position in enumerate(starts):
+        cut = replace(longest, generated=longest.generated[: position - len(longest.prompt)])
+        assert columns(together, i) == columns(sample([cut]), 0)
+
+
+def test_a_row_without_a_mask_is_left_alone_by_the_masks_of_others() -> None:
+    batch = long_rows(513)
+    free = [replace(row, allowed=None) for row in batch]
+    assert masks_of(free) is None
+    guided, unguided = sample(batch), sample(free)
+    for i, row in enumerate(batch):
+        if row.allowed is None:
+            assert columns(guided, i) == columns(unguided, i)
+        else:
+            assert int(guided.ids[i]) in row.allowed

@@ -1,0 +1,657 @@
+"""Grammars are tried out in a process of their own, compiled once, and whatever they do harms nobody."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from random import Random
+from threading import Barrier, Event, Lock, Semaphore, Thread, get_ident
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import numpy as np
+import psutil
+import pytest
+import torch
+from bench.guidance import large_grammars
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace_proto import generate_pb2 as pb
+from millrace_shard.batch.sequence import Grammar
+from millrace_shard.engine.engine import Progress
+from millrace_shard.server.service import ShardService
+from millrace_shard.structured_output import grammar_compiler, grammar_process, work_limit
+from millrace_shard.structured_output.grammar.grammar_source import GrammarInvalid
+from millrace_shard.structured_output.grammar_compiler import GrammarCompiler
+from millrace_shard.structured_output.grammar_process import CompilerBusy, GrammarProcess
+from millrace_shard.structured_output.manager import NO_GRAMMARS, GuidedRow, Guides
+from millrace_shard.structured_output.slow_turns import MAX_SLOW
+from millrace_testing.engines.grammars import Words, lark, mask_of, regex, schema
+from millrace_testing.text.texts import byte_level
+
+PATIENT = 60.0
+OPTIONAL = json.dumps(
+    {"type": "object", "properties": {f"p{number}": {"type": "null"} for number in range(900)}}
+)
+ASCII = Words([bytes([byte]) for byte in range(32, 127)] + [b"ab", b"bc", b"00", b"a1"], size=160)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a tokenizer alone: more is not read."""
+    path = tmp_path_factory.mktemp("model")
+    byte_level().save(str(path / "tokenizer.json"))
+    return path
+
+
+def new_compiler(folder: Path, *, timeout: float = PATIENT) -> GrammarCompiler:
+    compiler = GrammarCompiler.load(folder, vocab_size=430, eos_token_ids=(0,), timeout=timeout)
+    assert compiler is not None
+    return compiler
+
+
+@pytest.fixture(scope="module")
+def compiler(folder: Path) -> Iterator[GrammarCompiler]:
+    made = new_compiler(folder)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def hasty(folder: Path) -> Iterator[GrammarCompiler]:
+    """Gives up soon."""
+    made = new_compiler(folder, timeout=3.0)
+    yield made
+    made.close()
+
+
+def process_of(compiler: GrammarCompiler) -> psutil.Process:
+    """The one that was started."""
+    pid = compiler._process.pid
+    assert pid is not None
+    return psutil.Process(pid)
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [regex("[0-9]{4}"), schema('{"type": "object"}'), lark('start: "a" b\nb: /x+/')],
+    ids=["regex", "json schema", "lark"],
+)
+def test_a_grammar_that_can_be_had(compiler: GrammarCompiler, grammar: Grammar) -> None:
+    compiler.check(grammar)
+    assert mask_of(compiler.matcher(grammar))
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        (regex("(a"), "unclosed group"),
+        (regex("a(?=b)"), "look-around"),
+        (regex(r"(a)\1"), "backreferences"),
+        (regex(r"a[^\s\S]"), "no text matches"),
+        (lark("start: nowhere"), "nowhere"),
+        (lark('{"grammars": []}'), "expecting"),
+        (schema('{"not": {}}'), "not"),
+        (schema("[1"), "JSON"),
+        (regex("(" * 2000 + "a" + ")" * 2000), "nested"),
+        (lark("start: " + "(" * 50_000 + '"a"' + ")" * 50_000), "nested"),
+        (schema('{"items":' * 5_000 + "{}" + "}" * 5_000), "nested"),
+        (schema('{"enum":[' + "[" * 90_000 + "]" * 90_000 + "]}"), "nested"),
+        (schema(OPTIONAL), "items"),
+        (regex("a" * (grammar_compiler.MAX_SOURCE_BYTES + 1)), "bytes"),
+        (regex("\ud800"), "surrogate"),
+    ],
+    ids=[
+        *("group", "look-around", "back-reference", "empty", "unknown rule", "own format"),
+        *("keyword", "json", "deep regex", "deep lark", "deep schema", "deep values"),
+        *("optional properties", "size", "surrogate"),
+    ],
+)
+def test_a_grammar_that_cannot_be_had_is_refused_with_the_reason(
+    compiler: GrammarCompiler, grammar: Grammar, reason: str
+) -> None:
+    with pytest.raises(GrammarInvalid, match=reason) as refusal:
+        compiler.check(grammar)
+    assert 0 < len(str(refusal.value)) < 600
+    compiler.check(regex("still alive"))
+
+
+def _choices(count: int) -> str:
+    return json.dumps({"enum": [f"value number {number}" for number in range(count)]})
+
+
+PATHOLOGICAL = {
+    "nested quantifiers": regex("(((a*)*)*)*b"),
+    "overlapping quantifiers": regex("(x+x+)+y"),
+    "counts of counts": regex("((a{1,1000}){1,1000}){1,1000}"),
+    "a far alternative": regex("(a|b)*a(a|b){400}c"),
+    "an intersection that blows up": lark(
+        "start: T\nT: " + " & ".join(f"/(.*{char}){{7}}.*/" for char in "abcdefgh")
+    ),
+    "a long alternation": regex("|".join(f"{number:07}" for number in range(100_000))),
+    "a megabyte of values": schema(_choices(40_000)),
+    "many optional properties": schema(
+        json.dumps(
+            {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(20_000)}}
+        )
+    ),
+    "a product of choices": schema(
+        json.dumps(
+            {"allOf": [{"anyOf": [{"required": [f"{n}{m}"]} for m in range(12)]} for n in range(8)]}
+        )
+    ),
+    "a huge count": lark('start: "a"{1000000000}'),
+    "a huge array": schema('{"type": "array", "minItems": 1000000000}'),
+    "a chain of references": schema(
+        json.dumps(
+            {
+                "$ref": "#/$defs/d0",
+                "$defs": {f"d{n}": {"items": {"$ref": f"#/$defs/d{n + 1}"}} for n in range(3000)}
+                | {"d3000": {}},
+            }
+        )
+    ),
+    "two recursions at once": schema(
+        json.dumps(
+            {
+                "allOf": [{"$ref": "#/$defs/s"}, {"$ref": "#/$defs/t"}],
+                "$defs": {
+                    name: {"type": "object", "properties": {"c": {"$ref": f"#/$defs/{name}"}}}
+                    for name in "st"
+                },
+            }
+        )
+    ),
+    "disjoint patterns": schema(
+        json.dumps(
+            {"type": "object", "patternProperties": {f"^.*{n}{{9}}.*$": {} for n in range(40)}}
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PATHOLOGICAL)
+def test_a_pathological_grammar_is_refused_or_compiled_while_others_go_on(
+    name: str, hasty: GrammarCompiler
+) -> None:
+    """What is in one process cannot hold the interpreter of another; what it takes there is bounded."""
+    guides = Guides(hasty, 430)
+    guides.admit(0, regex("a*"), np.array([], dtype=np.int64))
+    token = byte_level().get_vocab()["a"]
+    finished = Event()
+    outcomes: list[str] = []
+
+    def check() -> None:
+        try:
+            hasty.check(PATHOLOGICAL[name])
+            outcomes.append("taken")
+        except (GrammarInvalid, CompilerBusy) as error:
+            outcomes.append(str(error))
+        finally:
+            finished.set()
+
+    thread = Thread(target=check)
+    thread.start()
+    while not finished.is_set():
+        masks = guides.start([GuidedRow(slot=0, news=lambda: (token,))]).result()
+        assert not len(masks.failed)
+    thread.join()
+    assert outcomes[0]
+    if outcomes == ["taken"]:
+        # Compiled here too, its masks are bounded by llguidance's own limits.
+        guides.admit(1, PATHOLOGICAL[name], np.array([], dtype=np.int64))
+        guides.start([GuidedRow(slot=1, news=lambda: ())]).result()
+    guides.close()
+
+
+def never() -> bool:
+    return False
+
+
+LONG = schema(
+    json.dumps(
+        {
+            "type": "object",
+            "patternProperties": {f"^{n}_(.*x){{20}}$": {} for n in range(1000)},
+        }
+    )
+)
+"""Seconds pass before llguidance would be done with it."""
+
+
+class Owned:
+    """A lock that knows who has it."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self.owner: int | None = None
+
+    def acquire(self, *, timeout: float) -> bool:
+        taken = self._lock.acquire(timeout=timeout)
+        if taken:
+            self.owner = get_ident()
+        return taken
+
+    def release(self) -> None:
+        self.owner = None
+        self._lock.release()
+
+
+class Slow:
+    """Grammars that take long, of which the first to have its turn goes on when it is let."""
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self._compiler = compiler
+        self._turn = Owned()
+        turns: Any = compiler._process._turns
+        turns._turn = self._turn
+        self._pool = ThreadPoolExecutor(MAX_SLOW + 1)
+        self.has_turn = Event()
+        self.may_go_on = Event()
+
+    def check(self, number: int) -> Future[None]:
+        """Of a source that no other number has."""
+        return self.check_of(schema(LONG.source + " " * number))
+
+    def check_of(self, grammar: Grammar) -> Future[None]:
+        return self._pool.submit(self._compiler.check, grammar, is_busy=self._is_busy)
+
+    def one_in_its_turn(self) -> tuple[psutil.Process, psutil.Process, Future[None]]:
+        """The process, its fork that is at work, and the check that waits for that."""
+        check = self.check(0)
+        assert self.has_turn.wait(PATIENT)
+        process = process_of(self._compiler)
+        (fork,) = process.children()
+        return process, fork, check
+
+    def _is_busy(self) -> bool:
+        if self._turn.owner == get_ident():
+            self.has_turn.set()
+            assert self.may_go_on.wait(PATIENT)
+        return False
+
+
+def test_grammars_that_take_long_hold_up_none_that_does_not(folder: Path) -> None:
+    compiler = new_compiler(folder, timeout=0.5)
+    slow = Slow(compiler)
+    checks = [slow.check(number) for number in range(MAX_SLOW + 1)]
+    # One has its turn, the others wait behind it, and one is told that there are too many.
+    (told,), waiting = wait(checks, PATIENT, FIRST_COMPLETED)
+    with pytest.raises(CompilerBusy, match="take long"):
+        told.result()
+    compiler.check(regex("quick"))
+    assert not any(check.done() for check in waiting)
+    slow.may_go_on.set()
+    for check in waiting:
+        assert "over 0.5 s" in str(check.exception(PATIENT))
+    compiler.close()
+
+
+def test_a_step_does_not_wait_for_a_grammar_that_takes_its_time(folder: Path) -> None:
+    """One that is known may have been dropped, and be tried out anew for another request."""
+    compiler = new_compiler(folder)
+    large = schema(json.dumps(large_grammars.wide(500_000)))
+    assert len(large.source) > grammar_compiler.SMALL
+    compiler.check(large)
+    compiler._cache.clear()
+    slow = Slow(compiler)
+    check = slow.check_of(large)
+    assert slow.has_turn.wait(PATIENT)
+    assert mask_of(compiler.matcher(large))
+    assert not check.done()
+    slow.may_go_on.set()
+    assert check.exception(PATIENT) is None
+    compiler.close()
+
+
+def test_a_fork_that_dies_refuses_its_grammar_alone(folder: Path) -> None:
+    compiler = new_compiler(folder)
+    slow = Slow(compiler)
+    process, fork, check = slow.one_in_its_turn()
+    fork.kill()
+    slow.may_go_on.set()
+    with pytest.raises(GrammarInvalid, match="memory"):
+        check.result(PATIENT)
+    compiler.check(regex("after"))
+    assert process_of(compiler) == process
+    compiler.close()
+
+
+def test_of_a_process_that_dies_nothing_is_said_of_grammars_and_there_is_another(
+    folder: Path,
+) -> None:
+    compiler = new_compiler(folder)
+    slow = Slow(compiler)
+    process, fork, check = slow.one_in_its_turn()
+    process.kill()
+    assert psutil.wait_procs([fork], PATIENT)[0] == [fork]
+    slow.may_go_on.set()
+    with pytest.raises(CompilerBusy, match="has ended"):
+        check.result(PATIENT)
+    compiler.check(regex("after"))
+    assert process_of(compiler) != process
+    compiler.close()
+
+
+def test_a_process_that_hangs_is_killed_and_nothing_said_of_the_grammar(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = new_compiler(folder)
+    compiler.check(regex("warm"))
+    process = process_of(compiler)
+    process.suspend()
+    with monkeypatch.context() as patched:
+        patched.setattr(grammar_process, "START_SECONDS", 0.2)
+        with pytest.raises(CompilerBusy, match="no process"):
+            compiler.check(regex("hang"))
+    assert not process.is_running()
+    compiler.check(regex("after"))
+    compiler.close()
+
+
+def test_a_fork_that_is_given_no_time_says_nothing_of_its_grammar(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work_limit, "STRETCH", 1.0)
+    compiler = new_compiler(folder, timeout=0.5)
+    slow = Slow(compiler)
+    _, fork, check = slow.one_in_its_turn()
+    fork.suspend()
+    slow.may_go_on.set()
+    with pytest.raises(CompilerBusy, match="machine"):
+        check.result(PATIENT)
+    assert not fork.is_running() or psutil.wait_procs([fork], PATIENT)[0] == [fork]
+    compiler.close()
+
+
+def test_a_grammar_that_takes_too_long_is_refused(folder: Path) -> None:
+    compiler = new_compiler(folder, timeout=0.1)
+    with pytest.raises(GrammarInvalid, match=r"over 0\.1 s"):
+        compiler.check(LONG)
+    compiler.close()
+
+
+def test_without_a_process_nothing_is_said_of_the_grammar(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    process = GrammarProcess(folder, vocab_size=430, eos_token_ids=(0,))
+    with pytest.raises(CompilerBusy, match="no process"):
+        process.try_out(regex("(a"), timeout=PATIENT, is_busy=never)
+
+
+def test_the_process_ends_with_the_shard(folder: Path) -> None:
+    process = GrammarProcess(folder, vocab_size=430, eos_token_ids=(0,))
+    process.try_out(regex("a"), timeout=PATIENT, is_busy=never)
+    assert process._process is not None
+    assert process._control is not None
+    process._control.close()
+    assert process._process.wait(PATIENT) == 0
+    process.close()
+
+
+class Counting:
+    """Stands in for trying out: counts, and holds on until it is let."""
+
+    def __init__(self) -> None:
+        self.calls: list[Grammar] = []
+        self.error: Exception | None = None
+        self.entered = Semaphore(0)
+        self.may_go_on = Event()
+
+    def try_out(self, grammar: Grammar) -> str:
+        self.calls.append(grammar)
+        self.entered.release()
+        assert self.may_go_on.wait(PATIENT)
+        if self.error is not None:
+            raise self.error
+        return json.dumps({"grammars": [{"lark_grammar": 'start: "a"'}]})
+
+
+@pytest.fixture
+def counting(monkeypatch: pytest.MonkeyPatch) -> Counting:
+    made = Counting()
+    monkeypatch.setattr(
+        GrammarProcess,
+        "try_out",
+        lambda process, grammar, *, timeout, is_busy: made.try_out(grammar),
+    )
+    return made
+
+
+def test_requests_for_one_grammar_at_a_time_compile_it_once(
+    folder: Path, counting: Counting
+) -> None:
+    compiler = new_compiler(folder)
+    barrier = Barrier(9)
+
+    def check() -> None:
+        barrier.wait(PATIENT)
+        compiler.check(regex("same"))
+
+    with ThreadPoolExecutor(8) as pool:
+        checks = [pool.submit(check) for _ in range(8)]
+        barrier.wait(PATIENT)
+        counting.may_go_on.set()
+        assert [each.result(PATIENT) for each in checks] == [None] * 8
+    compiler.check(regex("same"))
+    assert counting.calls == [regex("same")]
+
+
+def test_the_same_source_of_another_kind_is_another_grammar(
+    folder: Path, counting: Counting
+) -> None:
+    compiler = new_compiler(folder)
+    counting.may_go_on.set()
+    for grammar in (regex("start: /a/"), lark("start: /a/")):
+        compiler.check(grammar)
+    assert len(counting.calls) == 2
+
+
+def test_more_grammars_than_are_compiled_at_a_time_are_told_to_come_again(
+    folder: Path, counting: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_compiler, "MAX_COMPILES", 2)
+    compiler = new_compiler(folder)
+    with ThreadPoolExecutor(2) as pool:
+        checks = [pool.submit(compiler.check, regex(f"number {number}")) for number in range(2)]
+        for _ in checks:
+            assert counting.entered.acquire(timeout=PATIENT)
+        with pytest.raises(CompilerBusy):
+            compiler.check(regex("one more"))
+        counting.may_go_on.set()
+        for check in checks:
+            check.result(PATIENT)
+    compiler.check(regex("one more"))
+
+
+LARGE = regex("a" * (grammar_compiler.SMALL + 1))
+
+
+def test_a_sequence_that_runs_has_its_grammar_whatever_becomes_of_the_processes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    compiler = new_compiler(folder)
+    with pytest.raises(CompilerBusy):
+        compiler.check(LARGE)
+    assert mask_of(compiler.matcher(LARGE))
+
+
+def test_a_sequence_that_runs_does_not_fail_with_somebody_elses_question(
+    folder: Path, counting: Counting
+) -> None:
+    compiler = new_compiler(folder)
+    counting.error = CompilerBusy("no")
+    with ThreadPoolExecutor(2) as pool:
+        check = pool.submit(compiler.check, LARGE)
+        assert counting.entered.acquire(timeout=PATIENT)
+        matcher = pool.submit(compiler.matcher, LARGE)
+        counting.may_go_on.set()
+        assert isinstance(check.exception(PATIENT), CompilerBusy)
+        assert mask_of(matcher.result(PATIENT))
+
+
+def test_what_was_used_least_recently_is_compiled_anew(
+    folder: Path, counting: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_compiler, "MAX_CACHED", 2)
+    counting.may_go_on.set()
+    compiler = new_compiler(folder)
+    for source in ("a", "b", "a", "c", "a", "b"):
+        compiler.check(regex(source))
+    assert [grammar.source for grammar in counting.calls] == ["a", "b", "c", "b"]
+
+
+def test_long_sources_take_the_place_of_many(
+    folder: Path, counting: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_compiler, "MAX_CACHED_BYTES", 10)
+    counting.may_go_on.set()
+    compiler = new_compiler(folder)
+    for source in ("aaaa", "bbbb", "c" * 9, "aaaa"):
+        compiler.check(regex(source))
+    assert len(counting.calls) == 4
+
+
+def test_a_refusal_is_not_kept(folder: Path) -> None:
+    compiler = new_compiler(folder)
+    for _ in range(2):
+        with pytest.raises(GrammarInvalid):
+            compiler.check(regex("(a"))
+    assert not compiler._cache
+    compiler.close()
+
+
+def test_matchers_of_one_grammar_do_not_share_their_place(compiler: GrammarCompiler) -> None:
+    first, second = (compiler.matcher(regex("abc")) for _ in range(2))
+    assert first.consume(byte_level().get_vocab()["a"])
+    assert mask_of(first) != mask_of(second)
+    assert mask_of(second) == mask_of(compiler.matcher(regex("abc")))
+
+
+REGEXES = st.recursive(
+    st.sampled_from(["a", "b", "1", "[a-c]", "[^b]", r"\d", r"\w", ".", "x"]),
+    lambda inner: st.one_of(
+        st.tuples(inner, inner).map("".join),
+        st.tuples(inner, inner).map("|".join).map("(?:{})".format),
+        inner.map("(?:{})*".format),
+        inner.map("(?:{})?".format),
+        inner.map("(?:{}){{1,3}}".format),
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(pattern=REGEXES, text=st.text("ab1cx_ ", max_size=7))
+def test_a_regex_matches_the_texts_that_it_matches_elsewhere(pattern: str, text: str) -> None:
+    matcher = ASCII.matcher(regex(pattern))
+    accepted = matcher.consume_all([*ASCII.split(text.encode()), ASCII.eos[0]])
+    assert accepted == (re.fullmatch(pattern, text, re.ASCII) is not None)
+
+
+@settings(max_examples=80, deadline=None)
+@given(pattern=REGEXES, seed=st.integers(0, 10_000))
+def test_what_a_regex_generates_matches_it(pattern: str, seed: int) -> None:
+    rng, matcher = Random(seed), ASCII.matcher(regex(pattern))
+    ids: list[int] = []
+    for _ in range(60):
+        choices = mask_of(matcher)
+        ends = [id_ for id_ in choices if id_ in ASCII.eos]
+        id_ = rng.choice(ends if ends and rng.random() < 0.3 else choices)
+        assert matcher.consume(id_)
+        if matcher.has_ended:
+            assert re.fullmatch(pattern, ASCII.text(ids).decode(), re.ASCII), pattern
+            return
+        ids.append(id_)
+
+
+class Call:
+    """What a method of the service sees of gRPC."""
+
+    code: grpc.StatusCode | None = None
+
+    def abort(self, code: grpc.StatusCode, details: str) -> None:
+        """Ends the call."""
+        self.code = code
+        raise RuntimeError(details)
+
+
+class EngineThatMayNotBeAsked:
+    """Has a model and does nothing."""
+
+    def __init__(self, guides: Guides | None) -> None:
+        self.loaded = SimpleNamespace(guides=guides, device=torch.device("cpu"))
+
+    def progress(self) -> Progress:
+        return Progress(last_step=0, pending_steps=0, idle_ns=10**9, warmed_up=True)
+
+
+def ask(guides: Guides | None, grammar: pb.Grammar, call: Call) -> pb.CompileGrammarResponse:
+    engine = EngineThatMayNotBeAsked(guides)
+    service = ShardService(engine, deterministic=True, prefill_logprobs=False)  # type: ignore[arg-type]
+    return service.CompileGrammar(pb.CompileGrammarRequest(grammar=grammar), call)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        (pb.Grammar(kind=pb.Grammar.KIND_REGEX, source="a+"), None),
+        (pb.Grammar(kind=pb.Grammar.KIND_JSON_SCHEMA, source='{"not": {}}'), "not"),
+        (pb.Grammar(kind=pb.Grammar.KIND_LARK, source="start: x"), "x"),
+        (pb.Grammar(source="a("), "unclosed group"),
+    ],
+    ids=["regex", "json schema", "lark", "no kind"],
+)
+def test_the_service_answers_without_the_engine(
+    compiler: GrammarCompiler, grammar: pb.Grammar, reason: str | None
+) -> None:
+    answer = ask(Guides(compiler, 430), grammar, Call())
+    assert answer.HasField("error") == (reason is not None)
+    assert (reason or "") in answer.error
+
+
+@pytest.mark.parametrize("guides", [None, Guides(None, 430)], ids=["none", "no tokenizer"])
+def test_a_model_without_grammars_says_so(guides: Guides | None) -> None:
+    answer = ask(guides, pb.Grammar(kind=pb.Grammar.KIND_REGEX, source="a"), Call())
+    assert answer.error == NO_GRAMMARS
+
+
+def test_a_service_that_is_busy_compiling_is_to_be_asked_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_compiler, "MAX_CALLS", 0)
+    call = Call()
+    with pytest.raises(RuntimeError, match="try again"):
+        ask(Guides(new_compiler(folder), 430), pb.Grammar(source="a"), call)
+    assert call.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+@pytest.mark.parametrize(
+    ("device", "pending_steps", "idle_ns", "busy"),
+    [
+        ("cpu", 1, 10**9, True),
+        ("cpu", 0, 10**6, True),
+        ("cpu", 0, 10**9, False),
+        ("meta", 1, 0, False),
+    ],
+)
+def test_grammars_rest_while_steps_follow_each_other_on_cpus(
+    device: str, pending_steps: int, idle_ns: int, *, busy: bool
+) -> None:
+    progress = Progress(last_step=0, pending_steps=pending_steps, idle_ns=idle_ns, warmed_up=True)
+    asked = list[bool]()
+    compiler = SimpleNamespace(check=lambda grammar, *, is_busy: asked.append(is_busy()))
+    loaded = SimpleNamespace(guides=SimpleNamespace(compiler=compiler), device=torch.device(device))
+    engine = SimpleNamespace(progress=lambda: progress, loaded=loaded)
+    service = ShardService(engine, deterministic=True, prefill_logprobs=False)  # type: ignore[arg-type]
+    grammar = pb.Grammar(kind=pb.Grammar.KIND_REGEX, source="a+")
+    service.CompileGrammar(pb.CompileGrammarRequest(grammar=grammar), Call())  # type: ignore[arg-type]
+    assert asked == [busy]

@@ -1,0 +1,121 @@
+"""The OpenAPI document as a measure: what fits it, with nothing left undocumented."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from millrace_router.api.openapi.document import REFERENCE, openapi
+from millrace_router.api.openapi.operation import Operation
+
+DOCUMENT = openapi()
+JSON = "application/json"
+EVENTS = "text/event-stream"
+ENDED = ("chat_completions", "completions")
+"""Whose streams have an end that is no JSON."""
+END = "[DONE]"
+PLACES = {"model_name": "mill", "model_version": "1", "id": "resp_1", "model": "org/tiny"}
+
+Schema = dict[str, Any]
+
+
+def path_of(operation: Operation) -> str:
+    """The path, with something in each of its places."""
+    return operation.path.format_map(PLACES)
+
+
+def described(operation: Operation) -> dict[str, Any]:
+    """What the document says of one method of one path."""
+    of_path: dict[str, dict[str, Any]] = DOCUMENT["paths"][operation.path]
+    return of_path[operation.method]
+
+
+def schema_of(operation: Operation, status: int, media_type: str) -> Schema:
+    """Schema of a response's body; raises KeyError for what is not documented."""
+    response = described(operation)["responses"][str(status)]
+    schema: Schema = response["content"][media_type]["schema"]
+    return schema
+
+
+def check_documented(operation: Operation, status: int, media_type: str, body: bytes) -> None:
+    """Check that the document has this status, with this type, and a schema that the body fits."""
+    if "content" not in described(operation)["responses"][str(status)]:
+        assert not body
+        return
+    schema = schema_of(operation, status, media_type)
+    if media_type == EVENTS:
+        parts = events_of(operation, body)
+        assert parts
+    else:
+        parts = [json.loads(body) if media_type == JSON else body.decode()]
+    for part in parts:
+        assert fits(part, schema), part
+
+
+def events_of(operation: Operation, body: bytes) -> list[Any]:
+    """The JSON of each event of a stream, whose end is checked."""
+    blocks = body.decode().split("\n\n")
+    assert blocks.pop() == "", "the last event is not ended"
+    data = [block.rpartition("\n")[2].removeprefix("data: ") for block in blocks if block != ":"]
+    if operation.id in ENDED or (operation.either and data[-1] == END):
+        assert data.pop() == END
+    return [json.loads(one) for one in data]
+
+
+def resolved(reference: str) -> Schema:
+    """The component that a reference names; raises KeyError."""
+    component: Schema = DOCUMENT["components"]["schemas"][reference.removeprefix(REFERENCE)]
+    return component
+
+
+def fits(value: object, schema: Schema) -> bool:
+    """Whether JSON is as documented, keys that the document does not name being none of it.
+
+    Knows as much of JSON schema as answers need; raises KeyError for other types.
+    """
+    if "$ref" in schema:
+        return fits(value, resolved(schema["$ref"]))
+    if "anyOf" in schema:
+        return any(fits(value, one) for one in schema["anyOf"])
+    if "oneOf" in schema:
+        return sum(fits(value, one) for one in schema["oneOf"]) == 1
+    if "const" in schema:
+        return bool(value == schema["const"])
+    if "enum" in schema:
+        return value in schema["enum"]
+    return "type" not in schema or _OF_TYPE[schema["type"]](value, schema)
+
+
+def _object(value: object, schema: Schema) -> bool:
+    if not isinstance(value, dict) or not value.keys() >= set(schema.get("required", ())):
+        return False
+    properties, more = schema.get("properties", {}), schema.get("additionalProperties", False)
+    return all(
+        fits(part, properties[key])
+        if key in properties
+        else more is not False and (more is True or fits(part, more))
+        for key, part in value.items()
+    )
+
+
+def _array(value: object, schema: Schema) -> bool:
+    return isinstance(value, list) and all(fits(part, schema["items"]) for part in value)
+
+
+def _one_of(*types: type) -> Callable[[object, Schema], bool]:
+    def check(value: object, _: Schema) -> bool:
+        return type(value) in types
+
+    return check
+
+
+_OF_TYPE: dict[str, Callable[[object, Schema], bool]] = {
+    "object": _object,
+    "array": _array,
+    "string": _one_of(str),
+    "boolean": _one_of(bool),
+    "integer": _one_of(int),
+    "number": _one_of(int, float),
+    "null": _one_of(type(None)),
+}

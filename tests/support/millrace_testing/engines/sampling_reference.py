@@ -1,0 +1,136 @@
+"""What each sampling parameter means, written out for one row in float64 Python: the oracle of the vectorised code."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from millrace_shard.batch.sequence import SamplingParameters
+
+Scores = list[float]
+WORD = (1 << 32) - 1
+LONG = (1 << 64) - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One sequence at the moment its next token is chosen."""
+
+    logits: Scores
+    prompt: list[int]
+    generated: list[int]
+    parameters: SamplingParameters
+    min_new_tokens: int = 0
+    eos: tuple[int, ...] = ()
+    allowed: frozenset[int] | None = None
+    """What its grammar allows; None without one."""
+    gamma: float = 0.5
+    delta: float = 2.0
+
+    @property
+    def position(self) -> int:
+        """How many tokens there are."""
+        return len(self.prompt) + len(self.generated)
+
+
+def processed(row: Row) -> Scores:
+    """Scores after watermark, penalties, bias, mask and the ban on ending, in this order."""
+    p, history = row.parameters, row.prompt + row.generated
+    scores = list(row.logits)
+    if p.watermark:
+        for id_ in range(len(scores)):
+            scores[id_] += row.delta if is_green(history[-1], id_, row.gamma) else 0.0
+    for id_ in set(history):
+        scores[id_] *= p.repetition_penalty if scores[id_] < 0 else 1 / p.repetition_penalty
+    for id_ in set(history):
+        scores[id_] -= p.frequency_penalty * history.count(id_) / len(history)
+    for id_ in set(row.generated):
+        scores[id_] -= p.presence_penalty + p.occurrence_penalty * row.generated.count(id_)
+    for id_, value in p.bias:
+        scores[id_] += value
+    if row.allowed is not None:
+        scores = [s if id_ in row.allowed else -math.inf for id_, s in enumerate(scores)]
+    if len(row.generated) < row.min_new_tokens:
+        going_on = [-math.inf if id_ in row.eos else s for id_, s in enumerate(scores)]
+        if row.allowed is None or max(going_on) > -math.inf:
+            scores = going_on
+    return scores
+
+
+def warped(row: Row) -> Scores:
+    """Scores after all that, temperature, top-k, top-p, typical-p and min-p."""
+    p = row.parameters
+    scores = [score / p.temperature for score in processed(row)]
+    if p.top_k:
+        kth = sorted(scores, reverse=True)[min(p.top_k, len(scores)) - 1]
+        scores = [score if score >= kth else -math.inf for score in scores]
+    if p.top_p < 1:
+        scores = keep_mass(scores, scores, p.top_p)
+    if p.typical_p < 1:
+        probs = probabilities(scores)
+        entropy = -sum(q * math.log(q) for q in probs if q > 0)
+        keys = [-abs(-math.log(q) - entropy) if q > 0 else -math.inf for q in probs]
+        scores = keep_mass(scores, keys, p.typical_p)
+    if p.min_p > 0:
+        probs = probabilities(scores)
+        least = p.min_p * max(probs)
+        scores = [s if q >= least else -math.inf for s, q in zip(scores, probs, strict=True)]
+    return scores
+
+
+def keep_mass(scores: Scores, keys: Scores, mass: float) -> Scores:
+    """Tokens in descending order of key until their mass is reached; equal keys stay together."""
+    probs = probabilities(scores)
+    total, cut = 0.0, math.inf
+    for i in sorted(range(len(keys)), key=lambda i: -keys[i]):
+        if total >= mass:
+            break
+        total, cut = total + probs[i], keys[i]
+    return [score if key >= cut else -math.inf for score, key in zip(scores, keys, strict=True)]
+
+
+def probabilities(scores: Sequence[float]) -> list[float]:
+    """Softmax."""
+    best = max(scores)
+    weights = [math.exp(score - best) for score in scores]
+    total = sum(weights)
+    return [weight / total for weight in weights]
+
+
+def log_probabilities(scores: Sequence[float]) -> list[float]:
+    """Log-softmax; minus infinity for what cannot be drawn."""
+    return [math.log(q) if q > 0 else -math.inf for q in probabilities(scores)]
+
+
+def splitmix64(seed: int, position: int) -> int:
+    """The generator's output for the (position + 1)-th call after `seed`."""
+    z = (seed + (position + 1) * 0x9E3779B97F4A7C15) & LONG
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & LONG
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & LONG
+    return z ^ (z >> 31)
+
+
+def inverse_cdf(probs: Sequence[float], uniform: float) -> int:
+    """The first index whose cumulative probability exceeds `uniform`."""
+    total = 0.0
+    for i, q in enumerate(probs):
+        total += q
+        if total > uniform:
+            return i
+    return max(i for i, q in enumerate(probs) if q > 0)
+
+
+def is_green(previous: int, id_: int, gamma: float) -> bool:
+    """Whether the watermark favours `id_` after `previous`, by docs/sampling.md."""
+    key = murmur_mix(15485863 * previous & WORD)
+    return murmur_mix(murmur_mix(id_) ^ key) >> 8 < gamma * 2**24
+
+
+def murmur_mix(word: int) -> int:
+    """The last step of MurmurHash3 on 32 bits."""
+    word ^= word >> 16
+    word = word * 0x85EBCA6B & WORD
+    word ^= word >> 13
+    word = word * 0xC2B2AE35 & WORD
+    return word ^ (word >> 16)

@@ -1,0 +1,175 @@
+"""A runner over a real model, stepped without an engine: the device's work of a step and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from millrace_shard.arrays import Ints
+from millrace_shard.batch.batch import Batch
+from millrace_shard.batch.batch_limits import BatchLimits
+from millrace_shard.batch.sequence import SamplingParameters, Sequence
+from millrace_shard.batch.step import BatchChange, Forward, StepResult
+from millrace_shard.device.process_group import ProcessGroup
+from millrace_shard.kernels.base import Kernels
+from millrace_shard.model_runner.decode_graphs import DecodeGraphs, GraphSettings
+from millrace_shard.model_runner.runner import StepRunner, TokenAids
+from millrace_shard.models.interface import CausalModel
+from millrace_shard.models.load import load_model
+from millrace_shard.speculation.factory import Speculation
+from millrace_shard.structured_output.manager import Guides
+from millrace_testing.models.models import save_tiny
+
+NUM_BLOCKS = 48
+MAX_TOKENS = 96
+MAX_BATCH_SIZE = 8
+
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "temperature": {"temperature": 0.8, "do_sample": True, "seed": 3},
+    "filters": {"do_sample": True, "top_k": 9, "top_p": 0.8, "typical_p": 0.9, "seed": 4},
+    "penalised": {
+        "repetition_penalty": 1.4,
+        "frequency_penalty": 0.3,
+        "presence_penalty": 0.2,
+        "occurrence_penalty": 0.1,
+    },
+    "marked": {
+        "watermark": True,
+        "bias": ((5, 2.0), (9, -1.0)),
+        "min_p": 0.02,
+        "do_sample": True,
+        "seed": 5,
+    },
+}
+
+
+def ints(values: Iterable[int]) -> Ints:
+    return np.array(list(values), dtype=np.int64)
+
+
+def tiny_llama(
+    folder: Path, kernels: Kernels, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> CausalModel:
+    """Random, without gradients."""
+    save_tiny(folder, "llama")
+    with torch.inference_mode():
+        return load_model(
+            folder,
+            dtype=dtype,
+            kernels=kernels,
+            group=ProcessGroup.single(),
+            device=torch.device(device),
+        )
+
+
+class Stepper:
+    """Sequences by slot, with blocks of their own; free pages hold NaN."""
+
+    def __init__(
+        self,
+        model: CausalModel,
+        kernels: Kernels,
+        *,
+        dtype: torch.dtype,
+        graphs: GraphSettings | None = None,
+        device: torch.device | str = "cpu",
+        speculation: Speculation | None = None,
+        guides: Guides | None = None,
+        max_guesses: int = 0,
+        row_tile: int = 1,
+    ) -> None:
+        """`max_guesses` for a proposer that is set later, as `runner._proposer`."""
+        self.device = torch.device(device)
+        self.block_size = kernels.block_size
+        self.cache = [
+            kernels.new_cache(
+                num_blocks=NUM_BLOCKS + 1,
+                num_kv_heads=heads,
+                head_dim=head_dim,
+                dtype=dtype,
+                device=self.device,
+            )
+            for heads, head_dim in (
+                *model.geometry.layers,
+                *(speculation.layers if speculation else ()),
+            )
+        ]
+        reserved = torch.tensor([0, NUM_BLOCKS], device=self.device)
+        for layer in self.cache:
+            layer.keys.fill_(torch.nan)
+            layer.values.fill_(torch.nan)
+            kernels.zero_blocks(layer, reserved)
+        limits = BatchLimits(
+            max_batch_size=MAX_BATCH_SIZE,
+            max_tokens=MAX_TOKENS,
+            num_blocks=NUM_BLOCKS,
+            block_size=kernels.block_size,
+            vocab_size=model.info.vocab_size,
+            padding_block=NUM_BLOCKS,
+            max_guesses=speculation.most if speculation else max_guesses,
+            row_tile=row_tile,
+        )
+        self.batch = Batch(limits, self.device)
+        own = len(model.geometry.layers)
+        self.cache, self.draft_cache = self.cache[:own], self.cache[own:]
+        proposer = None
+        if speculation is not None:
+            proposer = speculation.proposer(model, kernels, self.draft_cache, self.batch, dtype)
+        self.graphs: DecodeGraphs | None = None
+        with torch.inference_mode():
+            if graphs is not None:
+                self.graphs = DecodeGraphs(model, self.cache, self.batch)
+                self.graphs.capture(graphs, ProcessGroup.single())
+            self.runner = StepRunner(
+                model,
+                kernels,
+                self.cache,
+                self.batch,
+                self.graphs,
+                TokenAids(guides=guides, proposer=proposer),
+            )
+        self.free = list(range(1, NUM_BLOCKS))
+
+    def admission(self, slot: int, ids: Iterable[int], **fields: object) -> Forward:
+        """The step that admits a sequence, with room for 16 tokens more, and computes all of its prompt."""
+        top = fields.pop("top_n_tokens", 0)
+        prefill_logprobs = fields.pop("prefill_logprobs", False)
+        prefill_top = fields.pop("prefill_top_n_tokens", 0)
+        grammar = fields.pop("grammar", None)
+        sequence = Sequence(
+            slot=slot,
+            request_id=slot,
+            input_ids=ints(ids),
+            parameters=SamplingParameters(**fields),  # type: ignore[arg-type]
+            top_n_tokens=top,  # type: ignore[arg-type]
+            prefill_logprobs=prefill_logprobs,  # type: ignore[arg-type]
+            prefill_top_n_tokens=prefill_top,  # type: ignore[arg-type]
+            grammar=grammar,  # type: ignore[arg-type]
+        )
+        count = -(-(sequence.num_inputs + 16) // self.block_size)
+        blocks = [self.free.pop(0) for _ in range(count)]
+        return Forward(
+            change=BatchChange(
+                admitted=(sequence,), grown_slots=ints([slot] * count), grown_blocks=ints(blocks)
+            ),
+            chunk_slots=ints([slot]),
+            chunk_tokens=ints([sequence.num_inputs]),
+        )
+
+    def run(self, step: Forward) -> StepResult:
+        with torch.inference_mode():
+            return self.runner.launch(step).finish()
+
+    def decode(self, slots: Iterable[int]) -> StepResult:
+        return self.run(Forward(decode_slots=ints(slots)))
+
+
+def beside(step: Forward, decodes: Iterable[int]) -> Forward:
+    """The same step with decodes in it."""
+    return replace(step, decode_slots=ints(decodes))

@@ -1,0 +1,207 @@
+"""Starts the real launcher on a port of its own and talks to it over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from http.client import HTTPConnection
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any, TypeVar
+
+import psutil
+from bench.survival.deployment import role_of
+
+from millrace_testing.launcher.ports import kept_port
+
+ROOT = Path(__file__).resolve().parents[4]
+READY_SECONDS = 180
+END_SECONDS = 120
+ASK_SECONDS = 60
+POLL_SECONDS = 0.02
+
+Found = TypeVar("Found")
+
+
+@dataclass
+class Server:
+    """A running launcher."""
+
+    process: subprocess.Popen[str]
+    port: int
+    sockets: Path
+    lines: list[str] = field(default_factory=list)
+    is_silent: Event = field(default_factory=Event)
+    """Set once nobody is left who could print."""
+
+    @property
+    def url(self) -> str:
+        """Base URL."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def log(self) -> str:
+        """Everything printed so far."""
+        return "\n".join(self.lines)
+
+    def find(self, role: str) -> psutil.Process | None:
+        """The child of that role that lives now."""
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            try:
+                if role_of(child.cmdline()) == role and child.status() != psutil.STATUS_ZOMBIE:
+                    return child
+            except psutil.NoSuchProcess:
+                continue
+        return None
+
+    @property
+    def shard(self) -> psutil.Process:
+        """The shard of rank 0."""
+        found = self.find("shard-0")
+        assert found is not None, self.log
+        return found
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """No step of the shard ends meanwhile."""
+        stopped = self.shard
+        stopped.suspend()
+        try:
+            yield
+        finally:
+            stopped.resume()
+
+    async def caught(
+        self,
+        send: Callable[[], Coroutine[Any, Any, Found]],
+        *,
+        is_time: Callable[[], bool],
+        num_running: int,
+    ) -> tuple[asyncio.Task[Found], psutil.Process]:
+        """What `send` sends, with so many requests under way since `is_time()`, and the shard, which is stopped.
+
+        Where fewer are left by then, as this process had to wait for its turn, all of it is sent again.
+        """
+        while True:
+            task = asyncio.create_task(send())
+            while not (task.done() or is_time()):
+                await asyncio.sleep(POLL_SECONDS)
+            shard = self.shard
+            shard.suspend()
+            if self.metrics()["millrace_requests_running"] >= num_running:
+                return task, shard
+            shard.resume()
+            await task
+
+    def end(self) -> int:
+        """The exit code after SIGTERM; from then on the log is whole."""
+        self.process.terminate()
+        code = self.process.wait(END_SECONDS)
+        assert self.is_silent.wait(END_SECONDS)
+        return code
+
+    def metrics(self) -> dict[str, float]:
+        """Value by series, as /metrics names it."""
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=ASK_SECONDS)
+        try:
+            connection.request("GET", "/metrics")
+            text = connection.getresponse().read().decode()
+        finally:
+            connection.close()
+        lines = (line for line in text.splitlines() if line and not line.startswith("#"))
+        return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+
+async def until(condition: Callable[[], Found]) -> Found:
+    """Poll until `condition()` holds, and say what it then says; the test's own deadline ends it."""
+    while not (found := condition()):
+        await asyncio.sleep(POLL_SECONDS)
+    return found
+
+
+def wait_for(condition: Callable[[], Found], *, seconds: float = END_SECONDS) -> Found:
+    """`until` for tests that are no coroutines, and have no deadline."""
+    return asyncio.run(_within(seconds, until(condition)))
+
+
+async def _within(seconds: float, work: Awaitable[Found]) -> Found:
+    async with asyncio.timeout(seconds):
+        return await work
+
+
+LAUNCHER = ("-m", "millrace_launcher")
+
+
+@contextmanager
+def launch(
+    *args: str,
+    env: dict[str, str] | None = None,
+    launcher: Sequence[str] = LAUNCHER,
+    meanwhile: Callable[[Server], None] | None = None,
+) -> Iterator[Server]:
+    """The launcher with `args`, ready to serve; killed at the end if it has not ended by itself.
+
+    `launcher` is what Python runs; `meanwhile` is called while the server starts.
+    """
+    with ExitStack() as stack:
+        port, meeting = stack.enter_context(kept_port()), stack.enter_context(kept_port())
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millrace-")))
+        process = subprocess.Popen(
+            [
+                *(sys.executable, *launcher, f"--port={port}", "--hostname=127.0.0.1"),
+                *(f"--shard-uds-path={folder}/shard", f"--master-port={meeting}", *args),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+                **(env or {}),
+            },
+        )
+        server = Server(process, port, folder)
+        ready = Event()
+
+        def pump() -> None:
+            assert process.stdout is not None
+            for line in process.stdout:
+                server.lines.append(line.rstrip("\n"))
+                if f":{port}/generate" in line:
+                    ready.set()
+            server.is_silent.set()
+            ready.set()
+
+        thread = Thread(target=pump, daemon=True)
+        thread.start()
+        try:
+            if meanwhile is not None:
+                meanwhile(server)
+            assert ready.wait(READY_SECONDS), f"not ready in {READY_SECONDS} s:\n{server.log}"
+            assert not server.is_silent.is_set(), f"ended before it was ready:\n{server.log}"
+            yield server
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(END_SECONDS)
+                process.kill()
+            process.wait()
+            thread.join(END_SECONDS)
+            if process.stdout is not None:
+                process.stdout.close()
+
+
+def sse_events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    """JSON of each `data:` line."""
+    for line in lines:
+        if line.startswith("data:") and "[DONE]" not in line:
+            yield json.loads(line[5:])

@@ -1,0 +1,316 @@
+"""The router's HTTP edge on a real socket, over a batcher that generates what a test tells it to."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import aiohttp
+import structlog
+from aiohttp import web
+from tokenizers import AddedToken, models, pre_tokenizers
+from tokenizers import Tokenizer as RustTokenizer
+
+from millrace_router.app import create_runner
+from millrace_router.config import RouterConfig
+from millrace_router.engine.health import Health
+from millrace_router.engine.infer import Infer
+from millrace_router.errors import GenerationError
+from millrace_router.prediction.cost import CostModel
+from millrace_router.prediction.estimate import Estimate
+from millrace_router.recovery.quarantine import Quarantine
+from millrace_router.recovery.shard_status import Recovery
+from millrace_router.request.events import Finished, PromptLogprobs, Token, TokenEvent
+from millrace_router.request.limits import Limits
+from millrace_router.request.request import FinishReason, Grammar, ValidRequest
+from millrace_router.request.token_stream import TokenStream
+from millrace_router.server.services import Services
+from millrace_router.shards.wire import Capacity, ShardInfo
+from millrace_router.telemetry import logs
+from millrace_router.telemetry.metrics import Metrics
+from millrace_router.telemetry.request_log import RequestLog
+from millrace_router.text.chat_template import ChatTemplate
+from millrace_router.text.tokenizer import Tokenizer
+from millrace_router.tool_calls.formats import format_of
+from millrace_router.validation.grammar_admission import Grammars
+from millrace_router.validation.validator import Validator
+
+WORDS = ("hello", "world", "wörld", "日本", "a", "b")
+GRACE_SECONDS = 300.0
+PROBE_SECONDS = 30.0
+"""So long that a probe on a slow machine is not given up before its token, or its failure, is there."""
+LIMITS = Limits(
+    max_input_tokens=8,
+    max_total_tokens=16,
+    vocab_size=8,
+    max_concurrent_requests=4,
+    max_best_of=2,
+    max_n=3,
+    max_stop_sequences=4,
+    max_top_n_tokens=5,
+    grammars=True,
+)
+
+UNKNOWN = Estimate(prediction=None, num_cached=0, num_waiting=0, num_running=0)
+"""An idle server that has measured nothing."""
+
+
+def word_tokenizer() -> Tokenizer:
+    """One token per word between spaces."""
+    vocab = {word: id_ for id_, word in enumerate(("[UNK]", "</s>", *WORDS))}
+    rust = RustTokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
+    rust.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    rust.add_special_tokens([AddedToken("</s>", special=True)])
+    return Tokenizer(rust)
+
+
+def token_event(
+    index: int,
+    text: str,
+    *,
+    logprob: float = -0.5,
+    finished: Finished | None = None,
+    **top: float,
+) -> TokenEvent:
+    """A generated token, the candidates beside it, and the end if it is the last."""
+    candidates = tuple(Token(9, name, value, special=False) for name, value in top.items())
+    return TokenEvent(index, Token(index, text, logprob, text == "</s>"), candidates, finished)
+
+
+def finished(text: str, count: int, **other: Any) -> Finished:
+    """A normal end."""
+    return Finished(other.pop("reason", FinishReason.LENGTH), text, count, other.pop("seed", None))
+
+
+def play(stream: TokenStream, *texts: str, logprob: float = -0.5, seed: int | None = None) -> None:
+    """Send a whole generation: these tokens, then the end."""
+    stream.batched_at = stream.queued_at
+    end = finished("".join(texts), len(texts), seed=seed)
+    for index, text in enumerate(texts, start=1):
+        last = index == len(texts)
+        stream.send(token_event(index, text, logprob=logprob, finished=end if last else None))
+
+
+@dataclass
+class FakeCompiler:
+    """Takes every grammar that `refusal` has no reason against, and remembers which it was asked for.
+
+    Answers when `gate` is open.
+    """
+
+    refusal: Callable[[Grammar], str | None] = lambda _: None
+    gate: asyncio.Event | None = None
+    asked: list[Grammar] = field(default_factory=list)
+
+    async def compile_grammar(self, grammar: Grammar) -> str | None:
+        self.asked.append(grammar)
+        if self.gate is not None:
+            await self.gate.wait()
+        return self.refusal(grammar)
+
+
+def grammars_of(compiler: FakeCompiler | None = None) -> Grammars:
+    """Ask `compiler`, which always serves."""
+    metrics = Metrics(max_input_tokens=8, max_total_tokens=16)
+    return Grammars(compiler or FakeCompiler(), Recovery(), metrics, grace_seconds=GRACE_SECONDS)
+
+
+@dataclass
+class FakeBatcher:
+    """Keeps what is submitted; `script` says what happens to it, if anything.
+
+    Its shards serve until `recovery` says otherwise. Estimates every request as `outlook` says, and remembers which
+    they were.
+    """
+
+    script: Callable[[ValidRequest, TokenStream], None] | None = None
+    outlook: Estimate = UNKNOWN
+    drains_in: float = 0.0
+    recovery: Recovery = field(default_factory=Recovery)
+    quarantine: Quarantine = field(default_factory=Quarantine)
+    compiler: FakeCompiler = field(default_factory=FakeCompiler)
+    estimated: list[ValidRequest] = field(default_factory=list)
+    requests: list[ValidRequest] = field(default_factory=list)
+    streams: list[TokenStream] = field(default_factory=list)
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def submit(self, request: ValidRequest) -> TokenStream:
+        stream = TokenStream()
+        stream.when_closed(self.closed.set)
+        self.requests.append(request)
+        self.streams.append(stream)
+        self.arrived.set()
+        if self.script is not None:
+            self.script(request, stream)
+        return stream
+
+    def estimate(self, request: ValidRequest) -> Estimate:
+        self.estimated.append(request)
+        return self.outlook
+
+    def drain_seconds(self) -> float:
+        return self.drains_in
+
+
+def echo(request: ValidRequest, stream: TokenStream) -> None:
+    """Generate as many ` x` as asked for, at most three."""
+    if request.prefill_logprobs:
+        rest = (-1.0,) * (len(request.input_ids) - 1)
+        stream.send(PromptLogprobs(request.input_ids, (float("nan"), *rest)))
+    seed = request.sampling.seed if request.sampling.samples else None
+    play(stream, *[" x"] * min(request.max_new_tokens, 3), seed=seed)
+
+
+def fail(_: ValidRequest, stream: TokenStream) -> None:
+    """Fail before the first token."""
+    stream.fail(GenerationError("out of luck"))
+
+
+@dataclass
+class Edge:
+    """A running server and the fakes beneath it."""
+
+    url: str
+    batcher: FakeBatcher
+    services: Services
+    client: aiohttp.ClientSession
+    runner: web.AppRunner
+
+    async def post(
+        self, path: str, body: object = None, **other: Any
+    ) -> tuple[int, Any, aiohttp.ClientResponse]:
+        """Post JSON; status, parsed answer, response."""
+        options: dict[str, Any] = {"json": body} if body is not None else {}
+        async with self.client.post(self.url + path, **options, **other) as response:
+            text = await response.text()
+            parsed = await response.json() if response.content_type == "application/json" else text
+            return response.status, parsed, response
+
+    async def get(self, path: str, **other: Any) -> tuple[int, bytes, aiohttp.ClientResponse]:
+        """Get; status, body, response."""
+        async with self.client.get(self.url + path, **other) as response:
+            return response.status, await response.read(), response
+
+    async def exposition(self) -> list[str]:
+        """Lines of /metrics."""
+        return (await self.get("/metrics"))[1].decode().splitlines()
+
+
+def services_over(
+    batcher: FakeBatcher,
+    *,
+    limits: Limits = LIMITS,
+    template: str | None = None,
+    keep_alive_seconds: float = 60.0,
+    cost: CostModel | None = None,
+    request_log: RequestLog | None = None,
+    tokenizer: Tokenizer | None = None,
+    **config: Any,
+) -> Services:
+    """Everything an application is made of, over fakes."""
+    limits = replace(limits, strict_tgi=bool(config.get("strict_tgi")))
+    tokenizer = tokenizer or word_tokenizer()
+    metrics = Metrics(
+        max_input_tokens=limits.max_input_tokens, max_total_tokens=limits.max_total_tokens
+    )
+    health = Health(
+        batcher.recovery, batcher, grace_seconds=GRACE_SECONDS, probe_seconds=PROBE_SECONDS
+    )
+    grammars = Grammars(batcher.compiler, batcher.recovery, metrics, grace_seconds=GRACE_SECONDS)
+    validator = Validator(tokenizer, limits, metrics, grammars)
+    return Services(
+        config=RouterConfig(
+            **{"model_folder": Path("model"), "model_id": "org/tiny", "revision": "abc", **config}
+        ),
+        shard=ShardInfo(
+            model_type="llama",
+            dtype="float32",
+            device_type="cpu",
+            vocab_size=8,
+            max_position_embeddings=32,
+            eos_token_ids=frozenset({1}),
+            block_size=4,
+            world_size=1,
+            attention="plain",
+            deterministic=True,
+            prefill_logprobs=limits.prefill_logprobs,
+            window_size=None,
+            speculate=2,
+            grammars=limits.grammars,
+        ),
+        capacity=Capacity(
+            num_blocks=9,
+            max_batch_total_tokens=32,
+            max_input_tokens=limits.max_input_tokens,
+            max_total_tokens=limits.max_total_tokens,
+            kv_bytes_per_token=1,
+        ),
+        limits=limits,
+        max_batch_prefill_tokens=32,
+        tokenizer=tokenizer,
+        template=ChatTemplate(template, special_tokens={}),
+        tool_format=format_of(template, str(config.get("tool_call_parser", "auto"))),
+        validator=validator,
+        infer=Infer(
+            batcher,
+            validator,
+            metrics,
+            on_failure=health.failed,
+            on_token=health.generated,
+        ),
+        metrics=metrics,
+        health=health,
+        quarantine=batcher.quarantine,
+        request_log=request_log,
+        cost=cost,
+        compute_type="1-cpu",
+        keep_alive_seconds=keep_alive_seconds,
+    )
+
+
+@asynccontextmanager
+async def serving(
+    script: Callable[[ValidRequest, TokenStream], None] | None = echo, **options: Any
+) -> AsyncIterator[Edge]:
+    """Serve on a free port for the length of the block."""
+    batcher = FakeBatcher(script)
+    services = services_over(batcher, **options)
+    runner = create_runner(services)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = runner.addresses[0][:2]
+    try:
+        async with aiohttp.ClientSession() as client:
+            yield Edge(f"http://{host}:{port}", batcher, services, client, runner)
+    finally:
+        await runner.cleanup()
+        if "tokenizer" not in options:
+            services.tokenizer.close()
+
+
+@contextmanager
+def logging_to(
+    output: BinaryIO, *, level: str = "debug", json_output: bool = True
+) -> Iterator[None]:
+    """Log to `output` for the length of the block."""
+    root = logging.getLogger()
+    handlers, threshold = root.handlers, root.level
+    logs.configure(level, json_output=json_output, file=output)
+    try:
+        yield
+    finally:
+        structlog.reset_defaults()
+        root.handlers = handlers
+        root.setLevel(threshold)
+
+
+def limits_with(**changes: Any) -> Limits:
+    """The usual limits but for these."""
+    return replace(LIMITS, **changes)

@@ -1,0 +1,186 @@
+"""Parts for router tests: a tiny real tokenizer, and a batcher on a fake shard without sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import cast
+
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as RustTokenizer
+
+from millrace_proto import generate_pb2 as pb
+from millrace_router.engine.batcher import Batcher
+from millrace_router.engine.entry_queue import EntryQueue
+from millrace_router.engine.predictor import Prospects
+from millrace_router.prediction.cost import CostModel
+from millrace_router.prediction.forecast import Forecaster
+from millrace_router.prediction.late_planning import LatePlanning
+from millrace_router.recovery.launcher_channel import Supervisor
+from millrace_router.recovery.shard_status import DEFAULT_PATIENCE, Patience
+from millrace_router.request.entry import Entry
+from millrace_router.request.events import Event, Finished, TokenEvent
+from millrace_router.request.request import ValidRequest
+from millrace_router.scheduler.block_manager import BlockTable
+from millrace_router.scheduler.budgets import Budgets
+from millrace_router.scheduler.planner import Planner
+from millrace_router.scheduler.prefix_cache import PrefixCache
+from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.scheduler.waiting import WaitingQueue
+from millrace_router.shards.errors import ShardError, StepFailed
+from millrace_router.shards.group import ShardedClient
+from millrace_router.shards.wire import StepResult, open_to_pb, plan_to_pb, result_from_pb
+from millrace_router.telemetry.metrics import Metrics
+from millrace_router.text.tokenizer import Tokenizer
+from millrace_testing.shards.fake_shard import EOS_TOKEN_ID, VOCAB_SIZE, FakeShard
+from millrace_testing.shards.hash_shard import HashShard
+
+
+def tiny_tokenizer() -> Tokenizer:
+    """One token per word: ` w0` … ` w95`, and `</s>` as the end of sequence."""
+    vocab = {f"▁w{i}": i for i in range(VOCAB_SIZE - 1)} | {"</s>": EOS_TOKEN_ID}
+    rust = RustTokenizer(models.WordLevel(vocab, unk_token="▁w0"))
+    rust.pre_tokenizer = pre_tokenizers.Metaspace()
+    rust.decoder = decoders.Metaspace()
+    rust.add_special_tokens([AddedToken("</s>", special=True)])
+    return Tokenizer(rust)
+
+
+class DirectShards:
+    """A `ShardedClient` whose only shard is a fake in the same process."""
+
+    world_size = 1
+
+    def __init__(self, shard: FakeShard | HashShard) -> None:
+        self.shard = shard
+        self.last_sent = 0
+        self._epoch = 0
+        self._answers: deque[StepResult | ShardError] = deque()
+
+    async def health(self) -> bool:
+        return True
+
+    async def open(self) -> None:
+        self._epoch += 1
+        self.last_sent = 0
+        self._answers.clear()
+        self.shard.step(open_to_pb(self._epoch))
+
+    def failed(self, kind: str, error: ShardError) -> None:
+        pass
+
+    async def send(self, plan: StepPlan[Entry]) -> int:
+        self.last_sent += 1
+        message = plan_to_pb(plan, epoch=self._epoch, number=self.last_sent, batch_id=0)
+        answer = self.shard.step(message)
+        failed = answer.HasField("error")
+        self._answers.append(
+            StepFailed(
+                answer.error.message,
+                out_of_memory=answer.error.kind == pb.StepError.KIND_OUT_OF_MEMORY,
+            )
+            if failed
+            else result_from_pb([answer])
+        )
+        return self.last_sent
+
+    async def receive(self) -> StepResult:
+        await asyncio.sleep(0)
+        answer = self._answers.popleft()
+        if isinstance(answer, ShardError):
+            raise answer
+        if isinstance(self.shard, HashShard):
+            self.shard.answered = answer.number
+        return answer
+
+
+def new_batcher(
+    shards: ShardedClient | DirectShards,
+    shard: FakeShard | HashShard,
+    *,
+    max_batch_prefill_tokens: int = 16,
+    max_batch_size: int | None = None,
+    speculate: int = 0,
+    budgets: Budgets | None = None,
+    prefix_caching: bool = True,
+    waiting: EntryQueue | None = None,
+    max_queue_size: int | None = None,
+    supervisor: Supervisor | None = None,
+    patience: Patience = DEFAULT_PATIENCE,
+    depth: int = 2,
+    late: LatePlanning | None = None,
+) -> Batcher:
+    """A batcher over `shard`'s blocks; `budgets` take the place of the two numbers before them."""
+    budgets = budgets or Budgets(
+        max_batch_prefill_tokens=max_batch_prefill_tokens,
+        max_batch_size=max_batch_size or shard.max_batch_size,
+        speculate=speculate,
+    )
+    metrics, cost = Metrics(max_input_tokens=1000, max_total_tokens=1000), CostModel()
+    forecaster = Forecaster(
+        cost,
+        max_batch_size=budgets.max_batch_size,
+        max_batch_prefill_tokens=budgets.max_batch_prefill_tokens,
+        block_size=shard.block_size,
+        num_blocks=shard.num_blocks - 1,
+    )
+    return Batcher(
+        shards=cast("ShardedClient", shards),
+        new_planner=lambda: Planner(
+            budgets,
+            BlockTable(
+                shard.num_blocks, shard.block_size, PrefixCache() if prefix_caching else None
+            ),
+            cost,
+        ),
+        waiting=waiting or WaitingQueue(),
+        prospects=Prospects(cost, forecaster, metrics, max_queue_size=max_queue_size),
+        tokenizer=tiny_tokenizer(),
+        eos_token_ids=frozenset({EOS_TOKEN_ID}),
+        metrics=metrics,
+        supervisor=supervisor,
+        patience=patience,
+        depth=depth,
+        late=late,
+    )
+
+
+@asynccontextmanager
+async def running(batcher: Batcher) -> AsyncIterator[Batcher]:
+    """`batcher.run` as a task for the length of the block."""
+    task = asyncio.create_task(batcher.run())
+    try:
+        yield batcher
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def collect(stream: AsyncIterator[Event]) -> list[Event]:
+    """Every event of a stream."""
+    return [event async for event in stream]
+
+
+def ids_of(events: list[Event]) -> list[int]:
+    """Token ids of a stream, after checking that indexes run 1, 2, 3 … and that the last one alone ends it."""
+    tokens = [event for event in events if isinstance(event, TokenEvent)]
+    assert [token.index for token in tokens] == list(range(1, len(tokens) + 1))
+    assert [token.finished is not None for token in tokens].count(True) == 1
+    assert end_of(events).generated_tokens == len(tokens)
+    return [token.token.id for token in tokens]
+
+
+def end_of(events: list[Event]) -> Finished:
+    """The end, which comes with the last event."""
+    last = events[-1]
+    assert isinstance(last, TokenEvent)
+    assert last.finished is not None
+    return last.finished
+
+
+def request(ids: list[int], max_new_tokens: int) -> ValidRequest:
+    """A greedy request."""
+    return ValidRequest(input_ids=tuple(ids), max_new_tokens=max_new_tokens)

@@ -1,0 +1,198 @@
+"""Journals without threads, sockets or models: a schedule driver is recorded, and replayed to a hash shard."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import asdict
+from pathlib import Path
+from random import Random
+from typing import cast
+
+from millrace_proto import generate_pb2 as pb
+from millrace_router.journal.header import Header
+from millrace_router.journal.journal import Journal
+from millrace_router.journal.reader import read_epochs
+from millrace_router.journal.replay.player import Outcome, Player
+from millrace_router.journal.rotation import Folder
+from millrace_router.journal.writer import Scribe
+from millrace_router.request.entry import Entry
+from millrace_router.request.request import SamplingParameters, ValidRequest
+from millrace_router.scheduler.budgets import Budgets
+from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.shards.errors import StepFailed
+from millrace_router.shards.group import ShardedClient
+from millrace_router.shards.wire import Capacity, ShardInfo, open_to_pb
+from millrace_router.telemetry.metrics import Counter
+from millrace_testing.schedules.driver import ScheduleDriver
+from millrace_testing.shards.fake_shard import VOCAB_SIZE
+from millrace_testing.shards.hash_choices import Choices, RandomLengths
+from millrace_testing.shards.hash_shard import HashShard
+
+MOST_BYTES = 1 << 20
+
+
+def header(shard: HashShard, *, keeps_tokens: bool = True, deterministic: bool = True) -> Header:
+    """Of a deployment of `shard` alone."""
+    return Header(
+        life="a life",
+        version="0",
+        model_id="hash",
+        model_sha=None,
+        keeps_tokens=keeps_tokens,
+        shard=info_of(shard, deterministic=deterministic),
+        warmup={"max_batch_prefill_tokens": 16, "max_batch_size": shard.max_batch_size},
+        capacity=capacity_of(shard),
+    )
+
+
+def info_of(shard: HashShard, *, deterministic: bool = True) -> ShardInfo:
+    return ShardInfo(
+        model_type="hash",
+        dtype="float32",
+        device_type="cpu",
+        vocab_size=VOCAB_SIZE,
+        max_position_embeddings=1024,
+        eos_token_ids=frozenset({96}),
+        block_size=shard.block_size,
+        world_size=1,
+        attention="none",
+        deterministic=deterministic,
+        prefill_logprobs=True,
+        window_size=None,
+        speculate=shard.speculate,
+    )
+
+
+def capacity_of(shard: HashShard) -> Capacity:
+    room = (shard.num_blocks - 1) * shard.block_size
+    return Capacity(
+        num_blocks=shard.num_blocks,
+        max_batch_total_tokens=room,
+        max_input_tokens=room - 1,
+        max_total_tokens=room,
+        kv_bytes_per_token=1,
+    )
+
+
+class InlineScribe(Scribe):
+    """Writes as soon as it is woken, on the thread that wakes it; not while it is `stuck`."""
+
+    stuck = False
+
+    def start(self) -> None:
+        pass
+
+    def wake(self) -> None:
+        if not self.stuck:
+            self._drain()
+
+    def close(self) -> bool:
+        self._finish()
+        return True
+
+
+def journal_in(
+    folder: Path, header: Header, *, max_bytes: int = MOST_BYTES
+) -> tuple[Journal, InlineScribe, Counter]:
+    """A journal, its scribe, and what counts the records that are dropped."""
+    scribe, dropped = InlineScribe(Folder(folder, max_bytes=max_bytes), header), Counter()
+    return Journal(scribe, dropped), scribe, dropped
+
+
+class RecordedDriver(ScheduleDriver):
+    """Tells a journal what it sends and what it is answered."""
+
+    def __init__(
+        self, budgets: Budgets, shard: HashShard, journal: Journal, *, depth: int = 2
+    ) -> None:
+        self.journal = journal
+        most = budgets.speculate
+        guesses = RandomLengths(1, most) if most else None
+        super().__init__(budgets, shard, guesses=guesses, depth=depth)
+
+    def _open(self) -> None:
+        super()._open()
+        message = self.shard.steps[-1]
+        self.journal.sent(message)
+        self.journal.answered([pb.StepResponse(epoch=message.epoch)])
+
+    def send(self) -> StepPlan[Entry] | None:
+        plan = super().send()
+        if plan is not None:
+            self.journal.sent(self.shard.steps[-1])
+        return plan
+
+    def receive(self) -> None:
+        answer = self.flights[0].answer
+        if answer.HasField("error"):
+            self.journal.failed("failed", answer.error.message)
+        else:
+            self.journal.answered([answer])
+        super().receive()
+
+
+class ReplayShards:
+    """As much of a `ShardedClient` as replays use, over a hash shard that may answer something else now and then."""
+
+    def __init__(self, shard: HashShard) -> None:
+        self.shard = shard
+        self.epoch = 0
+        self.warmups: list[pb.WarmupRequest] = []
+        self.info_now = info_of(shard)
+        self._answers: deque[pb.StepResponse] = deque()
+
+    async def info(self, *, timeout: float | None = None) -> ShardInfo:
+        return self.info_now
+
+    async def warm_up(self, request: pb.WarmupRequest) -> Capacity:
+        self.warmups.append(request)
+        return capacity_of(self.shard)
+
+    async def open(self) -> None:
+        self.epoch += 1
+        self._answers.clear()
+        self.shard.step(open_to_pb(self.epoch))
+
+    async def write(self, message: pb.StepRequest) -> None:
+        self._answers.append(self.shard.step(message))
+
+    async def read(self) -> list[pb.StepResponse]:
+        answer = self._answers.popleft()
+        if answer.HasField("error"):
+            raise StepFailed(answer.error.message)
+        self.shard.answered = answer.number
+        return [answer]
+
+
+async def replayed(path: Path, shard: HashShard, **info: object) -> list[Outcome]:
+    """The outcomes of all epochs of a journal; `info` changes what `shard` says of itself."""
+    shards = ReplayShards(shard)
+    shards.info_now = ShardInfo(**{**asdict(shards.info_now), **info})
+    player = Player(cast("ShardedClient", shards), step_seconds=30.0)
+    return [await player.play(epoch) for epoch in read_epochs(path)]
+
+
+def requests(count: int, *, seed: int = 0) -> list[ValidRequest]:
+    """Requests of which some share beginnings, are sampled, or ask for their prompts' log probabilities."""
+    random = Random(seed)
+    return [
+        ValidRequest(
+            input_ids=(*([1 + random.randrange(2)] * random.choice((0, 4, 9, 13))), number % 90),
+            max_new_tokens=random.randint(3, 14),
+            ignore_eos=True,
+            sampling=SamplingParameters(seed=number % 3, do_sample=number % 3 > 0),
+            prefill_logprobs=number % 5 == 0,
+            prompt_top_n_tokens=number % 2 * 2,
+        )
+        for number in range(count)
+    ]
+
+
+def new_shard(*, speculate: int = 0, choices: int = 0) -> HashShard:
+    """Little room, so that blocks are reused and rows preempted."""
+    return HashShard(
+        num_blocks=20, block_size=4, max_batch_size=8, speculate=speculate, choices=Choices(choices)
+    )
+
+
+BUDGETS = Budgets(max_batch_prefill_tokens=16, max_batch_size=6, spare_slots=2)

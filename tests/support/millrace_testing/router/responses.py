@@ -1,0 +1,137 @@
+"""A response as a client reads its stream: what the events add up to, by the rules that OpenAI documents."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from millrace_testing.router.edge import Edge
+
+URL = "/v1/responses"
+Json = dict[str, Any]
+
+
+def events_in(body: str) -> list[Json]:
+    """The events of a stream, which are numbered without gaps and say twice what they are; ids are left out."""
+    assert body.endswith("\n\n")
+    events = []
+    for block in body.removesuffix("\n\n").split("\n\n"):
+        name, data = [line for line in block.split("\n") if not line.startswith("id: ")]
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    return events
+
+
+async def events_of(edge: Edge, body: Json, **headers: str) -> list[Json]:
+    """The events of a stream that begins as it should."""
+    asked = {**body, "stream": True}
+    async with edge.client.post(edge.url + URL, json=asked, headers=headers) as response:
+        text = await response.text()
+        assert response.status == 200, text
+        assert response.content_type == "text/event-stream"
+    return events_in(text)
+
+
+class Told:
+    """Adds events up; anything out of order is an error."""
+
+    def __init__(self) -> None:
+        self.output: list[Json] = []
+        self.response: Json | None = None
+        self._open: Json | None = None
+        self._part: Json | None = None
+
+    def take(self, event: Json) -> None:
+        """Take the next event before the last."""
+        kind = event["type"].removeprefix("response.")
+        match kind:
+            case "output_item.added":
+                assert self._open is None
+                assert event["output_index"] == len(self.output)
+                self._open = event["item"]
+                assert self._open["status"] == "in_progress"
+                assert not self._open.get("content")
+                assert not self._open.get("arguments")
+                self.output.append(self._open)
+                return
+            case "output_item.done":
+                self._end_item(event)
+                return
+        assert self._open is not None
+        assert event["item_id"] == self._open["id"]
+        assert event["output_index"] == len(self.output) - 1
+        if self._open["type"] == "message":
+            self._take_text(kind, event, self._open)
+        elif kind == "function_call_arguments.delta":
+            assert event["delta"]
+            self._open["arguments"] += event["delta"]
+        else:
+            assert kind == "function_call_arguments.done"
+            assert event["arguments"] == self._open["arguments"]
+            assert event["name"] == self._open["name"]
+
+    def _take_text(self, kind: str, event: Json, item: Json) -> None:
+        assert event["content_index"] == 0
+        if kind == "content_part.added":
+            assert item["content"] == []
+            self._part = event["part"]
+            item["content"].append(self._part)
+            return
+        assert self._part is not None
+        match kind:
+            case "output_text.delta":
+                assert event["delta"]
+                self._part["text"] += event["delta"]
+                self._part["logprobs"] += event["logprobs"]
+            case "output_text.done":
+                assert event["text"] == self._part["text"]
+                assert event["logprobs"] == self._part["logprobs"]
+            case _:
+                assert kind == "content_part.done"
+                assert event["part"] == self._part
+                self._part = None
+
+    def _end_item(self, event: Json) -> None:
+        assert self._part is None
+        assert self._open is not None
+        assert event["output_index"] == len(self.output) - 1
+        status = event["item"]["status"]
+        assert status in {"completed", "incomplete"}
+        assert event["item"] == {**self._open, "status": status}
+        self.output[-1] = event["item"]
+        self._open = None
+
+
+def response_of(events: list[Json]) -> Json:
+    """The response that a stream ends with, which is what its events add up to."""
+    created, in_progress, *rest, last = events
+    assert (created["type"], in_progress["type"]) == ("response.created", "response.in_progress")
+    assert created["response"] == in_progress["response"]
+    first = created["response"]
+    assert (first["status"], first["output"], first["usage"]) == ("in_progress", [], None)
+    told = Told()
+    for event in rest:
+        told.take(event)
+    response: Json = last["response"]
+    assert last["type"] == f"response.{response['status']}"
+    assert response["output"] == told.output
+    assert response["id"] == first["id"]
+    same = first.keys() - {"status", "output", "usage", "completed_at", "incomplete_details"}
+    assert {key: response[key] for key in same} == {key: first[key] for key in same}
+    return response
+
+
+def without_ids(response: Json) -> Json:
+    """The response but for what differs from call to call, whose form is checked; names of calls are counted."""
+    ids = [response["id"], *(item["id"] for item in response["output"])]
+    assert len(set(ids)) == len(ids)
+    assert response["id"].startswith("resp_")
+    rest = {key: value for key, value in response.items() if key not in {"id", "created_at"}}
+    rest["completed_at"] = rest["completed_at"] is not None
+    rest["output"] = []
+    for item in response["output"]:
+        prefix = {"message": "msg_", "function_call": "fc_"}[item["type"]]
+        assert item["id"].startswith(prefix)
+        rest["output"].append({k: v for k, v in item.items() if k not in {"id", "call_id"}})
+    return rest

@@ -1,0 +1,136 @@
+"""Clients of a scheduler under test: each hears its own stream and compares every event with the oracle."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from millrace_router.errors import NonFiniteOutput, Quarantined, RouterError
+from millrace_router.request.events import Event, Finished, PromptLogprobs, TokenEvent
+from millrace_router.request.request import FinishReason, ValidRequest
+from millrace_router.request.token_stream import TokenStream
+from millrace_testing.shards.fake_shard import EOS_TOKEN_ID
+from millrace_testing.shards.hash_tokens import (
+    POISON_TOKEN_ID,
+    expected_prompt_candidates,
+    expected_prompt_logprobs,
+    expected_tokens,
+)
+
+
+def expected_end(request: ValidRequest, *, eos_every: int) -> tuple[list[int], FinishReason]:
+    """All tokens of a request, and why they end there."""
+    tokens = expected_tokens(
+        request.input_ids,
+        request.max_new_tokens,
+        seed=request.sampling.seed,
+        eos_every=eos_every,
+        min_new_tokens=request.min_new_tokens,
+    )
+    text = ""
+    for number, token_id in enumerate(tokens, 1):
+        text += "" if token_id == EOS_TOKEN_ID else f" w{token_id}"
+        if number == request.max_new_tokens:
+            return tokens[:number], FinishReason.LENGTH
+        if token_id == EOS_TOKEN_ID:
+            return tokens[:number], FinishReason.EOS_TOKEN
+        if any(stop in text for stop in request.stop_sequences):
+            return tokens[:number], FinishReason.STOP_SEQUENCE
+    raise AssertionError("a generation without an end")
+
+
+@dataclass(eq=False)
+class Client:
+    """One request, what was heard of it, and what has to be. Asserts at the event that is wrong."""
+
+    request: ValidRequest
+    stream: TokenStream
+    eos_every: int
+    tokens: list[int] = field(default_factory=list)
+    finished: Finished | None = None
+    error: RouterError | None = None
+    has_left: bool = False
+    may_fail: bool = False
+    """Whether something was done to it that is no fault of its own: its KV was corrupted, or the server stops."""
+    num_failures: int = 0
+    """Failed steps that it was in; from the second on it may be taken for their cause."""
+    wrong: list[str] = field(default_factory=list)
+    """What broke the rules; kept because a listener may not raise into a batcher."""
+    num_prompt_logprobs: int = 0
+
+    def __post_init__(self) -> None:
+        self._tokens, self._reason = expected_end(self.request, eos_every=self.eos_every)
+        self.stream.listen(self)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more may come."""
+        return self.finished is not None or self.error is not None or self.has_left
+
+    @property
+    def is_poisoned(self) -> bool:
+        """Whether its own prompt makes what it computes not finite."""
+        return POISON_TOKEN_ID in self.request.input_ids
+
+    def leave(self) -> None:
+        """Close the stream, at whatever moment."""
+        self.has_left = True
+        self.stream.close()
+
+    def hear(self, event: Event) -> None:
+        """Take the next event."""
+        self._expect(not self.has_ended, f"an event after the end: {event}")
+        if isinstance(event, PromptLogprobs):
+            self._hear_prompt(event)
+            return
+        assert isinstance(event, TokenEvent)
+        self.tokens.append(event.token.id)
+        number = len(self.tokens)
+        self._expect(event.index == number, f"token {event.index} where {number} is due")
+        self._expect(not self.is_poisoned, "a token computed from what is not finite")
+        self._expect(
+            self.tokens == self._tokens[:number],
+            f"tokens {self.tokens} instead of {self._tokens[:number]}",
+        )
+        wants = self.request.prefill_logprobs
+        self._expect(
+            self.num_prompt_logprobs == int(wants), "a token without the prompt's log probabilities"
+        )
+        is_last = number == len(self._tokens)
+        self._expect((event.finished is not None) == is_last, f"end at token {number}: {event}")
+        if event.finished is not None:
+            self.finished = event.finished
+            reason, count = event.finished.finish_reason, event.finished.generated_tokens
+            self._expect((reason, count) == (self._reason, number), f"a wrong end: {event}")
+
+    def fail(self, error: RouterError) -> None:
+        """Take the news that the generation has failed."""
+        self._expect(not self.has_ended, f"an error after the end: {error}")
+        self.error = error
+        if not self.may_fail:
+            own = self.is_poisoned and isinstance(error, NonFiniteOutput)
+            own |= self.num_failures > 1 and isinstance(error, Quarantined)
+            self._expect(own, f"failed without a reason: {error}")
+
+    def check(self) -> None:
+        """Raise AssertionError for everything heard that should not have been."""
+        assert not self.wrong, self.wrong
+
+    def _hear_prompt(self, event: PromptLogprobs) -> None:
+        self.num_prompt_logprobs += 1
+        self._expect(self.request.prefill_logprobs, "log probabilities that nobody asked for")
+        self._expect(not self.tokens, "the prompt's log probabilities after a token")
+        self._expect(event.ids == self.request.input_ids, "of another prompt")
+        first, *others = event.logprobs
+        self._expect(math.isnan(first), "the first token has a log probability")
+        if not self.is_poisoned and not self.may_fail:
+            expected = expected_prompt_logprobs(self.request.input_ids)
+            self._expect(others == expected, f"log probabilities {others}, not {expected}")
+            count = self.request.prompt_top_n_tokens
+            told = [list(event.candidates(i)) for i in range(1, len(event.ids))]
+            named = expected_prompt_candidates(self.request.input_ids, count)
+            self._expect(told == named, f"candidates {told}, not {named}")
+
+    def _expect(self, condition: bool, message: str) -> None:
+        if not condition:
+            self.wrong.append(message)

@@ -1,0 +1,274 @@
+"""Planner, queue, entries and a hash shard, stepped by hand: the batcher's work without its event loop."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+from millrace_proto import generate_pb2 as pb
+from millrace_router.engine.entry_queue import EntryQueue
+from millrace_router.errors import NonFiniteOutput
+from millrace_router.request.entry import Entry
+from millrace_router.request.request import ValidRequest
+from millrace_router.scheduler.block_manager import BlockTable
+from millrace_router.scheduler.budgets import Budgets
+from millrace_router.scheduler.draft_length import LengthPolicy
+from millrace_router.scheduler.planner import Planner
+from millrace_router.scheduler.prefix_cache import PrefixCache
+from millrace_router.scheduler.row import Row
+from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.scheduler.tenants import TenantQueue
+from millrace_router.scheduler.waiting import WaitingQueue
+from millrace_router.shards.wire import open_to_pb, plan_to_pb, result_from_pb
+from millrace_testing.router.fake_router import tiny_tokenizer
+from millrace_testing.schedules.client import Client
+from millrace_testing.shards.fake_shard import EOS_TOKEN_ID
+from millrace_testing.shards.hash_shard import HashShard
+
+TOKENIZER = tiny_tokenizer()
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step that was sent and not answered."""
+
+    plan: StepPlan[Entry]
+    answer: pb.StepResponse
+
+
+class ScheduleDriver:
+    """Sends steps and takes answers when the test says so; at most `depth` are in flight."""
+
+    def __init__(
+        self,
+        budgets: Budgets,
+        shard: HashShard,
+        *,
+        prefix_caching: bool = True,
+        depth: int = 2,
+        guesses: LengthPolicy | None = None,
+    ) -> None:
+        self.budgets = budgets
+        self.guesses = guesses
+        self.shard = shard
+        self.depth = depth
+        self.prefix_caching = prefix_caching
+        # A tenant's quantum as small as here makes the order change often.
+        self.waiting: EntryQueue = (
+            TenantQueue[Entry](quantum=8) if budgets.share_slots else WaitingQueue[Entry]()
+        )
+        self.flights: deque[Flight] = deque()
+        self.clients: dict[int, Client] = {}
+        self.entries: dict[int, Entry] = {}
+        self.plans: list[StepPlan[Entry]] = []
+        """All that were sent."""
+        self.planner = self._new_planner()
+        self._epoch = 0
+        self._num_stalled = 0
+        self._open()
+
+    def _new_planner(self) -> Planner[Entry]:
+        cache = PrefixCache() if self.prefix_caching else None
+        blocks = BlockTable(self.shard.num_blocks, self.shard.block_size, cache)
+        return Planner(self.budgets, blocks, guesses=self.guesses)
+
+    def _open(self) -> None:
+        self._epoch += 1
+        self.last_sent = self.last_answered = 0
+        self.shard.step(open_to_pb(self._epoch))
+
+    def submit(self, request: ValidRequest) -> Client:
+        """Queue a request and listen to its stream."""
+        request_id = len(self.entries)
+        entry = Entry(
+            request_id,
+            request,
+            TOKENIZER,
+            frozenset({EOS_TOKEN_ID}),
+            block_size=self.shard.block_size,
+        )
+        entry.stream.when_closed(lambda: self._close(entry))
+        self.entries[request_id] = entry
+        client = Client(request, entry.stream, self.shard.eos_every)
+        self.clients[request_id] = client
+        self.waiting.append(entry)
+        return client
+
+    def _close(self, entry: Entry) -> None:
+        self.waiting.discard(entry)
+
+    def send(self) -> StepPlan[Entry] | None:
+        """Plan a step and send it; None when there is nothing to do."""
+        assert len(self.flights) < self.depth
+        plan = self.planner.plan(
+            self.waiting, last_sent=self.last_sent, last_answered=self.last_answered
+        )
+        if plan is None:
+            return None
+        for row in plan.admitted:
+            row.entry.admitted(0.0, row.num_cached)
+        self.last_sent += 1
+        message = plan_to_pb(plan, epoch=self._epoch, number=self.last_sent, batch_id=0)
+        self.plans.append(plan)
+        self.flights.append(Flight(plan, self.shard.step(message)))
+        self._check_plan(plan)
+        return plan
+
+    def _check_plan(self, plan: StepPlan[Entry]) -> None:
+        """Nobody who left is worked for, and nobody gets more than he asked for."""
+        rows, named = self.planner.rows, {*dict(plan.chunks), *plan.decodes}
+        assert named <= set(rows), "a step names a slot without a row"
+        for slot in named:
+            row, running = rows[slot], self.shard.running.get(slot)
+            assert not row.entry.closed, "work for a client that has left"
+            # After a failed step the shard does not follow any more.
+            is_own = running is not None and running.pb.request_id == row.entry.request_id
+            if running is not None and is_own and not row.entry.most_forced:
+                num_new = len(running.ids) - row.entry.num_prompt_tokens
+                assert num_new <= row.entry.max_new_tokens, "more tokens than asked for"
+        if plan.decode_tokens:
+            num_tokens = sum(plan.decode_tokens) + sum(count for _, count in plan.chunks)
+            most = self.budgets.max_batch_prefill_tokens
+            assert num_tokens <= most, "a step of more tokens than it may hold"
+        if rows:
+            self._check_order(plan, named)
+
+    def _check_order(self, plan: StepPlan[Entry], named: set[int]) -> None:
+        """The most senior goes on, replays come before first admissions, prompts are not starved by decodes."""
+        rows = sorted(self.planner.rows.values(), key=lambda row: row.seniority)
+        paused = [item[0] for item in self.planner._admission._paused if not item[2].closed]
+        paused += [
+            row.seniority
+            for row in self.planner._preempted.values()
+            if not (row.entry.closed or row.has_yielded)
+        ]
+        others = [row.seniority for row in rows if not row.promised]
+        assert min(others, default=-1) < min(paused, default=math.inf), "a senior was preempted"
+        for row in plan.admitted:
+            assert row.seniority < min(paused, default=math.inf), "somebody paused is overtaken"
+        is_done = rows[0].num_tokens_planned >= rows[0].max_tokens or rows[0].slot in named
+        # What it may still need is all in flight.
+        is_done |= rows[0].num_room == 0 and len(self.flights) > 1
+        self._num_stalled = 0 if is_done else self._num_stalled + 1
+        assert self._num_stalled <= self._longest_pause(), "the most senior row does not go on"
+        unfinished = [row for row in rows if row.num_prompt_left]
+        if self.budgets.prefill_chunking and unfinished:
+            chunks = dict(plan.chunks)
+            assert any(row.slot in chunks for row in rows), "prompts starve beside decodes"
+            assert unfinished[0].slot in chunks or set(chunks) <= {
+                row.slot for row in rows if row.seniority < unfinished[0].seniority
+            }, "a prompt is overtaken by another one"
+
+    def _longest_pause(self) -> int:
+        """Steps until blocks come back; without chunking also those that compute others' prompts, in parts."""
+        pause = self.depth + 3
+        if not self.budgets.prefill_chunking:
+            longest = max(entry.num_inputs for entry in self.entries.values())
+            pause += -(-longest // self.budgets.max_batch_prefill_tokens)
+        return pause
+
+    def receive(self) -> None:
+        """Take the oldest answer; one that is an error ends the epoch."""
+        flight = self.flights.popleft()
+        if flight.answer.HasField("error"):
+            self._recover()
+            return
+        result, planner = result_from_pb([flight.answer]), self.planner
+        self.last_answered = self.shard.answered = result.number
+        planner.computed(
+            flight.plan, result.failed_slots, counts=result.counts, computed=result.computed
+        )
+        for slot, logprobs in result.prompt_logprobs:
+            if (row := planner.row(slot)) is not None:
+                row.entry.accept_prompt_logprobs(logprobs)
+        for slot in result.failed_slots:
+            if (row := planner.row(slot)) is not None:
+                row.entry.stream.fail(NonFiniteOutput())
+                planner.drop(row)
+        for slot, token_id, logprob, top in result.tokens:
+            row = planner.row(slot)
+            if row is not None and row.entry.accept(token_id, logprob, top):
+                planner.drop(row)
+                self.waiting.served(row.entry, row.entry.num_generated)
+        planner.answered(result.number)
+
+    def _recover(self) -> None:
+        failed, self.planner = self.planner, self._new_planner()
+        self.planner.succeed(failed, failed.surrender())
+        self.flights.clear()
+        self._open()
+
+    def turn(self) -> bool:
+        """Fill the pipeline and take one answer; whether there was anything to do."""
+        while len(self.flights) < self.depth and self.send() is not None:
+            pass
+        if not self.flights:
+            return False
+        self.receive()
+        return True
+
+    def run(self, most: int = 10_000) -> int:
+        """Turn until nothing is left to do; the number of turns. Raises AssertionError after `most`."""
+        for number in range(most):
+            if not self.turn():
+                return number
+        raise AssertionError(f"no end after {most} steps: {self.unended()}")
+
+    def unended(self) -> list[int]:
+        """Ids of the requests that may still get events."""
+        return [number for number, client in self.clients.items() if not client.has_ended]
+
+    def check(self) -> None:
+        """Raise AssertionError unless everything heard so far was right and every block is in one place."""
+        for client in self.clients.values():
+            client.check()
+        for entry in self.entries.values():
+            assert entry.num_preemptions <= self.budgets.max_preemptions
+        check_blocks(self.planner.blocks)
+        for row in self.planner.rows.values():
+            self._check_row(row)
+
+    def _check_row(self, row: Row[Entry]) -> None:
+        """What is planned of a row is a bound of what the shard has done, and exact where nothing is in flight."""
+        assert row.num_computed <= row.num_kv_tokens <= row.num_kv_owned
+        assert row.num_room >= 0, "more positions than it can ever need"
+        running = self.shard.running.get(row.slot)
+        if running is None or running.pb.request_id != row.entry.request_id:
+            return
+        assert row.num_computed <= running.num_computed <= row.num_kv_tokens
+        if not self.flights and not running.has_failed:
+            assert row.num_computed == running.num_computed == row.num_kv_tokens
+            num_new = row.entry.num_inputs - row.num_inputs
+            assert row.num_tokens_planned == num_new, "tokens are planned that nobody computes"
+
+    def check_idle(self) -> None:
+        """Raise AssertionError if anything is left over once everything has ended."""
+        blocks = self.planner.blocks
+        assert self.unended() == []
+        assert len(self.waiting) == self.planner.num_paused == 0
+        assert not self.planner.rows
+        assert not self.planner.running
+        assert not self.shard.running
+        assert blocks.num_free + blocks.num_cached == blocks.num_blocks
+        assert blocks.num_reserved == 0
+        self.check()
+
+
+def check_blocks(blocks: BlockTable) -> None:
+    """Free, cached and owned blocks are disjoint, and together they are all."""
+    cache = blocks.cache
+    idle = [] if cache is None else [cached.block for cached in cache._idle.values()]
+    held = {block for holding in blocks._holdings.values() for block in holding.blocks}
+    pinned = {pin.block for holding in blocks._holdings.values() for pin in holding.pins}
+    owned = held | pinned
+    everything = [*blocks._free, *idle, *owned]
+    assert sorted(everything) == list(range(1, blocks.num_blocks + 1)), "a block is lost or doubled"
+    assert blocks.num_free == len(blocks._free)
+    assert blocks.num_cached == len(idle)
+    assert blocks.num_owned == len(owned)
+    assert blocks.num_available >= 0, "blocks are promised that are not there"
+    if cache is not None:
+        findable = [cached.block for cached in cache._blocks.values()]
+        assert len(findable) == len(set(findable)), "a block has two keys"
+        assert not set(findable) & set(blocks._free), "a free block is findable"

@@ -1,0 +1,74 @@
+"""Hypothesis strategies for schedules: policies, and requests that share beginnings."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import strategies as st
+
+from millrace_router.request.request import (
+    Grammar,
+    GrammarKind,
+    SamplingParameters,
+    Terms,
+    ValidRequest,
+)
+from millrace_router.scheduler.budgets import Budgets
+from millrace_testing.shards.hash_tokens import POISON_TOKEN_ID, expected_tokens
+
+MAX_PROMPT = 24
+MAX_NEW = 20
+ANY_TEXT = Grammar(GrammarKind.REGEX, ".*")
+"""A fake shard asks for no more than that there is a grammar."""
+
+policies = st.builds(
+    Budgets,
+    max_batch_prefill_tokens=st.integers(1, 12) | st.just(40),
+    max_batch_size=st.integers(2, 6),
+    spare_slots=st.integers(0, 2),
+    reserve_all=st.sampled_from([False, False, False, True]),
+    prefill_chunking=st.sampled_from([True, True, False]),
+    waiting_served_ratio=st.sampled_from([0.0, 0.3, 1.2]),
+    max_waiting_tokens=st.integers(0, 6),
+    max_preemptions=st.integers(0, 3),
+    share_slots=st.sampled_from([False, False, True]),
+    speculate=st.sampled_from([0, 0, 1, 4]),
+)
+
+
+@st.composite
+def prompts(draw: st.DrawFn, longest: int) -> tuple[int, ...]:
+    """Few beginnings, so that many are shared; ends of their own; sometimes what no model computes."""
+    shared = [draw(st.sampled_from([1, 2]))] * draw(
+        st.integers(0, 4) | st.integers(0, MAX_PROMPT - 4)
+    )
+    own = draw(st.lists(st.integers(0, 3), min_size=1, max_size=4))
+    poison = [POISON_TOKEN_ID] if draw(st.integers(0, 19)) == 0 else []
+    return tuple((shared + poison + own)[:longest])
+
+
+@st.composite
+def valid_requests(draw: st.DrawFn, *, longest: int, capacity: int, eos_every: int) -> ValidRequest:
+    """A request that validation would let through: its KV fits if it is alone."""
+    prompt = draw(prompts(longest))
+    most = max(1, min(MAX_NEW, capacity + 1 - len(prompt)))
+    count = draw(st.integers(1, most) | st.just(most))
+    seed = draw(st.sampled_from([0, 0, 0, 7]))
+    tokens = expected_tokens(prompt, count, seed=seed, eos_every=eos_every)
+    stops = [f"w{a} w{b}" for a, b in pairwise(tokens[1:])]
+    return ValidRequest(
+        input_ids=prompt,
+        max_new_tokens=count,
+        sampling=SamplingParameters(seed=seed, do_sample=seed > 0),
+        stop_sequences=(draw(st.sampled_from(stops)),)
+        if stops and draw(st.integers(0, 3)) == 0
+        else (),
+        prefill_logprobs=draw(st.integers(0, 2)) == 0,
+        prompt_top_n_tokens=draw(st.integers(0, 2)),
+        min_new_tokens=draw(st.sampled_from([0, 0, 3])),
+        grammar=draw(st.sampled_from([None, None, None, ANY_TEXT])),
+        terms=Terms(
+            priority=draw(st.sampled_from([-10, 0, 0, 10])),
+            tenant=draw(st.sampled_from(["", "", "other"])),
+        ),
+    )

@@ -1,0 +1,82 @@
+"""What a shard without a model does where the wire leaves it a choice, and how it reads what a decode is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from millrace_proto import generate_pb2 as pb
+from millrace_router.prediction.step_load import StepLoad
+from millrace_router.request.acceptance import Acceptance
+
+LONGEST_CHAIN = 20
+"""Tokens a grammar forces at most: more than the router allows for in one step."""
+
+
+class Choices:
+    """How many guesses there are, whether they are right, and how long the chains that grammars force."""
+
+    def __init__(self, seed: int = 0, *, right: float = 0.6, forced: float = 0.3) -> None:
+        self._random = Random(seed)
+        self._right = right
+        self._forced = forced
+
+    def num_guesses(self, most: int) -> int:
+        """Often all that are allowed, sometimes fewer or none."""
+        return most if self._random.random() < 0.5 else self._random.randint(0, most)
+
+    def is_right(self) -> bool:
+        """Whether the next guess is."""
+        return self._random.random() < self._right
+
+    def chain_length(self) -> int:
+        """Tokens that are forced now, often 0."""
+        if self._random.random() >= self._forced:
+            return 0
+        return self._random.randint(1, LONGEST_CHAIN)
+
+    def num_filled(self, most: int) -> int:
+        """Positions of a chain that a step fills of those it may: often all, sometimes one or a few."""
+        if most == 1 or self._random.random() < 0.7:
+            return most
+        return self._random.randint(1, most)
+
+    def says_zero(self) -> bool:
+        """Whether a row without tokens is in the answer with a count of 0, or not at all."""
+        return self._random.random() < 0.5
+
+
+class RandomLengths:
+    """Any length for any row, each step anew."""
+
+    def __init__(self, seed: int, most: int) -> None:
+        self._random = Random(seed)
+        self._most = most
+
+    def lengths(self, rows: Sequence[tuple[Acceptance, int]], load: StepLoad) -> Sequence[int]:
+        """As `LengthPolicy`."""
+        assert load.decodes == len(rows)
+        return [self._random.choice([0, self._random.randint(0, self._most)]) for _ in rows]
+
+    def observe(self, row: Acceptance, *, allowed: int, drafted: int, accepted: int) -> None:
+        """Check what is said of a row."""
+        assert 0 <= accepted <= drafted <= allowed <= self._most
+        row.silent += 1
+
+    def paid(self, load: StepLoad, seconds: float, *, accepted: int) -> None:
+        """Nothing of it depends on time."""
+
+
+def allowances(work: pb.Prefill | pb.Decode, *, speculate: int) -> list[tuple[int, int]]:
+    """(positions, guesses among them) of each decode; raises AssertionError where the columns break a rule."""
+    tokens, drafts, count = work.decode_tokens, work.draft_tokens, len(work.decode_slots)
+    if not tokens:
+        assert not drafts, "guesses without positions"
+        return [(1, 0)] * count
+    assert len(tokens) == count, "not one number of positions for each decode"
+    assert len(drafts) in (0, count), "not one number of guesses for each decode"
+    assert any(number > 1 for number in tokens), "columns that say nothing"
+    pairs = list(zip(tokens, drafts or [0] * count, strict=True))
+    assert all(guesses < number for number, guesses in pairs), "guesses alone"
+    assert all(guesses <= speculate for _, guesses in pairs), "more guesses than can be made"
+    return pairs

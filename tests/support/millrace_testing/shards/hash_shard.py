@@ -1,0 +1,361 @@
+"""A shard with a KV cache and no model: what it generates is a hash of what its blocks really hold.
+
+Computing a token writes a cell of KV through the block table: the token, its position, who wrote it when, and a digest
+of the context it was computed in. Predicting reads all cells back through the block table. So a block that is wrong,
+shared too early, reused too soon or not computed changes every token that follows, and so does a position off by one.
+The rules of `millrace_shard.batch.batch` and of the wire are checked on top, each with its own message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from millrace_proto import generate_pb2 as pb
+from millrace_testing.shards.hash_choices import Choices, allowances
+from millrace_testing.shards.hash_tokens import (
+    POISON_TOKEN_ID,
+    candidates,
+    choose,
+    expected_tokens,
+    extend,
+    fold,
+    score,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """KV of one position."""
+
+    token_id: int
+    position: int
+    digest: int
+    """Of all tokens up to this one."""
+    is_finite: bool
+    request_id: int
+    step: int
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A sequence in a slot. `ids` are only what is to be computed next, never what is predicted from."""
+
+    pb: pb.Sequence
+    ids: list[int]
+    num_computed: int
+    table: list[int] = field(default_factory=list)
+    has_failed: bool = False
+    next_logprob: float = float("nan")
+
+
+class HashShard:
+    """Executes steps in the order given; raises AssertionError, and goes on doing so, once a rule was broken."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        max_batch_size: int = 16,
+        eos_every: int = 0,
+        speculate: int = 0,
+        choices: Choices | None = None,
+    ) -> None:
+        self.speculate = speculate
+        self.choices = choices or Choices()
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.max_batch_size = max_batch_size
+        self.eos_every = eos_every
+        self.running: dict[int, Running] = {}
+        self.answered = 0
+        """Number of the last step whose answer the router has read; whoever carries the answers sets it."""
+        self.fail_next: str | None = None
+        """What the next step fails with."""
+        self.corrupt: set[int] = set()
+        """Ids of requests whose KV, from now on, comes out not finite."""
+        self.steps: list[pb.StepRequest] = []
+        self.violation: AssertionError | None = None
+        self.num_prefilled = 0
+        """Prompt tokens computed."""
+        self.num_hit = 0
+        """Prompt tokens found computed."""
+        self._epoch = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self.running.clear()
+        self._number = self.answered = 0
+        self._failed = False
+        self._cells: list[list[Cell | None]] = [
+            [None] * self.block_size for _ in range(self.num_blocks)
+        ]
+        self._owners: list[set[int]] = [set() for _ in range(self.num_blocks)]
+        self._slot_named = [0] * self.max_batch_size
+        self._block_named = [0] * self.num_blocks
+
+    def step(self, request: pb.StepRequest) -> pb.StepResponse:
+        """Check and execute one step."""
+        self.steps.append(request)
+        try:
+            assert self.violation is None, f"after a violation: {self.violation}"
+            return self._step(request)
+        except AssertionError as violation:
+            self.violation = self.violation or violation
+            raise
+
+    def _step(self, request: pb.StepRequest) -> pb.StepResponse:
+        work = request.WhichOneof("work")
+        response = pb.StepResponse(epoch=request.epoch, number=request.number)
+        if work == "open":
+            assert request.epoch > self._epoch, "an epoch is begun twice"
+            self._epoch = request.epoch
+            self._begin()
+            return response
+        assert request.epoch == self._epoch, "a step of another epoch"
+        assert request.number == self._number + 1, "steps out of order"
+        self._number += 1
+        if self._failed or self.fail_next is not None:
+            refused = self._failed
+            response.error.kind = pb.StepError.KIND_REFUSED if refused else pb.StepError.KIND_FAILED
+            response.error.message = self.fail_next or "an earlier step failed"
+            self._failed, self.fail_next = True, None
+        elif work == "filter_batch":
+            assert request.filter_batch.dropped_slots, "a step that does nothing"
+            self._drop(request.filter_batch.dropped_slots)
+        elif work == "prefill":
+            assert request.prefill.chunk_slots, "a prefill without chunks"
+            chunks = zip(request.prefill.chunk_slots, request.prefill.chunk_tokens, strict=True)
+            self._forward(request.prefill, dict(chunks), response)
+        else:
+            self._forward(request.decode, {}, response)
+        return response
+
+    def _forward(
+        self, work: pb.Prefill | pb.Decode, chunks: dict[int, int], response: pb.StepResponse
+    ) -> None:
+        self._drop(work.change.dropped_slots)
+        for sequence in work.change.admitted:
+            self._admit(sequence)
+        self._grow(work.change)
+        named = [*chunks, *work.decode_slots]
+        assert named, "a forward pass without rows"
+        assert len(set(named)) == len(named), f"a slot is named twice: {named}"
+        for slot, count in chunks.items():
+            running = self._named(slot)
+            left = running.pb.input_ids[running.num_computed :]
+            assert 1 <= count <= len(left), f"a chunk of {count} tokens where {len(left)} are left"
+            self._compute(running, count)
+            self.num_prefilled += count
+            self._answer(running, response, count)
+        limits = allowances(work, speculate=self.speculate)
+        for slot, (allowed, guesses) in zip(work.decode_slots, limits, strict=True):
+            running = self._named(slot)
+            assert running.num_computed >= len(running.pb.input_ids), "a decode before the prompt"
+            self._decode(running, allowed, guesses, response)
+
+    def _decode(
+        self, running: Running, allowed: int, guesses: int, response: pb.StepResponse
+    ) -> None:
+        sequence, num_named = running.pb, len(response.slots)
+        held = len(running.table) * self.block_size
+        assert running.num_computed + allowed <= held, "fewer blocks than positions are allowed"
+        is_guided = sequence.HasField("grammar")
+        assert is_guided or allowed <= 1 + guesses, "positions that nothing can fill"
+        count = self.choices.num_filled(min(len(running.ids) - running.num_computed, allowed))
+        self._compute(running, count)
+        num_guesses = self._answer(running, response, 0, min(guesses, allowed - count))
+        if allowed > 1:
+            response.computed_slots.append(sequence.slot)
+            response.computed_positions.append(running.num_computed)
+            response.drafted_tokens.append(num_guesses)
+            is_silent = len(response.slots) == num_named and not running.has_failed
+            if is_silent and self.choices.says_zero():
+                response.slots.append(sequence.slot)
+                response.counts.append(0)
+
+    def _named(self, slot: int) -> Running:
+        assert slot in self.running, f"no sequence in slot {slot}"
+        running = self.running[slot]
+        self._slot_named[slot] = self._number
+        for block in running.table:
+            self._block_named[block] = self._number
+        return running
+
+    def _drop(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            assert slot in self.running, f"no sequence to drop in slot {slot}"
+            for block in self.running.pop(slot).table:
+                self._owners[block].discard(slot)
+
+    def _admit(self, sequence: pb.Sequence) -> None:
+        slot, size = sequence.slot, len(sequence.input_ids)
+        assert slot < self.max_batch_size, f"slot {slot} is not one of {self.max_batch_size}"
+        assert slot not in self.running, f"slot {slot} is in use"
+        assert self._slot_named[slot] <= self.answered, (
+            f"slot {slot} was named by step {self._slot_named[slot]}, which is not answered"
+        )
+        assert size >= 1, "an empty sequence"
+        assert sequence.cached_tokens < size, "no token is left to compute"
+        assert sequence.cached_tokens % self.block_size == 0, "cached tokens do not fill blocks"
+        assert sequence.generated_tokens < size, "a sequence without a prompt"
+        ids = list(sequence.input_ids)
+        self.running[slot] = Running(sequence, ids, sequence.cached_tokens)
+        self.num_hit += sequence.cached_tokens
+
+    def _grow(self, change: pb.BatchChange) -> None:
+        for slot, block in zip(change.grown_slots, change.grown_blocks, strict=True):
+            assert slot in self.running, f"no sequence to grow in slot {slot}"
+            assert 0 < block < self.num_blocks, f"there is no block {block}"
+            running = self.running[slot]
+            assert slot not in self._owners[block], f"block {block} is twice in slot {slot}"
+            first = len(running.table) * self.block_size
+            running.table.append(block)
+            self._owners[block].add(slot)
+            if first < running.pb.cached_tokens:
+                self._check_hit(running, block, first)
+                continue
+            others = self._owners[block] - {slot}
+            assert not others, f"block {block}, to be written by slot {slot}, is also of {others}"
+            assert self._block_named[block] <= self.answered, (
+                f"block {block} was named by step {self._block_named[block]}, which is not answered"
+            )
+            self._cells[block] = [None] * self.block_size
+        for running in self.running.values():
+            held = len(running.table) * self.block_size
+            assert held >= running.pb.cached_tokens, "cached tokens without their blocks"
+
+    def _check_hit(self, running: Running, block: int, first: int) -> None:
+        digest = 0
+        for position in range(first + self.block_size):
+            digest = extend(digest, running.ids[position], position)
+            if position < first:
+                continue
+            cell = self._cells[block][position - first]
+            assert cell is not None, f"block {block} is shared before it is computed"
+            assert (cell.position, cell.digest) == (position, digest), (
+                f"block {block} holds other tokens than those shared"
+            )
+            assert cell.step <= self.answered, (
+                f"block {block} is shared before step {cell.step}, which computes it, is answered"
+            )
+
+    def _compute(self, running: Running, count: int) -> None:
+        start = running.num_computed
+        running.num_computed += count
+        held = len(running.table) * self.block_size
+        assert running.num_computed <= held, "a block table too short for its tokens"
+        assert running.num_computed <= len(running.ids), "more tokens than there are"
+        for position in range(start, running.num_computed):
+            block, offset = running.table[position // self.block_size], position % self.block_size
+            owners = self._owners[block]
+            assert owners == {running.pb.slot}, f"block {block} is written while it is of {owners}"
+            assert self._cells[block][offset] is None, f"block {block} is written a second time"
+            token_id = running.ids[position]
+            before = self._read(running, position - 1) if position else None
+            self._cells[block][offset] = Cell(
+                token_id=token_id,
+                position=position,
+                digest=extend(before.digest if before else 0, token_id, position),
+                is_finite=(before is None or before.is_finite)
+                and token_id != POISON_TOKEN_ID
+                and running.pb.request_id not in self.corrupt,
+                request_id=running.pb.request_id,
+                step=self._number,
+            )
+
+    def _read(self, running: Running, position: int) -> Cell:
+        block = running.table[position // self.block_size]
+        cell = self._cells[block][position % self.block_size]
+        assert cell is not None, f"position {position} is read before it is computed"
+        return cell
+
+    def _answer(
+        self, running: Running, response: pb.StepResponse, num_prompt: int, guesses: int = 0
+    ) -> int:
+        """Answer for a row whose tokens are computed; how many guesses were made, up to `guesses`."""
+        cells = [self._read(running, position) for position in range(running.num_computed)]
+        sequence = running.pb
+        if sequence.prefill_logprobs and num_prompt:
+            scores = [score(c.digest) if c.is_finite else float("nan") for c in cells]
+            response.prefill_slots.append(sequence.slot)
+            response.prefill_counts.append(num_prompt)
+            first = running.num_computed - num_prompt
+            response.prefill_logprobs.extend([running.next_logprob, *scores[first:-1]])
+            running.next_logprob = scores[-1]
+            self._answer_candidates(running, response, cells[max(first - 1, 0) : -1], first=first)
+        running.has_failed |= not all(cell.is_finite for cell in cells)
+        tokens: list[int] = []
+        if running.num_computed == len(running.ids):
+            guesses = self.choices.num_guesses(guesses)
+            tokens = self._forced(running) or self._verified(running, guesses)
+            running.ids += tokens
+        else:
+            guesses = 0
+        if running.has_failed:
+            response.failed_slots.append(sequence.slot)
+        elif tokens:
+            response.slots.append(sequence.slot)
+            response.counts.append(len(tokens))
+            response.ids.extend(tokens)
+            response.logprobs.extend([-0.5] * len(tokens))
+        return guesses
+
+    def _answer_candidates(
+        self, running: Running, response: pb.StepResponse, before: list[Cell], *, first: int
+    ) -> None:
+        """Candidates beside the tokens from position `first` on, which come after the cells `before`."""
+        count = running.pb.prefill_top_n_tokens
+        response.prefill_top_counts.append(count)
+        told = [(0, float("nan"))] * (count if first == 0 else 0)
+        told += [pair for cell in before for pair in candidates(cell.digest, count)]
+        response.prefill_top_ids.extend(id_ for id_, _ in told)
+        response.prefill_top_logprobs.extend(logprob for _, logprob in told)
+
+    def _predict(self, running: Running) -> int:
+        """The token that follows what is computed."""
+        folded, sequence = 0, running.pb
+        for position in range(running.num_computed):
+            folded = fold(folded, self._read(running, position).digest, position)
+        original = len(sequence.input_ids) - sequence.generated_tokens
+        return choose(
+            folded,
+            seed=sequence.parameters.seed,
+            num_prompt=original,
+            eos_every=self.eos_every,
+            may_end=running.num_computed - original >= sequence.min_new_tokens,
+        )
+
+    def _forced(self, running: Running) -> list[int]:
+        """Tokens that are known without a prediction, as those are that a grammar leaves no choice about."""
+        sequence = running.pb
+        if not sequence.HasField("grammar"):
+            return []
+        original = len(sequence.input_ids) - sequence.generated_tokens
+        num_generated = len(running.ids) - original
+        return expected_tokens(
+            sequence.input_ids[:original],
+            num_generated + self.choices.chain_length(),
+            seed=sequence.parameters.seed,
+            eos_every=self.eos_every,
+            min_new_tokens=sequence.min_new_tokens,
+        )[num_generated:]
+
+    def _verified(self, running: Running, num_guesses: int) -> list[int]:
+        """Predict, behind right guesses too, all of which are written; nothing is left of those after a wrong one."""
+        num_ids, tokens, are_right = len(running.ids), [self._predict(running)], True
+        for _ in range(num_guesses):
+            is_right = self.choices.is_right()
+            running.ids.append(tokens[-1] if is_right else (tokens[-1] + 1) % 90)
+            self._compute(running, 1)
+            are_right &= is_right
+            if are_right:
+                tokens.append(self._predict(running))
+        num_computed = num_ids + len(tokens) - 1
+        for position in range(num_computed, running.num_computed):
+            block = running.table[position // self.block_size]
+            self._cells[block][position % self.block_size] = None
+        running.num_computed = num_computed
+        del running.ids[num_ids:]
+        return tokens

@@ -1,0 +1,87 @@
+"""What a model without weights predicts: a hash of the whole sequence, from scratch. The oracle of the hash shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from millrace_testing.shards.fake_shard import EOS_TOKEN_ID
+
+POISON_TOKEN_ID = 95
+"""Never generated; whatever is computed in a context that holds it is not finite."""
+MODULUS = (1 << 61) - 1
+
+
+def extend(digest: int, token_id: int, position: int) -> int:
+    """The digest of a context that is longer by `token_id` at `position`."""
+    return (digest * 1_000_003 + token_id * 65_537 + position + 1) % MODULUS
+
+
+def fold(folded: int, digest: int, position: int) -> int:
+    """What all of a context says together, longer by the digest at `position`."""
+    return extend(folded, digest % 8191, position)
+
+
+def choose(context: int, *, seed: int, num_prompt: int, eos_every: int, may_end: bool) -> int:
+    """The token predicted from a folded context; the end of sequence for one in `eos_every` contexts (0: for none)."""
+    value = extend(extend(context, seed % MODULUS, 3), num_prompt, 5)
+    if eos_every and may_end and value % eos_every == 0:
+        return EOS_TOKEN_ID
+    return value // 64 % POISON_TOKEN_ID
+
+
+def expected_tokens(
+    prompt: Sequence[int],
+    count: int,
+    *,
+    seed: int = 0,
+    eos_every: int = 0,
+    min_new_tokens: int = 0,
+) -> list[int]:
+    """What a request alone yields: `count` tokens, or fewer if the end of sequence is among them."""
+    digest = folded = 0
+    generated: list[int] = []
+    for position, token_id in enumerate(prompt):
+        digest = extend(digest, token_id, position)
+        folded = fold(folded, digest, position)
+    while len(generated) < count and EOS_TOKEN_ID not in generated:
+        generated.append(
+            choose(
+                folded,
+                seed=seed,
+                num_prompt=len(prompt),
+                eos_every=eos_every,
+                may_end=len(generated) >= min_new_tokens,
+            )
+        )
+        position = len(prompt) + len(generated) - 1
+        digest = extend(digest, generated[-1], position)
+        folded = fold(folded, digest, position)
+    return generated
+
+
+def score(digest: int) -> float:
+    """The log probability of the token after a context; exact in float32."""
+    return -(digest % 4096) / 64
+
+
+def candidates(digest: int, count: int) -> list[tuple[int, float]]:
+    """The likeliest tokens after a context, and their log probabilities; exact in float32."""
+    return [(digest % 997 + i, score(digest) - i / 4) for i in range(count)]
+
+
+def expected_prompt_candidates(prompt: Sequence[int], count: int) -> list[list[tuple[int, float]]]:
+    """Beside every prompt token but the first, which has none."""
+    digest, found = 0, []
+    for position, token_id in enumerate(prompt[:-1]):
+        digest = extend(digest, token_id, position)
+        found.append(candidates(digest, count))
+    return found
+
+
+def expected_prompt_logprobs(prompt: Sequence[int]) -> list[float]:
+    """Of every prompt token but the first, which has none."""
+    digest, logprobs = 0, []
+    for position, token_id in enumerate(prompt[:-1]):
+        digest = extend(digest, token_id, position)
+        logprobs.append(score(digest))
+    return logprobs

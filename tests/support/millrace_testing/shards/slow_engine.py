@@ -1,0 +1,166 @@
+"""A replica simulated the obvious way: every token of every step is delivered to its request, one by one."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from millrace_router.prediction.cost import CostModel
+from millrace_router.prediction.late_planning import LEAD_SECONDS, MOST
+from millrace_router.request.acceptance import Acceptance
+from millrace_router.request.request import Terms
+from millrace_router.scheduler.planner import Planner
+from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.simulator.candidate import Arrival
+from millrace_router.simulator.deployment import Deployment
+
+
+@dataclass(eq=False)
+class SlowCandidate:
+    """A request with a clock reading for each token."""
+
+    request_id: int
+    arrival: Arrival
+    max_new_tokens: int
+    block_size: int
+    admitted_at: float | None = None
+    token_times: list[float] = field(default_factory=list)
+    terms: Terms = field(default_factory=Terms)
+    num_preemptions: int = 0
+    closed: bool = False
+    wants_prompt_logprobs: bool = False
+    most_forced: int = 0
+    acceptance: Acceptance = field(default_factory=Acceptance)
+
+    @property
+    def queued_at(self) -> float:
+        return self.arrival.arrived_at
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.arrival.prompt_tokens
+
+    @property
+    def tenant(self) -> str:
+        return self.terms.tenant
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_times)
+
+    @property
+    def num_inputs(self) -> int:
+        return self.num_prompt_tokens + self.num_generated
+
+    @property
+    def has_ended(self) -> bool:
+        return self.num_generated >= min(self.arrival.output_tokens, self.max_new_tokens)
+
+    def block_keys(self, count: int) -> Sequence[bytes]:
+        shared = self.arrival.prefix_tokens // self.block_size
+        owners = [
+            f"group {self.arrival.group}" if index < shared else f"request {self.request_id}"
+            for index in range(count)
+        ]
+        return [f"{owner}, block {index}".encode() for index, owner in enumerate(owners)]
+
+
+@dataclass(frozen=True)
+class SlowFlight:
+    """A step that is not answered yet."""
+
+    plan: StepPlan[Any]
+    completed: list[int]
+    """Slots whose prompt it completes."""
+    began_at: float
+    ends_at: float
+
+    @property
+    def open_until(self) -> float:
+        """When the next one is planned, if that is done late."""
+        seconds = self.ends_at - self.began_at
+        return self.began_at + max(0.0, min(MOST * seconds, seconds - LEAD_SECONDS))
+
+
+class SlowEngine:
+    """Serves all arrivals of a list, and refuses none; the fields say what became of them."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self.deployment = deployment
+        self.candidates: list[SlowCandidate] = []
+        self.plans: list[StepPlan[Any]] = []
+        self.busy_seconds = 0.0
+        self.cost = CostModel.fixed(deployment.cost_model)
+        self.planner: Planner[Any] = deployment.new_planner(self.cost)
+        self.waiting: Any = deployment.new_queue()
+        self.flights: deque[SlowFlight] = deque()
+        self.shards_free_at = 0.0
+        self.num_answered = 0
+
+    def run(self, arrivals: Sequence[Arrival]) -> None:
+        coming, now = deque(arrivals), 0.0
+        while True:
+            self._arrive_until(coming, now)
+            self._plan(now, most=1 if self.is_late else self.deployment.steps_in_flight)
+            if len(self.flights) == 1 and self.is_late:
+                now = self.flights[0].open_until
+                self._arrive_until(coming, now)
+                self._plan(now, most=2)
+            if self.flights:
+                flight = self.flights.popleft()
+                now = flight.ends_at
+                self._deliver(flight)
+            elif coming:
+                now = coming[0].arrived_at
+            else:
+                return
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the second of two steps is planned late in the first."""
+        return self.deployment.late_planning == "on" and self.deployment.steps_in_flight == 2
+
+    def _arrive_until(self, coming: deque[Arrival], now: float) -> None:
+        while coming and coming[0].arrived_at <= now:
+            self._arrive(coming.popleft())
+
+    def _arrive(self, arrival: Arrival) -> None:
+        room = self.deployment.max_total_tokens - arrival.prompt_tokens
+        limit = min(room, arrival.max_new_tokens or room)
+        size = self.deployment.block_size
+        candidate = SlowCandidate(len(self.candidates), arrival, limit, size)
+        self.candidates.append(candidate)
+        self.waiting.append(candidate)
+
+    def _plan(self, now: float, *, most: int) -> None:
+        while len(self.flights) < most:
+            plan = self.planner.plan(
+                self.waiting, last_sent=len(self.plans), last_answered=self.num_answered
+            )
+            if plan is None:
+                return
+            for row in plan.admitted:
+                if row.entry.admitted_at is None:
+                    row.entry.admitted_at = now
+            seconds = (self.cost.seconds(plan.load) or math.nan) if plan.has_forward else 0.0
+            self.busy_seconds += seconds
+            began_at = max(now, self.shards_free_at)
+            self.shards_free_at = began_at + seconds
+            self.plans.append(plan)
+            rows = self.planner.rows
+            completed = [slot for slot, _ in plan.chunks if not rows[slot].num_prompt_left]
+            self.flights.append(SlowFlight(plan, completed, began_at, self.shards_free_at))
+
+    def _deliver(self, flight: SlowFlight) -> None:
+        self.num_answered += 1
+        self.planner.computed(flight.plan)
+        for slot in [*flight.completed, *flight.plan.decodes]:
+            row = self.planner.row(slot)
+            if row is not None:
+                row.entry.token_times.append(flight.ends_at)
+                if row.entry.has_ended:
+                    self.planner.drop(row)
+        self.planner.answered(self.num_answered)

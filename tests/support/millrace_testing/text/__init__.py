@@ -1,0 +1,5 @@
+"""Tokenizers, texts and chat templates.
+
+Entry point: `texts`.
+May import: the router.
+"""
