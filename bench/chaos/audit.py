@@ -23,7 +23,7 @@ MEMORY_GROWTH = 96 * 2**20
 
 
 @dataclass(slots=True)
-class Ledger:
+class ShardState:
     """What became of the requests, and what was found wrong."""
 
     outcomes: Counter[str] = field(default_factory=Counter)

@@ -11,7 +11,7 @@ import aiohttp
 import orjson
 
 from bench.chaos.answers import Answer, EventReader, difference, flaws, prefix_difference
-from bench.chaos.audit import Ledger, refusal_flaws
+from bench.chaos.audit import ShardState, refusal_flaws
 from bench.chaos.malformed import BadRequest
 from bench.chaos.population import Request
 from bench.chaos.weather import Pulse, Trouble, Weather
@@ -32,7 +32,7 @@ LEFT = "left mid-answer by the client"
 class Client:
     """Many clients of one server; use as an asynchronous context manager."""
 
-    def __init__(self, url: str, *, ledger: Ledger, weather: Weather, pulse: Pulse) -> None:
+    def __init__(self, url: str, *, ledger: ShardState, weather: Weather, pulse: Pulse) -> None:
         self.ledger = ledger
         self.weather = weather
         self.pulse = pulse

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from bench.chaos.audit import Ledger, Usage, leaks, not_idle
+from bench.chaos.audit import ShardState, Usage, leaks, not_idle
 from bench.chaos.campaign import Fault, campaign
 from bench.chaos.client import Client
 from bench.chaos.faults import NotRecoveredError, Scene, finish_others, inject, missing
@@ -38,7 +38,7 @@ COUNTED = {
 class Story:
     """What a campaign did, and what it found."""
 
-    ledger: Ledger = field(default_factory=Ledger)
+    ledger: ShardState = field(default_factory=ShardState)
     survived: list[tuple[Fault, float | None]] = field(default_factory=list)
     """With the longest silence in seconds, if it was fatal."""
     not_survived: list[Fault] = field(default_factory=list)

@@ -12,9 +12,9 @@ from bench.measurement import quantile
 from bench.scheduling.lab import Lab
 from bench.scheduling.part import Case, Figures, Part, Table
 from millrace_router.request.acceptance import Acceptance
-from millrace_router.request.block_hashes import BlockKeys
+from millrace_router.request.block_hashes import BlockHashes
 from millrace_router.request.request import Terms
-from millrace_router.scheduler.block_manager import BlockTable
+from millrace_router.scheduler.block_manager import BlockManager
 from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.prefix_cache import PrefixCache
@@ -48,10 +48,10 @@ class Waiter:
     num_preemptions: int = 0
     prompt: list[int] = field(default_factory=list)
     generated: list[int] = field(default_factory=list)
-    keys: BlockKeys = field(default_factory=lambda: BlockKeys(BLOCK_SIZE))
+    keys: BlockHashes = field(default_factory=lambda: BlockHashes(BLOCK_SIZE))
     acceptance: Acceptance = field(default_factory=Acceptance)
     closed: bool = False
-    most_forced: int = 0
+    max_jump_forward_tokens: int = 0
     wants_prompt_logprobs: bool = False
 
     @property
@@ -89,7 +89,7 @@ class Steps:
         num_blocks = NUM_RUNNING * ((PROMPT_TOKENS + MOST_ANSWER) // BLOCK_SIZE + 2)
         budgets = Budgets(max_batch_prefill_tokens=4096, max_batch_size=NUM_RUNNING)
         self.planner: Planner[Waiter] = Planner(
-            budgets, BlockTable(num_blocks, BLOCK_SIZE, PrefixCache())
+            budgets, BlockManager(num_blocks, BLOCK_SIZE, PrefixCache())
         )
         self._queue = queue
         self._random = random.Random(0)

@@ -6,11 +6,11 @@ from functools import partial
 
 from millrace_router.config import RouterConfig
 from millrace_router.engine.batcher import Batcher
-from millrace_router.engine.predictor import Prospects
+from millrace_router.engine.predictor import LatencyPredictor
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.late_planning import LatePlanning
-from millrace_router.recovery.launcher_channel import Supervisor
-from millrace_router.recovery.shard_status import Patience
+from millrace_router.recovery.launcher_channel import LauncherChannel
+from millrace_router.recovery.shard_status import Timeouts
 from millrace_router.request.entry import Entry
 from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.draft_length import Speculator
@@ -34,7 +34,7 @@ def batcher_from(  # noqa: PLR0913
     metrics: Metrics,
     cost: CostModel,
     late: LatePlanning,
-    supervisor: Supervisor,
+    supervisor: LauncherChannel,
 ) -> Batcher:
     """A batcher that is not running yet."""
     forecaster = forecaster_from(
@@ -53,12 +53,12 @@ def batcher_from(  # noqa: PLR0913
             guesses=Speculator(cost, most=budgets.speculate) if budgets.speculate else None,
         ),
         waiting=waiting,
-        prospects=Prospects(cost, forecaster, metrics, max_queue_size=config.max_queue_size),
+        prospects=LatencyPredictor(cost, forecaster, metrics, max_queue_size=config.max_queue_size),
         tokenizer=tokenizer,
         eos_token_ids=info.eos_token_ids,
         metrics=metrics,
         supervisor=supervisor,
-        patience=Patience(step_seconds=config.step_timeout, recovery_seconds=config.recovery_grace),
+        patience=Timeouts(step_seconds=config.step_timeout, recovery_seconds=config.recovery_grace),
         depth=config.steps_in_flight,
         late=late,
     )

@@ -8,7 +8,7 @@ from millrace_router.config import RouterConfig
 from millrace_router.journal.header import Header, Setting
 from millrace_router.journal.journal import Journal
 from millrace_router.journal.rotation import Folder
-from millrace_router.journal.writer import Scribe
+from millrace_router.journal.writer import JournalWriter
 from millrace_router.server.services import Services
 from millrace_router.version import VERSION
 
@@ -54,7 +54,7 @@ def open_journal(
         capacity=services.capacity,
         settings=_settings(config, services),
     )
-    return Journal(Scribe(folder, header), services.metrics.journal_dropped_records)
+    return Journal(JournalWriter(folder, header), services.metrics.journal_dropped_records)
 
 
 def _settings(config: RouterConfig, services: Services) -> dict[str, Setting]:

@@ -20,7 +20,7 @@ from millrace_router.journal.errors import JournalError
 from millrace_router.journal.journal import Journal
 from millrace_router.journal_start import journal_folder, open_journal
 from millrace_router.prediction.cost import CostModel
-from millrace_router.recovery.launcher_channel import Supervisor
+from millrace_router.recovery.launcher_channel import LauncherChannel
 from millrace_router.request.limits import Limits
 from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.factory import (
@@ -103,7 +103,7 @@ async def start(config: RouterConfig) -> Running:
     except StartupError:
         await shards.close()
         raise
-    cost, supervisor = CostModel(), Supervisor(config.supervisor_fd)
+    cost, supervisor = CostModel(), LauncherChannel(config.supervisor_fd)
     supervisor_task = asyncio.create_task(supervisor.run())
     await _calibrate(
         config, shards, info, capacity, tokenizer=tokenizer, cost=cost, supervisor=supervisor
@@ -231,7 +231,7 @@ async def _calibrate(
     *,
     tokenizer: Tokenizer,
     cost: CostModel,
-    supervisor: Supervisor,
+    supervisor: LauncherChannel,
 ) -> None:
     """Have `cost` learn from a batcher of its own, which leaves no trace in metrics, cache or queue."""
     limits = limits_from(config, info, capacity)
@@ -284,7 +284,7 @@ def assemble(  # noqa: PLR0913
     tokenizer: Tokenizer,
     template: ChatTemplate,
     cost: CostModel | None = None,
-    supervisor: Supervisor | None = None,
+    supervisor: LauncherChannel | None = None,
     request_file: RequestFile | None = None,
 ) -> tuple[Services, Batcher]:
     """Put the parts together, `cost` being what is known of steps; the batcher is not running yet."""
@@ -305,7 +305,7 @@ def assemble(  # noqa: PLR0913
         metrics=metrics,
         cost=cost,
         late=late,
-        supervisor=supervisor or Supervisor(None),
+        supervisor=supervisor or LauncherChannel(None),
     )
     metrics.show_survival()
     health = Health(batcher.recovery, batcher, grace_seconds=config.recovery_grace)

@@ -10,7 +10,7 @@ from bench.chaos.audit import (
     MEMORY_GROWTH,
     SLACK_FDS,
     SLACK_THREADS,
-    Ledger,
+    ShardState,
     Usage,
     leaks,
     not_idle,
@@ -65,7 +65,7 @@ def test_a_refusal_says_when_to_come_again(after: str) -> None:
 
 
 def test_every_problem_counts_though_not_all_are_kept() -> None:
-    ledger = Ledger()
+    ledger = ShardState()
     for number in range(3 * MAX_SHOWN):
         ledger.wrong(f"problem {number}")
     assert ledger.num_problems == 3 * MAX_SHOWN

@@ -16,14 +16,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from millrace_proto import generate_pb2 as pb
 from millrace_router.engine.batcher import Batcher
-from millrace_router.engine.predictor import Prospects
+from millrace_router.engine.predictor import LatencyPredictor
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.forecast import Forecaster
 from millrace_router.request.entry import Entry
 from millrace_router.request.events import PromptLogprobs, TokenEvent
 from millrace_router.request.request import SamplingParameters, Terms, ValidRequest
 from millrace_router.request.token_stream import TokenStream
-from millrace_router.scheduler.block_manager import BlockTable
+from millrace_router.scheduler.block_manager import BlockManager
 from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.prefix_cache import PrefixCache
@@ -43,7 +43,7 @@ NUM_NEW, FEW_NEW = 40, 12
 SAMPLING = (
     SamplingParameters(),
     SamplingParameters(do_sample=True, seed=5, temperature=1.2, top_p=0.9),
-    SamplingParameters(repetition_penalty=1.3, frequency_penalty=0.4, occurrence_penalty=0.5),
+    SamplingParameters(repetition_penalty=1.3, frequency_penalty=0.4, openai_frequency_penalty=0.5),
     SamplingParameters(do_sample=True, seed=2**63 + 1, top_k=20, presence_penalty=0.7),
 )
 Found = tuple[tuple[tuple[int, float], ...], tuple[float, ...]]
@@ -171,14 +171,14 @@ async def _serve(model: Model, schedule: Schedule, requests: tuple[ValidRequest,
         shards=cast("ShardedClient", InProcessShard(model.engine)),
         new_planner=lambda: Planner(
             schedule.budgets,
-            BlockTable(num_blocks, size, PrefixCache() if schedule.cached else None),
+            BlockManager(num_blocks, size, PrefixCache() if schedule.cached else None),
         ),
         waiting=(
             TenantQueue[Entry](quantum=16)
             if schedule.budgets.share_slots
             else WaitingQueue[Entry]()
         ),
-        prospects=Prospects(
+        prospects=LatencyPredictor(
             cost,
             Forecaster(
                 cost,

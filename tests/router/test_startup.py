@@ -13,7 +13,7 @@ import structlog
 from millrace_router.checks import StartupError, check_arguments, check_capacity
 from millrace_router.config import RouterConfig
 from millrace_router.prediction.cost import CostModel
-from millrace_router.recovery.launcher_channel import Supervisor
+from millrace_router.recovery.launcher_channel import LauncherChannel
 from millrace_router.shards.group import ShardedClient
 from millrace_router.shards.wire import Capacity
 from millrace_router.startup import _calibrate, assemble, prefill_tokens, start, warm_up
@@ -177,7 +177,7 @@ async def test_shards_that_go_while_steps_are_measured_do_not_keep_the_port_clos
                 capacity,
                 tokenizer=tokenizer,
                 cost=CostModel(),
-                supervisor=Supervisor(None),
+                supervisor=LauncherChannel(None),
             )
     assert "cannot measure steps" in logs[-1]["event"]
     await shards.close()

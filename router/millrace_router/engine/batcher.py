@@ -12,7 +12,7 @@ import structlog
 
 from millrace_router.engine.batch_metrics import BatchMetrics
 from millrace_router.engine.entry_queue import EntryQueue
-from millrace_router.engine.predictor import Outlook, Prospects
+from millrace_router.engine.predictor import LatencyPredictor, SchedulerSnapshot
 from millrace_router.errors import (
     GenerationError,
     GrammarFailed,
@@ -24,12 +24,12 @@ from millrace_router.errors import (
 )
 from millrace_router.prediction.estimate import Estimate
 from millrace_router.prediction.late_planning import LatePlanning
-from millrace_router.recovery.epochs import Lifeline
+from millrace_router.recovery.epochs import EpochManager
 from millrace_router.recovery.hang_detector import Oldest
-from millrace_router.recovery.launcher_channel import Supervisor
+from millrace_router.recovery.launcher_channel import LauncherChannel
 from millrace_router.recovery.quarantine import Quarantine
-from millrace_router.recovery.recovery_policy import PlannerFactory, Rescue
-from millrace_router.recovery.shard_status import DEFAULT_PATIENCE, Patience, Recovery
+from millrace_router.recovery.recovery_policy import PlannerFactory, RecoveryPolicy
+from millrace_router.recovery.shard_status import DEFAULT_TIMEOUTS, ShardStatus, Timeouts
 from millrace_router.request.entry import Entry
 from millrace_router.request.request import Terms, ValidRequest
 from millrace_router.request.token_stream import TokenStream
@@ -77,27 +77,27 @@ class Batcher:
         shards: ShardedClient,
         new_planner: PlannerFactory,
         waiting: EntryQueue,
-        prospects: Prospects,
+        prospects: LatencyPredictor,
         tokenizer: Tokenizer,
         eos_token_ids: frozenset[int],
         metrics: Metrics,
-        supervisor: Supervisor | None = None,
-        patience: Patience = DEFAULT_PATIENCE,
+        supervisor: LauncherChannel | None = None,
+        patience: Timeouts = DEFAULT_TIMEOUTS,
         depth: int = 2,
         late: LatePlanning | None = None,
     ) -> None:
         """Without `late` every step is planned as soon as it can be."""
         self.quarantine = Quarantine()
         self._metrics = BatchMetrics(metrics)
-        self._lifeline = Lifeline(
+        self._lifeline = EpochManager(
             shards,
-            supervisor or Supervisor(None),
+            supervisor or LauncherChannel(None),
             patience,
             prospects.cost,
             metrics,
             oldest=self._oldest,
         )
-        self._rescue = rescue = Rescue(new_planner, self.quarantine)
+        self._rescue = rescue = RecoveryPolicy(new_planner, self.quarantine)
         self._metrics.show(lambda: rescue.planner, waiting)
         self._shards = shards
         self._tokenizer = tokenizer
@@ -115,7 +115,7 @@ class Batcher:
         self._stopped = False
 
     @property
-    def recovery(self) -> Recovery:
+    def recovery(self) -> ShardStatus:
         """Whether the shards serve."""
         return self._lifeline.recovery
 
@@ -174,11 +174,11 @@ class Batcher:
             block_size=self._planner.blocks.block_size,
         )
 
-    def _outlook(self, terms: Terms) -> Outlook:
+    def _outlook(self, terms: Terms) -> SchedulerSnapshot:
         now = time.monotonic()
         began_at = self._flights[0].began_at(self._answered_at) if self._flights else now
         planner, (num_ahead, tokens_ahead) = self._planner, self._waiting.ahead(terms, now)
-        return Outlook(
+        return SchedulerSnapshot(
             rows=planner.rows.values(),
             num_waiting=len(self._waiting),
             ahead=(

@@ -19,7 +19,7 @@ from millrace_router.errors import (
     RouterError,
     Unhealthy,
 )
-from millrace_router.recovery.shard_status import Recovery
+from millrace_router.recovery.shard_status import ShardStatus
 from millrace_router.request.events import TokenEvent
 
 OF_ONE_REQUEST = (NonFiniteOutput, Quarantined, DoesNotFit)
@@ -39,7 +39,7 @@ class Health:
 
     def __init__(
         self,
-        recovery: Recovery,
+        recovery: ShardStatus,
         batcher: Batcher,
         *,
         grace_seconds: float,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from millrace_router.errors import QueueFull, QueueTooLong
 from millrace_router.prediction.cost import CostModel
-from millrace_router.prediction.error_tracker import PredictionAudit
+from millrace_router.prediction.error_tracker import ErrorTracker
 from millrace_router.prediction.forecast import Forecaster, Prediction
 from millrace_router.prediction.step_load import StepLoad
 from millrace_router.request.entry import Entry
@@ -17,7 +17,7 @@ from millrace_router.telemetry.metrics import Metrics
 
 
 @dataclass(slots=True)
-class Outlook:
+class SchedulerSnapshot:
     """The state of the scheduler that a prediction starts from."""
 
     rows: Iterable[Row[Entry]]
@@ -28,7 +28,7 @@ class Outlook:
     """Seconds that the oldest step in flight has run."""
 
 
-class Prospects:
+class LatencyPredictor:
     """Forecasts by a cost model that learns from every step, and keeps count of its own errors."""
 
     def __init__(
@@ -44,11 +44,13 @@ class Prospects:
         self._forecaster = forecaster
         self._metrics = metrics
         self._max_queue_size = max_queue_size
-        self._queue_audit = PredictionAudit()
-        self._first_token_audit = PredictionAudit()
+        self._queue_audit = ErrorTracker()
+        self._first_token_audit = ErrorTracker()
         self._expected: dict[int, Prediction] = {}
 
-    def predict(self, entry: Entry, outlook: Outlook, *, num_cached: int) -> Prediction | None:
+    def predict(
+        self, entry: Entry, outlook: SchedulerSnapshot, *, num_cached: int
+    ) -> Prediction | None:
         """How `entry` fares if it joins the queue now; None while nothing is known."""
         return self._forecaster.predict(
             outlook.rows,
@@ -59,7 +61,7 @@ class Prospects:
             now_in_step=outlook.now_in_step,
         )
 
-    def drain_seconds(self, outlook: Outlook) -> float:
+    def drain_seconds(self, outlook: SchedulerSnapshot) -> float:
         """Until one of those ahead has left the queue, or one that runs has ended; 0 while nothing is known."""
         num_ahead, num_tokens = outlook.ahead
         return (
@@ -71,7 +73,7 @@ class Prospects:
             or 0.0
         )
 
-    def accept(self, entry: Entry, outlook: Outlook, *, num_cached: int) -> None:
+    def accept(self, entry: Entry, outlook: SchedulerSnapshot, *, num_cached: int) -> None:
         """Predict, and remember it of `entry`.
 
         Raises:
@@ -126,7 +128,7 @@ class Prospects:
         if progress.num_rows:
             self._forecaster.yielded(progress.num_tokens, progress.num_rows)
 
-    def _publish(self, what: str, audit: PredictionAudit) -> None:
+    def _publish(self, what: str, audit: ErrorTracker) -> None:
         error = self._metrics.prediction_error
         error.labels(prediction=what, percentile="50").set(audit.median())
         error.labels(prediction=what, percentile="90").set(audit.p90())

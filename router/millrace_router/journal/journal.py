@@ -11,8 +11,8 @@ import structlog
 
 from millrace_proto import generate_pb2 as pb
 from millrace_router.journal.records import Kind
-from millrace_router.journal.shard_state import Ledger
-from millrace_router.journal.writer import Item, Page, Scribe
+from millrace_router.journal.shard_state import ShardState
+from millrace_router.journal.writer import Item, JournalWriter, Page
 from millrace_router.telemetry.metrics import Counter
 
 MOST_WAITING = 8192
@@ -28,12 +28,12 @@ class Journal:
     the next one is the first of a new file, which begins with a snapshot.
     """
 
-    def __init__(self, scribe: Scribe, dropped: Counter) -> None:
+    def __init__(self, scribe: JournalWriter, dropped: Counter) -> None:
         """`dropped` counts records that are lost."""
         self._scribe = scribe
         self._dropped = dropped
         self._dropped.inc(0)
-        self._ledger = Ledger()
+        self._ledger = ShardState()
         self._is_behind = False
         self._is_off = False
         self._num_lost = 0

@@ -73,7 +73,7 @@ class Snapshot:
         return message
 
 
-class Ledger:
+class ShardState:
     """Every live sequence by slot, as of the last step answered."""
 
     def __init__(self) -> None:

@@ -49,7 +49,7 @@ class Item(NamedTuple):
     content: pb.StepRequest | pb.StepResponse | Mapping[str, Any] | Page
 
 
-class Scribe:
+class JournalWriter:
     """Takes items from `inbox`, a deque that the event loop appends to, and writes them in the order given.
 
     A file that cannot be written is given up with all that comes before the next page.

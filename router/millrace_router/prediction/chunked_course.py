@@ -8,9 +8,9 @@ from heapq import heapify, heapreplace
 from itertools import islice
 
 from millrace_router.prediction.cost import CostModel
-from millrace_router.prediction.course import Batch, Course, Joiner, StepPipeline
+from millrace_router.prediction.course import Batch, Course, Newcomer, StepPipeline
 from millrace_router.prediction.step_load import StepLoad
-from millrace_router.prediction.traffic import Experience
+from millrace_router.prediction.traffic import TrafficStatistics
 
 _MOST_ENDS = 128
 """Ends played through one by one; more entries ahead than that are counted at the mean rate."""
@@ -37,7 +37,7 @@ class ChunkedCourse:
     def __init__(
         self,
         cost: CostModel,
-        experience: Experience,
+        experience: TrafficStatistics,
         pipeline: StepPipeline,
         *,
         max_batch_prefill_tokens: int,
@@ -51,7 +51,7 @@ class ChunkedCourse:
         self._block_size = block_size
         self._target = target_inter_token_latency
 
-    def foretell(self, batch: Batch, joiner: Joiner) -> Course | None:
+    def foretell(self, batch: Batch, joiner: Newcomer) -> Course | None:
         """None while the cost model knows nothing."""
         size = batch.num_rows + min(joiner.num_ahead + 1, joiner.num_places)
         pace = self._pace(batch, size, joiner.num_kv_tokens)
@@ -95,7 +95,7 @@ class ChunkedCourse:
             )
         return _Pace(decodes, context, seconds, room)
 
-    def _queue_seconds(self, batch: Batch, pace: _Pace, joiner: Joiner) -> float:
+    def _queue_seconds(self, batch: Batch, pace: _Pace, joiner: Newcomer) -> float:
         """Until the plan that admits the joiner, from the start of the oldest step in flight."""
         prompts = batch.num_prompt_left + joiner.num_ahead * joiner.prompt_ahead
         num_steps = float(bool(batch.num_rows))
@@ -105,7 +105,7 @@ class ChunkedCourse:
         seconds += joiner.num_ahead * self._prompt_seconds(pace, joiner.prompt_ahead, 0)
         return seconds + self._prompt_seconds(pace, batch.num_prompt_left, 0)
 
-    def _steps_until_place(self, batch: Batch, joiner: Joiner) -> float:
+    def _steps_until_place(self, batch: Batch, joiner: Newcomer) -> float:
         """Steps until as many rows have ended as there are entries ahead without a place, and one more."""
         depth, num_ahead, num_places = self._pipeline.depth, joiner.num_ahead, joiner.num_places
         turnover = 2 * (depth - 1)

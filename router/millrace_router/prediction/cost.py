@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from millrace_router.prediction.extra_costs import ExtraCosts
-from millrace_router.prediction.jitter import Variation
+from millrace_router.prediction.jitter import StepJitter
 from millrace_router.prediction.least_squares import solve_nonnegative
 from millrace_router.prediction.step_load import StepLoad
 
@@ -66,7 +66,7 @@ class CostModel:
     """
 
     def __init__(self) -> None:
-        self.variation = Variation()
+        self.variation = StepJitter()
         self._coefficients: list[float] = []
         self._pace = 1.0
         self._frozen = False

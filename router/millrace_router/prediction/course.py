@@ -61,7 +61,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joiner:
+class Newcomer:
     """A request that joins the queue."""
 
     num_ahead: int

@@ -7,7 +7,7 @@ from bisect import bisect_left, insort
 from collections import deque
 
 
-class PredictionAudit:
+class ErrorTracker:
     """Absolute errors, in seconds, of the last predictions of one quantity, kept in order of size."""
 
     def __init__(self, window: int = 1000) -> None:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from millrace_router.prediction.chunked_course import ChunkedCourse
 from millrace_router.prediction.cost import CostModel
-from millrace_router.prediction.course import Batch, Joiner, RunningRow, StepPipeline
+from millrace_router.prediction.course import Batch, Newcomer, RunningRow, StepPipeline
 from millrace_router.prediction.late_planning import LatePlanning
 from millrace_router.prediction.paused_course import PausedCourse
 from millrace_router.prediction.prefill_pauses import PauseRule
-from millrace_router.prediction.traffic import Experience
+from millrace_router.prediction.traffic import TrafficStatistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Forecaster:
         self._block_size = block_size
         self._num_blocks = num_blocks
         self._reserve_all = reserve_all
-        self._experience = Experience(max_batch_size=max_batch_size)
+        self._experience = TrafficStatistics(max_batch_size=max_batch_size)
         pipeline = StepPipeline(steps_in_flight, late or LatePlanning(cost, most=0.0))
         self._course: ChunkedCourse | PausedCourse
         if pause_rule is None:
@@ -102,7 +102,7 @@ class Forecaster:
         batch, experience = self._survey(rows), self._experience
         num_ahead, tokens_ahead = ahead
         own_length = experience.lengths.expected_left(0, max_new_tokens)
-        joiner = Joiner(
+        joiner = Newcomer(
             num_ahead=num_ahead,
             prompt_ahead=tokens_ahead / max(1, num_ahead) * experience.computed_share,
             num_prompt_tokens=num_prompt_tokens,

@@ -11,7 +11,7 @@ _TURN_RATE = 1 / 64
 """How far one answer moves what is known of them."""
 
 
-class Variation:
+class StepJitter:
     """Of the last steps."""
 
     def __init__(self) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from millrace_router.prediction.cost import CostModel
-from millrace_router.prediction.course import Batch, Course, Joiner, StepPipeline
+from millrace_router.prediction.course import Batch, Course, Newcomer, StepPipeline
 from millrace_router.prediction.prefill_pauses import PausedBatch, PauseRule, Pauses
 from millrace_router.prediction.step_load import StepLoad
-from millrace_router.prediction.traffic import Experience
+from millrace_router.prediction.traffic import TrafficStatistics
 
 
 class PausedCourse:
@@ -19,7 +19,7 @@ class PausedCourse:
     def __init__(
         self,
         cost: CostModel,
-        experience: Experience,
+        experience: TrafficStatistics,
         pipeline: StepPipeline,
         rule: PauseRule,
         *,
@@ -31,7 +31,7 @@ class PausedCourse:
         self._rule = rule
         self._max_batch_prefill_tokens = max_batch_prefill_tokens
 
-    def foretell(self, batch: Batch, joiner: Joiner) -> Course | None:
+    def foretell(self, batch: Batch, joiner: Newcomer) -> Course | None:
         """None while the cost model knows nothing."""
         if self._cost.seconds(StepLoad(decodes=1)) is None:
             return None
@@ -52,7 +52,7 @@ class PausedCourse:
         first = begin + self._own_prefill_seconds(joiner, pauses)
         return Course(queue, first, self._step_seconds(batch, joiner))
 
-    def _pauses(self, batch: Batch, joiner: Joiner) -> Pauses:
+    def _pauses(self, batch: Batch, joiner: Newcomer) -> Pauses:
         since, owes_decode = self._since_prefill(batch)
         num_ahead, unknown = joiner.num_ahead, joiner.max_new_tokens
         prompt = (num_ahead * joiner.prompt_ahead + joiner.num_left) / (num_ahead + 1)
@@ -81,7 +81,7 @@ class PausedCourse:
         since = 1.0 + (least - 1) / self._experience.tokens_per_step
         return since, least == 1 and max(planned, default=1) > 1
 
-    def _in_flight(self, batch: Batch, joiner: Joiner) -> tuple[float, float]:
+    def _in_flight(self, batch: Batch, joiner: Newcomer) -> tuple[float, float]:
         """Seconds until the step that is planned next begins, and of the step before it.
 
         One step is in flight while that is open for who arrives, and two from then on.
@@ -103,7 +103,7 @@ class PausedCourse:
         prompts = [row.num_kv_tokens for row in batch.rows if row.num_tokens_planned == least]
         return self._prefill_seconds(len(prompts), sum(prompts) * self._experience.computed_share)
 
-    def _own_prefill_seconds(self, joiner: Joiner, pauses: Pauses) -> float:
+    def _own_prefill_seconds(self, joiner: Newcomer, pauses: Pauses) -> float:
         """Of the step that computes the joiner's prompt, beside those of others before and after it."""
         num_others = pauses.num_joining - 1
         num_before = min(num_others, joiner.num_ahead - pauses.num_joined)
@@ -111,7 +111,7 @@ class PausedCourse:
         others += (num_others - num_before) * self._experience.mean_prompt
         return self._prefill_seconds(pauses.num_joining, joiner.num_left + others)
 
-    def _step_seconds(self, batch: Batch, joiner: Joiner) -> float:
+    def _step_seconds(self, batch: Batch, joiner: Newcomer) -> float:
         """Of a step while load goes on as it is: for each row that ends another one brings its prompt."""
         size = max(1, batch.num_rows + min(joiner.num_ahead + 1, joiner.num_places))
         seconds = self._decode_seconds(batch, joiner, size)
@@ -125,7 +125,7 @@ class PausedCourse:
         pause = self._prefill_seconds(joining, joining * self._experience.mean_prompt)
         return seconds + pause / period
 
-    def _decode_seconds(self, batch: Batch, joiner: Joiner, num_rows: float) -> float:
+    def _decode_seconds(self, batch: Batch, joiner: Newcomer, num_rows: float) -> float:
         size = max(1, batch.num_rows, round(num_rows))
         context = batch.context(size, joiner.num_kv_tokens) * num_rows / size
         load = StepLoad(decodes=round(num_rows), context=round(context))

@@ -16,7 +16,7 @@ _YIELD_RATE = 1 / 64
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
-class Experience:
+class TrafficStatistics:
     """Lengths of answers in tokens and in steps, and of prompts.
 
     A row ends at a quantile of what answers like it have left: quantiles by the golden ratio of the slot cover the

@@ -1,5 +1,5 @@
 """Epochs, hangs, poison requests and memory that runs out.
 
-Entry points: `epochs.Lifeline`, `recovery_policy.Rescue`.
+Entry points: `epochs.EpochManager`, `recovery_policy.RecoveryPolicy`.
 May import: shards, scheduler, request, prediction, telemetry.
 """

@@ -10,10 +10,10 @@ import structlog
 
 from millrace_router.errors import RouterError, ShardsGone
 from millrace_router.prediction.cost import CostModel
-from millrace_router.recovery.hang_detector import Oldest, Sentry, Watchdog
+from millrace_router.recovery.hang_detector import HangDetector, Oldest, StepTimer
 from millrace_router.recovery.interrupt import Interrupt
-from millrace_router.recovery.launcher_channel import Supervisor
-from millrace_router.recovery.shard_status import Patience, Recovery
+from millrace_router.recovery.launcher_channel import LauncherChannel
+from millrace_router.recovery.shard_status import ShardStatus, Timeouts
 from millrace_router.shards.errors import ShardChanged, ShardError, ShardHung, ShardLost, StepFailed
 from millrace_router.shards.group import ShardedClient
 from millrace_router.telemetry.metrics import Metrics
@@ -23,21 +23,21 @@ REOPEN_SECONDS = 0.2
 log = structlog.get_logger(__name__)
 
 
-class Lifeline:
+class EpochManager:
     """Opens epochs, notices that one has failed, and has the launcher restart what does not come back by itself."""
 
     def __init__(
         self,
         shards: ShardedClient,
-        supervisor: Supervisor,
-        patience: Patience,
+        supervisor: LauncherChannel,
+        patience: Timeouts,
         cost: CostModel,
         metrics: Metrics,
         *,
         oldest: Callable[[], Oldest | None],
     ) -> None:
         """`oldest` tells of the step that the shards are at."""
-        self.recovery = Recovery()
+        self.recovery = ShardStatus()
         self.interrupt = Interrupt()
         """What the scheduling loop waits in; triggered by whatever is noticed from outside of it."""
         self._shards = shards
@@ -47,8 +47,8 @@ class Lifeline:
         self._has_served = False
         self._has_computed = False
         self._restart_is_planned = False
-        self._sentry = Sentry(
-            Watchdog(patience.step_seconds, cost),
+        self._sentry = HangDetector(
+            StepTimer(patience.step_seconds, cost),
             oldest=oldest,
             is_idle=lambda: self._has_served and oldest() is None,
             ask=shards.health,

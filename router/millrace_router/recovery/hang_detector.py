@@ -23,12 +23,12 @@ class Oldest(NamedTuple):
     load: StepLoad
 
 
-class Sentry:
+class HangDetector:
     """Watches for ever, and reports to `alarm` what it finds."""
 
     def __init__(
         self,
-        watchdog: Watchdog,
+        watchdog: StepTimer,
         *,
         oldest: Callable[[], Oldest | None],
         is_idle: Callable[[], bool],
@@ -76,7 +76,7 @@ SLOWEST = 30.0
 TICK_SECONDS = 0.5
 
 
-class Watchdog:
+class StepTimer:
     """Adds up the time that the oldest step has been running, tick by tick.
 
     Its own ticks and not the clock, because a router that was stopped for a while must not take that for the shards'

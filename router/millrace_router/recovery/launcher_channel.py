@@ -18,7 +18,7 @@ LONGEST_REASON = 1000
 log = structlog.get_logger(__name__)
 
 
-class Supervisor:
+class LauncherChannel:
     """The launcher as the router speaks to it; without one, what is said is dropped."""
 
     def __init__(self, fd: int | None) -> None:

@@ -10,7 +10,7 @@ STEPS_BEFORE_RELIEF = 256
 """Steps that have to succeed before they may be twice as large again."""
 
 
-class Pressure:
+class OomBackoff:
     """Halves batch and prompt tokens of a step with every failure; below one row and one block there is nothing."""
 
     def __init__(self, budgets: Budgets, *, block_size: int) -> None:

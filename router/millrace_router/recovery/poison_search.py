@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Suspects(Generic[T]):
+class PoisonSearch(Generic[T]):
     """Entries that were in a failed step, until each has got past the position at which that step failed.
 
     After a first failure all of them run again together, and nobody else: a process that was killed from outside is

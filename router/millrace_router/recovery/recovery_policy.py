@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from millrace_router.errors import DoesNotFit, Quarantined, RouterError
-from millrace_router.recovery.oom_backoff import Pressure
-from millrace_router.recovery.poison_search import Suspects
+from millrace_router.recovery.oom_backoff import OomBackoff
+from millrace_router.recovery.poison_search import PoisonSearch
 from millrace_router.recovery.quarantine import Quarantine
 from millrace_router.request.entry import Entry
 from millrace_router.scheduler.budgets import Budgets
@@ -18,10 +18,10 @@ PlannerFactory = Callable[[], Planner[Entry]]
 """Makes an empty planner for each new epoch."""
 
 
-class Rescue:
+class RecoveryPolicy:
     """Carries entries from a failed epoch into the next, where they are replayed. Pure decisions, no I/O.
 
-    Those that were in the failed step run before anybody else, all or in parts (`Suspects`), until each has got past
+    Entries of the failed step run first, all or in parts (`PoisonSearch`), until each has got past
     what failed, or has ended; the others are held back so long. Without suspects everybody runs.
     """
 
@@ -30,9 +30,9 @@ class Rescue:
         """Of the current epoch."""
         self._new_planner = new_planner
         self._quarantine = quarantine
-        self._suspects: Suspects[Entry] = Suspects()
+        self._suspects: PoisonSearch[Entry] = PoisonSearch()
         self._held: list[tuple[int, Entry]] = []
-        self._pressure = Pressure(self.planner.budgets, block_size=self.planner.blocks.block_size)
+        self._pressure = OomBackoff(self.planner.budgets, block_size=self.planner.blocks.block_size)
         self.must_regroup = False
         """Whether others are to run now, in an epoch of their own, once no step is in flight."""
 

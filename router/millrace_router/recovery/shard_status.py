@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Recovery:
+class ShardStatus:
     """Written by the batcher, read by health checks; times are of `time.monotonic`."""
 
     since: float | None = None
@@ -38,7 +38,7 @@ class Recovery:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
+class Timeouts:
     """In seconds."""
 
     step_seconds: float = 30.0
@@ -47,4 +47,4 @@ class Patience:
     """What shards get to come back before those who wait are told that it is in vain."""
 
 
-DEFAULT_PATIENCE = Patience()
+DEFAULT_TIMEOUTS = Timeouts()

@@ -20,7 +20,7 @@ def child_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return sha256(b"block" + parent + array("I", token_ids).tobytes()).digest()
 
 
-class BlockKeys:
+class BlockHashes:
     """Keys of the full blocks of one growing sequence, each computed once."""
 
     def __init__(self, block_size: int, adapter_id: str | None = None) -> None:

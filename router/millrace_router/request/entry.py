@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 
 from millrace_router.request.acceptance import Acceptance
-from millrace_router.request.block_hashes import BlockKeys
+from millrace_router.request.block_hashes import BlockHashes
 from millrace_router.request.events import (
     Finished,
     PromptChunk,
@@ -20,7 +20,7 @@ from millrace_router.text.detokenizer import IncrementalDetokenizer
 from millrace_router.text.stopping import StopMatcher
 from millrace_router.text.tokenizer import Tokenizer
 
-MOST_FORCED = 16
+MAX_JUMP_FORWARD_TOKENS = 16
 """Tokens forced by a grammar that one step computes beside a sampled one: as many as a block has positions."""
 
 
@@ -48,7 +48,7 @@ class Entry:
         self.accounted = False
         """Whether the scheduler has taken note of its end."""
         self.wants_prompt_logprobs = request.prefill_logprobs
-        self.most_forced = 0 if request.grammar is None else MOST_FORCED
+        self.max_jump_forward_tokens = 0 if request.grammar is None else MAX_JUMP_FORWARD_TOKENS
         self.acceptance = Acceptance()
         self.stream = TokenStream()
         self.generated_ids: list[int] = []
@@ -58,7 +58,7 @@ class Entry:
         self._stop = StopMatcher(request.stop_sequences) if request.stop_sequences else None
         self._prompt_logprobs = array("f")
         self._prompt_candidates = array("I"), array("f")
-        self._block_keys = BlockKeys(block_size)
+        self._block_keys = BlockHashes(block_size)
 
     @property
     def queued_at(self) -> float:

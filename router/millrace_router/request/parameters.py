@@ -56,7 +56,7 @@ class OpenAIParameters(GenerateParameters):
     """What only the OpenAI routes can ask for; both penalties are over generated tokens."""
 
     presence_penalty: Float32 = 0.0
-    occurrence_penalty: Float32 = 0.0
+    openai_frequency_penalty: Float32 = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token id, what is added to its score), each id once."""
     prompt_logprobs: bool = False

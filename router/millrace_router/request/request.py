@@ -45,7 +45,7 @@ class SamplingParameters:
     """TGI's, over prompt and generated tokens."""
     presence_penalty: float = 0.0
     """OpenAI's, over generated tokens."""
-    occurrence_penalty: float = 0.0
+    openai_frequency_penalty: float = 0.0
     """OpenAI's `frequency_penalty`, over generated tokens."""
     min_p: float = 0.0
     watermark: bool = False

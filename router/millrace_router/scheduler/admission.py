@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 from itertools import chain, count
 from typing import Generic, Protocol
 
-from millrace_router.scheduler.block_manager import BlockTable
+from millrace_router.scheduler.block_manager import BlockManager
 from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.prefix_cache import CachedBlock
 from millrace_router.scheduler.row import E, Row
@@ -40,7 +40,7 @@ class Admission(Generic[E]):
     for another one is not admitted yet: it is going to find that block cached.
     """
 
-    def __init__(self, budgets: Budgets, blocks: BlockTable) -> None:
+    def __init__(self, budgets: Budgets, blocks: BlockManager) -> None:
         self._budgets = budgets
         self._blocks = blocks
         self._paused: list[tuple[int, int, E]] = []
@@ -228,5 +228,5 @@ class Admission(Generic[E]):
             num_kv_owned=num_cached,
             num_computed=num_cached,
             num_entered=num_cached,
-            is_flexible=self._budgets.speculate > 0 or entry.most_forced > 0,
+            is_flexible=self._budgets.speculate > 0 or entry.max_jump_forward_tokens > 0,
         )

@@ -27,7 +27,7 @@ class _Holding:
         return self.blocks[len(self.pins) :]
 
 
-class BlockTable:
+class BlockManager:
     """Fixed-size KV blocks: handed out one by one, shared through the prefix cache, taken back at the end.
 
     Invariant: free + cached + owned = num_blocks - 1 (block 0 is the shards' scrap block and never handed out), and
@@ -192,7 +192,7 @@ class BlockTable:
 def advance(
     filled: Iterable[tuple[int, int]],
     rows: tuple[Mapping[int, Row[E]], Mapping[int, Row[E]]],
-    blocks: BlockTable,
+    blocks: BlockManager,
     failed_slots: Container[int],
 ) -> None:
     """Count positions, by (slot, how many more), of whichever of `rows` has the slot.

@@ -8,7 +8,7 @@ from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.forecast import Forecaster
 from millrace_router.prediction.late_planning import MOST, LatePlanning
 from millrace_router.prediction.prefill_pauses import PauseRule
-from millrace_router.scheduler.block_manager import BlockTable
+from millrace_router.scheduler.block_manager import BlockManager
 from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.draft_length import LengthPolicy
 from millrace_router.scheduler.planner import Planner
@@ -122,7 +122,7 @@ def planner_from(
 ) -> Planner[S]:
     """A planner with nothing running; block 0 is one of `num_blocks`."""
     cache = PrefixCache() if prefix_caching else None
-    return Planner(budgets, BlockTable(num_blocks, block_size, cache), cost, guesses)
+    return Planner(budgets, BlockManager(num_blocks, block_size, cache), cost, guesses)
 
 
 def late_planning_from(flags: Flags, cost: CostModel, *, most: float = MOST) -> LatePlanning:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Generic
 
 from millrace_router.prediction.step_load import StepLoad
-from millrace_router.scheduler.block_manager import BlockTable
+from millrace_router.scheduler.block_manager import BlockManager
 from millrace_router.scheduler.draft_length import LengthPolicy
 from millrace_router.scheduler.preemption import LOOKAHEAD
 from millrace_router.scheduler.row import E, Row
@@ -35,7 +35,7 @@ class Progress:
     """What they have yielded."""
 
 
-def grow(row: Row[E], blocks: BlockTable, plan: StepPlan[E]) -> bool:
+def grow(row: Row[E], blocks: BlockManager, plan: StepPlan[E]) -> bool:
     """Give `row` the blocks for what is planned; whether they were there."""
     grown = blocks.grow(row.slot, row.num_kv_tokens)
     if grown is None:
@@ -45,7 +45,7 @@ def grow(row: Row[E], blocks: BlockTable, plan: StepPlan[E]) -> bool:
     return True
 
 
-class Allowances(Generic[E]):
+class MultiTokenRows(Generic[E]):
     """Allows decodes more than the one position that each needs: for tokens a grammar has forced, and for guesses.
 
     The shards decide what a decode computes, and the next step is sent before they have said so. Hence the positions
@@ -55,7 +55,7 @@ class Allowances(Generic[E]):
     one, a row close to its end waits for no answer.
     """
 
-    def __init__(self, blocks: BlockTable, policy: LengthPolicy | None) -> None:
+    def __init__(self, blocks: BlockManager, policy: LengthPolicy | None) -> None:
         """Without a policy nothing is guessed."""
         self._blocks = blocks
         self._policy = policy
@@ -98,7 +98,7 @@ class Allowances(Generic[E]):
         rows = list(flexible.values())
         extras, left = [], max(0, most)
         for row in rows:
-            extra = min(row.entry.most_forced, left)
+            extra = min(row.entry.max_jump_forward_tokens, left)
             extras.append(extra)
             left -= extra
         guesses: Sequence[int] = [0] * len(rows)

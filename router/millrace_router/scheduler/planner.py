@@ -9,10 +9,10 @@ from typing import Generic
 
 from millrace_router.prediction.cost import CostModel
 from millrace_router.scheduler.admission import Admission, Waiting
-from millrace_router.scheduler.block_manager import BlockTable, advance
+from millrace_router.scheduler.block_manager import BlockManager, advance
 from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.draft_length import LengthPolicy, Longest
-from millrace_router.scheduler.multi_token import Allowances, Progress, grow
+from millrace_router.scheduler.multi_token import MultiTokenRows, Progress, grow
 from millrace_router.scheduler.preemption import row_to_yield, rows_to_preempt
 from millrace_router.scheduler.row import E, Row
 from millrace_router.scheduler.step_plan import StepPlan
@@ -32,7 +32,7 @@ class Planner(Generic[E]):
     def __init__(
         self,
         budgets: Budgets,
-        blocks: BlockTable,
+        blocks: BlockManager,
         cost: CostModel | None = None,
         guesses: LengthPolicy | None = None,
     ) -> None:
@@ -43,7 +43,7 @@ class Planner(Generic[E]):
         self.blocks = blocks
         self.rows: dict[int, Row[E]] = {}
         self._cost = cost
-        self._allowances: Allowances[E] = Allowances(blocks, guesses)
+        self._allowances: MultiTokenRows[E] = MultiTokenRows(blocks, guesses)
         self._flexible: set[int] = set()
         """Slots of flexible rows."""
         self._admission: Admission[E] = Admission(budgets, blocks)

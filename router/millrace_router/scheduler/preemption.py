@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable
 
-from millrace_router.scheduler.block_manager import BlockTable
+from millrace_router.scheduler.block_manager import BlockManager
 from millrace_router.scheduler.row import E, Row
 
 LOOKAHEAD = 2
@@ -13,7 +13,7 @@ LOOKAHEAD = 2
 
 
 def rows_to_preempt(
-    rows: Collection[Row[E]], blocks: BlockTable, retired: Iterable[int]
+    rows: Collection[Row[E]], blocks: BlockManager, retired: Iterable[int]
 ) -> list[Row[E]]:
     """The most junior rows, as many as it takes for the others to grow for some steps.
 
@@ -37,7 +37,7 @@ def rows_to_preempt(
     return chosen
 
 
-def _need(row: Row[E], blocks: BlockTable) -> int:
+def _need(row: Row[E], blocks: BlockManager) -> int:
     """Blocks beyond what it was promised that `row` lacks for the next steps."""
     if row.promised or row.num_prompt_left:
         return 0

@@ -17,7 +17,7 @@ class Candidate(Protocol):
     num_preemptions: int
 
     @property
-    def most_forced(self) -> int:
+    def max_jump_forward_tokens(self) -> int:
         """Tokens that its grammar may force at once beyond one; 0 for free text."""
 
     @property

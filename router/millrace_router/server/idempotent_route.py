@@ -18,7 +18,7 @@ from millrace_router.server.idempotency import (
     scope_of,
     unknown_event,
 )
-from millrace_router.server.recording import Recording, Replay
+from millrace_router.server.recording import Recording, ResumedStream
 from millrace_router.server.request_terms import counting_refusals
 from millrace_router.server.services import SERVICES
 from millrace_router.server.sse import RUN, cut_off, send
@@ -80,7 +80,7 @@ async def _read(request: web.Request, run: Run, num_known: int) -> web.StreamRes
         _check_known(answer, num_known)
     if isinstance(answer, Answer):
         return web.Response(status=answer.status, headers=answer.headers, body=answer.body)
-    with Replay(answer, num_known, partial(cut_off, request)) as replay:
+    with ResumedStream(answer, num_known, partial(cut_off, request)) as replay:
         return await send(request, replay, answer.form)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from millrace_router.errors import RouterError
-from millrace_router.server.stream_writer import MAX_UNREAD_BYTES, Outlet, nothing
+from millrace_router.server.stream_writer import MAX_UNREAD_BYTES, StreamWriter, nothing
 
 MAX_RECORDED_BYTES = 2**23
 """Frames kept of one stream: some 25 000 tokens of a chat. Of a longer one the beginning is forgotten."""
@@ -61,7 +61,7 @@ class Recording:
         self._render_error = render_error
         self._max_bytes = max_bytes
         self._frames: list[bytes] = []
-        self._replays: set[Replay] = set()
+        self._replays: set[ResumedStream] = set()
         self._ended = asyncio.Event()
 
     @property
@@ -106,11 +106,11 @@ class Recording:
             stop += 1
         return self._frames[first:stop]
 
-    def add_replay(self, replay: Replay) -> None:
+    def add_replay(self, replay: ResumedStream) -> None:
         """Hand every frame to come to `replay`."""
         self._replays.add(replay)
 
-    def remove_replay(self, replay: Replay) -> None:
+    def remove_replay(self, replay: ResumedStream) -> None:
         """Hand it nothing more."""
         self._replays.discard(replay)
 
@@ -140,7 +140,7 @@ class Recording:
             replay.follow_end()
 
 
-class Replay(Outlet):
+class ResumedStream(StreamWriter):
     """What one connection reads of a recording, from a position on; it holds no frame itself.
 
     A client that reads slowly costs nothing for as long as the recording keeps what it has yet to read, and is cut
@@ -159,7 +159,7 @@ class Replay(Outlet):
         if recording.ended:
             self.follow_end()
 
-    def __enter__(self) -> Replay:
+    def __enter__(self) -> ResumedStream:
         self._recording.add_replay(self)
         return self
 

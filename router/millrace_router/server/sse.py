@@ -14,7 +14,7 @@ from millrace_router.errors import IncompleteGeneration, IncompleteGenerationStr
 from millrace_router.server.bodies import error_body
 from millrace_router.server.idempotency import Run
 from millrace_router.server.recording import Form, Recording
-from millrace_router.server.stream_writer import Outlet, Sink
+from millrace_router.server.stream_writer import Sink, StreamWriter
 
 KEEP_ALIVE = b":\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -55,7 +55,7 @@ async def respond(
     """Send the frames that `feed` puts into a sink, at once or later, until it ends; raises as `send`."""
     run = request.get(RUN)
     if run is None:
-        outlet = Outlet(partial(cut_off, request))
+        outlet = StreamWriter(partial(cut_off, request))
         feed(outlet)
         return await send(request, outlet, form)
     on_error = form.on_error
@@ -66,7 +66,7 @@ async def respond(
     return web.StreamResponse()
 
 
-async def send(request: web.Request, outlet: Outlet, form: Form) -> web.StreamResponse:
+async def send(request: web.Request, outlet: StreamWriter, form: Form) -> web.StreamResponse:
     """Send the frames that come into the outlet, until it ends.
 
     The status line waits for the first frame, so that a request which fails before it gets its true status; after
@@ -103,7 +103,7 @@ def cut_off(request: web.Request) -> None:
         request.transport.abort()
 
 
-async def _pump(outlet: Outlet, connection: _Connection, keep_alive_seconds: float) -> None:
+async def _pump(outlet: StreamWriter, connection: _Connection, keep_alive_seconds: float) -> None:
     """Stand by until the outlet ends; raises ConnectionError.
 
     The outlet writes its frames itself. What is left to do here is to wait for a client that reads slowly, while

@@ -33,7 +33,7 @@ def nothing() -> None:
     """Close no connection."""
 
 
-class Outlet:
+class StreamWriter:
     """Takes frames without ever blocking or raising.
 
     While it is open, a frame goes to the transport at once: no task has to wake up for it. When the client does not

@@ -172,7 +172,7 @@ def _sequence_to_pb(row: Row[Entry]) -> pb.Sequence:
             repetition_penalty=sampling.repetition_penalty,
             frequency_penalty=sampling.frequency_penalty,
             presence_penalty=sampling.presence_penalty,
-            occurrence_penalty=sampling.occurrence_penalty,
+            openai_frequency_penalty=sampling.openai_frequency_penalty,
             min_p=sampling.min_p,
             watermark=sampling.watermark,
             bias_ids=[id_ for id_, _ in sampling.bias],

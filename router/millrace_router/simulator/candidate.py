@@ -46,7 +46,7 @@ class Candidate:
 
     closed = False
     wants_prompt_logprobs = False
-    most_forced = 0
+    max_jump_forward_tokens = 0
     acceptance = Acceptance()
 
     def __init__(

@@ -20,7 +20,7 @@ from millrace_router.simulator.fast_forward import (
     last_alike,
     num_steady_steps,
 )
-from millrace_router.simulator.metrics import Distribution, Gaps, Tally
+from millrace_router.simulator.metrics import Distribution, InterTokenLatencies, SimulationMetrics
 from millrace_router.simulator.pipeline import Flight, Pipeline
 
 _WORTH_COASTING = 3
@@ -41,7 +41,7 @@ class Engine:
     """
 
     def __init__(self, deployment: Deployment) -> None:
-        self.tally = Tally(replicas=1)
+        self.tally = SimulationMetrics(replicas=1)
         self.now = 0.0
         self._deployment = deployment
         self._cost = CostModel.fixed(deployment.cost_model)
@@ -57,7 +57,7 @@ class Engine:
             late=late,
         )
         self._prefixes = PrefixNames()
-        self._gaps = Gaps(self.tally.between_tokens)
+        self._gaps = InterTokenLatencies(self.tally.between_tokens)
         self._decoded_at = 0.0
         """When the last step that decoded was answered."""
         self._num_present = 0

@@ -15,7 +15,7 @@ from zlib import crc32
 
 from millrace_router.simulator.deployment import Deployment
 from millrace_router.simulator.engine import Engine
-from millrace_router.simulator.metrics import Tally, total
+from millrace_router.simulator.metrics import SimulationMetrics, total
 from millrace_router.simulator.workload import Workload
 
 WAVE = 256
@@ -36,7 +36,7 @@ class Fleet:
     """`prefix` sends the requests of one group to one replica."""
 
 
-def simulate(fleets: Sequence[Fleet], *, cores: int = 1) -> list[Tally]:
+def simulate(fleets: Sequence[Fleet], *, cores: int = 1) -> list[SimulationMetrics]:
     """Simulate each fleet, on as many cores as are given.
 
     Raises:
@@ -66,7 +66,7 @@ def _waves(fleet: Fleet, cores: int) -> Iterator[range]:
         yield range(start, min(start + size, fleet.sample))
 
 
-def _simulate_wave(fleet: Fleet, numbers: range) -> Tally:
+def _simulate_wave(fleet: Fleet, numbers: range) -> SimulationMetrics:
     """Simulate the replicas of these numbers."""
     # What the engines make has no cycles, and is much.
     was_enabled = gc.isenabled()
@@ -80,7 +80,7 @@ def _simulate_wave(fleet: Fleet, numbers: range) -> Tally:
             gc.enable()
 
 
-def _open_loop(fleet: Fleet, numbers: range) -> Tally:
+def _open_loop(fleet: Fleet, numbers: range) -> SimulationMetrics:
     engines = {number: Engine(fleet.deployment) for number in numbers}
     by_prefix = fleet.routing == "prefix"
     for index, arrival in enumerate(fleet.workload.arrivals()):
@@ -94,7 +94,7 @@ def _open_loop(fleet: Fleet, numbers: range) -> Tally:
     return total([engine.tally for engine in engines.values()])
 
 
-def _closed_loop(fleet: Fleet, number: int) -> Tally:
+def _closed_loop(fleet: Fleet, number: int) -> SimulationMetrics:
     """Drive one replica by its share of the clients; a refused client goes on with its next request."""
     workload, engine = fleet.workload, Engine(fleet.deployment)
     draw = workload.requester(f"replica {number}")

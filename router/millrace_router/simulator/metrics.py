@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from millrace_router.prediction.step_load import StepLoad
 
 
-class Gaps:
+class InterTokenLatencies:
     """Inter-token times of all streams, by how many of them had their last token when.
 
     Nearly always every stream had its last token with the same step, so a step costs the same for 1 and for 1000
@@ -117,7 +117,7 @@ class Distribution:
 
 
 @dataclass(slots=True)
-class Tally:
+class SimulationMetrics:
     """Counts and durations (in seconds) of one replica, or of several together."""
 
     replicas: int = 0
@@ -172,11 +172,11 @@ class Tally:
             setattr(self, name, getattr(self, name) * factor)
 
 
-def total(tallies: Sequence[Tally]) -> Tally:
+def total(tallies: Sequence[SimulationMetrics]) -> SimulationMetrics:
     """Several replicas as one."""
-    result = Tally()
+    result = SimulationMetrics()
     for tally in tallies:
-        for item in fields(Tally):
+        for item in fields(SimulationMetrics):
             mine, other = getattr(result, item.name), getattr(tally, item.name)
             if isinstance(mine, Distribution):
                 mine.merge([other])

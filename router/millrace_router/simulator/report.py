@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from millrace_router.simulator.fleet import Sweep
-from millrace_router.simulator.metrics import Tally
+from millrace_router.simulator.metrics import SimulationMetrics
 from millrace_router.simulator.svg import Panel, chart, short
 
 
@@ -19,18 +19,18 @@ class Figure:
     """Short, unique, and a key in JSON."""
     title: str
     """With its unit."""
-    of: Callable[[Tally], float]
+    of: Callable[[SimulationMetrics], float]
 
 
-def _seconds(tally: Tally) -> float:
+def _seconds(tally: SimulationMetrics) -> float:
     return max(tally.ended_at - tally.started_at, 1e-9)
 
 
-def _busy(tally: Tally) -> float:
+def _busy(tally: SimulationMetrics) -> float:
     return max(tally.busy_seconds, 1e-9)
 
 
-def _hit_share(tally: Tally) -> float:
+def _hit_share(tally: SimulationMetrics) -> float:
     """Of all input tokens of admitted requests, replays included, those whose KV was cached."""
     return tally.cached_tokens / max(1, tally.cached_tokens + tally.prefill_tokens)
 
@@ -63,7 +63,7 @@ SHOWN = 10
 """Tenants in the table; JSON has them all."""
 
 
-def table(sweeps: Sequence[Sweep], tallies: Sequence[Tally]) -> str:
+def table(sweeps: Sequence[Sweep], tallies: Sequence[SimulationMetrics]) -> str:
     """Figures down, points across; below, why requests were rejected, and what the first tenants saw."""
     rows = [
         [sweep.flag, *(point[place] for point in Sweep.points(sweeps))]
@@ -84,7 +84,7 @@ def table(sweeps: Sequence[Sweep], tallies: Sequence[Tally]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def as_json(sweeps: Sequence[Sweep], tallies: Sequence[Tally]) -> str:
+def as_json(sweeps: Sequence[Sweep], tallies: Sequence[SimulationMetrics]) -> str:
     """A list of objects: the swept flags under `point`, every figure by its name."""
     names = [sweep.flag for sweep in sweeps]
     results = [
@@ -101,10 +101,10 @@ def as_json(sweeps: Sequence[Sweep], tallies: Sequence[Tally]) -> str:
     return json.dumps(results, indent=2) + "\n"
 
 
-def plot(sweeps: Sequence[Sweep], tallies: Sequence[Tally]) -> str:
+def plot(sweeps: Sequence[Sweep], tallies: Sequence[SimulationMetrics]) -> str:
     """An SVG document: the first sweep along the axis, a line for each value of the second."""
     axis, points = sweeps[0], Sweep.points(sweeps)
-    lines: dict[str, list[Tally]] = {}
+    lines: dict[str, list[SimulationMetrics]] = {}
     for point, tally in zip(points, tallies, strict=True):
         name = f"{sweeps[1].flag} {point[1]}" if len(sweeps) > 1 else ""
         lines.setdefault(name, []).append(tally)
@@ -120,6 +120,6 @@ def plot(sweeps: Sequence[Sweep], tallies: Sequence[Tally]) -> str:
     )
 
 
-def _ttft_p90(tally: Tally, tenant: str) -> float:
+def _ttft_p90(tally: SimulationMetrics, tenant: str) -> float:
     distribution = tally.first_token_of.get(tenant)
     return 0.0 if distribution is None else distribution.percentile(90)

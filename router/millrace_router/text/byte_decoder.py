@@ -41,14 +41,14 @@ def _replacement(old: str, new: str) -> _Step:
     return lambda piece: piece.replace(old, new) if isinstance(piece, str) else piece
 
 
-class PieceDecoder:
+class ByteDecoder:
     """Applies a tokenizer's decoder to one piece, as if it stood in the middle of a text."""
 
     def __init__(self, steps: list[_Step]) -> None:
         self._steps = steps
 
     @classmethod
-    def of(cls, rust: RustTokenizer) -> PieceDecoder | None:
+    def of(cls, rust: RustTokenizer) -> ByteDecoder | None:
         """Read the decoder of `rust`; None if what a token adds can depend on its neighbours."""
         if rust.decoder is None:
             return None

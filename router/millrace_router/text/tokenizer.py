@@ -15,7 +15,7 @@ import orjson
 from tokenizers import Encoding
 from tokenizers import Tokenizer as RustTokenizer
 
-from millrace_router.text.byte_decoder import PieceDecoder
+from millrace_router.text.byte_decoder import ByteDecoder
 from millrace_router.text.token_length import longest_token
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -56,7 +56,7 @@ class Tokenizer:
         self._texts: dict[int, str] = {}
         self._bytes: dict[int, bytes] = {}
         self._whole_texts: dict[int, str | None] = {}
-        self._pieces = PieceDecoder.of(rust)
+        self._pieces = ByteDecoder.of(rust)
         self.longest_token = longest_token(rust)
         """The most bytes of a text that one token stands for, if that is known."""
         self.vocab_size: int = rust.get_vocab_size(with_added_tokens=True)

@@ -18,7 +18,7 @@ from typing import Protocol
 from weakref import WeakValueDictionary
 
 from millrace_router.errors import Overloaded, QueueExpired, ShardsGone, ValidationError
-from millrace_router.recovery.shard_status import Recovery
+from millrace_router.recovery.shard_status import ShardStatus
 from millrace_router.request.request import Grammar
 from millrace_router.shards.errors import ShardBusy, ShardError, ShardHung, ShardLost
 from millrace_router.telemetry.metrics import Metrics
@@ -61,7 +61,7 @@ class Grammars:
     def __init__(
         self,
         compiler: Compiler,
-        recovery: Recovery,
+        recovery: ShardStatus,
         metrics: Metrics,
         *,
         grace_seconds: float,

@@ -232,7 +232,7 @@ def sampling_from(parameters: GenerateParameters) -> SamplingParameters:
         repetition_penalty=_default(parameters.repetition_penalty, 1.0),
         frequency_penalty=_default(parameters.frequency_penalty, 0.0),
         presence_penalty=openai.presence_penalty,
-        occurrence_penalty=openai.occurrence_penalty,
+        openai_frequency_penalty=openai.openai_frequency_penalty,
         min_p=_default(parameters.min_p, 0.0),
         watermark=parameters.watermark,
         bias=openai.logit_bias,

@@ -21,8 +21,8 @@ from millrace_shard.batch.sequence import Sequence
 from millrace_shard.batch.sequence_table import SequenceTable
 from millrace_shard.batch.slots import Slots
 from millrace_shard.batch.step import BatchChange, Forward
-from millrace_shard.batch.step_layout import PreparedStep, spread
-from millrace_shard.batch.token_table import Histories
+from millrace_shard.batch.step_layout import StepLayout, spread
+from millrace_shard.batch.token_table import TokenTable
 from millrace_shard.device.transfers import upload, upload_columns
 from millrace_shard.errors import StepInvalid
 from millrace_shard.kernels.ragged import RaggedBatch
@@ -39,7 +39,7 @@ class Batch:
         self.device = device
         self.padding_slot = size
         """A row of the tables below that is no sequence's: one token of id 0, in the block for padding."""
-        self.history = Histories(size, limits.table_width * limits.block_size + 1, device)
+        self.history = TokenTable(size, limits.table_width * limits.block_size + 1, device)
         self.blocks = BlockTables(limits, device)
         self.slots = Slots(size)
         self.sequences = SequenceTable(limits, self.slots, self.blocks)
@@ -173,7 +173,7 @@ class Batch:
             num_context=tuple(context.tolist()),
         )
 
-    def put(self, prepared: PreparedStep, ids: Tensor, failed: Tensor) -> Tensor:
+    def put(self, prepared: StepLayout, ids: Tensor, failed: Tensor) -> Tensor:
         """Append the sampled `ids` [R] to the histories on the device, where the next step reads them.
 
         After a guess that was wrong they are nothing, and lie past the end. `failed` [R] bool is kept by sequence, and

@@ -17,7 +17,7 @@ class BatchLimits:
     vocab_size: int
     padding_block: int = 0
     """Where rows that pad a captured step store their one token: a block that no sequence owns."""
-    max_guesses: int = 0
+    max_draft_tokens: int = 0
     """Tokens that may be guessed ahead for one sequence in one step."""
     row_tile: int = 1
     """Positions up to a multiple of which a step costs the same; the same on all ranks, as they compute the same."""
@@ -29,4 +29,4 @@ class BatchLimits:
         Those of the longest one and of two steps sent ahead of its end, whose room the router counts in full though
         nothing past the longest is ever computed.
         """
-        return -(-(self.max_tokens + 1 + 2 * self.max_guesses) // self.block_size)
+        return -(-(self.max_tokens + 1 + 2 * self.max_draft_tokens) // self.block_size)

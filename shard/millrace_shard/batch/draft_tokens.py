@@ -15,7 +15,7 @@ from millrace_shard.device.transfers import upload
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Guesses:
+class DraftTokens:
     """Tokens that may follow the last ones of B rows, G in all, those of a row side by side."""
 
     counts: Ints
@@ -24,13 +24,13 @@ class Guesses:
     """[G] int64, on the device; within the vocabulary."""
 
     @classmethod
-    def none(cls, num_rows: int, device: torch.device) -> Guesses:
+    def none(cls, num_rows: int, device: torch.device) -> DraftTokens:
         """Of no row."""
         ids = torch.empty(0, dtype=torch.int64, device=device)
         return cls(counts=np.zeros(num_rows, dtype=np.int64), ids=ids)
 
     @classmethod
-    def of(cls, chains: list[Ints], device: torch.device) -> Guesses:
+    def of(cls, chains: list[Ints], device: torch.device) -> DraftTokens:
         """One chain a row, which may be empty."""
         counts = np.array([len(chain) for chain in chains], dtype=np.int64)
         ids = np.concatenate([*chains, np.empty(0, dtype=np.int64)])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from millrace_shard.arrays import Ints
-from millrace_shard.batch.step_layout import PreparedStep
+from millrace_shard.batch.step_layout import StepLayout
 from millrace_shard.device import transfers
 from millrace_shard.device.transfers import upload
 
@@ -32,7 +32,7 @@ class FailedSequences:
         """Keep in mind which of `slots` [n] have `failed` [n] bool."""
         self._add(upload(slots, self._device), failed)
 
-    def with_earlier(self, prepared: PreparedStep, failed: Tensor) -> Tensor:
+    def with_earlier(self, prepared: StepLayout, failed: Tensor) -> Tensor:
         """Keep in mind which samples have `failed` [R] bool; returns that with those whose sequence failed before."""
         if transfers.may_wait(self._device) and not (self._are_some or failed.numpy().any()):
             return failed

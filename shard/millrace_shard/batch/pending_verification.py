@@ -11,7 +11,7 @@ from millrace_shard.arrays import Ints
 from millrace_shard.batch.step_tokens import StepTokens
 
 
-class UnsettledSteps:
+class PendingVerification:
     """In the order of their launches. How many tokens a row has whose guesses are not settled, nobody knows."""
 
     def __init__(self, num_slots: int) -> None:

@@ -23,7 +23,7 @@ PARAMETERS = np.dtype(
         ("repetition_penalty", np.float32),
         ("frequency_penalty", np.float32),
         ("presence_penalty", np.float32),
-        ("occurrence_penalty", np.float32),
+        ("openai_frequency_penalty", np.float32),
         ("top_k", np.int64),
         ("do_sample", np.bool_),
         ("seed", np.uint64),
@@ -68,7 +68,7 @@ class SamplingParameters:
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
-    occurrence_penalty: float = 0.0
+    openai_frequency_penalty: float = 0.0
     min_p: float = 0.0
     watermark: bool = False
     bias: tuple[tuple[int, float], ...] = ()
@@ -81,7 +81,7 @@ class SamplingParameters:
             raise StepInvalid(
                 "temperature, repetition_penalty, top_p and typical_p have to be positive"
             )
-        penalties = (self.frequency_penalty, self.presence_penalty, self.occurrence_penalty)
+        penalties = (self.frequency_penalty, self.presence_penalty, self.openai_frequency_penalty)
         if not all(math.isfinite(value) for value in penalties):
             raise StepInvalid("penalties have to be finite")
         if not 0 <= self.min_p <= 1:
@@ -144,7 +144,9 @@ class Sequence:
         row["repetition_penalty"] = np.clip(p.repetition_penalty, FLOAT32.tiny, FLOAT32.max)
         row["frequency_penalty"] = np.clip(p.frequency_penalty, FLOAT32.min, FLOAT32.max)
         row["presence_penalty"] = np.clip(p.presence_penalty, FLOAT32.min, FLOAT32.max)
-        row["occurrence_penalty"] = np.clip(p.occurrence_penalty, FLOAT32.min, FLOAT32.max)
+        row["openai_frequency_penalty"] = np.clip(
+            p.openai_frequency_penalty, FLOAT32.min, FLOAT32.max
+        )
         row["top_k"] = p.top_k
         row["do_sample"] = p.do_sample
         row["seed"] = p.seed

@@ -11,7 +11,7 @@ from millrace_shard.batch.forced_token_budget import affordable
 from millrace_shard.batch.sequence import PARAMETERS, Sequence
 from millrace_shard.batch.slots import Slots
 from millrace_shard.batch.step import Forward
-from millrace_shard.batch.step_layout import PreparedStep, StepRows, WideRows, spread
+from millrace_shard.batch.step_layout import StepLayout, StepRows, WideRows, spread
 from millrace_shard.errors import StepInvalid
 from millrace_shard.sampling.sampling_rows import SamplingRows
 
@@ -30,7 +30,7 @@ class SequenceTable:
         self._num_cached = np.zeros(size, dtype=np.int64)
         self._prompt_logprobs = np.zeros(size, dtype=np.bool_)
         self._parameters = np.zeros(size, dtype=PARAMETERS)
-        self._last_plain: PreparedStep | None = None
+        self._last_plain: StepLayout | None = None
         """The last step that was plain, if nobody has gone since."""
 
     def admit(self, sequence: Sequence) -> None:
@@ -62,7 +62,7 @@ class SequenceTable:
         last = self._last_plain
         return last is not None and np.array_equal(slots, last.slots)
 
-    def repeat(self, step: Forward) -> tuple[PreparedStep, WideRows] | None:
+    def repeat(self, step: Forward) -> tuple[StepLayout, WideRows] | None:
         """The layout of a step of exactly the rows of the last plain one, if each is to compute one position again.
 
         Counts of these sequences have to be settled. It is what `rows` and `prepare` would come to, in a fraction of
@@ -121,7 +121,7 @@ class SequenceTable:
         finished = (counts == left) & ~at_end
         allowed = np.concatenate([np.ones(num_chunks, dtype=np.int64), allowed])
         drafts = np.concatenate([np.zeros(num_chunks, dtype=np.int64), drafts])
-        most_guesses = np.minimum(np.minimum(allowed, room) - counts, limits.max_guesses)
+        most_guesses = np.minimum(np.minimum(allowed, room) - counts, limits.max_draft_tokens)
         most_guesses = np.minimum(most_guesses, drafts)
         wide, some = allowed > 1, ~at_end
         return StepRows(
@@ -135,7 +135,7 @@ class SequenceTable:
             wide=WideRows(slots=slots[wide], computed=(starts + counts)[wide]),
         )
 
-    def prepare(self, rows: StepRows, guesses: Ints) -> PreparedStep:
+    def prepare(self, rows: StepRows, guesses: Ints) -> StepLayout:
         """Lay out the rows of a forward pass with so many `guesses` [B] each. At least one row is asked for."""
         slots, starts = rows.slots, rows.starts
         counts = rows.counts + guesses
@@ -159,7 +159,7 @@ class SequenceTable:
             and not rows.most_guesses.any()
             and bool(rows.finished.all())
         )
-        return PreparedStep(
+        return StepLayout(
             slots=slots,
             starts=starts,
             counts=counts,
@@ -186,7 +186,7 @@ class SequenceTable:
             is_plain=is_plain,
         )
 
-    def commit(self, prepared: PreparedStep, counts: Ints) -> None:
+    def commit(self, prepared: StepLayout, counts: Ints) -> None:
         """Advance the sequences of a step that has run. `counts` [Y] tokens are what each row yields.
 
         0 where that is not known yet, because tokens were guessed: the row waits to be settled.

@@ -11,7 +11,7 @@ from millrace_shard.sampling.sampling_rows import SamplingRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PreparedStep:
+class StepLayout:
     """A forward pass laid out on the host, and what its rows mean."""
 
     slots: Ints
@@ -55,7 +55,7 @@ class PreparedStep:
     is_plain: bool
     """Whether every row is a decode of one position that samples, and for which nobody guesses."""
 
-    def repeated(self, starts: Ints, most_tokens: Ints) -> PreparedStep:
+    def repeated(self, starts: Ints, most_tokens: Ints) -> StepLayout:
         """The same rows at other positions, of a step that is plain; all columns but these are shared."""
         return replace(
             self,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from millrace_shard.arrays import Flags, Floats, Ints, no_ints
-from millrace_shard.batch.step_layout import PreparedStep
+from millrace_shard.batch.step_layout import StepLayout
 from millrace_shard.device.stopwatch import Stopwatch
 from millrace_shard.device.transfers import start_downloads, upload
 from millrace_shard.sampling.sampler import Sampled
@@ -55,7 +55,7 @@ class StepTokens:
 
     def __init__(
         self,
-        prepared: PreparedStep,
+        prepared: StepLayout,
         sampled: Sampled,
         watch: Stopwatch,
         *,
@@ -148,7 +148,7 @@ class StepTokens:
         )
 
 
-def _one_each(prepared: PreparedStep, ids: Ints, logprobs: Floats) -> Emitted:
+def _one_each(prepared: StepLayout, ids: Ints, logprobs: Floats) -> Emitted:
     """A token of each row."""
     rows = np.arange(len(ids))
     return Emitted(
@@ -164,7 +164,7 @@ def _one_each(prepared: PreparedStep, ids: Ints, logprobs: Floats) -> Emitted:
     )
 
 
-def expected(prepared: PreparedStep, guesses: Tensor) -> Tensor:
+def expected(prepared: StepLayout, guesses: Tensor) -> Tensor:
     """[R] int32 on the device: the guess that each sample has to equal for the next one to count; -1 after the last."""
     num_samples = prepared.num_samples
     whole = torch.full((len(prepared.sampled),), -1, dtype=torch.int32, device=guesses.device)

@@ -12,7 +12,7 @@ from millrace_shard.device import transfers
 from millrace_shard.device.transfers import upload, upload_columns
 
 
-class Histories:
+class TokenTable:
     """A row for each slot, and a last one for padding.
 
     On CPU numpy reads and writes the same memory: an operation of torch's takes several times as long where the

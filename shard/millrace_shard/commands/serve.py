@@ -42,7 +42,7 @@ from millrace_shard.speculation.checkpoints import Checkpoints, find_draft
 from millrace_shard.speculation.loading import SpeculationLoader
 from millrace_shard.speculation.medusa_config import is_medusa
 from millrace_shard.structured_output.grammar_compiler import GrammarCompiler
-from millrace_shard.structured_output.manager import Guides
+from millrace_shard.structured_output.manager import GrammarManager
 
 STOP_SECONDS = 5.0
 """How long calls that are under way, a step among them, may go on after a signal."""
@@ -227,7 +227,7 @@ def with_folders(config: ShardConfig) -> ShardConfig:
     return config.model_copy(update={"model_folder": found.model, "draft_model": str(found.draft)})
 
 
-def _guides(config: ShardConfig, info: ModelInfo, device: torch.device) -> Guides:
+def _guides(config: ShardConfig, info: ModelInfo, device: torch.device) -> GrammarManager:
     compiler = GrammarCompiler.load(
         config.model_folder,
         vocab_size=info.vocab_size,
@@ -235,7 +235,7 @@ def _guides(config: ShardConfig, info: ModelInfo, device: torch.device) -> Guide
         timeout=config.grammar_timeout,
         max_source_bytes=config.max_grammar_bytes,
     )
-    return Guides(compiler, info.vocab_size, beside=device.type != "cpu")
+    return GrammarManager(compiler, info.vocab_size, beside=device.type != "cpu")
 
 
 def choose_device(config: ShardConfig) -> torch.device:

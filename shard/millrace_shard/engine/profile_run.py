@@ -17,7 +17,7 @@ def run_largest(runner: StepRunner, lengths: list[int], *, decode: bool = False)
     """
     # What prompts are scored with is little, and takes a CPU long; on CUDA it counts, and takes no time.
     scores = runner.batch.device.type == "cuda"
-    size, most = runner.batch.limits.block_size, runner.batch.limits.max_guesses
+    size, most = runner.batch.limits.block_size, runner.batch.limits.max_draft_tokens
     decode = decode and most > 0
     room = 1 + most if decode else 0
     num_blocks = [-(-(length + room) // size) for length in lengths]

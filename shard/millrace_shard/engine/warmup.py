@@ -36,11 +36,11 @@ from millrace_shard.engine.profile_run import (
 )
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.model_runner.decode_graphs import DecodeGraphs, GraphSettings
-from millrace_shard.model_runner.runner import StepRunner, TokenAids
+from millrace_shard.model_runner.runner import DecodingFeatures, StepRunner
 from millrace_shard.models.interface import CausalModel
 from millrace_shard.sampling.watermark import Watermark
 from millrace_shard.speculation.factory import Speculation
-from millrace_shard.structured_output.manager import Guides
+from millrace_shard.structured_output.manager import GrammarManager
 
 logger = logging.getLogger(__name__)
 
@@ -62,12 +62,12 @@ class LoadedModel:
     dtype: torch.dtype
     speculation: Speculation | None = None
     """How tokens are guessed ahead; None: not at all."""
-    guides: Guides | None = None
+    guides: GrammarManager | None = None
     """What makes the masks of sequences that have a grammar; None: such a sequence runs without."""
     watermark: Watermark | None = None
 
     @property
-    def max_guesses(self) -> int:
+    def max_draft_tokens(self) -> int:
         """Tokens that may be guessed ahead for one sequence in one step."""
         return 0 if self.speculation is None else self.speculation.most
 
@@ -211,7 +211,7 @@ def _memory_after_rehearsal(
         block_size=shape.block_size,
     )
     num_blocks = 1 + sum(-(-length // shape.block_size) for length in lengths)
-    per_decode = -(-(2 + loaded.max_guesses) // shape.block_size)
+    per_decode = -(-(2 + loaded.max_draft_tokens) // shape.block_size)
     num_blocks = max(num_blocks, 1 + request.max_batch_size * per_decode)
     with _memory_or(prefill_too_large(sum(lengths))):
         runner = _new_runner(
@@ -271,7 +271,7 @@ def _new_runner(
         block_size=loaded.kernels.block_size,
         vocab_size=loaded.model.info.vocab_size,
         padding_block=0 if graphs is None else num_blocks,
-        max_guesses=loaded.max_guesses,
+        max_draft_tokens=loaded.max_draft_tokens,
         row_tile=CPU_TILE if loaded.device.type == "cpu" else 1,
     )
     batch = Batch(limits, loaded.device)
@@ -292,7 +292,7 @@ def _new_runner(
         cache,
         batch,
         captured,
-        TokenAids(guides=loaded.guides, proposer=proposer, watermark=loaded.watermark),
+        DecodingFeatures(guides=loaded.guides, proposer=proposer, watermark=loaded.watermark),
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from millrace_shard.arrays import Floats, Ints, no_floats, no_ints
 from millrace_shard.batch.step import StepResult, Timings
-from millrace_shard.batch.step_layout import PreparedStep, WideRows
+from millrace_shard.batch.step_layout import StepLayout, WideRows
 from millrace_shard.batch.step_tokens import Emitted, StepTokens
 from millrace_shard.device.stopwatch import Stopwatch
 from millrace_shard.device.transfers import start_download
@@ -122,7 +122,7 @@ class LaunchedStep:
             drafted_tokens=drafted,
         )
 
-    def _top_columns(self, prepared: PreparedStep, emitted: Emitted) -> tuple[Ints, Ints, Floats]:
+    def _top_columns(self, prepared: StepLayout, emitted: Emitted) -> tuple[Ints, Ints, Floats]:
         """Candidates by token, then most likely first, then by id; what was forced is its own only one."""
         if not self._tops:
             return no_ints(), no_ints(), no_floats()

@@ -17,7 +17,7 @@ from torch import Tensor
 from millrace_shard.arrays import Ints
 from millrace_shard.batch.batch import Batch
 from millrace_shard.batch.step import StepResult
-from millrace_shard.batch.step_layout import PreparedStep
+from millrace_shard.batch.step_layout import StepLayout
 from millrace_shard.models.interface import CausalModel
 
 SLICE_ELEMENTS = 1 << 24
@@ -58,7 +58,7 @@ class PromptLogprobs:
 
 
 def prompt_logprobs(
-    states: Tensor, model: CausalModel, prepared: PreparedStep, batch: Batch
+    states: Tensor, model: CausalModel, prepared: StepLayout, batch: Batch
 ) -> PromptLogprobs:
     """What the step's prompts that ask for it get, of which there is one at least.
 

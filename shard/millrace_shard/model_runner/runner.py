@@ -13,11 +13,11 @@ from torch import Tensor
 
 from millrace_shard.arrays import Ints, no_ints
 from millrace_shard.batch.batch import Batch
-from millrace_shard.batch.draft_tokens import Guesses
-from millrace_shard.batch.pending_verification import UnsettledSteps
+from millrace_shard.batch.draft_tokens import DraftTokens
+from millrace_shard.batch.pending_verification import PendingVerification
 from millrace_shard.batch.sequence import Sequence
 from millrace_shard.batch.step import BatchChange, Forward
-from millrace_shard.batch.step_layout import PreparedStep, StepRows, WideRows
+from millrace_shard.batch.step_layout import StepLayout, StepRows, WideRows
 from millrace_shard.batch.step_tokens import StepTokens, expected
 from millrace_shard.device.stopwatch import Stopwatch
 from millrace_shard.kernels.base import Kernels, LayerCache
@@ -28,7 +28,7 @@ from millrace_shard.models.interface import CausalModel
 from millrace_shard.sampling.sampler import Sampled, Sampler
 from millrace_shard.sampling.watermark import Watermark
 from millrace_shard.speculation.proposer import Proposer
-from millrace_shard.structured_output.manager import Guides
+from millrace_shard.structured_output.manager import GrammarManager
 from millrace_shard.structured_output.step_masks import Guidance, Rulings
 
 logger = logging.getLogger(__name__)
@@ -39,10 +39,10 @@ def void() -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenAids:
+class DecodingFeatures:
     """What has a say in the choice of tokens beside the model, or speeds it up."""
 
-    guides: Guides | None = None
+    guides: GrammarManager | None = None
     """Without, no sequence may have a grammar."""
     proposer: Proposer | None = None
     """Without, nothing is guessed."""
@@ -53,9 +53,9 @@ class TokenAids:
 class _Plan:
     """What a step is to compute."""
 
-    prepared: PreparedStep | None
+    prepared: StepLayout | None
     """None where there is nothing to compute."""
-    guesses: Guesses
+    guesses: DraftTokens
     wide: WideRows = field(default_factory=WideRows)
     invalid_slots: Ints = field(default_factory=no_ints)
 
@@ -70,10 +70,10 @@ class StepRunner:
         cache: Many[LayerCache],
         batch: Batch,
         graphs: DecodeGraphs | None = None,
-        aids: TokenAids | None = None,
+        aids: DecodingFeatures | None = None,
     ) -> None:
         """`graphs` over the same cache and batch run the steps of decodes alone that they have room for."""
-        aids = aids or TokenAids()
+        aids = aids or DecodingFeatures()
         self._model = model
         self._kernels = kernels
         self._cache = cache
@@ -82,8 +82,8 @@ class StepRunner:
         self._biases = self._sampler.biases
         self._guidance = Guidance(aids.guides)
         self._proposer = aids.proposer
-        self._unsettled = UnsettledSteps(batch.limits.max_batch_size)
-        self._no_guesses = Guesses.none(0, batch.device)
+        self._unsettled = PendingVerification(batch.limits.max_batch_size)
+        self._no_guesses = DraftTokens.none(0, batch.device)
         self.batch = batch
 
     def clear(self) -> None:
@@ -224,7 +224,7 @@ class StepRunner:
         slots = prepared.yield_slots[emitted.rows]
         proposer.read(slots[there], emitted.positions[there], emitted.ids[there])
 
-    def _propose(self, rows: StepRows) -> Guesses:
+    def _propose(self, rows: StepRows) -> DraftTokens:
         if self._proposer is None or not (rows.num_chunks or rows.most_guesses.any()):
             return self._nothing(len(rows.slots))
         guesses = self._proposer.propose(rows)
@@ -232,14 +232,14 @@ class StepRunner:
             self.batch.history.write(*guesses.places(rows.slots, rows.num_tokens), guesses.ids)
         return guesses
 
-    def _nothing(self, num_rows: int) -> Guesses:
+    def _nothing(self, num_rows: int) -> DraftTokens:
         """No guesses."""
         if len(self._no_guesses.counts) != num_rows:
-            self._no_guesses = Guesses.none(num_rows, self.batch.device)
+            self._no_guesses = DraftTokens.none(num_rows, self.batch.device)
         return self._no_guesses
 
     def _forward(
-        self, prepared: PreparedStep, when_laid_out: Callable[[], None]
+        self, prepared: StepLayout, when_laid_out: Callable[[], None]
     ) -> tuple[Tensor, PromptLogprobs | None]:
         """Logits of `prepared.logit_rows`, and the scores of prompts that want any."""
         graphs = self._graphs
@@ -273,9 +273,7 @@ class StepRunner:
         if self._proposer is not None:
             self._proposer.clear_blocks(index)
 
-    def _check_unfinished(
-        self, logits: Tensor, prepared: PreparedStep
-    ) -> tuple[Ints, Tensor] | None:
+    def _check_unfinished(self, logits: Tensor, prepared: StepLayout) -> tuple[Ints, Tensor] | None:
         """Slots with more to compute, and which are not finite: the router may share their blocks from now on."""
         if not len(prepared.unfinished):
             return None
@@ -283,7 +281,7 @@ class StepRunner:
         self.batch.failed.add(prepared.unfinished, failed)
         return prepared.unfinished, failed
 
-    def _sample(self, logits: Tensor, prepared: PreparedStep, rulings: Rulings | None) -> Sampled:
+    def _sample(self, logits: Tensor, prepared: StepLayout, rulings: Rulings | None) -> Sampled:
         masks = None if rulings is None else rulings.masks
         sampled = self._sampler.sample(logits[: len(prepared.sampled)], prepared.sampling, masks)
         if rulings is not None and rulings.failed:
@@ -293,21 +291,21 @@ class StepRunner:
             self._force(prepared, rulings)
         return replace(sampled, failed=failed)
 
-    def _force(self, prepared: PreparedStep, rulings: Rulings) -> None:
+    def _force(self, prepared: StepLayout, rulings: Rulings) -> None:
         """Have what a grammar forces take the place of what was sampled."""
         rows = np.array(list(rulings.forced), dtype=np.int64)
         lengths = np.array([len(chain) for chain in rulings.forced.values()], dtype=np.int64)
         ids = np.array([id_ for chain in rulings.forced.values() for id_ in chain], dtype=np.int64)
-        chains = Guesses(counts=lengths, ids=self.batch.to_device(ids))
+        chains = DraftTokens(counts=lengths, ids=self.batch.to_device(ids))
         ends = (prepared.starts + prepared.counts - prepared.guesses)[prepared.yields[rows]]
         self.batch.history.write(*chains.places(prepared.yield_slots[rows], ends), chains.ids)
 
     def _tokens_of(
         self,
-        prepared: PreparedStep,
+        prepared: StepLayout,
         sampled: Sampled,
         watch: Stopwatch,
-        guesses: Guesses,
+        guesses: DraftTokens,
         rulings: Rulings | None,
     ) -> StepTokens:
         guessed = expected(prepared, guesses.ids) if len(guesses) else None
@@ -319,7 +317,7 @@ class StepRunner:
             self._proposer.follow(tokens.prepared, sampled.ids, guessed, forced)
         return tokens
 
-    def _commit(self, prepared: PreparedStep, tokens: StepTokens | None) -> None:
+    def _commit(self, prepared: StepLayout, tokens: StepTokens | None) -> None:
         if tokens is None:
             self.batch.sequences.commit(prepared, no_ints())
             return

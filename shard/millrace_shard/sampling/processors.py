@@ -74,7 +74,7 @@ class Processors:
                 repetition=self._column(p["repetition_penalty"]),
                 frequency=self._column(p["frequency_penalty"]),
                 presence=self._column(p["presence_penalty"]),
-                occurrence=self._column(p["occurrence_penalty"]),
+                occurrence=self._column(p["openai_frequency_penalty"]),
                 counts=bool(is_counted(p).any()),
             )
             penalise(logits, self._upload(some), self._history_of(mine), penalties)

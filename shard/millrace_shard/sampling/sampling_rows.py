@@ -65,7 +65,7 @@ def is_counted(p: NDArray[np.void]) -> Mask:
     counted: Mask = (
         (p["frequency_penalty"] != 0)
         | (p["presence_penalty"] != 0)
-        | (p["occurrence_penalty"] != 0)
+        | (p["openai_frequency_penalty"] != 0)
     )
     return counted
 

@@ -83,7 +83,7 @@ def info_to_pb(
         deterministic=deterministic and loaded.model.info.batch_invariant,
         prefill_logprobs=prefill_logprobs,
         window_size=info.window_size,
-        speculate=loaded.max_guesses,
+        speculate=loaded.max_draft_tokens,
         grammars=loaded.guides is not None and loaded.guides.compiler is not None,
     )
 
@@ -175,7 +175,7 @@ def _parameters(message: pb.Sequence) -> SamplingParameters:
         repetition_penalty=p.repetition_penalty,
         frequency_penalty=p.frequency_penalty,
         presence_penalty=p.presence_penalty,
-        occurrence_penalty=p.occurrence_penalty,
+        openai_frequency_penalty=p.openai_frequency_penalty,
         min_p=p.min_p,
         watermark=p.watermark,
         bias=tuple(zip(p.bias_ids, p.bias_values, strict=False)),

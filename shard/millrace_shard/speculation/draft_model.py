@@ -15,9 +15,9 @@ from torch import Tensor
 
 from millrace_shard.arrays import Ints
 from millrace_shard.batch.batch import Batch
-from millrace_shard.batch.draft_tokens import Guesses
+from millrace_shard.batch.draft_tokens import DraftTokens
 from millrace_shard.batch.sequence import Sequence
-from millrace_shard.batch.step_layout import PreparedStep, StepRows
+from millrace_shard.batch.step_layout import StepLayout, StepRows
 from millrace_shard.batch.step_tokens import Chains
 from millrace_shard.kernels.base import Kernels, LayerCache
 from millrace_shard.models.interface import CausalModel
@@ -61,7 +61,7 @@ class DraftProposer(Proposer):
 
     def follow(
         self,
-        prepared: PreparedStep,
+        prepared: StepLayout,
         ids: Tensor,  # noqa: ARG002
         expected: Tensor | None,  # noqa: ARG002
         forced: Chains,
@@ -72,7 +72,7 @@ class DraftProposer(Proposer):
         sure = (prepared.starts + prepared.counts - prepared.guesses)[rows]
         self._computed[slots] = np.minimum(self._computed[slots], sure)
 
-    def propose(self, rows: StepRows) -> Guesses:
+    def propose(self, rows: StepRows) -> DraftTokens:
         """Compute the prompts of the step, and the tokens that its drafting rows have come by; then guess."""
         starts, ends = self._computed[rows.slots], rows.num_tokens
         is_prompt = np.arange(len(rows.slots)) < rows.num_chunks
@@ -85,7 +85,7 @@ class DraftProposer(Proposer):
         most[is_prompt] = 0
         computing = np.flatnonzero(counts > 0)
         if not len(computing):
-            return Guesses.none(len(rows.slots), self._batch.device)
+            return DraftTokens.none(len(rows.slots), self._batch.device)
         drafting = np.flatnonzero(most > 0)
         lasts = counts[computing].cumsum() - 1
         logits = self._forward(
@@ -96,9 +96,9 @@ class DraftProposer(Proposer):
         )
         self._computed[rows.slots[computing]] += counts[computing]
         if not len(drafting):
-            return Guesses.none(len(rows.slots), self._batch.device)
+            return DraftTokens.none(len(rows.slots), self._batch.device)
         ids = self._draft(rows.slots[drafting], ends[drafting], most[drafting], logits)
-        return Guesses(counts=most, ids=ids)
+        return DraftTokens(counts=most, ids=ids)
 
     def _draft(self, slots: Ints, ends: Ints, most: Ints, logits: Tensor) -> Tensor:
         """`most[d]` tokens from position `ends[d]` on for each of D rows, those of a row side by side.

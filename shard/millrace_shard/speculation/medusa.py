@@ -18,9 +18,9 @@ from torch import Tensor
 
 from millrace_shard.arrays import Ints
 from millrace_shard.batch.batch import Batch
-from millrace_shard.batch.draft_tokens import Guesses
+from millrace_shard.batch.draft_tokens import DraftTokens
 from millrace_shard.batch.sequence import Sequence
-from millrace_shard.batch.step_layout import PreparedStep, StepRows
+from millrace_shard.batch.step_layout import StepLayout, StepRows
 from millrace_shard.batch.step_tokens import Chains
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.base import Kernels, LayerCache, Linear
@@ -131,21 +131,21 @@ class MedusaProposer(Proposer):
         """Its state is not known before its prompt is computed."""
         self._is_fresh[sequence.slot] = False
 
-    def propose(self, rows: StepRows) -> Guesses:
+    def propose(self, rows: StepRows) -> DraftTokens:
         """A chain for each row that may have one and whose state is known."""
         fresh = self._is_fresh[rows.slots] & (rows.counts == 1)
         counts = np.where(fresh, np.minimum(rows.most_guesses, len(self._model.heads)), 0)
         chosen = np.flatnonzero(counts > 0)
         if not len(chosen):
-            return Guesses.none(len(rows.slots), self._batch.device)
+            return DraftTokens.none(len(rows.slots), self._batch.device)
         longest = int(counts.max())
         states = self._states[self._batch.to_device(rows.slots[chosen])]
         guessed = self._model.guess(states, longest)
         filled = np.flatnonzero((np.arange(longest) < counts[chosen, None]).ravel())
-        return Guesses(counts=counts, ids=guessed.view(-1)[self._batch.to_device(filled)])
+        return DraftTokens(counts=counts, ids=guessed.view(-1)[self._batch.to_device(filled)])
 
     def follow(
-        self, prepared: PreparedStep, ids: Tensor, expected: Tensor | None, forced: Chains
+        self, prepared: StepLayout, ids: Tensor, expected: Tensor | None, forced: Chains
     ) -> None:
         """Keep the state before the last token that counts of each row, if the pass has left states."""
         slots = prepared.yield_slots
@@ -166,7 +166,7 @@ class MedusaProposer(Proposer):
         self._is_fresh[slots[list(forced)]] = False
 
 
-def _places(prepared: PreparedStep) -> Ints:
+def _places(prepared: StepLayout) -> Ints:
     """[Y, K], which sampled positions each row has; its last one fills up what it has not."""
     num_samples = prepared.num_samples
     firsts = num_samples.cumsum() - num_samples

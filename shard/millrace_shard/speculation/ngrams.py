@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from millrace_shard.arrays import Ints
-from millrace_shard.batch.draft_tokens import Guesses
+from millrace_shard.batch.draft_tokens import DraftTokens
 from millrace_shard.batch.sequence import Sequence
 from millrace_shard.batch.step_layout import StepRows
 from millrace_shard.speculation.proposer import Proposer
@@ -34,7 +34,7 @@ class NgramProposer(Proposer):
             (self._tokens[slot, :last] == self._tokens[slot, last]).any() for slot, last in rows
         )
 
-    def propose(self, rows: StepRows) -> Guesses:
+    def propose(self, rows: StepRows) -> DraftTokens:
         """A chain for each row that has room for one and an n-gram that occurred before."""
         chains = [
             lookup(self._tokens[slot, :length], int(most)) if most else np.empty(0, dtype=np.int64)
@@ -42,7 +42,7 @@ class NgramProposer(Proposer):
                 rows.slots, rows.num_tokens, rows.most_guesses, strict=True
             )
         ]
-        return Guesses.of(chains, self._device)
+        return DraftTokens.of(chains, self._device)
 
 
 class CopyingNgramProposer(NgramProposer):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from millrace_shard.arrays import Ints
-from millrace_shard.batch.draft_tokens import Guesses
+from millrace_shard.batch.draft_tokens import DraftTokens
 from millrace_shard.batch.sequence import Sequence
-from millrace_shard.batch.step_layout import PreparedStep, StepRows
+from millrace_shard.batch.step_layout import StepLayout, StepRows
 from millrace_shard.batch.step_tokens import Chains
 
 
@@ -20,7 +20,7 @@ class Proposer:
     reads_tokens = False
     """Whether it needs every token on the host; a step that asks it for guesses waits for them then."""
 
-    def propose(self, rows: StepRows) -> Guesses:
+    def propose(self, rows: StepRows) -> DraftTokens:
         """At most `rows.most_guesses[b]` tokens for row b. Called for every step that has room for guesses or a prompt.
 
         What the rows hold, guesses aside, is in the history on the device.
@@ -44,7 +44,7 @@ class Proposer:
         """Guesses of `slots` were looked at: as many as are right, their KV positions now end at `computed`."""
 
     def follow(
-        self, prepared: PreparedStep, ids: Tensor, expected: Tensor | None, forced: Chains
+        self, prepared: StepLayout, ids: Tensor, expected: Tensor | None, forced: Chains
     ) -> None:
         """A step was submitted that samples `ids` [R]; the host knows nothing of them yet.
 

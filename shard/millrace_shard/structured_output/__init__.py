@@ -1,5 +1,5 @@
 """Grammars compiled, followed and turned into bitmasks.
 
-Entry points: `grammar_compiler.GrammarCompiler`, `manager.Guides`.
+Entry points: `grammar_compiler.GrammarCompiler`, `manager.GrammarManager`.
 May import: batch, model_loader, kernels, device.
 """

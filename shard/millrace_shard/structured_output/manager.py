@@ -37,7 +37,7 @@ class GuidedRow:
     news: Callable[[], Sequence[int]]
     """Tokens sampled since the last step that named this slot, forced ones left out; may wait for the device."""
     drafts: Sequence[int] = ()
-    most_forced: int = 0
+    max_jump_forward_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,7 +48,7 @@ class Masks:
     """[M, ceil(V / 32)]: bit i of word j allows id 32 j + i. 1 + len(drafts) masks for each row, in order of the rows;
     all ones after a guess that is not allowed, and for rows that failed. Those of the next step overwrite them."""
     forced: tuple[tuple[int, ...], ...]
-    """By row: tokens of which each was the only one allowed after those before it, at most `most_forced`."""
+    """By row: tokens that were each the only one allowed, at most `max_jump_forward_tokens`."""
     failed: Mapping[int, str]
     """Slots whose matcher cannot go on, and why."""
 
@@ -94,7 +94,7 @@ class MaskJob:
             raise RuntimeError(f"masks could not be computed: {error}") from error
 
 
-class Guides:
+class GrammarManager:
     """The matchers of guided sequences, by slot. Its methods are the engine thread's and wait for nothing."""
 
     def __init__(
@@ -218,7 +218,9 @@ class Guides:
         following = [
             row
             for row in rows
-            if row.request.most_forced and row.matcher is not None and not row.matcher.has_ended
+            if row.request.max_jump_forward_tokens
+            and row.matcher is not None
+            and not row.matcher.has_ended
         ]
         current = bits
         if len(following) < len(bits):
@@ -242,7 +244,7 @@ class Guides:
         matcher = row.matcher
         if matcher is None or matcher.has_ended:
             return False
-        return len(row.forced) < row.request.most_forced
+        return len(row.forced) < row.request.max_jump_forward_tokens
 
     def _follow_drafts(self, rows: Sequence[_Row], lines: MaskLines) -> None:
         """Masks after each guess while the guesses are allowed; the matchers then stand where they stood."""

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 
 from millrace_shard.arrays import Ints
-from millrace_shard.batch.draft_tokens import Guesses
+from millrace_shard.batch.draft_tokens import DraftTokens
 from millrace_shard.batch.sequence import Sequence
-from millrace_shard.batch.step_layout import PreparedStep
+from millrace_shard.batch.step_layout import StepLayout
 from millrace_shard.batch.step_tokens import Chains, StepTokens
 from millrace_shard.device.transfers import upload
 from millrace_shard.kernels.masks import RowMasks
-from millrace_shard.structured_output.manager import GuidedRow, Guides, MaskJob
+from millrace_shard.structured_output.manager import GrammarManager, GuidedRow, MaskJob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -60,7 +60,7 @@ class PendingRulings:
 class Guidance:
     """Feeds matchers with the tokens of their sequences; by the engine thread alone."""
 
-    def __init__(self, guides: Guides | None) -> None:
+    def __init__(self, guides: GrammarManager | None) -> None:
         """Without `guides` no sequence may have a grammar."""
         self._guides = guides
         self._news: dict[int, list[tuple[StepTokens, int]]] = {}
@@ -90,7 +90,7 @@ class Guidance:
         if self._guides is not None:
             self._guides.clear()
 
-    def start(self, prepared: PreparedStep, guesses: Guesses) -> PendingRulings | None:
+    def start(self, prepared: StepLayout, guesses: DraftTokens) -> PendingRulings | None:
         """Begin to make the masks of a step; None where no row that samples is guided.
 
         A row of several positions may be forced to as many tokens, any other to one.
@@ -104,7 +104,9 @@ class Guidance:
         most_tokens = prepared.most_tokens.tolist()
         rows = [
             GuidedRow(
-                slot=slots[row], news=self._take_news(slots[row]), most_forced=most_tokens[row]
+                slot=slots[row],
+                news=self._take_news(slots[row]),
+                max_jump_forward_tokens=most_tokens[row],
             )
             for row in guided
         ]

@@ -20,7 +20,7 @@ from millrace_router.errors import (
     ShardsGone,
     Unhealthy,
 )
-from millrace_router.recovery.shard_status import Recovery
+from millrace_router.recovery.shard_status import ShardStatus
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_testing.router.edge import (
@@ -86,7 +86,7 @@ async def test_every_route_in_every_state(state: str) -> None:
 
 async def test_it_says_what_it_waits_for_and_for_how_long() -> None:
     now = 1000.0
-    recovery = Recovery()
+    recovery = ShardStatus()
     health = Health(recovery, FakeBatcher(), grace_seconds=60.0, clock=lambda: now)
     recovery.begin(AT_FAULT, now)
     with pytest.raises(Unhealthy) as raised:

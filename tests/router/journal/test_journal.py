@@ -30,8 +30,8 @@ from millrace_router.journal.reader import (
 )
 from millrace_router.journal.records import Kind, split
 from millrace_router.journal.rotation import Folder, journal_files
-from millrace_router.journal.shard_state import Ledger
-from millrace_router.journal.writer import Scribe
+from millrace_router.journal.shard_state import ShardState
+from millrace_router.journal.writer import JournalWriter
 from millrace_router.request.request import Grammar, GrammarKind, SamplingParameters, ValidRequest
 from millrace_router.telemetry.metrics import Counter
 from millrace_testing.router.journals import (
@@ -111,7 +111,7 @@ class Tap:
 
     def __init__(self, shard: HashShard) -> None:
         self.shard = shard
-        self.ledger = Ledger()
+        self.ledger = ShardState()
         self._step = shard.step
 
     def step(self, request: pb.StepRequest) -> pb.StepResponse:
@@ -373,7 +373,7 @@ def test_a_defect_ends_the_journal_alone(tmp_path: Path) -> None:
 
 async def test_the_thread_writes_all_before_it_ends(tmp_path: Path) -> None:
     shard = new_shard()
-    scribe = Scribe(Folder(tmp_path, max_bytes=1 << 20), header(shard))
+    scribe = JournalWriter(Folder(tmp_path, max_bytes=1 << 20), header(shard))
     journal = Journal(scribe, Counter())
     run(journal, shard)
     await journal.close()
@@ -396,7 +396,7 @@ async def test_a_disk_that_hangs_keeps_nobody(
 
     monkeypatch.setattr(scribe_module, "write_all", hang)
     shard = new_shard()
-    scribe = Scribe(Folder(tmp_path, max_bytes=1 << 20), header(shard))
+    scribe = JournalWriter(Folder(tmp_path, max_bytes=1 << 20), header(shard))
     journal = Journal(scribe, Counter())
     run(journal, shard)
     with capture_logs() as lines:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace_router.prediction.error_tracker import PredictionAudit
+from millrace_router.prediction.error_tracker import ErrorTracker
 
 SECONDS = st.floats(0, 1e6)
 
@@ -20,7 +20,7 @@ SECONDS = st.floats(0, 1e6)
 def test_quantiles_are_those_of_the_last_errors(
     pairs: list[tuple[float, float]], window: int
 ) -> None:
-    audit = PredictionAudit(window)
+    audit = ErrorTracker(window)
     for number, (predicted, realised) in enumerate(pairs, start=1):
         audit.add(predicted, realised)
         errors = sorted(abs(a - b) for a, b in pairs[max(0, number - window) : number])
@@ -33,13 +33,13 @@ def test_quantiles_are_those_of_the_last_errors(
 
 
 def test_knows_nothing_before_the_first() -> None:
-    audit = PredictionAudit()
+    audit = ErrorTracker()
     assert math.isnan(audit.median())
     assert math.isnan(audit.p90())
 
 
 def test_an_error_that_is_no_number_is_refused() -> None:
-    audit = PredictionAudit()
+    audit = ErrorTracker()
     with pytest.raises(ValueError, match="no error between nan"):
         audit.add(math.nan, 1.0)
     assert len(audit) == 0
@@ -47,4 +47,4 @@ def test_an_error_that_is_no_number_is_refused() -> None:
 
 def test_an_empty_window_is_refused() -> None:
     with pytest.raises(ValueError, match="window=0"):
-        PredictionAudit(0)
+        ErrorTracker(0)

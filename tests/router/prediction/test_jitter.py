@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace_router.prediction.cost import COEFFICIENTS, CostModel
-from millrace_router.prediction.jitter import NUM_RATIOS, Variation
+from millrace_router.prediction.jitter import NUM_RATIOS, StepJitter
 from millrace_router.prediction.step_load import StepLoad
 
 
 def test_nothing_is_said_of_few_steps() -> None:
-    variation = Variation()
+    variation = StepJitter()
     for _ in range(NUM_RATIOS - 1):
         variation.took(1.0)
     assert variation.ratios() == []
@@ -21,7 +21,7 @@ def test_nothing_is_said_of_few_steps() -> None:
 
 @given(st.lists(st.floats(0.01, 100.0), min_size=NUM_RATIOS, max_size=NUM_RATIOS + 50))
 def test_ratios_are_those_of_the_last_steps_in_their_order_about_one(seen: list[float]) -> None:
-    variation = Variation()
+    variation = StepJitter()
     for ratio in seen:
         variation.took(ratio)
     ratios, last = variation.ratios(), seen[-NUM_RATIOS:]
@@ -30,7 +30,7 @@ def test_ratios_are_those_of_the_last_steps_in_their_order_about_one(seen: list[
 
 
 def test_one_slow_answer_moves_little() -> None:
-    variation = Variation()
+    variation = StepJitter()
     for _ in range(1000):
         variation.turned(0.001)
     variation.turned(0.065)
@@ -38,7 +38,7 @@ def test_one_slow_answer_moves_little() -> None:
 
 
 def test_a_burst_of_entries_is_soon_forgotten() -> None:
-    variation = Variation()
+    variation = StepJitter()
     assert variation.entry_seconds == 0.0
     for seconds in [*([0.5] * 200), *([0.001] * 40)]:
         variation.entered(seconds)

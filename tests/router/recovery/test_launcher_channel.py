@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace_router.recovery.launcher_channel import Supervisor
+from millrace_router.recovery.launcher_channel import LauncherChannel
 
 
 @dataclass
@@ -22,7 +22,7 @@ class Line:
     """Both ends, and what the router's hears."""
 
     launcher: socket.socket
-    supervisor: Supervisor
+    supervisor: LauncherChannel
     heard: list[tuple[object, ...]] = field(default_factory=list)
 
 
@@ -30,7 +30,7 @@ class Line:
 def line() -> Iterator[Line]:
     ours, theirs = socket.socketpair()
     ours.settimeout(10)
-    line = Line(ours, Supervisor(theirs.detach()))
+    line = Line(ours, LauncherChannel(theirs.detach()))
     line.supervisor.on_restarting = lambda *said: line.heard.append(said)
     line.supervisor.on_gave_up = lambda *said: line.heard.append(said)
     with ours:
@@ -71,7 +71,7 @@ async def test_both_ways(line: Line) -> None:
 
 
 async def test_without_a_launcher_what_is_said_is_dropped() -> None:
-    supervisor = Supervisor(None)
+    supervisor = LauncherChannel(None)
     assert not supervisor.is_there
     await supervisor.run()
     supervisor.progressed()
@@ -81,7 +81,7 @@ async def test_without_a_launcher_what_is_said_is_dropped() -> None:
 
 def test_descriptor_that_is_no_socket_is_no_launcher() -> None:
     ours, theirs = os.pipe()
-    assert not Supervisor(theirs).is_there
+    assert not LauncherChannel(theirs).is_there
     os.close(ours)
     os.close(theirs)
 
@@ -91,7 +91,7 @@ def test_descriptor_that_is_no_socket_is_no_launcher() -> None:
 def test_garbage_is_dropped(garbage: list[bytes]) -> None:
     async def play() -> list[str]:
         ours, theirs = socket.socketpair()
-        supervisor = Supervisor(theirs.detach())
+        supervisor = LauncherChannel(theirs.detach())
         heard: list[str] = []
         supervisor.on_gave_up = heard.append
         good = b'{"event": "gave_up", "reason": "r"}'

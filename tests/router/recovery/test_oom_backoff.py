@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace_router.recovery.oom_backoff import STEPS_BEFORE_RELIEF, Pressure
+from millrace_router.recovery.oom_backoff import STEPS_BEFORE_RELIEF, OomBackoff
 from millrace_router.scheduler.budgets import Budgets
 
 
-def pressure(prefill: int = 4096, rows: int = 32, block_size: int = 64) -> Pressure:
+def pressure(prefill: int = 4096, rows: int = 32, block_size: int = 64) -> OomBackoff:
     budgets = Budgets(max_batch_prefill_tokens=prefill, max_batch_size=rows, spare_slots=8)
-    return Pressure(budgets, block_size=block_size)
+    return OomBackoff(budgets, block_size=block_size)
 
 
 def test_each_failure_halves_and_success_doubles_again() -> None:

@@ -13,9 +13,9 @@ from millrace_proto import generate_pb2 as pb
 from millrace_router.engine.batcher import Batcher
 from millrace_router.errors import DoesNotFit, Quarantined, ShardsGone
 from millrace_router.recovery import hang_detector
-from millrace_router.recovery.hang_detector import Watchdog
-from millrace_router.recovery.launcher_channel import Supervisor
-from millrace_router.recovery.shard_status import Patience
+from millrace_router.recovery.hang_detector import StepTimer
+from millrace_router.recovery.launcher_channel import LauncherChannel
+from millrace_router.recovery.shard_status import Timeouts
 from millrace_router.request.events import Event
 from millrace_router.shards.errors import ShardLost
 from millrace_router.shards.wire import StepResult
@@ -30,7 +30,7 @@ from millrace_testing.router.fake_router import (
 from millrace_testing.shards.fake_shard import FakeShard, continuation
 
 
-class FakeLauncher(Supervisor):
+class FakeLauncher(LauncherChannel):
     """Remembers what it is asked for."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class DyingShards(DirectShards):
         await asyncio.sleep(0)
         if self.hangs:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(Watchdog, "limit_seconds", lambda self, load: 0.0)
+                patch.setattr(StepTimer, "limit_seconds", lambda self, load: 0.0)
                 self.hangs = False
                 await asyncio.Event().wait()
         if not self.is_there:
@@ -227,7 +227,7 @@ async def test_shards_that_are_lost_while_idle_are_missed(monkeypatch: pytest.Mo
 async def test_who_waits_for_shards_that_do_not_come_back_is_told_so() -> None:
     shard = FakeShard()
     shards = DyingShards(shard)
-    patience = Patience(step_seconds=30.0, recovery_seconds=0.0)
+    patience = Timeouts(step_seconds=30.0, recovery_seconds=0.0)
     async with serving(shards, shard, patience=patience, max_batch_size=1) as (batcher, _):
         streams = [batcher.submit(request([i], 30)) for i in range(3)]
         await anext(streams[0])

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace_router.request.block_hashes import BlockKeys, child_key, root_key
+from millrace_router.request.block_hashes import BlockHashes, child_key, root_key
 
 token_ids = st.lists(st.integers(0, 2**32 - 1) | st.integers(0, 2), max_size=24)
 
 
 def keys(ids: list[int], size: int, adapter_id: str | None = None) -> list[bytes]:
-    return list(BlockKeys(size, adapter_id).first(len(ids) // size, ids, []))
+    return list(BlockHashes(size, adapter_id).first(len(ids) // size, ids, []))
 
 
 @given(token_ids, token_ids, st.integers(1, 5))
@@ -28,7 +28,7 @@ def test_generated_tokens_continue_the_prompt(
     prompt: list[int], generated: list[int], size: int, data: st.DataObject
 ) -> None:
     """However far the keys were asked for before, and wherever the prompt ends inside a block."""
-    growing = BlockKeys(size)
+    growing = BlockHashes(size)
     number = (len(prompt) + len(generated)) // size
     asked = data.draw(st.integers(0, len(prompt) // size))
     growing.first(asked, prompt, [])
@@ -61,4 +61,4 @@ def test_keys_are_long_enough_that_nobody_finds_two_equal_ones() -> None:
 
 def test_a_block_that_is_not_full_has_no_key() -> None:
     with pytest.raises(ValueError, match="not full"):
-        BlockKeys(4).first(2, [1, 2, 3, 4, 5], [6, 7])
+        BlockHashes(4).first(2, [1, 2, 3, 4, 5], [6, 7])

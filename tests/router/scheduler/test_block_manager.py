@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from millrace_router.request.block_hashes import child_key, root_key
-from millrace_router.scheduler.block_manager import BlockTable
+from millrace_router.scheduler.block_manager import BlockManager
 from millrace_router.scheduler.prefix_cache import PrefixCache
 from millrace_testing.schedules.driver import check_blocks
 
@@ -44,7 +44,7 @@ class BlockTableMachine(RuleBasedStateMachine):
 
     @initialize(caching=st.booleans())
     def begin(self, caching: bool) -> None:
-        self.table = BlockTable(NUM_BLOCKS + 1, SIZE, PrefixCache() if caching else None)
+        self.table = BlockManager(NUM_BLOCKS + 1, SIZE, PrefixCache() if caching else None)
         self.held: dict[int, Held] = {}
         self.content: dict[int, bytes] = {}
         """Key of what was last computed in a block."""
@@ -139,18 +139,18 @@ TestBlockTable = BlockTableMachine.TestCase
 @given(st.integers(-3, 1), st.integers(-1, 4))
 def test_an_empty_table_is_refused(num_blocks: int, block_size: int) -> None:
     with pytest.raises(ValueError, match="no block"):
-        BlockTable(num_blocks, block_size)
+        BlockManager(num_blocks, block_size)
 
 
 def test_a_slot_is_admitted_once() -> None:
-    table = BlockTable(8, SIZE)
+    table = BlockManager(8, SIZE)
     table.admit(0, 8)
     with pytest.raises(ValueError, match="slot 0"):
         table.admit(0, 8)
 
 
 def test_growth_beyond_the_promise_takes_what_is_left_and_no_more() -> None:
-    table = BlockTable(6, SIZE)
+    table = BlockManager(6, SIZE)
     table.admit(0, 8)
     table.admit(1, 8)
     assert len(table.grow(0, 8) or ()) == 2
@@ -161,7 +161,7 @@ def test_growth_beyond_the_promise_takes_what_is_left_and_no_more() -> None:
 
 def test_blocks_are_handed_out_lowest_first_and_the_last_returned_again_first() -> None:
     """So a lightly loaded server touches little of its KV memory, which on CPU is mapped on first touch."""
-    table = BlockTable(10, SIZE)
+    table = BlockManager(10, SIZE)
     table.admit(0, 12)
     assert table.grow(0, 12) == [1, 2, 3]
     table.admit(1, 8)
@@ -172,7 +172,7 @@ def test_blocks_are_handed_out_lowest_first_and_the_last_returned_again_first() 
 
 
 def test_free_blocks_are_handed_out_before_cached_ones() -> None:
-    table = BlockTable(6, SIZE, PrefixCache())
+    table = BlockManager(6, SIZE, PrefixCache())
     keys = chain(1, 2)
     table.admit(0, 8, keys=keys)
     table.grow(0, 8)
@@ -187,7 +187,7 @@ def test_free_blocks_are_handed_out_before_cached_ones() -> None:
 
 
 def test_an_equal_block_that_is_idle_gives_way_so_that_nobody_holds_more_than_promised() -> None:
-    table = BlockTable(9, SIZE, PrefixCache())
+    table = BlockManager(9, SIZE, PrefixCache())
     keys = chain(1, 2)
     for slot in (0, 1):
         table.admit(slot, 9, keys=keys)
@@ -204,7 +204,7 @@ def test_an_equal_block_that_is_idle_gives_way_so_that_nobody_holds_more_than_pr
 
 
 def test_an_equal_block_that_is_held_is_not_held_twice() -> None:
-    table = BlockTable(9, SIZE, PrefixCache())
+    table = BlockManager(9, SIZE, PrefixCache())
     one, two = chain(1, 2), chain(1, 3)
     for slot, keys in enumerate((one, two)):
         table.admit(slot, 9, keys=keys)

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import random
 
-from millrace_router.request.block_hashes import BlockKeys
-from millrace_router.scheduler.block_manager import BlockTable
+from millrace_router.request.block_hashes import BlockHashes
+from millrace_router.scheduler.block_manager import BlockManager
 from millrace_router.scheduler.prefix_cache import PrefixCache
 from millrace_testing.schedules.driver import check_blocks
 
@@ -28,13 +28,13 @@ class Allocator:
 
     def __init__(self, block_size: int, num_blocks: int) -> None:
         self.size = block_size
-        self.table = BlockTable(num_blocks, block_size, PrefixCache())
+        self.table = BlockManager(num_blocks, block_size, PrefixCache())
         self._slots = 0
         self._prompts: dict[int, list[int]] = {}
 
     def alloc(self, num_tokens: int, prompt: list[int]) -> tuple[int, list[int], int] | None:
         """(slot, blocks, cached tokens), or None when there is no room."""
-        keys = BlockKeys(self.size).first(len(prompt) // self.size, prompt, [])
+        keys = BlockHashes(self.size).first(len(prompt) // self.size, prompt, [])
         hits = self.table.find(keys[: (len(prompt) - 1) // self.size])
         if self.table.shortage(num_tokens, hits) > 0:
             return None
@@ -46,7 +46,7 @@ class Allocator:
 
     def free(self, slot: int) -> None:
         prompt = self._prompts.pop(slot)
-        keys = BlockKeys(self.size).first(len(prompt) // self.size, prompt, [])
+        keys = BlockHashes(self.size).first(len(prompt) // self.size, prompt, [])
         self.table.enter(slot, keys)
         self.table.release(slot)
 
@@ -150,7 +150,7 @@ class Trie:
         self._next_block = 1
 
     def keys(self, tokens: list[int]) -> list[bytes]:
-        return list(BlockKeys(self.size).first(len(tokens) // self.size, tokens, []))
+        return list(BlockHashes(self.size).first(len(tokens) // self.size, tokens, []))
 
     def insert(self, tokens: list[int]) -> int:
         keys = self.keys(tokens)

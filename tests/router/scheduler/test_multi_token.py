@@ -10,7 +10,7 @@ import pytest
 from millrace_proto import generate_pb2 as pb
 from millrace_router.prediction.step_load import StepLoad
 from millrace_router.request.acceptance import Acceptance
-from millrace_router.request.entry import MOST_FORCED, Entry
+from millrace_router.request.entry import MAX_JUMP_FORWARD_TOKENS, Entry
 from millrace_router.request.request import Grammar, GrammarKind, ValidRequest
 from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.row import Row
@@ -155,7 +155,7 @@ def test_columns_say_what_each_row_may_fill() -> None:
     submit(driver, (4, 40), guided=True)
     sent(driver)
     decode = message(sent(driver))
-    assert list(decode.decode_tokens) == [3, 1, 1 + MOST_FORCED]
+    assert list(decode.decode_tokens) == [3, 1, 1 + MAX_JUMP_FORWARD_TOKENS]
     assert list(decode.draft_tokens) == [2, 0, 4]
     finish(driver)
 
@@ -165,7 +165,10 @@ def test_without_guesses_there_is_no_column_of_them() -> None:
     submit(driver, (4, 40), guided=True)
     sent(driver)
     decode = message(sent(driver))
-    assert (list(decode.decode_tokens), list(decode.draft_tokens)) == ([1 + MOST_FORCED], [])
+    assert (list(decode.decode_tokens), list(decode.draft_tokens)) == (
+        [1 + MAX_JUMP_FORWARD_TOKENS],
+        [],
+    )
 
 
 @pytest.mark.parametrize(("right", "steps"), [(True, 6), (False, 21)])
@@ -263,7 +266,7 @@ def test_when_the_budget_is_tight_guesses_go_first_and_no_row_is_left_out() -> N
     submit(driver, (4, 60), guided=True)
     sent(driver)
     plan = sent(driver)
-    assert (plan.decode_tokens, plan.draft_tokens) == ([5, 1 + MOST_FORCED], [4, 4])
+    assert (plan.decode_tokens, plan.draft_tokens) == ([5, 1 + MAX_JUMP_FORWARD_TOKENS], [4, 4])
     for prefill, tokens in ((24, [3, 17]), (22, [1, 17]), (12, [1, 7]), (6, []), (1, [])):
         driver.planner.limit(
             Budgets(max_batch_prefill_tokens=prefill, max_batch_size=4, speculate=4)

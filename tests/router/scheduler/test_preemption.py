@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from millrace_router.request.entry import Entry
 from millrace_router.request.request import Terms, ValidRequest
-from millrace_router.scheduler.block_manager import BlockTable
+from millrace_router.scheduler.block_manager import BlockManager
 from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.preemption import row_to_yield
@@ -45,7 +45,7 @@ class Run:
         self, budgets: Budgets, waiting: WaitingQueue[Entry] | TenantQueue[Entry], num_blocks: int
     ) -> None:
         self.waiting = waiting
-        self.planner: Planner[Entry] = Planner(budgets, BlockTable(num_blocks, 4, PrefixCache()))
+        self.planner: Planner[Entry] = Planner(budgets, BlockManager(num_blocks, 4, PrefixCache()))
         self.number = 0
 
     def step(self) -> StepPlan[Entry] | None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace_router.errors import RouterError
-from millrace_router.server.recording import Form, Recording, Replay
+from millrace_router.server.recording import Form, Recording, ResumedStream
 from millrace_router.server.stream_writer import MAX_UNREAD_BYTES
 from millrace_testing.router.sse import FakeTransport
 
@@ -30,11 +30,11 @@ def new_recording(max_bytes: int = 2**30) -> Recording:
     return Recording(FORM, render, max_bytes=max_bytes)
 
 
-def open_to(replay: Replay, transport: FakeTransport) -> None:
+def open_to(replay: ResumedStream, transport: FakeTransport) -> None:
     replay.open(cast("asyncio.Transport", transport), chunked=False)
 
 
-def everything(replay: Replay) -> bytes:
+def everything(replay: ResumedStream) -> bytes:
     """Take until nothing is left, as the pump does."""
     return b"".join(iter(replay.take, b""))
 
@@ -55,12 +55,12 @@ async def test_tokens_are_numbered_and_the_tail_is_not() -> None:
     recording.send(b"late")
     recording.end(b"later")
     recording.fail(ValueError("latest"))
-    with Replay(recording, 0) as replay:
+    with ResumedStream(recording, 0) as replay:
         assert await replay.news(60.0)
         assert everything(replay) == (
             b"id: 1\ndata: a\n\nid: 2\ndata: b\n\ndata: usage\n\ndata: [DONE]\n\n"
         )
-    with Replay(recording, 2) as replay:
+    with ResumedStream(recording, 2) as replay:
         assert everything(replay) == b"data: usage\n\ndata: [DONE]\n\n"
     assert (recording.num_tokens, recording.error) == (2, None)
     await recording.wait()
@@ -68,20 +68,20 @@ async def test_tokens_are_numbered_and_the_tail_is_not() -> None:
 
 async def test_an_error_in_mid_stream_is_the_last_frame_of_every_replay() -> None:
     recording = new_recording()
-    with Replay(recording, 0) as early:
+    with ResumedStream(recording, 0) as early:
         recording.send(frame(1))
         recording.fail(RouterError("oh"))
         assert everything(early) == numbered(1) + b"error: oh\n\n"
         assert (early.ended, early.error) == (True, None)
-    with Replay(recording, 1) as late:
+    with ResumedStream(recording, 1) as late:
         assert (everything(late), late.ended, late.error) == (b"error: oh\n\n", True, None)
 
 
 async def test_an_error_before_the_first_token_is_for_the_status() -> None:
     recording, error = new_recording(), RouterError("oh")
-    with Replay(recording, 0) as early:
+    with ResumedStream(recording, 0) as early:
         recording.fail(error)
-        with Replay(recording, 0) as late:
+        with ResumedStream(recording, 0) as late:
             for replay in (early, late):
                 assert await replay.news(60.0)
                 assert (replay.take(), replay.ended, replay.error) == (b"", True, error)
@@ -99,8 +99,8 @@ async def test_a_long_stream_forgets_its_beginning_and_cuts_off_who_has_not_read
     cuts: list[str] = []
     recording = new_recording(max_bytes=1000)
     with (
-        Replay(recording, 0, lambda: cuts.append("deaf")) as deaf,
-        Replay(recording, 0, lambda: cuts.append("quick")) as quick,
+        ResumedStream(recording, 0, lambda: cuts.append("deaf")) as deaf,
+        ResumedStream(recording, 0, lambda: cuts.append("quick")) as quick,
     ):
         received = sent = b""
         for index in range(1, 101):
@@ -116,7 +116,7 @@ async def test_a_long_stream_forgets_its_beginning_and_cuts_off_who_has_not_read
     assert recording.end_position == 100
     first = recording.first
     assert 80 < first < 100
-    with Replay(recording, first) as replay:
+    with ResumedStream(recording, first) as replay:
         assert everything(replay) == b"".join(
             numbered(index, 50) for index in range(first + 1, 101)
         )
@@ -134,7 +134,7 @@ async def test_a_replay_takes_a_buffer_full_at_a_time(size: int) -> None:
     recording = new_recording()
     for index in range(1, 20_000 if size == 1 else 4):
         recording.send(frame(index, size))
-    with Replay(recording, 0) as replay:
+    with ResumedStream(recording, 0) as replay:
         assert MAX_UNREAD_BYTES <= len(replay.take()) < MAX_UNREAD_BYTES + size + 100
 
 
@@ -154,10 +154,10 @@ def test_whoever_comes_and_goes_reads_the_same(  # noqa: C901 - one branch for e
 ) -> None:
     async def run() -> None:
         recording, sent = new_recording(), list[bytes]()
-        readers: list[tuple[Replay, FakeTransport, int]] = []
-        received: dict[Replay, bytes] = {}
+        readers: list[tuple[ResumedStream, FakeTransport, int]] = []
+        received: dict[ResumedStream, bytes] = {}
 
-        def collect(replay: Replay, transport: FakeTransport) -> None:
+        def collect(replay: ResumedStream, transport: FakeTransport) -> None:
             received[replay] += transport.written
             transport.written = b""
 
@@ -168,7 +168,7 @@ def test_whoever_comes_and_goes_reads_the_same(  # noqa: C901 - one branch for e
                 sent.append(numbered(index, size))
             elif step == "join":
                 position = number % (len(sent) + 1)
-                replay = Replay(recording, position)
+                replay = ResumedStream(recording, position)
                 replay.__enter__()
                 received[replay] = b""
                 readers.append((replay, FakeTransport(), position))
@@ -189,7 +189,7 @@ def test_whoever_comes_and_goes_reads_the_same(  # noqa: C901 - one branch for e
                     replay.__exit__()
                     readers.remove((replay, transport, position))
                     position += received[replay].count(b"id: ")
-                    heir = Replay(recording, position)
+                    heir = ResumedStream(recording, position)
                     heir.__enter__()
                     received[heir] = b""
                     readers.append((heir, FakeTransport(), position))

@@ -16,7 +16,7 @@ from millrace_router.request.events import TokenEvent
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.server import sse
-from millrace_router.server.stream_writer import MAX_HELD_BYTES, Outlet
+from millrace_router.server.stream_writer import MAX_HELD_BYTES, StreamWriter
 from millrace_testing.router.edge import (
     Edge,
     finished,
@@ -133,15 +133,15 @@ async def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.Monkey
     assert messages == ["request"]
 
 
-def watched_outlets(monkeypatch: pytest.MonkeyPatch) -> list[Outlet]:
+def watched_outlets(monkeypatch: pytest.MonkeyPatch) -> list[StreamWriter]:
     """The outlets of all streams to come, in order."""
-    outlets: list[Outlet] = []
+    outlets: list[StreamWriter] = []
 
-    def outlet(cut_off: Callable[[], None]) -> Outlet:
-        outlets.append(Outlet(cut_off))
+    def outlet(cut_off: Callable[[], None]) -> StreamWriter:
+        outlets.append(StreamWriter(cut_off))
         return outlets[-1]
 
-    monkeypatch.setattr(sse, "Outlet", outlet)
+    monkeypatch.setattr(sse, "StreamWriter", outlet)
     return outlets
 
 
@@ -196,7 +196,7 @@ async def test_what_was_held_waits_until_the_client_has_read() -> None:
         async def write(self, data: bytes) -> None:
             log.append(data)
 
-    outlet = Outlet()
+    outlet = StreamWriter()
     outlet.send(b"a")
     outlet.send(b"b")
     outlet.end()
@@ -267,20 +267,20 @@ async def test_a_deadline_that_passes_in_a_real_queue_is_a_status() -> None:
     assert int(response.headers["retry-after"]) >= 1
 
 
-class Patience:
+class Timeouts:
     """Stands in for the outlet's clock: silence after silence, and what happens in each."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *silences: Callable[[], None]) -> None:
         self.left = list(silences)
-        news = Outlet.news
+        news = StreamWriter.news
 
-        async def silent(outlet: Outlet, seconds: float) -> bool:
+        async def silent(outlet: StreamWriter, seconds: float) -> bool:
             if not self.left:
                 return await news(outlet, seconds)
             self.left.pop(0)()
             return False
 
-        monkeypatch.setattr(Outlet, "news", silent)
+        monkeypatch.setattr(StreamWriter, "news", silent)
 
 
 def nothing() -> None:
@@ -305,7 +305,7 @@ async def test_what_expires_in_the_queue_has_its_status(
 ) -> None:
     headers = {"x-max-queue-ms": "60000"}
     async with serving(None, template="a") as edge:
-        patience = Patience(monkeypatch, nothing, nothing, lambda: expire(edge))
+        patience = Timeouts(monkeypatch, nothing, nothing, lambda: expire(edge))
         status, answer, response = await edge.post(path, body, headers=headers)
         assert patience.left == []
         assert edge.services.infer.permits.taken == 0
@@ -319,7 +319,7 @@ async def test_a_server_that_lets_nobody_wait_for_long_says_so_in_the_status(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with serving(None, max_queue_wait=60.0) as edge:
-        Patience(monkeypatch, nothing, lambda: expire(edge))
+        Timeouts(monkeypatch, nothing, lambda: expire(edge))
         assert (await edge.post("/generate_stream", ASKED))[0] == 429
 
 
@@ -334,7 +334,7 @@ async def test_what_cannot_expire_any_more_is_begun_in_silence(
         def admit() -> None:
             edge.batcher.streams[0].batched_at = 1.0
 
-        patience = Patience(monkeypatch, *([nothing, admit] if has_deadline else [nothing]))
+        patience = Timeouts(monkeypatch, *([nothing, admit] if has_deadline else [nothing]))
         url = f"{edge.url}/generate_stream"
         async with edge.client.post(url, json=ASKED, headers=headers) as response:
             assert response.status == 200

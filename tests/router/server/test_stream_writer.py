@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace_router.server.stream_writer import MAX_HELD_BYTES, MAX_UNREAD_BYTES, Outlet
+from millrace_router.server.stream_writer import MAX_HELD_BYTES, MAX_UNREAD_BYTES, StreamWriter
 from millrace_testing.router.sse import FakeTransport, unchunked
 
 
-def open_to(outlet: Outlet, transport: FakeTransport, *, chunked: bool = False) -> None:
+def open_to(outlet: StreamWriter, transport: FakeTransport, *, chunked: bool = False) -> None:
     outlet.open(cast("asyncio.Transport", transport), chunked=chunked)
 
 
 async def test_frames_are_chunks_of_http_1_1() -> None:
-    outlet, transport = Outlet(), FakeTransport()
+    outlet, transport = StreamWriter(), FakeTransport()
     open_to(outlet, transport, chunked=True)
     outlet.send(b"data: 1\n\n")
     outlet.send(b"x" * 300)
@@ -27,7 +27,7 @@ async def test_frames_are_chunks_of_http_1_1() -> None:
 
 
 async def test_a_full_buffer_closes_it_until_it_is_opened_again() -> None:
-    outlet, transport = Outlet(), FakeTransport()
+    outlet, transport = StreamWriter(), FakeTransport()
     open_to(outlet, transport)
     big = b"x" * (MAX_UNREAD_BYTES + 1)
     outlet.send(big)
@@ -43,7 +43,7 @@ async def test_a_full_buffer_closes_it_until_it_is_opened_again() -> None:
 
 
 async def test_a_connection_that_closes_is_the_end() -> None:
-    outlet, transport = Outlet(), FakeTransport()
+    outlet, transport = StreamWriter(), FakeTransport()
     open_to(outlet, transport)
     transport.closing = True
     outlet.send(b"x")
@@ -52,7 +52,7 @@ async def test_a_connection_that_closes_is_the_end() -> None:
 
 
 async def test_the_first_end_counts_and_nothing_follows_it() -> None:
-    outlet = Outlet()
+    outlet = StreamWriter()
     outlet.send(b"a")
     outlet.end()
     outlet.send(b"b")
@@ -61,7 +61,7 @@ async def test_the_first_end_counts_and_nothing_follows_it() -> None:
 
 
 async def test_the_tail_goes_before_the_end() -> None:
-    outlet = Outlet()
+    outlet = StreamWriter()
     outlet.send(b"a")
     outlet.end(b"b", b"c")
     outlet.end(b"d")
@@ -70,7 +70,7 @@ async def test_the_tail_goes_before_the_end() -> None:
 
 async def test_the_frame_after_too_many_cuts_off_and_frees_them() -> None:
     cuts: list[str] = []
-    outlet = Outlet(lambda: cuts.append("cut"))
+    outlet = StreamWriter(lambda: cuts.append("cut"))
     frame = b"x" * 2**10
     for _ in range(MAX_HELD_BYTES // len(frame)):
         outlet.send(frame)
@@ -85,7 +85,7 @@ async def test_the_frame_after_too_many_cuts_off_and_frees_them() -> None:
 
 
 async def test_what_has_been_taken_counts_no_more() -> None:
-    outlet = Outlet()
+    outlet = StreamWriter()
     for _ in range(10):
         outlet.send(b"x" * (MAX_HELD_BYTES + 1))
         assert len(outlet.take()) == MAX_HELD_BYTES + 1
@@ -93,7 +93,7 @@ async def test_what_has_been_taken_counts_no_more() -> None:
 
 
 async def test_silence_is_counted_from_the_last_frame(monkeypatch: pytest.MonkeyPatch) -> None:
-    outlet, transport = Outlet(), FakeTransport()
+    outlet, transport = StreamWriter(), FakeTransport()
     open_to(outlet, transport)
     times = iter([7.0, 11.999, 12.0, 12.0])
     monkeypatch.setattr(outlet, "_loop", SimpleNamespace(time=times.__next__))
@@ -115,7 +115,7 @@ def test_whatever_happens_frames_arrive_once_and_in_order(
 ) -> None:
     async def run() -> None:
         cuts: list[int] = []
-        outlet, transport = Outlet(lambda: cuts.append(1)), FakeTransport()
+        outlet, transport = StreamWriter(lambda: cuts.append(1)), FakeTransport()
         sent = received = b""
 
         def collect() -> bytes:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace_router.recovery.launcher_channel import Supervisor
+from millrace_router.recovery.launcher_channel import LauncherChannel
 from millrace_router.shards.errors import ShardChanged
 from millrace_router.shards.group import ShardedClient
 from millrace_testing.router.fake_router import collect, ids_of, new_batcher, request, running
@@ -81,7 +81,7 @@ async def test_a_restart_is_asked_for_until_they_are_as_before(address: str) -> 
     changed = shard_with(block_size=2, is_warm=False)
     asked = asyncio.Event()
 
-    class Launcher(Supervisor):
+    class Launcher(LauncherChannel):
         def restart_shards(self, reason: str) -> None:
             assert "another KV capacity" in reason
             asked.set()

@@ -9,7 +9,7 @@ import pytest
 from millrace_router.simulator.candidate import Arrival
 from millrace_router.simulator.deployment import Deployment
 from millrace_router.simulator.engine import Engine
-from millrace_router.simulator.metrics import Tally
+from millrace_router.simulator.metrics import SimulationMetrics
 
 COST = {
     "step": 1.0,
@@ -28,7 +28,7 @@ def deployment(**changes: object) -> Deployment:
     return Deployment.model_validate(values | changes)
 
 
-def run(arrivals: list[Arrival], **changes: object) -> Tally:
+def run(arrivals: list[Arrival], **changes: object) -> SimulationMetrics:
     engine = Engine(deployment(**changes))
     for arrival in arrivals:
         while engine.next_event < arrival.arrived_at:

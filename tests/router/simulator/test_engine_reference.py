@@ -16,7 +16,7 @@ from millrace_router.scheduler.step_plan import StepPlan
 from millrace_router.simulator.candidate import Arrival
 from millrace_router.simulator.deployment import Deployment
 from millrace_router.simulator.engine import Engine
-from millrace_router.simulator.metrics import Distribution, Tally
+from millrace_router.simulator.metrics import Distribution, SimulationMetrics
 from millrace_testing.schedules.client import expected_end
 from millrace_testing.schedules.driver import ScheduleDriver
 from millrace_testing.shards.hash_shard import HashShard
@@ -219,7 +219,7 @@ def test_steps_taken_together_are_as_those_taken_one_by_one(
     together.run_until(math.inf)
     while single.next_event < math.inf:
         single.step()
-    for item in fields(Tally):
+    for item in fields(SimulationMetrics):
         one, other = getattr(together.tally, item.name), getattr(single.tally, item.name)
         if isinstance(one, Distribution):
             one, other = (one.count, one.mean), (other.count, other.mean)

@@ -6,7 +6,7 @@ import pytest
 
 from millrace_router.simulator.deployment import Deployment
 from millrace_router.simulator.fleet import Fleet, simulate
-from millrace_router.simulator.metrics import Distribution, Tally, total
+from millrace_router.simulator.metrics import Distribution, SimulationMetrics, total
 from millrace_router.simulator.report import FIGURES
 from millrace_router.simulator.workload import Workload
 
@@ -35,7 +35,7 @@ def fleet(*, replicas: int = 1, sample: int | None = None, **workload: Any) -> F
     )
 
 
-def figures(tally: Tally) -> dict[str, float]:
+def figures(tally: SimulationMetrics) -> dict[str, float]:
     return {figure.name: figure.of(tally) for figure in FIGURES}
 
 
@@ -135,8 +135,8 @@ def test_who_asks_little_does_not_wait_for_who_asks_much_if_shares_are_fair() ->
 
 
 def test_tallies_add_up_to_counts_extremes_and_the_span_of_all() -> None:
-    one = Tally(replicas=1, finished=3, started_at=2.0, ended_at=9.0, kv_max=0.5)
-    other = Tally(replicas=1, finished=4, started_at=1.0, ended_at=8.0, kv_max=0.7)
+    one = SimulationMetrics(replicas=1, finished=3, started_at=2.0, ended_at=9.0, kv_max=0.5)
+    other = SimulationMetrics(replicas=1, finished=4, started_at=1.0, ended_at=8.0, kv_max=0.7)
     one.rejected["overloaded"] += 2
     other.first_token_of["x"] = Distribution()
     other.first_token_of["x"].add(0.25)

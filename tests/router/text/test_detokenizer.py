@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as RustTokenizer
 
-from millrace_router.text.byte_decoder import PieceDecoder
+from millrace_router.text.byte_decoder import ByteDecoder
 from millrace_router.text.detokenizer import IncrementalDetokenizer
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_testing.text.texts import KINDS, byte_level, tokenizer
@@ -151,9 +151,9 @@ def test_added_tokens_read_as_the_rust_decoder_reads_them() -> None:
 
 
 def test_unknown_decoders_are_read_through_a_window() -> None:
-    assert PieceDecoder.of(RustTokenizer(models.BPE())) is None
+    assert ByteDecoder.of(RustTokenizer(models.BPE())) is None
     rust = byte_level()
-    assert PieceDecoder.of(rust) is not None
+    assert ByteDecoder.of(rust) is not None
     for decoder in (
         decoders.WordPiece(),
         decoders.BPEDecoder(),
@@ -161,7 +161,7 @@ def test_unknown_decoders_are_read_through_a_window() -> None:
         decoders.Strip(" ", 1, 0),
     ):
         rust.decoder = decoder
-        assert PieceDecoder.of(rust) is None
+        assert ByteDecoder.of(rust) is None
 
 
 @settings(deadline=None, max_examples=100)

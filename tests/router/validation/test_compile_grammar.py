@@ -15,7 +15,7 @@ import pytest
 from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
 from millrace_router.errors import Overloaded, ValidationError
-from millrace_router.recovery.shard_status import Recovery
+from millrace_router.recovery.shard_status import ShardStatus
 from millrace_router.request.request import Grammar, GrammarKind
 from millrace_router.shards.group import ShardedClient
 from millrace_router.telemetry.metrics import Metrics
@@ -64,7 +64,7 @@ def address(tmp_path: Path) -> str:
 
 def grammars_over(shards: ShardedClient) -> Grammars:
     return Grammars(
-        shards, Recovery(), Metrics(max_input_tokens=8, max_total_tokens=16), grace_seconds=300.0
+        shards, ShardStatus(), Metrics(max_input_tokens=8, max_total_tokens=16), grace_seconds=300.0
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from millrace_router.errors import Overloaded, QueueExpired, ShardsGone, ValidationError
-from millrace_router.recovery.shard_status import Recovery
+from millrace_router.recovery.shard_status import ShardStatus
 from millrace_router.request.request import Grammar, GrammarKind
 from millrace_router.shards.errors import ShardBusy, ShardError, ShardHung, ShardLost
 from millrace_router.telemetry.metrics import Metrics
@@ -48,7 +48,7 @@ class Parts:
     """Grammars, and what they look at."""
 
     compiler: Compiler
-    recovery: Recovery = field(default_factory=Recovery)
+    recovery: ShardStatus = field(default_factory=ShardStatus)
     clock: Clock = field(default_factory=Clock)
     check_seconds: float = 60.0
     metrics: Metrics = field(

@@ -227,7 +227,7 @@ async def test_values_are_passed_on() -> None:
         repetition_penalty=1.5,
         frequency_penalty=-0.5,
         presence_penalty=0.125,
-        occurrence_penalty=0.0625,
+        openai_frequency_penalty=0.0625,
         min_p=0.03125,
         watermark=True,
         logit_bias=((7, -100.0), (0, 0.5)),
@@ -247,7 +247,7 @@ async def test_values_are_passed_on() -> None:
         1.5,
     )
     assert (sampling.frequency_penalty, sampling.presence_penalty) == (-0.5, 0.125)
-    assert (sampling.occurrence_penalty, sampling.min_p) == (0.0625, 0.03125)
+    assert (sampling.openai_frequency_penalty, sampling.min_p) == (0.0625, 0.03125)
     assert sampling.watermark
     assert sampling.bias == ((7, -100.0), (0, 0.5))
     assert valid.prefill_logprobs

@@ -57,7 +57,7 @@ parameters = messages(
     repetition_penalty=floats,
     frequency_penalty=floats,
     presence_penalty=floats,
-    occurrence_penalty=floats,
+    openai_frequency_penalty=floats,
 )
 sequence = messages(
     pb.Sequence,

@@ -50,7 +50,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "repetition_penalty": 1.3,
         "frequency_penalty": 0.2,
         "presence_penalty": 0.1,
-        "occurrence_penalty": 0.3,
+        "openai_frequency_penalty": 0.3,
     },
     "filtered": {
         "do_sample": True,
@@ -80,7 +80,7 @@ class Setup:
 
     def planned(self, *, error_rate: float = 0.3, guides: FakeGuides | None = None) -> Stepper:
         """One that is told the truth and errs."""
-        stepper = self.stepper(max_guesses=MOST, guides=guides and guides.as_guides())
+        stepper = self.stepper(max_draft_tokens=MOST, guides=guides and guides.as_guides())
         futures = {slot: [*want.prompt, *self.truth[slot].ids] for slot, want in self.wants.items()}
         stepper.runner._proposer = PlannedProposer(futures, error_rate=error_rate)
         return stepper
@@ -369,7 +369,7 @@ def test_a_forced_chain_is_emitted_at_once_and_computed_as_allowed(
 
 def test_pending_tokens_beyond_the_allowance_yield_nothing_yet(setup: Setup) -> None:
     guides = FakeGuides(setup.model.info.vocab_size)
-    stepper = setup.stepper(guides=guides.as_guides(), max_guesses=MOST)
+    stepper = setup.stepper(guides=guides.as_guides(), max_draft_tokens=MOST)
     grammar = any_of(None, [5], [6], [7], [8], [9], None)
     length = len(PROMPTS[0])
     step = stepper.admission(0, PROMPTS[0], grammar=grammar)
@@ -434,7 +434,7 @@ def test_masks_hold_at_every_position_of_a_guess(setup: Setup) -> None:
     }
     assert all(20 <= token < 60 for told in truth.values() for token in told.ids[::3])
     futures = {slot: [*want.prompt, *truth[slot].ids] for slot, want in wants.items()}
-    stepper = setup.stepper(max_guesses=MOST, guides=guided().as_guides())
+    stepper = setup.stepper(max_draft_tokens=MOST, guides=guided().as_guides())
     stepper.runner._proposer = PlannedProposer(futures)
     run = Generation(stepper, wants, NUM_TOKENS, allow=lambda _: (1 + MOST, MOST), depth=2)
     check_equal(run.told, truth)

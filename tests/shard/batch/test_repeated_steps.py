@@ -17,7 +17,7 @@ from millrace_shard.batch.batch import Batch
 from millrace_shard.batch.batch_limits import BatchLimits
 from millrace_shard.batch.sequence import Sequence
 from millrace_shard.batch.step import BatchChange, Forward
-from millrace_shard.batch.step_layout import PreparedStep, WideRows
+from millrace_shard.batch.step_layout import StepLayout, WideRows
 from millrace_shard.errors import StepInvalid
 from millrace_testing.engines.steps import ints
 
@@ -35,7 +35,7 @@ LIMITS = BatchLimits(
     block_size=BLOCK_SIZE,
     vocab_size=50,
     padding_block=999,
-    max_guesses=0,
+    max_draft_tokens=0,
     row_tile=1,
 )
 
@@ -52,7 +52,7 @@ def flat(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 
-def anew(batch: Batch, step: Forward) -> tuple[PreparedStep, WideRows]:
+def anew(batch: Batch, step: Forward) -> tuple[StepLayout, WideRows]:
     step, _ = batch.without_invalid(step)
     rows = batch.sequences.rows(step)
     return batch.sequences.prepare(rows, np.zeros(len(rows.slots), dtype=np.int64)), rows.wide
@@ -175,7 +175,7 @@ class Decoding(RuleBasedStateMachine):
         self.batch.apply(BatchChange(admitted=(sequence,)))
         self.grow(ints([slot]), -(-length // BLOCK_SIZE))
 
-    def run(self, prepared: PreparedStep, counts: Ints) -> None:
+    def run(self, prepared: StepLayout, counts: Ints) -> None:
         batch = self.batch
         if not len(prepared.slots):
             return

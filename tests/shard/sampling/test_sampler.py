@@ -49,7 +49,7 @@ parameters = st.builds(
     repetition_penalty=st.sampled_from([1.0, 1.5, 0.75]),
     frequency_penalty=st.sampled_from([0.0, 1.0, -0.5]),
     presence_penalty=st.sampled_from([0.0, 1.5, -1.0]),
-    occurrence_penalty=st.sampled_from([0.0, 0.25, -0.75]),
+    openai_frequency_penalty=st.sampled_from([0.0, 0.25, -0.75]),
     watermark=st.booleans(),
     bias=biases.map(lambda bias: tuple(bias.items())),
 )
@@ -156,7 +156,7 @@ KINDS = [
     SamplingParameters(do_sample=True, seed=7, typical_p=0.3),
     SamplingParameters(do_sample=True, seed=8, temperature=0.9, top_k=40, top_p=0.8, typical_p=0.9),
     SamplingParameters(repetition_penalty=1.3),
-    SamplingParameters(frequency_penalty=0.5, presence_penalty=0.5, occurrence_penalty=0.1),
+    SamplingParameters(frequency_penalty=0.5, presence_penalty=0.5, openai_frequency_penalty=0.1),
     SamplingParameters(do_sample=True, seed=9, repetition_penalty=1.1, top_p=0.5),
     SamplingParameters(do_sample=True, seed=10, min_p=0.05),
     SamplingParameters(do_sample=True, seed=11, temperature=0.4, top_p=0.7, min_p=0.01),
@@ -302,7 +302,7 @@ EXTREME: dict[str, dict[str, Any]] = {
         "repetition_penalty": 1e-38,
         "frequency_penalty": -FLOAT_MAX,
         "presence_penalty": -FLOAT_MAX,
-        "occurrence_penalty": FLOAT_MAX,
+        "openai_frequency_penalty": FLOAT_MAX,
     },
 }
 

@@ -30,7 +30,7 @@ from millrace_shard.structured_output import grammar_compiler, grammar_process, 
 from millrace_shard.structured_output.grammar.grammar_source import GrammarInvalid
 from millrace_shard.structured_output.grammar_compiler import GrammarCompiler
 from millrace_shard.structured_output.grammar_process import CompilerBusy, GrammarProcess
-from millrace_shard.structured_output.manager import NO_GRAMMARS, GuidedRow, Guides
+from millrace_shard.structured_output.manager import NO_GRAMMARS, GrammarManager, GuidedRow
 from millrace_shard.structured_output.slow_turns import MAX_SLOW
 from millrace_testing.engines.grammars import Words, lark, mask_of, regex, schema
 from millrace_testing.text.texts import byte_level
@@ -181,7 +181,7 @@ def test_a_pathological_grammar_is_refused_or_compiled_while_others_go_on(
     name: str, hasty: GrammarCompiler
 ) -> None:
     """What is in one process cannot hold the interpreter of another; what it takes there is bounded."""
-    guides = Guides(hasty, 430)
+    guides = GrammarManager(hasty, 430)
     guides.admit(0, regex("a*"), np.array([], dtype=np.int64))
     token = byte_level().get_vocab()["a"]
     finished = Event()
@@ -587,14 +587,16 @@ class Call:
 class EngineThatMayNotBeAsked:
     """Has a model and does nothing."""
 
-    def __init__(self, guides: Guides | None) -> None:
+    def __init__(self, guides: GrammarManager | None) -> None:
         self.loaded = SimpleNamespace(guides=guides, device=torch.device("cpu"))
 
     def progress(self) -> Progress:
         return Progress(last_step=0, pending_steps=0, idle_ns=10**9, warmed_up=True)
 
 
-def ask(guides: Guides | None, grammar: pb.Grammar, call: Call) -> pb.CompileGrammarResponse:
+def ask(
+    guides: GrammarManager | None, grammar: pb.Grammar, call: Call
+) -> pb.CompileGrammarResponse:
     engine = EngineThatMayNotBeAsked(guides)
     service = ShardService(engine, deterministic=True, prefill_logprobs=False)  # type: ignore[arg-type]
     return service.CompileGrammar(pb.CompileGrammarRequest(grammar=grammar), call)  # type: ignore[arg-type]
@@ -613,13 +615,13 @@ def ask(guides: Guides | None, grammar: pb.Grammar, call: Call) -> pb.CompileGra
 def test_the_service_answers_without_the_engine(
     compiler: GrammarCompiler, grammar: pb.Grammar, reason: str | None
 ) -> None:
-    answer = ask(Guides(compiler, 430), grammar, Call())
+    answer = ask(GrammarManager(compiler, 430), grammar, Call())
     assert answer.HasField("error") == (reason is not None)
     assert (reason or "") in answer.error
 
 
-@pytest.mark.parametrize("guides", [None, Guides(None, 430)], ids=["none", "no tokenizer"])
-def test_a_model_without_grammars_says_so(guides: Guides | None) -> None:
+@pytest.mark.parametrize("guides", [None, GrammarManager(None, 430)], ids=["none", "no tokenizer"])
+def test_a_model_without_grammars_says_so(guides: GrammarManager | None) -> None:
     answer = ask(guides, pb.Grammar(kind=pb.Grammar.KIND_REGEX, source="a"), Call())
     assert answer.error == NO_GRAMMARS
 
@@ -630,7 +632,7 @@ def test_a_service_that_is_busy_compiling_is_to_be_asked_again(
     monkeypatch.setattr(grammar_compiler, "MAX_CALLS", 0)
     call = Call()
     with pytest.raises(RuntimeError, match="try again"):
-        ask(Guides(new_compiler(folder), 430), pb.Grammar(source="a"), call)
+        ask(GrammarManager(new_compiler(folder), 430), pb.Grammar(source="a"), call)
     assert call.code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 

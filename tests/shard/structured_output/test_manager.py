@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace_shard.batch.sequence import Grammar
-from millrace_shard.structured_output.manager import GuidedRow, Guides, Masks
+from millrace_shard.structured_output.manager import GrammarManager, GuidedRow, Masks
 from millrace_shard.structured_output.matcher import Matcher
 from millrace_testing.engines.grammars import (
     EOS,
@@ -48,12 +48,12 @@ def row(slot: int, news: Sequence[int] = (), **options: object) -> GuidedRow:
     return GuidedRow(slot=slot, news=lambda: news, **options)  # type: ignore[arg-type]
 
 
-def step(guides: Guides, *rows: GuidedRow) -> Masks:
+def step(guides: GrammarManager, *rows: GuidedRow) -> Masks:
     return guides.start(rows).result()
 
 
 @pytest.fixture(params=[True, False], ids=["beside the forward pass", "when asked for"])
-def guides(request: pytest.FixtureRequest) -> Guides:
+def guides(request: pytest.FixtureRequest) -> GrammarManager:
     return new_guides(WORDS, beside=request.param)
 
 
@@ -75,7 +75,7 @@ def test_a_mask_allows_exactly_what_some_text_of_the_language_goes_on_with(
         if token in WORDS.eos:
             break
         news, so_far = (token,), so_far + WORDS.tokens[token]
-    after = step(guides, row(3, (token,), most_forced=4, drafts=(5,)))
+    after = step(guides, row(3, (token,), max_jump_forward_tokens=4, drafts=(5,)))
     assert allowed(after.bits[0]) == set(WORDS.eos)
     assert not after.forced[0]
 
@@ -135,7 +135,7 @@ def test_a_chain_is_what_one_token_at_a_time_would_be_forced_to(
     guides.admit(1, of_words(words), np.array(NONE, dtype=np.int64))
     so_far, news = b"", NONE
     for _ in range(20):
-        masks = step(guides, row(1, news, most_forced=most))
+        masks = step(guides, row(1, news, max_jump_forward_tokens=most))
         chain = chain_of(ONE_END, language, so_far, most)
         assert masks.forced == (chain,)
         assert allowed(masks.bits[0]) == ONE_END.expected(language, so_far)
@@ -156,7 +156,7 @@ def test_the_end_is_the_last_of_a_chain() -> None:
     guides = new_guides(ONE_END)
     guides.admit(0, lark('start: "cc"'), np.array(NONE, dtype=np.int64))
     c = ONE_END.tokens.index(b"c")
-    assert step(guides, row(0, most_forced=9)).forced == ((c, c, OTHER_EOS),)
+    assert step(guides, row(0, max_jump_forward_tokens=9)).forced == ((c, c, OTHER_EOS),)
 
 
 @pytest.mark.parametrize("num_rows", [5, 2, 3])
@@ -168,7 +168,7 @@ def test_rows_have_chains_of_their_own(num_rows: int) -> None:
         for slot in slots:
             words = [word.decode() for word in languages[slot % 5]]
             guides.admit(slot, of_words(words), np.array(NONE, dtype=np.int64))
-        masks = step(guides, *(row(slot, most_forced=4) for slot in slots))
+        masks = step(guides, *(row(slot, max_jump_forward_tokens=4) for slot in slots))
         expected = tuple(chain_of(ONE_END, languages[slot % 5], b"", 4) for slot in slots)
         assert masks.forced == expected
         assert [len(chain) for chain in expected] == [min(4, 1 + slot % 5) for slot in slots]
@@ -179,16 +179,16 @@ def test_a_row_with_a_chain_ignores_its_guesses() -> None:
     guides = new_guides(ONE_END)
     guides.admit(0, lark('start: "cc" ("a"|"b")'), np.array(NONE, dtype=np.int64))
     c = ONE_END.tokens.index(b"c")
-    masks = step(guides, row(0, most_forced=9, drafts=(c, c)))
+    masks = step(guides, row(0, max_jump_forward_tokens=9, drafts=(c, c)))
     assert masks.forced == ((c, c),)
     assert allowed(masks.bits[0]) == {c}
     assert (masks.bits[1:] == -1).all()
 
 
-def test_where_every_end_is_allowed_none_is_forced(guides: Guides) -> None:
+def test_where_every_end_is_allowed_none_is_forced(guides: GrammarManager) -> None:
     guides.admit(0, lark('start: "c"'), np.array(NONE, dtype=np.int64))
     c = WORDS.tokens.index(b"c")
-    masks = step(guides, row(0, most_forced=9))
+    masks = step(guides, row(0, max_jump_forward_tokens=9))
     assert masks.forced == ((c,),)
     assert allowed(step(guides, row(0)).bits[0]) == {EOS, OTHER_EOS}
 
@@ -204,7 +204,7 @@ def test_a_replayed_sequence_goes_on_where_it_was(words: list[str], cut: int, se
     assert allowed(step(guides, row(0)).bits[0]) == WORDS.expected(language, so_far)
 
 
-def test_what_was_generated_and_does_not_match_fails_that_row_alone(guides: Guides) -> None:
+def test_what_was_generated_and_does_not_match_fails_that_row_alone(guides: GrammarManager) -> None:
     guides.admit(4, lark('start: "ab"'), ids_of(b"c"))
     guides.admit(5, lark('start: "ab"'), ids_of(b"a"))
     masks = step(guides, row(4, drafts=(3, 4)), row(5))
@@ -213,7 +213,7 @@ def test_what_was_generated_and_does_not_match_fails_that_row_alone(guides: Guid
     assert allowed(masks.bits[3]) == {WORDS.tokens.index(b"b")}
 
 
-def test_a_token_that_does_not_match_fails_its_row_for_good(guides: Guides) -> None:
+def test_a_token_that_does_not_match_fails_its_row_for_good(guides: GrammarManager) -> None:
     for slot in (1, 2):
         guides.admit(slot, lark('start: "ab" "c"*'), np.array(NONE, dtype=np.int64))
     c, ab = WORDS.tokens.index(b"c"), WORDS.tokens.index(b"ab")
@@ -223,7 +223,7 @@ def test_a_token_that_does_not_match_fails_its_row_for_good(guides: Guides) -> N
     assert allowed(after.bits[1]) == {c, EOS, OTHER_EOS}
 
 
-def test_a_grammar_that_leads_nowhere_fails_its_row(guides: Guides) -> None:
+def test_a_grammar_that_leads_nowhere_fails_its_row(guides: GrammarManager) -> None:
     # `d` is in no token of this vocabulary.
     guides.admit(0, lark('start: "ad"'), np.array(NONE, dtype=np.int64))
     guides.admit(1, lark('start: "ab"'), np.array(NONE, dtype=np.int64))
@@ -234,15 +234,15 @@ def test_a_grammar_that_leads_nowhere_fails_its_row(guides: Guides) -> None:
     assert allowed(masks.bits[1]) == {EOS, OTHER_EOS}
 
 
-def test_a_chain_that_leads_nowhere_fails_its_row_as_a_whole(guides: Guides) -> None:
+def test_a_chain_that_leads_nowhere_fails_its_row_as_a_whole(guides: GrammarManager) -> None:
     guides.admit(0, lark('start: "bd"'), np.array(NONE, dtype=np.int64))
-    masks = step(guides, row(0, most_forced=9))
+    masks = step(guides, row(0, max_jump_forward_tokens=9))
     assert list(masks.failed) == [0]
     assert masks.forced == ((),)
     assert (masks.bits == -1).all()
 
 
-def test_a_grammar_that_does_not_compile_fails_its_row_alone(guides: Guides) -> None:
+def test_a_grammar_that_does_not_compile_fails_its_row_alone(guides: GrammarManager) -> None:
     guides.admit(0, regex("(a"), np.array(NONE, dtype=np.int64))
     guides.admit(1, regex("a"), np.array(NONE, dtype=np.int64))
     masks = step(guides, row(0), row(1))
@@ -251,12 +251,12 @@ def test_a_grammar_that_does_not_compile_fails_its_row_alone(guides: Guides) -> 
 
 
 def test_without_a_usable_tokenizer_guided_rows_fail() -> None:
-    guides = Guides(None, SIZE)
+    guides = GrammarManager(None, SIZE)
     guides.admit(0, regex("a"), np.array(NONE, dtype=np.int64))
     assert list(step(guides, row(0)).failed) == [0]
 
 
-def test_after_the_end_only_ends_are_allowed_whatever_is_said(guides: Guides) -> None:
+def test_after_the_end_only_ends_are_allowed_whatever_is_said(guides: GrammarManager) -> None:
     guides.admit(0, lark('start: "a"'), np.array(NONE, dtype=np.int64))
     a = WORDS.tokens.index(b"a")
     step(guides, row(0, (a, OTHER_EOS)))
@@ -266,14 +266,14 @@ def test_after_the_end_only_ends_are_allowed_whatever_is_said(guides: Guides) ->
         assert not len(masks.failed)
 
 
-def test_a_grammar_may_name_special_tokens(guides: Guides) -> None:
+def test_a_grammar_may_name_special_tokens(guides: GrammarManager) -> None:
     guides.admit(0, lark('start: <|tool|> "a"'), np.array(NONE, dtype=np.int64))
-    masks = step(guides, row(0, most_forced=1))
+    masks = step(guides, row(0, max_jump_forward_tokens=1))
     assert masks.forced == ((SPECIAL,),)
     assert allowed(step(guides, row(0)).bits[0]) == {WORDS.tokens.index(b"a")}
 
 
-def test_no_text_has_a_special_token_or_an_id_without_bytes(guides: Guides) -> None:
+def test_no_text_has_a_special_token_or_an_id_without_bytes(guides: GrammarManager) -> None:
     guides.admit(0, regex(r"(?s:.)*"), np.array(NONE, dtype=np.int64))
     masks = step(guides, row(0))
     pieces = {id_ for id_, token in enumerate(WORDS.tokens) if token and id_ > SPECIAL}
@@ -281,7 +281,7 @@ def test_no_text_has_a_special_token_or_an_id_without_bytes(guides: Guides) -> N
     assert masks.bits.shape == (1, -(-SIZE // 32))
 
 
-def test_slots_are_of_whoever_was_admitted_last(guides: Guides) -> None:
+def test_slots_are_of_whoever_was_admitted_last(guides: GrammarManager) -> None:
     a, b = WORDS.tokens.index(b"a"), WORDS.tokens.index(b"b")
     guides.admit(0, regex("a"), np.array(NONE, dtype=np.int64))
     guides.drop(np.array([0, 7]))
@@ -309,7 +309,7 @@ class Slow(Compiler):
 def test_masks_of_others_come_while_a_grammar_is_compiled() -> None:
     slow = regex("abc")
     compiler = Slow(WORDS, slow)
-    guides = Guides(compiler, SIZE)  # type: ignore[arg-type]
+    guides = GrammarManager(compiler, SIZE)  # type: ignore[arg-type]
     guides.admit(0, slow, np.array(NONE, dtype=np.int64))
     guides.admit(1, regex("c*"), np.array(NONE, dtype=np.int64))
     c = WORDS.tokens.index(b"c")
@@ -320,7 +320,9 @@ def test_masks_of_others_come_while_a_grammar_is_compiled() -> None:
     assert WORDS.tokens.index(b"a") in allowed(waiting.result().bits[0])
 
 
-def test_news_are_read_by_the_worker_so_that_no_caller_waits_for_them(guides: Guides) -> None:
+def test_news_are_read_by_the_worker_so_that_no_caller_waits_for_them(
+    guides: GrammarManager,
+) -> None:
     guides.admit(0, regex("ab"), np.array(NONE, dtype=np.int64))
     sampled: Future[tuple[int, ...]] = Future()
     job = guides.start([GuidedRow(slot=0, news=lambda: sampled.result(30))])
@@ -328,7 +330,7 @@ def test_news_are_read_by_the_worker_so_that_no_caller_waits_for_them(guides: Gu
     assert allowed(job.result().bits[0]) == {WORDS.tokens.index(b"b")}
 
 
-def test_news_that_cannot_be_read_fail_the_step(guides: Guides) -> None:
+def test_news_that_cannot_be_read_fail_the_step(guides: GrammarManager) -> None:
     guides.admit(0, regex("ab"), np.array(NONE, dtype=np.int64))
 
     def broken() -> Sequence[int]:
@@ -339,7 +341,7 @@ def test_news_that_cannot_be_read_fail_the_step(guides: Guides) -> None:
         guides.start([GuidedRow(slot=0, news=news)]).result()
 
 
-def test_rows_are_followed_apart(guides: Guides) -> None:
+def test_rows_are_followed_apart(guides: GrammarManager) -> None:
     languages = {slot: [f"{'ab' * slot}c", "ca"] for slot in range(8)}
     for slot, words in languages.items():
         guides.admit(slot, of_words(words), np.array(NONE, dtype=np.int64))

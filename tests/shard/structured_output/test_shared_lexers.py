@@ -13,7 +13,7 @@ from llguidance import LLParserLimits
 
 from millrace_shard.structured_output import grammar_compiler, matcher
 from millrace_shard.structured_output.grammar_compiler import GrammarCompiler
-from millrace_shard.structured_output.manager import GuidedRow, Guides, Masks
+from millrace_shard.structured_output.manager import GrammarManager, GuidedRow, Masks
 from millrace_testing.engines.grammars import allowed, regex
 from millrace_testing.text.texts import byte_level
 
@@ -41,7 +41,7 @@ class Texts:
     """Follows texts of one grammar, each by a generator of its own."""
 
     def __init__(self, compiler: GrammarCompiler, numbers: range) -> None:
-        self.guides = Guides(compiler, VOCAB_SIZE, beside=False)
+        self.guides = GrammarManager(compiler, VOCAB_SIZE, beside=False)
         self.masks: dict[int, list[set[int]]] = {number: [] for number in numbers}
         self._last: dict[int, tuple[int, ...]] = dict.fromkeys(numbers, ())
         self._random = {number: Random(number) for number in numbers}

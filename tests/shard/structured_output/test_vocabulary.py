@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from millrace_shard.structured_output.grammar.grammar_source import lark_of
 from millrace_shard.structured_output.grammar_compiler import GrammarCompiler
-from millrace_shard.structured_output.manager import NO_GRAMMARS, Guides
+from millrace_shard.structured_output.manager import NO_GRAMMARS, GrammarManager
 from millrace_shard.structured_output.matcher import Matcher
 from millrace_shard.structured_output.vocabulary import Vocabulary, load_vocabulary
 from millrace_testing.engines.grammars import allowed, regex
@@ -146,5 +146,5 @@ def test_without_a_usable_tokenizer_there_are_no_grammars_and_no_crash(
         (tmp_path / "tokenizer.json").write_text(content)
     assert GrammarCompiler.load(tmp_path, vocab_size=500, eos_token_ids=eos) is None
     assert "no grammars" in caplog.text
-    assert Guides(None, 500).compiler is None
+    assert GrammarManager(None, 500).compiler is None
     assert NO_GRAMMARS

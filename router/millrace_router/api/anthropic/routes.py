@@ -21,7 +21,7 @@ from millrace_router.api.anthropic.stream import MessageStream
 from millrace_router.api.anthropic.to_chat import chat_body
 from millrace_router.api.openai.chat_request import ChatCompletionRequest
 from millrace_router.api.openai.errors import model_name, pieces_of, usage_of
-from millrace_router.api.openai.prepare import ChatTurn, prepare_turn
+from millrace_router.api.openai.prepare import PreparedChat, prepare_chat
 from millrace_router.engine.generation import Generation
 from millrace_router.server.access_log import REQUEST_ID, watch
 from millrace_router.server.bodies import json_response, read_model, to_model
@@ -73,14 +73,14 @@ async def messages(request: web.Request) -> web.StreamResponse:
         return await respond(request, MessageStream(generation, turn.text(), head).feed, form)
 
 
-async def _turn_of(services: Services, body: CountTokensRequest) -> ChatTurn:
+async def _turn_of(services: Services, body: CountTokensRequest) -> PreparedChat:
     """The chat that a body means, in which a stop sequence is cut even where TGI keeps it; raises RouterError."""
-    turn = await prepare_turn(services, to_model(chat_body(body), ChatCompletionRequest))
+    turn = await prepare_chat(services, to_model(chat_body(body), ChatCompletionRequest))
     return replace(turn, keeps_stops=False)
 
 
 async def _answer(
-    services: Services, generation: Generation, turn: ChatTurn, head: MessageHead
+    services: Services, generation: Generation, turn: PreparedChat, head: MessageHead
 ) -> web.Response:
     text = turn.text()
     pieces = [piece async for piece in pieces_of(generation, text)]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from millrace_router.api.openai.answers import AnswerHead, Usage
-from millrace_router.api.openai.choice import STOP, TOOL_CALLS, Piece
+from millrace_router.api.openai.choice import STOP, TOOL_CALLS, ChoiceDelta
 from millrace_router.api.openai.protocol import (
     CalledFunctionJson,
     ChatCompletionChunkJson,
@@ -53,7 +53,7 @@ class ChatAnswers:
         return self._chunk(index, self._said(text))
 
     def chunks(
-        self, index: int, piece: Piece, usage: Usage | None = None
+        self, index: int, piece: ChoiceDelta, usage: Usage | None = None
     ) -> list[ChatCompletionChunkJson]:
         """Render a piece that may have anything: none if nothing is to be told, and one for each call in it.
 
@@ -81,7 +81,7 @@ class ChatAnswers:
         """Render the chunk that follows the last token."""
         return {**self._head.json(CHUNK), "choices": [], "usage": usage.json()}
 
-    def choice(self, index: int, pieces: Sequence[Piece]) -> ChatCompletionCompleteJson:
+    def choice(self, index: int, pieces: Sequence[ChoiceDelta]) -> ChatCompletionCompleteJson:
         """Render a choice in one piece."""
         logprobs = [piece.logprobs for piece in pieces if piece.logprobs is not None]
         return {
@@ -127,7 +127,7 @@ class ChatAnswers:
     def _said(self, text: str) -> TextDeltaJson:
         return {"role": ROLE, "content": text} if self._strict_tgi else {"content": text}
 
-    def _deltas(self, piece: Piece) -> list[ChatCompletionDeltaJson]:
+    def _deltas(self, piece: ChoiceDelta) -> list[ChatCompletionDeltaJson]:
         deltas: list[ChatCompletionDeltaJson] = [self._said(piece.text)] if piece.text else []
         for call in _joined(piece.calls):
             if not self._functions:
@@ -150,7 +150,7 @@ class ChatAnswers:
     def _id(self, call: CallDelta) -> str:
         return str(call.index) if self._strict_tgi else call.id or ""
 
-    def _message(self, pieces: Sequence[Piece]) -> OutputMessageJson:
+    def _message(self, pieces: Sequence[ChoiceDelta]) -> OutputMessageJson:
         text = "".join(piece.text for piece in pieces)
         calls = _joined([delta for piece in pieces for delta in piece.calls])
         if not calls:

@@ -8,7 +8,7 @@ import orjson
 
 from millrace_router.api.openai.answers import ChunkTemplate, Usage
 from millrace_router.api.openai.chat_answers import ChatAnswers
-from millrace_router.api.openai.choice import ChoiceText, Piece
+from millrace_router.api.openai.choice import ChoiceDelta, ChoiceText
 from millrace_router.api.openai.errors import usage_of
 from millrace_router.api.openai.protocol import ChatCompletionChunkJson
 from millrace_router.engine.generation import Generation
@@ -52,7 +52,7 @@ class ChatStream:
         """Frame a chunk."""
         self._sink.send(event(orjson.dumps(chunk)))
 
-    def take(self, index: int, piece: Piece) -> None:
+    def take(self, index: int, piece: ChoiceDelta) -> None:
         """Send whatever a piece holds, and the end after the last one of all choices."""
         usage = usage_of(self._choices[index][0], piece, sample=index)
         told = usage if self._tells_usage_always else None
@@ -109,7 +109,7 @@ class _Choice:
         if not self._is_finished:
             self._stream.fail(error)
 
-    def _take(self, piece: Piece) -> None:
+    def _take(self, piece: ChoiceDelta) -> None:
         if not self._is_open:
             self._is_open = True
             opening = self._stream.answers.opening(self._index)

@@ -30,7 +30,7 @@ LEAST_LOGPROB = -9999.0
 
 
 @dataclass(slots=True)
-class Piece:
+class ChoiceDelta:
     """What one token adds to a choice; the last piece has a finish reason."""
 
     text: str
@@ -102,7 +102,7 @@ class ChoiceText:
         """The stop string that the text was cut before, if there was one."""
         return self._trimmer.stop
 
-    def push(self, event: TokenEvent) -> Piece:
+    def push(self, event: TokenEvent) -> ChoiceDelta:
         """Take the next token; nothing may follow a piece that has a finish reason."""
         token = event.token
         self._num_tokens = event.index
@@ -116,11 +116,11 @@ class ChoiceText:
             text += self._trimmer.finish()
         logprobs = None if self._logprobs is None else self._logprobs.json(event)
         if self._parser is None:
-            return Piece(text, reason, event.index, logprobs)
+            return ChoiceDelta(text, reason, event.index, logprobs)
         parsed = self._parse(self._parser, text, ended=reason is not None)
         if reason == STOP and self._has_called:
             reason = TOOL_CALLS
-        return Piece(parsed.text, reason, event.index, logprobs, parsed.calls)
+        return ChoiceDelta(parsed.text, reason, event.index, logprobs, parsed.calls)
 
     def _hidden(self, token: Token) -> str:
         """What there is to see of a special token."""
@@ -140,7 +140,7 @@ class ChoiceText:
         return parsed
 
 
-def parts_of(piece: Piece) -> Iterator[str | CallDelta]:
+def parts_of(piece: ChoiceDelta) -> Iterator[str | CallDelta]:
     """Yield what a token adds: the rest of a call, then text, then calls that begin."""
     calls = iter(piece.calls)
     for delta in calls:

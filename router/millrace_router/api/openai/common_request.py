@@ -129,7 +129,7 @@ class CommonRequest(RequestModel):
     def _penalties(self) -> dict[str, Any]:
         return {
             "repetition_penalty": self.repetition_penalty,
-            "occurrence_penalty": self.frequency_penalty or 0.0,
+            "openai_frequency_penalty": self.frequency_penalty or 0.0,
             "presence_penalty": self.presence_penalty or 0.0,
         }
 

@@ -11,7 +11,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from millrace_router.api.openai.answers import Usage, error_answer, error_detail
-from millrace_router.api.openai.choice import ChoiceText, Piece
+from millrace_router.api.openai.choice import ChoiceDelta, ChoiceText
 from millrace_router.engine.generation import Generation
 from millrace_router.errors import RouterError
 from millrace_router.request.events import TokenEvent
@@ -56,7 +56,7 @@ def stream_error(error: RouterError) -> bytes:
     return event(orjson.dumps({"error": error_detail(error)})) + DONE
 
 
-async def pieces_of(generation: Generation, text: ChoiceText) -> AsyncIterator[Piece]:
+async def pieces_of(generation: Generation, text: ChoiceText) -> AsyncIterator[ChoiceDelta]:
     """Yield what each token adds to the choice, until it has a finish reason."""
     async for event_ in generation:
         if isinstance(event_, TokenEvent):
@@ -66,7 +66,7 @@ async def pieces_of(generation: Generation, text: ChoiceText) -> AsyncIterator[P
                 return
 
 
-def usage_of(generation: Generation, last: Piece, *, sample: int = 0) -> Usage:
+def usage_of(generation: Generation, last: ChoiceDelta, *, sample: int = 0) -> Usage:
     """Token counts of a choice whose last piece is there; a prompt is counted with its first sample alone."""
     if sample:
         return Usage(0, last.num_tokens)

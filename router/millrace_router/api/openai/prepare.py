@@ -22,7 +22,7 @@ EXCLUSIVE = "Grammar and tools are mutually exclusive"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatTurn:
+class PreparedChat:
     """A chat that may be generated: its prompt and parameters, and how its answer is read."""
 
     asked: GenerateRequest
@@ -49,7 +49,7 @@ class ChatTurn:
         )
 
 
-async def prepare_turn(services: Services, body: ChatCompletionRequest) -> ChatTurn:
+async def prepare_chat(services: Services, body: ChatCompletionRequest) -> PreparedChat:
     """Check a chat, and make a prompt of it; raises RouterError."""
     body.check(services.limits)
     strict_tgi = services.config.strict_tgi
@@ -63,7 +63,7 @@ async def prepare_turn(services: Services, body: ChatCompletionRequest) -> ChatT
         grammar = await _grammar(services, tools, choice, parameters.grammar)
         parameters = parameters.model_copy(update={"grammar": grammar})
     prompt = await _render(services, body, tools)
-    return ChatTurn(
+    return PreparedChat(
         asked=GenerateRequest(inputs=prompt, parameters=parameters),
         tools=tools,
         choice=choice,

@@ -19,7 +19,7 @@ from millrace_router.api.openai.errors import (
     pieces_of,
     usage_of,
 )
-from millrace_router.api.openai.prepare import ChatTurn, prepare_turn
+from millrace_router.api.openai.prepare import PreparedChat, prepare_chat
 from millrace_router.api.openai.protocol import ChatCompletionCompleteJson, ModelInfoJson, ModelJson
 from millrace_router.api.openai.strict_tgi import counted_again, openai_route, stream_errors
 from millrace_router.engine.generation import Generation
@@ -65,7 +65,7 @@ async def chat_tokenize(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     body = await read_model(request, ChatCompletionRequest)
     with services.infer.permit():
-        prompt = (await prepare_turn(services, body)).asked.inputs
+        prompt = (await prepare_chat(services, body)).asked.inputs
         tokens = await services.validator.tokenize(prompt, add_special_tokens=False)
     return json_response({"tokenize_response": orjson.Fragment(tokens), "templated_text": prompt})
 
@@ -75,7 +75,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     body = await read_model(request, ChatCompletionRequest)
     with counting_refusals(services.metrics):
-        turn = await prepare_turn(services, body)
+        turn = await prepare_chat(services, body)
         terms = terms_of(request, turn.asked.parameters)
     answers = _answers(services, body)
     with ExitStack() as cleanup:
@@ -116,7 +116,7 @@ def _answers(services: Services, body: ChatCompletionRequest) -> ChatAnswers:
 
 
 async def _answer(
-    services: Services, turn: ChatTurn, generations: Sequence[Generation], answers: ChatAnswers
+    services: Services, turn: PreparedChat, generations: Sequence[Generation], answers: ChatAnswers
 ) -> web.Response:
     """Read one generation after the other: the events of the others wait in their streams."""
     choices: list[ChatCompletionCompleteJson] = []

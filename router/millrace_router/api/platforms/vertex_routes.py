@@ -11,7 +11,7 @@ from millrace_router.api.openai.answers import AnswerHead
 from millrace_router.api.openai.chat_answers import ChatAnswers
 from millrace_router.api.openai.chat_request import ChatCompletionRequest
 from millrace_router.api.openai.errors import fingerprint, model_name, pieces_of
-from millrace_router.api.openai.prepare import ChatTurn, prepare_turn
+from millrace_router.api.openai.prepare import PreparedChat, prepare_chat
 from millrace_router.api.openai.strict_tgi import counted_again
 from millrace_router.api.platforms.errors import IncompletePrediction, NoInstances
 from millrace_router.api.platforms.gather import check_count, together
@@ -77,7 +77,7 @@ async def _predict(request: web.Request, instance: VertexInstance) -> str:
     services = request.app[SERVICES]
     if isinstance(instance, ChatCompletionRequest):
         with counting_refusals(services.metrics):
-            turn = await prepare_turn(services, instance)
+            turn = await prepare_chat(services, instance)
             terms = terms_of(request, turn.asked.parameters)
         predicting = _chat(request, instance, turn, terms)
     else:
@@ -103,7 +103,7 @@ async def _text(request: web.Request, instance: GenerateVertexInstance) -> str:
 
 
 async def _chat(
-    request: web.Request, body: ChatCompletionRequest, turn: ChatTurn, terms: Terms
+    request: web.Request, body: ChatCompletionRequest, turn: PreparedChat, terms: Terms
 ) -> str:
     """What the assistant says; calls of tools, which are no text, as the JSON of the whole message."""
     services = request.app[SERVICES]

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from millrace_router.api.openai.chat_request import ChatCompletionRequest
 from millrace_router.api.openai.errors import model_name, openai_errors, pieces_of, usage_of
-from millrace_router.api.openai.prepare import ChatTurn, prepare_turn
+from millrace_router.api.openai.prepare import PreparedChat, prepare_chat
 from millrace_router.api.responses.answers import ResponseHead
 from millrace_router.api.responses.events import ResponseEvents
 from millrace_router.api.responses.protocol import InputTokensJson
@@ -80,15 +80,15 @@ async def responses(request: web.Request) -> web.StreamResponse:
         return await respond(request, stream.feed, form)
 
 
-async def _turn_of(services: Services, body: ResponsesRequest) -> ChatTurn:
+async def _turn_of(services: Services, body: ResponsesRequest) -> PreparedChat:
     """The chat that a body means, in which a stop string is cut even where TGI keeps it; raises RouterError."""
     body.check()
-    turn = await prepare_turn(services, to_model(chat_body(body), ChatCompletionRequest))
+    turn = await prepare_chat(services, to_model(chat_body(body), ChatCompletionRequest))
     return replace(turn, keeps_stops=False)
 
 
 async def _answer(
-    services: Services, generation: Generation, turn: ChatTurn, events: ResponseEvents
+    services: Services, generation: Generation, turn: PreparedChat, events: ResponseEvents
 ) -> web.Response:
     last = None
     async for last in pieces_of(generation, turn.text()):

@@ -6,7 +6,7 @@ from aiohttp import web
 
 from millrace_router.api.completions.request import CompletionRequest
 from millrace_router.api.openai.chat_request import ChatCompletionRequest
-from millrace_router.api.openai.prepare import prepare_turn
+from millrace_router.api.openai.prepare import prepare_chat
 from millrace_router.api.tgi.estimate import estimate_json
 from millrace_router.errors import BodyShapeError, ValidationError
 from millrace_router.request.parameters import GenerateRequest
@@ -39,7 +39,7 @@ async def _read(services: Services, body: object) -> tuple[GenerateRequest, bool
     if keys == ["inputs"]:
         return to_model(body, GenerateRequest), False
     if keys == ["messages"]:
-        turn = await prepare_turn(services, to_model(body, ChatCompletionRequest))
+        turn = await prepare_chat(services, to_model(body, ChatCompletionRequest))
         return turn.asked, True
     if keys == ["prompt"]:
         completion = to_model(body, CompletionRequest)

@@ -78,7 +78,7 @@ async def test_ids_and_roles(*, strict_tgi: bool) -> None:
     [
         (
             {"presence_penalty": 0.5, "frequency_penalty": 1.5},
-            {"presence_penalty": 0.5, "occurrence_penalty": 1.5},
+            {"presence_penalty": 0.5, "openai_frequency_penalty": 1.5},
             {"repetition_penalty": 2.5, "frequency_penalty": 1.5},
         ),
         ({"presence_penalty": 0}, {}, {"repetition_penalty": 2.0}),
@@ -93,7 +93,7 @@ async def test_penalties(
         "repetition_penalty": 1.0,
         "frequency_penalty": 0.0,
         "presence_penalty": 0.0,
-        "occurrence_penalty": 0.0,
+        "openai_frequency_penalty": 0.0,
     }
     async with served("a", strict_tgi=strict_tgi) as edge:
         await choice_of(edge, **fields)

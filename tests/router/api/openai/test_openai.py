@@ -236,7 +236,7 @@ async def test_chat_logprobs() -> None:
         ({"presence_penalty": -2}, {"presence_penalty": -2.0}),
         (
             {"frequency_penalty": 1.5},
-            {"occurrence_penalty": 1.5, "frequency_penalty": 0.0},
+            {"openai_frequency_penalty": 1.5, "frequency_penalty": 0.0},
         ),
         ({"repetition_penalty": 1.25}, {"repetition_penalty": 1.25}),
     ],

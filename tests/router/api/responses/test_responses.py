@@ -309,7 +309,7 @@ async def test_extensions_reach_the_request() -> None:
     (request,) = script.requests
     sampling = request.sampling
     assert (sampling.seed, sampling.top_k, sampling.min_p) == (7, 3, 0.25)
-    assert (sampling.occurrence_penalty, request.min_new_tokens) == (0.5, 1)
+    assert (sampling.openai_frequency_penalty, request.min_new_tokens) == (0.5, 1)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -15,7 +15,7 @@ from millrace_router.errors import ShuttingDown
 from millrace_router.prediction.estimate import Estimate
 from millrace_router.prediction.forecast import Prediction
 from millrace_router.prediction.step_load import StepLoad
-from millrace_router.request.block_hashes import BlockKeys
+from millrace_router.request.block_hashes import BlockHashes
 from millrace_router.request.parameters import GenerateParameters, GenerateRequest
 from millrace_router.request.request import Terms, ValidRequest
 from millrace_testing.router.edge import UNKNOWN, Edge, limits_with, play, serving
@@ -223,13 +223,13 @@ def test_the_batcher_estimates_from_what_it_knows() -> None:
 async def test_only_prompts_that_fit_are_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over a real batcher: names of blocks are made on the event loop, so not of any prompt there is."""
     hashed: list[int] = []
-    first = BlockKeys.first
+    first = BlockHashes.first
 
-    def watched(keys: BlockKeys, count: int, prompt: Any, generated: Any) -> Any:
+    def watched(keys: BlockHashes, count: int, prompt: Any, generated: Any) -> Any:
         hashed.append(len(prompt))
         return first(keys, count, prompt, generated)
 
-    monkeypatch.setattr(BlockKeys, "first", watched)
+    monkeypatch.setattr(BlockHashes, "first", watched)
     shard = FakeShard()
     batcher = new_batcher(DirectShards(shard), shard)
     async with serving() as edge:

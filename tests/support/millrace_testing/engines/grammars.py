@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from millrace_shard.batch.sequence import Grammar, GrammarKind
 from millrace_shard.structured_output.grammar.grammar_source import lark_of
-from millrace_shard.structured_output.manager import Guides
+from millrace_shard.structured_output.manager import GrammarManager
 from millrace_shard.structured_output.matcher import Lexer, Matcher
 from millrace_shard.structured_output.vocabulary import Vocabulary
 
@@ -98,9 +98,9 @@ class Compiler:
         return self._words.matcher(grammar)
 
 
-def new_guides(words: Words, *, beside: bool = True) -> Guides:
+def new_guides(words: Words, *, beside: bool = True) -> GrammarManager:
     """Guides over `words`."""
-    return Guides(Compiler(words), words.vocabulary.size, beside=beside)  # type: ignore[arg-type]
+    return GrammarManager(Compiler(words), words.vocabulary.size, beside=beside)  # type: ignore[arg-type]
 
 
 def allowed(mask: NDArray[np.int32]) -> set[int]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from millrace_shard.arrays import Ints
-from millrace_shard.batch.draft_tokens import Guesses
+from millrace_shard.batch.draft_tokens import DraftTokens
 from millrace_shard.batch.sequence import Grammar, GrammarKind, Ids, SamplingParameters
 from millrace_shard.batch.sequence import Sequence as Admitted
 from millrace_shard.batch.step import BatchChange, Forward, StepResult
@@ -24,7 +24,7 @@ from millrace_shard.model_runner.launched_step import LaunchedStep
 from millrace_shard.models.load import load_model
 from millrace_shard.speculation.loading import SpeculationLoader
 from millrace_shard.speculation.proposer import Proposer
-from millrace_shard.structured_output.manager import GuidedRow, Guides, MaskJob, Masks
+from millrace_shard.structured_output.manager import GrammarManager, GuidedRow, MaskJob, Masks
 from millrace_testing.engines.steps import MAX_TOKENS, Stepper, ints
 
 Allow = Callable[[int], tuple[int, int]]
@@ -167,7 +167,7 @@ class PlannedProposer(Proposer):
         self._error_rate = error_rate
         self._random = np.random.default_rng(0)
 
-    def propose(self, rows: StepRows) -> Guesses:
+    def propose(self, rows: StepRows) -> DraftTokens:
         chains = []
         for slot, length, most in zip(
             rows.slots.tolist(), rows.num_tokens, rows.most_guesses, strict=True
@@ -175,7 +175,7 @@ class PlannedProposer(Proposer):
             chain = np.array(self._futures[slot][length : length + most], dtype=np.int64)
             wrong = self._random.random(len(chain)) < self._error_rate
             chains.append(np.where(wrong, (chain + 1) % 10, chain))
-        return Guesses.of(chains, CPU)
+        return DraftTokens.of(chains, CPU)
 
 
 def any_of(*allowed: Sequence[int] | None) -> Grammar:
@@ -192,9 +192,9 @@ class FakeGuides:
         self._places: dict[int, int] = {}
         self.num_forced = 0
 
-    def as_guides(self) -> Guides:
+    def as_guides(self) -> GrammarManager:
         """What a runner takes."""
-        return cast("Guides", self)
+        return cast("GrammarManager", self)
 
     def admit(self, slot: int, grammar: Grammar, generated: Ids) -> None:
         self._allowed[slot] = json.loads(grammar.source)
@@ -225,7 +225,10 @@ class FakeGuides:
 
     def _chain(self, row: GuidedRow) -> tuple[int, ...]:
         chain: list[int] = []
-        while len(chain) < row.most_forced and len(only := self._at(row.slot, 0) or []) == 1:
+        while (
+            len(chain) < row.max_jump_forward_tokens
+            and len(only := self._at(row.slot, 0) or []) == 1
+        ):
             chain.append(only[0])
             self._places[row.slot] += 1
         self.num_forced += len(chain)

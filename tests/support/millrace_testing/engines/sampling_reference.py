@@ -46,7 +46,7 @@ def processed(row: Row) -> Scores:
     for id_ in set(history):
         scores[id_] -= p.frequency_penalty * history.count(id_) / len(history)
     for id_ in set(row.generated):
-        scores[id_] -= p.presence_penalty + p.occurrence_penalty * row.generated.count(id_)
+        scores[id_] -= p.presence_penalty + p.openai_frequency_penalty * row.generated.count(id_)
     for id_, value in p.bias:
         scores[id_] += value
     if row.allowed is not None:

@@ -18,11 +18,11 @@ from millrace_shard.batch.step import BatchChange, Forward, StepResult
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.model_runner.decode_graphs import DecodeGraphs, GraphSettings
-from millrace_shard.model_runner.runner import StepRunner, TokenAids
+from millrace_shard.model_runner.runner import DecodingFeatures, StepRunner
 from millrace_shard.models.interface import CausalModel
 from millrace_shard.models.load import load_model
 from millrace_shard.speculation.factory import Speculation
-from millrace_shard.structured_output.manager import Guides
+from millrace_shard.structured_output.manager import GrammarManager
 from millrace_testing.models.models import save_tiny
 
 NUM_BLOCKS = 48
@@ -37,7 +37,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
         "repetition_penalty": 1.4,
         "frequency_penalty": 0.3,
         "presence_penalty": 0.2,
-        "occurrence_penalty": 0.1,
+        "openai_frequency_penalty": 0.1,
     },
     "marked": {
         "watermark": True,
@@ -80,11 +80,11 @@ class Stepper:
         graphs: GraphSettings | None = None,
         device: torch.device | str = "cpu",
         speculation: Speculation | None = None,
-        guides: Guides | None = None,
-        max_guesses: int = 0,
+        guides: GrammarManager | None = None,
+        max_draft_tokens: int = 0,
         row_tile: int = 1,
     ) -> None:
-        """`max_guesses` for a proposer that is set later, as `runner._proposer`."""
+        """`max_draft_tokens` for a proposer that is set later, as `runner._proposer`."""
         self.device = torch.device(device)
         self.block_size = kernels.block_size
         self.cache = [
@@ -112,7 +112,7 @@ class Stepper:
             block_size=kernels.block_size,
             vocab_size=model.info.vocab_size,
             padding_block=NUM_BLOCKS,
-            max_guesses=speculation.most if speculation else max_guesses,
+            max_draft_tokens=speculation.most if speculation else max_draft_tokens,
             row_tile=row_tile,
         )
         self.batch = Batch(limits, self.device)
@@ -132,7 +132,7 @@ class Stepper:
                 self.cache,
                 self.batch,
                 self.graphs,
-                TokenAids(guides=guides, proposer=proposer),
+                DecodingFeatures(guides=guides, proposer=proposer),
             )
         self.free = list(range(1, NUM_BLOCKS))
 

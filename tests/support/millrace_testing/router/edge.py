@@ -24,7 +24,7 @@ from millrace_router.errors import GenerationError
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.estimate import Estimate
 from millrace_router.recovery.quarantine import Quarantine
-from millrace_router.recovery.shard_status import Recovery
+from millrace_router.recovery.shard_status import ShardStatus
 from millrace_router.request.events import Finished, PromptLogprobs, Token, TokenEvent
 from millrace_router.request.limits import Limits
 from millrace_router.request.request import FinishReason, Grammar, ValidRequest
@@ -117,7 +117,7 @@ class FakeCompiler:
 def grammars_of(compiler: FakeCompiler | None = None) -> Grammars:
     """Ask `compiler`, which always serves."""
     metrics = Metrics(max_input_tokens=8, max_total_tokens=16)
-    return Grammars(compiler or FakeCompiler(), Recovery(), metrics, grace_seconds=GRACE_SECONDS)
+    return Grammars(compiler or FakeCompiler(), ShardStatus(), metrics, grace_seconds=GRACE_SECONDS)
 
 
 @dataclass
@@ -131,7 +131,7 @@ class FakeBatcher:
     script: Callable[[ValidRequest, TokenStream], None] | None = None
     outlook: Estimate = UNKNOWN
     drains_in: float = 0.0
-    recovery: Recovery = field(default_factory=Recovery)
+    recovery: ShardStatus = field(default_factory=ShardStatus)
     quarantine: Quarantine = field(default_factory=Quarantine)
     compiler: FakeCompiler = field(default_factory=FakeCompiler)
     estimated: list[ValidRequest] = field(default_factory=list)

@@ -14,16 +14,16 @@ from tokenizers import Tokenizer as RustTokenizer
 from millrace_proto import generate_pb2 as pb
 from millrace_router.engine.batcher import Batcher
 from millrace_router.engine.entry_queue import EntryQueue
-from millrace_router.engine.predictor import Prospects
+from millrace_router.engine.predictor import LatencyPredictor
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.forecast import Forecaster
 from millrace_router.prediction.late_planning import LatePlanning
-from millrace_router.recovery.launcher_channel import Supervisor
-from millrace_router.recovery.shard_status import DEFAULT_PATIENCE, Patience
+from millrace_router.recovery.launcher_channel import LauncherChannel
+from millrace_router.recovery.shard_status import DEFAULT_TIMEOUTS, Timeouts
 from millrace_router.request.entry import Entry
 from millrace_router.request.events import Event, Finished, TokenEvent
 from millrace_router.request.request import ValidRequest
-from millrace_router.scheduler.block_manager import BlockTable
+from millrace_router.scheduler.block_manager import BlockManager
 from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.prefix_cache import PrefixCache
@@ -107,8 +107,8 @@ def new_batcher(
     prefix_caching: bool = True,
     waiting: EntryQueue | None = None,
     max_queue_size: int | None = None,
-    supervisor: Supervisor | None = None,
-    patience: Patience = DEFAULT_PATIENCE,
+    supervisor: LauncherChannel | None = None,
+    patience: Timeouts = DEFAULT_TIMEOUTS,
     depth: int = 2,
     late: LatePlanning | None = None,
 ) -> Batcher:
@@ -130,13 +130,13 @@ def new_batcher(
         shards=cast("ShardedClient", shards),
         new_planner=lambda: Planner(
             budgets,
-            BlockTable(
+            BlockManager(
                 shard.num_blocks, shard.block_size, PrefixCache() if prefix_caching else None
             ),
             cost,
         ),
         waiting=waiting or WaitingQueue(),
-        prospects=Prospects(cost, forecaster, metrics, max_queue_size=max_queue_size),
+        prospects=LatencyPredictor(cost, forecaster, metrics, max_queue_size=max_queue_size),
         tokenizer=tiny_tokenizer(),
         eos_token_ids=frozenset({EOS_TOKEN_ID}),
         metrics=metrics,

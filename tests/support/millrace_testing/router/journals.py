@@ -14,7 +14,7 @@ from millrace_router.journal.journal import Journal
 from millrace_router.journal.reader import read_epochs
 from millrace_router.journal.replay.player import Outcome, Player
 from millrace_router.journal.rotation import Folder
-from millrace_router.journal.writer import Scribe
+from millrace_router.journal.writer import JournalWriter
 from millrace_router.request.entry import Entry
 from millrace_router.request.request import SamplingParameters, ValidRequest
 from millrace_router.scheduler.budgets import Budgets
@@ -74,7 +74,7 @@ def capacity_of(shard: HashShard) -> Capacity:
     )
 
 
-class InlineScribe(Scribe):
+class InlineScribe(JournalWriter):
     """Writes as soon as it is woken, on the thread that wakes it; not while it is `stuck`."""
 
     stuck = False

@@ -11,7 +11,7 @@ from millrace_router.engine.entry_queue import EntryQueue
 from millrace_router.errors import NonFiniteOutput
 from millrace_router.request.entry import Entry
 from millrace_router.request.request import ValidRequest
-from millrace_router.scheduler.block_manager import BlockTable
+from millrace_router.scheduler.block_manager import BlockManager
 from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.draft_length import LengthPolicy
 from millrace_router.scheduler.planner import Planner
@@ -70,7 +70,7 @@ class ScheduleDriver:
 
     def _new_planner(self) -> Planner[Entry]:
         cache = PrefixCache() if self.prefix_caching else None
-        blocks = BlockTable(self.shard.num_blocks, self.shard.block_size, cache)
+        blocks = BlockManager(self.shard.num_blocks, self.shard.block_size, cache)
         return Planner(self.budgets, blocks, guesses=self.guesses)
 
     def _open(self) -> None:
@@ -124,7 +124,7 @@ class ScheduleDriver:
             assert not row.entry.closed, "work for a client that has left"
             # After a failed step the shard does not follow any more.
             is_own = running is not None and running.pb.request_id == row.entry.request_id
-            if running is not None and is_own and not row.entry.most_forced:
+            if running is not None and is_own and not row.entry.max_jump_forward_tokens:
                 num_new = len(running.ids) - row.entry.num_prompt_tokens
                 assert num_new <= row.entry.max_new_tokens, "more tokens than asked for"
         if plan.decode_tokens:
@@ -255,7 +255,7 @@ class ScheduleDriver:
         self.check()
 
 
-def check_blocks(blocks: BlockTable) -> None:
+def check_blocks(blocks: BlockManager) -> None:
     """Free, cached and owned blocks are disjoint, and together they are all."""
     cache = blocks.cache
     idle = [] if cache is None else [cached.block for cached in cache._idle.values()]

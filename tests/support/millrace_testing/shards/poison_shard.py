@@ -22,7 +22,7 @@ from torch import Tensor
 
 from millrace_shard.__main__ import main
 from millrace_shard.batch.step import Forward
-from millrace_shard.batch.step_layout import PreparedStep
+from millrace_shard.batch.step_layout import StepLayout
 from millrace_shard.commands import serve
 from millrace_shard.engine import engine, warmup
 from millrace_shard.engine.warmup import WarmedUp
@@ -102,7 +102,7 @@ def install(poison: Poison) -> None:
         return launch(self, step, when_laid_out)
 
     def poisoned_forward(
-        self: StepRunner, prepared: PreparedStep, when_laid_out: Callable[[], None]
+        self: StepRunner, prepared: StepLayout, when_laid_out: Callable[[], None]
     ) -> tuple[Tensor, PromptLogprobs | None]:
         if not warming:
             when_laid_out()

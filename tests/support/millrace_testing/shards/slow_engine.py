@@ -32,7 +32,7 @@ class SlowCandidate:
     num_preemptions: int = 0
     closed: bool = False
     wants_prompt_logprobs: bool = False
-    most_forced: int = 0
+    max_jump_forward_tokens: int = 0
     acceptance: Acceptance = field(default_factory=Acceptance)
 
     @property
