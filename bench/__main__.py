@@ -1,7 +1,7 @@
 """`python -m bench`: every case and load level on ours and on whichever peers are installed.
 
 Waits for a quiet machine before each measurement, takes turns, repeats, measures the roofline in the
-same run, prints tables and writes JSON and SVG. `--record` adds a dated section to RESULTS.md.
+same run, prints tables and writes JSON and SVG. `--record` writes the figures to bench/results.
 """
 
 from __future__ import annotations
@@ -10,31 +10,33 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
-from bench import machine, record, roofline
-from bench.cases import CASES
-from bench.checkpoints import MODELS_FOLDER, SHAPES, ensure_checkpoint
-from bench.engines.process import EngineError
-from bench.levels import DEFAULT_LEVELS, parse_level
-from bench.offline import run_cases
-from bench.peers import OURS
-from bench.plan import Plan, installed, say
-from bench.quiet import Quiet
-from bench.revisions import at_revision
-from bench.serve import ServerError
-from bench.served import run_levels
+from bench.comparison import roofline
+from bench.comparison.cases import CASES
+from bench.comparison.offline import run_cases
+from bench.comparison.plan import Plan, installed
+from bench.comparison.results import Results, text, write_charts
+from bench.comparison.served import run_levels
+from bench.harness.checkpoints import SHAPES, ensure_checkpoint
+from bench.harness.command_line import command, run_parser, say
+from bench.harness.levels import DEFAULT_LEVELS, parse_level
+from bench.harness.paths import MODELS_FOLDER
+from bench.harness.quiet import Quiet
+from bench.harness.record import Record
+from bench.harness.server import ServerError
+from bench.peers.engines import OURS
+from bench.peers.process import EngineError
+from bench.peers.revisions import at_revision
 from millrace_launcher.settings.threads import usable_cores
 
 PEERS = ("vllm", "openvino", "llama.cpp", "transformers")
-RESULTS = Path(__file__).parent / "RESULTS.md"
 KINDS = ("offline", "served")
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line; argparse ends the program on a bad one."""
-    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser = run_parser("", __doc__, patience=120.0)
     parser.add_argument("--model", nargs="+", default=list(CASES), choices=SHAPES, help="shapes")
     parser.add_argument(
         "--only", nargs="+", choices=KINDS, help="engines without HTTP, or servers; both by default"
@@ -57,16 +59,11 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
-        "--patience", type=float, default=120.0, help="seconds to wait for a quiet machine"
-    )
-    parser.add_argument("--out", type=Path, default=Path("bench/out"))
-    parser.add_argument(
         "--flags", type=shlex.split, default=[], help="more flags for our launcher, in one string"
     )
     parser.add_argument(
         "--shard-flags", type=shlex.split, default=[], help="the same for our engine without HTTP"
     )
-    parser.add_argument("--record", action="store_true", help="add a section to bench/RESULTS.md")
     parser.add_argument("--models-folder", type=Path, default=MODELS_FOLDER)
     options = parser.parse_args(arguments)
     if options.only is None:
@@ -74,7 +71,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def run_model(name: str, options: argparse.Namespace) -> record.Results:
+def run_model(name: str, options: argparse.Namespace) -> Results:
     """One shape. Raises EngineError, ServerError or ValueError when ours fails."""
     model = ensure_checkpoint(name, folder=options.models_folder)
     threads = usable_cores()
@@ -89,13 +86,7 @@ def run_model(name: str, options: argparse.Namespace) -> record.Results:
         more_servers=[at_revision(revision) for revision in options.against],
     )
     say(f"{name}: {', '.join(plan.engines)}; measuring the roofline")
-    results = record.Results(
-        model=name,
-        command=shlex.join(["python", "-m", "bench", *sys.argv[1:]]),
-        finished_at=datetime.now(UTC),
-        facts=machine.describe(),
-        machine=roofline.measure(threads, plan.quiet),
-    )
+    results = Results(model=name, machine=roofline.measure(threads, plan.quiet))
     notes: list[str] = []
     if "offline" in options.only:
         cases = [c for c in CASES[name] if not options.cases or c.name in options.cases]
@@ -106,7 +97,6 @@ def run_model(name: str, options: argparse.Namespace) -> record.Results:
             results.measurements = run_levels(model, results.levels, plan, notes)
     results.machine = results.machine.best(roofline.measure(threads, plan.quiet))
     results.notes = notes
-    results.finished_at = datetime.now(UTC)
     return results
 
 
@@ -120,11 +110,17 @@ def main() -> int:
         except (EngineError, ServerError, ValueError) as error:
             say(f"{name}: {error}")
             return 1
-        record.write(results, options.out)
-        text = record.section(results)
-        print(f"\n{text}", flush=True)
+        record = Record(
+            bench="comparison",
+            title=f"{name} shape, CPU",
+            command=command(""),
+            figures=results.figures(),
+        )
+        record.save(options.out / f"{name}.json")
+        write_charts(results, record.machine, options.out)
+        print(f"\n{record.text(text(results))}", flush=True)
         if options.record:
-            record.append(text, RESULTS)
+            record.write()
         failed = failed or any(m.failures for m in results.measurements if m.server == OURS)
     print(f"Results, charts and logs are in {options.out}.")
     return 1 if failed else 0

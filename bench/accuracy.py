@@ -16,7 +16,7 @@ from demo.train import Sample, encode
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from bench.report import markdown
+from bench.harness.tables import markdown
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.agreement import ragged_batch
 from millrace_shard.kernels.base import Kernels

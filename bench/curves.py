@@ -1,31 +1,30 @@
 """`python -m bench.curves`: throughput against concurrency, and decoding against context length.
 
-Engines without HTTP, in turn on the same requests. Writes `<out>/<model>-curves.json` and `.svg`; `--record` adds a
-dated section to RESULTS.md and puts the picture beside it.
+Engines without HTTP, in turn on the same requests. Writes `<out>/<model>-curves.json` and `.svg`; `--record` writes
+the figures to bench/results.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
-from pathlib import Path
 
-from bench import machine, record, roofline
-from bench.cases import Case, Figure
-from bench.checkpoints import MAX_POSITIONS, MODELS_FOLDER, SHAPES, Shape, ensure_checkpoint
-from bench.engines.process import EngineError
-from bench.lines import Panel, curves
-from bench.offline import Row, run_cases
-from bench.peers import OURS
-from bench.plan import Plan, installed, say
-from bench.quiet import Quiet
-from bench.repeats import figure
-from bench.report import markdown
-from bench.roofline import Machine
+from bench.charts.lines import Panel, curves
+from bench.comparison import roofline
+from bench.comparison.cases import Case, Figure
+from bench.comparison.offline import Row, run_cases
+from bench.comparison.plan import Plan, installed
+from bench.comparison.roofline import Machine
+from bench.harness.checkpoints import MAX_POSITIONS, SHAPES, Shape, ensure_checkpoint
+from bench.harness.command_line import command, run_parser, say
+from bench.harness.paths import MODELS_FOLDER
+from bench.harness.quiet import Quiet
+from bench.harness.record import Record
+from bench.harness.repeats import figure
+from bench.harness.tables import markdown
+from bench.peers.engines import OURS
+from bench.peers.process import EngineError
 from millrace_launcher.settings.threads import usable_cores
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -34,7 +33,6 @@ PROMPT_TOKENS = 128
 NEW_TOKENS = 32
 CONTEXT_STEPS = 64
 PEERS = ("vllm", "openvino", "transformers")
-RESULTS = Path(__file__).parent / "RESULTS.md"
 
 
 def concurrency_case(streams: int) -> Case:
@@ -52,16 +50,13 @@ def context_case(context: int, streams: int) -> Case:
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line; argparse ends the program on a bad one."""
-    parser = argparse.ArgumentParser(prog="python -m bench.curves", description=__doc__)
+    parser = run_parser("curves", __doc__, patience=120.0)
     parser.add_argument("--model", default="135m", choices=SHAPES)
     parser.add_argument("--peer", nargs="*", default=list(PEERS), choices=PEERS)
     parser.add_argument("--concurrency", nargs="*", type=int, default=list(CONCURRENCIES))
     parser.add_argument("--context", nargs="*", type=int, default=list(CONTEXTS))
     parser.add_argument("--streams", type=int, default=4, help="of the curve over the context")
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--patience", type=float, default=120.0)
-    parser.add_argument("--out", type=Path, default=Path("bench/out"))
-    parser.add_argument("--record", action="store_true", help="add a section to bench/RESULTS.md")
     return parser.parse_args(arguments)
 
 
@@ -93,21 +88,16 @@ def table(rows: Sequence[Row], cases: dict[int, Case], shape: Shape, measured: M
     return markdown(["tok/s", *engines, "roofline"], lines)
 
 
-def section(model: str, tables: Sequence[str], notes: Sequence[str], measured: Machine) -> str:
-    """The dated section of RESULTS.md."""
-    facts = machine.describe()
-    command = shlex.join(["python", "-m", "bench.curves", *sys.argv[1:]])
-    parts = [
-        f"## {datetime.now(UTC):%Y-%m-%d %H:%M}, curves of the {model} shape, CPU",
-        f"`{command}` at commit {facts['commit']}, on {facts['cpu']} ({facts['cores']}), {facts['memory']},"
-        f" torch {facts['torch']}, transformers {facts['transformers']}, Python {facts['python']}. In the same run:"
-        f" {measured.text()}.",
-        f"Engines without HTTP, drawn in [{model}-curves.svg]({model}-curves.svg): so many requests at once, then the"
-        " joint decoding of streams that end at a context of so many tokens.",
-        *tables,
-        *(f"Note: {note}" for note in notes),
-    ]
-    return "\n\n".join(parts) + "\n"
+def text(tables: Sequence[str], notes: Sequence[str], measured: Machine) -> str:
+    """The roofline, both tables and notes."""
+    return "\n\n".join(
+        [
+            f"In the same run: {measured.text()}. The first table: throughput over requests at once. The second: joint"
+            " decoding of streams that end at a context of this many tokens.",
+            *tables,
+            *(f"Note: {note}" for note in notes),
+        ]
+    )
 
 
 def main() -> int:
@@ -134,7 +124,25 @@ def main() -> int:
         say(str(error))
         return 1
     measured = measured.best(roofline.measure(threads, plan.quiet))
-    facts = machine.describe()
+    record = Record(
+        bench="curves",
+        title=f"curves of the {options.model} shape, CPU",
+        command=command("curves"),
+        figures={
+            "roofline": measured.as_json(),
+            "points": [
+                {
+                    "case": row.case.name,
+                    "engine": row.engine,
+                    "samples": [[s.value, s.other_cores] for s in row.samples],
+                }
+                for row in rows
+            ],
+            "notes": notes,
+        },
+    )
+    record.save(options.out / f"{options.model}-curves.json")
+    where = f"{options.model}, bfloat16, on {record.machine['cpu']} ({record.machine['cores']})"
     panels = [
         Panel(
             title=f"Output tokens per second, {PROMPT_TOKENS} tokens in and {NEW_TOKENS} out",
@@ -149,26 +157,11 @@ def main() -> int:
             doubles=True,
         ),
     ]
-    where = f"{options.model}, bfloat16, on {facts['cpu']} ({facts['cores']})"
-    options.out.mkdir(parents=True, exist_ok=True)
     (options.out / f"{options.model}-curves.svg").write_text(curves(where, panels))
-    samples = [
-        {
-            "case": row.case.name,
-            "engine": row.engine,
-            "samples": [[s.value, s.other_cores] for s in row.samples],
-        }
-        for row in rows
-    ]
-    content = {"machine": facts, "roofline": measured.as_json(), "points": samples, "notes": notes}
-    (options.out / f"{options.model}-curves.json").write_text(json.dumps(content, indent=2) + "\n")
     tables = [table(rows, cases, shape, measured) for cases in (by_streams, by_context) if cases]
-    text = section(options.model, tables, notes, measured)
-    print(f"\n{text}")
+    print("\n" + record.text(text(tables, notes, measured)))
     if options.record:
-        picture = f"{options.model}-curves.svg"
-        (RESULTS.parent / picture).write_text((options.out / picture).read_text())
-        record.append(text, RESULTS)
+        record.write()
     return 0
 
 

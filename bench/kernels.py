@@ -2,7 +2,7 @@
 
 The CPU kernels run deterministic and not, which differ in linears alone.
 
-    python bench/kernels.py [threads] [135M,1B]
+    python -m bench.kernels [threads] [135M,1B]
 
 All run in turn and medians are printed: thread CPU time with one thread, so that a busy machine matters little,
 wall clock with more.

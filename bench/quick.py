@@ -1,31 +1,33 @@
 """`python -m bench.quick`: has our engine become slower? Under three minutes, ours alone.
 
 Each case is compared as a share of the roofline that the same run measures, so that a slow day of
-the host fails nothing. 0: as fast as recorded in floors.json; 1: slower; 2: not to be said, because
-nothing is recorded or others used the machine. `--record` writes down what it finds.
+the host fails nothing. Exit code 0: as fast as recorded in floors.json; 1: slower; 2: unknown, because
+nothing is recorded or other processes used the machine. `--record` writes new floors, and bench/results.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import roofline
-from bench.cases import CASES
-from bench.checkpoints import MODELS_FOLDER, SHAPES, ensure_checkpoint
-from bench.engines.process import EngineError
-from bench.offline import run_cases
-from bench.peers import OURS
-from bench.plan import Plan, say
-from bench.quiet import Quiet
-from bench.report import case_table, share_of_roofline
+from bench.comparison import roofline
+from bench.comparison.cases import CASES
+from bench.comparison.offline import run_cases
+from bench.comparison.plan import Plan
+from bench.comparison.report import case_table, share_of_roofline
+from bench.harness.checkpoints import SHAPES, ensure_checkpoint
+from bench.harness.command_line import command, run_parser, say
+from bench.harness.paths import BENCH, MODELS_FOLDER
+from bench.harness.quiet import Quiet
+from bench.harness.record import Record
+from bench.peers.engines import OURS
+from bench.peers.process import EngineError
 from millrace_launcher.settings.threads import usable_cores
 
-FLOORS = Path(__file__).parent / "floors.json"
+FLOORS = BENCH / "floors.json"
 MODEL = "135m"
 LEFT_OUT = ("64 ragged",)
 """Cases that take too long for a quick look."""
@@ -82,12 +84,9 @@ def write_floors(path: Path, shares: Mapping[str, float]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.quick", description=__doc__)
-    parser.add_argument("--record", action="store_true")
+    parser = run_parser("quick", __doc__, patience=8.0)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--patience", type=float, default=8.0)
     parser.add_argument("--floors", type=Path, default=FLOORS)
-    parser.add_argument("--out", type=Path, default=Path("bench/out"))
     options = parser.parse_args()
     shape, threads = SHAPES[MODEL], usable_cores()
     plan = Plan(
@@ -121,6 +120,10 @@ def main() -> int:
     print("\n".join(finding.text for finding in findings))
     if options.record:
         write_floors(options.floors, shares)
+        figures = {"roofline": machine.as_json(), "shares_of_roofline": shares}
+        Record(
+            bench="quick", title=f"{MODEL} shape", command=command("quick"), figures=figures
+        ).write()
         return PASSED
     return verdict(findings)
 

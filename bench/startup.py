@@ -2,8 +2,8 @@
 
 Each start is a fresh launcher. Before it a fresh process reads the weights' file into new memory, both with the file
 in the page cache: no loader that ends with weights of its own is faster. Once it is ready, prompts of as many tokens
-as the KV cache has room for are answered, so that all memory has been touched. `--record` writes a section
-of RESULTS.md.
+as the KV cache has room for are answered, so that all memory has been touched. `--record` writes the figures to
+bench/results.
 """
 
 from __future__ import annotations
@@ -18,22 +18,20 @@ import time
 import urllib.request
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench import machine
-from bench.checkpoints import SHAPES, ensure_checkpoint
-from bench.machine import CpuMeter
-from bench.plan import say
-from bench.quiet import Quiet, wait_until_quiet
-from bench.repeats import Repeated, Sample, ratio_text
-from bench.report import markdown
-from bench.scheduling import sections
-from bench.serve import ServerError, serving
+from bench.harness import machine
+from bench.harness.checkpoints import SHAPES, ensure_checkpoint
+from bench.harness.command_line import command, run_parser, say
+from bench.harness.machine import CpuMeter
+from bench.harness.paths import DEMO
+from bench.harness.quiet import Quiet, wait_until_quiet
+from bench.harness.record import Record
+from bench.harness.repeats import Repeated, Sample, ratio_text
+from bench.harness.server import ServerError, serving
+from bench.harness.tables import markdown
 
-RESULTS = Path(__file__).parent / "RESULTS.md"
-DEMO = Path(__file__).parents[1] / "demo" / "model"
 KV_TOKENS = 4096
 MB = 1_000_000
 LOADED = re.compile(r"weights loaded in ([\d.]+) s")
@@ -134,8 +132,8 @@ def loading_seconds(lines: Iterable[str]) -> float:
 
 def read_seconds(files: Sequence[Path]) -> float:
     """For a fresh process to read `files` into new memory."""
-    command = [sys.executable, "-c", READ, *map(str, files)]
-    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    reading = [sys.executable, "-c", READ, *map(str, files)]
+    return float(subprocess.run(reading, capture_output=True, text=True, check=True).stdout)
 
 
 def fill(url: str) -> None:
@@ -203,47 +201,38 @@ def measure(name: str, options: argparse.Namespace) -> Starts:
     )
 
 
-def section(table: str, *, options: argparse.Namespace, command: str) -> str:
-    """The table under a heading that says when, where and how it was taken."""
-    facts = machine.describe()
-    return (
-        f"## Start and memory ({datetime.now(UTC):%Y-%m-%d %H:%M})\n\n"
-        f"`{command}` at commit {facts['commit']}, on {facts['cpu']} ({facts['cores']}), {facts['memory']},"
-        f" torch {facts['torch']}, Python {facts['python']}.\n\n"
-        f"Medians of {options.repeats} starts, kernels compiled before, files in the page cache. Memory is the most"
-        f" that was resident until prompts of {KV_TOKENS} tokens, which fill the KV cache, were answered;"
-        " weights are the size of their files.\n\n"
-        f"{table}\n"
-    )
-
-
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line; argparse ends the program on a bad one."""
-    parser = argparse.ArgumentParser(prog="python -m bench.startup", description=__doc__)
+    parser = run_parser("startup", __doc__)
     parser.add_argument("--model", nargs="+", choices=("demo", *SHAPES), default=["demo", *SHAPES])
     parser.add_argument("--repeats", type=int, default=5, help="starts that count, after one")
     parser.add_argument("--flags", type=shlex.split, default=[], help="more for the launcher")
-    parser.add_argument(
-        "--patience", type=float, default=60.0, help="seconds to wait for a quiet machine"
-    )
-    parser.add_argument("--out", type=Path, default=Path("bench/out"))
-    parser.add_argument("--record", action="store_true", help="write a section of RESULTS.md")
     return parser.parse_args(arguments)
 
 
 def main() -> int:
     """Measure; 1 where a server does not start."""
     options = parse_arguments(sys.argv[1:])
-    command = shlex.join(["python", "-m", "bench.startup", *sys.argv[1:]])
     try:
-        rows = [measure(name, options).row for name in options.model]
+        found = [measure(name, options) for name in options.model]
     except ServerError as error:
         say(str(error))
         return 1
-    text = section(markdown(TITLES, rows), options=options, command=command)
-    print(f"\n{text}", flush=True)
+    record = Record(
+        bench="startup",
+        title=f"Start and memory, {' '.join(options.model)}",
+        command=command("startup"),
+        figures=[asdict(each) for each in found],
+    )
+    method = (
+        f"Medians of {options.repeats} starts, kernels compiled before, files in the page cache. Memory is the peak of"
+        f" resident memory until prompts of {KV_TOKENS} tokens, which fill the KV cache, were answered;"
+        " weights are the size of their files."
+    )
+    table = markdown(TITLES, [each.row for each in found])
+    print("\n" + record.text(f"{method}\n\n{table}"), flush=True)
     if options.record:
-        sections.record(text, RESULTS, key=" ".join(options.model), topic="start")
+        record.write()
     return 0
 
 

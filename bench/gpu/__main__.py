@@ -1,6 +1,6 @@
 """`make bench-gpu`: every stage in a process of its own, the table of goals at the end, under ten minutes.
 
-Needs nothing but the standard library itself; stages need torch, and what .gpu-bundle brings.
+Needs the standard library alone; a stage needs torch, and reports which of its packages are missing.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.gpu.bundle_files import BundleError, use_bundle
 from bench.gpu.children import Ended, run
 from bench.gpu.figures import read
 from bench.gpu.report import Run
+from bench.harness.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 SOURCES = ("proto", "router", "shard", "launcher", "tests/support", ".")
 BUDGET_SECONDS = {
     "machine": 60,
@@ -80,13 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.out.mkdir(parents=True, exist_ok=True)
     report = Run(command.out, device=command.device, shape=command.shape)
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as scratch:
-        try:
-            added = use_bundle(ROOT, Path(scratch) / "site")
-        except BundleError as error:
-            # Stages whose packages are there run all the same.
-            print(f"without the bundle: {error}", flush=True)
-            added = ()
-        environment = child_environment(os.environ, added)
+        environment = child_environment(os.environ)
         figures = Path(scratch) / "figures.jsonl"
         for name in command.stages:
             limit = min(BUDGET_SECONDS[name], deadline - time.monotonic())
@@ -101,9 +94,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if report.is_whole else 1
 
 
-def child_environment(environ: Mapping[str, str], added: Sequence[Path]) -> dict[str, str]:
-    """Ours, with the bundle in front of what is installed, and the sources."""
-    path = [*map(str, added), *(str(ROOT / source) for source in SOURCES)]
+def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Ours, with the sources in front of what is installed."""
+    path = [str(ROOT / source) for source in SOURCES]
     if environ.get("PYTHONPATH"):
         path.append(environ["PYTHONPATH"])
     return {

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from bench.checkpoints import Shape, describe
 from bench.gpu.children import SHARED_MEMORY, scratch_prefix
 from bench.gpu.random_weights import fill, tensor_shapes
+from bench.harness.checkpoints import Shape, describe
 
 BYTES = 2
 """Of a bfloat16."""

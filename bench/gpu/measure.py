@@ -6,11 +6,11 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-from bench.checkpoints import Shape
+from bench.comparison.roofline import BYTES, attention_flops, cache_bytes, layer_weights
 from bench.gpu.figures import Figure
 from bench.gpu.scale import Load
 from bench.gpu.session import Session, StepTimes
-from bench.roofline import BYTES, attention_flops, cache_bytes, layer_weights
+from bench.harness.checkpoints import Shape
 
 Emit = Callable[[Figure], None]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
-from bench.checkpoints import INITIALIZER_RANGE, Shape, describe
+from bench.harness.checkpoints import INITIALIZER_RANGE, Shape, describe
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import WeightsError
 from millrace_shard.model_loader.weights import Weights

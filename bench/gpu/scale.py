@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bench.checkpoints import SHAPES, Shape
+from bench.harness.checkpoints import SHAPES, Shape
 
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from bench.checkpoints import Shape
 from bench.gpu.clock import Clock
 from bench.gpu.random_weights import RandomWeights, read_description
 from bench.gpu.scale import GRAPH_SIZES, Scale
+from bench.harness.checkpoints import Shape
 from millrace_shard.batch.sequence import Sequence
 from millrace_shard.batch.step import BatchChange, Forward, StepResult
 from millrace_shard.commands.serve import graph_settings, is_deterministic

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bench.checkpoints import Shape
 from bench.gpu import goals
 from bench.gpu.checkpoint import temporary_checkpoint
 from bench.gpu.figures import Figure
@@ -28,13 +27,14 @@ from bench.gpu.limits import copy_rate, matrix_rate, read_rate
 from bench.gpu.measure import load_figure, measure_decode, measure_load, measure_prefill
 from bench.gpu.scale import GRAPH_SIZES, Load, Scale
 from bench.gpu.session import Session, load, shard_flags, start
+from bench.harness.checkpoints import Shape
+from bench.harness.paths import ROOT
 from millrace_shard.config import ShardConfig
 
 if TYPE_CHECKING:
-    from bench.measurement import Measurement
+    from bench.harness.measurement import Measurement
 
 Emit = Callable[[Figure], None]
-ROOT = Path(__file__).parents[2]
 GPU_TESTS = (
     "tests/shard/kernels/cuda/test_cuda_*.py",
     "tests/shard/model_runner/test_decode_graphs.py",
@@ -119,8 +119,8 @@ def small(setting: Setting, emit: Emit) -> None:
 def server(setting: Setting, emit: Emit) -> None:
     """The same load over HTTP: launcher, router and shard."""
     # These need packages that the machine may lack, which costs this stage alone.
-    from bench.levels import closed  # noqa: PLC0415
-    from bench.serve import WARM_UP, measure, serving  # noqa: PLC0415
+    from bench.harness.levels import closed  # noqa: PLC0415
+    from bench.harness.server import WARM_UP, measure, serving  # noqa: PLC0415
 
     scale, load_ = setting.scale, setting.scale.load
     level = closed(load_.streams, load_.prompt_tokens, load_.new_tokens, rounds=1)

@@ -1,7 +1,7 @@
 """`python -m bench.sampling`: milliseconds of the sampler at 128 rows of 128 000 scores, by what the rows ask for.
 
 `--against FOLDER` measures the sampler of another checkout too (its `shard` folder), in turn with ours. `--step` adds
-a whole step of a 1B model, to say what share of it sampling is. `--record` writes a section of RESULTS.md.
+a whole step of a 1B model, to say what share of it sampling is. `--record` writes the figures to bench/results.
 """
 
 from __future__ import annotations
@@ -9,29 +9,25 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
-from bench import machine
-from bench.quiet import Quiet, wait_until_quiet
+from bench.harness.command_line import command, run_parser
+from bench.harness.paths import ROOT
+from bench.harness.quiet import Quiet, wait_until_quiet
+from bench.harness.record import Record
 from bench.sampling.cases import CASES
 from bench.sampling.worker import STEP
-from bench.scheduling import sections
-
-RESULTS = Path(__file__).parents[1] / "RESULTS.md"
-ROOT = Path(__file__).parents[2]
 
 Times = dict[str, list[float]]
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line; argparse ends the program on a bad one."""
-    parser = argparse.ArgumentParser(prog="python -m bench.sampling", description=__doc__)
+    parser = run_parser("sampling", __doc__)
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--vocab", type=int, default=128_000)
     parser.add_argument("--rounds", type=int, default=5, help="calls of each case in each repeat")
@@ -42,10 +38,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--only", nargs="*", default=[case.name for case in CASES])
     parser.add_argument("--against", type=Path, help="another checkout's shard folder")
     parser.add_argument("--step", action="store_true", help="time a step of a 1B model as well")
-    parser.add_argument(
-        "--patience", type=float, default=60.0, help="seconds to wait for a quiet machine"
-    )
-    parser.add_argument("--record", action="store_true", help="write a section of RESULTS.md")
     return parser.parse_args(arguments)
 
 
@@ -99,9 +91,8 @@ def _range(found: Sequence[float]) -> str:
     return f"{min(found):.1f} to {max(found):.1f}"
 
 
-def section(options: argparse.Namespace, text: str, *, command: str, was_quiet: bool) -> str:
-    """The table under a heading that says when and where it was taken."""
-    facts = machine.describe()
+def method(options: argparse.Namespace, *, was_quiet: bool) -> str:
+    """How the table was measured."""
     clock = (
         "CPU time of one thread"
         if options.threads == 1
@@ -109,10 +100,8 @@ def section(options: argparse.Namespace, text: str, *, command: str, was_quiet: 
     )
     noise = "" if was_quiet else " Other processes used the machine meanwhile."
     return (
-        f"## What sampling costs a step ({datetime.now(UTC):%Y-%m-%d %H:%M})\n\n"
-        f"`{command}` at commit {facts['commit']}, on {facts['cpu']} ({facts['cores']}), torch {facts['torch']}."
-        f" {options.rows} rows, vocabulary {options.vocab}, {clock}, medians of"
-        f" {options.repeats} x {options.rounds} calls.{noise}\n\n{text}\n"
+        f"{options.rows} rows, vocabulary {options.vocab}, {clock}, medians of"
+        f" {options.repeats} x {options.rounds} calls.{noise}"
     )
 
 
@@ -130,12 +119,15 @@ def main() -> int:
             for name, found in measure(options, options.only, shard=options.against).items():
                 theirs.setdefault(name, []).extend(found)
     shown = ["FOLDER" if part == str(options.against) else part for part in sys.argv[1:]]
-    command = shlex.join(["python", "-m", "bench.sampling", *shown])
-    text = section(options, table(ours, theirs), command=command, was_quiet=was_quiet)
-    print(text)
+    record = Record(
+        bench="sampling",
+        title="share of a step" if options.step else f"sampler, {options.threads} threads",
+        command=command("sampling", shown),
+        figures={"was_quiet": was_quiet, "ours_ms": ours, "theirs_ms": theirs},
+    )
+    print(record.text(f"{method(options, was_quiet=was_quiet)}\n\n{table(ours, theirs)}"))
     if options.record:
-        key = "share of a step" if options.step else f"{options.threads} threads"
-        sections.record(text, RESULTS, key=key, topic="sampling")
+        record.write()
     return 0
 
 

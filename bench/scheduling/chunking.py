@@ -7,10 +7,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.scheduling.client import Answer, Client, Request, succeeded
-from bench.scheduling.lab import Lab
-from bench.scheduling.part import Case, Figures, Part, Table
-from bench.scheduling.workloads import gaps_within, milliseconds
+from bench.parts.client import Answer, Client, Request, succeeded
+from bench.parts.fixture import Fixture
+from bench.parts.part import Case, Figures, Part, Table
+from bench.parts.workloads import gaps_within, milliseconds
 
 NUM_STREAMS, STREAM_PROMPT_TOKENS, LONG_PROMPT_TOKENS, LONG_NEW_TOKENS = 16, 64, 4000, 16
 SETTLED_TOKENS = 24
@@ -36,29 +36,29 @@ class Scene:
     long: Request
 
 
-def scene(lab: Lab) -> Scene:
+def scene(fixture: Fixture) -> Scene:
     """Prompts of their own for each repetition."""
-    long_tokens = lab.fitting(LONG_PROMPT_TOKENS)
-    seed = lab.seed("chunking")
+    long_tokens = fixture.fitting(LONG_PROMPT_TOKENS)
+    seed = fixture.seed("chunking")
     streams = [
         Request(
-            prompt=lab.texts.prompt(STREAM_PROMPT_TOKENS, seed=f"{seed}/{number}"),
+            prompt=fixture.texts.prompt(STREAM_PROMPT_TOKENS, seed=f"{seed}/{number}"),
             prompt_tokens=STREAM_PROMPT_TOKENS,
-            output_tokens=longest_answer(lab),
+            output_tokens=longest_answer(fixture),
         )
         for number in range(NUM_STREAMS)
     ]
     long = Request(
-        prompt=lab.texts.prompt(long_tokens, seed=f"{seed}/long"),
+        prompt=fixture.texts.prompt(long_tokens, seed=f"{seed}/long"),
         prompt_tokens=long_tokens,
         output_tokens=LONG_NEW_TOKENS,
     )
     return Scene(streams, long)
 
 
-def longest_answer(lab: Lab) -> int:
+def longest_answer(fixture: Fixture) -> int:
     """Tokens that a stream may get: more than it gets before it is cut off."""
-    return lab.fitting(LONG_PROMPT_TOKENS) - STREAM_PROMPT_TOKENS
+    return fixture.fitting(LONG_PROMPT_TOKENS) - STREAM_PROMPT_TOKENS
 
 
 async def measure(url: str, what: Scene) -> Figures:
@@ -92,8 +92,8 @@ def figures(streams: Sequence[Answer], long: Answer) -> Figures:
     }
 
 
-def run(lab: Lab, case: Case) -> Figures:
-    longest = lab.fitting(LONG_PROMPT_TOKENS)
+def run(fixture: Fixture, case: Case) -> Figures:
+    longest = fixture.fitting(LONG_PROMPT_TOKENS)
     limits = (
         f"--max-input-tokens={longest}",
         f"--max-total-tokens={longest + LONG_NEW_TOKENS}",
@@ -101,8 +101,8 @@ def run(lab: Lab, case: Case) -> Figures:
     )
     names = {flag.partition("=")[0] for flag in case.flags}
     kept = [flag for flag in limits if flag.partition("=")[0] not in names]
-    with lab.serving(*kept, *case.flags) as server:
-        return asyncio.run(measure(server.url, scene(lab)))
+    with fixture.serving(*kept, *case.flags) as server:
+        return asyncio.run(measure(server.url, scene(fixture)))
 
 
 def conclude(table: Table) -> Sequence[str]:

@@ -6,8 +6,8 @@ import random
 from collections.abc import Mapping
 from statistics import median
 
-from bench.scheduling.lab import Lab
-from bench.scheduling.part import Case, Figures, Part
+from bench.parts.fixture import Fixture
+from bench.parts.part import Case, Figures, Part
 from bench.scheduling.watched_engine import watched
 from millrace_router.simulator.candidate import Arrival
 
@@ -35,12 +35,12 @@ def arrivals(count: int, rate: float, *, seed: str) -> list[Arrival]:
     return found
 
 
-def run(lab: Lab, case: Case) -> Figures:
+def run(fixture: Fixture, case: Case) -> Figures:
     """A third of the requests only teaches the forecaster how long answers get."""
-    count, changes = lab.sized(3000, 200), PIPELINES[case.flags[0]]
-    burst = watched(arrivals(count, 0.0, seed=lab.seed("burst")), **changes)
+    count, changes = fixture.sized(3000, 200), PIPELINES[case.flags[0]]
+    burst = watched(arrivals(count, 0.0, seed=fixture.seed("burst")), **changes)
     rate = case.amount * len(burst.first) / max(burst.first.values())
-    engine = watched(arrivals(count, rate, seed=lab.seed("forecasts")), **changes)
+    engine = watched(arrivals(count, rate, seed=fixture.seed("forecasts")), **changes)
     figures, numbers = {}, range(count // 3, count)
     for title, realised, predicted in (
         ("queue", engine.queue, [each.queue_seconds for each in engine.predictions]),

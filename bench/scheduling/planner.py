@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from bench.measurement import quantile
-from bench.scheduling.lab import Lab
-from bench.scheduling.part import Case, Figures, Part, Table
+from bench.harness.measurement import quantile
+from bench.parts.fixture import Fixture
+from bench.parts.part import Case, Figures, Part, Table
 from millrace_router.request.acceptance import Acceptance
 from millrace_router.request.block_hashes import BlockHashes
 from millrace_router.request.request import Terms
@@ -164,12 +164,12 @@ def arrival_seconds(queue: Queue, count: int, new: Callable[[int], Waiter]) -> f
     return median(taken)
 
 
-def run(lab: Lab, case: Case) -> Figures:
+def run(fixture: Fixture, case: Case) -> Figures:
     queue = queue_of(case)
     steps = Steps(queue, num_waiting=int(case.amount))
     for _ in range(WARM_STEPS):
         steps.step()
-    taken = [steps.step() for _ in range(lab.sized(2000, 300))]
+    taken = [steps.step() for _ in range(fixture.sized(2000, 300))]
     both = sorted(1e6 * sum(pair) for pair in taken)
 
     def new(number: int) -> Waiter:
@@ -182,7 +182,7 @@ def run(lab: Lab, case: Case) -> Figures:
         "computed, median µs": 1e6 * median(noted for _, noted in taken),
         TOTAL: quantile(both, 0.5),
         "both, p99 µs": quantile(both, 0.99),
-        "an arrival, median µs": 1e6 * arrival_seconds(queue, lab.sized(2000, 300), new),
+        "an arrival, median µs": 1e6 * arrival_seconds(queue, fixture.sized(2000, 300), new),
     }
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from bench.scheduling.client import Answer, Client, Request, open_loop, succeeded
-from bench.scheduling.lab import Lab
-from bench.scheduling.part import Case, Figures, Part
-from bench.scheduling.scrape import Samples, scrape
-from bench.scheduling.workloads import (
+from bench.harness.scrape import Samples, scrape
+from bench.parts.client import Answer, Client, Request, open_loop, succeeded
+from bench.parts.fixture import Fixture
+from bench.parts.part import Case, Figures, Part
+from bench.parts.workloads import (
     first_tokens,
     lognormal_lengths,
     milliseconds,
@@ -28,16 +28,16 @@ CASES = (
 )
 
 
-def requests(lab: Lab, moments: Sequence[float], *, seed: str) -> list[Request]:
+def requests(fixture: Fixture, moments: Sequence[float], *, seed: str) -> list[Request]:
     """Of random lengths. Every other one is answered in one piece and says its length; the rest hang up."""
-    count, most = len(moments), lab.fitting(512)
+    count, most = len(moments), fixture.fitting(512)
     prompts = uniform_lengths(count, least=16, most=most // 2, seed=f"{seed}/prompts")
     answers = lognormal_lengths(
         count, median=most / 10, sigma=0.8, most=most // 2, seed=f"{seed}/answers"
     )
     return [
         Request(
-            prompt=lab.texts.prompt(prompt, seed=f"{seed}/{number}"),
+            prompt=fixture.texts.prompt(prompt, seed=f"{seed}/{number}"),
             prompt_tokens=prompt,
             output_tokens=answer,
             due=due,
@@ -48,10 +48,12 @@ def requests(lab: Lab, moments: Sequence[float], *, seed: str) -> list[Request]:
     ]
 
 
-async def measure(lab: Lab, url: str, moments: Sequence[float]) -> tuple[list[Answer], Samples]:
+async def measure(
+    fixture: Fixture, url: str, moments: Sequence[float]
+) -> tuple[list[Answer], Samples]:
     """Send requests at these moments; the metrics are those at the end."""
     async with Client(url) as client:
-        asked = requests(lab, moments, seed=lab.seed("predictions"))
+        asked = requests(fixture, moments, seed=fixture.seed("predictions"))
         answers = await open_loop(client, asked)
         return list(succeeded(answers)), await scrape(client)
 
@@ -79,18 +81,18 @@ def figures(answers: Sequence[Answer], metrics: Samples) -> Figures:
     return found
 
 
-def run(lab: Lab, case: Case) -> Figures:
+def run(fixture: Fixture, case: Case) -> Figures:
     """Learn on a server of its own what it can do, so that the one measured has seen nothing but its start."""
     flags = (f"--max-batch-size={BATCH_SIZE}",)
-    count = lab.sized(200, 40)
-    with lab.serving(*flags) as server:
+    count = fixture.sized(200, 40)
+    with fixture.serving(*flags) as server:
         burst, _ = asyncio.run(
-            measure(lab, server.url, [0.0] * lab.sized(8 * BATCH_SIZE, 4 * BATCH_SIZE))
+            measure(fixture, server.url, [0.0] * fixture.sized(8 * BATCH_SIZE, 4 * BATCH_SIZE))
         )
     rate = case.amount * saturated_rate(burst)
-    moments = poisson_seconds(rate, count, seed=lab.seed(case.name))
-    with lab.serving(*flags) as server:
-        return figures(*asyncio.run(measure(lab, server.url, moments)))
+    moments = poisson_seconds(rate, count, seed=fixture.seed(case.name))
+    with fixture.serving(*flags) as server:
+        return figures(*asyncio.run(measure(fixture, server.url, moments)))
 
 
 PART = Part(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from bench.scheduling.client import Client, Request, closed_loop, open_loop, succeeded
-from bench.scheduling.lab import Lab
-from bench.scheduling.part import Case, Figures, Part, Table
-from bench.scheduling.scrape import grown, scrape
-from bench.scheduling.workloads import first_tokens, milliseconds, tokens_per_second
+from bench.harness.scrape import grown, scrape
+from bench.parts.client import Client, Request, closed_loop, open_loop, succeeded
+from bench.parts.fixture import Fixture
+from bench.parts.part import Case, Figures, Part, Table
+from bench.parts.workloads import first_tokens, milliseconds, tokens_per_second
 
 SYSTEM_TOKENS, OWN_TOKENS, NEW_TOKENS = 1000, 30, 16
 GOAL = 0.9
@@ -25,18 +25,18 @@ CASES = (
 )
 
 
-def requests(lab: Lab) -> list[Request]:
+def requests(fixture: Fixture) -> list[Request]:
     """Prompts that share their beginning and nothing else."""
-    seed = lab.seed("system prompt")
-    system = lab.texts.prompt(lab.fitting(SYSTEM_TOKENS), seed=seed)
-    num_tokens = lab.texts.count([system]) + OWN_TOKENS
+    seed = fixture.seed("system prompt")
+    system = fixture.texts.prompt(fixture.fitting(SYSTEM_TOKENS), seed=seed)
+    num_tokens = fixture.texts.count([system]) + OWN_TOKENS
     return [
         Request(
-            prompt=lab.texts.prompt(num_tokens, seed=f"{seed}/{number}", after=system),
+            prompt=fixture.texts.prompt(num_tokens, seed=f"{seed}/{number}", after=system),
             prompt_tokens=num_tokens,
             output_tokens=NEW_TOKENS,
         )
-        for number in range(lab.sized(64, 16))
+        for number in range(fixture.sized(64, 16))
     ]
 
 
@@ -60,9 +60,9 @@ async def measure(url: str, asked: Sequence[Request], num_clients: int) -> Figur
     }
 
 
-def run(lab: Lab, case: Case) -> Figures:
-    with lab.serving(*case.flags) as server:
-        return asyncio.run(measure(server.url, requests(lab), int(case.amount)))
+def run(fixture: Fixture, case: Case) -> Figures:
+    with fixture.serving(*case.flags) as server:
+        return asyncio.run(measure(server.url, requests(fixture), int(case.amount)))
 
 
 def conclude(table: Table) -> Sequence[str]:

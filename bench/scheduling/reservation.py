@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from bench.scheduling.client import Answer, Client, Request, open_loop, succeeded
-from bench.scheduling.lab import Lab
-from bench.scheduling.part import Case, Figures, Part, Table
-from bench.scheduling.scrape import Samples, grown, mean_above_zero, sampling, scrape
-from bench.scheduling.simulated import simulate
-from bench.scheduling.workloads import (
+from bench.harness.scrape import Samples, grown, mean_above_zero, sampling, scrape
+from bench.parts.client import Answer, Client, Request, open_loop, succeeded
+from bench.parts.fixture import Fixture
+from bench.parts.part import Case, Figures, Part, Table
+from bench.parts.workloads import (
     first_tokens,
     lognormal_lengths,
     milliseconds,
     tokens_per_second,
 )
+from bench.scheduling.simulated import simulate
 
 PROMPT_TOKENS, MEDIAN_ANSWER, LONGEST_ANSWER, SIGMA = 64, 96, 1024, 1.1
 MOST_TOKENS = 2048
@@ -31,16 +31,16 @@ CASES = (
 )
 
 
-def requests(lab: Lab) -> list[Request]:
+def requests(fixture: Fixture) -> list[Request]:
     """All due at once; answers with a heavy tail, whose length nobody announces."""
-    seed = lab.seed("reservation")
-    most = min(LONGEST_ANSWER, lab.fitting(MOST_TOKENS) - PROMPT_TOKENS)
+    seed = fixture.seed("reservation")
+    most = min(LONGEST_ANSWER, fixture.fitting(MOST_TOKENS) - PROMPT_TOKENS)
     lengths = lognormal_lengths(
-        lab.sized(192, 32), median=MEDIAN_ANSWER, sigma=SIGMA, most=most, seed=seed
+        fixture.sized(192, 32), median=MEDIAN_ANSWER, sigma=SIGMA, most=most, seed=seed
     )
     return [
         Request(
-            prompt=lab.texts.prompt(PROMPT_TOKENS, seed=f"{seed}/{number}"),
+            prompt=fixture.texts.prompt(PROMPT_TOKENS, seed=f"{seed}/{number}"),
             prompt_tokens=PROMPT_TOKENS,
             output_tokens=length,
             says_length=False,
@@ -74,12 +74,12 @@ def figures(
     }
 
 
-def run(lab: Lab, case: Case) -> Figures:
-    most, asked = lab.fitting(MOST_TOKENS), requests(lab)
+def run(fixture: Fixture, case: Case) -> Figures:
+    most, asked = fixture.fitting(MOST_TOKENS), requests(fixture)
     limits = (f"--max-total-tokens={most}", f"--max-batch-total-tokens={CAPACITY * most}")
-    with lab.serving(*limits, *case.flags) as server:
+    with fixture.serving(*limits, *case.flags) as server:
         found = dict(asyncio.run(measure(server.url, asked)))
-        foretold = simulate(server.url, asked, folder=lab.out)
+        foretold = simulate(server.url, asked, folder=fixture.out)
     return found | {
         "simulated batch size": foretold["batch_size"],
         "simulated tokens/s": foretold["tokens_per_second"],

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bench.scheduling.client import Request
+from bench.parts.client import Request
 
 FIELDS = ("arrived_at", "prompt_tokens", "output_tokens", "max_new_tokens", "tenant")
 

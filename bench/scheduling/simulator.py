@@ -8,11 +8,10 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bench.scheduling.client import Answer, Client, Request, open_loop, succeeded
-from bench.scheduling.lab import Lab
-from bench.scheduling.part import Case, Figures, Part, Table
-from bench.scheduling.simulated import simulate
-from bench.scheduling.workloads import (
+from bench.parts.client import Answer, Client, Request, open_loop, succeeded
+from bench.parts.fixture import Fixture
+from bench.parts.part import Case, Figures, Part, Table
+from bench.parts.workloads import (
     first_tokens,
     lognormal_lengths,
     milliseconds,
@@ -21,6 +20,7 @@ from bench.scheduling.workloads import (
     tokens_per_second,
     uniform_lengths,
 )
+from bench.scheduling.simulated import simulate
 
 BATCH_SIZE = 32
 TOLERANCE = 0.2
@@ -38,16 +38,16 @@ CASES = (
 )
 
 
-def requests(lab: Lab, moments: Sequence[float], *, seed: str) -> list[Request]:
+def requests(fixture: Fixture, moments: Sequence[float], *, seed: str) -> list[Request]:
     """Random lengths that clients announce."""
-    count, most = len(moments), lab.fitting(512)
+    count, most = len(moments), fixture.fitting(512)
     prompts = uniform_lengths(count, least=16, most=most // 2, seed=f"{seed}/prompts")
     lengths = lognormal_lengths(
         count, median=most / 10, sigma=0.8, most=most // 2, seed=f"{seed}/answers"
     )
     return [
         Request(
-            prompt=lab.texts.prompt(prompt, seed=f"{seed}/{number}"),
+            prompt=fixture.texts.prompt(prompt, seed=f"{seed}/{number}"),
             prompt_tokens=prompt,
             output_tokens=length,
             due=due,
@@ -105,28 +105,30 @@ def figures(
     return found
 
 
-def run(lab: Lab, case: Case) -> Figures:
+def run(fixture: Fixture, case: Case) -> Figures:
     """Warm up, which says what the server can do and what steps cost; simulate; measure."""
-    count, log = lab.sized(200, 40), lab.out / "requests.jsonl"
+    count, log = fixture.sized(200, 40), fixture.out / "requests.jsonl"
     log.unlink(missing_ok=True)
-    with lab.serving(f"--max-batch-size={BATCH_SIZE}", f"--log-requests={log}") as server:
+    with fixture.serving(f"--max-batch-size={BATCH_SIZE}", f"--log-requests={log}") as server:
         warm = requests(
-            lab, [0.0] * lab.sized(6 * BATCH_SIZE, 3 * BATCH_SIZE), seed=lab.seed("warm-up")
+            fixture,
+            [0.0] * fixture.sized(6 * BATCH_SIZE, 3 * BATCH_SIZE),
+            seed=fixture.seed("warm-up"),
         )
         rate = saturated_rate(asyncio.run(send(server.url, warm))) * case.amount
         num_before = len(warm)
         if rate:
             # A burst shows no batch but the largest.
-            seed = lab.seed(f"{case.name}, warm-up")
+            seed = fixture.seed(f"{case.name}, warm-up")
             moments = poisson_seconds(rate, count // 2, seed=seed)
-            asyncio.run(send(server.url, requests(lab, moments, seed=seed)))
+            asyncio.run(send(server.url, requests(fixture, moments, seed=seed)))
             num_before += len(moments)
-        seed = lab.seed(case.name)
+        seed = fixture.seed(case.name)
         moments = poisson_seconds(rate, count, seed=seed) if rate else [0.0] * count
-        asked = requests(lab, moments, seed=seed)
-        said = simulate(server.url, asked, folder=lab.out)
+        asked = requests(fixture, moments, seed=seed)
+        said = simulate(server.url, asked, folder=fixture.out)
         answers = asyncio.run(send(server.url, asked))
-        afterwards = simulate(server.url, asked, folder=lab.out)
+        afterwards = simulate(server.url, asked, folder=fixture.out)
         at_router = logged_first_tokens(log, after=num_before, count=count)
     return figures(answers, at_router, compared(said), hindsight=compared(afterwards))
 

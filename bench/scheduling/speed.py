@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from bench.scheduling.lab import Lab
-from bench.scheduling.part import Case, Figures, Part, Table
+from bench.parts.fixture import Fixture
+from bench.parts.part import Case, Figures, Part, Table
 from millrace_router.simulator.deployment import Deployment
 from millrace_router.simulator.fleet import Fleet, simulate
 from millrace_router.simulator.workload import Lengths, Workload
@@ -22,14 +22,14 @@ CASES = tuple(Case(f"{rate:g} requests/s", amount=rate) for rate in (1, 2, 4, 6,
 RATE, MILLION = "simulated requests a second", "minutes for a million"
 
 
-def run(lab: Lab, case: Case) -> Figures:
+def run(fixture: Fixture, case: Case) -> Figures:
     """CPU time, so that others on the machine count only as far as they slow it down."""
     fleet = Fleet(
         deployment=Deployment(
             cost_model=COSTS, num_blocks=1500, block_size=16, max_total_tokens=4096
         ),
         workload=Workload(
-            requests=lab.sized(50_000, 300),
+            requests=fixture.sized(50_000, 300),
             rate=case.amount,
             prompt_tokens=Lengths.parse("lognormal:300:1:3000"),
             output_tokens=Lengths.parse("lognormal:120:1:1000"),

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Sequence
 from statistics import fmean
 
-from bench.scheduling.client import Answer, Client, Request, open_loop, succeeded
-from bench.scheduling.lab import Lab
-from bench.scheduling.part import Case, Figures, Part, Table
-from bench.scheduling.workloads import (
+from bench.parts.client import Answer, Client, Request, open_loop, succeeded
+from bench.parts.fixture import Fixture
+from bench.parts.part import Case, Figures, Part, Table
+from bench.parts.workloads import (
     first_tokens,
     milliseconds,
     poisson_seconds,
@@ -31,12 +31,12 @@ CASES = (
 )
 
 
-def requests(lab: Lab, tenant: str, moments: Sequence[float]) -> list[Request]:
+def requests(fixture: Fixture, tenant: str, moments: Sequence[float]) -> list[Request]:
     """One of a tenant for each moment."""
-    seed = lab.seed(f"tenant {tenant}")
+    seed = fixture.seed(f"tenant {tenant}")
     return [
         Request(
-            prompt=lab.texts.prompt(PROMPT_TOKENS, seed=f"{seed}/{number}"),
+            prompt=fixture.texts.prompt(PROMPT_TOKENS, seed=f"{seed}/{number}"),
             prompt_tokens=PROMPT_TOKENS,
             output_tokens=NEW_TOKENS,
             due=due,
@@ -46,16 +46,16 @@ def requests(lab: Lab, tenant: str, moments: Sequence[float]) -> list[Request]:
     ]
 
 
-async def measure(lab: Lab, url: str) -> Figures:
+async def measure(fixture: Fixture, url: str) -> Figures:
     """How much the server can do; then the small tenant alone; then both."""
     async with Client(url) as client:
-        burst = requests(lab, "warm-up", [0.0] * (BATCH_SIZE * lab.sized(12, 4)))
+        burst = requests(fixture, "warm-up", [0.0] * (BATCH_SIZE * fixture.sized(12, 4)))
         capacity = saturated_rate(succeeded(await open_loop(client, burst)))
-        rate, count = OVERLOAD * capacity, lab.sized(24, 6)
-        seldom = poisson_seconds(rate / TIMES_MORE, count, seed=lab.seed("small"))
-        often = poisson_seconds(rate, TIMES_MORE * count, seed=lab.seed("large"))
-        alone = await open_loop(client, requests(lab, "small alone", seldom))
-        both = requests(lab, "small", seldom) + requests(lab, "large", often)
+        rate, count = OVERLOAD * capacity, fixture.sized(24, 6)
+        seldom = poisson_seconds(rate / TIMES_MORE, count, seed=fixture.seed("small"))
+        often = poisson_seconds(rate, TIMES_MORE * count, seed=fixture.seed("large"))
+        alone = await open_loop(client, requests(fixture, "small alone", seldom))
+        both = requests(fixture, "small", seldom) + requests(fixture, "large", often)
         answers = await open_loop(client, both)
     return figures(succeeded(alone), succeeded(answers), capacity=capacity)
 
@@ -76,9 +76,9 @@ def figures(alone: Sequence[Answer], both: Sequence[Answer], *, capacity: float)
     }
 
 
-def run(lab: Lab, case: Case) -> Figures:
-    with lab.serving(f"--max-batch-size={BATCH_SIZE}", *case.flags) as server:
-        return asyncio.run(measure(lab, server.url))
+def run(fixture: Fixture, case: Case) -> Figures:
+    with fixture.serving(f"--max-batch-size={BATCH_SIZE}", *case.flags) as server:
+        return asyncio.run(measure(fixture, server.url))
 
 
 def conclude(table: Table) -> Sequence[str]:

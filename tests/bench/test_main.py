@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 from bench.__main__ import parse_arguments
-from bench.dialects import LLAMA, TGI, VLLM, BadStreamError, Dialect
-from bench.engines.process import EngineError
-from bench.levels import closed
-from bench.peers import OURS
-from bench.plan import Attempt, installed
+from bench.comparison.plan import Attempt, installed
+from bench.harness.dialects import LLAMA, TGI, VLLM, BadStreamError, Dialect
+from bench.harness.levels import closed
+from bench.peers.engines import OURS
+from bench.peers.process import EngineError
 
 
 def test_levels_alone_mean_servers_alone() -> None:

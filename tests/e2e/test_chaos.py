@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from bench.chaos.__main__ import main
+from bench.faults.chaos.__main__ import main
 
 KINDS = "kill,hang,router,vanish,malformed,burst"
 

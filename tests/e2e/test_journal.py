@@ -15,7 +15,7 @@ from threading import Timer
 from typing import Any
 
 import pytest
-from bench.survival.streams import Answer, Clients, mixed_bodies
+from bench.faults.streams import Answer, Clients, mixed_bodies
 
 from millrace_router.journal.rotation import journal_files
 from millrace_testing.launcher.e2e import END_SECONDS, ROOT, Server, launch

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from bench.guidance.schemas import problem
-from bench.guidance.validity import NUM_CLIENTS, bodies
+from bench.structured_output.schemas import problem
+from bench.structured_output.validity import NUM_CLIENTS, bodies
 
 from millrace_testing.engines.grammars import Words, schema, walk
 from millrace_testing.launcher.e2e import launch

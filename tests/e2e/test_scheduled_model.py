@@ -11,7 +11,7 @@ from typing import cast
 
 import pytest
 import torch
-from bench.engines.in_process import InProcessShard
+from bench.peers.in_process import InProcessShard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from millrace_proto import generate_pb2 as pb

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from bench.survival.streams import Answer, Clients
+from bench.faults.streams import Answer, Clients
 
 from millrace_launcher.verify.__main__ import main as verify
 from millrace_testing.launcher.e2e import END_SECONDS, Server, launch, until

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import httpx
 import psutil
 import pytest
-from bench.survival.streams import Answer, Clients, differences, mixed_bodies
+from bench.faults.streams import Answer, Clients, differences, mixed_bodies
 from tokenizers import Tokenizer
 
 from millrace_launcher.demo import demo_folder

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bench.serve import RunningServer, serving
+from bench.harness.server import RunningServer, serving
 
 ROOT = Path(__file__).parent.parent.parent
 DEMO_MODEL = ROOT / "demo" / "model"

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from bench.serve import RunningServer, serving
+from bench.harness.server import RunningServer, serving
 from tests.ecosystem import prepare
 from tests.ecosystem.conftest import DEMO_MODEL
 

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from bench.serve import RunningServer
+from bench.harness.server import RunningServer
 
 from millrace_router.api.openapi.document import openapi_json
 

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from bench.serve import RunningServer
+from bench.harness.server import RunningServer
 from tests.ecosystem.test_clients import CLIENTS, run_cases
 
 pytestmark = pytest.mark.ecosystem

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
-from bench.serve import RunningServer, free_port
+from bench.harness.server import RunningServer, free_port
 
 from millrace_testing.contract.tgi_series import SERIES
 

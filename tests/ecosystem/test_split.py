@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from bench.serve import free_port
+from bench.harness.server import free_port
 from tests.deploy.containers import (
     ROOT,
     command_of,

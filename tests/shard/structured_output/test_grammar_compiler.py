@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from bench.guidance import large_grammars
+from bench.structured_output import large_grammars
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

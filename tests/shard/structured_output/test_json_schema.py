@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import unquote
 
 import pytest
-from bench.guidance.schemas import Schemas, problem
+from bench.structured_output.schemas import Schemas, problem
 
 from millrace_shard.structured_output.grammar.grammar_source import GrammarInvalid
 from millrace_shard.structured_output.grammar.json_schema import (

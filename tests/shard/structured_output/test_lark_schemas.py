@@ -7,7 +7,7 @@ import string
 from typing import Any
 
 import pytest
-from bench.guidance.schemas import problem
+from bench.structured_output.schemas import problem
 from hypothesis import given
 from hypothesis import strategies as st
 

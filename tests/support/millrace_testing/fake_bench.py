@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.engines.worker import Limits, Moments, Request, main
+from bench.peers.worker import Limits, Moments, Request, main
 
 
 class FakeEngine:

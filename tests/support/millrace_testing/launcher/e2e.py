@@ -17,7 +17,7 @@ from threading import Event, Thread
 from typing import Any, TypeVar
 
 import psutil
-from bench.survival.deployment import role_of
+from bench.faults.members import role_of
 
 from millrace_testing.launcher.ports import kept_port
 

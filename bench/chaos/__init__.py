@@ -1,1 +1,0 @@
-"""A seeded campaign of faults against the real server under load, and the audit that follows."""

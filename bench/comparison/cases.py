@@ -1,0 +1,148 @@
+"""What is measured of an engine without HTTP: which requests, and which figure of them counts."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from bench.comparison.roofline import Machine, batch_seconds, decode_step_seconds, prefill_seconds
+from bench.harness.checkpoints import Shape
+from bench.harness.levels import prompt
+from bench.harness.measurement import Timeline
+from bench.peers.worker import Limits, Request
+
+
+class Figure(StrEnum):
+    """What of a run is compared; its value is the unit."""
+
+    PER_TOKEN = "ms/token"
+    """Between tokens, one stream."""
+    FIRST_TOKEN = "ms"
+    """Time to the first token."""
+    RATE = "tok/s"
+    """Output tokens over the time from the first request to the last token."""
+    DECODE_RATE = "decode tok/s"
+    """The same of the time in which every stream decodes."""
+
+    @property
+    def more_is_better(self) -> bool:
+        """Whether it is a rate."""
+        return self in (Figure.RATE, Figure.DECODE_RATE)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Requests given all at once; at most `concurrency` in flight, all of them when None."""
+
+    name: str
+    figure: Figure
+    lengths: tuple[tuple[int, int], ...]
+    """(prompt tokens, new tokens) of each request."""
+    concurrency: int | None = None
+
+    @property
+    def at_once(self) -> int:
+        """Most requests in flight."""
+        return self.concurrency or len(self.lengths)
+
+    @cached_property
+    def kv_tokens(self) -> int:
+        """Most tokens in the cache at once, and no fewer."""
+        longest = sorted((sum(pair) for pair in self.lengths), reverse=True)
+        return sum(longest[: self.at_once])
+
+    def requests(self, tokenizer: Tokenizer) -> list[Request]:
+        """The prompts of a load level of the same name and lengths, as token ids."""
+        return [
+            Request(
+                tokenizer.encode(prompt(length, seed=f"{self.name}/0/{number}")).ids, new_tokens
+            )
+            for number, (length, new_tokens) in enumerate(self.lengths)
+        ]
+
+    def value(self, timelines: Sequence[Timeline]) -> float:
+        """The figure of one run."""
+        match self.figure:
+            case Figure.PER_TOKEN:
+                return 1000 * statistics.fmean(gap for t in timelines for gap in t.gaps)
+            case Figure.FIRST_TOKEN:
+                return 1000 * statistics.median(t.first_token_seconds for t in timelines)
+            case Figure.RATE:
+                num_tokens = sum(len(t.arrivals) for t in timelines)
+                start = min(t.due for t in timelines)
+                return num_tokens / (max(t.arrivals[-1] for t in timelines) - start)
+            case Figure.DECODE_RATE:
+                start = max(t.arrivals[0] for t in timelines)
+                end = min(t.arrivals[-1] for t in timelines)
+                if end <= start:
+                    raise ValueError(f"{self.name}: the streams never ran together")
+                inside = (a for t in timelines for a in t.arrivals if start < a <= end)
+                return sum(1 for _ in inside) / (end - start)
+
+    def floor(self, shape: Shape, machine: Machine) -> float:
+        """The figure at the roofline."""
+        middle = [length + new_tokens // 2 for length, new_tokens in self.lengths]
+        match self.figure:
+            case Figure.PER_TOKEN:
+                return 1000 * decode_step_seconds(shape, machine, middle)
+            case Figure.FIRST_TOKEN:
+                return 1000 * prefill_seconds(shape, machine, [self.lengths[0][0]])
+            case Figure.RATE:
+                seconds = batch_seconds(shape, machine, self.lengths, self.at_once)
+                return sum(new for _, new in self.lengths) / seconds
+            case Figure.DECODE_RATE:
+                return len(middle) / decode_step_seconds(shape, machine, middle)
+
+
+def ragged(num_requests: int = 64, *, seed: int = 0) -> tuple[tuple[int, int], ...]:
+    """Prompts of 16 to 512 tokens and outputs of 16 to 256, uniform and uneven."""
+    generator = random.Random(seed)
+    return tuple(
+        (generator.randint(16, 512), generator.randint(16, 256)) for _ in range(num_requests)
+    )
+
+
+BATCH = Case("c=32 128+128", Figure.RATE, ((128, 128),) * 32)
+CASES = {
+    "135m": (
+        Case("one stream", Figure.PER_TOKEN, ((128, 128),)),
+        BATCH,
+        Case("64 ragged", Figure.RATE, ragged()),
+        Case("first of 1024", Figure.FIRST_TOKEN, ((1024, 1),)),
+    ),
+    "1b": (
+        Case("one stream", Figure.PER_TOKEN, ((128, 64),)),
+        BATCH,
+        Case("first of 1024", Figure.FIRST_TOKEN, ((1024, 1),)),
+    ),
+}
+
+
+def warm_up(cases: Sequence[Case]) -> Case:
+    """A short run of the longest prompt and the widest batch of `cases`, for whatever starts lazily."""
+    longest = max(length for case in cases for length, _ in case.lengths)
+    widest = min(8, max(case.at_once for case in cases))
+    return Case("warm-up", Figure.RATE, ((longest, 4), *((32, 8),) * (widest - 1)))
+
+
+def limits_for(cases: Sequence[Case], *, threads: int) -> Limits:
+    """Room for every case, and for the warm-up."""
+    every = [*cases, warm_up(cases)]
+    return Limits(
+        max_streams=max(case.at_once for case in every),
+        max_tokens=max(sum(pair) for case in every for pair in case.lengths) + 1,
+        kv_tokens=max(case.kv_tokens for case in every),
+        threads=threads,
+    )
+
+
+def tokenizer_of(model: Path) -> Tokenizer:
+    """The checkpoint's own."""
+    return Tokenizer.from_file(str(model / "tokenizer.json"))

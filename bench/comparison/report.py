@@ -1,0 +1,145 @@
+"""The tables of a run, with each peer's ratio to ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from bench.comparison.offline import Row
+from bench.comparison.roofline import Machine
+from bench.harness.checkpoints import Shape
+from bench.harness.measurement import Measurement
+from bench.harness.repeats import Repeated, Sample, figure, ratio_text
+from bench.harness.tables import markdown
+from bench.peers.engines import OURS
+
+CASE_COLUMNS = (
+    "case",
+    "engine",
+    "unit",
+    "median",
+    "all",
+    "ours is better by",
+    "roofline",
+    "share of it",
+)
+LEVEL_COLUMNS = (
+    "level",
+    "server",
+    "tok/s",
+    "all",
+    "ours / theirs",
+    "TTFT ms p50 / p90 / p99",
+    "between tokens ms p50 / p90 / p99",
+    "p99 / p50",
+    "failed",
+    "other cores",
+)
+
+
+def case_table(rows: Sequence[Row], shape: Shape, machine: Machine) -> str:
+    """Engines without HTTP, case by case; a `~` marks a figure taken while others used the cores."""
+    ours = {row.case.name: row.repeated for row in rows if row.engine == OURS}
+    names = list(dict.fromkeys(row.case.name for row in rows))
+    lines = []
+    for name in names:
+        for row in (row for row in rows if row.case.name == name):
+            floor, found = row.case.floor(shape, machine), row.repeated
+            better = ratio_text(ours.get(name), found)
+            if not row.case.figure.more_is_better:
+                better = ratio_text(found, ours.get(name))
+            lines.append(
+                (
+                    name,
+                    row.engine,
+                    row.case.figure.value,
+                    found.text,
+                    found.all_text(),
+                    "" if row.engine == OURS else better,
+                    figure(floor),
+                    f"{100 * share_of_roofline(row, shape, machine):.0f} %",
+                )
+            )
+    return markdown(CASE_COLUMNS, lines)
+
+
+def share_of_roofline(row: Row, shape: Shape, machine: Machine) -> float:
+    """The least time possible over the time taken: 1 at the roofline."""
+    floor, median = row.case.floor(shape, machine), row.repeated.median
+    return median / floor if row.case.figure.more_is_better else floor / median
+
+
+def level_table(measurements: Sequence[Measurement]) -> str:
+    """Servers, level by level; latencies are medians over the repetitions of each quantile."""
+    keys = list(dict.fromkeys((m.level, m.server) for m in measurements))
+    levels = list(dict.fromkeys(level for level, _ in keys))
+    rates = {key: rate(measurements, *key) for key in keys}
+    lines = [
+        _level_row(measurements, rates, level=level, server=server)
+        for wanted in levels
+        for level, server in keys
+        if level == wanted
+    ]
+    return markdown(LEVEL_COLUMNS, lines)
+
+
+def rate(measurements: Sequence[Measurement], level: str, server: str) -> Repeated:
+    """Tokens a second of one level on one server; ValueError when there is none."""
+    return over(measurements, level, server, lambda m: m.tokens_per_second)
+
+
+def over(
+    measurements: Sequence[Measurement],
+    level: str,
+    server: str,
+    value: Callable[[Measurement], float],
+) -> Repeated:
+    """One figure of all repetitions of a level on a server; ValueError when there is none."""
+    return Repeated(
+        tuple(
+            Sample(value(m), m.other_cores)
+            for m in measurements
+            if (m.level, m.server) == (level, server)
+        )
+    )
+
+
+def stretch(measurement: Measurement) -> float:
+    """p99 over p50 of the time between tokens; 0 without a second token."""
+    between = measurement.between_tokens_ms
+    return between.p99 / between.p50 if between.p50 else 0.0
+
+
+def _level_row(
+    measurements: Sequence[Measurement],
+    rates: dict[tuple[str, str], Repeated],
+    *,
+    level: str,
+    server: str,
+) -> tuple[str, ...]:
+    def median(value: Callable[[Measurement], float]) -> float:
+        return over(measurements, level, server, value).median
+
+    same = [m for m in measurements if (m.level, m.server) == (level, server)]
+    found = rates[level, server]
+    first = (
+        median(lambda m: m.first_token_ms.p50),
+        median(lambda m: m.first_token_ms.p90),
+        median(lambda m: m.first_token_ms.p99),
+    )
+    between = (
+        median(lambda m: m.between_tokens_ms.p50),
+        median(lambda m: m.between_tokens_ms.p90),
+        median(lambda m: m.between_tokens_ms.p99),
+    )
+    return (
+        level,
+        server,
+        found.text,
+        found.all_text(),
+        "" if server == OURS else ratio_text(rates.get((level, OURS)), found),
+        " / ".join(f"{value:.0f}" for value in first),
+        " / ".join(f"{value:.1f}" for value in between),
+        f"{median(stretch):.2f}",
+        str(sum(len(m.failures) for m in same)),
+        f"{max(m.other_cores for m in same):.2f}",
+    )

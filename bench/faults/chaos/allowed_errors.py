@@ -1,0 +1,69 @@
+"""The errors that a fault lets clients see, and the longest time without a token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class AllowedError(Enum):
+    """An error that the contract allows while a fault lasts."""
+
+    RESETS = "the router is down: connections break, and are refused until it is back"
+    REFUSALS = "more requests than permits: some are answered 429"
+
+
+@dataclass(slots=True)
+class _Period:
+    error: AllowedError
+    start: float
+    end: float | None = None
+
+
+class AllowedErrors:
+    """The periods of a campaign in which each error is allowed, in seconds of one monotonic clock."""
+
+    def __init__(self) -> None:
+        self._periods: list[_Period] = []
+
+    def begin(self, error: AllowedError, now: float) -> None:
+        """Allow the error from now on."""
+        if not any(period.error is error and period.end is None for period in self._periods):
+            self._periods.append(_Period(error, now))
+
+    def end(self, error: AllowedError, now: float) -> None:
+        """Allow it no more."""
+        for period in self._periods:
+            if period.error is error and period.end is None:
+                period.end = now
+
+    def allow(self, error: AllowedError, start: float, end: float) -> bool:
+        """Whether the error was allowed at any moment from `start` to `end`."""
+        return any(
+            period.error is error and period.start <= end and (period.end or end) >= start
+            for period in self._periods
+        )
+
+
+class Silence:
+    """The longest time without a token over all streams together, since the last start."""
+
+    def __init__(self) -> None:
+        self._last = 0.0
+        self._longest = 0.0
+        self.num_tokens = 0
+
+    def start(self, now: float) -> None:
+        """Measure anew."""
+        self._last, self._longest, self.num_tokens = now, 0.0, 0
+
+    def token(self, now: float) -> None:
+        """A token arrived."""
+        self._longest = max(self._longest, now - self._last)
+        self._last = now
+        self.num_tokens += 1
+
+    @property
+    def longest(self) -> float:
+        """Seconds; a silence that has not ended does not count."""
+        return self._longest

@@ -1,0 +1,81 @@
+"""What an audit holds the server to: findings about answers as they come, and about what is left at the end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from bench.faults.memory import Reading
+
+MAX_SHOWN = 30
+IDLE_SERIES = (
+    "millrace_kv_blocks_in_use",
+    "millrace_requests_running",
+    "millrace_requests_waiting",
+    "millrace_requests_paused",
+    "tgi_queue_size",
+    "tgi_batch_current_size",
+)
+"""Gauges that are 0 when nothing is asked for."""
+SLACK_FDS = 6
+SLACK_THREADS = 4
+MEMORY_GROWTH = 96 * 2**20
+"""Bytes that the router may have grown by: caches of prompts, buffers of bursts, fragmentation."""
+
+
+@dataclass(slots=True)
+class Ledger:
+    """What became of the requests, and what was found wrong."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+    """The first few in words."""
+    num_problems: int = 0
+
+    def count(self, outcome: str) -> None:
+        """One more of this outcome."""
+        self.outcomes[outcome] += 1
+
+    def wrong(self, problem: str) -> None:
+        """Something that must not happen has happened."""
+        self.num_problems += 1
+        if len(self.problems) < MAX_SHOWN:
+            self.problems.append(problem)
+
+
+def not_idle(metrics: Mapping[str, float]) -> list[str]:
+    """Gauges of a server without requests that are not 0, and blocks that are not accounted for."""
+    found = [
+        f"{name} is {value:g}" for name in IDLE_SERIES if (value := metrics.get(name, 0.0)) != 0
+    ]
+    cached, total = metrics.get("millrace_kv_blocks_cached", 0.0), metrics.get("millrace_kv_blocks")
+    if total is None:
+        found.append("millrace_kv_blocks is missing")
+    elif cached > total:
+        found.append(f"{cached:g} of {total:g} KV blocks are cached")
+    return found
+
+
+def leaks(name: str, before: Reading, after: Reading) -> list[str]:
+    """What a process has more of than the campaign explains."""
+    found = []
+    if after.num_fds > before.num_fds + SLACK_FDS:
+        found.append(f"{name} has {after.num_fds} file descriptors, {before.num_fds} before")
+    if after.num_threads > before.num_threads + SLACK_THREADS:
+        found.append(f"{name} has {after.num_threads} threads, {before.num_threads} before")
+    if after.resident > before.resident + MEMORY_GROWTH:
+        grown = (after.resident - before.resident) / 2**20
+        found.append(f"{name} has grown by {grown:.0f} MiB, over {MEMORY_GROWTH / 2**20:.0f}")
+    return found
+
+
+def refusal_flaws(headers: Mapping[str, str], body: object) -> list[str]:
+    """What is wrong with a 429: it says when to come again, and what it is."""
+    found = []
+    after = headers.get("retry-after", "")
+    if not (after.isdecimal() and int(after) >= 1):
+        found.append(f"429 with Retry-After {after!r}")
+    if not isinstance(body, dict) or body.get("error_type") != "overloaded":
+        found.append(f"429 with {body!r}")
+    return found

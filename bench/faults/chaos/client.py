@@ -1,0 +1,215 @@
+"""Sends requests, checks each answer against the undisturbed one, and tries again where the contract says so."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from itertools import count
+
+import aiohttp
+import orjson
+
+from bench.faults.chaos.allowed_errors import AllowedError, AllowedErrors, Silence
+from bench.faults.chaos.answers import Answer, EventReader, difference, flaws, prefix_difference
+from bench.faults.chaos.audit import Ledger, refusal_flaws
+from bench.faults.chaos.malformed import BadRequest
+from bench.faults.chaos.population import Request
+
+ATTEMPT_SECONDS = 180.0
+"""An answer that takes longer has never ended."""
+BACK_OFF_SECONDS = 0.1
+MOST_PATIENT_SECONDS = 1.0
+CONNECTION_ERRORS = (aiohttp.ClientError, ConnectionError)
+BROKEN_OFF = "connection reset with the router, sent again"
+NOT_CONNECTED = "no connection while the router was dead, tried again"
+REFUSED = "refused with 429, sent again"
+RIGHT = "answered, right bytes"
+WRONG = "wrong"
+LEFT = "left mid-answer by the client"
+
+
+class Client:
+    """Many clients of one server; use as an asynchronous context manager."""
+
+    def __init__(
+        self, url: str, *, ledger: Ledger, allowed: AllowedErrors, silence: Silence
+    ) -> None:
+        self.ledger = ledger
+        self.allowed = allowed
+        self.silence = silence
+        self.references: dict[str, Answer] = {}
+        """Answers of the undisturbed run by name of the request."""
+        self.open: set[int] = set()
+        """Numbers of the requests that have not ended."""
+        self._numbers = count()
+        # A connection that is kept alive may be closed just when it is used: that reset would be nobody's fault.
+        self._session = aiohttp.ClientSession(
+            base_url=url,
+            timeout=aiohttp.ClientTimeout(total=ATTEMPT_SECONDS),
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+        )
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    async def refer(self, request: Request) -> None:
+        """Take the answer of the undisturbed server for right."""
+        answer = await self._attempt(request)
+        for flaw in [answer.broken] if answer.broken else flaws(request, answer):
+            self.ledger.wrong(f"undisturbed, {request.name}: {flaw}")
+        self.references[request.name] = answer
+
+    async def ask(self, request: Request, *, may_be_refused: bool = False) -> None:
+        """Send until it is answered, and check; where it may be refused, a 429 is an answer."""
+        number = next(self._numbers)
+        self.open.add(number)
+        try:
+            while not await self._is_settled(request, may_be_refused=may_be_refused):
+                pass
+        finally:
+            self.open.discard(number)
+
+    async def leave(self, request: Request, *, after_events: int, after_seconds: float) -> None:
+        """Send, and hang up after so many events or seconds, whichever is first."""
+        answer, start = Answer(), time.monotonic()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(after_seconds):
+                await self._read(request, answer, most_events=after_events)
+        self.ledger.count(LEFT)
+        self._check_break(request, answer, start, left=True)
+
+    async def post_bad(self, bad: BadRequest, path: str) -> None:
+        """Post it until it is answered, and check the status."""
+        while True:
+            start = time.monotonic()
+            answer = Answer()
+            try:
+                async with self._session.post(
+                    path, data=bad.content, headers=bad.headers
+                ) as response:
+                    answer.status = response.status
+                    body = await response.read()
+            except CONNECTION_ERRORS as error:
+                answer.broken = repr(error)
+                answer.connected = not isinstance(error, aiohttp.ClientConnectorError)
+                # A body that is refused unread may break the connection under the client that still sends.
+                if 413 not in bad.statuses and self._check_reset(bad.name, answer, start):
+                    return
+                if 413 in bad.statuses:
+                    self.ledger.count("oversized body cut off")
+                    return
+                await asyncio.sleep(BACK_OFF_SECONDS)
+                continue
+            break
+        if answer.status == 429 and self._is_allowed(AllowedError.REFUSALS, start):
+            self.ledger.count("bad request refused with 429")
+        elif answer.status not in bad.statuses:
+            self.ledger.count(WRONG)
+            self.ledger.wrong(f"{bad.name} to {path} got {answer.status}: {body[:200]!r}")
+        else:
+            self.ledger.count("bad request, right status")
+
+    async def _is_settled(self, request: Request, *, may_be_refused: bool) -> bool:
+        """One attempt; whether there is no reason for another."""
+        start = time.monotonic()
+        answer = await self._attempt(request)
+        if answer.broken:
+            if self._check_break(request, answer, start, left=False):
+                return True
+            await asyncio.sleep(BACK_OFF_SECONDS)
+            return False
+        if answer.status == 429 and self._is_allowed(AllowedError.REFUSALS, start):
+            return await self._refused(request, answer, final=may_be_refused)
+        found = flaws(request, answer)
+        if not found and (differs := difference(answer, self.references[request.name])):
+            found = [differs]
+        self.ledger.count(WRONG if found else RIGHT)
+        for flaw in found:
+            self.ledger.wrong(f"{request.name}: {flaw}")
+        return True
+
+    async def _refused(self, request: Request, answer: Answer, *, final: bool) -> bool:
+        for flaw in refusal_flaws(answer.headers, answer.events[0] if answer.events else None):
+            self.ledger.wrong(f"{request.name}: {flaw}")
+        self.ledger.count("refused with 429, let be" if final else REFUSED)
+        if not final:
+            after = answer.headers.get("retry-after", "")
+            seconds = float(after) if after.isdecimal() else 0.0
+            await asyncio.sleep(min(max(seconds, BACK_OFF_SECONDS), MOST_PATIENT_SECONDS))
+        return final
+
+    def _check_break(self, request: Request, answer: Answer, start: float, *, left: bool) -> bool:
+        """An answer that is not whole must still begin right; whether its breaking off is wrong too."""
+        reference = self.references[request.name]
+        if request.streams and answer.status == 200:
+            differs = prefix_difference(answer, reference)
+            if differs is not None:
+                self.ledger.wrong(f"{request.name}, broken off: {differs}")
+        if left and not answer.broken:
+            return False
+        return self._check_reset(request.name, answer, start)
+
+    def _check_reset(self, name: str, answer: Answer, start: float) -> bool:
+        """Whether a connection broke that had no right to."""
+        if self._is_allowed(AllowedError.RESETS, start):
+            self.ledger.count(BROKEN_OFF if answer.connected else NOT_CONNECTED)
+            return False
+        self.ledger.count(WRONG)
+        self.ledger.wrong(f"{name}: {answer.broken}")
+        return True
+
+    def _is_allowed(self, error: AllowedError, start: float) -> bool:
+        return self.allowed.allow(error, start, time.monotonic())
+
+    async def _attempt(self, request: Request) -> Answer:
+        answer = Answer()
+        try:
+            await self._read(request, answer)
+        except TimeoutError:
+            answer.broken = f"not ended within {ATTEMPT_SECONDS:g} s"
+        return answer
+
+    async def _read(self, request: Request, answer: Answer, *, most_events: int = 0) -> None:
+        """Read into `answer`, all of it or `most_events`; raises TimeoutError."""
+        try:
+            async with self._session.post(request.path, json=dict(request.body)) as response:
+                answer.headers = {name.lower(): value for name, value in response.headers.items()}
+                answer.status = response.status
+                if request.streams and response.status == 200:
+                    await self._read_events(response, answer, most_events)
+                else:
+                    answer.take(await response.read())
+        except CONNECTION_ERRORS as error:
+            if isinstance(error, TimeoutError):
+                raise
+            answer.broken = repr(error)
+            answer.connected = not isinstance(error, aiohttp.ClientConnectorError)
+        except orjson.JSONDecodeError as error:
+            answer.broken = f"not JSON: {error}"
+
+    async def _read_events(
+        self, response: aiohttp.ClientResponse, answer: Answer, most_events: int
+    ) -> None:
+        reader = EventReader()
+        async for chunk in response.content.iter_any():
+            for data in reader.feed(chunk):
+                answer.take(data)
+                self.silence.token(time.monotonic())
+            if most_events and len(answer.events) >= most_events:
+                response.close()
+                return
+        if reader.rest.strip():
+            answer.broken = f"the stream ended inside an event: {reader.rest[:80]!r}"
+
+
+def body_bytes(request: Request) -> bytes:
+    """A whole HTTP request, for those who write to sockets themselves."""
+    body = orjson.dumps(request.body)
+    return (
+        b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
+        % (request.path.encode(), len(body), body)
+    )

@@ -1,0 +1,304 @@
+"""Injects faults: each kind with what it takes until the server has to be whole again."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import psutil
+
+from bench.faults.chaos.allowed_errors import AllowedError
+from bench.faults.chaos.campaign import Fault, Kind
+from bench.faults.chaos.client import Client, body_bytes
+from bench.faults.chaos.load import Load
+from bench.faults.chaos.malformed import GARBAGE, MALFORMED, OVERSIZED, BadRequest
+from bench.faults.chaos.population import Request
+from bench.faults.deployment import Deployment
+
+RECOVERY_SECONDS = 180.0
+POLL_SECONDS = 0.2
+NUM_VANISHING = 6
+NUM_SLOW = 3
+GARBAGE_SECONDS = 0.2
+
+
+class NotRecoveredError(Exception):
+    """The server was not whole again in time; the message says what was missing."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Scene:
+    """What every injection works on."""
+
+    server: Deployment
+    client: Client
+    load: Load
+    requests: list[Request]
+    """Of the population."""
+    long: list[Request]
+    """Streams that together need more KV than there is."""
+    unread: list[Request]
+    """Streams with a lot to read."""
+    burst_size: int
+    held: list[socket.socket] = field(default_factory=list)
+    """Connections of slow readers."""
+    others: set[asyncio.Task[None]] = field(default_factory=set)
+    """Faults of clients that go on while the next fault is injected."""
+
+
+async def inject(scene: Scene, fault: Fault) -> float | None:
+    """Inject a fault; the longest silence over all streams if it was fatal. Raises NotRecoveredError."""
+    if not fault.kind.is_fatal:
+        task = asyncio.create_task(CLIENT_FAULTS[fault.kind](scene, fault))
+        scene.others.add(task)
+        # Some of them go on under the next fault.
+        await asyncio.wait([task], timeout=fault.delay)
+        return None
+    if fault.kind.is_idle:
+        await _others_end(scene)
+        await scene.load.pause()
+    scene.client.silence.start(time.monotonic())
+    try:
+        async with asyncio.timeout(RECOVERY_SECONDS):
+            old = await FATAL_FAULTS[fault.kind](scene, fault)
+            await settled(scene, old)
+    except TimeoutError:
+        raise NotRecoveredError(f"{fault.kind.value}: {missing(scene.server)}") from None
+    finally:
+        scene.load.resume()
+        scene.client.allowed.end(AllowedError.RESETS, time.monotonic())
+    return scene.client.silence.longest
+
+
+async def settled(scene: Scene, old: set[int]) -> None:
+    """Until none of `old` is left, all processes are there, and every request of before has ended."""
+    await _until(lambda: _is_whole(scene.server, old))
+    scene.load.resume()
+    # Suspicion ends with the request: a second kill in its replay would rightly put it into quarantine.
+    await scene.load.ended(set(scene.client.open))
+    tokens = scene.client.silence.num_tokens
+    await _until(lambda: scene.client.silence.num_tokens > tokens)
+
+
+async def finish_others(scene: Scene) -> None:
+    """Wait for the clients' faults, raise what they raised, and let the slow readers go."""
+    await _others_end(scene)
+    for connection in scene.held:
+        connection.close()
+    scene.held.clear()
+
+
+async def _others_end(scene: Scene) -> None:
+    others, scene.others = scene.others, set()
+    await asyncio.gather(*others)
+
+
+def _is_whole(server: Deployment, old: set[int]) -> bool:
+    members = server.members()
+    return (
+        members.is_complete(server.num_ranks)
+        and not members.pids() & old
+        and server.is_ready()
+        and server.metrics().get("millrace_recovering", 0.0) == 0
+    )
+
+
+def missing(server: Deployment) -> str:
+    """What keeps the server from being whole, in words."""
+    if server.has_ended:
+        return "the launcher ended"
+    members = server.members()
+    if not members.is_complete(server.num_ranks):
+        return f"processes are {members}"
+    if not server.is_ready():
+        return "/readyz does not say 200"
+    return "no token, or requests that do not end"
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    """Ask again and again, on a thread: the answer may take a while."""
+    while True:
+        if await asyncio.to_thread(condition):
+            return
+        await asyncio.sleep(POLL_SECONDS)
+
+
+async def _signal_ranks(scene: Scene, fault: Fault, number: signal.Signals) -> set[int]:
+    pids = _ranks(scene, fault)
+    _send(pids, number)
+    return pids
+
+
+def _ranks(scene: Scene, fault: Fault) -> set[int]:
+    """Processes of the ranks that the fault hits."""
+    ranks = scene.server.members().ranks
+    return {pid for rank in fault.ranks for pid in ranks.get(rank, [])}
+
+
+def _send(pids: set[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            psutil.Process(pid).send_signal(number)
+
+
+async def _kill(scene: Scene, fault: Fault) -> set[int]:
+    return await _signal_ranks(scene, fault, signal.SIGKILL)
+
+
+async def _segv(scene: Scene, fault: Fault) -> set[int]:
+    return await _signal_ranks(scene, fault, signal.SIGSEGV)
+
+
+async def _hang(scene: Scene, fault: Fault) -> set[int]:
+    return await _signal_ranks(scene, fault, signal.SIGSTOP)
+
+
+async def _kill_again(scene: Scene, fault: Fault) -> set[int]:
+    """The second kill comes before the new group serves: until then nothing is replayed."""
+    first = await _kill(scene, fault)
+    await _until(lambda: bool(_ranks(scene, fault) - first))
+    second = _ranks(scene, fault) - first
+    await asyncio.sleep(fault.delay)
+    if await asyncio.to_thread(scene.server.is_ready):
+        return first
+    _send(second, signal.SIGKILL)
+    return first | second
+
+
+async def _idle(scene: Scene, fault: Fault, number: signal.Signals) -> set[int]:
+    pids = await _signal_ranks(scene, fault, number)
+    # Nobody asks for anything, and still it has to be noticed.
+    await _until(lambda: not any(map(psutil.pid_exists, pids)))
+    await asyncio.sleep(fault.delay)
+    scene.load.resume()
+    return pids
+
+
+async def _kill_idle(scene: Scene, fault: Fault) -> set[int]:
+    return await _idle(scene, fault, signal.SIGKILL)
+
+
+async def _hang_idle(scene: Scene, fault: Fault) -> set[int]:
+    return await _idle(scene, fault, signal.SIGSTOP)
+
+
+async def _router(scene: Scene, _: Fault) -> set[int]:
+    scene.client.allowed.begin(AllowedError.RESETS, time.monotonic())
+    (pid,) = scene.server.members().routers
+    psutil.Process(pid).kill()
+    return {pid}
+
+
+async def _roll(scene: Scene, _: Fault) -> set[int]:
+    old = {pid for pids in scene.server.members().ranks.values() for pid in pids}
+    scene.server.launcher.send_signal(signal.SIGHUP)
+    return old
+
+
+async def _vanish(scene: Scene, fault: Fault) -> None:
+    drawing = random.Random(fault.seed)
+    async with asyncio.TaskGroup() as tasks:
+        for request in drawing.sample([*scene.requests, *scene.long], k=NUM_VANISHING):
+            tasks.create_task(
+                scene.client.leave(
+                    request,
+                    after_events=drawing.randint(1, 20),
+                    after_seconds=drawing.uniform(0.01, 2.0),
+                )
+            )
+
+
+async def _slow(scene: Scene, fault: Fault) -> None:
+    drawing = random.Random(fault.seed)
+    for request in drawing.choices(scene.unread, k=NUM_SLOW):
+        await asyncio.to_thread(_stall, scene, request)
+
+
+def _stall(scene: Scene, request: Request) -> None:
+    """Read a few bytes, then nothing any more."""
+    connection = socket.socket()
+    scene.held.append(connection)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    connection.settimeout(5)
+    # Whether anything comes, or the connection breaks, is the business of those who read.
+    with suppress(OSError):
+        connection.connect(_address(scene.server))
+        connection.sendall(body_bytes(request))
+        connection.recv(200)
+
+
+def _address(server: Deployment) -> tuple[str, int]:
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    return host, int(port)
+
+
+async def _malformed(scene: Scene, fault: Fault) -> None:
+    await _post_bad(scene, fault, MALFORMED)
+    for garbage in GARBAGE:
+        await _throw(scene.server, garbage)
+
+
+async def _oversized(scene: Scene, fault: Fault) -> None:
+    await _post_bad(scene, fault, OVERSIZED)
+
+
+async def _post_bad(scene: Scene, fault: Fault, bad: tuple[BadRequest, ...]) -> None:
+    drawing = random.Random(fault.seed)
+    for request in drawing.sample(bad, k=len(bad)):
+        await scene.client.post_bad(request, drawing.choice(request.paths))
+
+
+async def _throw(server: Deployment, garbage: bytes) -> None:
+    """Send it as it is, read what comes, leave."""
+    with suppress(OSError, TimeoutError):
+        reader, writer = await asyncio.open_connection(*_address(server))
+        try:
+            writer.write(garbage)
+            async with asyncio.timeout(GARBAGE_SECONDS):
+                await reader.read()
+        finally:
+            writer.close()
+
+
+async def _burst(scene: Scene, fault: Fault) -> None:
+    drawing = random.Random(fault.seed)
+    scene.client.allowed.begin(AllowedError.REFUSALS, time.monotonic())
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for request in drawing.choices(scene.requests, k=scene.burst_size):
+                tasks.create_task(scene.client.ask(request, may_be_refused=True))
+    finally:
+        scene.client.allowed.end(AllowedError.REFUSALS, time.monotonic())
+
+
+async def _exhaust(scene: Scene, _: Fault) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        for request in scene.long:
+            tasks.create_task(scene.client.ask(request))
+
+
+FATAL_FAULTS: dict[Kind, Callable[[Scene, Fault], Awaitable[set[int]]]] = {
+    Kind.KILL: _kill,
+    Kind.SEGV: _segv,
+    Kind.HANG: _hang,
+    Kind.KILL_AGAIN: _kill_again,
+    Kind.KILL_IDLE: _kill_idle,
+    Kind.HANG_IDLE: _hang_idle,
+    Kind.ROUTER: _router,
+    Kind.ROLL: _roll,
+}
+"""Each returns the processes that have to be gone afterwards."""
+CLIENT_FAULTS: dict[Kind, Callable[[Scene, Fault], Coroutine[None, None, None]]] = {
+    Kind.VANISH: _vanish,
+    Kind.SLOW: _slow,
+    Kind.MALFORMED: _malformed,
+    Kind.OVERSIZED: _oversized,
+    Kind.BURST: _burst,
+    Kind.EXHAUST: _exhaust,
+}

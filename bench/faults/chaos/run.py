@@ -1,0 +1,203 @@
+"""One campaign from beginning to end: undisturbed answers, load and faults, the audit."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench.faults.chaos.allowed_errors import AllowedErrors, Silence
+from bench.faults.chaos.audit import Ledger, leaks, not_idle
+from bench.faults.chaos.campaign import Fault, campaign
+from bench.faults.chaos.client import Client
+from bench.faults.chaos.injection import NotRecoveredError, Scene, finish_others, inject, missing
+from bench.faults.chaos.load import Load
+from bench.faults.chaos.options import MAX_CONCURRENT
+from bench.faults.chaos.population import greedy_streams, population
+from bench.faults.deployment import Deployment
+from bench.faults.memory import Reading, read
+from bench.harness.command_line import say
+
+IDLE_SECONDS = 30.0
+POLL_SECONDS = 0.1
+NUM_AGAIN = 20
+"""Requests that are sent once more, one at a time, after the last fault."""
+SHARED_MEMORY = Path("/dev/shm")
+COUNTED = {
+    "millrace_requests_replayed_total": "requests replayed",
+    "millrace_preemptions_total": "preemptions",
+    "millrace_requests_quarantined_total": "requests quarantined",
+}
+"""Counters of the router's; each life of it counts anew."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a campaign did, and what it found."""
+
+    ledger: Ledger = field(default_factory=Ledger)
+    survived: list[tuple[Fault, float | None]] = field(default_factory=list)
+    """With the longest silence in seconds, if it was fatal."""
+    not_survived: list[Fault] = field(default_factory=list)
+    before: dict[str, Reading] = field(default_factory=dict)
+    after: dict[str, Reading] = field(default_factory=dict)
+    counters: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    num_processes: int = 0
+    """Router and shards that ever lived."""
+    exit_code: int | None = None
+
+
+async def run(server: Deployment, options: argparse.Namespace) -> Outcome:
+    """Everything while the server lives."""
+    outcome = Outcome()
+    faults = campaign(
+        options.seed,
+        num_faults=options.faults,
+        num_ranks=server.num_ranks,
+        kinds=options.kinds,
+    )
+    requests = population(options.seed, size=options.pool)
+    long = greedy_streams(options.seed, count=options.long, new_tokens=200)
+    unread = greedy_streams(options.seed, count=2, new_tokens=900, top_tokens=5, name="unread")
+    silence, allowed, pids = Silence(), AllowedErrors(), server.members().pids()
+    async with Client(
+        server.url, ledger=outcome.ledger, allowed=allowed, silence=silence
+    ) as client:
+        started = time.monotonic()
+        for request in [*requests, *long]:
+            await client.refer(request)
+        say(f"{len(client.references)} answers undisturbed, {time.monotonic() - started:.1f} s")
+        await _idle(server)
+        outcome.before = _usages(server)
+        load = Load(client, requests, num_clients=options.clients, seed=options.seed)
+        scene = Scene(
+            server=server,
+            client=client,
+            load=load,
+            requests=requests,
+            long=long,
+            unread=unread,
+            burst_size=3 * MAX_CONCURRENT,
+        )
+        started = time.monotonic()
+        load.start()
+        try:
+            await _disturb(scene, faults, outcome, pids=pids, until=started + options.seconds)
+            while load.num_sent < options.requests and not outcome.not_survived:
+                load.check()
+                await asyncio.sleep(POLL_SECONDS)
+            if not outcome.not_survived:
+                await finish_others(scene)
+                await load.stop()
+        finally:
+            load.cancel()
+        outcome.seconds = time.monotonic() - started
+        if not outcome.not_survived:
+            for request in requests[:NUM_AGAIN]:
+                await client.ask(request)
+            await _audit_life(server, outcome)
+        outcome.num_processes = len(pids)
+    outcome.exit_code = await asyncio.to_thread(server.stop)
+    _audit_end(server, outcome, pids)
+    return outcome
+
+
+async def _disturb(
+    scene: Scene, faults: list[Fault], outcome: Outcome, *, pids: set[int], until: float
+) -> None:
+    for number, fault in enumerate(faults, start=1):
+        if time.monotonic() > until:
+            say(f"out of time after {number - 1} faults")
+            return
+        await asyncio.sleep(fault.delay)
+        _count(scene.server, outcome)
+        found = outcome.ledger.num_problems
+        try:
+            silence = await inject(scene, fault)
+        except NotRecoveredError as error:
+            outcome.not_survived.append(fault)
+            outcome.ledger.wrong(str(error))
+            say(f"{number}/{len(faults)} {error}")
+            return
+        outcome.survived.append((fault, silence))
+        pids |= scene.server.members().pids()
+        what = "" if silence is None else f", silence {silence:.2f} s"
+        new = outcome.ledger.num_problems - found
+        say(f"{number}/{len(faults)} {fault.kind.value}{what}{f', {new} PROBLEMS' if new else ''}")
+
+
+def _count(server: Deployment, outcome: Outcome) -> None:
+    """Remember the router's counters, which die with it."""
+    try:
+        metrics = server.metrics()
+    except OSError:
+        return
+    for series, name in COUNTED.items():
+        outcome.counters[name] = max(outcome.counters.get(name, 0.0), metrics.get(series, 0.0))
+
+
+async def _idle(server: Deployment) -> list[str]:
+    """Wait until nothing is going on; what still is after a while."""
+    deadline = time.monotonic() + IDLE_SECONDS
+    while found := not_idle(server.metrics()):
+        if time.monotonic() > deadline:
+            break
+        await asyncio.sleep(POLL_SECONDS)
+    return found
+
+
+async def _audit_life(server: Deployment, outcome: Outcome) -> None:
+    """With the load gone: everything is at rest, and nothing is left over."""
+    ledger = outcome.ledger
+    for problem in await _idle(server):
+        ledger.wrong(f"without requests, {problem}")
+    deadline = time.monotonic() + IDLE_SECONDS
+    while True:
+        outcome.after = _usages(server)
+        found = [
+            leak
+            for name, after in outcome.after.items()
+            if name in outcome.before
+            for leak in leaks(name, outcome.before[name], after)
+        ]
+        if not found or time.monotonic() > deadline:
+            break
+        await asyncio.sleep(POLL_SECONDS)
+    for problem in found:
+        ledger.wrong(problem)
+    if not server.members().is_complete(server.num_ranks):
+        ledger.wrong(f"in the end, {missing(server)}")
+    _count(server, outcome)
+
+
+def _usages(server: Deployment) -> dict[str, Reading]:
+    """What each process holds, by role."""
+    return {found.role: found for found in read(server.by_role(), start=0.0)}
+
+
+def _audit_end(server: Deployment, outcome: Outcome, pids: set[int]) -> None:
+    """After SIGTERM nothing of the server is left."""
+    ledger = outcome.ledger
+    if outcome.exit_code != 0:
+        ledger.wrong(f"exit code {outcome.exit_code} after SIGTERM")
+    for process in server.leftovers():
+        ledger.wrong(f"left running: {process}")
+    for path in sorted(server.folder.iterdir()):
+        ledger.wrong(f"left in the folder of sockets: {path.name}")
+    if names := _shared_memory(pids):
+        ledger.wrong(f"{len(names)} left in shared memory: {', '.join(names[:3])}")
+
+
+def _shared_memory(pids: set[int]) -> list[str]:
+    """Names in shared memory that hold the process id of one of ours."""
+    if not SHARED_MEMORY.is_dir():
+        return []
+    numbers = set(map(str, pids))
+    return [
+        path.name
+        for path in sorted(SHARED_MEMORY.iterdir())
+        if any(part in numbers for part in path.name.split("_"))
+    ]

@@ -1,0 +1,80 @@
+"""The processes of a server by what they are, known by their command lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import psutil
+
+from millrace_shard.structured_output.grammar_compiler import MAX_COMPILES
+
+GONE = (psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied)
+
+
+def role_of(command: Sequence[str]) -> str | None:
+    """The role of a process by its command line: `launcher`, `router` or `shard-N`; None for anything else.
+
+    A child counts from its fork on, when it still runs the program that becomes it.
+    """
+    if "serve" in command:
+        ranks = [word.partition("=")[2] for word in command if word.startswith("--rank=")]
+        return f"shard-{ranks[0] if ranks else 0}"
+    if "millrace_router" in command:
+        return "router"
+    if "millrace_launcher" in command or any("launcher.py" in word for word in command):
+        return "launcher"
+    return None
+
+
+@dataclass(slots=True)
+class Members:
+    """The launcher's descendants."""
+
+    routers: list[int] = field(default_factory=list)
+    ranks: dict[int, list[int]] = field(default_factory=dict)
+    """Process ids by rank."""
+    guards: list[int] = field(default_factory=list)
+    grammar_workers: list[int] = field(default_factory=list)
+    """Where rank 0 compiles grammars: a process, once it was needed, and its forks."""
+    others: list[str] = field(default_factory=list)
+    """Command lines of other processes, and a note for each ended child without a wait."""
+
+    @classmethod
+    def of(cls, launcher: psutil.Process) -> Members:
+        """Those that live now."""
+        members = cls()
+        for child in launcher.children(recursive=True):
+            try:
+                ended = child.status() == psutil.STATUS_ZOMBIE
+                command = "ended, nobody waited for it" if ended else " ".join(child.cmdline())
+            except GONE:
+                continue
+            members.add(child.pid, command)
+        return members
+
+    def add(self, pid: int, command: str) -> None:
+        """Sort in a process by its command line."""
+        role = role_of(command.split()) or ""
+        if "millrace_launcher.supervision.guard" in command:
+            self.guards.append(pid)
+        elif "millrace_shard.structured_output.grammar_worker" in command:
+            self.grammar_workers.append(pid)
+        elif role == "router":
+            self.routers.append(pid)
+        elif role.startswith("shard-"):
+            self.ranks.setdefault(int(role.removeprefix("shard-")), []).append(pid)
+        else:
+            self.others.append(command)
+
+    def is_complete(self, num_ranks: int) -> bool:
+        """Whether there is exactly one router, one guard, one process for each rank, and no other process."""
+        one_each = sorted(self.ranks) == list(range(num_ranks)) and all(
+            len(pids) == 1 for pids in self.ranks.values()
+        )
+        ones = (len(self.routers), len(self.guards), self.others) == (1, 1, [])
+        return one_each and ones and len(self.grammar_workers) <= 1 + MAX_COMPILES
+
+    def pids(self) -> set[int]:
+        """Router and shards."""
+        return {*self.routers, *(pid for pids in self.ranks.values() for pid in pids)}

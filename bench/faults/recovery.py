@@ -1,0 +1,85 @@
+"""The length of a pause and its parts, from the arrivals at the clients and from the log. Pure."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from bench.faults.log_lines import Line
+
+PARTS = ("noticed", "started", "imports", "weights", "listening", "warm-up", "replay")
+"""The parts of a pause, in order. Each ends with an event:
+
+launcher or router log the fault; the last new shard is started, with back-off; it has imported everything and met the
+other ranks; it has read its weights; it listens; the router has connected and warmed it up; the first client has a
+new token.
+"""
+LOADED = re.compile(r"weights loaded in ([\d.]+) s")
+
+
+def pause_end(arrivals: Iterable[float], *, since: float, until: float) -> float | None:
+    """When the longest pause ended that began after `since`; None where nothing came before `until`.
+
+    Tokens that were under way at `since` may still arrive before the pause begins.
+    """
+    times = [since, *sorted(at for at in arrivals if since < at < until)]
+    gaps = [(after - before, after) for before, after in pairwise(times)]
+    return max(gaps)[1] if gaps else None
+
+
+def all_moving_at(
+    streams: Iterable[Sequence[float]], *, resumed: float, until: float
+) -> float | None:
+    """When the last of the streams that a pause held up got its next token; None where one did not before `until`.
+
+    `streams` holds the arrivals of each in order; `resumed` is when the first one got its token. Those that had ended
+    or had not begun do not count.
+    """
+    last = resumed
+    for arrivals in streams:
+        place = bisect_right(arrivals, resumed)
+        if not place or place == len(arrivals):
+            continue
+        if arrivals[place] >= until:
+            return None
+        if arrivals[place - 1] != resumed:
+            last = max(last, arrivals[place])
+    return last
+
+
+def parts(lines: Iterable[Line], *, since: float, until: float) -> dict[str, float]:
+    """Seconds by part of the pause between `since` and `until`, in unix seconds; empty where a part was not logged.
+
+    Where there were several attempts or ranks, the last one of each counts.
+    """
+    between = [line for line in lines if since <= line.at <= until]
+    noticed = [line.at for line in between if _notices(line)]
+    started = [line.at for line in between if line.message.startswith("Starting shard")]
+    loaded = [(line.at, found) for line in between if (found := LOADED.match(line.message))]
+    listening = [line.at for line in between if line.message.startswith("Server started at")]
+    warm = [line.at for line in between if line.message.startswith("KV cache of")]
+    if not (noticed and started and loaded and listening and warm):
+        return {}
+    loaded_at, loading = max(loaded, key=lambda pair: pair[0])
+    moments = (
+        *(since, min(noticed), max(started), loaded_at - float(loading[1]), loaded_at),
+        *(max(listening), max(warm), until),
+    )
+    seconds = (after - before for before, after in pairwise(moments))
+    return dict(zip(PARTS, seconds, strict=True))
+
+
+def _notices(line: Line) -> bool:
+    return line.target == "millrace_launcher" or line.message == "epoch failed"
+
+
+def recovery_series(metrics: str) -> list[str]:
+    """The lines of `/metrics` that count recoveries and replays."""
+    return [
+        line
+        for line in metrics.splitlines()
+        if line.startswith(("millrace_recover", "millrace_requests_replayed"))
+        and "_bucket" not in line
+    ]

@@ -1,0 +1,166 @@
+"""Seeded requests of all kinds, what came back of each to the byte, and where two runs of them differ."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import orjson
+
+from bench.harness.dialects import BadStreamError
+from bench.harness.load import READ_TIMEOUT_SECONDS, stamped_data
+
+TOPICS = ("prefill", "decode", "a KV cache", "the router", "a shard", "a block", "a token")
+STOPS = (" batch size", "launcher", " cannot", "prefix cache")
+SAMPLES = ("do_sample", "top_k", "typical_p")
+"""Parameters each of which makes a request draw its tokens, and so need a seed to be the same again."""
+
+
+def mixed_bodies(count: int, *, longest: int) -> list[dict[str, Any]]:
+    """Bodies of `count` streams: greedy and sampled, with penalties, stop strings and alternatives.
+
+    Answers have between half of `longest` tokens and all, but where a stop string ends them. The same every time.
+    """
+    return [_body(number, longest) for number in range(count)]
+
+
+def _body(number: int, longest: int) -> dict[str, Any]:
+    parameters: dict[str, Any] = {
+        "max_new_tokens": longest - number * 37 % (longest // 2),
+        "ignore_eos": True,
+        "details": True,
+    }
+    if number % 2:
+        parameters |= {"do_sample": True, "temperature": 0.6 + number % 5 / 5}
+    if number % 3 == 0:
+        parameters |= {"repetition_penalty": 1.2, "frequency_penalty": 0.1}
+    if number % 5 == 1:
+        parameters |= {"top_k": 20 + number, "top_p": 0.9}
+    if number % 7 == 0:
+        parameters |= {"typical_p": 0.9, "top_n_tokens": 2}
+    if not parameters.keys().isdisjoint(SAMPLES):
+        parameters["seed"] = 1000 + number
+    if number % 6 == 5:
+        parameters |= {"stop": [STOPS[number // 6 % len(STOPS)], "\n\n\n"]}
+    question = f"What is {TOPICS[number % len(TOPICS)]}? "
+    return {"inputs": f"{number}: {question * (1 + number % 9)}", "parameters": parameters}
+
+
+@dataclass(slots=True)
+class Answer:
+    """What became of one stream."""
+
+    body: Mapping[str, Any]
+    events: list[bytes] = field(default_factory=list)
+    """JSON of each, as it was sent."""
+    arrivals: list[float] = field(default_factory=list)
+    """Of each event, in seconds of `time.perf_counter`."""
+    sent: float = 0.0
+    ended: float = 0.0
+    status: int = 0
+    error: str = ""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its last event carries the end."""
+        return bool(self.events) and self.end.get("generated_text") is not None
+
+    @property
+    def end(self) -> dict[str, Any]:
+        """The last event; KeyError and IndexError where there is none."""
+        event: dict[str, Any] = orjson.loads(self.events[-1])
+        return event
+
+    @property
+    def outcome(self) -> tuple[Sequence[bytes], Mapping[str, Any]]:
+        """Everything that must not depend on what happened to the shards; that is all but the tokens found cached."""
+        end = self.end
+        details = {k: v for k, v in (end["details"] or {}).items() if k != "cached_tokens"}
+        return self.events[:-1], {**end, "details": details}
+
+
+class Clients:
+    """All streams of one run, each on a connection of its own; use as an asynchronous context manager."""
+
+    def __init__(self, url: str, *, headers: Mapping[str, str] | None = None) -> None:
+        self.answers: list[Answer] = []
+        timeout = aiohttp.ClientTimeout(total=None, sock_read=READ_TIMEOUT_SECONDS)
+        self._session = aiohttp.ClientSession(
+            base_url=url,
+            timeout=timeout,
+            headers=headers,
+            connector=aiohttp.TCPConnector(limit=0),
+        )
+
+    async def __aenter__(self) -> Clients:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that have arrived at all of them."""
+        return sum(len(answer.events) for answer in self.answers)
+
+    async def send_all(self, bodies: Iterable[Mapping[str, Any]]) -> list[Answer]:
+        """Send all at once and wait until each has ended, however it did."""
+        self.answers = [Answer(body) for body in bodies]
+        await asyncio.gather(*(self.send(answer) for answer in self.answers))
+        return self.answers
+
+    async def send(self, answer: Answer) -> None:
+        """Send one and fill it in as its events come; failures are noted there."""
+        answer.sent = time.perf_counter()
+        try:
+            await self._stream(answer)
+        except (BadStreamError, aiohttp.ClientError, TimeoutError) as error:
+            answer.error = f"{type(error).__name__}: {error}"
+        answer.ended = time.perf_counter()
+
+    async def text(self, path: str) -> str:
+        """A page of the server's; raises aiohttp.ClientError."""
+        async with self._session.get(path, raise_for_status=True) as response:
+            return await response.text()
+
+    async def _stream(self, answer: Answer) -> None:
+        async with self._session.post("/generate_stream", json=answer.body) as response:
+            answer.status = response.status
+            if response.status != 200:
+                raise BadStreamError((await response.text())[:200])
+            async for arrival, data in stamped_data(response):
+                if data.startswith(b'{"error"'):
+                    raise BadStreamError(data.decode()[:200])
+                answer.events.append(data)
+                answer.arrivals.append(arrival)
+        if not answer.is_whole:
+            raise BadStreamError(f"the stream ended after {len(answer.events)} tokens")
+
+
+def differences(
+    undisturbed: Sequence[Answer], disturbed: Sequence[Answer], *, but: int | None = None
+) -> list[str]:
+    """What went wrong, a line for each stream that failed or is not what it is without disturbance.
+
+    The stream at place `but` is somebody else's affair. ValueError where they are not as many.
+    """
+    lines = []
+    for number, (before, after) in enumerate(zip(undisturbed, disturbed, strict=True)):
+        if number == but:
+            continue
+        if before.error or after.error:
+            lines.append(f"stream {number}: {after.error or 'undisturbed, ' + before.error}")
+        elif before.outcome != after.outcome:
+            lines.append(f"stream {number}: {_first_difference(before, after)}")
+    return lines
+
+
+def _first_difference(before: Answer, after: Answer) -> str:
+    for place, (one, other) in enumerate(zip(before.events, after.events, strict=False), 1):
+        if one != other:
+            return f"token {place} is {other.decode()} instead of {one.decode()}"
+    return f"{len(after.events)} tokens instead of {len(before.events)}"

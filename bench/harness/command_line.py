@@ -1,0 +1,70 @@
+"""What the command lines of benchmarks have in common: options, the command as it was typed, progress."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from bench.harness.paths import OUT
+
+
+def run_parser(
+    name: str, description: str | None, *, patience: float = 60.0
+) -> argparse.ArgumentParser:
+    """A parser for `python -m bench.NAME` with the options of every run."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {module(name)}",
+        description=description,
+    )
+    parser.add_argument(
+        "--patience", type=float, default=patience, help="seconds to wait for a quiet machine"
+    )
+    parser.add_argument("--out", type=Path, default=OUT, help="folder of logs and charts")
+    parser.add_argument(
+        "--record", action="store_true", help="write the figures to bench/results, as JSON"
+    )
+    return parser
+
+
+def parts_parser(
+    name: str,
+    description: str | None,
+    parts: Collection[str],
+    *,
+    default: Sequence[str] | None = None,
+) -> argparse.ArgumentParser:
+    """The same for a benchmark that is made of `parts`; `default` names the parts of a plain run, or all run."""
+
+    def chosen(text: str) -> list[str]:
+        names = text.split(",")
+        if unknown := sorted(set(names) - set(parts)):
+            raise argparse.ArgumentTypeError(
+                f"no part {', '.join(unknown)}; there are {list(parts)}"
+            )
+        return names
+
+    parser = run_parser(name, description)
+    parser.add_argument(
+        "--only", type=chosen, default=list(default or parts), help="parts, with commas"
+    )
+    parser.add_argument("--flags", type=shlex.split, default=[], help="more, for every launcher")
+    return parser
+
+
+def module(name: str) -> str:
+    """The Python module of a benchmark; the empty name is `bench` itself."""
+    return f"bench.{name}".rstrip(".")
+
+
+def command(name: str, arguments: Sequence[str] | None = None) -> str:
+    """The command of this run, as one types it; `arguments` are those of the process by default."""
+    given = sys.argv[1:] if arguments is None else arguments
+    return shlex.join(["python", "-m", module(name), *given])
+
+
+def say(text: str) -> None:
+    """Print progress on standard error."""
+    print(text, file=sys.stderr, flush=True)

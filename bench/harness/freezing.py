@@ -1,0 +1,51 @@
+"""Processes that hold a loaded model while another is measured: stopped, so that they use no CPU."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import psutil
+
+from bench.harness.machine import family
+
+STOP_SECONDS = 20.0
+
+
+class Family:
+    """A process that we started, with everything it started."""
+
+    def __init__(self, pid: int) -> None:
+        self._process: psutil.Process | None = None
+        with suppress(psutil.NoSuchProcess):
+            self._process = psutil.Process(pid)
+
+    def processes(self) -> list[psutil.Process]:
+        """The members that live; none once the first is gone."""
+        if self._process is None:
+            return []
+        try:
+            return family(self._process)
+        except psutil.NoSuchProcess:
+            return []
+
+    def freeze(self) -> None:
+        """Stop every member where it is; parents first, so that none is restarted meanwhile."""
+        for process in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                process.suspend()
+
+    def thaw(self) -> None:
+        """Let all of them go on."""
+        for process in reversed(self.processes()):
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
+
+    def end(self) -> None:
+        """SIGTERM to all, and SIGKILL to those that are left: workers may outlive their parent."""
+        processes = self.processes()
+        for signal in (psutil.Process.terminate, psutil.Process.kill):
+            for process in processes:
+                with suppress(psutil.NoSuchProcess):
+                    signal(process)
+                    process.resume()
+            _, processes = psutil.wait_procs(processes, timeout=STOP_SECONDS)

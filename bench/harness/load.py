@@ -1,0 +1,128 @@
+"""The load generator: streams generations over HTTP and stamps each token as it arrives.
+
+Reads server-sent events itself, a chunk at a time, so that the generator costs a few microseconds
+a token and does not disturb the server with which it shares the machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import orjson
+
+from bench.harness.dialects import TGI, BadStreamError, Dialect
+from bench.harness.levels import Level
+from bench.harness.measurement import Timeline
+
+DONE = b"[DONE]"
+READ_TIMEOUT_SECONDS = 600.0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """The requests of one level: timelines of the good ones, a reason for each bad one."""
+
+    timelines: list[Timeline] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Client:
+    """What all requests of a level share."""
+
+    session: aiohttp.ClientSession
+    level: Level
+    dialect: Dialect
+    outcome: Outcome
+
+
+async def run_level(base_url: str, level: Level, *, dialect: Dialect = TGI) -> Outcome:
+    """Send every request of the level and wait until each has ended."""
+    outcome = Outcome()
+    timeout = aiohttp.ClientTimeout(total=None, sock_read=READ_TIMEOUT_SECONDS)
+    connector = aiohttp.TCPConnector(limit=0, force_close=not dialect.keeps_connections)
+    async with aiohttp.ClientSession(
+        base_url=base_url, timeout=timeout, connector=connector
+    ) as session:
+        client = _Client(session, level, dialect, outcome)
+        if level.concurrency is not None:
+            await _closed_loop(client, level.concurrency)
+        else:
+            await _open_loop(client)
+    return outcome
+
+
+async def _closed_loop(client: _Client, concurrency: int) -> None:
+    prompts = client.level.prompts()
+
+    async def one() -> None:
+        for prompt in prompts:
+            await _record(client, prompt, due=time.perf_counter())
+
+    async with asyncio.TaskGroup() as clients:
+        for _ in range(concurrency):
+            clients.create_task(one())
+
+
+async def _open_loop(client: _Client) -> None:
+    level, start = client.level, time.perf_counter()
+    async with asyncio.TaskGroup() as requests:
+        for offset, prompt in zip(level.arrival_seconds(), level.prompts(), strict=True):
+            due = start + offset
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            requests.create_task(_record(client, prompt, due=due))
+
+
+async def _record(client: _Client, prompt: str, *, due: float) -> None:
+    timeline = Timeline(due)
+    try:
+        await _stream(client, prompt, timeline)
+    except (BadStreamError, aiohttp.ClientError, TimeoutError) as error:
+        client.outcome.failures.append(f"{type(error).__name__}: {error}")
+    else:
+        client.outcome.timelines.append(timeline)
+
+
+async def _stream(client: _Client, prompt: str, timeline: Timeline) -> None:
+    """Read one stream to its end into `timeline`; raises BadStreamError when it is not whole."""
+    dialect, level = client.dialect, client.level
+    last: dict[str, Any] = {}
+    body = dialect.body(prompt, level)
+    async with client.session.post(dialect.path, json=body) as response:
+        if response.status != 200:
+            raise BadStreamError(f"status {response.status}: {(await response.text())[:200]}")
+        async for arrival, event in stamped_events(response):
+            if "error" in event:
+                raise BadStreamError(f"{event.get('error_type')}: {event['error']}")
+            num_new = dialect.num_tokens(event, len(timeline.arrivals))
+            timeline.arrivals += [arrival] * num_new
+            last = event
+    dialect.check_end(last, len(timeline.arrivals))
+    if len(timeline.arrivals) != level.new_tokens:
+        raise BadStreamError(f"asked for {level.new_tokens} tokens, got {len(timeline.arrivals)}")
+
+
+async def stamped_events(
+    response: aiohttp.ClientResponse,
+) -> AsyncIterator[tuple[float, dict[str, Any]]]:
+    """Yield each `data:` event with the moment its last byte was read; comments are skipped."""
+    async for arrival, data in stamped_data(response):
+        yield arrival, orjson.loads(data)
+
+
+async def stamped_data(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[float, bytes]]:
+    """Yield what follows each `data:`, but for the closing `[DONE]`, with the moment its last byte was read."""
+    buffer = b""
+    async for chunk in response.content.iter_any():
+        arrival = time.perf_counter()
+        *blocks, buffer = (buffer + chunk).split(b"\n\n")
+        for block in blocks:
+            if block.startswith(b"data:") and (data := block[5:].strip()) != DONE:
+                yield arrival, data
+    if buffer.strip():
+        raise BadStreamError(f"the stream ended inside an event: {buffer[:80]!r}")

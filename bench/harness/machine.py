@@ -1,0 +1,108 @@
+"""What machine this is, and how much of it each process used."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+from bench.harness.paths import ROOT
+
+
+def describe() -> dict[str, str]:
+    """The facts that a figure depends on, for the results file."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": f"{psutil.cpu_count(logical=False)} physical, {os.cpu_count()} logical",
+        "memory": f"{psutil.virtual_memory().total / 2**30:.1f} GiB",
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in ("torch", "transformers", "aiohttp", "grpcio")},
+        "commit": _commit(),
+    }
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str:
+    answer = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return answer.stdout.strip() or "not a checkout"
+
+
+def cpu_seconds(processes: Iterable[psutil.Process], *, with_ended: bool = False) -> float:
+    """User and system time so far of the processes that are still alive, and of children that they have outlived."""
+    total = 0.0
+    for process in processes:
+        try:
+            times = process.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        total += times.user + times.system
+        if with_ended:
+            total += times.children_user + times.children_system
+    return total
+
+
+def family(process: psutil.Process) -> list[psutil.Process]:
+    """The process and everything it started that lives."""
+    return [process, *process.children(recursive=True)]
+
+
+def _busy_seconds() -> float:
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class CpuUse:
+    """Cores' worth of CPU over a stretch of time."""
+
+    wall_seconds: float
+    client_cores: float
+    server_cores: float
+    other_cores: float
+
+
+class CpuMeter:
+    """Splits the machine's CPU time among this process, a server's family and all the rest."""
+
+    def __init__(self, server: Callable[[], list[psutil.Process]]) -> None:
+        self._server = server
+        self._client = psutil.Process()
+        self._start = self._read()
+
+    def _read(self) -> tuple[float, float, float, float]:
+        return (
+            time.perf_counter(),
+            cpu_seconds([self._client]),
+            cpu_seconds(self._server(), with_ended=True),
+            _busy_seconds(),
+        )
+
+    def stop(self) -> CpuUse:
+        """The use since construction."""
+        wall, client, server, busy = (
+            after - before for before, after in zip(self._start, self._read(), strict=True)
+        )
+        others = max(0.0, busy - client - server)
+        return CpuUse(wall, client / wall, server / wall, others / wall)

@@ -1,0 +1,129 @@
+"""From the moments at which tokens arrived to the figures of a level."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from bench.harness.levels import Level
+
+
+@dataclass(slots=True)
+class Timeline:
+    """One request's moments, in seconds of one monotonic clock."""
+
+    due: float
+    """When it was to be sent; an open loop counts from here, however late the client was."""
+    arrivals: list[float] = field(default_factory=list)
+    """One a token."""
+
+    @property
+    def first_token_seconds(self) -> float:
+        """Time to first token."""
+        return self.arrivals[0] - self.due
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between one token and the next."""
+        return [after - before for before, after in pairwise(self.arrivals)]
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """p50, p90 and p99 of a sample, in milliseconds; zero when there was none."""
+
+    p50: float
+    p90: float
+    p99: float
+
+    @classmethod
+    def of(cls, seconds: Iterable[float]) -> Quantiles:
+        """Interpolate linearly between the closest ranks."""
+        ordered = sorted(seconds)
+        return cls(*(1000 * quantile(ordered, share) for share in (0.5, 0.9, 0.99)))
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """The value below which `share` of the ordered sample lies."""
+    if not ordered:
+        return 0.0
+    rank = share * (len(ordered) - 1)
+    low = int(rank)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (rank - low) * (ordered[high] - ordered[low])
+
+
+PERCENTILES = (0, 1, 5, *range(10, 91, 10), 95, 99, 100)
+"""Those kept of a level's latencies, to draw their distribution."""
+
+
+def percentiles(seconds: Iterable[float]) -> tuple[float, ...]:
+    """The values at `PERCENTILES`, in milliseconds."""
+    ordered = sorted(seconds)
+    return tuple(1000 * quantile(ordered, percent / 100) for percent in PERCENTILES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """What one level gave on one server."""
+
+    server: str
+    level: str
+    num_requests: int
+    num_tokens: int
+    failures: tuple[str, ...]
+    wall_seconds: float
+    """From the first request's due time to the last token."""
+    tokens_per_second: float
+    first_token_ms: Quantiles
+    between_tokens_ms: Quantiles
+    first_token_percentiles: tuple[float, ...] = ()
+    """Milliseconds at `PERCENTILES`."""
+    between_tokens_percentiles: tuple[float, ...] = ()
+    client_cores: float = 0.0
+    """CPU seconds of the load generator per second of wall time."""
+    other_cores: float = 0.0
+    """The same of every process that is neither server nor generator: above 0.1, measure again."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain containers, for the results file."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Measurement:
+        """The inverse of `as_json`."""
+        quantiles = {
+            key: Quantiles(**value[key]) for key in ("first_token_ms", "between_tokens_ms")
+        }
+        names = ("failures", "first_token_percentiles", "between_tokens_percentiles")
+        sequences = {name: tuple(value.get(name, ())) for name in names}
+        return cls(**{**value, **quantiles, **sequences})
+
+
+def summarise(
+    server: str, level: Level, timelines: Sequence[Timeline], *, failures: Sequence[str] = ()
+) -> Measurement:
+    """Reduce the timelines of the requests that succeeded; ValueError when none did."""
+    if not timelines:
+        reasons = "; ".join(sorted(set(failures))[:3])
+        raise ValueError(f"{server}, level {level.name}: every request failed: {reasons}")
+    start = min(timeline.due for timeline in timelines)
+    wall_seconds = max(timeline.arrivals[-1] for timeline in timelines) - start
+    num_tokens = sum(len(timeline.arrivals) for timeline in timelines)
+    first = [timeline.first_token_seconds for timeline in timelines]
+    gaps = [gap for timeline in timelines for gap in timeline.gaps]
+    return Measurement(
+        server=server,
+        level=level.name,
+        num_requests=len(timelines),
+        num_tokens=num_tokens,
+        failures=tuple(failures),
+        wall_seconds=wall_seconds,
+        tokens_per_second=num_tokens / wall_seconds if wall_seconds > 0 else 0.0,
+        first_token_ms=Quantiles.of(first),
+        between_tokens_ms=Quantiles.of(gaps),
+        first_token_percentiles=percentiles(first),
+        between_tokens_percentiles=percentiles(gaps),
+    )

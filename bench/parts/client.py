@@ -1,0 +1,167 @@
+"""Sends requests that differ in length, time, tenant and patience, and stamps what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+from aiohttp import ClientResponse as Response
+
+from bench.harness.dialects import BadStreamError
+from bench.harness.load import READ_TIMEOUT_SECONDS, stamped_events
+
+DETAILS = {"ignore_eos": True, "details": True, "do_sample": False}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One request, and how its client behaves."""
+
+    prompt: str
+    prompt_tokens: int
+    output_tokens: int
+    """Tokens after which the answer ends."""
+    due: float = 0.0
+    """Seconds after the start; a closed loop ignores it."""
+    says_length: bool = True
+    """Ask for `max_new_tokens`; otherwise ask for nothing and hang up after the last token wanted."""
+    streams: bool = True
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        """What is posted."""
+        limit = {"max_new_tokens": self.output_tokens} if self.says_length else {}
+        return {"inputs": self.prompt, "parameters": {**DETAILS, **limit}}
+
+
+@dataclass(slots=True)
+class Answer:
+    """What became of a request, in seconds of one monotonic clock."""
+
+    request: Request
+    due: float
+    arrivals: list[float] = field(default_factory=list)
+    """One a token; none for an answer in one piece."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    ended: float = 0.0
+    num_tokens: int = 0
+    error: str = ""
+
+    @property
+    def first_token_seconds(self) -> float:
+        """Time to first token; IndexError where none came."""
+        return self.arrivals[0] - self.due
+
+
+class Client:
+    """A connection pool to one server; use as an asynchronous context manager."""
+
+    def __init__(self, url: str) -> None:
+        timeout = aiohttp.ClientTimeout(total=None, sock_read=READ_TIMEOUT_SECONDS)
+        self._session = aiohttp.ClientSession(
+            base_url=url, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
+        )
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    async def send(self, answer: Answer) -> None:
+        """Send the request now and fill in its answer, as it comes; failures are noted there."""
+        try:
+            await (self._stream if answer.request.streams else self._whole)(answer)
+        except (BadStreamError, aiohttp.ClientError, TimeoutError) as error:
+            answer.error = f"{type(error).__name__}: {error}"
+        answer.ended = time.perf_counter()
+
+    async def text(self, path: str) -> str:
+        """A page of the server's."""
+        async with self._session.get(path) as response:
+            return await response.text()
+
+    def _post(self, path: str, request: Request) -> AbstractAsyncContextManager[Response]:
+        return self._session.post(path, json=request.body(), headers=request.headers)
+
+    async def _stream(self, answer: Answer) -> None:
+        request = answer.request
+        async with self._post("/generate_stream", request) as response:
+            await _check(response)
+            answer.headers = response.headers
+            async for arrival, event in stamped_events(response):
+                if "error" in event:
+                    raise BadStreamError(f"{event.get('error_type')}: {event['error']}")
+                answer.arrivals.append(arrival)
+                answer.num_tokens += 1
+                if answer.num_tokens == request.output_tokens and not request.says_length:
+                    response.close()
+                    return
+        _check_length(answer)
+
+    async def _whole(self, answer: Answer) -> None:
+        async with self._post("/generate", answer.request) as response:
+            await _check(response)
+            answer.headers = response.headers
+            answer.num_tokens = (await response.json())["details"]["generated_tokens"]
+        _check_length(answer)
+
+
+async def _check(response: Response) -> None:
+    if response.status != 200:
+        raise BadStreamError(f"status {response.status}: {(await response.text())[:200]}")
+
+
+def _check_length(answer: Answer) -> None:
+    wanted = answer.request.output_tokens
+    if answer.num_tokens != wanted:
+        raise BadStreamError(f"asked for {wanted} tokens, got {answer.num_tokens}")
+
+
+async def open_loop(client: Client, requests: Sequence[Request]) -> list[Answer]:
+    """Send each request when it is due, however the server keeps up, and wait for all."""
+    start = time.perf_counter()
+    answers = []
+    async with asyncio.TaskGroup() as tasks:
+        for request in sorted(requests, key=lambda request: request.due):
+            due = start + request.due
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            answers.append(Answer(request, due))
+            tasks.create_task(client.send(answers[-1]))
+    return answers
+
+
+async def closed_loop(
+    client: Client, requests: Sequence[Request], *, num_clients: int
+) -> list[Answer]:
+    """Let `num_clients` clients send the requests, each its next one after an answer."""
+    left: Iterator[Request] = iter(requests)
+    answers: list[Answer] = []
+
+    async def one() -> None:
+        for request in left:
+            answers.append(Answer(request, time.perf_counter()))
+            await client.send(answers[-1])
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(num_clients):
+            tasks.create_task(one())
+    return answers
+
+
+class RequestsFailed(Exception):  # noqa: N818
+    """Requests that had to succeed did not; the message holds some of the reasons."""
+
+
+def succeeded(answers: Sequence[Answer]) -> Sequence[Answer]:
+    """The same answers; raises RequestsFailed unless every request was answered."""
+    errors = [answer.error for answer in answers if answer.error]
+    if errors:
+        some = "; ".join(sorted(set(errors))[:3])
+        raise RequestsFailed(f"{len(errors)} of {len(answers)} requests failed: {some}")
+    return answers

@@ -1,0 +1,88 @@
+"""The command line of a benchmark that is made of parts, and the run of those that were asked for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+
+from bench.harness.checkpoints import SHAPES, ensure_checkpoint
+from bench.harness.command_line import command, parts_parser, say
+from bench.harness.paths import DEMO
+from bench.harness.quiet import Quiet
+from bench.harness.record import Record
+from bench.harness.server import ServerError
+from bench.parts.client import RequestsFailed
+from bench.parts.fixture import Fixture
+from bench.parts.part import Question, as_json
+from bench.parts.texts import Texts
+
+
+def parse_arguments(
+    name: str,
+    description: str | None,
+    parts: Mapping[str, Question],
+    arguments: Sequence[str],
+    *,
+    model: str,
+    default: Sequence[str] | None = None,
+) -> argparse.Namespace:
+    """The command line of `bench.NAME`; argparse ends the program on a bad one. `model` is the default."""
+    parser = parts_parser(name, description, parts, default=default)
+    parser.add_argument("--model", default=model, choices=(*SHAPES, "demo"))
+    parser.add_argument("--repeats", type=int, default=1, help="a figure is their median")
+    parser.add_argument("--quick", action="store_true", help="fewer requests; nothing to quote")
+    options = parser.parse_args(arguments)
+    if options.quick and options.record:
+        parser.error("--quick measures nothing worth to --record")
+    return options
+
+
+def fixture_from(options: argparse.Namespace) -> Fixture:
+    """The model, written first where it is missing, and everything that parts share."""
+    model = DEMO if options.model == "demo" else ensure_checkpoint(options.model)
+    config = json.loads((model / "config.json").read_text())
+    options.out.mkdir(parents=True, exist_ok=True)
+    return Fixture(
+        model=model,
+        texts=Texts.of(model),
+        most_positions=config["max_position_embeddings"],
+        quick=options.quick,
+        quiet=Quiet(patience_seconds=options.patience),
+        out=options.out,
+        flags=options.flags,
+    )
+
+
+def run_parts(
+    name: str,
+    parts: Mapping[str, Question],
+    options: argparse.Namespace,
+    *failures: type[Exception],
+) -> int:
+    """Measure part by part; 1 when one of them raised ServerError, RequestsFailed or one of `failures`."""
+    fixture, failed = fixture_from(options), False
+    expected: tuple[type[Exception], ...] = (ServerError, RequestsFailed, *failures)
+    for chosen in options.only:
+        part = parts[chosen]
+        say(f"{chosen}: {', '.join(case.name for case in part.cases)}")
+        try:
+            table = part.measure(fixture, repeats=options.repeats)
+        except expected as error:
+            say(f"{chosen}: {error}")
+            failed = True
+            continue
+        record = Record(
+            bench=name,
+            title=f"{part.title}, {options.model}",
+            command=command(name),
+            figures={
+                "method": part.method,
+                "cases": as_json(table),
+                "conclusions": [*part.conclude(table)],
+            },
+        )
+        print(f"\n{record.text(part.text(table))}", flush=True)
+        if options.record:
+            record.write()
+    return 1 if failed else 0

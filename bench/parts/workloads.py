@@ -1,0 +1,66 @@
+"""Lengths and arrival times, drawn so that the same seed gives the same workload."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from bench.harness.measurement import quantile
+from bench.parts.client import Answer
+
+
+def poisson_seconds(rate: float, count: int, *, seed: str) -> list[float]:
+    """When `count` requests arrive at `rate` a second."""
+    generator, now, moments = random.Random(seed), 0.0, []
+    for _ in range(count):
+        now += generator.expovariate(rate)
+        moments.append(now)
+    return moments
+
+
+def lognormal_lengths(
+    count: int, *, median: float, sigma: float, most: int, seed: str
+) -> list[int]:
+    """Heavy-tailed numbers of tokens: between 1 and `most`, half of them above `median`."""
+    generator = random.Random(seed)
+    drawn = (generator.lognormvariate(math.log(median), sigma) for _ in range(count))
+    return [min(most, max(1, round(length))) for length in drawn]
+
+
+def uniform_lengths(count: int, *, least: int, most: int, seed: str) -> list[int]:
+    """Numbers of tokens from `least` to `most`."""
+    generator = random.Random(seed)
+    return [generator.randint(least, most) for _ in range(count)]
+
+
+def gaps_within(arrivals: Sequence[float], begin: float, end: float) -> Iterator[float]:
+    """Seconds between consecutive tokens of one stream, where any of them lie between `begin` and `end`."""
+    for before, after in pairwise(arrivals):
+        if after > begin and before < end:
+            yield after - before
+
+
+def milliseconds(seconds: Sequence[float], *shares: float) -> tuple[float, ...]:
+    """Quantiles of durations."""
+    ordered = sorted(seconds)
+    return tuple(1000 * quantile(ordered, share) for share in shares)
+
+
+def first_tokens(answers: Sequence[Answer]) -> list[float]:
+    """Seconds to the first token, of the answers that were streamed."""
+    return [answer.first_token_seconds for answer in answers if answer.arrivals]
+
+
+def tokens_per_second(answers: Sequence[Answer]) -> float:
+    """Output tokens from the first due time to the last token."""
+    start, end = min(a.due for a in answers), max(a.ended for a in answers)
+    return sum(answer.num_tokens for answer in answers) / (end - start)
+
+
+def saturated_rate(answers: Sequence[Answer]) -> float:
+    """Requests a second that a server ends while more than enough wait: over the middle half of a burst's answers."""
+    ends = sorted(answer.ended for answer in answers)
+    first, last = len(ends) // 4, 3 * len(ends) // 4
+    return (last - first) / (ends[last] - ends[first])

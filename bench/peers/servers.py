@@ -1,0 +1,100 @@
+"""The servers that are compared over HTTP, and how each is started on one of our checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.harness.dialects import LLAMA, VLLM
+from bench.harness.paths import PEERS_FOLDER
+from bench.harness.server import RunningServer, free_port, running, serving
+from bench.peers.engines import OURS, gguf_model, vllm_environment
+from bench.peers.worker import Limits
+
+OUR_FLAGS = ("--prefix-caching=off",)
+"""The launcher's defaults, but for the prefix cache: the same prompts come again in each repetition."""
+
+Start = Callable[[Path, Limits, Path, Sequence[str]], AbstractContextManager[RunningServer]]
+"""From a checkpoint, the room it needs, a log and more flags for ours to a server that answers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """One of them."""
+
+    name: str
+    program: Path | None
+    """What has to be there; None for ours."""
+    start: Start
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether its program is there."""
+        return self.program is None or self.program.exists()
+
+
+def start_ours(
+    model: Path, limits: Limits, log: Path, flags: Sequence[str]
+) -> AbstractContextManager[RunningServer]:
+    """The launcher."""
+    del limits
+    return serving(model, log=log, flags=(*OUR_FLAGS, *flags))
+
+
+def start_vllm(
+    model: Path, limits: Limits, log: Path, flags: Sequence[str]
+) -> AbstractContextManager[RunningServer]:
+    """The OpenAI server of vLLM; its own command looks for a package of another name and fails."""
+    del flags
+    port = free_port()
+    command = [
+        str(PEERS_FOLDER / "vllm" / "bin" / "python"),
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        f"--model={model.absolute()}",
+        "--served-model-name=bench",
+        "--host=127.0.0.1",
+        f"--port={port}",
+        "--dtype=bfloat16",
+        f"--max-model-len={limits.max_tokens}",
+        f"--max-num-seqs={limits.max_streams}",
+        f"--max-num-batched-tokens={max(4096, limits.max_tokens)}",
+        "--no-enable-prefix-caching",
+        "--enforce-eager",
+        "--disable-uvicorn-access-log",
+    ]
+    environment = {**vllm_environment(), "HF_HUB_OFFLINE": "1"}
+    return running(command, port=port, log=log, environment=environment, dialect=VLLM)
+
+
+def start_llama(
+    model: Path, limits: Limits, log: Path, flags: Sequence[str]
+) -> AbstractContextManager[RunningServer]:
+    """llama.cpp's server with a slot for each stream."""
+    del flags
+    port = free_port()
+    command = [
+        str(PEERS_FOLDER / "llama" / "build" / "bin" / "llama-server"),
+        f"--model={gguf_model(model)}",
+        "--host",
+        "127.0.0.1",
+        f"--port={port}",
+        f"--threads={limits.threads}",
+        f"--threads-batch={limits.threads}",
+        f"--parallel={limits.max_streams}",
+        f"--ctx-size={limits.max_streams * limits.max_tokens}",
+        "--cache-ram",
+        "0",
+        "--no-webui",
+    ]
+    command = [part for flag in command for part in flag.split("=", 1)]
+    return running(command, port=port, log=log, environment={}, dialect=LLAMA)
+
+
+SERVERS = (
+    Server(name=OURS, program=None, start=start_ours),
+    Server(name="vllm", program=PEERS_FOLDER / "vllm" / ".installed", start=start_vllm),
+    Server(name="llama.cpp", program=PEERS_FOLDER / "llama" / ".installed", start=start_llama),
+)

@@ -1,0 +1,196 @@
+"""A shard that computes nothing, to see what the router alone costs: `python -m bench.router.blank_shard ADDRESS …`.
+
+It speaks the whole wire of steps, answers every row with a token prepared in advance, and takes a
+given time for each step. It keeps time of how long it had no step to run: what of the router and of
+the wire is not hidden behind the forward pass. A line on standard input is answered with the counts
+since the last one, as JSON; the end of standard input ends the process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from queue import Empty, SimpleQueue
+from struct import Struct
+from threading import Thread
+
+import grpc
+
+from millrace_proto import generate_pb2 as pb
+from millrace_proto import generate_pb2_grpc as pb_grpc
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 1 << 15
+MAX_TOKENS = 4096
+FIRST_TOKEN = 320
+"""Below it lie control tokens and single bytes, of which text is hardly made; a smaller vocabulary is used whole."""
+NUM_PREPARED = 1 << 14
+
+StepQueue = SimpleQueue[pb.StepRequest | None]
+AnswerQueue = SimpleQueue[pb.StepResponse | None]
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a shard did since it was last asked; times in seconds."""
+
+    steps: int = 0
+    rows: int = 0
+    idle: float = 0.0
+    """Time between two forward passes in which the second one's step was not there yet."""
+
+
+class BlankShard(pb_grpc.ShardServiceServicer):
+    """One reader and one engine thread for each stream, as in the real shard."""
+
+    def __init__(self, *, vocab_size: int, forward_seconds: float) -> None:
+        self._vocab_size = vocab_size
+        self._forward_seconds = forward_seconds
+        generator = random.Random(0)
+        single = Struct("<f")
+        ids = generator.choices(
+            range(vocab_size)[FIRST_TOKEN:] or range(vocab_size), k=NUM_PREPARED
+        )
+        logprobs = [-generator.expovariate(1.0) for _ in range(NUM_PREPARED)]
+        self._ids = ids
+        self._logprobs = [single.unpack(single.pack(value))[0] for value in logprobs]
+        self.counts = Counts()
+
+    def Info(self, _: pb.InfoRequest, context: grpc.ServicerContext) -> pb.InfoResponse:  # noqa: N802, ARG002
+        """Describe a model of any length that never ends by itself."""
+        return pb.InfoResponse(
+            model_type="blank",
+            dtype="float32",
+            device_type="cpu",
+            vocab_size=self._vocab_size,
+            max_position_embeddings=MAX_TOKENS,
+            block_size=BLOCK_SIZE,
+            world_size=1,
+            attention="none",
+        )
+
+    def Health(self, _: pb.HealthRequest, context: grpc.ServicerContext) -> pb.HealthResponse:  # noqa: N802, ARG002
+        """Always well."""
+        return pb.HealthResponse(warmed_up=True)
+
+    def Warmup(self, _: pb.WarmupRequest, context: grpc.ServicerContext) -> pb.WarmupResponse:  # noqa: N802, ARG002
+        """More room than anybody needs."""
+        return pb.WarmupResponse(
+            num_blocks=NUM_BLOCKS,
+            max_batch_total_tokens=(NUM_BLOCKS - 1) * BLOCK_SIZE,
+            max_total_tokens=MAX_TOKENS,
+            max_input_tokens=MAX_TOKENS - 1,
+        )
+
+    def CompileGrammar(  # noqa: N802
+        self,
+        _: pb.CompileGrammarRequest,
+        context: grpc.ServicerContext,  # noqa: ARG002
+    ) -> pb.CompileGrammarResponse:
+        """Take every grammar, and keep to none."""
+        return pb.CompileGrammarResponse()
+
+    def Steps(  # noqa: N802
+        self,
+        requests: Iterator[pb.StepRequest],
+        context: grpc.ServicerContext,  # noqa: ARG002
+    ) -> Iterator[pb.StepResponse]:
+        """Read ahead, run in order, answer."""
+        steps: StepQueue = SimpleQueue()
+        answers: AnswerQueue = SimpleQueue()
+        Thread(target=_read, args=(requests, steps), daemon=True).start()
+        Thread(target=self._run, args=(steps, answers), daemon=True).start()
+        while (answer := answers.get()) is not None:
+            yield answer
+
+    def _run(self, steps: StepQueue, answers: AnswerQueue) -> None:
+        left: dict[int, int] = {}
+        slots: list[int] | None = None
+        # What comes after a step without a forward pass may be a wait for the load itself.
+        while (request := self._next(steps, counted=slots is not None)) is not None:
+            answer = pb.StepResponse(epoch=request.epoch, number=request.number)
+            slots = _rows(request, left)
+            if slots is not None:
+                if self._forward_seconds:
+                    time.sleep(self._forward_seconds)
+                self._fill(answer, slots)
+            answers.put(answer)
+        answers.put(None)
+
+    def _next(self, steps: StepQueue, *, counted: bool) -> pb.StepRequest | None:
+        try:
+            return steps.get_nowait()
+        except Empty:
+            began = time.perf_counter()
+            request = steps.get()
+            if counted:
+                self.counts.idle += time.perf_counter() - began
+            return request
+
+    def _fill(self, answer: pb.StepResponse, slots: list[int]) -> None:
+        count = len(slots)
+        start = answer.number * count % (NUM_PREPARED - count)
+        answer.slots.extend(slots)
+        answer.counts.extend([1] * count)
+        answer.ids.extend(self._ids[start : start + count])
+        answer.logprobs.extend(self._logprobs[start : start + count])
+        self.counts.steps += 1
+        self.counts.rows += count
+
+
+def _read(requests: Iterator[pb.StepRequest], steps: StepQueue) -> None:
+    try:
+        for request in requests:
+            steps.put(request)
+    except grpc.RpcError:
+        pass
+    finally:
+        steps.put(None)
+
+
+def _rows(request: pb.StepRequest, left: dict[int, int]) -> list[int] | None:
+    """Slots that yield a token, or None when the step has no forward pass; `left` counts prompt tokens by slot."""
+    work = request.WhichOneof("work")
+    if work not in {"prefill", "decode"}:
+        return None
+    step = request.prefill if work == "prefill" else request.decode
+    for admitted in step.change.admitted:
+        left[admitted.slot] = len(admitted.input_ids) - admitted.cached_tokens
+    slots = []
+    if work == "prefill":
+        chunks = request.prefill
+        for slot, count in zip(chunks.chunk_slots, chunks.chunk_tokens, strict=True):
+            left[slot] -= count
+            if not left[slot]:
+                slots.append(slot)
+    slots.extend(step.decode_slots)
+    return slots
+
+
+def main() -> int:
+    """Serve until standard input ends."""
+    parser = argparse.ArgumentParser(prog="python -m bench.router.blank_shard", description=__doc__)
+    parser.add_argument("address", help="gRPC target, such as unix:/tmp/x")
+    parser.add_argument("--vocab-size", type=int, required=True)
+    parser.add_argument("--forward-ms", type=float, default=0.0)
+    options = parser.parse_args()
+    shard = BlankShard(vocab_size=options.vocab_size, forward_seconds=options.forward_ms / 1e3)
+    server = grpc.server(ThreadPoolExecutor(8))
+    pb_grpc.add_ShardServiceServicer_to_server(shard, server)
+    server.add_insecure_port(options.address)
+    server.start()
+    for _ in sys.stdin:
+        counts, shard.counts = shard.counts, Counts()
+        print(json.dumps(asdict(counts)), flush=True)
+    server.stop(grace=None).wait()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,228 @@
+"""Two servers, with draft tokens and without, on the same requests in turn."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
+
+import aiohttp
+
+from bench.harness.load import READ_TIMEOUT_SECONDS
+from bench.harness.machine import CpuMeter
+from bench.harness.repeats import Repeated, Sample
+from bench.harness.scrape import grown, parse
+from bench.harness.server import RunningServer, serving
+from bench.harness.tables import markdown
+from bench.speculative_decoding.texts import bodies
+
+STREAMS = (1, 8, 32)
+LEAST_RATIO = 0.95
+"""The least speed-up that passes."""
+TOKENS, STEPS = "tgi_request_skipped_tokens_sum", "tgi_request_skipped_tokens_count"
+DRAFTED = "millrace_speculation_drafted_tokens_total"
+ACCEPTED = "millrace_speculation_accepted_tokens_total"
+
+T = TypeVar("T")
+
+
+class AnswersDifferError(Exception):
+    """Draft tokens changed an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A number of clients in a closed loop, and the kind of text that they ask for."""
+
+    text: str
+    num_streams: int
+
+    @property
+    def name(self) -> str:
+        """For the table."""
+        return f"{self.text}, {self.num_streams} at once"
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """The outcome of one round at one server."""
+
+    answers: Sequence[str]
+    rate: float
+    """Tokens per second."""
+    metrics: Mapping[str, float]
+    """The growth of each counter."""
+    other_cores: float
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One load at both servers, round by round."""
+
+    load: Load
+    plain: Sequence[Round]
+    speculative: Sequence[Round]
+
+    def joined(self, other: Row) -> Row:
+        """With the rounds of another start of the servers."""
+        return Row(self.load, [*self.plain, *other.plain], [*self.speculative, *other.speculative])
+
+    @property
+    def speedup(self) -> float:
+        """Median over the rounds, in each of which both servers had the same requests right after each other."""
+        pairs = zip(self.plain, self.speculative, strict=True)
+        return median(speculative.rate / plain.rate for plain, speculative in pairs)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens of one row, over the steps in which it yielded any."""
+        return 1.0 + _total(self.speculative, TOKENS) / _total(self.speculative, STEPS)
+
+    @property
+    def accepted(self) -> float:
+        """Share of the draft tokens that were accepted."""
+        return _total(self.speculative, ACCEPTED) / max(1.0, _total(self.speculative, DRAFTED))
+
+    @property
+    def drafted(self) -> float:
+        """Draft tokens of a row in a step."""
+        return _total(self.speculative, DRAFTED) / _total(self.speculative, STEPS)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain containers, without the answers."""
+        kept = {
+            name: [
+                {"rate": each.rate, "metrics": dict(each.metrics), "other_cores": each.other_cores}
+                for each in rounds
+            ]
+            for name, rounds in (("plain", self.plain), ("speculative", self.speculative))
+        }
+        return {"load": self.load.name, "speedup": self.speedup, **kept}
+
+
+def _total(rounds: Sequence[Round], series: str) -> float:
+    return sum(each.metrics[series] for each in rounds)
+
+
+@contextmanager
+def servers(
+    model: Path, *, out: Path, draft_flags: Sequence[str], flags: Sequence[str]
+) -> Iterator[tuple[RunningServer, RunningServer]]:
+    """A server without draft tokens, and one with `draft_flags`; raises ServerError."""
+    every = ["--max-batch-size=32", "--max-concurrent-requests=64", *flags]
+    with (
+        serving(model, log=out / "speculation-off.log", flags=every) as plain,
+        serving(model, log=out / "speculation-on.log", flags=[*every, *draft_flags]) as speculative,
+    ):
+        yield plain, speculative
+
+
+async def run_round(
+    server: RunningServer, requests: Sequence[Mapping[str, Any]], num_streams: int
+) -> Round:
+    """Send all requests, `num_streams` at once. Raises aiohttp.ClientError."""
+    timeout = aiohttp.ClientTimeout(total=None, sock_read=READ_TIMEOUT_SECONDS)
+    answers, tokens, waiting = [""] * len(requests), [0] * len(requests), iter(enumerate(requests))
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(server.url, timeout=timeout, connector=connector) as session:
+
+        async def client() -> None:
+            for number, body in waiting:
+                async with session.post("/generate", json=body) as response:
+                    response.raise_for_status()
+                    found = await response.json()
+                answers[number] = found["generated_text"]
+                tokens[number] = found["details"]["generated_tokens"]
+
+        async def scrape() -> dict[str, float]:
+            async with session.get("/metrics") as response:
+                return parse(await response.text())
+
+        before, meter = await scrape(), CpuMeter(server.processes)
+        began = time.perf_counter()
+        async with asyncio.TaskGroup() as clients:
+            for _ in range(num_streams):
+                clients.create_task(client())
+        seconds = time.perf_counter() - began
+        other_cores, after = meter.stop().other_cores, await scrape()
+    metrics = {
+        series: grown(before, after, series) for series in (TOKENS, STEPS, DRAFTED, ACCEPTED)
+    }
+    return Round(answers, sum(tokens) / seconds, metrics, other_cores)
+
+
+def run_load(
+    plain: RunningServer,
+    speculative: RunningServer,
+    load: Load,
+    *,
+    rounds: int,
+    requests_per_stream: int,
+    start: int = 0,
+) -> Row:
+    """One round to warm up, then `rounds` that count; raises AnswersDifferError. Each `start` has other requests."""
+    kept: tuple[list[Round], list[Round]] = ([], [])
+    for number in range(rounds + 1):
+        count = load.num_streams * requests_per_stream
+        requests = bodies(load.text, count=count, seed=f"{load.name}/{start}/{number}")
+        first, second = [
+            asyncio.run(run_round(server, requests, load.num_streams))
+            for server in order(number, plain, speculative)
+        ]
+        found = order(number, first, second)
+        if found[0].answers != found[1].answers:
+            raise AnswersDifferError(f"{load.name}: draft tokens changed an answer")
+        if number:
+            for rounds_kept, each in zip(kept, found, strict=True):
+                rounds_kept.append(each)
+    return Row(load, *kept)
+
+
+def order(number: int, first: T, second: T) -> Sequence[T]:
+    """Both, in alternating order, because the first one after a pause is slower. Its own inverse."""
+    return (second, first) if number % 2 else (first, second)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """One line for each load."""
+    titles = (
+        "",
+        "tok/s without",
+        "tok/s with",
+        "speed-up",
+        "tokens per step of a row",
+        "draft tokens a step",
+        "accepted",
+    )
+    return markdown(titles, [_line(row) for row in rows])
+
+
+def _line(row: Row) -> tuple[str, ...]:
+    return (
+        row.load.name,
+        _rates(row.plain),
+        _rates(row.speculative),
+        f"{row.speedup:.2f}",
+        f"{row.tokens_per_step:.2f}",
+        f"{row.drafted:.2f}",
+        f"{100 * row.accepted:.0f} %",
+    )
+
+
+def _rates(rounds: Sequence[Round]) -> str:
+    return Repeated(tuple(Sample(each.rate, each.other_cores) for each in rounds)).text
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """Whether speculative decoding was ever slower than allowed."""
+    worst = min(rows, key=lambda row: row.speedup)
+    met = "met" if worst.speedup >= LEAST_RATIO else "missed"
+    return (
+        f"Worst: {worst.load.name}, {worst.speedup:.2f} of the rate without draft tokens"
+        f" (at least {LEAST_RATIO}: {met}). Every answer has the same bytes with and without."
+    )

@@ -1,1 +1,0 @@
-"""What breaking the shards costs clients, measured on the real server: `python -m bench.survival`."""

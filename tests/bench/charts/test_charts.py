@@ -1,0 +1,107 @@
+"""Charts: well-formed documents in which lengths are in proportion to values."""
+
+from __future__ import annotations
+
+import random
+from xml.etree import ElementTree as ET
+
+import pytest
+from bench.charts.bars import Panel as Bars
+from bench.charts.bars import bars
+from bench.charts.flames import Event, Frame, flame_graph, own_times, tree
+from bench.charts.lines import Panel as Lines
+from bench.charts.lines import curves
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def points(document: ET.Element) -> list[list[tuple[float, float]]]:
+    """The corners of every line."""
+    return [
+        [corner_of(text) for text in line.attrib["points"].split()]
+        for line in document.iter(f"{SVG}polyline")
+    ]
+
+
+def corner_of(text: str) -> tuple[float, float]:
+    """From `x,y`."""
+    x, y = text.split(",")
+    return float(x), float(y)
+
+
+def test_lines_keep_proportions_and_doublings_are_evenly_apart() -> None:
+    panel = Lines(
+        title="a < b",
+        points={"ours": [(1, 10), (2, 20), (8, 40)], "theirs": [(1, 5), (8, 5)]},
+        x_title="clients",
+        doubles=True,
+    )
+    ours, theirs = points(ET.fromstring(curves("t & u", [panel])))
+    (x1, y1), (x2, y2), (x3, y3) = ours
+    assert x3 - x2 == pytest.approx(2 * (x2 - x1), abs=0.3)
+    floor = y3 + 4 * (y1 - y3) / 3
+    assert floor - y2 == pytest.approx((floor - y3) / 2, abs=0.3)
+    assert floor - theirs[0][1] == pytest.approx((floor - y3) / 8, abs=0.3)
+    assert [x for x, _ in theirs] == [x1, x3]
+
+
+def test_a_panel_without_points_and_one_with_a_single_point_are_drawn() -> None:
+    empty = Lines(title="x", points={}, x_title="y")
+    single = Lines(title="x", points={"ours": [(4, 2)]}, x_title="y", doubles=True)
+    assert len(points(ET.fromstring(curves("t", [empty, single])))) == 1
+
+
+def test_a_group_has_bars_for_those_present_alone_and_keeps_their_colours() -> None:
+    values = {("a", "ours"): 50.0, ("a", "theirs"): 25.0, ("b", "theirs"): 25.0}
+    document = ET.fromstring(bars("t", [Bars("share", values, reference=100.0)]))
+    found = [bar for bar in document.iter(f"{SVG}rect") if float(bar.get("y", 0)) > 60]
+    assert [float(bar.attrib["height"]) for bar in found] == pytest.approx(
+        [65, 32.5, 32.5], abs=0.1
+    )
+    assert found[1].attrib["fill"] == found[2].attrib["fill"] != found[0].attrib["fill"]
+
+
+def test_events_become_a_tree_by_what_holds_them() -> None:
+    events = [
+        Event("step", 0.0, 10.0),
+        Event("layer", 1.0, 3.0),
+        Event("linear", 1.5, 1.0, is_operator=True),
+        Event("layer", 4.0, 4.0),
+        Event("linear", 4.0, 4.0, is_operator=True),
+        Event("step", 10.0, 5.0),
+    ]
+    root = tree("all", events)
+    assert root.total == 15.0
+    step = root.children["step"]
+    assert (step.total, step.own) == (15.0, 8.0)
+    layer = step.children["layer"]
+    assert (layer.total, layer.own) == (7.0, 2.0)
+    assert layer.children["linear"].is_operator
+    assert own_times(root) == {"step": 8.0, "linear": 5.0, "layer": 2.0, "all": 0.0}
+    assert root.scaled(0.5).children["step"].children["layer"].total == 3.5
+
+
+def test_own_times_sum_to_the_whole_even_where_clocks_disagree() -> None:
+    generator = random.Random(0)
+    events = [Event("root", 0.0, 100.0)]
+    events += [
+        Event(generator.choice("abc"), generator.uniform(0, 99), generator.uniform(0, 30))
+        for _ in range(50)
+    ]
+    root = tree("all", events)
+    assert sum(own_times(root).values()) == pytest.approx(root.total)
+    assert all(us >= -1e-9 for us in own_times(root).values())
+
+
+def test_a_flame_graph_draws_frames_as_wide_as_they_are_long() -> None:
+    linear = Frame("linear <32x576>", 60.0, is_operator=True)
+    root = Frame("step", 100.0, children={"linear": linear, "norm": Frame("norm", 0.01)})
+    document = ET.fromstring(flame_graph("One step", root, ["a note"]))
+    frames = {
+        frame.findtext(f"{SVG}title"): float(frame.attrib["width"])
+        for frame in document.iter(f"{SVG}rect")
+        if frame.findtext(f"{SVG}title")
+    }
+    assert list(frames) == ["step: 100 µs, 100.0 %", "linear <32x576>: 60 µs, 60.0 %"]
+    whole, part = frames.values()
+    assert part / whole == pytest.approx(0.6, abs=0.01)

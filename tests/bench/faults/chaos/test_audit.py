@@ -1,0 +1,142 @@
+"""What the audit holds against a server, and what it lets pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from bench.faults.chaos.allowed_errors import AllowedError, AllowedErrors, Silence
+from bench.faults.chaos.audit import (
+    MAX_SHOWN,
+    MEMORY_GROWTH,
+    SLACK_FDS,
+    SLACK_THREADS,
+    Ledger,
+    leaks,
+    not_idle,
+    refusal_flaws,
+)
+from bench.faults.chaos.campaign import Fault, Kind
+from bench.faults.chaos.report import text
+from bench.faults.chaos.run import Outcome
+from bench.faults.members import Members
+from bench.faults.memory import Reading
+
+from millrace_shard.structured_output.grammar_compiler import MAX_COMPILES
+
+BASE = Reading(0.0, "router", 1, resident=100 * 2**20, num_fds=20, num_threads=10)
+IDLE = {"millrace_kv_blocks": 32.0, "millrace_kv_blocks_cached": 30.0}
+
+
+def test_a_server_at_rest_is_idle() -> None:
+    assert not_idle(IDLE | {"millrace_kv_blocks_in_use": 0.0, "tgi_queue_size": 0.0}) == []
+
+
+@pytest.mark.parametrize(
+    "series", ["millrace_kv_blocks_in_use", "tgi_queue_size", "millrace_requests_running"]
+)
+def test_whatever_goes_on_is_named(series: str) -> None:
+    assert not_idle(IDLE | {series: 1.0}) == [f"{series} is 1"]
+
+
+def test_blocks_must_be_conserved() -> None:
+    assert not_idle({"millrace_kv_blocks": 32.0, "millrace_kv_blocks_cached": 33.0})
+    assert not_idle({})
+
+
+def test_leaks_are_what_the_slack_does_not_cover() -> None:
+    slack = replace(
+        BASE,
+        num_fds=BASE.num_fds + SLACK_FDS,
+        num_threads=BASE.num_threads + SLACK_THREADS,
+        resident=BASE.resident + MEMORY_GROWTH,
+    )
+    assert leaks("router", BASE, slack) == []
+    assert len(leaks("router", BASE, replace(slack, num_fds=slack.num_fds + 1))) == 1
+    assert len(leaks("router", BASE, replace(slack, num_threads=slack.num_threads + 1))) == 1
+    assert len(leaks("router", BASE, replace(slack, resident=slack.resident + 1))) == 1
+
+
+@pytest.mark.parametrize("after", ["", "0", "soon", "-1"])
+def test_a_refusal_says_when_to_come_again(after: str) -> None:
+    body = {"error": "busy", "error_type": "overloaded"}
+    assert refusal_flaws({"retry-after": "2"}, body) == []
+    assert refusal_flaws({"retry-after": after}, body)
+    assert refusal_flaws({"retry-after": "2"}, {"error_type": "validation"})
+
+
+def test_every_problem_counts_though_not_all_are_kept() -> None:
+    ledger = Ledger()
+    for number in range(3 * MAX_SHOWN):
+        ledger.wrong(f"problem {number}")
+    assert ledger.num_problems == 3 * MAX_SHOWN
+    assert len(ledger.problems) == MAX_SHOWN
+
+
+def test_an_error_is_allowed_while_its_period_lasts_and_not_after() -> None:
+    allowed = AllowedErrors()
+    allowed.begin(AllowedError.RESETS, 10.0)
+    assert allowed.allow(AllowedError.RESETS, 5.0, 10.5)
+    allowed.end(AllowedError.RESETS, 12.0)
+    assert allowed.allow(AllowedError.RESETS, 11.0, 20.0)
+    assert allowed.allow(AllowedError.RESETS, 0.0, 50.0)
+    assert not allowed.allow(AllowedError.RESETS, 12.1, 20.0)
+    assert not allowed.allow(AllowedError.RESETS, 0.0, 9.9)
+    assert not allowed.allow(AllowedError.REFUSALS, 11.0, 11.5)
+
+
+def test_the_longest_silence_begins_with_the_fault() -> None:
+    silence = Silence()
+    silence.start(100.0)
+    for now in (100.5, 107.0, 107.25):
+        silence.token(now)
+    assert silence.longest == 6.5
+    silence.start(200.0)
+    assert (silence.longest, silence.num_tokens) == (0.0, 0)
+
+
+def members(*commands: str) -> Members:
+    found = Members()
+    for pid, command in enumerate(commands):
+        found.add(pid, command)
+    return found
+
+
+ALL = (
+    "python -m millrace_router --port=1",
+    "python -m millrace_shard serve --json-output /model",
+    "python -m millrace_shard serve --rank=1 --world-size=2 /model",
+    "python -m millrace_launcher.supervision.guard /tmp/shard-0 /tmp/shard-1",
+)
+
+
+def test_a_family_is_one_of_each() -> None:
+    assert members(*ALL).is_complete(2)
+    assert members(*ALL).pids() == {0, 1, 2}
+    assert not members(*ALL).is_complete(1)
+    for missing in range(len(ALL)):
+        assert not members(*ALL[:missing], *ALL[missing + 1 :]).is_complete(2)
+
+
+@pytest.mark.parametrize("further", [*ALL, "ended, nobody waited for it", "sh -c something"])
+def test_nobody_is_there_twice_and_nobody_else_is(further: str) -> None:
+    assert not members(*ALL, further).is_complete(2)
+
+
+def test_grammars_are_tried_out_in_as_many_processes_as_there_may_be() -> None:
+    worker = "python -m millrace_shard.structured_output.grammar_worker /model"
+    assert members(*ALL, *[worker] * (1 + MAX_COMPILES)).is_complete(2)
+    assert not members(*ALL, *[worker] * (2 + MAX_COMPILES)).is_complete(2)
+
+
+def test_the_report_shows_faults_and_problems() -> None:
+    fault = Fault(kind=Kind.KILL, ranks=(0,), delay=0.1, seed=1)
+    outcome = Outcome(survived=[(fault, 2.0), (fault, 4.0)], exit_code=0)
+    assert "Audit: clean" in text(outcome)
+    outcome.not_survived.append(fault)
+    outcome.ledger.wrong("request 3: event 2 is b instead of a")
+    shown = text(outcome)
+    assert "Audit: 1 problems" in shown
+    assert "request 3: event 2" in shown
+    cells = [cell.strip() for cell in shown.splitlines()[2].split("|")]
+    assert cells[1:6] == [Kind.KILL.value, "3", "2", "3.00", "4.00"]

@@ -1,0 +1,83 @@
+"""The schedule of faults and the population of requests: all that a seed decides."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from bench.faults.chaos.campaign import WEIGHTS, Kind, campaign
+from bench.faults.chaos.malformed import MALFORMED, OVERSIZED
+from bench.faults.chaos.population import greedy_streams, population
+
+
+@pytest.mark.parametrize("num_faults", [1, 5, 14, 15, 100, 333])
+def test_a_campaign_has_as_many_faults_as_asked_for(num_faults: int) -> None:
+    assert len(campaign(1, num_faults=num_faults, num_ranks=1)) == num_faults
+
+
+def test_every_kind_is_there_and_the_weights_hold() -> None:
+    counts = Counter(fault.kind for fault in campaign(7, num_faults=1000, num_ranks=1))
+    total = sum(WEIGHTS.values())
+    assert set(counts) == set(Kind)
+    for kind, weight in WEIGHTS.items():
+        assert counts[kind] == pytest.approx(1000 * weight / total, abs=2)
+
+
+def test_the_seed_decides_everything() -> None:
+    assert campaign(1, num_faults=50, num_ranks=2) == campaign(1, num_faults=50, num_ranks=2)
+    assert campaign(1, num_faults=50, num_ranks=2) != campaign(2, num_faults=50, num_ranks=2)
+    assert population(1, size=30) == population(1, size=30)
+    assert population(1, size=30) != population(2, size=30)
+
+
+def test_only_the_kinds_asked_for() -> None:
+    found = campaign(1, num_faults=9, num_ranks=1, kinds=(Kind.KILL, Kind.BURST))
+    assert {fault.kind for fault in found} == {Kind.KILL, Kind.BURST}
+
+
+def test_each_rank_is_hit_alone_and_all_of_them_together() -> None:
+    hit = {fault.ranks for fault in campaign(1, num_faults=100, num_ranks=3)}
+    assert hit == {(0,), (1,), (2,), (0, 1, 2)}
+
+
+def test_the_population_is_mixed() -> None:
+    requests = population(5, size=180)
+    assert len({request.name for request in requests}) == 180
+    assert {(request.path, request.streams) for request in requests} == {
+        ("/generate_stream", True),
+        ("/generate", False),
+        ("/", True),
+        ("/", False),
+        ("/v1/chat/completions", True),
+        ("/v1/chat/completions", False),
+        ("/v1/completions", True),
+        ("/v1/completions", False),
+    }
+    native = [request.body["parameters"] for request in requests if not request.is_openai]
+    for key in ("seed", "stop", "top_n_tokens", "repetition_penalty", "decoder_input_details"):
+        having = sum(key in parameters for parameters in native)
+        assert 0 < having < len(native), key
+
+
+def test_whatever_samples_has_a_seed() -> None:
+    for request in population(5, size=500):
+        body = request.body
+        if request.is_openai:
+            assert body["temperature"] == 0 or "seed" in body
+        else:
+            parameters = body["parameters"]
+            assert "temperature" not in parameters or "seed" in parameters
+            assert "top_k" not in parameters or "seed" in parameters
+
+
+def test_long_streams_are_as_long_as_asked_for() -> None:
+    for request in greedy_streams(1, count=3, new_tokens=77):
+        assert request.streams
+        assert request.body["parameters"]["max_new_tokens"] == 77
+        assert request.body["parameters"]["ignore_eos"]
+
+
+def test_bad_requests_expect_errors() -> None:
+    for bad in (*MALFORMED, *OVERSIZED):
+        assert bad.paths
+        assert all(400 <= status < 500 for status in bad.statuses), bad.name

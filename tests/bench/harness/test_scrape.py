@@ -1,0 +1,74 @@
+"""Metrics as they are read back."""
+
+from __future__ import annotations
+
+import pytest
+from aiohttp import web
+from bench.harness.scrape import grown, mean_above_zero, parse, sampling, scrape
+from bench.parts.client import Client
+from bench.scheduling.predictions import SERIES
+
+from millrace_router.telemetry.exposition import render
+from millrace_router.telemetry.metrics import Metrics
+from millrace_testing.router.sse import served_application
+
+
+def exposed() -> str:
+    metrics = Metrics(max_input_tokens=100, max_total_tokens=200)
+    metrics.prefill_tokens.inc(1234)
+    metrics.batch_current_size.set(7)
+    metrics.prediction_error.labels(prediction="first_token", percentile="90").set(0.25)
+    metrics.time_to_first_token_seconds.observe(0.5)
+    return render(metrics.registry).decode()
+
+
+def test_what_the_router_exposes_is_read_back_by_the_names_that_the_parts_use() -> None:
+    samples = parse(exposed())
+    assert samples["millrace_prefill_tokens_total"] == 1234
+    assert samples["tgi_batch_current_size"] == 7
+    assert samples[SERIES.format("first_token", "90")] == 0.25
+    assert samples["millrace_time_to_first_token_seconds_count"] == 1
+
+
+def test_labels_may_hold_spaces_and_values_may_be_special() -> None:
+    samples = parse('# HELP a b\n\na{reason="not now"} 3\nb +Inf\nc 1e-05\n')
+    assert samples == {'a{reason="not now"}': 3.0, "b": float("inf"), "c": 1e-05}
+
+
+@pytest.mark.parametrize("line", ["alone", "name value"])
+def test_what_is_no_sample_is_refused(line: str) -> None:
+    with pytest.raises(ValueError, match=r"sample|float"):
+        parse(line)
+
+
+def test_a_counter_that_was_never_touched_counts_from_zero() -> None:
+    assert grown({}, {"a": 5.0}, "a") == 5.0
+    assert grown({"a": 2.0}, {"a": 5.0}, "a") == 3.0
+    assert grown({}, {}, "a") == 0.0
+
+
+def test_the_mean_leaves_out_the_time_in_which_nothing_ran() -> None:
+    samples = [{"size": 0.0}, {"size": 4.0}, {"size": 8.0}, {}]
+    assert mean_above_zero(samples, "size") == 6.0
+    assert mean_above_zero([{"size": 0.0}], "size") == 0.0
+
+
+async def test_sampling_goes_on_for_as_long_as_the_block() -> None:
+    count = 0
+
+    async def metrics(_: web.Request) -> web.Response:
+        nonlocal count
+        count += 1
+        return web.Response(text=f"asked {count}\n")
+
+    application = web.Application()
+    application.router.add_get("/metrics", metrics)
+    async with served_application(application) as url, Client(url) as client:
+        async with sampling(client, every=0.0) as samples:
+            while len(samples) < 3:
+                await scrape(client)
+        taken = len(samples)
+        assert (await scrape(client))["asked"] == count
+        assert len(samples) == taken
+    values = [sample["asked"] for sample in samples]
+    assert values == sorted(set(values))

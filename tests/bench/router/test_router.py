@@ -1,0 +1,112 @@
+"""The parts of the router's benchmark: the shard that computes nothing, the counting client, the profile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import Mock
+
+import grpc
+import pytest
+from bench.profile.py_spy import Recorded
+from bench.router.__main__ import request
+from bench.router.blank_shard import BlankShard
+from bench.router.event_counter import (
+    Counted,
+    EventStream,
+    StreamError,
+    count_streams,
+    http_request,
+)
+
+from millrace_proto import generate_pb2_grpc as pb_grpc
+from millrace_router.shards.group import ShardedClient
+from millrace_testing.router.fake_router import collect, ids_of, new_batcher, running
+from millrace_testing.router.fake_router import request as valid_request
+from millrace_testing.router.sse import FakeServer, event, served, whole_stream
+from millrace_testing.shards.fake_shard import VOCAB_SIZE, FakeShard
+
+
+@contextmanager
+def blank(address: str) -> Iterator[BlankShard]:
+    shard = BlankShard(vocab_size=VOCAB_SIZE, forward_seconds=0.0)
+    server = grpc.server(ThreadPoolExecutor(4))
+    pb_grpc.add_ShardServiceServicer_to_server(shard, server)
+    server.add_insecure_port(address)
+    server.start()
+    try:
+        yield shard
+    finally:
+        server.stop(grace=None).wait()
+
+
+async def test_the_blank_shard_gives_every_request_its_tokens(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/s"
+    with blank(address) as shard:
+        shards = ShardedClient([address])
+        # Prompts longer than a step's budget, so that they are cut.
+        async with running(new_batcher(shards, FakeShard())) as batcher:
+            streams = [batcher.submit(valid_request([1] * 20, count)) for count in (1, 5, 9)]
+            lengths = [len(ids_of(await collect(stream))) for stream in streams]
+        await shards.close()
+    assert lengths == [1, 5, 9]
+    assert shard.counts.rows >= 15
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+async def test_every_event_is_counted_once(rounds: int) -> None:
+    server = FakeServer(whole_stream)
+    async with served(server) as url:
+        asked = [request("generate_stream", count) for count in (1, 4, 7)]
+        counted = await count_streams(int(url.rpartition(":")[2]), asked, rounds=rounds)
+    assert counted.events == rounds * 12
+    assert len(counted.arrivals) == rounds * 3
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 50, 10_000])
+async def test_however_the_network_cuts_it(size: int) -> None:
+    chunks = [event(index, last=index == 3) for index in (1, 2, 3)]
+    body = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in [*chunks, b""])
+    stream = EventStream(b"", rounds=1, counted=(counted := Counted()))
+    stream.connection_made(Mock(asyncio.Transport))
+    stream.data_received(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+    for start in range(0, len(body), size):
+        assert not stream.done.done()
+        stream.data_received(body[start : start + size])
+    assert stream.done.done()
+    assert counted.events == 3
+
+
+async def test_a_refusal_is_an_error() -> None:
+    async with served(FakeServer(whole_stream)) as url:
+        asked = [http_request("/nowhere", b"{}")]
+        with pytest.raises(StreamError, match="404"):
+            await count_streams(int(url.rpartition(":")[2]), asked, rounds=1)
+
+
+def test_samples_count_for_the_innermost_part(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop = "thread (1): MainThread;main (x.py:3);run_forever (loop.c:1)"
+    accept = f"{loop};Batcher._deliver (millrace_router/batcher.py:7);Entry.accept (entry.py:9)"
+    recorded = Recorded()
+    for line in (
+        f"{accept} 2",
+        f"{accept};0x7f00 (libc.so.6);write (libc.so.6) 1",
+        f"{loop};epoll_wait (libc.so.6) 50",
+        "thread (2): poll (grpc.py:3) 50",
+        f"{loop} 1",
+    ):
+        recorded.add_line(line)
+    recorded.write(tmp_path / "a.svg", main=8.0, others=1.0, routes=["generate_stream"])
+    printed = capsys.readouterr().out
+    assert "| token, event, end of generation | 4.00 |" in printed
+    assert "| kernel: write to the sockets | 2.00 |" in printed
+    assert "| event loop and the rest | 2.00 |" in printed
+    assert "| together | 9.00 |" in printed
+    deliver = recorded.root.children["Batcher._deliver (batcher.py)"]
+    assert (deliver.total, deliver.own) == (3.0, 0.0)
+    assert "Entry.accept" in (tmp_path / "a.svg").read_text()
