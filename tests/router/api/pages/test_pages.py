@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace_router import pages
+from millrace_router.api import pages
 from millrace_router.api.pages.document import load
 from millrace_router.api.pages.routes import PATHS, prefers_html
 from millrace_testing.router.edge import serving
