@@ -60,5 +60,21 @@ class Record:
         """Write the JSON to `path`, and return it; a reader never sees half of a file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(self.as_json(), indent=1) + "\n")
+        partial.write_text(formatted(self.as_json()) + "\n")
         return partial.replace(path)
+
+
+def formatted(value: object, *, indent: str = "") -> str:
+    """JSON in which each row of a table, a list without lists or dictionaries, takes one line."""
+    deeper = indent + " "
+    if isinstance(value, dict) and value:
+        lines = [
+            f"{json.dumps(key)}: {formatted(each, indent=deeper)}" for key, each in value.items()
+        ]
+        begin, end = "{}"
+    elif isinstance(value, list) and any(isinstance(each, (dict, list)) for each in value):
+        lines = [formatted(each, indent=deeper) for each in value]
+        begin, end = "[]"
+    else:
+        return json.dumps(value, ensure_ascii=False)
+    return f"{begin}\n{deeper}" + f",\n{deeper}".join(lines) + f"\n{indent}{end}"

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from bench.harness.record import Record
+from bench.harness.record import Record, formatted
 
 FACTS = {
     "cpu": "a & b",
@@ -56,3 +56,10 @@ def test_the_heading_says_the_same(record: Record) -> None:
     assert shown.startswith("## Start and memory, demo (2026-11-21 06:30)\n")
     assert "`python -m bench.startup --model demo` at commit abc, on a & b (2)" in shown
     assert shown.endswith("\n\nBODY\n")
+
+
+def test_a_row_takes_one_line_and_json_stays_json() -> None:
+    value = {"tables": [{"columns": ["a", "µs"], "rows": [["x", 1.5], ["y", None]]}], "none": {}}
+    shown = formatted(value)
+    assert json.loads(shown) == value
+    assert '["x", 1.5],' in [line.strip() for line in shown.splitlines()]
