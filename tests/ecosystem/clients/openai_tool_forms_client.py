@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import openai
-from cases import GRIND_SCHEMA, QUESTION, TOOLS, WIND_SCHEMA, check_wind, raised, run, tool
+from cases import QUESTION, TOOLS, WIND_SCHEMA, raised, run, tool
 from openai.types.chat import ChatCompletion
 
 OPTIONS: dict[str, Any] = {
@@ -16,10 +16,6 @@ OPTIONS: dict[str, Any] = {
     "temperature": 0,
     "max_tokens": 150,
 }
-FUNCTIONS = [
-    {"name": "wind", "parameters": WIND_SCHEMA},
-    {"name": "grind", "parameters": GRIND_SCHEMA},
-]
 
 
 def client(base_url: str) -> openai.OpenAI:
@@ -53,35 +49,6 @@ def only_allowed_tools_are_called(base_url: str) -> None:
         assert call.function.name == name
 
 
-def a_function_of_old_is_called_and_answered(base_url: str) -> None:
-    answer = ask(base_url, functions=FUNCTIONS, function_call={"name": "wind"})
-    choice = answer.choices[0]
-    assert choice.finish_reason == "function_call"
-    assert not choice.message.tool_calls
-    assert choice.message.function_call.name == "wind"
-    check_wind(json.loads(choice.message.function_call.arguments))
-    history = [
-        *QUESTION,
-        choice.message.model_dump(),
-        {"role": "function", "name": "wind", "content": "from the west"},
-    ]
-    answer = ask(
-        base_url, messages=history, functions=FUNCTIONS, function_call="none", max_tokens=12
-    )
-    assert answer.choices[0].message.content
-
-
-def a_function_of_old_is_streamed(base_url: str) -> None:
-    options = {**OPTIONS, "functions": FUNCTIONS, "function_call": {"name": "wind"}}
-    whole = ask(base_url, **options).choices[0].message.function_call
-    chunks = list(client(base_url).chat.completions.create(**options, stream=True))
-    deltas = [chunk.choices[0].delta.function_call for chunk in chunks]
-    pieces = [delta for delta in deltas if delta is not None]
-    assert [delta.name for delta in pieces if delta.name] == ["wind"]
-    assert "".join(delta.arguments or "" for delta in pieces) == whole.arguments
-    assert chunks[-1].choices[0].finish_reason == "function_call"
-
-
 def what_cannot_be_called_is_refused(base_url: str) -> None:
     wrong = tool("wind", {"type": "no such type"})
     refused: tuple[dict[str, Any], ...] = (
@@ -90,6 +57,8 @@ def what_cannot_be_called_is_refused(base_url: str) -> None:
         {"tools": [wrong], "tool_choice": "required"},
         {"tools": [], "tool_choice": "required"},
         {"tools": [{"type": "custom", "custom": {"name": "wind"}}]},
+        {"functions": [{"name": "wind", "parameters": WIND_SCHEMA}]},
+        {"function_call": {"name": "wind"}},
     )
     for more in refused:
         for stream in (False, True):
@@ -103,8 +72,6 @@ run(
     [
         a_tool_without_parameters_is_called_with_none,
         only_allowed_tools_are_called,
-        a_function_of_old_is_called_and_answered,
-        a_function_of_old_is_streamed,
         what_cannot_be_called_is_refused,
     ]
 )

@@ -8,7 +8,6 @@ from dataclasses import replace
 from millrace_router.api.openai.answers import AnswerHead, Usage
 from millrace_router.api.openai.choice import STOP, TOOL_CALLS, ChoiceDelta
 from millrace_router.api.openai.protocol import (
-    CalledFunctionJson,
     ChatCompletionChunkJson,
     ChatCompletionCompleteJson,
     ChatCompletionDeltaJson,
@@ -24,23 +23,18 @@ from millrace_router.tool_calls.tool import CallDelta
 
 CHUNK = "chat.completion.chunk"
 ROLE = "assistant"
-FUNCTION_CALL = "function_call"
 
 
 class ChatAnswers:
     """Renders what one request is answered with.
 
     With `strict_tgi` the role is in every chunk instead of one before the others, calls are numbered instead of
-    having unique ids, and the finish reason says nothing of them. With `functions` calls have the form that they had
-    before there were tools: one call, and no id.
+    having unique ids, and the finish reason says nothing of them.
     """
 
-    def __init__(
-        self, head: AnswerHead, *, strict_tgi: bool = False, functions: bool = False
-    ) -> None:
+    def __init__(self, head: AnswerHead, *, strict_tgi: bool = False) -> None:
         self._head = head
         self._strict_tgi = strict_tgi
-        self._functions = functions
 
     def opening(self, index: int) -> ChatCompletionChunkJson | None:
         """Render what precedes the first chunk of the choice `index`."""
@@ -118,11 +112,7 @@ class ChatAnswers:
         }
 
     def _reason(self, reason: str | None) -> str | None:
-        if reason != TOOL_CALLS:
-            return reason
-        if self._strict_tgi:
-            return STOP
-        return FUNCTION_CALL if self._functions else TOOL_CALLS
+        return STOP if reason == TOOL_CALLS and self._strict_tgi else reason
 
     def _said(self, text: str) -> TextDeltaJson:
         return {"role": ROLE, "content": text} if self._strict_tgi else {"content": text}
@@ -130,11 +120,8 @@ class ChatAnswers:
     def _deltas(self, piece: ChoiceDelta) -> list[ChatCompletionDeltaJson]:
         deltas: list[ChatCompletionDeltaJson] = [self._said(piece.text)] if piece.text else []
         for call in _joined(piece.calls):
-            if not self._functions:
-                called: ToolCallDeltaJson = {"tool_calls": [self._called(call)]}
-                deltas.append({"role": ROLE, **called} if self._strict_tgi else called)
-            elif not call.index:
-                deltas.append({"function_call": _function(call)})
+            called: ToolCallDeltaJson = {"tool_calls": [self._called(call)]}
+            deltas.append({"role": ROLE, **called} if self._strict_tgi else called)
         return deltas
 
     def _called(self, call: CallDelta) -> DeltaToolCallJson:
@@ -155,8 +142,6 @@ class ChatAnswers:
         calls = _joined([delta for piece in pieces for delta in piece.calls])
         if not calls:
             return {"role": ROLE, "content": text}
-        if self._functions:
-            return {"role": ROLE, "content": text or None, "function_call": _complete(calls[0])}
         return {
             "role": ROLE,
             "content": text or None,
@@ -164,7 +149,11 @@ class ChatAnswers:
                 {
                     "id": self._id(call),
                     "type": "function",
-                    "function": {"description": None, **_complete(call)},
+                    "function": {
+                        "description": None,
+                        "name": call.name or "",
+                        "arguments": call.arguments,
+                    },
                 }
                 for call in calls
             ],
@@ -185,7 +174,3 @@ def _function(call: CallDelta) -> FunctionJson:
     if call.name is None:
         return {"arguments": call.arguments}
     return {"name": call.name, "arguments": call.arguments}
-
-
-def _complete(call: CallDelta) -> CalledFunctionJson:
-    return {"name": call.name or "", "arguments": call.arguments}

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, Discriminator, Field, Tag, model_validator
 from typing_extensions import TypeAliasType
 
+from millrace_router.api.openai.chat_tools import without_functions
 from millrace_router.api.openai.common_request import Items
 from millrace_router.errors import ValidationError
 from millrace_router.request.fields import RequestModel
@@ -105,19 +106,13 @@ class ChatMessage(RequestModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_function_call(cls, value: object) -> object:
-        """Read the form that tool calls had first: `function_call`, answered by the role `function`."""
-        if not isinstance(value, dict):
-            return value
-        call, name = value.get("function_call"), value.get("name")
-        if isinstance(call, dict) and not value.get("tool_calls"):
-            return {**value, "tool_calls": [{"id": call.get("name"), "function": call}]}
-        if value.get("role") == "function":
-            return {"tool_call_id": name, **value, "role": "tool"}
-        return value
+    def _has_no_function_call(cls, value: object) -> object:
+        return without_functions(value, function_call="tool_calls")
 
     @model_validator(mode="after")
     def _has_content(self) -> ChatMessage:
+        if self.role == "function":
+            raise ValueError("the role `function` is not supported: use `tool`")
         if self.content is None and not self.tool_calls:
             raise ValueError("a message needs `content` or `tool_calls`")
         return self

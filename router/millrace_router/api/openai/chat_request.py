@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from millrace_router.api.openai.chat_messages import ChatMessage
 from millrace_router.api.openai.chat_tools import (
-    FunctionDefinition,
-    FunctionName,
     ToolChoiceField,
     ToolDefinition,
     choose,
+    without_functions,
 )
 from millrace_router.api.openai.common_request import CommonRequest, Items
 from millrace_router.errors import ValidationError
@@ -34,10 +33,6 @@ class ChatCompletionRequest(CommonRequest):
     parallel_tool_calls: bool | None = None
     tool_prompt: str | None = None
     """TGI's: what follows the last message if there are tools; none does if the template tells of them itself."""
-    functions: Items[FunctionDefinition] | None = None
-    """What `tools` were called first; not read beside those."""
-    function_call: str | FunctionName | None = None
-    """What `tool_choice` was called first."""
     add_generation_prompt: bool | None = None
     """Not in either contract: whether the prompt ends with the beginning of the assistant's turn."""
     continue_final_message: bool | None = None
@@ -45,16 +40,13 @@ class ChatCompletionRequest(CommonRequest):
     chat_template_kwargs: dict[str, Any] | None = None
     """Not in either contract: further variables for the template, such as `enable_thinking`."""
 
-    @property
-    def has_functions(self) -> bool:
-        """Whether calls are asked for, and answered, in the form that they had first."""
-        return self.tools is None and bool(self.functions)
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_functions(cls, value: object) -> object:
+        return without_functions(value, functions="tools", function_call="tool_choice")
 
     def tool_use(self) -> tuple[tuple[Tool, ...], ToolChoice]:
         """Tools that the model may call, and the choice among them; raises ToolError."""
-        if self.has_functions:
-            functions = tuple(function.as_tool() for function in self.functions or ())
-            return choose(functions, self.function_call, parallel=False)
         tools = tuple(tool.as_tool() for tool in self.tools or ())
         return choose(tools, self.tool_choice, parallel=self.parallel_tool_calls is not False)
 

@@ -54,15 +54,19 @@ class ToolDefinition(RequestModel):
         return self.function.as_tool()
 
 
+def without_functions(value: object, **replacements: str) -> object:
+    """Return `value`; raises ValueError for a field of OpenAI's function calling, which tools have replaced."""
+    if isinstance(value, dict):
+        for name, replacement in replacements.items():
+            if value.get(name) is not None:
+                raise ValueError(f"`{name}` is not supported: use `{replacement}`")
+    return value
+
+
 class FunctionName(RequestModel):
     """A function by its name."""
 
     name: str
-
-    @property
-    def function_name(self) -> str:
-        """The name itself."""
-        return self.name
 
 
 class NamedTool(RequestModel):
@@ -70,11 +74,6 @@ class NamedTool(RequestModel):
 
     type: Literal["function"] | None = "function"
     function: FunctionName
-
-    @property
-    def function_name(self) -> str:
-        """Its function's name."""
-        return self.function.name
 
 
 class AllowedTools(RequestModel):
@@ -91,10 +90,8 @@ class AllowedToolsChoice(RequestModel):
     allowed_tools: AllowedTools
 
 
-ToolChoiceField = TypeAliasType(
-    "ToolChoiceField", str | NamedTool | AllowedToolsChoice | FunctionName
-)
-"""A word, or the name of a function: bare as in TGI, as in OpenAI's `tool_choice`, or as in its `function_call`."""
+ToolChoiceField = TypeAliasType("ToolChoiceField", str | NamedTool | AllowedToolsChoice)
+"""A word, or a function: by its bare name as in TGI, or in OpenAI's form."""
 
 
 def choose(
@@ -113,7 +110,7 @@ def choose(
         if not tools:
             raise ToolError("a call is `required`, but there are no `tools`")
         return tools, ToolChoice("required", None, parallel)
-    (tool,) = _named(tools, [choice if isinstance(choice, str) else choice.function_name])
+    (tool,) = _named(tools, [choice if isinstance(choice, str) else choice.function.name])
     return tools, ToolChoice("named", tool.name, parallel)
 
 

@@ -58,7 +58,7 @@ class ChatCompletionLogprobsJson(TypedDict):
 class CalledFunctionJson(TypedDict):
     """Which function is called, and with what: the text of a JSON object."""
 
-    description: NotRequired[None]
+    description: None
     """TGI has it there."""
     name: str
     arguments: str
@@ -87,17 +87,7 @@ class ToolCallMessageJson(TypedDict):
     tool_calls: list[ToolCallJson]
 
 
-class FunctionCallMessageJson(TypedDict):
-    """The same in the form that calls had first, for requests in that form."""
-
-    role: str
-    content: str | None
-    function_call: CalledFunctionJson
-
-
-OutputMessageJson = TypeAliasType(
-    "OutputMessageJson", TextMessageJson | ToolCallMessageJson | FunctionCallMessageJson
-)
+OutputMessageJson = TypeAliasType("OutputMessageJson", TextMessageJson | ToolCallMessageJson)
 """A turn of the assistant."""
 
 
@@ -148,14 +138,8 @@ class ToolCallDeltaJson(TypedDict):
     tool_calls: list[DeltaToolCallJson]
 
 
-class FunctionCallDeltaJson(TypedDict):
-    """The same in the form that calls had first."""
-
-    function_call: FunctionJson
-
-
 ChatCompletionDeltaJson = TypeAliasType(
-    "ChatCompletionDeltaJson", TextDeltaJson | ToolCallDeltaJson | FunctionCallDeltaJson
+    "ChatCompletionDeltaJson", TextDeltaJson | ToolCallDeltaJson
 )
 """What a chunk adds to a choice."""
 

@@ -112,7 +112,7 @@ def _answers(services: Services, body: ChatCompletionRequest) -> ChatAnswers:
         fingerprint=fingerprint(),
         anonymous=strict_tgi,
     )
-    return ChatAnswers(head, strict_tgi=strict_tgi, functions=body.has_functions)
+    return ChatAnswers(head, strict_tgi=strict_tgi)
 
 
 async def _answer(

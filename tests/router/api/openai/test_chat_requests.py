@@ -87,18 +87,6 @@ def call(arguments: object, key: str = "arguments") -> dict[str, Any]:
         pytest.param(
             {
                 "role": "assistant",
-                "content": None,
-                "function_call": {"name": "f", "arguments": '{"a": 1}'},
-            },
-            'assistant:[f f {"a": 1}]; bot',
-            id="function call",
-        ),
-        pytest.param(
-            {"role": "function", "name": "f", "content": "42"}, "tool:42(f)#f; bot", id="function"
-        ),
-        pytest.param(
-            {
-                "role": "assistant",
                 "content": "a",
                 "reasoning_content": "b",
                 "tool_calls": [call({})],

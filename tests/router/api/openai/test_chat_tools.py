@@ -368,29 +368,29 @@ async def test_a_stop_string_cuts_within_calls_too(stop: str) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_functions_are_answered_as_they_were_before_there_were_tools(*, stream: bool) -> None:
-    body = {
-        "messages": ASKED["messages"],
-        "functions": [WEATHER["function"], CLOCK["function"]],
-        "function_call": {"name": "weather"},
-    }
+@pytest.mark.parametrize(
+    ("fields", "where"),
+    [
+        ({"functions": [WEATHER["function"]]}, "`functions` is not supported: use `tools`"),
+        ({"function_call": "auto"}, "`function_call` is not supported: use `tool_choice`"),
+        (
+            {"messages": [{"role": "assistant", "function_call": {"name": "clock"}}]},
+            "messages[0]: Value error, `function_call` is not supported: use `tool_calls`",
+        ),
+        (
+            {"messages": [{"role": "function", "name": "clock", "content": "noon"}]},
+            "messages[0]: Value error, the role `function` is not supported: use `tool`",
+        ),
+    ],
+)
+async def test_function_calling_is_refused_in_favour_of_tools(
+    fields: dict[str, Any], where: str, *, stream: bool
+) -> None:
     async with served(PARIS) as edge:
-        prompt = await prompt_of(edge, body)
-        if stream:
-            (choice,) = added_up(await chunks_of(edge, body))
-        else:
-            _, answer, _ = await edge.post(URL, body)
-            (choice,) = answer["choices"]
-        (request,) = edge.batcher.requests
-    assert prompt.startswith("<tool_call> weather,clock ")
-    assert request.grammar is not None
-    assert choice["message"].pop("function_call") == {
-        "name": "weather",
-        "arguments": '{"city": "Paris 好"}',
-    }
-    assert not choice["message"].pop("content")
-    assert choice["message"] == {"role": "assistant"}
-    assert choice["finish_reason"] == "function_call"
+        status, answer, _ = await edge.post(URL, {**ASKED, **fields, "stream": stream})
+        assert not edge.batcher.requests
+    assert (status, answer["error"]["type"]) == (422, "validation")
+    assert answer["error"]["message"].endswith(where)
 
 
 async def test_nulls_in_tools_are_taken() -> None:
