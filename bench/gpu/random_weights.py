@@ -60,7 +60,7 @@ class RandomWeights(Weights):
         self._device = device
         self._rank = group.rank
         self._world_size = group.world_size
-        self._lent = []
+        self._views = []
 
     def __contains__(self, name: str) -> bool:
         return name in self._shapes
@@ -74,7 +74,7 @@ class RandomWeights(Weights):
             raise WeightsError(f"tensor {name} has shape {self._shapes.get(name)}, not {shape}")
         fill(out, name)
 
-    def _lend(
+    def _view(
         self, name: str, shape: tuple[int, ...], *, dim: int, span: tuple[int, int]
     ) -> Tensor:
         out = self._new(*shape)

@@ -56,7 +56,7 @@ def rows_of(kinds: list[SamplingParameters], vocab: int) -> tuple[Tensor, Sampli
     rows = SamplingRows(
         parameters=columns,
         positions=np.full(len(kinds), length),
-        history_rows=np.arange(len(kinds)),
+        table_rows=np.arange(len(kinds)),
     )
     return torch.from_numpy(history.astype(np.int32)), rows
 

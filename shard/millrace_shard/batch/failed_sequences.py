@@ -34,7 +34,7 @@ class FailedSequences:
 
     def with_earlier(self, prepared: StepLayout, failed: Tensor) -> Tensor:
         """Keep in mind which samples have `failed` [R] bool; returns that with those whose sequence failed before."""
-        if transfers.may_wait(self._device) and not (self._are_some or failed.numpy().any()):
+        if transfers.is_synchronous(self._device) and not (self._are_some or failed.numpy().any()):
             return failed
         slots = upload(prepared.sampled, self._device)
         if len(prepared.sampled) > len(prepared.yields):

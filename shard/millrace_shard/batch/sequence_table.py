@@ -175,7 +175,7 @@ class SequenceTable:
             sampling=SamplingRows(
                 parameters=self._parameters[sampled],
                 positions=positions[sampled_tokens] + 1,
-                history_rows=sampled,
+                table_rows=sampled,
             ),
             unfinished=slots[~rows.finished],
             prompt_rows=prompt_rows,

@@ -31,7 +31,7 @@ class TokenTable:
     @property
     def on_host(self) -> NDArray[np.int32] | None:
         """The same memory as `table`, where the host may read it while a step is launched; None elsewhere."""
-        return self._host if transfers.may_wait(self._device) else None
+        return self._host if transfers.is_synchronous(self._device) else None
 
     def begin(self, slot: int, ids: Ints) -> None:
         """A sequence begins with these."""
@@ -39,14 +39,14 @@ class TokenTable:
 
     def read(self, slots: Ints, positions: Ints) -> Tensor:
         """The ids at `positions` [n] of `slots` [n], [n] int64 on the device."""
-        if self._host is not None and transfers.may_wait(self._device):
+        if self._host is not None and transfers.is_synchronous(self._device):
             return torch.from_numpy(self._host[slots, positions].astype(np.int64))
         slot, position = upload_columns([slots, positions], self._device)
         return self.table[slot, position].long()
 
     def write(self, slots: Ints, positions: Ints, ids: Tensor) -> None:
         """Store `ids` [n], on the device, at `positions` [n] of `slots` [n]."""
-        if self._host is not None and transfers.may_wait(self._device):
+        if self._host is not None and transfers.is_synchronous(self._device):
             self._host[slots, positions] = ids.numpy()
             return
         slot, position = upload_columns([slots, positions], self._device)

@@ -33,7 +33,7 @@ def is_lost(device: torch.device) -> bool:
     return False
 
 
-def forget_frames(error: BaseException) -> None:
+def clear_frames(error: BaseException) -> None:
     """Let go of what the frames that `error` and its causes went through hold: tensors, while memory is short."""
     errors: list[BaseException | None] = [error]
     seen = set()

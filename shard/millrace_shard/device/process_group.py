@@ -119,7 +119,7 @@ class ProcessGroup:
             return t
         if self._in_rank_order:
             return self._sum_in_rank_order(t)
-        with _failing_as_group():
+        with _as_collective_errors():
             if self._one_shot is not None and self._one_shot.fits(t):
                 return self._one_shot(t)
             dist.all_reduce(t)
@@ -148,7 +148,7 @@ class ProcessGroup:
             for _ in range(self.world_size)
         ]
         whole = t.contiguous()
-        with _failing_as_group():
+        with _as_collective_errors():
             dist.all_gather(parts, whole)
         return parts
 
@@ -157,7 +157,7 @@ class ProcessGroup:
         if self.world_size == 1:
             return value
         smallest = torch.tensor(value, dtype=torch.int64, device=self.device)
-        with _failing_as_group():
+        with _as_collective_errors():
             dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
         return int(smallest)
 
@@ -168,7 +168,7 @@ class ProcessGroup:
 
 
 @contextmanager
-def _failing_as_group() -> Iterator[None]:
+def _as_collective_errors() -> Iterator[None]:
     """What torch raises: gloo a plain RuntimeError, NCCL a kind of it."""
     try:
         yield

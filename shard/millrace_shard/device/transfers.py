@@ -34,7 +34,7 @@ def upload_columns(columns: list[Ints], device: torch.device) -> tuple[Tensor, .
     return torch.split(whole, [len(column) for column in columns])
 
 
-def refill(buffer: Tensor, values: NDArray[Any]) -> None:
+def upload_into(buffer: Tensor, values: NDArray[Any]) -> None:
     """Overwrite `buffer`, contiguous and of their shape and dtype, once the work submitted so far has run."""
     host = torch.from_numpy(values)
     pinned = host if buffer.device.type == "cpu" else host.pin_memory()
@@ -64,7 +64,7 @@ def start_downloads(columns: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def download_beside(values: Tensor) -> NDArray[Any]:
+def download_on_side_stream(values: Tensor) -> NDArray[Any]:
     """`values`, whose work is known to be done, on the host now, without queueing behind what was submitted since."""
     if values.device.type == "cpu":
         return values.numpy()
@@ -73,6 +73,6 @@ def download_beside(values: Tensor) -> NDArray[Any]:
         return values.cpu().numpy()
 
 
-def may_wait(device: torch.device) -> bool:
+def is_synchronous(device: torch.device) -> bool:
     """Whether the host may read from `device` while it launches a step: on CPU, where nothing is launched ahead."""
     return device.type == "cpu"

@@ -30,7 +30,7 @@ from millrace_shard.batch.step import (
     StepResult,
     Unknown,
 )
-from millrace_shard.device.failures import forget_frames, is_lost, is_out_of_memory
+from millrace_shard.device.failures import clear_frames, is_lost, is_out_of_memory
 from millrace_shard.device.process_group import CollectiveError
 from millrace_shard.engine.epoch import Epoch
 from millrace_shard.engine.kv_capacity import Capacity, WarmupRequest
@@ -260,7 +260,7 @@ class Engine:
         try:
             result = call()
         except BaseException as error:  # noqa: BLE001
-            forget_frames(error)
+            clear_frames(error)
             future.set_exception(error)
         else:
             future.set_result(result)
@@ -295,7 +295,7 @@ class Engine:
             logger.error("step %d is invalid: %s", step.number, error)
         else:
             logger.error("step %d failed", step.number, exc_info=error)
-        forget_frames(error)
+        clear_frames(error)
         if not self._end_if_lost(error) and kind is FailureKind.OUT_OF_MEMORY:
             torch.cuda.empty_cache()
         return StepFailure(kind, str(error) or type(error).__name__)

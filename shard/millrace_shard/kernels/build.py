@@ -154,7 +154,7 @@ def operators_loaded() -> bool:
     return load_operators.cache_info().currsize > 0
 
 
-def distrust_operators() -> None:
+def disable_operators() -> None:
     """Say that what was loaded is wrong on this machine, and nobody is to use it."""
     load_operators.cache_clear()
 

@@ -10,7 +10,7 @@ import torch
 from millrace_shard.device.failures import is_out_of_memory
 from millrace_shard.kernels.agreement import TOLERANCE, largest_difference
 from millrace_shard.kernels.base import Kernels
-from millrace_shard.kernels.build import BuildError, distrust_operators, load_operators
+from millrace_shard.kernels.build import BuildError, disable_operators, load_operators
 from millrace_shard.kernels.cpu.operators import DTYPES, HEAD_DIM_STEP, CpuKernels
 from millrace_shard.kernels.plain import PlainKernels
 
@@ -64,10 +64,10 @@ def _cpu_kernels(
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
-        distrust_operators()
+        disable_operators()
         raise _UnfitError(f"they fail on this CPU: {error}") from error
     except _UnfitError:
-        distrust_operators()
+        disable_operators()
         raise
     return kernels
 

@@ -23,7 +23,7 @@ GRAINS = (2048, 32768)
 def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """`function` of each element of `x`, of any shape; what it does to zeros is thrown away."""
     count = x.numel()
-    length = whole_length(count, torch.get_num_threads())
+    length = padded_length(count, torch.get_num_threads())
     if length == count:
         return function(x.contiguous())
     padded = F.pad(x.reshape(-1), (0, length - count))
@@ -31,7 +31,7 @@ def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=4096)
-def whole_length(count: int, threads: int) -> int:
+def padded_length(count: int, threads: int) -> int:
     """The least multiple of LANES * `threads`, not below `count`, of which every thread gets whole LANES."""
     step = LANES * threads
     length = -(-count // step) * step

@@ -36,6 +36,6 @@ class RaggedBatch:
     num_context: tuple[int, ...]
     """Host copy of `context_lengths`; where a graph is captured, of as many keys as the block tables have room for."""
 
-    def wanted(self, x: Tensor) -> Tensor:
+    def logit_states(self, x: Tensor) -> Tensor:
         """What `x` [T, ...] has of the tokens whose logits are wanted, [R, ...]."""
         return x if self.wants_all else x[self.logit_rows]

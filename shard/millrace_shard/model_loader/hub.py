@@ -200,10 +200,10 @@ def _with_tokenizer(folder: Path, settings: HubSettings) -> Path:
     try:
         return with_fast_tokenizer(folder, side_root=settings.side_root)
     except PermissionError:
-        return with_fast_tokenizer(folder, side_root=own_folder(Path(tempfile.gettempdir())))
+        return with_fast_tokenizer(folder, side_root=private_folder(Path(tempfile.gettempdir())))
 
 
-def own_folder(shared: Path) -> Path:
+def private_folder(shared: Path) -> Path:
     """A folder in `shared`, the same at each start, that no other user writes to. Raises HubError for any other."""
     path = shared / f"millrace-{os.geteuid()}"
     with suppress(FileExistsError):

@@ -18,14 +18,14 @@ class LoadProgress:
         self._total_bytes = total_bytes
         self._num_bytes = 0
         self._clock = clock
-        self._told = clock()
+        self._logged_at = clock()
 
     def add(self, num_bytes: int) -> None:
         """So many more have been read."""
         self._num_bytes += num_bytes
         now = self._clock()
-        if now - self._told >= INTERVAL_SECONDS:
-            self._told = now
+        if now - self._logged_at >= INTERVAL_SECONDS:
+            self._logged_at = now
             logger.info(
                 "loaded %s of %s", readable_size(self._num_bytes), readable_size(self._total_bytes)
             )

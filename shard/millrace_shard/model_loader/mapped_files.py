@@ -28,7 +28,7 @@ class MappedFiles:
             if line[5:] and line[5] in names
         ]
 
-    def hold(self, tensor: Tensor) -> bool:
+    def contains(self, tensor: Tensor) -> bool:
         """Whether `tensor` lies in one of them; elsewhere than on Linux, where nobody knows, it may."""
         if not ON_LINUX:
             return tensor.device.type == "cpu"

@@ -15,7 +15,7 @@ from millrace_shard.model_loader.mapped_files import MappedFiles, release_pages
 from millrace_shard.model_loader.read_ahead import ReadAhead
 
 
-class TensorOwner:
+class TensorUnmapper:
     """Brings a model that was just read to `device`, tells progress, and leaves nothing of `files` resident.
 
     What `transformers` need not convert it leaves where the file is mapped, so that a checkpoint written anew would
@@ -33,27 +33,27 @@ class TensorOwner:
         self._used: set[int] = set()
         """Addresses: a tied weight is used twice, and what is owned may be used once more."""
 
-    def owns(self, tensor: Tensor) -> bool:
+    def is_unmapped(self, tensor: Tensor) -> bool:
         """Whether `tensor` is where it has to be."""
-        return tensor.device.type == self.device.type and not self._mapped.hold(tensor)
+        return tensor.device.type == self.device.type and not self._mapped.contains(tensor)
 
     @contextmanager
-    def using(self, tensor: Tensor) -> Iterator[None]:
+    def releasing(self, tensor: Tensor) -> Iterator[None]:
         """Afterwards `tensor` is not read any more, or may be read again at the price of the first time."""
         yield
-        if self._mapped.hold(tensor):
+        if self._mapped.contains(tensor):
             release_pages(tensor)
         if tensor.data_ptr() not in self._used:
             self._used.add(tensor.data_ptr())
             self._ahead.used(tensor.nbytes)
             self._progress.add(tensor.nbytes)
 
-    def own_rest(self) -> None:
+    def unmap_rest(self) -> None:
         """Have all that is left of the model in memory of its own."""
         for tensor in self._tensors():
             found = tensor.data
-            with self.using(found):
-                tensor.data = found.to(self.device, copy=not self.owns(found))
+            with self.releasing(found):
+                tensor.data = found.to(self.device, copy=not self.is_unmapped(found))
             self._used.add(tensor.data_ptr())
 
     def _tensors(self) -> Iterator[Tensor]:

@@ -66,7 +66,7 @@ class Weights:
         self._device = device
         self._rank = group.rank
         self._world_size = group.world_size
-        self._lent: list[tuple[Tensor, int]] = []
+        self._views: list[tuple[Tensor, int]] = []
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -74,7 +74,7 @@ class Weights:
     def close(self) -> None:
         """Give the files back."""
         self._ahead.close()
-        self._lent.clear()
+        self._views.clear()
         self._files.close()
 
     def replicated(self, name: str, *shape: int) -> Tensor:
@@ -86,7 +86,7 @@ class Weights:
     def columns(self, parts: Sequence[Columns], inputs: int) -> StoredWeight:
         """The rank's outputs of all `parts`, each [size, inputs], until `release`."""
         found = [
-            self._lend(part.name, (part.size, inputs), dim=0, span=self._span(part))
+            self._view(part.name, (part.size, inputs), dim=0, span=self._span(part))
             for part in parts
         ]
         return StoredWeight(tuple(found), self._dtype, self._device)
@@ -104,7 +104,7 @@ class Weights:
         """The rank's inputs, [outputs, inputs / world_size], until `release`."""
         share = inputs // self._world_size
         span = (self._rank * share, (self._rank + 1) * share)
-        part = self._lend(name, (outputs, inputs), dim=1, span=span)
+        part = self._view(name, (outputs, inputs), dim=1, span=span)
         return StoredWeight((part,), self._dtype, self._device)
 
     def vocabulary(self, name: str, vocab_size: int, hidden_size: int) -> Tensor:
@@ -119,9 +119,9 @@ class Weights:
 
     def release(self) -> None:
         """Stored weights that were handed out have been packed or copied: their pages need not stay."""
-        for values, num_bytes in self._lent:
-            self._done_with(values, num_bytes)
-        self._lent.clear()
+        for values, num_bytes in self._views:
+            self._release_view(values, num_bytes)
+        self._views.clear()
 
     def _span(self, part: Columns) -> tuple[int, int]:
         return part.span(self._rank, self._world_size)
@@ -134,15 +134,15 @@ class Weights:
         if span[0] < span[1]:
             values = self._read(name, shape, dim=0, span=span)
             out.copy_(values)
-            self._done_with(values, _whole_bytes(values, shape))
+            self._release_view(values, _whole_bytes(values, shape))
         else:
             self._check(name, shape)
 
-    def _lend(
+    def _view(
         self, name: str, shape: tuple[int, ...], *, dim: int, span: tuple[int, int]
     ) -> Tensor:
         values = self._read(name, shape, dim=dim, span=span)
-        self._lent.append((values, _whole_bytes(values, shape)))
+        self._views.append((values, _whole_bytes(values, shape)))
         return values
 
     def _read(
@@ -158,7 +158,7 @@ class Weights:
                 f"tensor {name} has shape {list(found)}, its config says {list(shape)}"
             )
 
-    def _done_with(self, values: Tensor, num_bytes: int) -> None:
+    def _release_view(self, values: Tensor, num_bytes: int) -> None:
         release_pages(values)
         self._ahead.used(num_bytes)
         self._progress.add(num_bytes)

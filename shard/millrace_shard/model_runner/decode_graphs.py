@@ -19,7 +19,7 @@ from torch import Tensor
 from millrace_shard.arrays import Ints
 from millrace_shard.batch.batch import Batch
 from millrace_shard.device.process_group import CollectiveError, ProcessGroup
-from millrace_shard.device.transfers import refill
+from millrace_shard.device.transfers import upload_into
 from millrace_shard.kernels.base import LayerCache
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.model_runner.graph_capture import Capture, Captured
@@ -112,7 +112,7 @@ class DecodeGraphs:
         """
         place = bisect_left(self._sizes, len(slots))
         bucket = self._buckets[place]
-        refill(bucket.inputs, self._padded(slots, positions, self._sizes[place]))
+        upload_into(bucket.inputs, self._padded(slots, positions, self._sizes[place]))
         return bucket.captured.replay()[: len(slots)]
 
     def _padded(self, slots: Ints, positions: Ints, size: int) -> Ints:

@@ -22,16 +22,16 @@ _EXACT = {nn.ReLU}
 _MIXTURES = ("MixtralSparseMoeBlock", "Qwen2MoeSparseMoeBlock")
 
 
-def make_invariant(model: PreTrainedModel, kernels: Kernels) -> None:
+def make_batch_invariant(model: PreTrainedModel, kernels: Kernels) -> None:
     """Replace them all in `model`, whose plain projections are `kernels`' already."""
-    _replace_below(model, kernels)
+    _replace_children(model, kernels)
     cap = getattr(model.config, "final_logit_softcapping", None)
     if cap is not None:
         model.lm_head = CappedHead(model.lm_head, cap)
         model.config.final_logit_softcapping = None
 
 
-def multiplies_by_itself(model: nn.Module) -> bool:
+def has_own_products(model: nn.Module) -> bool:
     """Whether matrices are left in `model`, other than of embeddings and norms: its own code multiplies by them."""
     return any(
         parameter.ndim > 1
@@ -41,12 +41,12 @@ def multiplies_by_itself(model: nn.Module) -> bool:
     )
 
 
-def _replace_below(module: nn.Module, kernels: Kernels) -> None:
+def _replace_children(module: nn.Module, kernels: Kernels) -> None:
     for name, child in list(module.named_children()):
         if type(child) in _ACTIVATIONS - _EXACT:
             setattr(module, name, Activation(child))
             continue
-        _replace_below(child, kernels)
+        _replace_children(child, kernels)
         if type(child).__name__ in _MIXTURES:
             setattr(module, name, Mixture(child, kernels))
 

@@ -65,7 +65,7 @@ class Decoder:
         """What the head reads of `batch.logit_rows`: hidden states after the last norm, [R, hidden], on every rank."""
         residual = self._embed(batch.ids)
         x = self.run_layers(residual, batch, cache)
-        x, residual = batch.wanted(x), batch.wanted(residual)
+        x, residual = batch.logit_states(x), batch.logit_states(residual)
         if x.shape[0] == 0:
             return x
         return self._kernels.add_rms_norm(x, residual, self._norm, self._arch.norm_eps)

@@ -106,7 +106,7 @@ _current: ContextVar[Attention] = ContextVar("millrace_attention")
 
 
 @contextmanager
-def answering(attention: Attention) -> Iterator[None]:
+def attending(attention: Attention) -> Iterator[None]:
     """Let `attention` answer the layers of forward passes run inside."""
     token = _current.set(attention)
     try:

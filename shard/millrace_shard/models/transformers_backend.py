@@ -22,10 +22,10 @@ from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.kernels.stored_weight import StoredWeight
 from millrace_shard.model_loader.read_ahead import ReadAhead
 from millrace_shard.model_loader.safetensor_files import SafetensorFiles
-from millrace_shard.model_loader.unmapped_tensors import TensorOwner
-from millrace_shard.models.batch_invariant import make_invariant, multiplies_by_itself
+from millrace_shard.model_loader.unmapped_tensors import TensorUnmapper
+from millrace_shard.models.batch_invariant import has_own_products, make_batch_invariant
 from millrace_shard.models.interface import KVGeometry, ModelInfo
-from millrace_shard.models.paged_attention import NAME, PagedAttention, ShapeProbe, answering
+from millrace_shard.models.paged_attention import NAME, PagedAttention, ShapeProbe, attending
 from millrace_shard.models.rope import (
     LENGTH_DEPENDENT,
     POSITIONS_PER_STEP,
@@ -74,7 +74,7 @@ class TransformersModel:
             info,
             window_size=windows.pop() if len(windows) == 1 else None,
             batch_invariant=_wants_invariance(kernels, model.device)
-            and not multiplies_by_itself(model),
+            and not has_own_products(model),
         )
         self.geometry = KVGeometry(tuple(shapes.layers[i] for i in range(len(shapes.layers))))
 
@@ -96,39 +96,39 @@ class TransformersModel:
         files.close()
         with ReadAhead(files.paths()) as ahead:
             model = _read(folder, config, dtype)
-            owner = TensorOwner(model, files.paths(), device, ahead)
+            unmapper = TensorUnmapper(model, files.paths(), device, ahead)
             if device.type != "cpu":
                 # Nothing is packed there, so a tied head stays one with the embeddings.
-                owner.own_rest()
-            _use_linears(model, kernels, owner)
-            owner.own_rest()
+                unmapper.unmap_rest()
+            _use_linears(model, kernels, unmapper)
+            unmapper.unmap_rest()
         _use_rotary_table(model, info.max_position_embeddings, max_total_tokens)
         if _wants_invariance(kernels, device):
-            make_invariant(model, kernels)
+            make_batch_invariant(model, kernels)
         return cls(model, info, kernels)
 
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch, cache: Sequence[LayerCache]) -> Tensor:
         """Logits of `batch.logit_rows` over the whole vocabulary, [R, vocab] float32."""
-        with answering(PagedAttention(self._kernels, batch, cache)):
+        with attending(PagedAttention(self._kernels, batch, cache)):
             wanted = 0 if batch.wants_all else batch.logit_rows
             return self._run(batch.ids, batch.positions, wanted).float()
 
     @torch.inference_mode()
     def states(self, batch: RaggedBatch, cache: Sequence[LayerCache]) -> Tensor:
         """`forward` as far as the head: what that reads of `batch.logit_rows`, [R, hidden]."""
-        with answering(PagedAttention(self._kernels, batch, cache)):
+        with attending(PagedAttention(self._kernels, batch, cache)):
             output = self._model.get_decoder()(
                 input_ids=batch.ids.unsqueeze(0),
                 position_ids=batch.positions.unsqueeze(0),
                 use_cache=False,
             )
-        return batch.wanted(output.last_hidden_state[0])
+        return batch.logit_states(output.last_hidden_state[0])
 
     @torch.inference_mode()
     def logits(self, states: Tensor) -> Tensor:
         """[R, vocab] float32 of states [R, hidden], by the class's own code, which may scale or cap them."""
-        with _standing_in(self._model.get_decoder(), states.unsqueeze(0)):
+        with _bypassing(self._model.get_decoder(), states.unsqueeze(0)):
             output = self._model(inputs_embeds=states.unsqueeze(0), use_cache=False)
         logits: Tensor = output.logits[0]
         return logits.float()
@@ -142,7 +142,7 @@ class TransformersModel:
         """Run two tokens to learn the shapes; a config may say otherwise than its class does."""
         probe = ShapeProbe()
         tokens = torch.arange(2, device=self._model.device)
-        with answering(probe):
+        with attending(probe):
             self._run(tokens, tokens, tokens)
         if not probe.layers or sorted(probe.layers) != list(range(len(probe.layers))):
             raise UnsupportedModel(f"{type(self._model).__name__} does not attend in every layer")
@@ -161,7 +161,7 @@ class TransformersModel:
 
 
 @contextmanager
-def _standing_in(decoder: nn.Module, states: Tensor) -> Iterator[None]:
+def _bypassing(decoder: nn.Module, states: Tensor) -> Iterator[None]:
     """Have `decoder` answer with `states` [1, R, hidden], whatever it is given."""
     output = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=states)
     # Classes with a mixture of experts pass this on.
@@ -281,20 +281,20 @@ def _read(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrai
     return found_model
 
 
-def _use_linears(module: nn.Module, kernels: Kernels, owner: TensorOwner) -> None:
+def _use_linears(module: nn.Module, kernels: Kernels, unmapper: TensorUnmapper) -> None:
     """Hand every plain projection below `module` to the kernels."""
     for name, child in list(module.named_children()):
         if type(child) not in {nn.Linear, Conv1D}:
-            _use_linears(child, kernels, owner)
+            _use_linears(child, kernels, unmapper)
             continue
         own = dict(child.named_parameters(recurse=False))
         weight = own["weight"].detach()
-        bias = own["bias"].detach().to(owner.device, copy=True) if "bias" in own else None
-        with owner.using(weight):
+        bias = own["bias"].detach().to(unmapper.device, copy=True) if "bias" in own else None
+        with unmapper.releasing(weight):
             out_first = weight if type(child) is nn.Linear else weight.t().contiguous()
-            if owner.owns(out_first):
+            if unmapper.is_unmapped(out_first):
                 linear = kernels.linear(out_first, bias)
             else:
-                stored = StoredWeight((out_first,), out_first.dtype, owner.device)
+                stored = StoredWeight((out_first,), out_first.dtype, unmapper.device)
                 linear = kernels.linear_from(LinearWeights(stored, bias))
         setattr(module, name, KernelLinear(linear))

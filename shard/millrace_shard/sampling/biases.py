@@ -18,7 +18,7 @@ Bias = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Columns:
+class _SlotBias:
     ids: Tensor
     """[b] int64."""
     values: Tensor
@@ -41,7 +41,7 @@ class BiasTable:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._columns: dict[int, _Columns] = {}
+        self._biases: dict[int, _SlotBias] = {}
         self._layout: _Layout | None = None
 
     def put(self, slot: int, bias: Bias) -> None:
@@ -51,10 +51,10 @@ class BiasTable:
         """
         self._layout = None
         if not bias:
-            self._columns.pop(slot, None)
+            self._biases.pop(slot, None)
             return
         ids, values = zip(*bias, strict=True)
-        self._columns[slot] = _Columns(
+        self._biases[slot] = _SlotBias(
             self._upload(np.array(ids, dtype=np.int64)),
             self._upload(np.array(values, dtype=np.float32)),
         )
@@ -63,28 +63,28 @@ class BiasTable:
         """Forget the sequences in `slots`; those without a bias are passed over."""
         self._layout = None
         for slot in slots.tolist():
-            self._columns.pop(slot, None)
+            self._biases.pop(slot, None)
 
     def clear(self) -> None:
         """Forget every sequence."""
         self._layout = None
-        self._columns.clear()
+        self._biases.clear()
 
     def add(self, scores: Tensor, rows: Ints, slots: Ints) -> None:
         """Add to `rows` [n] of the scores [R, V] float32, contiguous, what their `slots` [n] ask for, in place.
 
         Impossible ids stay so, and finite scores stay finite.
         """
-        layout = self._laid_out(rows, slots, scores.shape[1])
+        layout = self._layout_of(rows, slots, scores.shape[1])
         line = scores.view(-1)
         before = line[layout.places]
         line[layout.places] = finite(before + layout.values, before)
 
-    def _laid_out(self, rows: Ints, slots: Ints, size: int) -> _Layout:
+    def _layout_of(self, rows: Ints, slots: Ints, size: int) -> _Layout:
         key = (rows.tobytes(), slots.tobytes(), size)
         if self._layout is None or self._layout.key != key:
             # A slot may have several rows, none of which shares an id with itself.
-            parts = [self._columns[slot] for slot in slots.tolist()]
+            parts = [self._biases[slot] for slot in slots.tolist()]
             starts = np.repeat(rows * size, [len(part.ids) for part in parts])
             self._layout = _Layout(
                 key,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from millrace_shard.device.transfers import upload
 from millrace_shard.sampling.fixed_point import draw, fixed_point
-from millrace_shard.sampling.thresholds import cut_by_sorting, cut_in_order
+from millrace_shard.sampling.thresholds import threshold_by_sorting, threshold_of_sorted
 from millrace_shard.sampling.warpers import NEGATIVE_INFINITY, budget, keep_min_p, surprise
 
 NUM_CANDIDATES = 256
@@ -95,7 +95,7 @@ def join_candidates(parts: list[Candidates]) -> Candidates:
     )
 
 
-class Warps:
+class CandidateWarpers:
     """Which of the candidates of n rows are kept, by the rows' own parameters."""
 
     def __init__(self, parameters: NDArray[np.void], device: torch.device) -> None:
@@ -127,19 +127,19 @@ class Warps:
         scores = _drop(scores, (self._top_k > 0) & (scores < kth))
         if self._any_top_p:
             scores = self._keep_top_p(scores, candidates.best_probability)
-        is_settled = None
+        is_complete = None
         if self._any_typical:
             # What typical sampling keeps is known only if all before it is.
-            is_settled = _is_settled(scores, last)
+            is_complete = _is_complete(scores, last)
             scores = self._keep_typical(scores)
         if self._any_min_p:
             scores = keep_min_p(scores, self._min_p)
-        if is_settled is None:
-            is_settled = _is_settled(scores, last)
+        if is_complete is None:
+            is_complete = _is_complete(scores, last)
         else:
             is_typical = self._typical_p < 1
-            is_settled = torch.where(is_typical, is_settled, _is_settled(scores, last))
-        return scores, is_settled.squeeze(1) | candidates.are_all
+            is_complete = torch.where(is_typical, is_complete, _is_complete(scores, last))
+        return scores, is_complete.squeeze(1) | candidates.are_all
 
     def _keep_top_p(self, scores: Tensor, best_probability: Tensor | None) -> Tensor:
         probabilities = scores.softmax(-1)
@@ -148,21 +148,21 @@ class Warps:
             # What part of all probability the candidates have: theirs are relative to each other.
             mass = mass * probabilities[:, :1].double() / best_probability.double()
         weights = fixed_point(probabilities)
-        least = cut_in_order(scores, weights, budget(weights, mass))
+        least = threshold_of_sorted(scores, weights, budget(weights, mass))
         return _drop(scores, (self._top_p < 1) & (scores < least))
 
     def _keep_typical(self, scores: Tensor) -> Tensor:
         probabilities = scores.softmax(-1)
         keys = surprise(probabilities, scores.log_softmax(-1))
         weights = fixed_point(probabilities)
-        least = cut_by_sorting(keys, weights, budget(weights, self._typical_p))
+        least = threshold_by_sorting(keys, weights, budget(weights, self._typical_p))
         return _drop(scores, (self._typical_p < 1) & (keys < least))
 
 
 def draw_candidate(candidates: Candidates, scores: Tensor, uniforms: Tensor) -> Tensor:
     """Place [n] int64 of one candidate a row, by its probability; ids are walked in the vocabulary's order.
 
-    `scores` [n, W] as of `Warps.apply`, `uniforms` [n] int64 of UNIFORM_BITS bits.
+    `scores` [n, W] as of `CandidateWarpers.apply`, `uniforms` [n] int64 of UNIFORM_BITS bits.
     """
     order = candidates.ids.argsort(-1)
     weights = fixed_point(scores.softmax(-1)).gather(1, order)
@@ -173,7 +173,7 @@ def _drop(scores: Tensor, dropped: Tensor) -> Tensor:
     return scores.masked_fill(dropped, NEGATIVE_INFINITY)
 
 
-def _is_settled(scores: Tensor, last: Tensor) -> Tensor:
+def _is_complete(scores: Tensor, last: Tensor) -> Tensor:
     """Whether the least of the scores [n, W] that are left is above the `last` candidate's, [n, 1] bool."""
     least = scores.masked_fill(scores == NEGATIVE_INFINITY, torch.inf).amin(-1, keepdim=True)
     return (least > last) | (last == NEGATIVE_INFINITY)

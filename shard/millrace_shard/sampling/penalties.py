@@ -18,13 +18,13 @@ class Penalties:
     repetition: Tensor
     frequency: Tensor
     presence: Tensor
-    occurrence: Tensor
-    counts: bool
+    openai_frequency: Tensor
+    uses_counts: bool
     """Whether any row has another penalty than the one for repetition."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class History:
+class PastTokens:
     """What n sequences hold: prompt, then generated tokens."""
 
     ids: Tensor
@@ -35,31 +35,31 @@ class History:
     """[n, 1] int64; tokens from there on are generated ones."""
 
 
-def penalise(scores: Tensor, rows: Tensor, history: History, penalties: Penalties) -> None:
+def penalise(scores: Tensor, rows: Tensor, tokens: PastTokens, penalties: Penalties) -> None:
     """Apply repetition, frequency, presence and occurrence penalty to n `rows` of scores [R, V] float32, in place.
 
     In this order, to the ids that a sequence holds; for others there is nothing to do. Scores are finite where they
     were, however large a penalty is, and minus infinity where they were that.
     """
-    columns = torch.arange(history.ids.shape[1], device=scores.device)
-    held = columns < history.lengths
+    columns = torch.arange(tokens.ids.shape[1], device=scores.device)
+    held = columns < tokens.lengths
     # Where a row has no token its first one stands again, for which the same score is found again.
-    ids = torch.where(held, history.ids, history.ids[:, :1])
+    ids = torch.where(held, tokens.ids, tokens.ids[:, :1])
     line = scores.view(-1)
     places = rows[:, None] * scores.shape[1] + ids
     before = line[places]
     penalty = penalties.repetition
     after = finite(torch.where(before < 0, before * penalty, before / penalty), before)
-    if penalties.counts:
-        is_generated = columns >= history.num_prompt
+    if penalties.uses_counts:
+        is_generated = columns >= tokens.num_prompt
         ones = held * torch.where(is_generated, 1 + _GENERATED, 1)
         counted = torch.zeros(len(ids), scores.shape[1], dtype=torch.int64, device=scores.device)
         counts = counted.scatter_add_(1, ids, ones).gather(1, ids)
         in_all = (counts & (_GENERATED - 1)).to(torch.float32)
         generated = (counts >> 32).to(torch.float32)
-        after = finite(after - penalties.frequency * in_all / history.lengths, after)
+        after = finite(after - penalties.frequency * in_all / tokens.lengths, after)
         after = finite(after - penalties.presence * (generated > 0), after)
-        after = finite(after - penalties.occurrence * generated, after)
+        after = finite(after - penalties.openai_frequency * generated, after)
     line[places] = after
 
 

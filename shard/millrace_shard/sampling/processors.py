@@ -17,7 +17,13 @@ from millrace_shard.arrays import Ints
 from millrace_shard.device.transfers import upload
 from millrace_shard.kernels.masks import MaskTable, RowMasks
 from millrace_shard.sampling.biases import BiasTable
-from millrace_shard.sampling.penalties import History, Penalties, forbid, forbid_if_others, penalise
+from millrace_shard.sampling.penalties import (
+    PastTokens,
+    Penalties,
+    forbid,
+    forbid_if_others,
+    penalise,
+)
 from millrace_shard.sampling.sampling_rows import RowGroups, SamplingRows, is_counted, is_too_short
 from millrace_shard.sampling.watermark import Watermark
 
@@ -30,38 +36,38 @@ class Processors:
 
     def __init__(
         self,
-        history: Tensor,
+        token_table: Tensor,
         eos_token_ids: tuple[int, ...],
         biases: BiasTable,
         watermark: Watermark,
     ) -> None:
         self._biases = biases
-        self._masks = MaskTable(history.device)
+        self._masks = MaskTable(token_table.device)
         self._watermark = watermark
-        self._history = history
-        self._device = history.device
-        self._eos = torch.tensor(eos_token_ids, dtype=torch.int64, device=history.device)
+        self._token_table = token_table
+        self._device = token_table.device
+        self._eos = torch.tensor(eos_token_ids, dtype=torch.int64, device=token_table.device)
 
     def apply(
         self, logits: Tensor, rows: SamplingRows, groups: RowGroups, masks: RowMasks | None
     ) -> None:
         """Change `logits` [R, V] float32, contiguous, in place."""
         if len(groups.watermarked):
-            self._mark(logits, rows, groups.watermarked)
+            self._apply_watermark(logits, rows, groups.watermarked)
         if len(groups.penalised):
             self._penalise(logits, rows, groups.penalised)
         if len(chosen := groups.biased):
-            self._biases.add(logits, chosen, rows.history_rows[chosen])
+            self._biases.add(logits, chosen, rows.table_rows[chosen])
         if masks is not None and len(masks.rows):
             self._masks.forbid(logits, masks, most_elements=self._tile(logits.numel()))
         if groups.has_minimum and len(self._eos):
-            self._go_on(logits, np.flatnonzero(is_too_short(rows)), masks)
+            self._forbid_ending(logits, np.flatnonzero(is_too_short(rows)), masks)
 
-    def _mark(self, logits: Tensor, rows: SamplingRows, chosen: Ints) -> None:
+    def _apply_watermark(self, logits: Tensor, rows: SamplingRows, chosen: Ints) -> None:
         for some in self._tiles(chosen, logits.shape[1]):
             mine = rows.select(some)
-            places = (self._upload(mine.history_rows), self._upload(mine.positions - 1))
-            previous = self._history[places].long()
+            places = (self._upload(mine.table_rows), self._upload(mine.positions - 1))
+            previous = self._token_table[places].long()
             index = self._upload(some)
             logits.index_copy_(0, index, self._watermark.apply(logits[index], previous))
 
@@ -74,21 +80,21 @@ class Processors:
                 repetition=self._column(p["repetition_penalty"]),
                 frequency=self._column(p["frequency_penalty"]),
                 presence=self._column(p["presence_penalty"]),
-                occurrence=self._column(p["openai_frequency_penalty"]),
-                counts=bool(is_counted(p).any()),
+                openai_frequency=self._column(p["openai_frequency_penalty"]),
+                uses_counts=bool(is_counted(p).any()),
             )
-            penalise(logits, self._upload(some), self._history_of(mine), penalties)
+            penalise(logits, self._upload(some), self._past_tokens(mine), penalties)
 
-    def _history_of(self, rows: SamplingRows) -> History:
+    def _past_tokens(self, rows: SamplingRows) -> PastTokens:
         longest = int(rows.positions.max())
-        ids = self._history[:, :longest].index_select(0, self._upload(rows.history_rows))
-        return History(
+        ids = self._token_table[:, :longest].index_select(0, self._upload(rows.table_rows))
+        return PastTokens(
             ids=ids.long(),
             lengths=self._column(rows.positions),
             num_prompt=self._column(rows.parameters["num_prompt"]),
         )
 
-    def _go_on(self, logits: Tensor, chosen: Ints, masks: RowMasks | None) -> None:
+    def _forbid_ending(self, logits: Tensor, chosen: Ints, masks: RowMasks | None) -> None:
         """Ban the end, unless a mask allows nothing else."""
         is_masked = np.isin(chosen, masks.rows if masks is not None else ())
         if len(free := chosen[~is_masked]):

@@ -25,7 +25,7 @@ from millrace_shard.sampling.biases import BiasTable
 from millrace_shard.sampling.candidates import (
     NUM_CANDIDATES,
     Candidates,
-    Warps,
+    CandidateWarpers,
     draw_candidate,
     find_candidates,
     join_candidates,
@@ -63,13 +63,18 @@ class Sampler:
     """Knows the device, the table of token histories [slots, length] int32, and the end-of-sequence ids."""
 
     def __init__(
-        self, history: Tensor, eos_token_ids: tuple[int, ...], watermark: Watermark | None = None
+        self,
+        token_table: Tensor,
+        eos_token_ids: tuple[int, ...],
+        watermark: Watermark | None = None,
     ) -> None:
-        self._device = history.device
-        self.biases = BiasTable(history.device)
+        self._device = token_table.device
+        self.biases = BiasTable(token_table.device)
         """To be told of the biases of each sequence that has some, when it is admitted and when it is dropped."""
         self._last: tuple[NDArray[np.void], RowGroups] | None = None
-        self._processors = Processors(history, eos_token_ids, self.biases, watermark or Watermark())
+        self._processors = Processors(
+            token_table, eos_token_ids, self.biases, watermark or Watermark()
+        )
 
     def sample(self, logits: Tensor, rows: SamplingRows, masks: RowMasks | None = None) -> Sampled:
         """Choose one token a row from `logits` [R, V] float32, contiguous, which this overwrites."""
@@ -79,17 +84,17 @@ class Sampler:
             return _choose_best(logits)
         size = logits.shape[1]
         parts = [
-            (tile, _choose_best(self._part(logits, tile)))
+            (tile, _choose_best(self._select_rows(logits, tile)))
             for tile in self._tiles(np.flatnonzero(groups.is_greedy), size)
         ]
         is_left = ~groups.is_greedy
-        if transfers.may_wait(self._device):
-            for chosen in (groups.by_rank, groups.by_mass):
+        if transfers.is_synchronous(self._device):
+            for chosen in (groups.narrow_by_top_k, groups.narrow_by_probability):
                 if len(chosen):
                     parts.append(self._sample_narrow(logits, rows, chosen))
                     is_left[parts[-1][0]] = False
         parts += [
-            (tile, self._sample_whole(self._part(logits, tile), rows.select(tile)))
+            (tile, self._sample_whole(self._select_rows(logits, tile), rows.select(tile)))
             for tile in self._tiles(np.flatnonzero(is_left), size)
         ]
         return _join(parts, self._device)
@@ -97,24 +102,24 @@ class Sampler:
     def _groups_of(self, parameters: NDArray[np.void]) -> RowGroups:
         """Those of the last step where its rows run again, which share their column."""
         if self._last is None or self._last[0] is not parameters:
-            self._last = (parameters, RowGroups.of(parameters, most_narrow=NUM_CANDIDATES))
+            self._last = (parameters, RowGroups.of(parameters, num_candidates=NUM_CANDIDATES))
         return self._last[1]
 
     def _sample_narrow(
         self, logits: Tensor, rows: SamplingRows, chosen: Ints
     ) -> tuple[Ints, Sampled]:
         """Those of the `chosen` rows that their likeliest tokens settle, and what they yield."""
-        warps = Warps(rows.parameters[chosen], self._device)
+        warpers = CandidateWarpers(rows.parameters[chosen], self._device)
         has_top_k = bool(rows.parameters["top_k"][chosen[0]] > 0)
         tiles = []
         done = 0
         for tile in self._tiles(chosen, logits.shape[1]):
-            temperature = None if has_top_k else warps.temperature[done : done + len(tile)]
-            tiles.append(find_candidates(self._part(logits, tile), temperature))
+            temperature = None if has_top_k else warpers.temperature[done : done + len(tile)]
+            tiles.append(find_candidates(self._select_rows(logits, tile), temperature))
             done += len(tile)
         candidates = join_candidates(tiles)
-        scores, is_settled = warps.apply(candidates)
-        kept = np.flatnonzero(is_settled.numpy())
+        scores, is_complete = warpers.apply(candidates)
+        kept = np.flatnonzero(is_complete.numpy())
         mine = chosen[kept]
         if len(kept) < len(chosen):
             index = self._index(kept)
@@ -164,7 +169,7 @@ class Sampler:
         if len(chosen := np.flatnonzero(p["top_k"] > 0)):
             k = p["top_k"][chosen]
             ks, largest = self._column(k), int(k.max())
-            scores = self._on(scores, chosen, lambda some: keep_top_k(some, ks, largest))
+            scores = self._change_rows(scores, chosen, lambda some: keep_top_k(some, ks, largest))
         for name, off, keep_part in (
             ("top_p", 1.0, keep_top_p),
             ("typical_p", 1.0, keep_typical),
@@ -172,17 +177,19 @@ class Sampler:
         ):
             if len(chosen := np.flatnonzero(p[name] != off)):
                 keep = partial(_keep, keep_part, self._column(p[name][chosen]))
-                scores = self._on(scores, chosen, keep)
+                scores = self._change_rows(scores, chosen, keep)
         return scores
 
-    def _on(self, scores: Tensor, rows: Ints, change: Callable[[Tensor], Tensor]) -> Tensor:
+    def _change_rows(
+        self, scores: Tensor, rows: Ints, change: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         """`scores` with `change` applied to some rows; the rows are few or all."""
         if len(rows) == len(scores):
             return change(scores)
         index = self._index(rows)
         return scores.index_copy_(0, index, change(scores[index]))
 
-    def _part(self, logits: Tensor, rows: Ints) -> Tensor:
+    def _select_rows(self, logits: Tensor, rows: Ints) -> Tensor:
         """The `rows`, which ascend, to be read only: no copy where they follow each other."""
         first, last = int(rows[0]), int(rows[-1])
         if last - first + 1 == len(rows):

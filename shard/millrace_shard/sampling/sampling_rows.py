@@ -20,7 +20,7 @@ class SamplingRows:
     """[R] of sequence.PARAMETERS."""
     positions: Ints
     """[R], index of the token to be sampled in its sequence: the number of tokens before it."""
-    history_rows: Ints
+    table_rows: Ints
     """[R], row of the history table, which is the sequence's slot."""
 
     def select(self, rows: Ints) -> SamplingRows:
@@ -28,7 +28,7 @@ class SamplingRows:
         return SamplingRows(
             parameters=self.parameters[rows],
             positions=self.positions[rows],
-            history_rows=self.history_rows[rows],
+            table_rows=self.table_rows[rows],
         )
 
 
@@ -46,11 +46,13 @@ def is_greedy(p: NDArray[np.void]) -> Mask:
     return greedy
 
 
-def is_narrow(p: NDArray[np.void], most: int) -> Mask:
-    """Whether a row is drawn from few tokens, as a rule: by threshold on the scores, top-k of less than `most`."""
-    by_rank = (p["top_k"] > 0) & (p["top_k"] < most)
-    by_mass = (p["top_k"] == 0) & ((p["top_p"] < 1) | ((p["min_p"] > 0) & (p["typical_p"] >= 1)))
-    narrow: Mask = p["do_sample"] & (by_rank | by_mass)
+def is_narrow(p: NDArray[np.void], num_candidates: int) -> Mask:
+    """Whether a row usually keeps few tokens, by a threshold on the scores or by a top-k below `num_candidates`."""
+    narrow_by_top_k = (p["top_k"] > 0) & (p["top_k"] < num_candidates)
+    narrow_by_probability = (p["top_k"] == 0) & (
+        (p["top_p"] < 1) | ((p["min_p"] > 0) & (p["typical_p"] >= 1))
+    )
+    narrow: Mask = p["do_sample"] & (narrow_by_top_k | narrow_by_probability)
     return narrow
 
 
@@ -89,15 +91,15 @@ class RowGroups:
     is_greedy: Mask
     """[R]."""
     all_greedy: bool
-    by_rank: Ints
+    narrow_by_top_k: Ints
     """Drawn from few tokens, as a rule: by top-k."""
-    by_mass: Ints
+    narrow_by_probability: Ints
     """The same, by a threshold on the scores."""
 
     @classmethod
-    def of(cls, p: NDArray[np.void], *, most_narrow: int) -> RowGroups:
-        """`p` [R] of PARAMETERS; rows of a top-k of less than `most_narrow` are drawn from few tokens."""
-        greedy, narrow = is_greedy(p), is_narrow(p, most_narrow)
+    def of(cls, p: NDArray[np.void], *, num_candidates: int) -> RowGroups:
+        """`p` [R] of PARAMETERS; rows of a top-k of less than `num_candidates` are drawn from few tokens."""
+        greedy, narrow = is_greedy(p), is_narrow(p, num_candidates)
         return cls(
             watermarked=np.flatnonzero(p["watermark"]),
             penalised=np.flatnonzero(is_penalised(p)),
@@ -105,6 +107,6 @@ class RowGroups:
             has_minimum=bool((p["min_new_tokens"] > 0).any()),
             is_greedy=greedy,
             all_greedy=bool(greedy.all()),
-            by_rank=np.flatnonzero(narrow & (p["top_k"] > 0)),
-            by_mass=np.flatnonzero(narrow & (p["top_k"] == 0)),
+            narrow_by_top_k=np.flatnonzero(narrow & (p["top_k"] > 0)),
+            narrow_by_probability=np.flatnonzero(narrow & (p["top_k"] == 0)),
         )

@@ -18,32 +18,32 @@ MOST_SORTED = 2048
 """Keys of a row that are sorted on CPU too, where more than that are put into buckets."""
 
 
-def cut(keys: Tensor, weights: Tensor, budget: Tensor) -> Tensor:
+def find_threshold(keys: Tensor, weights: Tensor, budget: Tensor) -> Tensor:
     """The smallest key to be kept of each row, [n, 1]; where the budget is not reached, one that keeps all.
 
     `keys` [n, V] float32 without NaN; `weights` [n, V] int64 of at least 0, less than 2**53 together; `budget` [n, 1]
     int64 of at least 1. Equal keys are kept or dropped together. For rows that break these rules it yields something,
     and does not raise.
     """
-    if keys.shape[1] > MOST_SORTED and transfers.may_wait(keys.device):
-        return cut_by_buckets(keys, weights, budget)
-    return cut_by_sorting(keys, weights, budget)
+    if keys.shape[1] > MOST_SORTED and transfers.is_synchronous(keys.device):
+        return threshold_by_buckets(keys, weights, budget)
+    return threshold_by_sorting(keys, weights, budget)
 
 
-def cut_by_sorting(keys: Tensor, weights: Tensor, budget: Tensor) -> Tensor:
-    """As `cut`, of few keys, or where sorting many is cheap."""
+def threshold_by_sorting(keys: Tensor, weights: Tensor, budget: Tensor) -> Tensor:
+    """As `find_threshold`, of few keys, or where sorting many is cheap."""
     best = keys.sort(dim=-1, descending=True)
-    return cut_in_order(best.values, weights.gather(1, best.indices), budget)
+    return threshold_of_sorted(best.values, weights.gather(1, best.indices), budget)
 
 
-def cut_in_order(keys: Tensor, weights: Tensor, budget: Tensor) -> Tensor:
-    """As `cut`, of keys that descend already."""
+def threshold_of_sorted(keys: Tensor, weights: Tensor, budget: Tensor) -> Tensor:
+    """As `find_threshold`, of keys that descend already."""
     num_kept = (weights.cumsum(-1) - weights < budget).sum(-1, keepdim=True)
     return keys.gather(1, (num_kept - 1).clamp_(min=0))
 
 
-def cut_by_buckets(keys: Tensor, weights: Tensor, budget: Tensor) -> Tensor:
-    """As `cut`, on CPU: weigh buckets of keys, then sort the one of each row in which the budget is reached.
+def threshold_by_buckets(keys: Tensor, weights: Tensor, budget: Tensor) -> Tensor:
+    """As `find_threshold`, on CPU: weigh buckets of keys, then sort the one of each row in which the budget is reached.
 
     Weights of a row add up to less than 2**53, so that their sums are exact in float64.
     """

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from millrace_shard.arrays import Floats, Ints
-from millrace_shard.device.transfers import download_beside
+from millrace_shard.device.transfers import download_on_side_stream
 
 TIE_ROOM = 16
 """Tokens beyond those asked for that may tie with the last one before the whole row is needed."""
@@ -67,7 +67,7 @@ class TopTokens:
         owners, columns = np.nonzero(is_chosen)
         parts = [(self.rows[owners], ids[owners, columns], values[owners, columns])]
         for place in overflows:
-            whole = download_beside(self.logprobs[place])
+            whole = download_on_side_stream(self.logprobs[place])
             tied = np.flatnonzero(whole >= last[place])
             parts.append((np.full(len(tied), self.rows[place]), tied, whole[tied]))
         rows, tokens, logprobs = (np.concatenate(column) for column in zip(*parts, strict=True))

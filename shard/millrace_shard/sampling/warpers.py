@@ -10,7 +10,7 @@ from torch import Tensor
 
 from millrace_shard.device import transfers
 from millrace_shard.sampling.fixed_point import entropy, fixed_point
-from millrace_shard.sampling.thresholds import cut
+from millrace_shard.sampling.thresholds import find_threshold
 
 NEGATIVE_INFINITY = float("-inf")
 MOST_BY_SORTING = 1024
@@ -29,14 +29,14 @@ def keep_top_k(scores: Tensor, k: Tensor, largest_k: int) -> Tensor:
         best = scores.topk(min(largest_k, size), dim=-1).values
         kth = best.gather(1, k.clamp(max=size) - 1)
     else:
-        kth = cut(scores, torch.ones_like(k).expand(scores.shape), k)
+        kth = find_threshold(scores, torch.ones_like(k).expand(scores.shape), k)
     return drop_below(scores, kth)
 
 
 def keep_top_p(scores: Tensor, mass: Tensor) -> Tensor:
     """Keep the likeliest tokens until `mass` [n, 1] of probability is reached, at least one."""
     weights = fixed_point(scores.softmax(-1))
-    return drop_below(scores, cut(scores, weights, budget(weights, mass)))
+    return drop_below(scores, find_threshold(scores, weights, budget(weights, mass)))
 
 
 def keep_typical(scores: Tensor, mass: Tensor) -> Tensor:
@@ -48,7 +48,9 @@ def keep_typical(scores: Tensor, mass: Tensor) -> Tensor:
     probabilities = scores.softmax(-1)
     keys = surprise(probabilities, log_probabilities)
     weights = fixed_point(probabilities)
-    return scores.masked_fill(keys < cut(keys, weights, budget(weights, mass)), NEGATIVE_INFINITY)
+    return scores.masked_fill(
+        keys < find_threshold(keys, weights, budget(weights, mass)), NEGATIVE_INFINITY
+    )
 
 
 def keep_min_p(scores: Tensor, share: Tensor) -> Tensor:
@@ -63,7 +65,7 @@ def keep_min_p(scores: Tensor, share: Tensor) -> Tensor:
 
 def drop_below(scores: Tensor, least: Tensor) -> Tensor:
     """Scores [n, V] with those below `least` [n, 1] at minus infinity."""
-    if not transfers.may_wait(scores.device):
+    if not transfers.is_synchronous(scores.device):
         return scores.masked_fill(scores < least, NEGATIVE_INFINITY)
     # Row by row a comparison with a number, which takes an eighth of the time of a mask.
     limits = torch.nextafter(least, torch.full_like(least, NEGATIVE_INFINITY))

@@ -579,7 +579,7 @@ def test_only_rows_that_depend_on_guesses_wait(
     setup: Setup, monkeypatch: pytest.MonkeyPatch, *, is_on_host: bool
 ) -> None:
     with monkeypatch.context() as context:
-        context.setattr(transfers, "may_wait", lambda _: is_on_host)
+        context.setattr(transfers, "is_synchronous", lambda _: is_on_host)
         stepper = setup.stepper(speculation=Speculation(most=MOST))
     for slot in (0, 1):
         stepper.run(stepper.admission(slot, PROMPTS[slot]))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from millrace_shard.device.failures import forget_frames, is_lost, is_out_of_memory
+from millrace_shard.device.failures import clear_frames, is_lost, is_out_of_memory
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
 ILLEGAL = RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -84,5 +84,5 @@ def test_no_frame_of_an_error_or_its_causes_holds_a_tensor(
         call(held)
     assert len(held) == count
     assert all(ref() is not None for ref in held)
-    forget_frames(caught.value)
+    clear_frames(caught.value)
     assert [ref() for ref in held] == [None] * count

@@ -8,11 +8,11 @@ import torch
 
 from millrace_shard.batch.sequence import PARAMETERS
 from millrace_shard.device.transfers import (
-    download_beside,
-    refill,
+    download_on_side_stream,
     start_download,
     upload,
     upload_columns,
+    upload_into,
 )
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def test_columns_keep_their_lengths() -> None:
 def test_a_buffer_stays_where_it_is() -> None:
     buffer = torch.zeros(2, 2, dtype=torch.int64)
     place = buffer.data_ptr()
-    refill(buffer, np.array([[1, 2], [3, 4]]))
+    upload_into(buffer, np.array([[1, 2], [3, 4]]))
     assert buffer.tolist() == [[1, 2], [3, 4]]
     assert buffer.data_ptr() == place
 
@@ -49,7 +49,7 @@ def test_a_buffer_stays_where_it_is() -> None:
 def test_on_cpu_nothing_is_copied_back() -> None:
     values = torch.arange(3)
     assert start_download(values) is values
-    assert download_beside(values).tolist() == [0, 1, 2]
+    assert download_on_side_stream(values).tolist() == [0, 1, 2]
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_no_copy_in_flight_is_overwritten(gpu: torch.device) -> None:
     seen, back = [], []
     column = torch.empty(0)
     for number in range(100):
-        refill(buffer, np.full((2, 8), number))
+        upload_into(buffer, np.full((2, 8), number))
         (column, _) = upload_columns([np.full(8, number), np.full(3, -1)], gpu)
         seen.append(buffer.sum() + column.sum())
         back.append(start_download(column))
@@ -81,5 +81,5 @@ def test_no_copy_in_flight_is_overwritten(gpu: torch.device) -> None:
     _keep_busy()
     done.synchronize()
     assert [int(b[0]) for b in back] == list(range(100))
-    assert download_beside(column).tolist() == [99] * 8
+    assert download_on_side_stream(column).tolist() == [99] * 8
     assert [int(s) for s in seen] == [24 * number for number in range(100)]

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from millrace_shard.kernels.elementwise import GRAINS, LANES, elementwise, whole_length
+from millrace_shard.kernels.elementwise import GRAINS, LANES, elementwise, padded_length
 
 COUNTS = (1, 63, 64, 65, 200, 2047, 2049, 16385, 32767, 32769, 65537, 100003)
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -67,7 +67,7 @@ def test_any_shape_and_strides_come_back_in_shape() -> None:
 @pytest.mark.parametrize("threads", [1, 2, 3, 7, 48, 64])
 def test_every_share_of_a_whole_length_is_whole(threads: int) -> None:
     for count in (0, 1, 64, 3000, 40_000, 100_003, 1_000_001, 5_000_003):
-        length = whole_length(count, threads)
+        length = padded_length(count, threads)
         assert count <= length <= count + LANES * threads * threads
         for grain in (*GRAINS, 1):
             parts = min(threads, -(-length // grain)) or 1

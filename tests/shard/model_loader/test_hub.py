@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from millrace_shard.model_loader.download import FIRST_WAIT_SECONDS, TRIES, HubAccess, progress_line
-from millrace_shard.model_loader.hub import HubError, HubSettings, own_folder, resolve
+from millrace_shard.model_loader.hub import HubError, HubSettings, private_folder, resolve
 from millrace_testing.models import fake_hub
 from millrace_testing.models.fake_hub import COMMIT, REPO, Hub
 
@@ -221,18 +221,18 @@ def test_missing_tokenizer_json_is_built_beside_a_read_only_model(tmp_path: Path
 
 
 def test_what_other_users_can_write_is_no_place_for_a_model(tmp_path: Path) -> None:
-    path = own_folder(tmp_path)
+    path = private_folder(tmp_path)
     assert path.stat().st_mode & 0o777 == 0o700
-    assert own_folder(tmp_path) == path
+    assert private_folder(tmp_path) == path
     for mode in (0o770, 0o702):
         path.chmod(mode)
         with pytest.raises(HubError, match="can be written by other users"):
-            own_folder(tmp_path)
+            private_folder(tmp_path)
     path.chmod(0o700)
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(HubError, match="can be written by other users"):
-        own_folder(tmp_path)
+        private_folder(tmp_path)
 
 
 def test_another_user_s_folder_is_no_place_for_a_model(
@@ -242,7 +242,7 @@ def test_another_user_s_folder_is_no_place_for_a_model(
     (tmp_path / f"millrace-{other}").mkdir(mode=0o700)
     monkeypatch.setattr("os.geteuid", lambda: other)
     with pytest.raises(HubError, match="can be written by other users"):
-        own_folder(tmp_path)
+        private_folder(tmp_path)
 
 
 def test_progress_tells_bytes_and_seconds_left() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.model_loader import read_ahead
-from millrace_shard.model_loader.read_ahead import PIECE, ReadAhead
+from millrace_shard.model_loader.read_ahead import CHUNK, ReadAhead
 from millrace_shard.model_loader.weights import Weights
 from millrace_shard.models.load import load_model
 from millrace_testing.engines.kernels import make_kernels
@@ -28,7 +28,7 @@ class Asked:
         self.pieces = SimpleQueue[tuple[int, int]]()
 
     def __call__(self, file: int, offset: int, length: int, advice: int) -> None:
-        assert (length, advice) == (PIECE, os.POSIX_FADV_WILLNEED)
+        assert (length, advice) == (CHUNK, os.POSIX_FADV_WILLNEED)
         self.pieces.put((os.fstat(file).st_size, offset))
 
     def next(self, count: int) -> list[tuple[int, int]]:
@@ -49,21 +49,21 @@ def sparse(path: Path, size: int) -> Path:
 
 
 def test_files_are_asked_for_one_after_another(tmp_path: Path, asked: Asked) -> None:
-    paths = [sparse(tmp_path / "one", PIECE + 1), sparse(tmp_path / "two", 5)]
-    ahead = ReadAhead(paths, most=1 << 40)
-    assert asked.next(3) == [(PIECE + 1, 0), (PIECE + 1, PIECE), (5, 0)]
+    paths = [sparse(tmp_path / "one", CHUNK + 1), sparse(tmp_path / "two", 5)]
+    ahead = ReadAhead(paths, max_bytes=1 << 40)
+    assert asked.next(3) == [(CHUNK + 1, 0), (CHUNK + 1, CHUNK), (5, 0)]
     ahead.close()
     assert asked.pieces.empty()
 
 
 def test_no_more_is_asked_for_than_may_be_before_it_is_used(tmp_path: Path, asked: Asked) -> None:
-    size = 6 * PIECE
-    ahead = ReadAhead([sparse(tmp_path / "one", size)], most=2 * PIECE)
-    assert asked.next(2) == [(size, 0), (size, PIECE)]
-    ahead.used(PIECE)
-    assert asked.next(1) == [(size, 2 * PIECE)]
-    ahead.used(2 * PIECE)
-    assert asked.next(2) == [(size, 3 * PIECE), (size, 4 * PIECE)]
+    size = 6 * CHUNK
+    ahead = ReadAhead([sparse(tmp_path / "one", size)], max_bytes=2 * CHUNK)
+    assert asked.next(2) == [(size, 0), (size, CHUNK)]
+    ahead.used(CHUNK)
+    assert asked.next(1) == [(size, 2 * CHUNK)]
+    ahead.used(2 * CHUNK)
+    assert asked.next(2) == [(size, 3 * CHUNK), (size, 4 * CHUNK)]
     ahead.close()
     assert asked.pieces.empty()
 
@@ -71,9 +71,9 @@ def test_no_more_is_asked_for_than_may_be_before_it_is_used(tmp_path: Path, aske
 def test_files_that_cannot_be_asked_for_are_left_to_who_reads_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ReadAhead([tmp_path / "missing"], most=PIECE).close()
+    ReadAhead([tmp_path / "missing"], max_bytes=CHUNK).close()
     monkeypatch.delattr(os, "posix_fadvise")
-    ReadAhead([sparse(tmp_path / "one", 1)], most=PIECE).close()
+    ReadAhead([sparse(tmp_path / "one", 1)], max_bytes=CHUNK).close()
 
 
 def test_weights_are_asked_for_as_far_as_others_were_used(

@@ -99,7 +99,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[CausalModel, Kernel
 @pytest.fixture
 def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sample as on devices that must not be waited for."""
-    monkeypatch.setattr(transfers, "may_wait", lambda _: False)
+    monkeypatch.setattr(transfers, "is_synchronous", lambda _: False)
 
 
 def play(stepper: Stepper, kind: str, launching: Callable[[], Any]) -> None:

@@ -15,10 +15,10 @@ from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import UnsupportedModel, WeightsError
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.model_loader.read_ahead import ReadAhead
-from millrace_shard.model_loader.unmapped_tensors import TensorOwner
+from millrace_shard.model_loader.unmapped_tensors import TensorUnmapper
 from millrace_shard.models import batch_invariant
 from millrace_shard.models.load import load_model
-from millrace_shard.models.paged_attention import NAME, ShapeProbe, answering
+from millrace_shard.models.paged_attention import NAME, ShapeProbe, attending
 from millrace_shard.models.transformers_backend import SUPPORTED, check_supported
 from millrace_testing.engines.kernels import KERNELS, make_kernels
 from millrace_testing.models.models import (
@@ -278,14 +278,14 @@ def test_what_is_owned_once_keeps_its_ties_and_is_not_counted_again(
     files = [tmp_path / "model.safetensors"]
     model = GPT2LMHeadModel.from_pretrained(tmp_path, dtype=torch.float32)
     with ReadAhead(files) as ahead, caplog.at_level(logging.INFO):
-        owner = TensorOwner(model, files, torch.device("cpu"), ahead)
-        owner.own_rest()
+        unmapper = TensorUnmapper(model, files, torch.device("cpu"), ahead)
+        unmapper.unmap_rest()
         told = [r.message for r in caplog.records]
         place = model.lm_head.weight.data_ptr()
         assert place == model.transformer.wte.weight.data_ptr()
-        owner.own_rest()
-        with owner.using(model.lm_head.weight.detach()):
-            assert owner.owns(model.lm_head.weight)
+        unmapper.unmap_rest()
+        with unmapper.releasing(model.lm_head.weight.detach()):
+            assert unmapper.is_unmapped(model.lm_head.weight)
     assert model.lm_head.weight.data_ptr() == place
     assert [r.message for r in caplog.records] == told
     size = told[-1].split()
@@ -331,7 +331,7 @@ class Layer(nn.Module):
 def attend(**arguments: object) -> None:
     shape = (1, 2, 3, 8)
     q, k, v = torch.ones(shape), torch.ones(shape), torch.ones(shape)
-    with answering(ShapeProbe()):
+    with attending(ShapeProbe()):
         AttentionInterface()[NAME](Layer(), q, k, v, None, **arguments)
 
 
@@ -361,5 +361,5 @@ def test_shapes_without_a_cache_are_refused(
     queries: tuple[int, int], keys: tuple[int, int], values: tuple[int, int]
 ) -> None:
     q, k, v = (torch.ones(1, heads, 3, dim) for heads, dim in (queries, keys, values))
-    with pytest.raises(UnsupportedModel, match="is not supported"), answering(ShapeProbe()):
+    with pytest.raises(UnsupportedModel, match="is not supported"), attending(ShapeProbe()):
         AttentionInterface()[NAME](Layer(), q, k, v, None)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from millrace_shard.batch.sequence import PARAMETERS, SamplingParameters, Sequence
 from millrace_shard.sampling import candidates
-from millrace_shard.sampling.candidates import NUM_CANDIDATES, Warps, find_candidates
+from millrace_shard.sampling.candidates import NUM_CANDIDATES, CandidateWarpers, find_candidates
 from millrace_shard.sampling.warpers import (
     apply_temperature,
     keep_min_p,
@@ -100,12 +100,12 @@ def test_settled_rows_keep_what_is_kept_over_the_vocabulary(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(candidates, "NUM_CANDIDATES", 8)
         patch.setattr(candidates, "BLOCKS", (2,))
-        warps = Warps(parameters_of(chosen), torch.device("cpu"))
+        warpers = CandidateWarpers(parameters_of(chosen), torch.device("cpu"))
         has_mass = not chosen[0].top_k
-        found = find_candidates(scores, warps.temperature if has_mass else None)
-        left, is_settled = warps.apply(found)
+        found = find_candidates(scores, warpers.temperature if has_mass else None)
+        left, is_complete = warpers.apply(found)
     for i, kind in enumerate(chosen):
-        if is_settled[i]:
+        if is_complete[i]:
             expected = over_the_vocabulary(scores[i : i + 1], kind)[0]
             mine = found.ids[i][left[i] > NEGATIVE_INFINITY]
             assert sorted(mine.tolist()) == (expected > NEGATIVE_INFINITY).nonzero()[:, 0].tolist()
@@ -117,9 +117,9 @@ def test_usual_rows_are_settled_and_flat_ones_are_not() -> None:
     flat = torch.randn(2, 20_000, generator=torch.Generator().manual_seed(4)) / 100
     scores = torch.cat([peaked, flat])
     kinds = [SamplingParameters(top_p=0.9), SamplingParameters(min_p=0.1)] * 2
-    warps = Warps(parameters_of(kinds), torch.device("cpu"))
-    _, is_settled = warps.apply(find_candidates(scores, warps.temperature))
-    assert is_settled.tolist() == [True, True, False, False]
+    warpers = CandidateWarpers(parameters_of(kinds), torch.device("cpu"))
+    _, is_complete = warpers.apply(find_candidates(scores, warpers.temperature))
+    assert is_complete.tolist() == [True, True, False, False]
 
 
 def test_ties_that_may_go_on_past_the_candidates_are_not_settled() -> None:
@@ -127,7 +127,7 @@ def test_ties_that_may_go_on_past_the_candidates_are_not_settled() -> None:
     scores[0, :100] = 5.0
     scores[1, :300] = 5.0
     kinds = [SamplingParameters(top_k=40)] * 2
-    warps = Warps(parameters_of(kinds), torch.device("cpu"))
-    left, is_settled = warps.apply(find_candidates(scores, None))
-    assert is_settled.tolist() == [True, False]
+    warpers = CandidateWarpers(parameters_of(kinds), torch.device("cpu"))
+    left, is_complete = warpers.apply(find_candidates(scores, None))
+    assert is_complete.tolist() == [True, False]
     assert int((left[0] > NEGATIVE_INFINITY).sum()) == 100

@@ -56,7 +56,7 @@ def draws(
         rows = SamplingRows(
             parameters=columns[some],
             positions=positions[some],
-            history_rows=np.zeros(len(seeds[some]), dtype=np.int64),
+            table_rows=np.zeros(len(seeds[some]), dtype=np.int64),
         )
         logits = torch.tensor(scores).repeat(len(seeds[some]), 1)
         found.append(sampler.sample(logits, rows).ids.numpy())

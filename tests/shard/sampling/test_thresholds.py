@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace_shard.sampling.thresholds import cut_by_buckets, cut_by_sorting
+from millrace_shard.sampling.thresholds import threshold_by_buckets, threshold_by_sorting
 
-WAYS = {"buckets": cut_by_buckets, "sorting": cut_by_sorting}
+WAYS = {"buckets": threshold_by_buckets, "sorting": threshold_by_sorting}
 numbers = st.floats(width=32, allow_nan=False) | st.integers(-3, 3).map(float)
 items = st.lists(st.tuples(numbers, st.integers(0, 1 << 38)), min_size=1, max_size=40)
 

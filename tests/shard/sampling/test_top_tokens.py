@@ -62,7 +62,7 @@ def test_the_whole_row_is_read_only_when_ties_go_on(
         read.append(len(row))
         return row.numpy()
 
-    monkeypatch.setattr("millrace_shard.sampling.top_tokens.download_beside", fetch)
+    monkeypatch.setattr("millrace_shard.sampling.top_tokens.download_on_side_stream", fetch)
     logprobs = torch.full((1, SIZE), -9.0)
     logprobs[0, -ties:] = -1.0
     top = TopTokens.of(logprobs, np.array([0]), np.array([1]))

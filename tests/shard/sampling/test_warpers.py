@@ -121,7 +121,7 @@ def test_every_way_to_find_a_cut_keeps_the_same(
     masses = column([mass] * len(scores))
     ks = torch.tensor([[int(mass * VOCAB)]] * len(scores))
     found = keep_top_p(scores, masses), keep_typical(scores, masses), keep_top_k(scores, ks, VOCAB)
-    monkeypatch.setattr(transfers, "may_wait", lambda _: False)
+    monkeypatch.setattr(transfers, "is_synchronous", lambda _: False)
     assert torch.equal(found[0], keep_top_p(scores, masses))
     assert torch.equal(found[1], keep_typical(scores, masses))
     assert torch.equal(found[2], keep_top_k(scores, ks, VOCAB))

@@ -31,7 +31,7 @@ def going(way: str) -> Iterator[None]:
             patch.setattr(sampler, "NUM_CANDIDATES", 8)
             patch.setattr(candidates, "BLOCKS", (2,))
         elif way == "nothing read back":
-            patch.setattr(transfers, "may_wait", lambda _: False)
+            patch.setattr(transfers, "is_synchronous", lambda _: False)
         elif way == "small tiles":
             patch.setattr(processors, "TILE_ELEMENTS", 90)
             patch.setattr(sampler, "TILE_ELEMENTS", 90)
@@ -65,7 +65,7 @@ def sampler_for(rows: list[Row], top_n: list[int] | None = None) -> tuple[Sample
     return sampler, SamplingRows(
         parameters=parameters,
         positions=np.array([row.position for row in rows]),
-        history_rows=np.arange(len(rows))[::-1].copy(),
+        table_rows=np.arange(len(rows))[::-1].copy(),
     )
 
 
