@@ -125,20 +125,19 @@ class CandidateWarpers:
         last = scores[:, -1:]
         kth = scores.gather(1, (self._top_k - 1).clamp(0, scores.shape[1] - 1))
         scores = _drop(scores, (self._top_k > 0) & (scores < kth))
+        is_known = torch.ones_like(self._top_k, dtype=torch.bool)
         if self._any_top_p:
+            # Tokens that tie at the k-th place may lie past the candidates, and top-p counts their probability.
+            has_both = (self._top_k > 0) & (self._top_p < 1)
+            is_known = ~has_both | _is_complete(scores, last)
             scores = self._keep_top_p(scores, candidates.best_probability)
-        is_complete = None
         if self._any_typical:
-            # What typical sampling keeps is known only if all before it is.
-            is_complete = _is_complete(scores, last)
+            # Typical sampling depends on every token that the filters before it keep.
+            is_known &= (self._typical_p >= 1) | _is_complete(scores, last)
             scores = self._keep_typical(scores)
         if self._any_min_p:
             scores = keep_min_p(scores, self._min_p)
-        if is_complete is None:
-            is_complete = _is_complete(scores, last)
-        else:
-            is_typical = self._typical_p < 1
-            is_complete = torch.where(is_typical, is_complete, _is_complete(scores, last))
+        is_complete = is_known & _is_complete(scores, last)
         return scores, is_complete.squeeze(1) | candidates.are_all
 
     def _keep_top_p(self, scores: Tensor, best_probability: Tensor | None) -> Tensor:

@@ -131,3 +131,14 @@ def test_ties_that_may_go_on_past_the_candidates_are_not_settled() -> None:
     left, is_complete = warpers.apply(find_candidates(scores, None))
     assert is_complete.tolist() == [True, False]
     assert int((left[0] > NEGATIVE_INFINITY).sum()) == 100
+
+
+def test_top_p_counts_the_ties_of_top_k_that_lie_past_the_candidates() -> None:
+    scores = torch.full((1, 20_000), -20.0)
+    scores[0, :2] = torch.tensor([9.0, 8.0])
+    scores[0, 2:402] = 1.0
+    kind = SamplingParameters(top_k=100, top_p=0.93)
+    warpers = CandidateWarpers(parameters_of([kind]), torch.device("cpu"))
+    _, is_complete = warpers.apply(find_candidates(scores, None))
+    assert is_complete.tolist() == [False]
+    assert int((over_the_vocabulary(scores, kind) > NEGATIVE_INFINITY).sum()) == 402
