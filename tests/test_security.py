@@ -24,13 +24,6 @@ OBJECT_COLLECTIVES = re.compile(r"\w*(object_list|gather_object|broadcast_object
 ALLOWED = {
     # Named for the errors of torch's restricted unpickler; nothing is read with it.
     ("shard/millrace_shard/commands/convert.py", "imports pickle"),
-    # The router and a child of its own, over pipes that nobody else has: what clients sent are bytes and strings in it.
-    ("router/millrace_router/validation/grammar_process.py", "imports pickle"),
-    ("router/millrace_router/validation/grammar_process.py", "uses pickle.dumps"),
-    ("router/millrace_router/validation/grammar_process.py", "uses pickle.load"),
-    ("router/millrace_router/validation/grammar_worker.py", "imports pickle"),
-    ("router/millrace_router/validation/grammar_worker.py", "uses pickle.dump"),
-    ("router/millrace_router/validation/grammar_worker.py", "uses pickle.load"),
 }
 
 
@@ -126,7 +119,6 @@ BOUNDARIES = (
     "Client to router",
     "Operator to router",
     "Router to shard",
-    "Router to its grammar process",
     "Launcher to children",
     "Model files",
     "Downloads",

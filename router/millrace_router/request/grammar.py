@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import Field, TypeAdapter, model_validator
+from pydantic import Field, model_validator
 from typing_extensions import TypeAliasType
 
 from millrace_router.errors import ValidationError
@@ -18,8 +18,8 @@ from millrace_router.request.fields import RequestModel
 from millrace_router.request.implied_types import with_implied_types
 from millrace_router.request.request import Grammar, GrammarKind
 
-MAX_SOURCE_BYTES = 2**20
-"""Bytes of a grammar, or of a schema without blanks; the shards' limit is no higher unless they are told so."""
+MAX_SOURCE_BYTES = 2**17
+"""Bytes of a grammar, or of a schema without blanks; the default limit of the shards is the same."""
 MAX_PARTS = 20_000
 """Arrays and objects in the text of a schema, pairs of brackets in any other grammar: reading more takes too long."""
 MAX_LEVELS = 128
@@ -93,7 +93,6 @@ GrammarType = TypeAliasType(
     ],
 )
 """`grammar` of the native routes."""
-_GRAMMAR_TYPE: TypeAdapter[GrammarType] = TypeAdapter(GrammarType)
 
 
 class TextFormat(RequestModel):
@@ -162,19 +161,6 @@ def grammar_type(grammar: Grammar) -> GrammarType:
             return LarkGrammar(type="lark", value=grammar.source)
 
 
-def grammar_json(grammar: GrammarType) -> bytes:
-    """`grammar` as JSON, which is made much sooner than it is resolved."""
-    value = grammar.value
-    if isinstance(value, JsonSchemaConfig):
-        value = {"schema": value.schema_}
-    return orjson.dumps({"type": grammar.type, "value": value})
-
-
-def resolved_from(json: bytes) -> Grammar:
-    """Resolve what `grammar_json` made JSON of; raises ValidationError."""
-    return _GRAMMAR_TYPE.validate_python(orjson.loads(json)).resolved()
-
-
 def check_as_tgi(grammar: GrammarType) -> None:
     """Raise ValidationError for a schema that TGI would refuse: it wants `properties` at the top.
 
@@ -241,7 +227,7 @@ def _of_text(kind: GrammarKind, source: str) -> Grammar:
 
 
 def _brackets_of(source: str) -> bytes:
-    """The brackets that no backslash makes a character of, found by methods in C: there may be a megabyte of text."""
+    """The brackets that no backslash makes a character of, found by methods in C, which are fast."""
     bare = source.replace("\\\\", "")
     for bracket in map(chr, _LEVELS):
         bare = bare.replace(f"\\{bracket}", "")

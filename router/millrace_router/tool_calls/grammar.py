@@ -28,13 +28,6 @@ def chat_grammar(
     return calls_or_answer(calls, answer.source)
 
 
-def chat_grammar_from(
-    tool_format: ToolFormat, tools: bytes, choice: ToolChoice, answer: Grammar | None
-) -> Grammar | None:
-    """Do as `chat_grammar` with tools that orjson has made JSON of."""
-    return chat_grammar(tool_format, [Tool(**one) for one in orjson.loads(tools)], choice, answer)
-
-
 _START = "start: "
 
 

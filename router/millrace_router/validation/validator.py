@@ -15,7 +15,6 @@ from millrace_router.request.terms import DEFAULT_TERMS
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.text.tokenizer import Tokenizer, TokenizerError
 from millrace_router.validation.grammar_admission import Grammars
-from millrace_router.validation.grammar_reader import GrammarReader
 
 MAX_STOP_CHARS = 4096
 """Longer stop sequences are refused: looking for them would cost more than the token."""
@@ -185,14 +184,14 @@ def check_bias(parameters: GenerateParameters, limits: Limits) -> None:
 
 
 async def grammar_from(
-    parameters: GenerateParameters, limits: Limits, reader: GrammarReader
+    parameters: GenerateParameters, limits: Limits, tokenizer: Tokenizer
 ) -> Grammar | None:
-    """Read the grammar as far as that takes no compiler; raises ValidationError or Overloaded."""
+    """Read the grammar in a thread of `tokenizer`, because a large one takes 10 ms; raises ValidationError."""
     if parameters.grammar is None:
         return None
     if not limits.grammars:
         raise ValidationError("grammar is not supported")
-    grammar = await reader.read(parameters.grammar)
+    grammar = await tokenizer.in_thread(parameters.grammar.resolved)
     # A grammar of tools is not the client's, and what its `response_format` says is checked before that.
     if limits.strict_tgi and not isinstance(parameters, OpenAIParameters):
         check_as_tgi(parameters.grammar)
@@ -260,7 +259,6 @@ class Validator:
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._grammars = grammars
-        self.grammar_reader = GrammarReader()
 
     async def validate(
         self,
@@ -296,7 +294,6 @@ class Validator:
         Raises:
             SizeError: it is well-formed, but too long.
             ValidationError: with the first rule that is broken.
-            Overloaded: too many large grammars are to be read.
 
         """
         input_ids, max_new_tokens = await self._measure(
@@ -331,9 +328,9 @@ class Validator:
         input_ids: tuple[int, ...],
         max_new_tokens: int,
     ) -> Validated:
-        """Check what is left, and resolve the defaults; raises ValidationError or Overloaded."""
+        """Check what is left, and resolve the defaults; raises ValidationError."""
         parameters, limits = request.parameters, self.limits
-        grammar = await grammar_from(parameters, limits, self.grammar_reader)
+        grammar = await grammar_from(parameters, limits, self._tokenizer)
         scores, candidates = scores_from(parameters, limits)
         least = check_least(parameters, max_new_tokens)
         check_adapter(parameters, limits)

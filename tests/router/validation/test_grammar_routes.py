@@ -22,7 +22,7 @@ from millrace_testing.router.edge import (
     token_event,
 )
 
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
 OF_SCHEMA = Grammar(
     GrammarKind.JSON_SCHEMA, '{"type":"object","properties":{"a":{"type":"integer"}}}'
 )
@@ -41,6 +41,13 @@ WITH_REGEX: dict[str, dict[str, Any]] = {
 
 def served(**options: Any) -> Any:
     return serving(**{"template": "a", **options})
+
+
+def nested(num_levels: int) -> Any:
+    value: Any = {}
+    for _ in range(num_levels - 1):
+        value = {"items": value}
+    return value
 
 
 def message_of(answer: Any) -> str:
@@ -332,3 +339,59 @@ async def test_a_key_is_of_one_body_whatever_differs(more: dict[str, Any]) -> No
         assert status == 422
         assert "has been used for a request with another body" in answer["error"]["message"]
         assert len(edge.batcher.requests) == 1
+
+
+@pytest.mark.parametrize("strict_tgi", [False, True])
+@pytest.mark.parametrize("pad", ["", "x" * 2**14], ids=["small", "large"])
+async def test_grammars_of_any_size_are_read(pad: str, *, strict_tgi: bool) -> None:
+    def asked(schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        schema = {**schema, "description": pad}
+        response_format = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+        function = {"name": "f", "parameters": schema}
+        return {
+            "/generate": {
+                "inputs": "a",
+                "parameters": {"grammar": {"type": "json", "value": schema}},
+            },
+            "/v1/completions": {"prompt": "a", "response_format": response_format},
+            "/v1/chat/completions": {**CHAT, "response_format": response_format},
+            "/v1/estimate": {
+                **CHAT,
+                "tools": [{"type": "function", "function": function}],
+                "tool_choice": "required",
+            },
+        }
+
+    async with served(strict_tgi=strict_tgi) as edge:
+        for path, body in asked(SCHEMA).items():
+            status, answer, _ = await edge.post(path, body)
+            assert status == 200, answer
+        deep = {"properties": {}, **nested(129)}
+        for path, body in asked(deep).items():
+            status, answer, _ = await edge.post(path, body)
+            error = answer["error"]
+            message = error if isinstance(error, str) else error["message"]
+            assert (status, message) == (
+                422,
+                "Input validation error: grammar is not valid: it must have at most 128 levels. Given: 129",
+            )
+        bare = {"type": "json", "value": {"description": pad}}
+        status, answer, _ = await edge.post(
+            "/generate", {"inputs": "a", "parameters": {"grammar": bare}}
+        )
+        assert status == (422 if strict_tgi else 200)
+        assert len(edge.batcher.requests) == (3 if strict_tgi else 4)
+
+
+async def test_a_grammar_is_bounded_over_http() -> None:
+    def asked(num_bytes: int) -> dict[str, Any]:
+        return {"inputs": "a", "parameters": {"grammar": {**REGEX, "value": "a" * num_bytes}}}
+
+    async with served() as edge:
+        status, _, _ = await edge.post("/generate", asked(2**17))
+        assert status == 200
+        status, answer, _ = await edge.post("/generate", asked(2**17 + 1))
+    assert (status, message_of(answer)) == (
+        422,
+        "Input validation error: grammar is not valid: it must have at most 131072 bytes. Given: 131073",
+    )

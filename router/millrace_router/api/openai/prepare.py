@@ -14,6 +14,8 @@ from millrace_router.request.parameters import GenerateRequest
 from millrace_router.request.request import GrammarKind
 from millrace_router.server.services import Services
 from millrace_router.text.tokenizer import Tokenizer
+from millrace_router.tool_calls.call_format import has_grammar
+from millrace_router.tool_calls.grammar import chat_grammar
 from millrace_router.tool_calls.tool import Tool, ToolChoice
 from millrace_router.tool_calls.tool_format import ToolFormat
 from millrace_router.tool_calls.tool_prompt import DEFAULT_TOOL_PROMPT, with_tool_prompt
@@ -80,15 +82,17 @@ async def _grammar(
     answer: GrammarType | None,
 ) -> GrammarType | None:
     """What a model with tools may say, `answer` being what the client has asked for; raises RouterError."""
-    reader = services.validator.grammar_reader
+    in_thread = services.tokenizer.in_thread
     described = None
     if answer is not None:
         if choice.is_forced:
             raise ToolError(EXCLUSIVE)
-        described = await reader.read(answer)
+        described = await in_thread(answer.resolved)
         if described.kind is not GrammarKind.JSON_SCHEMA:
             return answer
-    grammar = await reader.of_chat(services.tool_format, tools, choice, described)
+    elif not has_grammar(tools, choice):
+        return None
+    grammar = await in_thread(lambda: chat_grammar(services.tool_format, tools, choice, described))
     return None if grammar is None else grammar_type(grammar)
 
 
