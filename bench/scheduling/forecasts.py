@@ -15,8 +15,6 @@ PIPELINES: Mapping[str, Mapping[str, object]] = {
     "chunks": {},
     "chunks, planned early": {"late_planning": "off"},
     "chunks, one step in flight": {"steps_in_flight": 1},
-    "pauses": {"prefill_chunking": "off"},
-    "pauses, one step in flight": {"prefill_chunking": "off", "steps_in_flight": 1},
 }
 CASES = tuple(
     Case(f"{name}, {share} of capacity", (name,), share)

@@ -15,6 +15,9 @@ from millrace_router.scheduler.multi_token import Progress
 from millrace_router.scheduler.row import Row
 from millrace_router.telemetry.metrics import Metrics
 
+_QUEUE_RATE = 1 / 16
+"""Weight of one admitted request in the mean of observed queue times."""
+
 
 @dataclass(slots=True)
 class SchedulerSnapshot:
@@ -47,6 +50,7 @@ class LatencyPredictor:
         self._queue_audit = ErrorTracker()
         self._first_token_audit = ErrorTracker()
         self._expected: dict[int, Prediction] = {}
+        self._mean_queue_seconds = 0.0
 
     def predict(
         self, entry: Entry, outlook: SchedulerSnapshot, *, num_cached: int
@@ -62,16 +66,17 @@ class LatencyPredictor:
         )
 
     def drain_seconds(self, outlook: SchedulerSnapshot) -> float:
-        """Until one of those ahead has left the queue, or one that runs has ended; 0 while nothing is known."""
+        """Seconds until one of the requests ahead has left the queue, or a running one has ended.
+
+        The mean of the observed queue times where nothing is predicted.
+        """
         num_ahead, num_tokens = outlook.ahead
-        return (
-            self._forecaster.drain_seconds(
-                outlook.rows,
-                waiting=(max(1, num_ahead), max(1, num_tokens)),
-                now_in_step=outlook.now_in_step,
-            )
-            or 0.0
+        predicted = self._forecaster.drain_seconds(
+            outlook.rows,
+            waiting=(max(1, num_ahead), max(1, num_tokens)),
+            now_in_step=outlook.now_in_step,
         )
+        return self._mean_queue_seconds if predicted is None else predicted
 
     def accept(self, entry: Entry, outlook: SchedulerSnapshot, *, num_cached: int) -> None:
         """Predict, and remember it of `entry`.
@@ -95,9 +100,14 @@ class LatencyPredictor:
 
     def admitted(self, entry: Entry) -> None:
         """Compare the predicted with the realised time in the queue."""
-        prediction, stream = self._expected.get(entry.request_id), entry.stream
-        if prediction is not None and stream.batched_at is not None and not entry.num_preemptions:
-            self._queue_audit.add(prediction.queue_seconds, stream.batched_at - stream.queued_at)
+        stream = entry.stream
+        if stream.batched_at is None or entry.num_preemptions:
+            return
+        seconds = stream.batched_at - stream.queued_at
+        self._mean_queue_seconds += _QUEUE_RATE * (seconds - self._mean_queue_seconds)
+        prediction = self._expected.get(entry.request_id)
+        if prediction is not None:
+            self._queue_audit.add(prediction.queue_seconds, seconds)
             self._publish("queue", self._queue_audit)
 
     def began(self, entry: Entry, now: float) -> None:

@@ -12,7 +12,7 @@ class Estimate:
     """How a request that came now would fare."""
 
     prediction: Prediction | None
-    """None while nothing is known of this machine's speed."""
+    """None where nothing is predicted (`Forecaster.predict`)."""
     num_cached: int
     """Prompt tokens that are in the prefix cache now."""
     num_waiting: int

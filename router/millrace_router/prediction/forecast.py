@@ -1,17 +1,21 @@
-"""When a request that arrived now would be served."""
+"""Predicts when a request that arrives now is served."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
+from itertools import islice
 
-from millrace_router.prediction.chunked_course import ChunkedCourse
+from millrace_router.prediction.batch import Batch, Newcomer, RunningRow
 from millrace_router.prediction.cost import CostModel
-from millrace_router.prediction.course import Batch, Newcomer, RunningRow, StepPipeline
 from millrace_router.prediction.late_planning import LatePlanning
-from millrace_router.prediction.paused_course import PausedCourse
-from millrace_router.prediction.prefill_pauses import PauseRule
+from millrace_router.prediction.step_load import StepLoad
 from millrace_router.prediction.traffic import TrafficStatistics
+
+_MOST_ENDS = 128
+"""Ends of rows that are simulated one by one; further requests ahead are counted at the mean rate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,15 +23,30 @@ class Prediction:
     """Seconds from now."""
 
     queue_seconds: float
-    """Until the plan that admits it."""
+    """Until the plan that admits the request."""
     first_token_seconds: float
     finish_seconds: float
 
 
-class Forecaster:
-    """Predicts queue time, first token and end, by playing the batch through, with prompts as the planner treats them.
+@dataclass(frozen=True, slots=True)
+class _TypicalStep:
+    """A step as most steps are until the request is served."""
 
-    They are computed beside decodes, or by a `PauseRule` in steps of their own.
+    decodes: int
+    context: int
+    seconds: float
+    room: int
+    """Prompt tokens that it can hold beside its decodes."""
+
+
+class Forecaster:
+    """Predicts queue time, first token and end of a request from the running batch.
+
+    It simulates the ends of running rows until there is a place for the request. A request that takes a free place
+    ends as the last answers did. The cost model prices the steps in between at the size of the batch, with the prompts
+    of the requests ahead on top.
+
+    Without chunked prefill it predicts nothing: the time of a prompt then depends on later arrivals.
     """
 
     def __init__(  # noqa: PLR0913
@@ -39,41 +58,28 @@ class Forecaster:
         block_size: int,
         num_blocks: int,
         reserve_all: bool = False,
+        prefill_chunking: bool = True,
         target_inter_token_latency: float | None = None,
         steps_in_flight: int = 2,
         late: LatePlanning | None = None,
-        pause_rule: PauseRule | None = None,
     ) -> None:
+        self._cost = cost
         self._max_batch_size = max_batch_size
+        self._max_batch_prefill_tokens = max_batch_prefill_tokens
         self._block_size = block_size
         self._num_blocks = num_blocks
         self._reserve_all = reserve_all
-        self._experience = TrafficStatistics(max_batch_size=max_batch_size)
-        pipeline = StepPipeline(steps_in_flight, late or LatePlanning(cost, most=0.0))
-        self._course: ChunkedCourse | PausedCourse
-        if pause_rule is None:
-            self._course = ChunkedCourse(
-                cost,
-                self._experience,
-                pipeline,
-                max_batch_prefill_tokens=max_batch_prefill_tokens,
-                block_size=block_size,
-                target_inter_token_latency=target_inter_token_latency,
-            )
-        else:
-            self._course = PausedCourse(
-                cost,
-                self._experience,
-                pipeline,
-                pause_rule,
-                max_batch_prefill_tokens=max_batch_prefill_tokens,
-            )
+        self._prefill_chunking = prefill_chunking
+        self._target = target_inter_token_latency
+        self._depth = steps_in_flight
+        self._late = late or LatePlanning(cost, most=0.0)
+        self._traffic = TrafficStatistics(max_batch_size=max_batch_size)
 
     def finished(
         self, *, num_prompt: int, num_generated: int, max_new_tokens: int, num_cached: int = 0
     ) -> None:
-        """Learn from an answer; one whose reader left counts with `max_new_tokens` = `num_generated`."""
-        self._experience.finished(
+        """Learn from an answer; for one whose client left, `max_new_tokens` is `num_generated`."""
+        self._traffic.finished(
             num_prompt=num_prompt,
             num_generated=num_generated,
             max_new_tokens=max_new_tokens,
@@ -81,8 +87,8 @@ class Forecaster:
         )
 
     def yielded(self, num_tokens: int, num_rows: int) -> None:
-        """Learn from a step in which so many rows that might yield several tokens have yielded so many."""
-        self._experience.yielded(num_tokens, num_rows)
+        """Learn from a step in which `num_rows` multi-token rows have yielded `num_tokens`."""
+        self._traffic.yielded(num_tokens, num_rows)
 
     def predict(
         self,
@@ -94,17 +100,21 @@ class Forecaster:
         num_cached: int = 0,
         now_in_step: float = 0.0,
     ) -> Prediction | None:
-        """For a request that arrives while `rows` run; None while the cost model knows nothing.
+        """Predict for a request that arrives while `rows` run.
 
-        `ahead` is how many entries are served before it and their prompt tokens; `now_in_step` for how many seconds
-        the oldest step in flight has run.
+        None without chunked prefill, and until the cost model has observed enough.
+
+        `ahead` is the number of requests that are served before it, and the sum of their prompt tokens; `now_in_step`
+        is the number of seconds since the oldest step in flight began.
         """
-        batch, experience = self._survey(rows), self._experience
+        if not self._prefill_chunking:
+            return None
+        batch, traffic = self._survey(rows), self._traffic
         num_ahead, tokens_ahead = ahead
-        own_length = experience.lengths.expected_left(0, max_new_tokens)
-        joiner = Newcomer(
+        own_length = traffic.lengths.expected_left(0, max_new_tokens)
+        newcomer = Newcomer(
             num_ahead=num_ahead,
-            prompt_ahead=tokens_ahead / max(1, num_ahead) * experience.computed_share,
+            prompt_ahead=tokens_ahead / max(1, num_ahead) * traffic.computed_share,
             num_prompt_tokens=num_prompt_tokens,
             num_cached=num_cached,
             max_new_tokens=max_new_tokens,
@@ -114,12 +124,13 @@ class Forecaster:
             ),
             now_in_step=now_in_step,
         )
-        course = self._course.foretell(batch, joiner)
-        if course is None:
+        step = self._typical_step(batch, newcomer)
+        if step is None:
             return None
-        first = course.first_token_seconds
-        num_steps = max(0.0, own_length - 1) / experience.tokens_per_step
-        return Prediction(course.queue_seconds, first, first + num_steps * course.step_seconds)
+        queue, first = self._until_first_token(batch, newcomer, step)
+        num_steps = max(0.0, own_length - 1) / traffic.tokens_per_step
+        finish = first + num_steps * self._seconds_between_tokens(batch, newcomer, step)
+        return Prediction(queue, first, finish)
 
     def drain_seconds(
         self,
@@ -129,16 +140,17 @@ class Forecaster:
         num_leaving: int = 1,
         now_in_step: float = 0.0,
     ) -> float | None:
-        """Until `num_leaving` of the `waiting` entries (how many, their prompt tokens) have left the queue.
+        """Seconds until `num_leaving` requests have left the queue.
 
-        None while the cost model knows nothing; 0 when not so many wait.
+        `waiting` is the number of waiting requests, and the sum of their prompt tokens. None where `predict` gives
+        None; 0 when fewer than `num_leaving` wait.
         """
         num_waiting, num_tokens = waiting
         if num_leaving > num_waiting:
             return 0.0
         running, mean = list(rows), num_tokens // num_waiting
         limit = round(
-            self._experience.mean_length(max((row.max_tokens for row in running), default=1))
+            self._traffic.mean_length(max((row.max_tokens for row in running), default=1))
         )
         prediction = self.predict(
             running,
@@ -162,7 +174,7 @@ class Forecaster:
     def _num_places(
         self, batch: Batch, num_joining: int, num_tokens: int, max_new_tokens: int
     ) -> int:
-        """How many of those who join next find a slot and blocks at once."""
+        """The number of the next `num_joining` requests that find a slot and blocks at once."""
         free_slots = self._max_batch_size - batch.num_rows
         if self._reserve_all:
             num_tokens += num_joining * max_new_tokens
@@ -173,3 +185,92 @@ class Forecaster:
         if needed <= free or not batch.num_rows:
             return free_slots
         return min(free_slots, int(free / needed * num_joining))
+
+    def _typical_step(self, batch: Batch, newcomer: Newcomer) -> _TypicalStep | None:
+        """A step of the batch once the newcomer and the requests ahead of it have taken the free places."""
+        size = batch.num_rows + min(newcomer.num_ahead + 1, newcomer.num_places)
+        decodes = max(1, size)
+        context = batch.context(decodes, newcomer.num_kv_tokens)
+        seconds = self._cost.seconds(StepLoad(decodes=decodes, context=context))
+        if seconds is None:
+            return None
+        room = max(self._block_size, self._max_batch_prefill_tokens - decodes)
+        if self._target is not None and batch.num_rows:
+            room = self._cost.prefill_tokens_within(
+                self._target,
+                decodes=decodes,
+                context=context,
+                start=0,
+                least=self._block_size,
+                most=room,
+            )
+        return _TypicalStep(decodes, context, seconds, room)
+
+    def _until_first_token(
+        self, batch: Batch, newcomer: Newcomer, step: _TypicalStep
+    ) -> tuple[float, float]:
+        """Seconds from now until the plan that admits the newcomer, and until its first token."""
+        queue = self._queue_seconds(batch, newcomer, step)
+        in_flight, now_in_step = 0.0, newcomer.now_in_step
+        if batch.num_rows:
+            # A step is planned late in the step before it; an earlier arrival is still in time for it.
+            is_one = self._depth == 1
+            open_for = step.seconds if is_one else self._late.open_part(step.seconds)
+            queue += open_for - (step.seconds if now_in_step < open_for else 0.0)
+            in_flight = max(0.0, (self._depth - 1) * step.seconds - open_for)
+        queue = max(0.0, queue - min(now_in_step, step.seconds))
+        num_left = newcomer.num_left
+        prefill = self._prompt_seconds(step, num_left, newcomer.num_prompt_tokens - num_left)
+        num_chunks = math.ceil(num_left / step.room)
+        return queue, queue + in_flight + num_chunks * step.seconds + prefill
+
+    def _seconds_between_tokens(
+        self, batch: Batch, newcomer: Newcomer, step: _TypicalStep
+    ) -> float:
+        seconds = step.seconds
+        if batch.num_rows:
+            # The load stays as it is: each row that ends is replaced by a request with a prompt.
+            replaced = (step.decodes - 1) / self._traffic.mean_steps(newcomer.max_new_tokens)
+            seconds += replaced * self._prompt_seconds(step, self._traffic.mean_prompt, 0)
+        return seconds
+
+    def _queue_seconds(self, batch: Batch, newcomer: Newcomer, step: _TypicalStep) -> float:
+        """Seconds from the start of the oldest step in flight until the plan that admits the newcomer."""
+        prompts = batch.num_prompt_left + newcomer.num_ahead * newcomer.prompt_ahead
+        num_steps = float(bool(batch.num_rows))
+        if newcomer.num_ahead >= newcomer.num_places:
+            num_steps = self._steps_until_place(batch, newcomer)
+        seconds = max(num_steps, prompts / step.room) * step.seconds
+        seconds += newcomer.num_ahead * self._prompt_seconds(step, newcomer.prompt_ahead, 0)
+        return seconds + self._prompt_seconds(step, batch.num_prompt_left, 0)
+
+    def _steps_until_place(self, batch: Batch, newcomer: Newcomer) -> float:
+        """Steps until one row more has ended than there are requests ahead without a place."""
+        depth, num_ahead, num_places = self._depth, newcomer.num_ahead, newcomer.num_places
+        # A row ends, and its place is free, `depth` steps after the plan of its last token.
+        turnover = 2 * (depth - 1)
+        lengths = self._traffic.steps_to_come(newcomer.max_new_tokens)
+        ends = [2 * depth - 1 + left for left in self._traffic.steps_left(batch.rows)]
+        ends.extend(turnover + next(lengths) for _ in range(min(num_places, num_ahead)))
+        if not ends:
+            return 0.0
+        heapify(ends)
+        num_ends = num_ahead - num_places
+        for length in islice(lengths, min(num_ends, _MOST_ENDS)):
+            heapreplace(ends, ends[0] + length + turnover)
+        mean = self._traffic.mean_steps(newcomer.max_new_tokens) + turnover
+        return ends[0] + max(0, num_ends - _MOST_ENDS) * mean / len(ends)
+
+    def _prompt_seconds(self, step: _TypicalStep, num_tokens: float, start: int) -> float:
+        """Seconds that a prompt, computed from position `start` on, adds to the steps that it shares with decodes."""
+        if num_tokens <= 0:
+            return 0.0
+        num_steps = math.ceil(num_tokens / step.room)
+        load = StepLoad(
+            prefill_tokens=max(1, round(num_tokens / num_steps)),
+            prefill_pairs=round(num_tokens * (start + (num_tokens + 1) / 2) / num_steps),
+            num_chunks=1,
+            decodes=step.decodes,
+            context=step.context,
+        )
+        return num_steps * ((self._cost.seconds(load) or 0.0) - step.seconds)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import cycle
 
 from millrace_router.prediction.answer_lengths import AnswerLengths
-from millrace_router.prediction.course import RunningRow
+from millrace_router.prediction.batch import RunningRow
 
 _PROMPT_RATE = 1 / 64
 """How far one answer moves what is known of prompts."""

@@ -7,7 +7,6 @@ from typing import Protocol, TypeVar
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.forecast import Forecaster
 from millrace_router.prediction.late_planning import MOST, LatePlanning
-from millrace_router.prediction.prefill_pauses import PauseRule
 from millrace_router.scheduler.block_manager import BlockManager
 from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.draft_length import LengthPolicy
@@ -131,16 +130,6 @@ def late_planning_from(flags: Flags, cost: CostModel, *, most: float = MOST) -> 
     return LatePlanning(cost, most=most if is_late else 0.0)
 
 
-def _pause_rule(budgets: Budgets) -> PauseRule | None:
-    """When prompts pause decodes; None where they are computed beside them."""
-    if budgets.prefill_chunking:
-        return None
-    return PauseRule(
-        waiting_served_ratio=budgets.waiting_served_ratio,
-        max_waiting_tokens=budgets.max_waiting_tokens,
-    )
-
-
 def forecaster_from(
     flags: Flags,
     budgets: Budgets,
@@ -158,8 +147,8 @@ def forecaster_from(
         block_size=block_size,
         num_blocks=num_blocks,
         reserve_all=budgets.reserve_all,
+        prefill_chunking=budgets.prefill_chunking,
         target_inter_token_latency=budgets.target_inter_token_latency,
         steps_in_flight=flags.steps_in_flight,
         late=late,
-        pause_rule=_pause_rule(budgets),
     )

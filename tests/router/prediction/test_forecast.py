@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections import deque
 from collections.abc import Callable
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 from millrace_router.prediction.cost import COEFFICIENTS, CostModel
 from millrace_router.prediction.forecast import Forecaster, Prediction
 from millrace_router.prediction.late_planning import LatePlanning
-from millrace_router.prediction.prefill_pauses import PauseRule
 from millrace_router.prediction.step_load import StepLoad
 
 COSTS = (0.0146, 0.0004, 1e-7, 0.001, 6e-5, 2.4e-7)
@@ -382,53 +380,12 @@ def test_more_ahead_never_means_sooner(
     assert one.queue_seconds <= two.queue_seconds + 1e-9
 
 
-@settings(deadline=None, max_examples=100)
-@given(
-    rows=ROWS,
-    lengths=st.lists(st.integers(1, 4000), max_size=30),
-    num_blocks=st.integers(2, 4000),
-    num_ahead=st.integers(0, 600),
-    prompt=st.integers(1, 2000),
-    now_in_step=st.floats(0, 1),
-    rule=st.builds(
-        PauseRule, waiting_served_ratio=st.floats(0, 2), max_waiting_tokens=st.integers(0, 40)
-    ),
-)
-def test_whatever_prompts_pause_they_are_served_some_time(
-    rows: list[Job],
-    lengths: list[int],
-    num_blocks: int,
-    num_ahead: int,
-    prompt: int,
-    now_in_step: float,
-    rule: PauseRule,
-) -> None:
-    model = forecaster(num_blocks=num_blocks, is_late=True, pause_rule=rule)
-    for length in lengths:
-        model.finished(num_prompt=100, num_generated=length, max_new_tokens=LIMIT)
-    found = model.predict(
-        settled(rows),
-        ahead=(num_ahead, num_ahead * prompt),
-        num_prompt_tokens=prompt,
-        max_new_tokens=200,
-        now_in_step=now_in_step,
-    )
-    assert found is not None
-    assert 0 <= found.queue_seconds < found.first_token_seconds < found.finish_seconds < math.inf
-
-
-RULES = [None, PauseRule(waiting_served_ratio=0.3, max_waiting_tokens=20)]
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_an_idle_server_serves_at_once(rule: PauseRule | None) -> None:
-    found = forecaster(pause_rule=rule).predict(
-        [], ahead=(0, 0), num_prompt_tokens=500, max_new_tokens=101
-    )
+def test_an_idle_server_serves_at_once() -> None:
+    found = forecaster().predict([], ahead=(0, 0), num_prompt_tokens=500, max_new_tokens=101)
     assert found is not None
     assert found.queue_seconds == 0.0
     # A chunk is priced with the decode that it may run beside.
-    prefill = 0.0146 + 0.001 + (0.0004 if rule is None else 0) + 6e-5 * 500 + 2.4e-7 * 500 * 501 / 2
+    prefill = 0.0146 + 0.001 + 0.0004 + 6e-5 * 500 + 2.4e-7 * 500 * 501 / 2
     assert found.first_token_seconds == pytest.approx(prefill, rel=0.01)
     decode = 0.0146 + 0.0004 + 1e-7 * 550
     assert found.finish_seconds == pytest.approx(prefill + 100 * decode, rel=0.01)
@@ -557,9 +514,9 @@ def test_it_learns_how_long_answers_get() -> None:
     assert finish(model) == pytest.approx(80 * 0.015, rel=0.3)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_nothing_is_foretold_before_costs_are_known(rule: PauseRule | None) -> None:
-    model = forecaster(CostModel(), pause_rule=rule)
+@pytest.mark.parametrize("unknown", ["cost", "chunks"])
+def test_nothing_is_predicted_without_known_costs_or_without_chunks(unknown: str) -> None:
+    model = forecaster(CostModel()) if unknown == "cost" else forecaster(prefill_chunking=False)
     assert model.predict([], ahead=(0, 0), num_prompt_tokens=1, max_new_tokens=1) is None
     assert model.drain_seconds([], waiting=(3, 30)) is None
 

@@ -27,7 +27,7 @@ class EstimateJson(TypedDict):
     cached_tokens: int
     """Of the prompt, in the prefix cache now; 0 where it does not fit."""
     predicted: PredictedJson | None
-    """None while nothing is known of this machine's speed, and for what does not fit."""
+    """None where nothing is predicted, and for a request that does not fit."""
     waiting: int
     running: int
 

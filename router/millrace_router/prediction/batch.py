@@ -1,0 +1,69 @@
+"""The inputs of a forecast: the running batch, and the request that joins it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class RunningRow(Protocol):
+    """The part of a scheduler's row that a forecast reads."""
+
+    @property
+    def slot(self) -> int:
+        """Its place in the batch."""
+
+    @property
+    def num_prompt_left(self) -> int:
+        """Input tokens that no planned step computes."""
+
+    @property
+    def num_tokens_planned(self) -> int:
+        """New tokens that the planned steps yield."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Most new tokens that the row may yield."""
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """KV positions that are filled after all planned steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The running rows and their sums."""
+
+    rows: list[RunningRow]
+    num_rows: int
+    num_kv_tokens: int
+    """KV positions held, and also those reserved where each row reserves all that it may need."""
+    num_prompt_left: int
+
+    def context(self, size: int, num_kv_tokens: float) -> int:
+        """KV positions of a batch of `size` rows, whose additional rows hold `num_kv_tokens` each."""
+        return self.num_kv_tokens + round(max(0, size - self.num_rows) * num_kv_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Newcomer:
+    """A request that joins the queue."""
+
+    num_ahead: int
+    """Requests that are served before it."""
+    prompt_ahead: float
+    """Mean number of tokens to compute of each of those."""
+    num_prompt_tokens: int
+    num_cached: int
+    max_new_tokens: int
+    num_kv_tokens: float
+    """KV positions that it holds halfway through its answer."""
+    num_places: int
+    """Free places in the batch for the requests ahead and for it."""
+    now_in_step: float
+    """Seconds since the oldest step in flight began."""
+
+    @property
+    def num_left(self) -> int:
+        """Prompt tokens to compute."""
+        return max(1, self.num_prompt_tokens - self.num_cached)
