@@ -1,7 +1,7 @@
 """`python -m bench`: every case and load level on ours and on whichever peers are installed.
 
 Waits for a quiet machine before each measurement, takes turns, repeats, measures the roofline in the
-same run, prints tables and writes JSON and SVG. `--record` writes the figures to bench/results.
+same run, prints tables and writes JSON. `--record` writes the figures to bench/results.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bench.comparison import roofline
 from bench.comparison.cases import CASES
 from bench.comparison.offline import run_cases
 from bench.comparison.plan import Plan, installed
-from bench.comparison.results import Results, text, write_charts
+from bench.comparison.results import Results, text
 from bench.comparison.served import run_levels
 from bench.harness.checkpoints import SHAPES, ensure_checkpoint
 from bench.harness.command_line import command, run_parser, say
@@ -92,9 +92,9 @@ def run_model(name: str, options: argparse.Namespace) -> Results:
         cases = [c for c in CASES[name] if not options.cases or c.name in options.cases]
         results.rows = run_cases(model, cases, plan, notes) if cases else ()
     if "served" in options.only:
-        results.levels = options.levels or DEFAULT_LEVELS[name]
-        if results.levels:
-            results.measurements = run_levels(model, results.levels, plan, notes)
+        levels = options.levels or DEFAULT_LEVELS[name]
+        if levels:
+            results.measurements = run_levels(model, levels, plan, notes)
     results.machine = results.machine.best(roofline.measure(threads, plan.quiet))
     results.notes = notes
     return results
@@ -117,12 +117,11 @@ def main() -> int:
             figures=results.figures(),
         )
         record.save(options.out / f"{name}.json")
-        write_charts(results, record.machine, options.out)
         print(f"\n{record.text(text(results))}", flush=True)
         if options.record:
             record.write()
         failed = failed or any(m.failures for m in results.measurements if m.server == OURS)
-    print(f"Results, charts and logs are in {options.out}.")
+    print(f"Results and logs are in {options.out}.")
     return 1 if failed else 0
 
 

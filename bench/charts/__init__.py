@@ -1,1 +1,1 @@
-"""Charts as SVG text: bars, lines and flame graphs. May import `bench.harness`."""
+"""Charts as SVG text: lines and flame graphs. May import `bench.harness`."""

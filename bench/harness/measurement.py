@@ -55,16 +55,6 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[low] + (rank - low) * (ordered[high] - ordered[low])
 
 
-PERCENTILES = (0, 1, 5, *range(10, 91, 10), 95, 99, 100)
-"""Those kept of a level's latencies, to draw their distribution."""
-
-
-def percentiles(seconds: Iterable[float]) -> tuple[float, ...]:
-    """The values at `PERCENTILES`, in milliseconds."""
-    ordered = sorted(seconds)
-    return tuple(1000 * quantile(ordered, percent / 100) for percent in PERCENTILES)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """What one level gave on one server."""
@@ -79,9 +69,6 @@ class Measurement:
     tokens_per_second: float
     first_token_ms: Quantiles
     between_tokens_ms: Quantiles
-    first_token_percentiles: tuple[float, ...] = ()
-    """Milliseconds at `PERCENTILES`."""
-    between_tokens_percentiles: tuple[float, ...] = ()
     client_cores: float = 0.0
     """CPU seconds of the load generator per second of wall time."""
     other_cores: float = 0.0
@@ -90,16 +77,6 @@ class Measurement:
     def as_json(self) -> dict[str, Any]:
         """Plain containers, for the results file."""
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Measurement:
-        """The inverse of `as_json`."""
-        quantiles = {
-            key: Quantiles(**value[key]) for key in ("first_token_ms", "between_tokens_ms")
-        }
-        names = ("failures", "first_token_percentiles", "between_tokens_percentiles")
-        sequences = {name: tuple(value.get(name, ())) for name in names}
-        return cls(**{**value, **quantiles, **sequences})
 
 
 def summarise(
@@ -124,6 +101,4 @@ def summarise(
         tokens_per_second=num_tokens / wall_seconds if wall_seconds > 0 else 0.0,
         first_token_ms=Quantiles.of(first),
         between_tokens_ms=Quantiles.of(gaps),
-        first_token_percentiles=percentiles(first),
-        between_tokens_percentiles=percentiles(gaps),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 BUSY_CORES = 0.1
@@ -68,8 +67,3 @@ def figure(value: float) -> str:
     if abs(value) >= 100:
         return f"{value:.0f}"
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
-
-
-def repeated(samples: Sequence[tuple[float, float]]) -> Repeated:
-    """From (value, cores of others) pairs."""
-    return Repeated(tuple(Sample(*pair) for pair in samples))

@@ -162,12 +162,3 @@ def measure(server: RunningServer, level: Level, *, name: str = "millrace") -> M
     use = meter.stop()
     measurement = summarise(name, level, outcome.timelines, failures=outcome.failures)
     return replace(measurement, client_cores=use.client_cores, other_cores=use.other_cores)
-
-
-def measure_levels(
-    model: Path, levels: Sequence[Level], *, log: Path, flags: Sequence[str] = ()
-) -> list[Measurement]:
-    """A server of our own, warmed up, through all the levels in order."""
-    with serving(model, log=log, flags=flags) as server:
-        measure(server, WARM_UP)
-        return [measure(server, level) for level in levels]

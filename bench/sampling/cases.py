@@ -22,8 +22,6 @@ class Case:
     """Whether the scores are those of a model that knows nothing, where thousands of tokens are likely."""
     masked_share: float = 0.0
     """Of the rows, those that have a grammar's mask."""
-    is_new: bool = False
-    """Whether the sampler before this one ignores what it asks for."""
 
 
 EVERYTHING = SamplingParameters(
@@ -92,7 +90,6 @@ CASES = (
         name="the same with min-p, biases, watermarks, a quarter guided",
         kinds=mixed_with_all,
         masked_share=0.25,
-        is_new=True,
     ),
     Case(name="chat, flat scores", kinds=same(CHAT), is_flat=True),
     Case(name="mixed, flat scores", kinds=mixed, is_flat=True),

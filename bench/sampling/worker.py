@@ -10,8 +10,6 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from importlib.util import find_spec
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +19,8 @@ from bench.kernels import Model, Shape
 from bench.sampling.cases import CASES, Case
 from millrace_shard.batch.sequence import PARAMETERS, SamplingParameters, Sequence
 from millrace_shard.kernels.build import load_operators
+from millrace_shard.kernels.cpu.operators import CpuKernels
+from millrace_shard.kernels.masks import RowMasks
 from millrace_shard.sampling.sampler import Sampler, SamplingRows
 
 NUM_PROMPT = 512
@@ -65,18 +65,15 @@ def sampling_of(case: Case, num_rows: int, vocab: int) -> Callable[[Tensor], obj
     """A call that chooses from logits, which it overwrites."""
     kinds = case.kinds(num_rows)
     history, rows = rows_of(kinds, vocab)
-    arguments: list[Any] = []
     sampler = Sampler(history, (2,))
-    if case.is_new:
-        from millrace_shard.kernels.masks import RowMasks  # noqa: PLC0415 - the sampler before has none
-
-        for slot, kind in enumerate(kinds):
-            sampler.biases.put(slot, kind.bias)
-        masked = np.arange(0, num_rows, max(1, round(1 / case.masked_share)))
-        words = np.random.default_rng(2).integers(-(2**31), 2**31, (len(masked), -(-vocab // 32)))
-        bits = torch.from_numpy(words.astype(np.int32))
-        arguments.append(RowMasks(rows=masked, bits=bits))
-    return lambda logits: sampler.sample(logits, rows, *arguments)
+    for slot, kind in enumerate(kinds):
+        sampler.biases.put(slot, kind.bias)
+    if not case.masked_share:
+        return lambda logits: sampler.sample(logits, rows)
+    masked = np.arange(0, num_rows, round(1 / case.masked_share))
+    words = np.random.default_rng(2).integers(-(2**31), 2**31, (len(masked), -(-vocab // 32)))
+    masks = RowMasks(rows=masked, bits=torch.from_numpy(words.astype(np.int32)))
+    return lambda logits: sampler.sample(logits, rows, masks)
 
 
 def times(call: Callable[[], object], prepare: Callable[[], object], rounds: int) -> list[float]:
@@ -92,13 +89,12 @@ def times(call: Callable[[], object], prepare: Callable[[], object], rounds: int
 
 
 def time_cases(names: list[str], num_rows: int, vocab: int, rounds: int) -> dict[str, list[float]]:
-    """By case; those that this sampler does not know are left out."""
-    knows_all = find_spec("millrace_shard.kernels.masks") is not None
+    """Milliseconds of each call, by case."""
     found = {}
     bases = {is_flat: scores(num_rows, vocab, is_flat=is_flat) for is_flat in (False, True)}
     logits = torch.empty(num_rows, vocab)
     for case in CASES:
-        if case.name in names and (knows_all or not case.is_new):
+        if case.name in names:
             sample, base = sampling_of(case, num_rows, vocab), bases[case.is_flat]
             found[case.name] = times(
                 lambda sample=sample: sample(logits),  # type: ignore[misc]
@@ -110,8 +106,6 @@ def time_cases(names: list[str], num_rows: int, vocab: int, rounds: int) -> dict
 
 def time_step(num_rows: int, rounds: int) -> list[float]:
     """A whole decode step of a 1B model with as many rows, 64 tokens each in the cache."""
-    from millrace_shard.kernels.cpu.operators import CpuKernels  # noqa: PLC0415 - compiled ones only here
-
     model = Model(MODEL, CpuKernels(deterministic=True), 2 * num_rows + 8)
     step = model.step([65] * num_rows, [1] * num_rows)
     return times(step, lambda: None, rounds)

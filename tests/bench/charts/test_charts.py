@@ -6,11 +6,8 @@ import random
 from xml.etree import ElementTree as ET
 
 import pytest
-from bench.charts.bars import Panel as Bars
-from bench.charts.bars import bars
 from bench.charts.flames import Event, Frame, flame_graph, own_times, tree
-from bench.charts.lines import Panel as Lines
-from bench.charts.lines import curves
+from bench.charts.lines import Panel, curves
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -30,7 +27,7 @@ def corner_of(text: str) -> tuple[float, float]:
 
 
 def test_lines_keep_proportions_and_doublings_are_evenly_apart() -> None:
-    panel = Lines(
+    panel = Panel(
         title="a < b",
         points={"ours": [(1, 10), (2, 20), (8, 40)], "theirs": [(1, 5), (8, 5)]},
         x_title="clients",
@@ -46,19 +43,9 @@ def test_lines_keep_proportions_and_doublings_are_evenly_apart() -> None:
 
 
 def test_a_panel_without_points_and_one_with_a_single_point_are_drawn() -> None:
-    empty = Lines(title="x", points={}, x_title="y")
-    single = Lines(title="x", points={"ours": [(4, 2)]}, x_title="y", doubles=True)
+    empty = Panel(title="x", points={}, x_title="y")
+    single = Panel(title="x", points={"ours": [(4, 2)]}, x_title="y", doubles=True)
     assert len(points(ET.fromstring(curves("t", [empty, single])))) == 1
-
-
-def test_a_group_has_bars_for_those_present_alone_and_keeps_their_colours() -> None:
-    values = {("a", "ours"): 50.0, ("a", "theirs"): 25.0, ("b", "theirs"): 25.0}
-    document = ET.fromstring(bars("t", [Bars("share", values, reference=100.0)]))
-    found = [bar for bar in document.iter(f"{SVG}rect") if float(bar.get("y", 0)) > 60]
-    assert [float(bar.attrib["height"]) for bar in found] == pytest.approx(
-        [65, 32.5, 32.5], abs=0.1
-    )
-    assert found[1].attrib["fill"] == found[2].attrib["fill"] != found[0].attrib["fill"]
 
 
 def test_events_become_a_tree_by_what_holds_them() -> None:

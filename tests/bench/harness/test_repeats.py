@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from bench.harness.repeats import Repeated, figure, ratio_text, repeated
+from bench.harness.repeats import Repeated, Sample, figure, ratio_text
+
+
+def repeated(samples: list[tuple[float, float]]) -> Repeated:
+    """From (value, cores of others) pairs."""
+    return Repeated(tuple(Sample(*pair) for pair in samples))
 
 
 def test_the_median_is_of_the_undisturbed_ones() -> None:
