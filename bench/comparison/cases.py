@@ -1,4 +1,4 @@
-"""What is measured of an engine without HTTP: which requests, and which figure of them counts."""
+"""The cases of an engine without HTTP: the requests, and the figure that counts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bench.peers.worker import Limits, Request
 
 
 class Figure(StrEnum):
-    """What of a run is compared; its value is the unit."""
+    """The compared figure of a run; the value is its unit."""
 
     PER_TOKEN = "ms/token"
     """Between tokens, one stream."""
@@ -29,7 +29,7 @@ class Figure(StrEnum):
     RATE = "tok/s"
     """Output tokens over the time from the first request to the last token."""
     DECODE_RATE = "decode tok/s"
-    """The same of the time in which every stream decodes."""
+    """The same over the time in which every stream decodes."""
 
     @property
     def more_is_better(self) -> bool:
@@ -54,7 +54,7 @@ class Case:
 
     @cached_property
     def kv_tokens(self) -> int:
-        """Most tokens in the cache at once, and no fewer."""
+        """The exact maximum of tokens in the cache at once."""
         longest = sorted((sum(pair) for pair in self.lengths), reverse=True)
         return sum(longest[: self.at_once])
 
@@ -126,14 +126,14 @@ CASES = {
 
 
 def warm_up(cases: Sequence[Case]) -> Case:
-    """A short run of the longest prompt and the widest batch of `cases`, for whatever starts lazily."""
+    """A short run of the longest prompt and the widest batch of `cases`, for lazy initialisation."""
     longest = max(length for case in cases for length, _ in case.lengths)
     widest = min(8, max(case.at_once for case in cases))
     return Case("warm-up", Figure.RATE, ((longest, 4), *((32, 8),) * (widest - 1)))
 
 
 def limits_for(cases: Sequence[Case], *, threads: int) -> Limits:
-    """Room for every case, and for the warm-up."""
+    """Limits that fit every case and the warm-up."""
     every = [*cases, warm_up(cases)]
     return Limits(
         max_streams=max(case.at_once for case in every),
@@ -144,5 +144,5 @@ def limits_for(cases: Sequence[Case], *, threads: int) -> Limits:
 
 
 def tokenizer_of(model: Path) -> Tokenizer:
-    """The checkpoint's own."""
+    """The checkpoint's tokenizer."""
     return Tokenizer.from_file(str(model / "tokenizer.json"))

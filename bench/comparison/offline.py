@@ -1,7 +1,7 @@
-"""Every engine on the same requests, in turn, on a machine that is quiet.
+"""Every engine on the same requests, in turn, on a quiet machine.
 
-All of them hold their model at once and all but one are frozen, so that a repetition of ours and one
-of a peer are seconds apart and the host's drift meets both.
+All engines hold their model at once, and all except one are frozen. Repetitions of different engines are
+seconds apart, so that the drift of the machine's speed affects all of them alike.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Row:
 def run_cases(model: Path, cases: Sequence[Case], plan: Plan, notes: list[str]) -> list[Row]:
     """Every case on every engine, `repeats` times in turn. Raises EngineError when ours fails.
 
-    A peer that fails is left out from there on, with a note.
+    A peer that fails is left out of the rest, with a note.
     """
     tokenizer = tokenizer_of(model)
     requests = {case.name: case.requests(tokenizer) for case in cases}
@@ -71,7 +71,7 @@ def measure_case(
 def timed(
     engine: EngineProcess, requests: Sequence[Request], concurrency: int
 ) -> tuple[list[Timeline], float]:
-    """One run, and how many cores others used during it."""
+    """One run, and the cores that other processes used meanwhile."""
     meter = CpuMeter(engine.processes)
     timelines = engine.run(requests, concurrency)
     return timelines, meter.stop().other_cores
@@ -81,7 +81,7 @@ def timed(
 def loaded_engines(
     model: Path, cases: Sequence[Case], plan: Plan, notes: list[str]
 ) -> Iterator[dict[str, EngineProcess]]:
-    """Everyone who takes part, warmed up and frozen, for the length of the block."""
+    """Every engine of the plan, warmed up and frozen, for the length of the block."""
     limits = limits_for(cases, threads=plan.threads)
     warming = warm_up(cases)
     requests = warming.requests(tokenizer_of(model))

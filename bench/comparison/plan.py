@@ -1,4 +1,4 @@
-"""What a run is made of, and what becomes of a peer that fails in it."""
+"""The settings of a run, and the handling of a peer that fails."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ FAILURES = (EngineError, ServerError, ConversionError, ValueError)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Everything but the requests."""
+    """All settings of a run except its requests."""
 
     engines: Sequence[str]
-    """Names of who takes part, if installed."""
+    """Names of the engines and servers that take part, if installed."""
     repeats: int
     threads: int
     quiet: Quiet
@@ -31,18 +31,18 @@ class Plan:
     launcher_flags: Sequence[str] = ()
     shard_flags: Sequence[str] = ()
     more_servers: Sequence[Server] = ()
-    """Beside those that `engines` names."""
+    """Servers beside those in `engines`."""
 
 
 def installed(names: Sequence[str]) -> list[str]:
-    """Which of the named are there, in the given order."""
+    """The installed ones among `names`, in the same order."""
     present = {engine.name for engine in OFFLINE if engine.is_installed}
     present |= {server.name for server in SERVERS if server.is_installed}
     return [name for name in names if name in present]
 
 
 class Attempt:
-    """A block in which a peer may fail, which becomes a note; ours may not."""
+    """A block in which the failure of a peer becomes a note; a failure of ours is raised."""
 
     def __init__(self, name: str, notes: list[str]) -> None:
         self.failed = False

@@ -37,7 +37,7 @@ LEVEL_COLUMNS = (
 
 
 def case_table(rows: Sequence[Row], shape: Shape, machine: Machine) -> str:
-    """Engines without HTTP, case by case; a `~` marks a figure taken while others used the cores."""
+    """Engines without HTTP, case by case; a `~` marks a disturbed figure."""
     ours = {row.case.name: row.repeated for row in rows if row.engine == OURS}
     names = list(dict.fromkeys(row.case.name for row in rows))
     lines = []
@@ -63,7 +63,7 @@ def case_table(rows: Sequence[Row], shape: Shape, machine: Machine) -> str:
 
 
 def share_of_roofline(row: Row, shape: Shape, machine: Machine) -> float:
-    """The least time possible over the time taken: 1 at the roofline."""
+    """The shortest possible time over the measured time: 1 at the roofline."""
     floor, median = row.case.floor(shape, machine), row.repeated.median
     return median / floor if row.case.figure.more_is_better else floor / median
 
@@ -83,7 +83,7 @@ def level_table(measurements: Sequence[Measurement]) -> str:
 
 
 def rate(measurements: Sequence[Measurement], level: str, server: str) -> Repeated:
-    """Tokens a second of one level on one server; ValueError when there is none."""
+    """Tokens a second of one level on one server; ValueError without a measurement."""
     return over(measurements, level, server, lambda m: m.tokens_per_second)
 
 
@@ -93,7 +93,7 @@ def over(
     server: str,
     value: Callable[[Measurement], float],
 ) -> Repeated:
-    """One figure of all repetitions of a level on a server; ValueError when there is none."""
+    """One figure of all repetitions of a level on a server; ValueError without a measurement."""
     return Repeated(
         tuple(
             Sample(value(m), m.other_cores)
@@ -104,7 +104,7 @@ def over(
 
 
 def stretch(measurement: Measurement) -> float:
-    """p99 over p50 of the time between tokens; 0 without a second token."""
+    """p99 over p50 of the time between tokens; 0 for streams of one token."""
     between = measurement.between_tokens_ms
     return between.p99 / between.p50 if between.p50 else 0.0
 

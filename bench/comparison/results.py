@@ -1,4 +1,4 @@
-"""What a run found about one shape: every sample as JSON, and tables."""
+"""The results of a run for one shape: every sample as JSON, and tables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bench.harness.repeats import ratio_text
 
 @dataclass(slots=True, kw_only=True)
 class Results:
-    """Everything that one run found out about one shape."""
+    """The results of one run for one shape."""
 
     model: str
     machine: Machine

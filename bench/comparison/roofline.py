@@ -1,7 +1,7 @@
-"""The least time a case can take on this machine: bytes over bandwidth, or operations over peak.
+"""The shortest possible time of a case on this machine: bytes over bandwidth, or operations over peak.
 
-A step reads every weight once and the keys and values of its rows; it multiplies each row with every
-weight, and the output head only where a token is chosen. Whichever takes longer is its floor.
+A step reads every weight once, and the keys and values of its rows. It multiplies each row with every weight, and
+with the output head only where a token is sampled. The longer of the two times is the floor.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from bench.harness.repeats import BUSY_CORES
 from bench.peers.engines import launch_environment
 
 BYTES = 2
-"""Of a bfloat16."""
+"""Bytes of a bfloat16."""
 PROBES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What was measured: bytes a second by number of threads, and bfloat16 operations a second."""
+    """Measured limits: bytes a second by number of threads, and bfloat16 operations a second."""
 
     read_one: float
     read_all: float
     multiply: float
     threads: int
     other_cores: float = 0.0
-    """Most that others used in one of the probes."""
+    """The most CPU, in cores, that other processes used during a probe."""
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing disturbed the probes."""
+        """Whether the probes were undisturbed."""
         return self.other_cores <= BUSY_CORES
 
     def best(self, other: Machine) -> Machine:
-        """The limits that two measurements of one machine showed."""
+        """The higher limits of two measurements of one machine."""
         return Machine(
             read_one=max(self.read_one, other.read_one),
             read_all=max(self.read_all, other.read_all),
@@ -56,7 +56,7 @@ class Machine:
         return asdict(self)
 
     def text(self) -> str:
-        """One line for people."""
+        """One line of text."""
         mark = "" if self.is_clean else " (disturbed)"
         return (
             f"memory reads {self.read_one / 1e9:.1f} GB/s with 1 thread and"
@@ -66,24 +66,24 @@ class Machine:
 
 
 def layer_weights(shape: Shape) -> int:
-    """Weights of all layers, embedding and head left out."""
+    """Weights of all layers, without embedding and head."""
     key_value = shape.num_key_value_heads * shape.head_size
     attention = shape.hidden_size * (2 * shape.hidden_size + 2 * key_value)
     return shape.num_layers * (attention + 3 * shape.hidden_size * shape.intermediate_size)
 
 
 def cache_bytes(shape: Shape) -> int:
-    """Keys and values of one token."""
+    """Bytes of the keys and values of one token."""
     return 2 * BYTES * shape.num_layers * shape.num_key_value_heads * shape.head_size
 
 
 def attention_flops(shape: Shape, positions: int) -> int:
-    """Of one query row over `positions` keys and values, all layers."""
+    """Attention operations of one query row over `positions` keys and values, all layers."""
     return 4 * shape.num_layers * shape.hidden_size * positions
 
 
 def decode_step_seconds(shape: Shape, machine: Machine, contexts: Sequence[int]) -> float:
-    """One step in which a row of each of `contexts` tokens decodes."""
+    """Seconds of one step that decodes a row for each context length in `contexts`."""
     head = shape.hidden_size * shape.vocab_size
     weights = layer_weights(shape) + head
     read = BYTES * weights + cache_bytes(shape) * sum(contexts)
@@ -92,7 +92,7 @@ def decode_step_seconds(shape: Shape, machine: Machine, contexts: Sequence[int])
 
 
 def prefill_seconds(shape: Shape, machine: Machine, prompts: Sequence[int]) -> float:
-    """One step over whole prompts of these lengths; the head runs for the last token of each."""
+    """Seconds of one step over whole prompts of these lengths; the head runs for the last token of each."""
     head = shape.hidden_size * shape.vocab_size
     weights = layer_weights(shape)
     read = BYTES * (weights + head) + cache_bytes(shape) * sum(prompts)
@@ -104,7 +104,10 @@ def prefill_seconds(shape: Shape, machine: Machine, prompts: Sequence[int]) -> f
 def batch_seconds(
     shape: Shape, machine: Machine, requests: Iterable[tuple[int, int]], concurrency: int
 ) -> float:
-    """(prompt, output) lengths, `concurrency` at a time: a step of prompts when some can enter, then one of decodes."""
+    """Seconds for requests of (prompt, output) lengths, `concurrency` at a time.
+
+    Prompts that can enter run in a step of their own, before each step of decodes.
+    """
     waiting = list(requests)[::-1]
     running: list[list[int]] = []
     seconds = 0.0
@@ -136,10 +139,10 @@ def measure(threads: int, quiet: Quiet, *, seconds: float = 1.0) -> Machine:
 
 
 def best_probe(kind: str, threads: int, quiet: Quiet, *, seconds: float) -> tuple[float, float]:
-    """The median rate of the fastest of a few probes, and the cores that others used in it.
+    """The median rate of the fastest of a few probes, and the cores that other processes used in it.
 
-    A limit is what the machine can do: what disturbs a probe only hides it. Ends with the first
-    probe that nothing disturbed.
+    A disturbance can only lower a rate, so the fastest probe is closest to the limit. The first undisturbed probe
+    ends the search.
     """
     found = []
     for _ in range(PROBES):

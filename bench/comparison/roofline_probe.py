@@ -19,7 +19,7 @@ SIDE = 4096
 
 
 def rates(call: Callable[[], object], amount: float, seconds: float) -> list[float]:
-    """Amount over time of each call that fits in, at least three after a warm-up."""
+    """The rate of each call within the time, at least three after a warm-up."""
     call()
     found: list[float] = []
     end = time.perf_counter() + seconds

@@ -1,4 +1,4 @@
-"""Every server on the same load, in turn, on a machine that is quiet; see `bench.comparison.offline`."""
+"""Every server on the same load, in turn, on a quiet machine; see `bench.comparison.offline`."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from bench.peers.servers import SERVERS, Server
 from bench.peers.worker import Limits, Request
 
 UNSERVED = "transformers"
-"""Compared with servers, but driven without HTTP: what a server in front would cost it is left out."""
+"""An engine without a server, compared with servers; the cost of HTTP is not counted against it."""
 OPEN_LOOP_STREAMS = 64
-"""Room for an open loop, in which any number of requests may be at work."""
+"""Streams to make room for in an open loop, which has no limit of its own."""
 Run = Callable[[Level], Measurement]
 
 
@@ -32,7 +32,7 @@ def run_levels(
     """Every level on every server, `repeats` times in turn; open loops are for servers only.
 
     Raises ServerError when ours fails, and ValueError when none of its requests succeeded. A peer
-    that fails is left out from there on, with a note.
+    that fails is left out of the rest, with a note.
     """
     limits = level_limits(levels, threads=plan.threads)
     found: list[Measurement] = []
@@ -54,7 +54,7 @@ def run_levels(
 
 
 def level_limits(levels: Sequence[Level], *, threads: int) -> Limits:
-    """Room for the widest level and the longest sequence."""
+    """Limits that fit the widest level and the longest sequence."""
     every = [WARM_UP, *levels]
     streams = max(level.concurrency or OPEN_LOOP_STREAMS for level in every)
     tokens = max(level.prompt_tokens + level.new_tokens for level in every) + 1
@@ -66,7 +66,7 @@ def level_limits(levels: Sequence[Level], *, threads: int) -> Limits:
 def start_servers(
     model: Path, limits: Limits, plan: Plan, notes: list[str], *, stack: ExitStack
 ) -> dict[str, Run]:
-    """Everyone installed, warmed up and frozen; `stack` ends them."""
+    """Every installed server, warmed up and frozen; `stack` ends them."""
     running: dict[str, Run] = {}
     named = [s for s in SERVERS if s.name in plan.engines and s.is_installed]
     for server in (*named, *plan.more_servers):
@@ -96,7 +96,7 @@ def thawed(server: Server, up: RunningServer) -> Run:
 def start_unserved(
     model: Path, limits: Limits, plan: Plan, notes: list[str], *, stack: ExitStack
 ) -> dict[str, Run]:
-    """The one peer that is compared without a server."""
+    """The peer that is compared without a server."""
     if UNSERVED not in plan.engines:
         return {}
     offline = next(engine for engine in OFFLINE if engine.name == UNSERVED)

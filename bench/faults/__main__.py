@@ -1,4 +1,4 @@
-"""`python -m bench.faults`: what killed, hung and poisoned shards cost clients, overload, and a soak.
+"""`python -m bench.faults`: the cost of killed, hung and poisoned shards to clients, overload, and a soak.
 
 Each part starts our launcher on the demo model, breaks it while requests run and compares every answer with an
 undisturbed run. `--record` writes the figures to bench/results. Exit code 1 where an answer was lost or wrong.
@@ -86,7 +86,7 @@ def main() -> int:
 
 
 def _on_sigterm(_number: int, _frame: FrameType | None) -> NoReturn:
-    """End like on Ctrl-C, so that no server is left behind."""
+    """Raise KeyboardInterrupt, so that every server is stopped."""
     raise KeyboardInterrupt
 
 

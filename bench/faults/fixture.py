@@ -23,12 +23,12 @@ class Fixture:
     quiet: Quiet
     out: Path
     scale: float = 1.0
-    """Of the numbers of streams, kills and minutes."""
+    """Factor on the numbers of streams, kills and minutes."""
     minutes: float = 60.0
-    """Of the soak."""
+    """Length of the soak."""
     seed: str = "faults"
     flags: Sequence[str] = ()
-    """More of them, for every launcher."""
+    """More flags for every launcher."""
 
     def scaled(self, count: int, *, least: int = 1) -> int:
         """`count` times the scale."""
@@ -39,7 +39,7 @@ class Fixture:
         return self.out / f"faults-{re.sub('[^a-z0-9]+', '-', name)}.log"
 
     def write(self, name: str, data: Mapping[str, Any]) -> None:
-        """Leave figures as JSON; a reader never sees half of them."""
+        """Write figures as JSON; a reader never sees half of a file."""
         path = self.out / f"faults-{name}.json"
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(data, indent=2) + "\n")
@@ -85,4 +85,4 @@ class Part:
     name: str
     title: str
     run: Callable[[Fixture], Report]
-    """Raises ServerError, NoShard or aiohttp.ClientError where it cannot be shown either way."""
+    """Raises ServerError, NoShard or aiohttp.ClientError where the part cannot run."""

@@ -29,7 +29,7 @@ class Scenario:
     number: signal.Signals = signal.SIGKILL
     rank: int = 0
     longest: int = 600
-    """Most tokens of an answer."""
+    """The most tokens of an answer."""
     num_ranks: int = 1
     flags: tuple[str, ...] = ()
 

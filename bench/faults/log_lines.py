@@ -1,4 +1,4 @@
-"""The launcher's log in JSON, with what it relays of its children."""
+"""The launcher's log in JSON, which holds its children's records too."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Line:
 
 
 def parse_lines(text: str) -> list[Line]:
-    """Every record; what is none, such as a line that is still being written, is left out."""
+    """Every record; other lines, such as an incomplete last one, are left out."""
     found = []
     for line in text.splitlines():
         try:

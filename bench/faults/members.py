@@ -1,4 +1,4 @@
-"""The processes of a server by what they are, known by their command lines."""
+"""The processes of a server by role, recognised by their command lines."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ class Members:
     """Process ids by rank."""
     guards: list[int] = field(default_factory=list)
     grammar_workers: list[int] = field(default_factory=list)
-    """Where rank 0 compiles grammars: a process, once it was needed, and its forks."""
+    """The process in which rank 0 compiles grammars, once one was needed, and its forks."""
     others: list[str] = field(default_factory=list)
     """Command lines of other processes, and a note for each ended child without a wait."""
 
     @classmethod
     def of(cls, launcher: psutil.Process) -> Members:
-        """Those that live now."""
+        """The living descendants of `launcher`."""
         members = cls()
         for child in launcher.children(recursive=True):
             try:
                 ended = child.status() == psutil.STATUS_ZOMBIE
-                command = "ended, nobody waited for it" if ended else " ".join(child.cmdline())
+                command = "ended without a wait" if ended else " ".join(child.cmdline())
             except GONE:
                 continue
             members.add(child.pid, command)

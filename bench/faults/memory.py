@@ -42,7 +42,7 @@ def read(processes: Mapping[str, psutil.Process], *, start: float) -> list[Readi
 
 
 def lives(readings: Iterable[Reading]) -> list[list[Reading]]:
-    """The readings of each process for itself, in order of time."""
+    """The readings of each process, in order of time."""
     ordered = sorted(readings, key=lambda reading: (reading.pid, reading.at))
     return [list(group) for _, group in groupby(ordered, key=lambda reading: reading.pid)]
 
@@ -50,8 +50,8 @@ def lives(readings: Iterable[Reading]) -> list[list[Reading]]:
 def megabytes_per_hour(readings: Sequence[Reading], *, after: float, settle: float) -> float | None:
     """The least-squares slope of resident memory, common to all lives of a role, each around its own mean.
 
-    Leaves out what was read before `after`, and in the first `settle` seconds of each life. None where no life has
-    two readings left.
+    Readings before `after` and in the first `settle` seconds of each life do not count. None if no life has two
+    other readings.
     """
     products = squares = 0.0
     for life in lives(readings):

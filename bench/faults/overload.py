@@ -1,4 +1,4 @@
-"""Ten times as many clients as the server takes, for minutes: who is accepted gets what he would have got."""
+"""Ten times as many clients as the server accepts, for minutes: accepted requests must get the right answer."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from bench.harness.repeats import figure
 from bench.harness.tables import markdown
 
 CAPACITY, TIMES, NUM_BODIES, LONGEST = 16, 10, 48, 120
-CALM_SECONDS, STORM_SECONDS = 60.0, 180.0
+NORMAL_SECONDS, OVERLOAD_SECONDS = 60.0, 180.0
 RETRY_SECONDS = 0.25
-"""Clients are more impatient than `Retry-After` asks them to be."""
+"""The wait of a client after a 429, shorter than its `Retry-After`."""
 READ_SECONDS = 1.0
 
 
 @dataclass(slots=True)
 class Phase:
-    """So many clients for so long, each of which asks again as soon as it may."""
+    """A number of clients in a closed loop, for a time."""
 
     name: str
     num_clients: int
@@ -38,11 +38,11 @@ class Phase:
     refusals: list[float] = field(default_factory=list)
     """Seconds until each 429."""
     readings: list[Reading] = field(default_factory=list)
-    """Of the router."""
+    """Readings of the router."""
     problems: list[str] = field(default_factory=list)
 
     def took(self, answer: Answer, expected: Answer) -> bool:
-        """Take note of what came back; whether it was an answer and no refusal."""
+        """Count an answer; False for a refusal."""
         seconds = answer.ended - answer.sent
         if answer.status == 429:
             self.refusals.append(seconds)
@@ -50,7 +50,7 @@ class Phase:
         if answer.error:
             self.problems.append(f"{self.name}: {answer.error}")
         elif answer.outcome != expected.outcome:
-            self.problems.append(f"{self.name}: an answer is not what it is alone")
+            self.problems.append(f"{self.name}: an answer differs from the one without load")
         else:
             self.num_answers += 1
             self.num_tokens += len(answer.events)
@@ -117,9 +117,9 @@ async def _alone(deployment: Deployment, bodies: Sequence[Mapping[str, Any]]) ->
 def run(fixture: Fixture) -> Report:
     report, bodies = Report(), mixed_bodies(NUM_BODIES, longest=LONGEST)
     phases = [
-        Phase("as many as it takes", CAPACITY, CALM_SECONDS * fixture.scale),
-        Phase(f"{TIMES} times as many", TIMES * CAPACITY, STORM_SECONDS * fixture.scale),
-        Phase("as many as it takes, after", CAPACITY, CALM_SECONDS * fixture.scale),
+        Phase("at capacity", CAPACITY, NORMAL_SECONDS * fixture.scale),
+        Phase(f"{TIMES} times the capacity", TIMES * CAPACITY, OVERLOAD_SECONDS * fixture.scale),
+        Phase("at capacity, after", CAPACITY, NORMAL_SECONDS * fixture.scale),
     ]
     wait_until_quiet(fixture.quiet)
     flags = ("--deterministic=on", f"--max-concurrent-requests={CAPACITY}", *fixture.flags)
@@ -130,11 +130,11 @@ def run(fixture: Fixture) -> Report:
             asyncio.run(_run(deployment, phase, bodies, alone))
             report.problems += phase.problems
         stop()
-    storm = phases[1]
+    overload = phases[1]
     report.paragraphs = [
-        f"`--max-concurrent-requests={CAPACITY}`; each client asks again as soon as it has its answer, or"
-        f" {RETRY_SECONDS} s after a 429. Every answer is compared with the same request alone. {storm.seconds / 60:g}"
-        f" minutes of overload.",
+        f"`--max-concurrent-requests={CAPACITY}`; each client sends its next request after an answer, or"
+        f" {RETRY_SECONDS} s after a 429. Every answer is compared with that of the same request alone."
+        f" {overload.seconds / 60:g} minutes of overload.",
         markdown(TITLES, [phase.row() for phase in phases]),
     ]
     report.data = {phase.name: dict(zip(TITLES, phase.row(), strict=True)) for phase in phases}

@@ -1,4 +1,4 @@
-"""One request among fifty breaks the shards, in each of the ways in which a request can."""
+"""One request among fifty breaks the shards, in each possible way."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ NUM_REQUESTS, LONGEST = 50, 200
 API_KEY = "faults"
 HEADERS = {"authorization": f"Bearer {API_KEY}"}
 MARK = " 90909 wqxz wqxz"
-"""The end of the prompt that is poison."""
+"""The end of the poison prompt."""
 NUM_MARK_TOKENS = 6
 PLACE = 17
-"""Of that prompt among the others."""
+"""Position of the poison among the requests."""
 FLAGS = (
     "--deterministic=on",
     "--step-timeout=3",
@@ -41,44 +41,44 @@ FLAGS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """One way to break the shards, and what becomes of it."""
+    """One way to break the shards, and its expected outcome."""
 
     name: str
     environment: Mapping[str, str]
     ends_with: str = "424"
-    """What the client of the poison is to see; empty for an answer like all others."""
+    """The error that the client of the poison must see; empty for a right answer."""
     records: int = 1
-    """How many there are to be at `/v1/quarantine`."""
+    """Expected number of records at `/v1/quarantine`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a kind did."""
+    """The outcome of a kind."""
 
     lost: Sequence[str]
-    """Of the requests that are to be as without poison."""
+    """Differences of the other requests from the undisturbed run."""
     poisoned: Answer
     failures: float
-    """Steps that failed, whether a shard had to be restarted or not."""
+    """Failed steps, with or without a restart."""
     restarts: int
     records: int
     seconds: float
 
 
 def bound(num_requests: int) -> float:
-    """The most failures that finding one request among so many may take."""
+    """The most failures that the search for one request among `num_requests` may take."""
     return 2 * math.log2(num_requests) + 2
 
 
 def poisoned_bodies() -> list[dict[str, Any]]:
-    """Fifty bodies, one of which ends with the mark."""
+    """All bodies, one of which ends with the mark."""
     bodies = mixed_bodies(NUM_REQUESTS, longest=LONGEST)
     bodies[PLACE] = {**bodies[PLACE], "inputs": bodies[PLACE]["inputs"] + MARK}
     return bodies
 
 
 def mark_ids(tokenizer: Tokenizer, bodies: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The tokens that only the poison has; ValueError where another prompt has them too."""
+    """The tokens that only the poison has; ValueError if another prompt has them too."""
     prompts = [tokenizer.encode(body["inputs"]).ids for body in bodies]
     ids = prompts[PLACE][-NUM_MARK_TOKENS:]
     found = [
@@ -92,7 +92,7 @@ def mark_ids(tokenizer: Tokenizer, bodies: Sequence[Mapping[str, Any]]) -> list[
 
 
 def kinds(ids: Sequence[int]) -> list[Kind]:
-    """All of them, for a poison of these tokens."""
+    """Every kind, for a poison of these tokens."""
     poison = ",".join(map(str, ids))
     ways = [
         Kind(
@@ -141,7 +141,7 @@ async def _disturbed(
 
 
 def problems(kind: Kind, found: Found, undisturbed: Answer) -> list[str]:
-    """What is not as it is to be."""
+    """Violations."""
     lines = [f"{kind.name}: {line}" for line in found.lost]
     poisoned = found.poisoned
     if not kind.ends_with and (poisoned.error or poisoned.outcome != undisturbed.outcome):
@@ -156,11 +156,11 @@ def problems(kind: Kind, found: Found, undisturbed: Answer) -> list[str]:
 
 
 def outcome(answer: Answer) -> str:
-    """What a client saw, in a word or two."""
+    """The outcome that a client saw, in a word or two."""
     if not answer.error:
         return "answered"
     is_generation = '"error_type":"generation"' in answer.error
-    # A stream has its status already; its last event says what an answer in one piece says by 424.
+    # A stream has sent its status already, so that its last event stands for the 424 of a whole answer.
     return (
         "424" if answer.status == 424 or (answer.status == 200 and is_generation) else answer.error
     )
@@ -204,9 +204,9 @@ def run(fixture: Fixture) -> Report:
             )
         )
     report.paragraphs = [
-        f"{NUM_REQUESTS} streams at once, one of which breaks each step that it is in, in a test shard."
-        f" At most {bound(NUM_REQUESTS):.0f} restarts are allowed. Hangs are noticed after 3 s"
-        ' (`--step-timeout`). "oom by size" is no poison: every step of more than 20 rows or 200 tokens'
+        f"{NUM_REQUESTS} streams at once; one of them breaks each of its steps, in a test shard."
+        f" At most {bound(NUM_REQUESTS):.0f} restarts are allowed. Hangs are detected after 3 s"
+        ' (`--step-timeout`). "oom by size" has no poison: every step of more than 20 rows or 200 tokens'
         " runs out of memory.",
         markdown(
             (

@@ -20,9 +20,9 @@ LOADED = re.compile(r"weights loaded in ([\d.]+) s")
 
 
 def pause_end(arrivals: Iterable[float], *, since: float, until: float) -> float | None:
-    """When the longest pause ended that began after `since`; None where nothing came before `until`.
+    """The end of the longest pause that began after `since`; None without a token before `until`.
 
-    Tokens that were under way at `since` may still arrive before the pause begins.
+    Tokens that were in flight at `since` may still arrive before the pause begins.
     """
     times = [since, *sorted(at for at in arrivals if since < at < until)]
     gaps = [(after - before, after) for before, after in pairwise(times)]
@@ -32,10 +32,10 @@ def pause_end(arrivals: Iterable[float], *, since: float, until: float) -> float
 def all_moving_at(
     streams: Iterable[Sequence[float]], *, resumed: float, until: float
 ) -> float | None:
-    """When the last of the streams that a pause held up got its next token; None where one did not before `until`.
+    """The time of the last stream's next token after a pause; None if a stream got none before `until`.
 
-    `streams` holds the arrivals of each in order; `resumed` is when the first one got its token. Those that had ended
-    or had not begun do not count.
+    `streams` holds the arrivals of each in order; `resumed` is the time of the first stream's token. Streams that had
+    ended or had not begun do not count.
     """
     last = resumed
     for arrivals in streams:
@@ -50,9 +50,9 @@ def all_moving_at(
 
 
 def parts(lines: Iterable[Line], *, since: float, until: float) -> dict[str, float]:
-    """Seconds by part of the pause between `since` and `until`, in unix seconds; empty where a part was not logged.
+    """Seconds by part of the pause between `since` and `until`, in unix seconds; empty if a part was not logged.
 
-    Where there were several attempts or ranks, the last one of each counts.
+    The last of several attempts or ranks counts.
     """
     between = [line for line in lines if since <= line.at <= until]
     noticed = [line.at for line in between if _notices(line)]

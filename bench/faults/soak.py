@@ -29,17 +29,17 @@ from bench.harness.tables import markdown
 NUM_CLIENTS, NUM_BODIES, LONGEST = 64, 96, 200
 READ_SECONDS, WRITE_SECONDS, WINDOW_SECONDS = 10.0, 60.0, 300.0
 WARM_UP_SECONDS = 600.0
-"""Left out of slopes, but never more than a sixth of the soak."""
+"""Time before the readings that count for slopes; at most a sixth of the soak."""
 SETTLE_SECONDS = 60.0
-"""Left out of slopes at the beginning of each process's life."""
+"""The same for the start of each process."""
 MOST_KILL_SECONDS = 240.0
-"""Between two kills; they come at random after half of it at least."""
+"""The longest time between two kills; the shortest is half of it."""
 GAPS_OF_EVERY = 8
-"""Of so many answers one has all its times between tokens kept."""
+"""One in this many answers counts for the time between tokens."""
 
 
 class Soak:
-    """The state of a soak, and the tasks that work on it until its time is over."""
+    """The state and the tasks of a soak."""
 
     def __init__(self, fixture: Fixture, deployment: Deployment) -> None:
         self._fixture = fixture
@@ -55,7 +55,7 @@ class Soak:
         self.problems: list[str] = []
 
     async def run(self) -> str:
-        """Until the time is over and every answer has come; the server's metrics then."""
+        """Run until the end and the last answer; returns the server's metrics."""
         async with Clients(self._deployment.url) as clients:
             beside = [
                 asyncio.create_task(self._every(READ_SECONDS, self._read)),
@@ -81,7 +81,7 @@ class Soak:
                 await asyncio.sleep(1.0)
 
     def answered(self, number: int, answer: Answer) -> None:
-        """Take note of an answer; every answer to one body has to be the same."""
+        """Count an answer, which must equal the first one to the same body."""
         if answer.error:
             self.problems.append(f"request {number}: {answer.error}")
             return
@@ -203,7 +203,7 @@ def _paragraph(soak: Soak, fixture: Fixture) -> str:
 
 
 def memory_table(soak: Soak) -> str:
-    """What each role has, and whether that grows."""
+    """Memory of each role, and its slope."""
     slopes = soak.slopes()
     rows = []
     for role in soak.roles():

@@ -1,4 +1,4 @@
-"""Seeded requests of all kinds, what came back of each to the byte, and where two runs of them differ."""
+"""Seeded requests of all kinds, the bytes of their answers, and the differences of two runs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from bench.harness.load import READ_TIMEOUT_SECONDS, stamped_data
 TOPICS = ("prefill", "decode", "a KV cache", "the router", "a shard", "a block", "a token")
 STOPS = (" batch size", "launcher", " cannot", "prefix cache")
 SAMPLES = ("do_sample", "top_k", "typical_p")
-"""Parameters each of which makes a request draw its tokens, and so need a seed to be the same again."""
+"""Parameters that turn on sampling, so that the request needs a seed to be repeatable."""
 
 
 def mixed_bodies(count: int, *, longest: int) -> list[dict[str, Any]]:
     """Bodies of `count` streams: greedy and sampled, with penalties, stop strings and alternatives.
 
-    Answers have between half of `longest` tokens and all, but where a stop string ends them. The same every time.
+    Answers have between half of `longest` tokens and all of them, unless a stop string ends them. Every call returns
+    the same bodies.
     """
     return [_body(number, longest) for number in range(count)]
 
@@ -52,13 +53,13 @@ def _body(number: int, longest: int) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Answer:
-    """What became of one stream."""
+    """The answer to one stream."""
 
     body: Mapping[str, Any]
     events: list[bytes] = field(default_factory=list)
-    """JSON of each, as it was sent."""
+    """JSON of each event, as sent."""
     arrivals: list[float] = field(default_factory=list)
-    """Of each event, in seconds of `time.perf_counter`."""
+    """Time of each event, in seconds of `time.perf_counter`."""
     sent: float = 0.0
     ended: float = 0.0
     status: int = 0
@@ -66,25 +67,25 @@ class Answer:
 
     @property
     def is_whole(self) -> bool:
-        """Whether its last event carries the end."""
+        """Whether its last event is a final one."""
         return bool(self.events) and self.end.get("generated_text") is not None
 
     @property
     def end(self) -> dict[str, Any]:
-        """The last event; KeyError and IndexError where there is none."""
+        """The last event; IndexError without events."""
         event: dict[str, Any] = orjson.loads(self.events[-1])
         return event
 
     @property
     def outcome(self) -> tuple[Sequence[bytes], Mapping[str, Any]]:
-        """Everything that must not depend on what happened to the shards; that is all but the tokens found cached."""
+        """The part that must not depend on failures of shards: everything except the number of cached tokens."""
         end = self.end
         details = {k: v for k, v in (end["details"] or {}).items() if k != "cached_tokens"}
         return self.events[:-1], {**end, "details": details}
 
 
 class Clients:
-    """All streams of one run, each on a connection of its own; use as an asynchronous context manager."""
+    """All streams of one run, a connection each; use as an asynchronous context manager."""
 
     def __init__(self, url: str, *, headers: Mapping[str, str] | None = None) -> None:
         self.answers: list[Answer] = []
@@ -104,17 +105,17 @@ class Clients:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that have arrived at all of them."""
+        """Tokens that have arrived so far."""
         return sum(len(answer.events) for answer in self.answers)
 
     async def send_all(self, bodies: Iterable[Mapping[str, Any]]) -> list[Answer]:
-        """Send all at once and wait until each has ended, however it did."""
+        """Send all at once and wait for the end of each."""
         self.answers = [Answer(body) for body in bodies]
         await asyncio.gather(*(self.send(answer) for answer in self.answers))
         return self.answers
 
     async def send(self, answer: Answer) -> None:
-        """Send one and fill it in as its events come; failures are noted there."""
+        """Send one request, and add its events or its error to `answer`."""
         answer.sent = time.perf_counter()
         try:
             await self._stream(answer)
@@ -123,7 +124,7 @@ class Clients:
         answer.ended = time.perf_counter()
 
     async def text(self, path: str) -> str:
-        """A page of the server's; raises aiohttp.ClientError."""
+        """The page at `path`; raises aiohttp.ClientError."""
         async with self._session.get(path, raise_for_status=True) as response:
             return await response.text()
 
@@ -144,9 +145,9 @@ class Clients:
 def differences(
     undisturbed: Sequence[Answer], disturbed: Sequence[Answer], *, but: int | None = None
 ) -> list[str]:
-    """What went wrong, a line for each stream that failed or is not what it is without disturbance.
+    """A line for each stream that failed or differs from the undisturbed run.
 
-    The stream at place `but` is somebody else's affair. ValueError where they are not as many.
+    The stream at place `but` does not count. ValueError for runs of different lengths.
     """
     lines = []
     for number, (before, after) in enumerate(zip(undisturbed, disturbed, strict=True)):

@@ -1,4 +1,4 @@
-"""Latencies by stretches of time, to see whether they drift. Pure."""
+"""Latencies by windows of time, and their drift. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.harness.measurement import Quantiles
 
 @dataclass(slots=True)
 class Window:
-    """What was measured within one stretch, in seconds."""
+    """The latencies of one window, in seconds."""
 
     first_tokens: array[float] = field(default_factory=lambda: array("d"))
     between_tokens: array[float] = field(default_factory=lambda: array("d"))
@@ -54,7 +54,7 @@ class Windows:
 
 
 def drift(rows: Iterable[dict[str, float]], title: str) -> float | None:
-    """Mean of the last third of the windows over that of the first third; None below three windows."""
+    """Mean of the last third of the windows over that of the first third; None for fewer than three windows."""
     values = [row[title] for row in rows]
     third = len(values) // 3
     if not third or not sum(values[:third]):

@@ -1,8 +1,8 @@
 """Random-weight Llama checkpoints of real shapes, with a real tokenizer in which prompts count exactly.
 
-What a benchmark needs of a model is its shapes, and these are made in seconds without a download.
-The end token's row of the tied head is zero, and so is its logit; the greatest of tens of thousands
-of random ones is positive, so a greedy run never stops early, even on a peer without `ignore_eos`.
+A benchmark needs only the shapes of a model. These checkpoints are made in seconds without a download.
+The end token's row of the tied head is zero, and so is its logit. The greatest of tens of thousands of
+random logits is positive, so a greedy run never stops early, even on a peer without `ignore_eos`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def write_checkpoint(folder: Path, shape: Shape, *, seed: int) -> None:
 
 
 def describe(folder: Path, shape: Shape) -> None:
-    """Write all of a checkpoint but its weights."""
+    """Write all files of a checkpoint except its weights."""
     build_tokenizer(shape.vocab_size).save(str(folder / "tokenizer.json"))
     _write_json(folder / "config.json", _config(shape))
     _write_json(

@@ -1,4 +1,4 @@
-"""What the command lines of benchmarks have in common: options, the command as it was typed, progress."""
+"""Common parts of the command lines: options, the command as it was typed, progress."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def parts_parser(
     *,
     default: Sequence[str] | None = None,
 ) -> argparse.ArgumentParser:
-    """The same for a benchmark that is made of `parts`; `default` names the parts of a plain run, or all run."""
+    """The same for a benchmark made of `parts`; `default` names the parts that run without `--only`, None all."""
 
     def chosen(text: str) -> list[str]:
         names = text.split(",")

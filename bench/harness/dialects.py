@@ -1,4 +1,4 @@
-"""What each server calls a streamed generation: the request, and how many tokens an event holds."""
+"""The API of each server for a streamed generation: the request, and the number of tokens in an event."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bench.harness.levels import Level
 
 
 class BadStreamError(Exception):
-    """The server answered, but not with the stream that was asked for."""
+    """The server answered with something other than the requested stream."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,11 +19,11 @@ class Dialect:
 
     path: str
     body: Callable[[str, Level], dict[str, Any]]
-    """From a prompt and its level."""
+    """Makes the body from a prompt and its level."""
     num_tokens: Callable[[dict[str, Any], int], int]
-    """New tokens of an event, given those before it; raises BadStreamError."""
+    """Counts the new tokens of an event, given the number before it; raises BadStreamError."""
     check_end: Callable[[dict[str, Any], int], None]
-    """Check the last event that held a token against their number; raises BadStreamError."""
+    """Checks the last event with a token against the number of tokens; raises BadStreamError."""
     keeps_connections: bool = True
 
 
@@ -116,4 +116,4 @@ LLAMA = Dialect(
     check_end=_llama_end,
     keeps_connections=False,
 )
-"""llama.cpp's own route. Its server drops connections that are kept alive: one for each request."""
+"""llama.cpp's own route. Its server drops keep-alive connections, so each request opens one."""

@@ -1,4 +1,4 @@
-"""Processes that hold a loaded model while another is measured: stopped, so that they use no CPU."""
+"""Stops processes that hold a loaded model while another one is measured, so that they use no CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STOP_SECONDS = 20.0
 
 
 class Family:
-    """A process that we started, with everything it started."""
+    """A process of ours and all its descendants."""
 
     def __init__(self, pid: int) -> None:
         self._process: psutil.Process | None = None
@@ -20,7 +20,7 @@ class Family:
             self._process = psutil.Process(pid)
 
     def processes(self) -> list[psutil.Process]:
-        """The members that live; none once the first is gone."""
+        """The living members; empty once the first process has ended."""
         if self._process is None:
             return []
         try:
@@ -29,19 +29,19 @@ class Family:
             return []
 
     def freeze(self) -> None:
-        """Stop every member where it is; parents first, so that none is restarted meanwhile."""
+        """Stop every member, parents first, so that no parent restarts a child."""
         for process in self.processes():
             with suppress(psutil.NoSuchProcess):
                 process.suspend()
 
     def thaw(self) -> None:
-        """Let all of them go on."""
+        """Let all members continue."""
         for process in reversed(self.processes()):
             with suppress(psutil.NoSuchProcess):
                 process.resume()
 
     def end(self) -> None:
-        """SIGTERM to all, and SIGKILL to those that are left: workers may outlive their parent."""
+        """Send SIGTERM to all, then SIGKILL to the rest, because workers may outlive their parent."""
         processes = self.processes()
         for signal in (psutil.Process.terminate, psutil.Process.kill):
             for process in processes:

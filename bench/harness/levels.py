@@ -1,4 +1,4 @@
-"""What a level of load is: how many requests, how long, and how they arrive."""
+"""A level of load: the number of requests, their lengths, and their arrival times."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Level:
             yield prompt(self.prompt_tokens, seed=f"{self.name}/{self.seed}/{number}")
 
     def arrival_seconds(self) -> Iterator[float]:
-        """When each request is due, from the level's start: a Poisson process of the set rate."""
+        """The time of each request after the level's start: a Poisson process of the set rate."""
         assert self.rate is not None
         generator = random.Random(f"{self.name}/{self.seed}/arrivals")
         due = 0.0

@@ -1,7 +1,7 @@
-"""The load generator: streams generations over HTTP and stamps each token as it arrives.
+"""The load generator: streams generations over HTTP and takes the time of each token's arrival.
 
-Reads server-sent events itself, a chunk at a time, so that the generator costs a few microseconds
-a token and does not disturb the server with which it shares the machine.
+It parses server-sent events itself, a chunk at a time. It costs a few microseconds a token, so that it
+does not disturb a server on the same machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ READ_TIMEOUT_SECONDS = 600.0
 
 @dataclass(slots=True)
 class Outcome:
-    """The requests of one level: timelines of the good ones, a reason for each bad one."""
+    """The requests of one level: a timeline of each success, a reason for each failure."""
 
     timelines: list[Timeline] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -33,7 +33,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class _Client:
-    """What all requests of a level share."""
+    """The state that all requests of a level share."""
 
     session: aiohttp.ClientSession
     level: Level
@@ -42,7 +42,7 @@ class _Client:
 
 
 async def run_level(base_url: str, level: Level, *, dialect: Dialect = TGI) -> Outcome:
-    """Send every request of the level and wait until each has ended."""
+    """Send every request of the level and wait for all of them."""
     outcome = Outcome()
     timeout = aiohttp.ClientTimeout(total=None, sock_read=READ_TIMEOUT_SECONDS)
     connector = aiohttp.TCPConnector(limit=0, force_close=not dialect.keeps_connections)
@@ -89,7 +89,7 @@ async def _record(client: _Client, prompt: str, *, due: float) -> None:
 
 
 async def _stream(client: _Client, prompt: str, timeline: Timeline) -> None:
-    """Read one stream to its end into `timeline`; raises BadStreamError when it is not whole."""
+    """Read one stream to its end into `timeline`; raises BadStreamError for an incomplete stream."""
     dialect, level = client.dialect, client.level
     last: dict[str, Any] = {}
     body = dialect.body(prompt, level)
@@ -110,13 +110,13 @@ async def _stream(client: _Client, prompt: str, timeline: Timeline) -> None:
 async def stamped_events(
     response: aiohttp.ClientResponse,
 ) -> AsyncIterator[tuple[float, dict[str, Any]]]:
-    """Yield each `data:` event with the moment its last byte was read; comments are skipped."""
+    """Yield each `data:` event with the time at which its last byte was read; skip comments."""
     async for arrival, data in stamped_data(response):
         yield arrival, orjson.loads(data)
 
 
 async def stamped_data(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[float, bytes]]:
-    """Yield what follows each `data:`, but for the closing `[DONE]`, with the moment its last byte was read."""
+    """Yield the content of each `data:` line except `[DONE]`, with the time at which its last byte was read."""
     buffer = b""
     async for chunk in response.content.iter_any():
         arrival = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What machine this is, and how much of it each process used."""
+"""The machine, and the CPU that each process uses."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _commit() -> str:
 
 
 def cpu_seconds(processes: Iterable[psutil.Process], *, with_ended: bool = False) -> float:
-    """User and system time so far of the processes that are still alive, and of children that they have outlived."""
+    """User and system time of the living processes; `with_ended` adds their ended children."""
     total = 0.0
     for process in processes:
         try:
@@ -64,7 +64,7 @@ def cpu_seconds(processes: Iterable[psutil.Process], *, with_ended: bool = False
 
 
 def family(process: psutil.Process) -> list[psutil.Process]:
-    """The process and everything it started that lives."""
+    """The process and its living descendants."""
     return [process, *process.children(recursive=True)]
 
 
@@ -84,7 +84,7 @@ class CpuUse:
 
 
 class CpuMeter:
-    """Splits the machine's CPU time among this process, a server's family and all the rest."""
+    """Splits the machine's CPU time into this process, a server's processes and the rest."""
 
     def __init__(self, server: Callable[[], list[psutil.Process]]) -> None:
         self._server = server

@@ -1,4 +1,4 @@
-"""From the moments at which tokens arrived to the figures of a level."""
+"""The figures of a level, from the arrival times of its tokens."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from bench.harness.levels import Level
 
 @dataclass(slots=True)
 class Timeline:
-    """One request's moments, in seconds of one monotonic clock."""
+    """The times of one request, in seconds of one monotonic clock."""
 
     due: float
-    """When it was to be sent; an open loop counts from here, however late the client was."""
+    """When it was due; latencies of an open loop start here, even where the client was late."""
     arrivals: list[float] = field(default_factory=list)
-    """One a token."""
+    """One for each token."""
 
     @property
     def first_token_seconds(self) -> float:
@@ -32,7 +32,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """p50, p90 and p99 of a sample, in milliseconds; zero when there was none."""
+    """p50, p90 and p99 of a sample, in milliseconds; zero for an empty sample."""
 
     p50: float
     p90: float
@@ -57,7 +57,7 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What one level gave on one server."""
+    """The figures of one level on one server."""
 
     server: str
     level: str
@@ -72,7 +72,7 @@ class Measurement:
     client_cores: float = 0.0
     """CPU seconds of the load generator per second of wall time."""
     other_cores: float = 0.0
-    """The same of every process that is neither server nor generator: above 0.1, measure again."""
+    """The same of all other processes; above 0.1 the figure is disturbed."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain containers, for the results file."""

@@ -1,4 +1,4 @@
-"""Waiting until nobody else uses the machine."""
+"""Waits until no other process uses the machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.harness.repeats import BUSY_CORES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quiet:
-    """How long the machine has to be idle, and how long to hope for that."""
+    """The idle time that is required, and the longest wait for it."""
 
     idle_seconds: float = 2.0
     patience_seconds: float = 120.0
@@ -31,9 +31,9 @@ def wait_until_quiet(
     measure: Callable[[float], float] = others_now,
     clock: Callable[[], float] = time.monotonic,
 ) -> bool:
-    """Return once others used less than `BUSY_CORES` for the idle time; False when patience ended first.
+    """Wait until other processes use less than `BUSY_CORES` for the idle time; False when the wait ran out.
 
-    What is measured after False is marked as disturbed, by the load recorded with it.
+    A figure taken after False is marked as disturbed through the load recorded with it.
     """
     deadline = clock() + quiet.patience_seconds
     while True:

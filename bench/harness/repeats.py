@@ -1,4 +1,4 @@
-"""Several measurements of one thing: their median, and whether anything disturbed it."""
+"""Repeated measurements of one figure: their median, and whether other load disturbed it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass
 
 BUSY_CORES = 0.1
-"""CPU that others may use, in cores, before a figure counts as disturbed."""
+"""The most CPU, in cores, that other processes may use beside an undisturbed figure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,17 +15,17 @@ class Sample:
 
     value: float
     other_cores: float
-    """CPU seconds of unrelated processes per second while it was taken."""
+    """CPU, in cores, that other processes used meanwhile."""
 
     @property
     def is_clean(self) -> bool:
-        """Whether the machine was ours."""
+        """Whether it was undisturbed."""
         return self.other_cores <= BUSY_CORES
 
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """Samples of one figure in the order they were taken; ValueError when there are none."""
+    """Samples of one figure in order; ValueError for none."""
 
     samples: tuple[Sample, ...]
 
@@ -35,12 +35,12 @@ class Repeated:
 
     @property
     def is_clean(self) -> bool:
-        """Whether at least one repetition was not disturbed."""
+        """Whether at least one repetition was undisturbed."""
         return any(sample.is_clean for sample in self.samples)
 
     @property
     def median(self) -> float:
-        """Of the clean samples, or of all where none is."""
+        """The median of the clean samples, or of all samples without a clean one."""
         clean = [sample.value for sample in self.samples if sample.is_clean]
         return statistics.median(clean or [sample.value for sample in self.samples])
 
@@ -63,7 +63,7 @@ def ratio_text(numerator: Repeated | None, denominator: Repeated | None) -> str:
 
 
 def figure(value: float) -> str:
-    """Three digits or so, whatever the size."""
+    """The value with about three digits."""
     if abs(value) >= 100:
         return f"{value:.0f}"
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"

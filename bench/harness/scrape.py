@@ -1,4 +1,4 @@
-"""Reading the server's `/metrics`: once, and again and again while a load runs."""
+"""Reads the server's `/metrics`: once, or periodically while a load runs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Pages(Protocol):
 
 
 Samples = Mapping[str, float]
-"""Value by series: the name, with its labels as they are written."""
+"""Value by series: the name with its labels, as exposed."""
 
 
 def parse(text: str) -> dict[str, float]:
-    """Every sample of an exposition in Prometheus' text format; ValueError where a line is none."""
+    """Every sample of an exposition in Prometheus' text format; ValueError for any other line."""
     lines = (line for line in text.splitlines() if line.strip() and not line.startswith("#"))
     samples = {}
     for line in lines:
@@ -34,18 +34,18 @@ def parse(text: str) -> dict[str, float]:
 
 
 async def scrape(client: Pages) -> dict[str, float]:
-    """The metrics as they are now."""
+    """The current metrics."""
     return parse(await client.text("/metrics"))
 
 
 def grown(before: Samples, after: Samples, series: str) -> float:
-    """How much a counter grew; one that is not shown was never touched."""
+    """The growth of a counter; a missing series counts as 0."""
     return after.get(series, 0.0) - before.get(series, 0.0)
 
 
 @asynccontextmanager
 async def sampling(client: Pages, *, every: float) -> AsyncIterator[list[dict[str, float]]]:
-    """Scrape every so many seconds for the length of the block, into the list it yields."""
+    """Scrape every `every` seconds for the length of the block, into the yielded list."""
     samples: list[dict[str, float]] = []
 
     async def run() -> None:
@@ -63,6 +63,6 @@ async def sampling(client: Pages, *, every: float) -> AsyncIterator[list[dict[st
 
 
 def mean_above_zero(samples: Sequence[Samples], series: str) -> float:
-    """Mean of a gauge over the samples in which it is not 0; 0 where there is none."""
+    """Mean of a gauge over the samples above 0; 0 for no such sample."""
     values = [value for sample in samples if (value := sample.get(series, 0.0)) > 0]
     return fmean(values) if values else 0.0

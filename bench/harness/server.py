@@ -1,4 +1,4 @@
-"""A server under load: start it, wait for it, run levels, stop it. Ours through the launcher, peers likewise."""
+"""Starts a server, waits until it is healthy, runs levels against it, and stops it."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ class RunningServer:
 
     @property
     def family(self) -> Family:
-        """The same, to be frozen while another is measured."""
+        """The same processes, to be frozen while another server is measured."""
         return Family(self.process.pid)
 
 
 def free_port() -> int:
-    """A port that nobody listens on at this moment."""
+    """A port that is free at this moment."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
@@ -144,7 +144,7 @@ def _tail(log: Path) -> str:
 
 
 def _stop(launcher: subprocess.Popen[bytes], server: RunningServer) -> None:
-    """SIGTERM, and SIGKILL to whatever of the family is left after the grace."""
+    """Send SIGTERM, and SIGKILL to the processes that are left after the grace time."""
     processes = server.processes()
     server.family.thaw()
     if launcher.poll() is None:

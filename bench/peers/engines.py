@@ -1,4 +1,4 @@
-"""Who is compared: where each engine lives, how it is started, and what it makes of a checkpoint."""
+"""The compared engines: where each is installed, how it starts, and how it converts a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHARD_FLAGS = "MILLRACE_BENCH_SHARD_FLAGS"
 
 
 class ConversionError(Exception):
-    """A checkpoint could not be brought into a peer's format; the message is the converter's end."""
+    """A checkpoint could not be converted for a peer; the message is the end of the converter's output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Offline:
     python: Path
     environment: Callable[[], Mapping[str, str]]
     convert: Callable[[Path], Path]
-    """From our checkpoint's folder to what this engine loads."""
+    """Maps our checkpoint's folder to the path that this engine loads."""
 
     @property
     def is_installed(self) -> bool:
@@ -51,7 +51,7 @@ class Offline:
 
 
 def launch_environment() -> dict[str, str]:
-    """What the launcher gives a shard: OpenMP runtime, threads, huge pages."""
+    """The environment of a shard as the launcher sets it: OpenMP runtime, threads, huge pages."""
     plan = plan_threads(
         cores=usable_cores(),
         shards=1,
@@ -63,7 +63,7 @@ def launch_environment() -> dict[str, str]:
 
 
 def vllm_environment() -> dict[str, str]:
-    """What vLLM's CPU build wants: Intel's OpenMP and tcmalloc in front of everything, and its threads bound."""
+    """The environment of vLLM's CPU build: Intel's OpenMP and tcmalloc preloaded, threads bound."""
     folder = PEERS_FOLDER / "vllm"
     preloaded = [
         *folder.glob("lib/libiomp5.so"),
@@ -84,7 +84,7 @@ def as_it_is(model: Path) -> Path:
 
 
 def openvino_model(model: Path) -> Path:
-    """The checkpoint as OpenVINO's intermediate representation, made once beside it."""
+    """The checkpoint in OpenVINO's intermediate representation, converted once."""
     target = model.with_name(f"{model.name}-openvino")
     if not (target / "openvino_model.xml").exists():
         optimum = PEERS_FOLDER / "openvino" / "bin" / "optimum-cli"
@@ -103,7 +103,7 @@ def openvino_model(model: Path) -> Path:
 
 
 def gguf_model(model: Path) -> Path:
-    """The checkpoint as GGUF in bfloat16, made once beside it."""
+    """The checkpoint as GGUF in bfloat16, converted once."""
     target = model.with_name(f"{model.name}-bf16.gguf")
     if not target.exists():
         folder = PEERS_FOLDER / "llama"

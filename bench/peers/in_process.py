@@ -32,9 +32,9 @@ from millrace_shard.server.wire import (
 
 
 class InProcessShard:
-    """What the batcher asks of a `ShardedClient`, for one engine in this process.
+    """The interface that the batcher needs of a `ShardedClient`, over one engine in this process.
 
-    Messages are made and read as on the wire, so that only the transport is missing from the time.
+    Messages are written and parsed as on the wire, so that only the transport is missing from the time.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -50,7 +50,7 @@ class InProcessShard:
         return self._number
 
     def info(self) -> ShardInfo:
-        """What is loaded."""
+        """The loaded model."""
         message = info_to_pb(self._engine.loaded, deterministic=True, prefill_logprobs=False)
         return info_from_pb(message)
 
@@ -62,7 +62,7 @@ class InProcessShard:
     world_size = 1
 
     async def health(self) -> bool:
-        """Say that the engine is there, as it is while this process is."""
+        """Do nothing: the engine lives as long as this process."""
         return True
 
     async def open(self) -> None:
@@ -74,7 +74,7 @@ class InProcessShard:
         await self._answer()
 
     async def send(self, plan: StepPlan[Entry]) -> int:
-        """Hand a step to the engine; its number."""
+        """Submit a step to the engine; returns its number."""
         self._number += 1
         self._batch_id += bool(plan.admitted)
         message = plan_to_pb(plan, epoch=self._epoch, number=self._number, batch_id=self._batch_id)
@@ -82,12 +82,12 @@ class InProcessShard:
         return self._number
 
     async def answers_within(self, seconds: float) -> bool:
-        """Wait so long, or until the oldest step is answered; whether it is."""
+        """Wait up to `seconds` for the answer to the oldest step; whether it arrived."""
         done, _ = await asyncio.wait({self._replies[0]}, timeout=seconds)
         return bool(done)
 
     async def receive(self) -> StepResult:
-        """The answer to the oldest step that has none yet; raises ShardError when it failed."""
+        """The answer to the oldest step in flight; raises ShardError when it failed."""
         return result_from_pb([await self._answer()])
 
     def _submit(self, message: pb.StepRequest) -> None:
@@ -95,7 +95,7 @@ class InProcessShard:
         self._replies.append(asyncio.wrap_future(self._engine.step(step)))
 
     async def _answer(self) -> pb.StepResponse:
-        # A batcher that is cancelled must not cancel the step, which the engine goes on to answer.
+        # Cancelling the batcher must not cancel the step: the engine still answers it.
         reply = await asyncio.shield(self._replies.popleft())
         answer = reply_to_pb(reply, with_tokens=True)
         if answer.HasField("error"):

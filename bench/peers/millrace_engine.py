@@ -1,6 +1,6 @@
 """Our own engine without HTTP and without gRPC: the shard's engine under the router's batcher.
 
-To be started with the environment of `launch_environment`, which the launcher gives a shard too.
+It needs the environment of `launch_environment`, as a shard does.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class MillraceEngine:
         return moments
 
     def generate(self, requests: Sequence[Request], concurrency: int) -> list[list[int]]:
-        """The tokens themselves, for tests."""
+        """The generated tokens, for tests."""
         moments = [Moments(0.0) for _ in requests]
         tokens: list[list[int]] = [[] for _ in requests]
         self._loop.run_until_complete(self._run(requests, concurrency, moments, tokens))
@@ -108,7 +108,7 @@ class MillraceEngine:
 def load(model: Path, limits: Limits) -> MillraceEngine:
     """Load and warm up as `millrace-shard serve` and the router do, with the same defaults.
 
-    Only the prefix cache is off: the same prompts come again in each repetition.
+    Only the prefix cache is off, because each repetition sends the same prompts.
     """
     flags = os.environ.get(SHARD_FLAGS, "").split()
     shard_config = ShardConfig.from_args([f"--cpu-threads={limits.threads}", *flags, str(model)])
@@ -129,7 +129,7 @@ def load(model: Path, limits: Limits) -> MillraceEngine:
 
 
 async def _assemble(shard: InProcessShard, config: RouterConfig, tokenizer: Tokenizer) -> Batcher:
-    """What the router assembles when it starts, over a shard in this process."""
+    """The batcher that the router assembles at its start, over a shard in this process."""
     info = shard.info()
     capacity = await shard.warm_up(
         pb.WarmupRequest(

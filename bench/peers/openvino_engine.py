@@ -20,7 +20,7 @@ from bench.peers.worker import Limits, Moments, Request, drive, main
 MAX_BATCHED_TOKENS = 4096
 GIGABYTE = 2**30
 BYTES_PER_TOKEN = 64 * 1024
-"""At least what keys and values of a token take in either shape."""
+"""An upper bound of the bytes of a token's keys and values, for both shapes."""
 
 
 class OpenvinoEngine:
@@ -60,7 +60,7 @@ class OpenvinoEngine:
 
 
 def load(model: Path, limits: Limits) -> OpenvinoEngine:
-    """The model in bfloat16, keys and values included; nothing cached between requests."""
+    """The model in bfloat16, keys and values included, without a prefix cache."""
     scheduler = SchedulerConfig()
     scheduler.max_num_seqs = limits.max_streams
     scheduler.max_num_batched_tokens = MAX_BATCHED_TOKENS

@@ -1,4 +1,4 @@
-"""The parent's side of an engine process: start it, load a model, run requests, let it wait frozen."""
+"""The parent's side of an engine process: starts it, loads a model, runs requests, freezes it in between."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ class EngineProcess:
         self._family = Family(self._child.pid)
 
     def processes(self) -> list[psutil.Process]:
-        """All that run the engine."""
+        """All processes of the engine."""
         return self._family.processes()
 
     def load(self, model: Path, limits: Limits) -> None:
-        """Load a checkpoint and make room; raises EngineError."""
+        """Load a checkpoint and allocate memory; raises EngineError."""
         self._do({"do": LOAD, "model": str(model), "limits": asdict(limits)})
 
     def run(self, requests: Sequence[Request], concurrency: int) -> list[Timeline]:
@@ -75,7 +75,7 @@ class EngineProcess:
         return [Timeline(due, arrivals) for due, arrivals in answer["moments"]]
 
     def end(self) -> None:
-        """End it and all it started."""
+        """End it and its descendants."""
         self._family.thaw()
         if self._child.stdin is not None:
             with suppress(BrokenPipeError):
@@ -85,7 +85,7 @@ class EngineProcess:
         self._answers.close()
 
     def _wait(self) -> int:
-        """For the end of a process that answers no more, which a thread of its own may keep from ending."""
+        """Wait for the end of a process without an answer; one of its threads may block that end."""
         try:
             return self._child.wait(timeout=END_SECONDS)
         except subprocess.TimeoutExpired:

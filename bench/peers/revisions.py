@@ -1,4 +1,4 @@
-"""An earlier revision of this repository as one more server in a run: what a change has done, measured side by side."""
+"""An earlier revision of this repository as one more server in a run, to measure the effect of a change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PACKAGES = ("launcher", "proto", "router", "shard")
 
 
 def at_revision(revision: str) -> Server:
-    """Our server as it was at a commit, tag or branch, on the dependencies of today.
+    """Our server as it was at a commit, tag or branch, on the installed dependencies.
 
     Raises ValueError where git does not know it, or where its protobuf code cannot be generated.
     """
@@ -41,12 +41,12 @@ def at_revision(revision: str) -> Server:
 
 
 def environment_of(folder: Path) -> dict[str, str]:
-    """What has Python find the packages in `folder` before those that are installed."""
+    """The environment in which Python finds the packages in `folder` before the installed ones."""
     return {"PYTHONPATH": os.pathsep.join(str(folder / package) for package in PACKAGES)}
 
 
 def _check_out(commit: str, folder: Path) -> None:
-    # Under another name until it is whole: a run that was cut off leaves nothing that looks finished.
+    # Under another name until it is complete, so that an interrupted run leaves no folder that looks finished.
     partial = folder.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
     with tarfile.open(fileobj=io.BytesIO(_git("archive", commit, *PACKAGES))) as files:

@@ -1,4 +1,4 @@
-"""The servers that are compared over HTTP, and how each is started on one of our checkpoints."""
+"""The servers that are compared over HTTP, and how each starts on one of our checkpoints."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from bench.peers.engines import OURS, gguf_model, vllm_environment
 from bench.peers.worker import Limits
 
 OUR_FLAGS = ("--prefix-caching=off",)
-"""The launcher's defaults, but for the prefix cache: the same prompts come again in each repetition."""
+"""The launcher's defaults without the prefix cache, because each repetition sends the same prompts."""
 
 Start = Callable[[Path, Limits, Path, Sequence[str]], AbstractContextManager[RunningServer]]
-"""From a checkpoint, the room it needs, a log and more flags for ours to a server that answers."""
+"""Starts a server from a checkpoint, its limits, a log and more flags for ours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """One of them."""
+    """One server."""
 
     name: str
     program: Path | None
-    """What has to be there; None for ours."""
+    """The program that must exist; None for ours."""
     start: Start
 
     @property
     def is_installed(self) -> bool:
-        """Whether its program is there."""
+        """Whether its program exists."""
         return self.program is None or self.program.exists()
 
 
@@ -46,7 +46,7 @@ def start_ours(
 def start_vllm(
     model: Path, limits: Limits, log: Path, flags: Sequence[str]
 ) -> AbstractContextManager[RunningServer]:
-    """The OpenAI server of vLLM; its own command looks for a package of another name and fails."""
+    """The OpenAI server of vLLM as a module, because its command fails: it looks for a package of another name."""
     del flags
     port = free_port()
     command = [

@@ -1,7 +1,7 @@
 """`python -m bench.peers.to_gguf MODEL TARGET`: llama.cpp's converter, in its own environment.
 
-The converter knows pre-tokenizers by a hash of what they make of a test text, and ours is not in
-its list: it is told that it is GPT-2's. Benchmarks send token ids, so the name changes nothing.
+The converter identifies pre-tokenizers by the hash of a tokenized test text, and does not know ours. This module
+names it GPT-2's. Benchmarks send token ids, so the name has no effect.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ STEP_SECONDS = 120.0
 
 
 class Output(Protocol):
-    """What the manager says of one request after a step."""
+    """The manager's output for one request after a step."""
 
     request_id: str
     generated_tokens: list[int]
@@ -31,7 +31,7 @@ class Output(Protocol):
 
 
 class Manager(Protocol):
-    """The part of the manager that is used."""
+    """The used part of the manager."""
 
     def add_request(
         self,
@@ -42,17 +42,17 @@ class Manager(Protocol):
         streaming: bool,
         eos_token_id: int,
     ) -> str:
-        """Queue a request; its name comes back."""
+        """Queue a request; returns its name."""
 
     def get_result(self, *, timeout: float) -> Output | None:
         """The next output of any request, None after the timeout."""
 
 
 class TransformersEngine:
-    """Feeds the manager, whose own thread runs the steps, and reads its queue of outputs."""
+    """Feeds the manager, which runs the steps in its own thread, and reads its queue of outputs."""
 
     def __init__(self, running: ExitStack, manager: Manager) -> None:
-        """`running` keeps the manager's thread at work as long as it is referred to."""
+        """`running` is a reference that keeps the manager's thread running."""
         self._running = running
         self._manager = manager
         self._num_seen: dict[str, int] = {}

@@ -14,7 +14,7 @@ MAX_BATCHED_TOKENS = 4096
 
 
 class VllmEngine:
-    """Steps `LLM.llm_engine` as `LLM.generate` does, and looks at each step's output."""
+    """Steps `LLM.llm_engine` as `LLM.generate` does, and reads each step's output."""
 
     def __init__(self, llm: LLM) -> None:
         self._engine = llm.llm_engine
@@ -44,7 +44,7 @@ class VllmEngine:
 
 
 def load(model: Path, limits: Limits) -> VllmEngine:
-    """A model with prefix caching off: the same prompts come again in each repetition."""
+    """A model with prefix caching off, because each repetition sends the same prompts."""
     llm = LLM(
         model=str(model),
         dtype="bfloat16",

@@ -1,7 +1,7 @@
 """The child's side of an engine process: one JSON command a line in, one JSON answer a line out.
 
-Runs in the environment of whichever engine it drives, so it imports the standard library alone.
-Answers go to a pipe of their own (`--answers`), since libraries print to standard output.
+It runs in the environment of the engine that it drives, so it imports the standard library alone.
+Answers go to a separate pipe (`--answers`), because libraries print to standard output.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LOAD, RUN = "load", "run"
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt and how many tokens to generate; the end of sequence is ignored."""
+    """A prompt and the number of tokens to generate; the end of sequence is ignored."""
 
     ids: list[int]
     new_tokens: int
@@ -29,23 +29,23 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What an engine has to make room for."""
+    """The sizes that an engine must have room for."""
 
     max_streams: int
     max_tokens: int
-    """Of one sequence, prompt and output."""
+    """Tokens of one sequence, prompt and output."""
     kv_tokens: int
-    """Of all sequences at once."""
+    """Tokens of all sequences together."""
     threads: int
 
 
 @dataclass(slots=True)
 class Moments:
-    """One request's moments, in seconds of one monotonic clock."""
+    """The times of one request, in seconds of one monotonic clock."""
 
     due: float
     arrivals: list[float] = field(default_factory=list)
-    """One a token."""
+    """One for each token."""
 
 
 class Engine(Protocol):
@@ -62,11 +62,11 @@ class Stepping(Protocol):
         """Queue a request under this number."""
 
     def step(self) -> Iterable[tuple[int, int, bool]]:
-        """Let time pass; (number, tokens that are new, whether it has ended) of who moved."""
+        """Run one step; (number, new tokens, whether it has ended) for each request with new tokens."""
 
 
 def drive(engine: Stepping, requests: Sequence[Request], concurrency: int) -> list[Moments]:
-    """`Engine.run` for a peer that is stepped; RuntimeError when an output has another length."""
+    """`Engine.run` for a peer with a step function; RuntimeError when an output has another length."""
     moments: list[Moments] = []
 
     def add() -> None:
@@ -91,7 +91,7 @@ def drive(engine: Stepping, requests: Sequence[Request], concurrency: int) -> li
 
 
 def check_lengths(requests: Sequence[Request], moments: Sequence[Moments]) -> None:
-    """RuntimeError unless each request got exactly the tokens it asked for."""
+    """Raise RuntimeError unless each request got exactly the number of tokens it asked for."""
     for number, (request, got) in enumerate(zip(requests, moments, strict=True)):
         if len(got.arrivals) != request.new_tokens:
             raise RuntimeError(
@@ -103,12 +103,12 @@ def main(load: Callable[[Path, Limits], Engine]) -> None:
     """Answer commands until standard input ends. An exception ends the process, with its traceback."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--answers", type=int, required=True, help="file descriptor for answers")
-    # Closed when an exception passes, too: the process may live on for as long as a thread of its engine does.
+    # An exception closes it too: a thread of the engine may keep the process alive.
     with os.fdopen(parser.parse_args().answers, "w") as answers:
         _answer_all(load, answers)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Engines have threads and children of their own that do not always end when asked.
+    # Threads and children of engines do not always end on request.
     os._exit(0)
 
 

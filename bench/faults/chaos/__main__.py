@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
     print(f"\n{record.text(report.text(outcome))}", flush=True)
     if options.record:
         record.write()
-    return 1 if outcome.ledger.num_problems or outcome.not_survived else 0
+    return 1 if outcome.ledger.num_problems or outcome.not_recovered else 0
 
 
 if __name__ == "__main__":

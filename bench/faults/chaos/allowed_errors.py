@@ -1,4 +1,4 @@
-"""The errors that a fault lets clients see, and the longest time without a token."""
+"""The errors that clients may see during a fault, and the longest time without a token."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class AllowedErrors:
             self._periods.append(_Period(error, now))
 
     def end(self, error: AllowedError, now: float) -> None:
-        """Allow it no more."""
+        """Stop allowing the error."""
         for period in self._periods:
             if period.error is error and period.end is None:
                 period.end = now

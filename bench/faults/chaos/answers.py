@@ -1,4 +1,4 @@
-"""What came back, whether it is whole, and how it differs from the answer of an undisturbed run."""
+"""Answers: whether they are complete, and how they differ from those of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ VOLATILE = frozenset({"created", "cached_tokens", "prompt_tokens_details"})
 
 
 class EventReader:
-    """Cuts server-sent events out of chunks; comments are counted, an event cut off stays in `rest`."""
+    """Splits chunks into server-sent events; counts comments, and keeps an incomplete event in `rest`."""
 
     def __init__(self) -> None:
         self.rest = b""
         self.num_comments = 0
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """The data of the events that this chunk completes."""
+        """The data of the events that `chunk` completes."""
         *blocks, self.rest = (self.rest + chunk).split(b"\n\n")
         self.num_comments += sum(block.startswith(b":") for block in blocks)
         return [block[5:].strip() for block in blocks if block.startswith(b"data:")]
@@ -33,22 +33,22 @@ class EventReader:
 
 @dataclass(slots=True)
 class Answer:
-    """Everything that was read of one answer."""
+    """Everything that a client read of one answer."""
 
     status: int = 0
-    """0 when not even the status came."""
+    """0 for a connection that broke before the status."""
     headers: dict[str, str] = field(default_factory=dict)
     events: list[Json] = field(default_factory=list)
-    """Of a stream its events, otherwise the body alone."""
+    """The events of a stream, or the body of any other answer."""
     num_done: int = 0
-    """OpenAI's ends of stream."""
+    """Number of OpenAI's end markers."""
     broken: str = ""
-    """Why the connection broke before the end, if it did."""
+    """The reason of a break before the end, or empty."""
     connected: bool = True
-    """Whether there was a connection at all."""
+    """Whether the connection was established."""
 
     def take(self, data: bytes) -> None:
-        """Take the data of an event, or a body; raises ValueError when it is not JSON."""
+        """Add the data of an event, or a body; raises ValueError for anything but JSON."""
         if data == DONE:
             self.num_done += 1
         else:
@@ -56,12 +56,12 @@ class Answer:
 
 
 def stable(value: Json) -> Json:
-    """`value` without what differs between two answers to the same request."""
+    """`value` without the parts that differ between two answers to one request."""
     if isinstance(value, list):
         return [stable(item) for item in value]
     if not isinstance(value, dict):
         return value
-    # OpenAI's answers are named at random; tokens have numbers.
+    # The id of an OpenAI answer is random text; the id of a token is a number.
     return {
         key: stable(item)
         for key, item in value.items()
@@ -70,7 +70,7 @@ def stable(value: Json) -> Json:
 
 
 def in_order(events: Sequence[Json]) -> list[Json]:
-    """Events of a stream with those of each choice together: how choices interleave is nobody's promise."""
+    """Events of a stream grouped by choice, because the order across choices is not specified."""
     return sorted(events, key=_choice_index)
 
 
@@ -82,7 +82,7 @@ def _choice_index(event: Json) -> float:
 
 
 def flaws(request: Request, answer: Answer) -> list[str]:
-    """What is wrong with an answer by itself; every answer that is accepted must end exactly once."""
+    """Violations within one answer; every accepted answer must end exactly once."""
     if answer.status != 200:
         return [f"status {answer.status}: {_short(answer.events)}"]
     if errors := [event for event in answer.events if isinstance(event, dict) and "error" in event]:
@@ -120,7 +120,7 @@ def _openai_flaws(answer: Answer) -> list[str]:
 
 
 def difference(answer: Answer, reference: Answer) -> str | None:
-    """Where an answer first differs from that of the undisturbed run; None where they are equal."""
+    """The first difference from the answer of the undisturbed run; None for equal answers."""
     both = zip_longest(in_order(answer.events), in_order(reference.events))
     for number, (got, wanted) in enumerate(both, start=1):
         if stable(got) != stable(wanted):
@@ -129,11 +129,11 @@ def difference(answer: Answer, reference: Answer) -> str | None:
 
 
 def prefix_difference(answer: Answer, reference: Answer) -> str | None:
-    """The same for an answer that broke off: what there is of it must be a beginning of the other."""
+    """The same for a broken answer, which must be a prefix of the other."""
     if len(answer.events) > len(reference.events):
         return f"{len(answer.events)} events instead of {len(reference.events)}"
     if any(_choice_index(event) > 0 for event in reference.events):
-        # Of several choices, each broke off somewhere; a beginning of one may follow a beginning of another.
+        # Each choice may break at another place, so that the events are no prefix of the whole answer.
         seen = [stable(event) for event in reference.events]
         strange = [event for event in answer.events if stable(event) not in seen]
         return f"{_short(stable(strange[0]))} is not in the answer" if strange else None

@@ -1,4 +1,4 @@
-"""What an audit holds the server to: findings about answers as they come, and about what is left at the end."""
+"""The rules of the audit: for answers, for an idle server, and for the resources of its processes."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ IDLE_SERIES = (
     "tgi_queue_size",
     "tgi_batch_current_size",
 )
-"""Gauges that are 0 when nothing is asked for."""
+"""Gauges that are 0 on an idle server."""
 SLACK_FDS = 6
 SLACK_THREADS = 4
 MEMORY_GROWTH = 96 * 2**20
-"""Bytes that the router may have grown by: caches of prompts, buffers of bursts, fragmentation."""
+"""Bytes by which a process may grow: caches of prompts, buffers of bursts, fragmentation."""
 
 
 @dataclass(slots=True)
 class Ledger:
-    """What became of the requests, and what was found wrong."""
+    """Outcomes of requests, and problems."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
-    """The first few in words."""
+    """The text of the first ones."""
     num_problems: int = 0
 
     def count(self, outcome: str) -> None:
-        """One more of this outcome."""
+        """Count one more of this outcome."""
         self.outcomes[outcome] += 1
 
     def wrong(self, problem: str) -> None:
-        """Something that must not happen has happened."""
+        """Add a violation."""
         self.num_problems += 1
         if len(self.problems) < MAX_SHOWN:
             self.problems.append(problem)
 
 
 def not_idle(metrics: Mapping[str, float]) -> list[str]:
-    """Gauges of a server without requests that are not 0, and blocks that are not accounted for."""
+    """Gauges of an idle server that are not 0, and violations of the number of blocks."""
     found = [
         f"{name} is {value:g}" for name in IDLE_SERIES if (value := metrics.get(name, 0.0)) != 0
     ]
@@ -58,7 +58,7 @@ def not_idle(metrics: Mapping[str, float]) -> list[str]:
 
 
 def leaks(name: str, before: Reading, after: Reading) -> list[str]:
-    """What a process has more of than the campaign explains."""
+    """Resources of which a process holds more than before, beyond the slack."""
     found = []
     if after.num_fds > before.num_fds + SLACK_FDS:
         found.append(f"{name} has {after.num_fds} file descriptors, {before.num_fds} before")
@@ -71,7 +71,7 @@ def leaks(name: str, before: Reading, after: Reading) -> list[str]:
 
 
 def refusal_flaws(headers: Mapping[str, str], body: object) -> list[str]:
-    """What is wrong with a 429: it says when to come again, and what it is."""
+    """Violations in a 429, which must have a `Retry-After` and its error type."""
     found = []
     after = headers.get("retry-after", "")
     if not (after.isdecimal() and int(after) >= 1):

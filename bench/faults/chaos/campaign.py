@@ -1,4 +1,4 @@
-"""Which faults a campaign injects, in which order and where: everything that its seed decides."""
+"""The faults of a campaign: kinds, order, ranks and delays, all drawn from its seed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """A kind of fault; the value says what is done."""
+    """A kind of fault; the value describes it."""
 
     KILL = "kill -9 a shard"
     SEGV = "segfault a shard"
@@ -28,12 +28,12 @@ class Kind(Enum):
 
     @property
     def is_fatal(self) -> bool:
-        """Whether a process dies of it."""
+        """Whether it ends a process."""
         return self in _FATAL
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is injected while nothing runs."""
+        """Whether it is injected into an idle server."""
         return self in {Kind.KILL_IDLE, Kind.HANG_IDLE}
 
 
@@ -73,17 +73,17 @@ class Fault:
 
     kind: Kind
     ranks: tuple[int, ...]
-    """Whom it hits if it hits shards: one rank, or all."""
+    """The ranks that a fault of shards hits: one, or all."""
     delay: float
-    """Seconds of undisturbed load before it; for a second kill, after the new process appears."""
+    """Seconds of undisturbed load before it; a second kill waits as long after the new process appears."""
     seed: int
-    """For what else is drawn while it is injected."""
+    """Seed of the random choices during its injection."""
 
 
 def campaign(
     seed: int, *, num_faults: int, num_ranks: int, kinds: Sequence[Kind] = tuple(Kind)
 ) -> list[Fault]:
-    """The faults in order, of each of `kinds` by its weight and at least one where `num_faults` allows."""
+    """The faults in order: each of `kinds` by its weight, and at least once if `num_faults` allows."""
     drawing = random.Random(f"campaign {seed}")
     drawn = _shares(num_faults, kinds)
     drawing.shuffle(drawn)
@@ -99,7 +99,7 @@ def campaign(
 
 
 def _shares(num_faults: int, kinds: Sequence[Kind]) -> list[Kind]:
-    """Largest remainders over what is left once every kind has had one."""
+    """One of each kind, and the rest by the largest-remainder method."""
     drawn = list(kinds)[:num_faults]
     left = num_faults - len(drawn)
     total = sum(WEIGHTS[kind] for kind in kinds)

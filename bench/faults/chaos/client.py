@@ -1,4 +1,4 @@
-"""Sends requests, checks each answer against the undisturbed one, and tries again where the contract says so."""
+"""Sends requests, compares each answer with the undisturbed one, and retries where the contract says so."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from bench.faults.chaos.malformed import BadRequest
 from bench.faults.chaos.population import Request
 
 ATTEMPT_SECONDS = 180.0
-"""An answer that takes longer has never ended."""
+"""An answer that takes longer counts as not ended."""
 BACK_OFF_SECONDS = 0.1
 MOST_PATIENT_SECONDS = 1.0
 CONNECTION_ERRORS = (aiohttp.ClientError, ConnectionError)
 BROKEN_OFF = "connection reset with the router, sent again"
-NOT_CONNECTED = "no connection while the router was dead, tried again"
+NOT_CONNECTED = "no connection while the router was down, tried again"
 REFUSED = "refused with 429, sent again"
 RIGHT = "answered, right bytes"
 WRONG = "wrong"
@@ -43,7 +43,7 @@ class Client:
         self.open: set[int] = set()
         """Numbers of the requests that have not ended."""
         self._numbers = count()
-        # A connection that is kept alive may be closed just when it is used: that reset would be nobody's fault.
+        # A kept-alive connection may be closed at the moment of its use; such a reset would not be an error.
         self._session = aiohttp.ClientSession(
             base_url=url,
             timeout=aiohttp.ClientTimeout(total=ATTEMPT_SECONDS),
@@ -57,14 +57,14 @@ class Client:
         await self._session.close()
 
     async def refer(self, request: Request) -> None:
-        """Take the answer of the undisturbed server for right."""
+        """Keep the answer of the undisturbed server as the reference."""
         answer = await self._attempt(request)
         for flaw in [answer.broken] if answer.broken else flaws(request, answer):
             self.ledger.wrong(f"undisturbed, {request.name}: {flaw}")
         self.references[request.name] = answer
 
     async def ask(self, request: Request, *, may_be_refused: bool = False) -> None:
-        """Send until it is answered, and check; where it may be refused, a 429 is an answer."""
+        """Send until it is answered, and check; with `may_be_refused` a 429 counts as an answer."""
         number = next(self._numbers)
         self.open.add(number)
         try:
@@ -74,7 +74,7 @@ class Client:
             self.open.discard(number)
 
     async def leave(self, request: Request, *, after_events: int, after_seconds: float) -> None:
-        """Send, and hang up after so many events or seconds, whichever is first."""
+        """Send, and disconnect after this many events or seconds, whichever comes first."""
         answer, start = Answer(), time.monotonic()
         with suppress(TimeoutError):
             async with asyncio.timeout(after_seconds):
@@ -96,7 +96,7 @@ class Client:
             except CONNECTION_ERRORS as error:
                 answer.broken = repr(error)
                 answer.connected = not isinstance(error, aiohttp.ClientConnectorError)
-                # A body that is refused unread may break the connection under the client that still sends.
+                # A server that refuses a body unread may close the connection while the client still sends.
                 if 413 not in bad.statuses and self._check_reset(bad.name, answer, start):
                     return
                 if 413 in bad.statuses:
@@ -114,7 +114,7 @@ class Client:
             self.ledger.count("bad request, right status")
 
     async def _is_settled(self, request: Request, *, may_be_refused: bool) -> bool:
-        """One attempt; whether there is no reason for another."""
+        """Make one attempt; whether it was the last."""
         start = time.monotonic()
         answer = await self._attempt(request)
         if answer.broken:
@@ -135,7 +135,7 @@ class Client:
     async def _refused(self, request: Request, answer: Answer, *, final: bool) -> bool:
         for flaw in refusal_flaws(answer.headers, answer.events[0] if answer.events else None):
             self.ledger.wrong(f"{request.name}: {flaw}")
-        self.ledger.count("refused with 429, let be" if final else REFUSED)
+        self.ledger.count("refused with 429, not sent again" if final else REFUSED)
         if not final:
             after = answer.headers.get("retry-after", "")
             seconds = float(after) if after.isdecimal() else 0.0
@@ -143,7 +143,7 @@ class Client:
         return final
 
     def _check_break(self, request: Request, answer: Answer, start: float, *, left: bool) -> bool:
-        """An answer that is not whole must still begin right; whether its breaking off is wrong too."""
+        """Compare a broken answer as a prefix; whether the break itself is a violation."""
         reference = self.references[request.name]
         if request.streams and answer.status == 200:
             differs = prefix_difference(answer, reference)
@@ -154,7 +154,7 @@ class Client:
         return self._check_reset(request.name, answer, start)
 
     def _check_reset(self, name: str, answer: Answer, start: float) -> bool:
-        """Whether a connection broke that had no right to."""
+        """Whether the break of a connection is a violation."""
         if self._is_allowed(AllowedError.RESETS, start):
             self.ledger.count(BROKEN_OFF if answer.connected else NOT_CONNECTED)
             return False
@@ -174,7 +174,7 @@ class Client:
         return answer
 
     async def _read(self, request: Request, answer: Answer, *, most_events: int = 0) -> None:
-        """Read into `answer`, all of it or `most_events`; raises TimeoutError."""
+        """Read into `answer`, to the end or up to `most_events`; raises TimeoutError."""
         try:
             async with self._session.post(request.path, json=dict(request.body)) as response:
                 answer.headers = {name.lower(): value for name, value in response.headers.items()}
@@ -207,7 +207,7 @@ class Client:
 
 
 def body_bytes(request: Request) -> bytes:
-    """A whole HTTP request, for those who write to sockets themselves."""
+    """The bytes of an HTTP request, for a raw socket."""
     body = orjson.dumps(request.body)
     return (
         b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"

@@ -1,4 +1,4 @@
-"""Injects faults: each kind with what it takes until the server has to be whole again."""
+"""Injects faults, and waits for the recovery from each."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ GARBAGE_SECONDS = 0.2
 
 
 class NotRecoveredError(Exception):
-    """The server was not whole again in time; the message says what was missing."""
+    """The server did not recover in time; the message says what was missing."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Scene:
-    """What every injection works on."""
+    """The objects that every injection works on."""
 
     server: Deployment
     client: Client
     load: Load
     requests: list[Request]
-    """Of the population."""
+    """All requests of the population."""
     long: list[Request]
-    """Streams that together need more KV than there is."""
+    """Streams that together need more KV blocks than there are."""
     unread: list[Request]
-    """Streams with a lot to read."""
+    """Streams with large answers."""
     burst_size: int
     held: list[socket.socket] = field(default_factory=list)
     """Connections of slow readers."""
     others: set[asyncio.Task[None]] = field(default_factory=set)
-    """Faults of clients that go on while the next fault is injected."""
+    """Client faults that continue during the next fault."""
 
 
 async def inject(scene: Scene, fault: Fault) -> float | None:
-    """Inject a fault; the longest silence over all streams if it was fatal. Raises NotRecoveredError."""
+    """Inject a fault; returns the longest silence over all streams for a fatal one. Raises NotRecoveredError."""
     if not fault.kind.is_fatal:
         task = asyncio.create_task(CLIENT_FAULTS[fault.kind](scene, fault))
         scene.others.add(task)
-        # Some of them go on under the next fault.
+        # Some client faults continue during the next fault.
         await asyncio.wait([task], timeout=fault.delay)
         return None
     if fault.kind.is_idle:
@@ -77,17 +77,17 @@ async def inject(scene: Scene, fault: Fault) -> float | None:
 
 
 async def settled(scene: Scene, old: set[int]) -> None:
-    """Until none of `old` is left, all processes are there, and every request of before has ended."""
-    await _until(lambda: _is_whole(scene.server, old))
+    """Wait until no process of `old` is left, all new ones run, and every earlier request has ended."""
+    await _until(lambda: _has_recovered(scene.server, old))
     scene.load.resume()
-    # Suspicion ends with the request: a second kill in its replay would rightly put it into quarantine.
+    # A request is a poison suspect until it ends: a second kill during its replay would put it into quarantine.
     await scene.load.ended(set(scene.client.open))
     tokens = scene.client.silence.num_tokens
     await _until(lambda: scene.client.silence.num_tokens > tokens)
 
 
 async def finish_others(scene: Scene) -> None:
-    """Wait for the clients' faults, raise what they raised, and let the slow readers go."""
+    """Wait for client faults, raise their exceptions, and close the connections of slow readers."""
     await _others_end(scene)
     for connection in scene.held:
         connection.close()
@@ -99,7 +99,7 @@ async def _others_end(scene: Scene) -> None:
     await asyncio.gather(*others)
 
 
-def _is_whole(server: Deployment, old: set[int]) -> bool:
+def _has_recovered(server: Deployment, old: set[int]) -> bool:
     members = server.members()
     return (
         members.is_complete(server.num_ranks)
@@ -110,7 +110,7 @@ def _is_whole(server: Deployment, old: set[int]) -> bool:
 
 
 def missing(server: Deployment) -> str:
-    """What keeps the server from being whole, in words."""
+    """The reason why the server has not recovered."""
     if server.has_ended:
         return "the launcher ended"
     members = server.members()
@@ -122,7 +122,7 @@ def missing(server: Deployment) -> str:
 
 
 async def _until(condition: Callable[[], bool]) -> None:
-    """Ask again and again, on a thread: the answer may take a while."""
+    """Poll the condition on a thread, because it may block."""
     while True:
         if await asyncio.to_thread(condition):
             return
@@ -160,7 +160,7 @@ async def _hang(scene: Scene, fault: Fault) -> set[int]:
 
 
 async def _kill_again(scene: Scene, fault: Fault) -> set[int]:
-    """The second kill comes before the new group serves: until then nothing is replayed."""
+    """Kill again before the new group serves, that is before the replay of requests."""
     first = await _kill(scene, fault)
     await _until(lambda: bool(_ranks(scene, fault) - first))
     second = _ranks(scene, fault) - first
@@ -173,7 +173,7 @@ async def _kill_again(scene: Scene, fault: Fault) -> set[int]:
 
 async def _idle(scene: Scene, fault: Fault, number: signal.Signals) -> set[int]:
     pids = await _signal_ranks(scene, fault, number)
-    # Nobody asks for anything, and still it has to be noticed.
+    # The server has to detect the fault without any request.
     await _until(lambda: not any(map(psutil.pid_exists, pids)))
     await asyncio.sleep(fault.delay)
     scene.load.resume()
@@ -221,12 +221,12 @@ async def _slow(scene: Scene, fault: Fault) -> None:
 
 
 def _stall(scene: Scene, request: Request) -> None:
-    """Read a few bytes, then nothing any more."""
+    """Read a few bytes, then stop reading."""
     connection = socket.socket()
     scene.held.append(connection)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
     connection.settimeout(5)
-    # Whether anything comes, or the connection breaks, is the business of those who read.
+    # Other clients check answers; this one ignores errors.
     with suppress(OSError):
         connection.connect(_address(scene.server))
         connection.sendall(body_bytes(request))
@@ -255,7 +255,7 @@ async def _post_bad(scene: Scene, fault: Fault, bad: tuple[BadRequest, ...]) -> 
 
 
 async def _throw(server: Deployment, garbage: bytes) -> None:
-    """Send it as it is, read what comes, leave."""
+    """Send the bytes, read for a moment, disconnect."""
     with suppress(OSError, TimeoutError):
         reader, writer = await asyncio.open_connection(*_address(server))
         try:
@@ -293,7 +293,7 @@ FATAL_FAULTS: dict[Kind, Callable[[Scene, Fault], Awaitable[set[int]]]] = {
     Kind.ROUTER: _router,
     Kind.ROLL: _roll,
 }
-"""Each returns the processes that have to be gone afterwards."""
+"""Each returns the process ids that must end."""
 CLIENT_FAULTS: dict[Kind, Callable[[Scene, Fault], Coroutine[None, None, None]]] = {
     Kind.VANISH: _vanish,
     Kind.SLOW: _slow,

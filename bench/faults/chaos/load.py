@@ -1,4 +1,4 @@
-"""Steady load: clients in a closed loop, each sending its next request after an answer."""
+"""Background load: clients in a closed loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ POLL_SECONDS = 0.02
 
 
 class Load:
-    """Clients that send requests from a population, in an order that the seed decides; it can be paused."""
+    """Clients that send requests from a population, in an order drawn from the seed; it can be paused."""
 
     def __init__(
         self, client: Client, requests: Sequence[Request], *, num_clients: int, seed: int
@@ -30,38 +30,38 @@ class Load:
         self.num_sent = 0
 
     def start(self) -> None:
-        """Let the clients begin."""
+        """Start the clients."""
         order = self._order()
         self._tasks = [asyncio.create_task(self._one(order)) for _ in range(self._num_clients)]
 
     async def pause(self) -> None:
-        """Send nothing more, and wait until everything is answered."""
+        """Stop sending, and wait until everything is answered."""
         self._going.clear()
         await self.ended(set(self._client.open))
 
     def resume(self) -> None:
-        """Go on."""
+        """Continue."""
         self._going.set()
 
     async def ended(self, numbers: set[int]) -> None:
-        """Until each of these requests has ended."""
+        """Wait until each of these requests has ended."""
         while not numbers.isdisjoint(self._client.open):
             self.check()
             await asyncio.sleep(POLL_SECONDS)
 
     async def stop(self) -> None:
-        """Let every client finish its request; raises what one of them raised."""
+        """Let every client finish its request; raises the exception of any client."""
         self._stopped = True
         self._going.set()
         await asyncio.gather(*self._tasks)
 
     def cancel(self) -> None:
-        """End at once, whatever is under way."""
+        """Cancel all clients."""
         for task in self._tasks:
             task.cancel()
 
     def check(self) -> None:
-        """Raise what a client raised."""
+        """Raise the exception of any client."""
         for task in self._tasks:
             if task.done() and not self._stopped:
                 task.result()

@@ -1,4 +1,4 @@
-"""Requests that no server should serve, and the statuses that each may be answered with."""
+"""Invalid requests, and the statuses that are right for each."""
 
 from __future__ import annotations
 
@@ -94,4 +94,4 @@ GARBAGE = (
     b"POST /generate HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
     b"\x00" * 4096,
 )
-"""What is sent as it is and then left: not HTTP, or a request that never becomes whole."""
+"""Raw bytes that are not HTTP, or an incomplete request."""

@@ -38,7 +38,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def launcher_flags(options: argparse.Namespace) -> list[str]:
-    """Small limits, so that they are reached; a short time after which a step hangs."""
+    """Flags with small limits, so that they are reached, and a short step timeout."""
     return [
         "--deterministic=on",
         f"--step-timeout={options.step_timeout:g}",

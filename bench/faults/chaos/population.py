@@ -17,13 +17,13 @@ TEXT = (
 WORDS = TEXT.split()
 STOPS = ("the", ".", " a", "and", "token")
 NUM_PREAMBLES = 4
-"""Beginnings that requests share, so that the prefix cache takes part."""
+"""Shared beginnings of prompts, which use the prefix cache."""
 SHARE_LONG = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a client posts; two posts of it have the same answer, but for ids, times and cached tokens."""
+    """A request; its answers are the same except for ids, times and cached tokens."""
 
     name: str
     path: str
@@ -36,12 +36,12 @@ class Request:
 
     @property
     def is_openai(self) -> bool:
-        """Whether it speaks OpenAI's dialect."""
+        """Whether its path is one of OpenAI's."""
         return self.path.startswith("/v1/")
 
 
 def population(seed: int, *, size: int) -> list[Request]:
-    """`size` requests, the same for the same seed; routes take turns, everything else is drawn."""
+    """`size` requests from a seed; routes take turns, everything else is random."""
     drawing = random.Random(f"population {seed}")
     preambles = [_words(drawing, 40 + 30 * i) for i in range(NUM_PREAMBLES)]
     requests = []
@@ -59,7 +59,7 @@ def population(seed: int, *, size: int) -> list[Request]:
 def greedy_streams(
     seed: int, *, count: int, new_tokens: int, top_tokens: int = 0, name: str = "long"
 ) -> list[Request]:
-    """Streams of exactly `new_tokens` tokens, for the faults that need them to be long."""
+    """Streams of exactly `new_tokens` tokens, for faults that need long streams."""
     drawing = random.Random(f"{name} {seed}")
     parameters = {
         "max_new_tokens": new_tokens,
@@ -156,4 +156,4 @@ ROUTES: tuple[tuple[Callable[[random.Random, str], Json], str, bool], ...] = (
     (_completion, "/v1/completions", False),
     (_native, "/", False),
 )
-"""What makes the body, where it is posted, and whether the answer streams."""
+"""The function that makes the body, the path, and whether the answer streams."""

@@ -1,4 +1,4 @@
-"""The tables of a campaign: faults injected and survived, requests by outcome, what processes hold."""
+"""The tables of a campaign: faults and recoveries, requests by outcome, resources of processes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from bench.harness.tables import markdown
 def as_json(outcome: Outcome) -> dict[str, Any]:
     """Plain containers."""
     return {
-        "recovered": [[fault.kind.name, silence] for fault, silence in outcome.survived],
-        "not_recovered": [fault.kind.name for fault in outcome.not_survived],
+        "recovered": [[fault.kind.name, silence] for fault, silence in outcome.recovered],
+        "not_recovered": [fault.kind.name for fault in outcome.not_recovered],
         "requests": dict(outcome.ledger.outcomes),
         "problems": outcome.ledger.problems,
         "before": {name: asdict(each) for name, each in outcome.before.items()},
@@ -28,19 +28,19 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def fault_table(outcome: Outcome) -> str:
-    """By kind; recovery is the longest silence over all streams together, from the fault on."""
+    """Faults by kind; recovery is the longest silence over all streams together, from the fault on."""
     rows = []
     for kind in Kind:
-        survived = [silence for fault, silence in outcome.survived if fault.kind is kind]
-        failed = sum(fault.kind is kind for fault in outcome.not_survived)
-        if not survived and not failed:
+        recovered = [silence for fault, silence in outcome.recovered if fault.kind is kind]
+        failed = sum(fault.kind is kind for fault in outcome.not_recovered)
+        if not recovered and not failed:
             continue
-        silences = [silence for silence in survived if silence is not None]
-        rows.append((kind.value, len(survived) + failed, len(survived), *_spread(silences)))
-    silences = [silence for _, silence in outcome.survived if silence is not None]
-    total = len(outcome.survived) + len(outcome.not_survived)
-    rows.append(("all", total, len(outcome.survived), *_spread(silences)))
-    columns = ("fault", "injected", "survived", "recovery p50, s", "max, s")
+        silences = [silence for silence in recovered if silence is not None]
+        rows.append((kind.value, len(recovered) + failed, len(recovered), *_spread(silences)))
+    silences = [silence for _, silence in outcome.recovered if silence is not None]
+    total = len(outcome.recovered) + len(outcome.not_recovered)
+    rows.append(("all", total, len(outcome.recovered), *_spread(silences)))
+    columns = ("fault", "injected", "recovered", "recovery p50, s", "max, s")
     return markdown(columns, [tuple(map(str, row)) for row in rows])
 
 
@@ -49,13 +49,13 @@ def _spread(silences: list[float]) -> tuple[str, str]:
 
 
 def outcome_table(outcome: Outcome) -> str:
-    """What became of the requests, attempts that were broken off and sent again on their own."""
+    """Requests by outcome; an attempt that broke and was sent again counts separately."""
     rows = [(name, str(number)) for name, number in outcome.ledger.outcomes.most_common()]
     return markdown(("outcome", "requests"), rows)
 
 
 def usage_table(outcome: Outcome) -> str:
-    """Before the faults and after them, at rest."""
+    """Resources of the idle server before and after the faults."""
     rows = []
     for name, after in outcome.after.items():
         before = outcome.before.get(name)
@@ -78,7 +78,7 @@ def usage_table(outcome: Outcome) -> str:
 
 
 def text(outcome: Outcome) -> str:
-    """All tables, and every problem that was kept in words."""
+    """All tables, and the text of the problems."""
     counters = ", ".join(f"{number:g} {name}" for name, number in outcome.counters.items())
     ledger = outcome.ledger
     verdict = f"Audit: {ledger.num_problems} problems." if ledger.num_problems else "Audit: clean."

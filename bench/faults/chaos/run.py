@@ -1,4 +1,4 @@
-"""One campaign from beginning to end: undisturbed answers, load and faults, the audit."""
+"""One campaign: undisturbed answers, load and faults, the audit."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ COUNTED = {
     "millrace_preemptions_total": "preemptions",
     "millrace_requests_quarantined_total": "requests quarantined",
 }
-"""Counters of the router's; each life of it counts anew."""
+"""Counters of the router; a new router process starts at 0."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What a campaign did, and what it found."""
+    """The outcome of a campaign."""
 
     ledger: Ledger = field(default_factory=Ledger)
-    survived: list[tuple[Fault, float | None]] = field(default_factory=list)
-    """With the longest silence in seconds, if it was fatal."""
-    not_survived: list[Fault] = field(default_factory=list)
+    recovered: list[tuple[Fault, float | None]] = field(default_factory=list)
+    """Faults, with the longest silence in seconds after a fatal one."""
+    not_recovered: list[Fault] = field(default_factory=list)
     before: dict[str, Reading] = field(default_factory=dict)
     after: dict[str, Reading] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     num_processes: int = 0
-    """Router and shards that ever lived."""
+    """Router and shard processes in the whole campaign."""
     exit_code: int | None = None
 
 
 async def run(server: Deployment, options: argparse.Namespace) -> Outcome:
-    """Everything while the server lives."""
+    """Run the campaign on a running server, and stop it."""
     outcome = Outcome()
     faults = campaign(
         options.seed,
@@ -86,16 +86,16 @@ async def run(server: Deployment, options: argparse.Namespace) -> Outcome:
         load.start()
         try:
             await _disturb(scene, faults, outcome, pids=pids, until=started + options.seconds)
-            while load.num_sent < options.requests and not outcome.not_survived:
+            while load.num_sent < options.requests and not outcome.not_recovered:
                 load.check()
                 await asyncio.sleep(POLL_SECONDS)
-            if not outcome.not_survived:
+            if not outcome.not_recovered:
                 await finish_others(scene)
                 await load.stop()
         finally:
             load.cancel()
         outcome.seconds = time.monotonic() - started
-        if not outcome.not_survived:
+        if not outcome.not_recovered:
             for request in requests[:NUM_AGAIN]:
                 await client.ask(request)
             await _audit_life(server, outcome)
@@ -118,11 +118,11 @@ async def _disturb(
         try:
             silence = await inject(scene, fault)
         except NotRecoveredError as error:
-            outcome.not_survived.append(fault)
+            outcome.not_recovered.append(fault)
             outcome.ledger.wrong(str(error))
             say(f"{number}/{len(faults)} {error}")
             return
-        outcome.survived.append((fault, silence))
+        outcome.recovered.append((fault, silence))
         pids |= scene.server.members().pids()
         what = "" if silence is None else f", silence {silence:.2f} s"
         new = outcome.ledger.num_problems - found
@@ -130,7 +130,7 @@ async def _disturb(
 
 
 def _count(server: Deployment, outcome: Outcome) -> None:
-    """Remember the router's counters, which die with it."""
+    """Keep the router's counters, because its end resets them."""
     try:
         metrics = server.metrics()
     except OSError:
@@ -140,7 +140,7 @@ def _count(server: Deployment, outcome: Outcome) -> None:
 
 
 async def _idle(server: Deployment) -> list[str]:
-    """Wait until nothing is going on; what still is after a while."""
+    """Wait for an idle server; returns the violations that remain."""
     deadline = time.monotonic() + IDLE_SECONDS
     while found := not_idle(server.metrics()):
         if time.monotonic() > deadline:
@@ -150,7 +150,7 @@ async def _idle(server: Deployment) -> list[str]:
 
 
 async def _audit_life(server: Deployment, outcome: Outcome) -> None:
-    """With the load gone: everything is at rest, and nothing is left over."""
+    """Audit the idle server: gauges, resources and processes."""
     ledger = outcome.ledger
     for problem in await _idle(server):
         ledger.wrong(f"without requests, {problem}")
@@ -174,12 +174,12 @@ async def _audit_life(server: Deployment, outcome: Outcome) -> None:
 
 
 def _usages(server: Deployment) -> dict[str, Reading]:
-    """What each process holds, by role."""
+    """The resources of each process, by role."""
     return {found.role: found for found in read(server.by_role(), start=0.0)}
 
 
 def _audit_end(server: Deployment, outcome: Outcome, pids: set[int]) -> None:
-    """After SIGTERM nothing of the server is left."""
+    """Audit the state after SIGTERM: no process, socket or shared memory may be left."""
     ledger = outcome.ledger
     if outcome.exit_code != 0:
         ledger.wrong(f"exit code {outcome.exit_code} after SIGTERM")

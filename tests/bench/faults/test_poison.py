@@ -1,4 +1,4 @@
-"""What counts as having survived a poison request, and that only one prompt is one."""
+"""The outcomes of a poison request that count as right, and that only one prompt is one."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_what_the_client_of_the_poison_saw(answer: Answer, seen: str) -> None:
     assert outcome(answer) == seen
 
 
-def test_who_survived_has_no_problems() -> None:
+def test_a_right_outcome_has_no_problems() -> None:
     assert problems(KILL, SURVIVED, RIGHT) == []
     answered = replace(SURVIVED, poisoned=RIGHT, records=0)
     assert problems(TOO_LARGE, answered, RIGHT) == []

@@ -118,7 +118,7 @@ def test_a_family_is_one_of_each() -> None:
         assert not members(*ALL[:missing], *ALL[missing + 1 :]).is_complete(2)
 
 
-@pytest.mark.parametrize("further", [*ALL, "ended, nobody waited for it", "sh -c something"])
+@pytest.mark.parametrize("further", [*ALL, "ended without a wait", "sh -c something"])
 def test_nobody_is_there_twice_and_nobody_else_is(further: str) -> None:
     assert not members(*ALL, further).is_complete(2)
 
@@ -131,9 +131,9 @@ def test_grammars_are_tried_out_in_as_many_processes_as_there_may_be() -> None:
 
 def test_the_report_shows_faults_and_problems() -> None:
     fault = Fault(kind=Kind.KILL, ranks=(0,), delay=0.1, seed=1)
-    outcome = Outcome(survived=[(fault, 2.0), (fault, 4.0)], exit_code=0)
+    outcome = Outcome(recovered=[(fault, 2.0), (fault, 4.0)], exit_code=0)
     assert "Audit: clean" in text(outcome)
-    outcome.not_survived.append(fault)
+    outcome.not_recovered.append(fault)
     outcome.ledger.wrong("request 3: event 2 is b instead of a")
     shown = text(outcome)
     assert "Audit: 1 problems" in shown
