@@ -222,13 +222,13 @@ LARGE = InTurn(
         f"{NUM_STREAMS} greedy streams of {PROMPT_TOKENS} tokens in, {STREAM_TOKENS} out. Beside them {NUM_CLIENTS}"
         " clients send one grammar after the other, none of them twice, each for an answer of at most"
         f" {NEW_TOKENS} tokens, and another one, beside nothing too, small schemas that are new,"
-        f" {LITTLE_SECONDS:g} s after each answer. The large ones: JSON schemas of {NUM_BYTES / 1e6:.0f} MB,"
+        f" {LITTLE_SECONDS:g} s after each answer. The large ones: JSON schemas of {NUM_BYTES // 1000} kB,"
         f" many objects with four properties each (wide) or objects nested {large_grammars.NUM_LEVELS} deep; chats with"
-        f" {large_grammars.NUM_TOOLS} tools of {TOOLS_BYTES / 1e6:.1f} MB, `tool_choice` being `required`; schemas of"
+        f" {large_grammars.NUM_TOOLS} tools of {TOOLS_BYTES // 1000} kB, `tool_choice` being `required`; schemas of"
         f" {large_grammars.NUM_PATTERNS} `patternProperties` that the compiler gives up after its limit of CPU time."
         " Where the prompt that lists the tools is longer than the model's context, they are refused once their grammar"
         " has been read. Statuses are counts of a turn. Read is how long the router's own functions take for such a"
-        " grammar in a process that does nothing else, as its process for large grammars does."
+        " grammar in a process that does nothing else."
     ),
     cases=CASES,
     turns=rounds,

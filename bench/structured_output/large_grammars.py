@@ -9,17 +9,17 @@ from typing import Any
 
 import orjson
 
-from millrace_router.request.grammar import resolved_from
+from millrace_router.request.grammar import JsonGrammar
 from millrace_router.request.request import Grammar
 from millrace_router.tool_calls.formats import format_of
-from millrace_router.tool_calls.grammar import chat_grammar_from
+from millrace_router.tool_calls.grammar import chat_grammar
 from millrace_router.tool_calls.tool import Tool, ToolChoice
 
 Schema = dict[str, Any]
 
-NUM_BYTES = 1_000_000
-"""Of JSON; a little below 1 MiB, which is what a grammar may have."""
-TOOLS_BYTES, NUM_TOOLS = 900_000, 100
+NUM_BYTES = 125_000
+"""Length of the JSON: a little below 128 KiB, the limit of a grammar."""
+TOOLS_BYTES, NUM_TOOLS = 112_000, 12
 """Their grammar adds a tenth to them."""
 NUM_LEVELS = 64
 """Schemas within schemas, as many as are allowed."""
@@ -43,7 +43,7 @@ class LargeRequest:
     body: bytes
     """With MARK in it."""
     read: Callable[[], Grammar | None]
-    """As the router's own process does it."""
+    """Reads the grammar as the router does."""
 
     def numbered(self, number: str) -> bytes:
         """A body with a grammar that no other number has."""
@@ -85,10 +85,10 @@ def tools() -> list[Tool]:
 
 def request_of_schema(schema: Schema) -> LargeRequest:
     """A short answer that has to be JSON of `schema`."""
-    grammar = {"type": "json", "value": schema}
-    parameters = {"max_new_tokens": NEW_TOKENS, "grammar": grammar}
+    grammar = JsonGrammar(type="json", value=schema)
+    parameters = {"max_new_tokens": NEW_TOKENS, "grammar": grammar.model_dump()}
     body = orjson.dumps({"inputs": "Say it:", "parameters": parameters})
-    return LargeRequest("/generate", body, partial(resolved_from, orjson.dumps(grammar)))
+    return LargeRequest("/generate", body, grammar.resolved)
 
 
 def request_of_little() -> LargeRequest:
@@ -105,9 +105,7 @@ def request_of_tools(offered: Sequence[Tool]) -> LargeRequest:
         "tools": [tool.as_json() for tool in offered],
         "tool_choice": "required",
     }
-    read = partial(
-        chat_grammar_from, format_of(None), orjson.dumps(offered), ToolChoice("required"), None
-    )
+    read = partial(chat_grammar, format_of(None), offered, ToolChoice("required"), None)
     return LargeRequest("/v1/chat/completions", orjson.dumps(body), read)
 
 
