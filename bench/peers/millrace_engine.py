@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import cast
@@ -25,6 +26,7 @@ from millrace_router.config import RouterConfig
 from millrace_router.engine.batcher import Batcher
 from millrace_router.request.events import TokenEvent
 from millrace_router.request.request import ValidRequest
+from millrace_router.request.token_stream import read_tokens
 from millrace_router.shards.group import ShardedClient
 from millrace_router.startup import assemble, num_slots, prefill_tokens
 from millrace_router.text.chat_template import ChatTemplate
@@ -84,6 +86,11 @@ class MillraceEngine:
     ) -> None:
         waiting = iter(enumerate(requests))
 
+        def take(number: int, event: TokenEvent) -> None:
+            moments[number].arrivals.append(time.perf_counter())
+            if tokens is not None:
+                tokens[number].append(event.token.id)
+
         async def client() -> None:
             for number, request in waiting:
                 moments[number].due = time.perf_counter()
@@ -94,11 +101,7 @@ class MillraceEngine:
                         ignore_eos=True,
                     )
                 )
-                async for event in stream:
-                    if isinstance(event, TokenEvent):
-                        moments[number].arrivals.append(time.perf_counter())
-                        if tokens is not None:
-                            tokens[number].append(event.token.id)
+                await read_tokens(stream, partial(take, number))
 
         async with asyncio.TaskGroup() as clients:
             for _ in range(min(concurrency, len(requests))):

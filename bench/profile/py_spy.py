@@ -27,7 +27,7 @@ PARTS = {
     "metrics of a token": ("RequestRecord.token", "Histogram.observe"),
     "token to text": ("IncrementalDetokenizer",),
     "text to JSON": ("plain_event", "ChunkTemplate.fill", "ChoiceText.push", "stream_json"),
-    "frame to transport": ("StreamWriter.send",),
+    "frame to transport": ("StreamWriter.token",),
     "token, event, end of generation": ("Entry.accept", "Batcher._deliver"),
     "plan a step": ("Planner.plan",),
     "message and call of a step": ("ShardedClient.send", "Batcher._send"),

@@ -20,7 +20,6 @@ from millrace_router.engine.predictor import LatencyPredictor
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.forecast import Forecaster
 from millrace_router.request.entry import Entry
-from millrace_router.request.events import PromptLogprobs, TokenEvent
 from millrace_router.request.request import SamplingParameters, Terms, ValidRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.scheduler.block_manager import BlockManager
@@ -36,7 +35,7 @@ from millrace_shard.engine.engine import Engine
 from millrace_shard.engine.warmup import LoadedModel, MemoryLimits
 from millrace_shard.models.load import load_model
 from millrace_testing.engines.kernels import make_kernels
-from millrace_testing.router.fake_router import tiny_tokenizer
+from millrace_testing.router.fake_router import collect, tiny_tokenizer
 
 VOCAB_SIZE = 97
 NUM_NEW, FEW_NEW = 40, 12
@@ -218,15 +217,13 @@ async def _serve(model: Model, schedule: Schedule, requests: tuple[ValidRequest,
 
 
 async def _read(stream: TokenStream) -> Found:
-    tokens: list[tuple[int, float]] = []
-    prompt: tuple[float, ...] = ()
-    async for event in stream:
-        if isinstance(event, PromptLogprobs):
-            prompt = event.logprobs[1:]
-        elif isinstance(event, TokenEvent):
-            assert event.index == len(tokens) + 1
-            tokens.append((event.token.id, event.token.logprob))
-    return tuple(tokens), prompt
+    events = await collect(stream)
+    assert [event.index for event in events] == list(range(1, len(events) + 1))
+    prompt = stream.prompt_logprobs
+    return (
+        tuple((event.token.id, event.token.logprob) for event in events),
+        () if prompt is None else prompt.logprobs[1:],
+    )
 
 
 def serve(

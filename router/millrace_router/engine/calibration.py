@@ -14,6 +14,7 @@ from millrace_router.engine.batcher import Batcher
 from millrace_router.errors import RouterError
 from millrace_router.request.limits import Limits
 from millrace_router.request.request import ValidRequest
+from millrace_router.request.token_stream import read_tokens
 
 log = structlog.get_logger(__name__)
 
@@ -67,8 +68,7 @@ async def calibrate(batcher: Batcher, limits: Limits, *, max_batch_size: int) ->
 
 async def _run(batcher: Batcher, requests: list[ValidRequest]) -> None:
     for stream in [batcher.submit(request) for request in requests]:
-        async for _ in stream:
-            pass
+        await read_tokens(stream, lambda _: None)
 
 
 def _request(round_: _Round, limits: Limits, random: Random) -> ValidRequest:

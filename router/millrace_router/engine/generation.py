@@ -3,133 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
-from millrace_router.errors import IncompleteGeneration, RouterError
-from millrace_router.request.events import Event, Finished, PromptLogprobs, TokenEvent
+from millrace_router.engine.request_record import RequestRecord, Timings
+from millrace_router.errors import RouterError
+from millrace_router.request.events import Finished, PromptLogprobs, TokenEvent
 from millrace_router.request.request import FinishReason, ValidRequest
-from millrace_router.request.token_stream import Listener
-from millrace_router.telemetry.metrics import Metrics
+from millrace_router.request.token_stream import TokenSink, TokenStream, read_tokens
 from millrace_router.validation.validator import Validated
 
 
-class EventStream(Protocol):
-    """What the batcher answers with; times are of `time.monotonic`."""
-
-    queued_at: float
-    batched_at: float | None
-    finished_at: float | None
-    cached_tokens: int | None
-    """Tokens of the prompt that were found computed; known once the request has left the queue."""
-    predicted_queue_seconds: float | None
-
-    def close(self) -> None:
-        """Say that nobody reads any more."""
-
-    def listen(self, listener: Listener) -> None:
-        """Tell `listener` what has been sent so far, and everything else as it is sent."""
-
-    def __aiter__(self) -> AsyncIterator[Event]:
-        """Return the stream itself."""
-
-    async def __anext__(self) -> Event:
-        """Return the next event, at once if one is there or the stream has ended."""
-
-
-class Reader(Protocol):
-    """Who makes something of each token at the moment it is there."""
-
-    def token(self, event: TokenEvent) -> None:
-        """Take the next token."""
-
-    def fail(self, error: Exception) -> None:
-        """Take the news that there will be no further token: a RouterError, or a defect of `token`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timings:
-    """Where a request's time went, in seconds."""
-
-    total: float
-    validation: float
-    queue: float
-    inference: float
-    per_token: float
-    predicted_queue: float | None = None
-    """What `queue` was expected to be; None if nothing was known."""
-    first_token: float | None = None
-    """From arrival until the first token was handed on; None if there was none."""
-
-
-class RequestRecord:
-    """Counts one request: its tokens as they come, then exactly one ending."""
-
-    def __init__(
-        self,
-        metrics: Metrics,
-        on_failure: Callable[[RouterError], None],
-        on_token: Callable[[], None],
-    ) -> None:
-        self.arrived_at = time.monotonic()
-        self._metrics = metrics
-        self._on_failure = on_failure
-        self._on_token = on_token
-        self.first_token_at: float | None = None
-        self._last_token_at: float | None = None
-        self._ended = False
-        metrics.request_count.inc()
-
-    def sibling(self) -> RequestRecord:
-        """Make the record of another sample of the same request, which counts as a request, too."""
-        other = RequestRecord(self._metrics, self._on_failure, self._on_token)
-        other.arrived_at = self.arrived_at
-        return other
-
-    def token(self) -> None:
-        """Count a token that is handed to its reader now."""
-        now = time.monotonic()
-        if self._last_token_at is None:
-            self.first_token_at = now
-            self._metrics.time_to_first_token_seconds.observe(now - self.arrived_at)
-        else:
-            self._metrics.inter_token_latency_seconds.observe(now - self._last_token_at)
-        self._last_token_at = now
-        self._on_token()
-
-    def succeeded(self, timings: Timings, generated_tokens: int) -> None:
-        """Count a normal end."""
-        self._ended = True
-        self._on_token()
-        metrics = self._metrics
-        metrics.request_success.inc()
-        metrics.request_duration.observe(timings.total)
-        metrics.request_validation_duration.observe(timings.validation)
-        metrics.request_queue_duration.observe(timings.queue)
-        metrics.request_inference_duration.observe(timings.inference)
-        metrics.request_mean_time_per_token_duration.observe(timings.per_token)
-        metrics.request_generated_tokens.observe(generated_tokens)
-
-    def failed(self, error: RouterError) -> None:
-        """Count an error, once."""
-        if self._ended:
-            return
-        self._ended = True
-        if error.failure_label is not None:
-            self._metrics.request_failure.labels(err=error.failure_label).inc()
-        self._on_failure(error)
-
-    def left(self) -> None:
-        """Count a client that went before the end; nothing if the end has been."""
-        if not self._ended:
-            self._ended = True
-            self._metrics.request_failure.labels(err="dropped").inc()
-
-
 class Generation:
-    """An accepted request and its events.
+    """An accepted request: counts its tokens and its end, and hands them to one sink.
 
     As a context manager it closes the stream and gives its permit back, whatever happened inside.
     """
@@ -137,7 +25,7 @@ class Generation:
     def __init__(
         self,
         validated: Validated,
-        stream: EventStream,
+        stream: TokenStream,
         *,
         record: RequestRecord,
         counted: bool,
@@ -149,32 +37,30 @@ class Generation:
         self._record = record
         self._counted = counted
         self._release = release
-        self._reader: Reader | None = None
-        self._on_prompt: Callable[[PromptLogprobs], None] | None = None
+        self._sink: TokenSink[TokenEvent] | None = None
         self._closed = False
         self.generated_tokens = 0
         self.finish_reason: FinishReason | None = None
         """None while it runs, and if it fails or its client leaves."""
         self.error_type: str | None = None
-        """What it has failed with."""
-        self._failed = False
-
-    @property
-    def ended(self) -> bool:
-        """Whether all events are there: reading on will not wait."""
-        return self._stream.finished_at is not None
+        """Type of the error that it failed with."""
 
     @property
     def may_expire(self) -> bool:
-        """Whether it waits, and may be sent away for having waited too long."""
+        """Whether it waits in the queue, with a limit to how long."""
         stream = self._stream
         has_deadline = self.valid.terms.max_queue_seconds is not None
-        return has_deadline and stream.batched_at is None and not self.ended
+        return has_deadline and stream.batched_at is None and not stream.ended
 
     @property
     def cached_tokens(self) -> int:
         """Tokens of the prompt that were found computed."""
         return self._stream.cached_tokens or 0
+
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        """Log probabilities of the prompt, if they were asked for; known before the first token."""
+        return self._stream.prompt_logprobs
 
     @property
     def times(self) -> Timings:
@@ -197,24 +83,17 @@ class Generation:
         first_token_at = self._record.first_token_at
         return None if first_token_at is None else first_token_at - self._record.arrived_at
 
-    def __aiter__(self) -> Self:
-        return self
+    def connect(self, sink: TokenSink[TokenEvent]) -> None:
+        """Hand all tokens to `sink`; an exception of its `token` goes to its `fail`."""
+        self._sink = sink
+        self._stream.connect(self)
 
-    async def __anext__(self) -> Event:
-        """Return the next event; raises RouterError if the generation failed."""
-        try:
-            event = await self._stream.__anext__()
-        except StopAsyncIteration:
-            if self.finish_reason is not None:
-                raise
-            raise self._fail(IncompleteGeneration()) from None
-        except RouterError as error:
-            raise self._fail(error) from None
-        if isinstance(event, TokenEvent):
-            self._count(event)
-        return event
+    def disconnect(self) -> None:
+        """Hand the sink nothing more; further tokens are counted all the same."""
+        self._sink = None
 
-    def _count(self, event: TokenEvent) -> None:
+    def token(self, event: TokenEvent) -> None:
+        """Take the next token from the stream; raises nothing."""
         self.generated_tokens = event.index
         if self._counted:
             self._record.token()
@@ -222,77 +101,47 @@ class Generation:
             self.finish_reason = event.finished.finish_reason
             if self._counted:
                 self._record.succeeded(self.times, event.index)
-
-    def _fail(self, error: RouterError) -> RouterError:
-        self.error_type = error.error_type
-        self._record.failed(error)
-        return error
-
-    def listen(
-        self, reader: Reader, on_prompt: Callable[[PromptLogprobs], None] | None = None
-    ) -> None:
-        """Hand `reader` every token at the moment it is there, instead of having it iterate.
-
-        `on_prompt` is told of the prompt's log probabilities, which come before the first token; it may not raise.
-        """
-        self._reader = reader
-        self._on_prompt = on_prompt
-        self._stream.listen(self)
-        if self.ended and self.finish_reason is None:
-            self.fail(IncompleteGeneration())
-
-    def hear(self, event: Event) -> None:
-        """Take an event from the stream; raises nothing."""
-        reader = self._reader
-        if reader is None:
+        if self._sink is None:
             return
-        if not isinstance(event, TokenEvent):
-            if self._on_prompt is not None:
-                self._on_prompt(event)
-            return
-        self._count(event)
         try:
-            reader.token(event)
+            self._sink.token(event)
         except Exception as error:  # noqa: BLE001
-            # The edge of the request: what calls is the batcher, which must not suffer.
-            reader.fail(error)
+            # The caller is the batcher, which a defect of one request must not stop.
+            self.fail(error)
 
-    def fail(self, error: RouterError) -> None:
-        """Take the stream's failure; raises nothing."""
-        if self._reader is not None and not self._failed:
-            self._failed = True
-            self._reader.fail(self._fail(error))
+    def fail(self, error: Exception) -> None:
+        """Take a failure of the generation, or a defect of the sink; raises nothing."""
+        if isinstance(error, RouterError):
+            self.error_type = error.error_type
+            self._record.failed(error)
+        sink, self._sink = self._sink, None
+        if sink is not None:
+            sink.fail(error)
 
     async def collect(self) -> Collected:
-        """Read to the end; raises RouterError."""
+        """Wait for the end; raises RouterError."""
         tokens: list[TokenEvent] = []
-        prompt: PromptLogprobs | None = None
-        finished: Finished | None = None
-        async for event in self:
-            if isinstance(event, PromptLogprobs):
-                prompt = event
-            else:
-                tokens.append(event)
-                finished = event.finished
+        await read_tokens(self, tokens.append)
+        finished = tokens[-1].finished
         assert finished is not None
         return Collected(
             valid=self.valid,
             inputs=self.inputs,
             tokens=tuple(tokens),
-            prompt=prompt,
+            prompt=self.prompt_logprobs,
             finished=finished,
             times=self.times,
             cached_tokens=self.cached_tokens,
         )
 
     def close(self) -> None:
-        """Stop reading. Idempotent."""
+        """Abort the generation unless it has ended, and give the permit back. Idempotent."""
         if self._closed:
             return
         self._closed = True
         self._stream.close()
-        # It holds what has been sent, and an idle connection its last request with all generations.
-        self._reader = self._on_prompt = None
+        # An idle connection holds its last request with all generations, which must not hold the answer.
+        self._sink = None
         self._release()
         if self._counted:
             self._record.left()
@@ -325,7 +174,7 @@ class Collected:
 
     @property
     def generated_tokens(self) -> int:
-        """How many tokens there are."""
+        """Number of tokens."""
         return len(self.tokens)
 
     @property

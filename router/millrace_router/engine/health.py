@@ -12,7 +12,6 @@ from millrace_router.engine.infer import SHORTEST, Batcher
 from millrace_router.errors import (
     DoesNotFit,
     GenerationError,
-    IncompleteGeneration,
     NonFiniteOutput,
     Overloaded,
     Quarantined,
@@ -20,7 +19,7 @@ from millrace_router.errors import (
     Unhealthy,
 )
 from millrace_router.recovery.shard_status import ShardStatus
-from millrace_router.request.events import TokenEvent
+from millrace_router.request.token_stream import read_tokens
 
 OF_ONE_REQUEST = (NonFiniteOutput, Quarantined, DoesNotFit)
 """Failures that say nothing of the shards: they serve everybody else."""
@@ -126,13 +125,9 @@ class Health:
         try:
             stream = self._batcher.submit(SHORTEST)
             try:
-                async for event in stream:
-                    if isinstance(event, TokenEvent):
-                        self.generated()
+                await read_tokens(stream, lambda _: self.generated())
             finally:
                 stream.close()
-            if not self._generates.is_set():
-                raise IncompleteGeneration
         except Overloaded:
             # Those who fill the queue will get tokens, if anyone does.
             await self._generates.wait()

@@ -8,14 +8,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Protocol
 
-from millrace_router.engine.generation import Collected, EventStream, Generation, RequestRecord
+from millrace_router.engine.generation import Collected, Generation
 from millrace_router.engine.permits import Permits
+from millrace_router.engine.request_record import RequestRecord
 from millrace_router.errors import RouterError, ShuttingDown, SizeError
 from millrace_router.prediction.estimate import Appraisal, Estimate
 from millrace_router.request.parameters import GenerateRequest
 from millrace_router.request.request import Terms, ValidRequest
 from millrace_router.request.seeds import seed_of_sample
 from millrace_router.request.terms import DEFAULT_TERMS
+from millrace_router.request.token_stream import TokenStream
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.validation.validator import Validated, Validator, check_best_of, check_stream
 
@@ -23,7 +25,7 @@ from millrace_router.validation.validator import Validated, Validator, check_bes
 class Batcher(Protocol):
     """Where valid requests go."""
 
-    def submit(self, request: ValidRequest, /) -> EventStream:
+    def submit(self, request: ValidRequest, /) -> TokenStream:
         """Queue a request; raises RouterError."""
 
     def estimate(self, request: ValidRequest, /) -> Estimate:
@@ -244,7 +246,7 @@ class Infer:
         terms: Terms,
         add_special_tokens: bool,
     ) -> Collected:
-        """Submit all at once and read one after the other: their events wait in their streams."""
+        """Submit all at once and collect one after the other: tokens of the others wait in their streams."""
         with ExitStack() as cleanup:
             self.permits.take(best_of)
             cleanup.callback(self.permits.give, best_of)
@@ -264,7 +266,7 @@ class Infer:
         others = tuple(one for one in collected if one is not best)
         return replace(best, others=others)
 
-    def _submit(self, samples: Sequence[Validated]) -> list[EventStream]:
+    def _submit(self, samples: Sequence[Validated]) -> list[TokenStream]:
         """Queue all of them, or none; raises RouterError."""
         with ExitStack() as undo:
             streams = []

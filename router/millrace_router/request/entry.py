@@ -97,7 +97,7 @@ class Entry:
         self._forget_prompt_logprobs()
 
     def accept_prompt_logprobs(self, chunk: PromptChunk) -> None:
-        """Collect a chunk's log probabilities; send them once the prompt is complete."""
+        """Collect a chunk's log probabilities; publish them once the prompt is complete."""
         self._prompt_logprobs.extend(chunk.logprobs)
         candidate_ids, candidate_logprobs = self._prompt_candidates
         candidate_ids.extend(chunk.candidate_ids)
@@ -107,7 +107,7 @@ class Entry:
             self.wants_prompt_logprobs = False
             prompt = PromptLogprobs(ids, tuple(self._prompt_logprobs), *self._prompt_candidates)
             self._forget_prompt_logprobs()
-            self.stream.send(prompt)
+            self.stream.prompt_logprobs = prompt
 
     def _forget_prompt_logprobs(self) -> None:
         self._prompt_logprobs = array("f")
@@ -126,7 +126,7 @@ class Entry:
             finished = Finished(reason, self._text.final_text(), count, seed)
         top_tokens = tuple([self._token(*candidate) for candidate in top]) if top else ()
         token = Token(token_id, text, logprob, self._tokenizer.is_special(token_id))
-        self.stream.send(TokenEvent(count, token, top_tokens, finished))
+        self.stream.token(TokenEvent(count, token, top_tokens, finished))
         return finished is not None
 
     def _finish_reason(self, token_id: int, text: str) -> FinishReason | None:

@@ -1,6 +1,6 @@
-"""What a generation tells its reader, in order: prompt, tokens, the end with the last of them.
+"""What a generation yields: log probabilities of its prompt, then tokens, and the end with the last of them.
 
-`Token` and `TokenEvent` are not frozen, because that would double what it costs to make them; nothing changes them.
+`Token` and `TokenEvent` are not frozen, because that would double the time to make one; no code changes them.
 """
 
 from __future__ import annotations
@@ -70,6 +70,3 @@ class TokenEvent:
     top_tokens: tuple[Token, ...] = ()
     finished: Finished | None = None
     """Set with the last token, and there always."""
-
-
-Event = PromptLogprobs | TokenEvent

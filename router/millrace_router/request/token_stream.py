@@ -1,34 +1,43 @@
-"""The stream that carries the tokens of one generation to its reader."""
+"""The stream that carries the tokens of one generation to its sink."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from millrace_router.errors import RouterError
-from millrace_router.request.events import (
-    Event,
-    TokenEvent,
-)
+from millrace_router.errors import IncompleteGeneration, RouterError
+from millrace_router.request.events import PromptLogprobs, TokenEvent
+
+Item_contra = TypeVar("Item_contra", contravariant=True)
 
 
-class Listener(Protocol):
-    """Who is told of events at the moment they are sent; neither method may raise."""
+class TokenSink(Protocol[Item_contra]):
+    """Receives the tokens of one generation in order; on the way to the socket they become frames.
 
-    def hear(self, event: Event) -> None:
-        """Take the next event."""
+    No method blocks. `fail` raises nothing, and only the first end counts.
+    """
 
-    def fail(self, error: RouterError) -> None:
-        """Take the news that the generation has failed."""
+    def token(self, item: Item_contra, /) -> None:
+        """Take the next token, or the frame that it became."""
+
+    def fail(self, error: Exception, /) -> None:
+        """End without a further token, because of `error`."""
+
+
+class TokenSource(Protocol):
+    """A generation whose tokens one sink may receive."""
+
+    def connect(self, sink: TokenSink[TokenEvent], /) -> None:
+        """Hand all tokens to `sink`, the ones that are there at once."""
 
 
 class TokenStream:
-    """Events of one generation, in order, for one reader, who iterates over them or listens.
+    """Tokens of one generation, in order, for one sink.
 
-    Ends exactly once: with a token that has a `Finished`, or with an error. `close` is the only abort there is.
+    The stream ends exactly once: with a token that has a `Finished`, or with an error. `close` is the only abort.
+    Times are of `time.monotonic`.
     """
 
     def __init__(self) -> None:
@@ -39,80 +48,94 @@ class TokenStream:
         self.cached_tokens: int | None = None
         """Prompt tokens found in the prefix cache when the request was first admitted."""
         self.predicted_queue_seconds: float | None = None
-        """What was expected of the time until then, when the request came."""
+        """Prediction of the time until the first admission, made when the request came."""
+        self.prompt_logprobs: PromptLogprobs | None = None
+        """Set before the first token, if the request asks for them."""
         self._on_close: Callable[[], None] | None = None
-        self._events: deque[Event] = deque()
+        self._sink: TokenSink[TokenEvent] | None = None
+        self._early: list[TokenEvent] = []
+        """Tokens that came before the sink."""
         self._error: RouterError | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._listener: Listener | None = None
 
     @property
     def ended(self) -> bool:
-        """Whether the end has been sent."""
+        """Whether the last token or an error has been sent."""
         return self.finished_at is not None
 
-    def send(self, event: Event) -> None:
-        """Hand an event to the reader, unless it has left; never blocks."""
-        if isinstance(event, TokenEvent) and event.finished is not None:
+    def token(self, event: TokenEvent) -> None:
+        """Hand a token to the sink, or keep it until there is one."""
+        if event.finished is not None:
             self._end()
-        if self.closed:
-            return
-        if self._listener is None:
-            self._events.append(event)
-            self._wake()
-        else:
-            self._listener.hear(event)
+        if self._sink is not None:
+            self._sink.token(event)
+        elif not self.closed:
+            self._early.append(event)
 
     def fail(self, error: RouterError) -> None:
-        """End the stream with `error`, after the events already sent."""
-        if not self.ended:
-            self._end()
-            self._error = error
-            if self._listener is None:
-                self._wake()
-            else:
-                self._listener.fail(error)
+        """End the stream with `error`, after the tokens already sent."""
+        if self.ended:
+            return
+        self._end()
+        self._error = error
+        if self._sink is not None:
+            self._sink.fail(error)
 
-    def listen(self, listener: Listener) -> None:
-        """Tell `listener` what has been sent so far, and everything else as it is sent."""
-        self._listener = listener
-        while self._events:
-            listener.hear(self._events.popleft())
+    def connect(self, sink: TokenSink[TokenEvent]) -> None:
+        """Hand all tokens to `sink`, which must not raise."""
+        self._sink = sink
+        early, self._early = self._early, []
+        for event in early:
+            sink.token(event)
         if self._error is not None:
-            listener.fail(self._error)
+            sink.fail(self._error)
+        elif self.ended and (not early or early[-1].finished is None):
+            sink.fail(IncompleteGeneration())
 
     def when_closed(self, call: Callable[[], None]) -> None:
-        """Call `call` should the reader leave before the end."""
+        """Call `call` if the stream is closed before its end."""
         self._on_close = call
 
     def close(self) -> None:
-        """Say that nobody reads any more. Idempotent; closing an ended stream changes nothing."""
+        """Abort the generation. Idempotent; closing an ended stream changes nothing."""
         if self.closed:
             return
         self.closed = True
-        # They refer to the stream as well: a request is to be freed when it has gone, not when the collector comes.
-        self._listener = None
+        # The sink refers to the stream as well: without the cycle a request is freed at once.
+        self._sink = None
         on_close, self._on_close = self._on_close, None
         if on_close is not None:
             on_close()
-
-    def __aiter__(self) -> TokenStream:
-        return self
-
-    async def __anext__(self) -> Event:
-        while not self._events:
-            if self._error is not None:
-                raise self._error
-            if self.ended or self.closed:
-                raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        return self._events.popleft()
 
     def _end(self) -> None:
         self.finished_at = time.monotonic()
         self._on_close = None
 
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+
+class _Collector:
+    """The sink of an answer in one piece."""
+
+    def __init__(self, take: Callable[[TokenEvent], bool | None]) -> None:
+        self.ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
+        self._take = take
+
+    def token(self, event: TokenEvent) -> None:
+        if not self.ended.done() and (self._take(event) or event.finished is not None):
+            self.ended.set_result(None)
+
+    def fail(self, error: Exception) -> None:
+        if not self.ended.done():
+            self.ended.set_result(error)
+
+
+async def read_tokens(source: TokenSource, take: Callable[[TokenEvent], bool | None]) -> None:
+    """Call `take` with each token, until the last one or until `take` returns True.
+
+    Raises:
+        RouterError: the generation failed.
+
+    """
+    collector = _Collector(take)
+    source.connect(collector)
+    error = await collector.ended
+    if error is not None:
+        raise error

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from millrace_router.engine.generation import Generation, Timings
+from millrace_router.engine.generation import Generation
+from millrace_router.engine.request_record import Timings
 from millrace_router.errors import RouterError
 from millrace_router.server.recording import Form
 from millrace_router.server.services import Services

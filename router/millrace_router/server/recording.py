@@ -69,7 +69,7 @@ class Recording:
         """Position after the last frame there is."""
         return self.first + len(self._frames)
 
-    def send(self, frame: bytes) -> None:
+    def token(self, frame: bytes) -> None:
         """Take the frame of the next token; after the end it is dropped."""
         if not self.ended:
             self.num_tokens += 1
@@ -120,7 +120,7 @@ class Recording:
         if self.num_bytes > self._max_bytes:
             self._forget()
         for replay in tuple(self._replays):
-            replay.send(frame)
+            replay.token(frame)
 
     def _forget(self) -> None:
         """Let a quarter go at once, so that it happens seldom; the newest frame stays whatever its size."""
@@ -166,11 +166,11 @@ class ResumedStream(StreamWriter):
     def __exit__(self, *_: object) -> None:
         self._recording.remove_replay(self)
 
-    def send(self, frame: bytes) -> None:
+    def token(self, frame: bytes) -> None:
         """Take the frame that the recording has just taken."""
         if self._transport is not None:
             self._position += 1
-        super().send(frame)
+        super().token(frame)
 
     def follow_end(self) -> None:
         """Take note that the recording has ended."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Sequence
 from functools import partial
 
 import structlog
@@ -12,9 +12,10 @@ from aiohttp.abc import AbstractStreamWriter
 
 from millrace_router.errors import IncompleteGeneration, IncompleteGenerationStream, RouterError
 from millrace_router.server.bodies import error_body
+from millrace_router.server.generation_stream import GenerationStream
 from millrace_router.server.idempotency import Run
 from millrace_router.server.recording import Form, Recording
-from millrace_router.server.stream_writer import Sink, StreamWriter
+from millrace_router.server.stream_writer import FrameSink, StreamWriter
 
 KEEP_ALIVE = b":\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -50,20 +51,25 @@ RUN: web.RequestKey[Run] = web.RequestKey("run", Run)
 
 
 async def respond(
-    request: web.Request, feed: Callable[[Sink], None], form: Form
+    request: web.Request, streams: Sequence[GenerationStream], form: Form
 ) -> web.StreamResponse:
-    """Send the frames that `feed` puts into a sink, at once or later, until it ends; raises as `send`."""
+    """Send the frames of `streams`, until one of them ends the sink that they share; raises as `send`."""
     run = request.get(RUN)
     if run is None:
         outlet = StreamWriter(partial(cut_off, request))
-        feed(outlet)
+        _connect(streams, outlet)
         return await send(request, outlet, form)
     on_error = form.on_error
     recording = Recording(form, lambda error: on_error(_of_stream(error)))
     run.record(recording)
-    feed(recording)
+    _connect(streams, recording)
     await recording.wait()
     return web.StreamResponse()
+
+
+def _connect(streams: Sequence[GenerationStream], sink: FrameSink) -> None:
+    for stream in streams:
+        stream.connect(sink)
 
 
 async def send(request: web.Request, outlet: StreamWriter, form: Form) -> web.StreamResponse:

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
+from millrace_router.request.token_stream import TokenSink
+
 MAX_UNREAD_BYTES = 2**16
 """What may wait in a connection's buffer before frames are held back; asyncio's own limit."""
 MAX_HELD_BYTES = 2**18
@@ -16,17 +18,11 @@ that stop reading at once cost 32 MiB.
 """
 
 
-class Sink(Protocol):
-    """Where a stream's reader puts the frames it makes; nothing blocks or raises."""
-
-    def send(self, frame: bytes) -> None:
-        """Take the frame of the next token."""
+class FrameSink(TokenSink[bytes], Protocol):
+    """Receives the frames that tokens have become; no method blocks or raises."""
 
     def end(self, *tail: bytes) -> None:
-        """Take the frames that belong to no token, after which none will follow."""
-
-    def fail(self, error: Exception) -> None:
-        """Take the news that no frame will follow, because of `error`; the first end counts."""
+        """Take the last frames, which belong to no token."""
 
 
 def nothing() -> None:
@@ -54,7 +50,7 @@ class StreamWriter:
         self._last_sent_at = self._loop.time()
         self._changed = asyncio.Event()
 
-    def send(self, frame: bytes) -> None:
+    def token(self, frame: bytes) -> None:
         """Take a frame; after the end it is dropped."""
         if self.ended:
             return
@@ -89,7 +85,7 @@ class StreamWriter:
     def end(self, *tail: bytes) -> None:
         """No frame will follow these, which belong to no token."""
         for frame in tail:
-            self.send(frame)
+            self.token(frame)
         if not self.ended:
             self._end()
 

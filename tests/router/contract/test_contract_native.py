@@ -43,7 +43,7 @@ def ends_with(*texts: str, reason: FinishReason, text: str) -> Script:
         end = finished(text, len(texts), reason=reason)
         for index, piece in enumerate(texts, start=1):
             last = index == len(texts)
-            stream.send(token_event(index, piece, finished=end if last else None))
+            stream.token(token_event(index, piece, finished=end if last else None))
 
     return script
 
@@ -53,7 +53,7 @@ def fails_with(error: RouterError, *texts: str) -> Script:
 
     def script(_: ValidRequest, stream: TokenStream) -> None:
         for index, text in enumerate(texts, start=1):
-            stream.send(token_event(index, text))
+            stream.token(token_event(index, text))
         stream.fail(error)
 
     return script
@@ -71,9 +71,9 @@ def seeded(request: ValidRequest, stream: TokenStream) -> None:
 
 def unlikely(_: ValidRequest, stream: TokenStream) -> None:
     """Two log probabilities that are hard to write down, candidates beside them."""
-    stream.send(token_event(1, "é", logprob=-1.3242188, q=-0.25))
+    stream.token(token_event(1, "é", logprob=-1.3242188, q=-0.25))
     end = finished("é", 2, reason=FinishReason.EOS_TOKEN, seed=U64)
-    stream.send(token_event(2, "</s>", logprob=float("nan"), finished=end))
+    stream.token(token_event(2, "</s>", logprob=float("nan"), finished=end))
 
 
 def envelope(kind: str, message: str) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def says(reason: FinishReason, *texts: str) -> Script:
         end = finished("".join(texts), len(texts), reason=reason)
         for index, text in enumerate(texts, start=1):
             last = index == len(texts)
-            stream.send(token_event(index, text, finished=end if last else None))
+            stream.token(token_event(index, text, finished=end if last else None))
 
     return script
 
@@ -56,7 +56,7 @@ def explode(_: ValidRequest, __: TokenStream) -> None:
 
 def breaks(_: ValidRequest, stream: TokenStream) -> None:
     """Fail after a token."""
-    stream.send(token_event(1, " x"))
+    stream.token(token_event(1, " x"))
     stream.fail(GenerationError("out of luck"))
 
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from millrace_router.engine.batcher import Batcher
 from millrace_router.errors import GenerationError, ShuttingDown
-from millrace_router.request.events import PromptLogprobs, TokenEvent
 from millrace_router.request.request import FinishReason, Grammar, GrammarKind, ValidRequest
 from millrace_testing.router.fake_router import (
     DirectShards,
@@ -23,6 +22,7 @@ from millrace_testing.router.fake_router import (
     end_of,
     ids_of,
     new_batcher,
+    next_token,
     request,
     running,
 )
@@ -64,8 +64,8 @@ def test_every_request_ends_once_with_its_own_tokens(
                 return
             seen: list[int] = []
             while len(seen) < leave_after:
-                event = await anext(stream, None)
-                if not isinstance(event, TokenEvent):
+                event = await next_token(stream)
+                if event is None:
                     break
                 seen.append(event.token.id)
             stream.close()
@@ -104,7 +104,7 @@ async def test_a_request_is_freed_when_it_has_gone_and_not_by_the_collector(leav
     async with running(batcher):
         stream = batcher.submit(request([1] * 5, 8))
         if leaves:
-            await anext(stream)
+            await next_token(stream)
         else:
             await collect(stream)
         stream.close()
@@ -121,7 +121,7 @@ async def test_requests_join_while_others_decode_and_blocks_are_reused() -> None
     batcher = new_batcher(DirectShards(shard), shard)
     async with running(batcher):
         first = batcher.submit(request([1] * 5, 8))
-        await anext(first)
+        await next_token(first)
         second = batcher.submit(request([2] * 5, 4))
         third = batcher.submit(request([3] * 5, 4))
         outputs = await asyncio.gather(*(collect(s) for s in (first, second, third)))
@@ -225,12 +225,10 @@ async def test_a_failed_step_is_computed_again_and_nobody_hears_of_it() -> None:
     async with running(batcher):
         running_stream = batcher.submit(request([1, 2], 30))
         waiting_stream = batcher.submit(request([3, 4], 5))
-        await anext(running_stream)
+        await next_token(running_stream)
         shard.fail_next = "the device caught fire"
         first = await collect(running_stream)
-        assert [event.token.id for event in first if isinstance(event, TokenEvent)] == (
-            continuation([1, 2], 30)[1:]
-        )
+        assert [event.token.id for event in first] == (continuation([1, 2], 30)[1:])
         assert ids_of(await collect(waiting_stream)) == continuation([3, 4], 5)
 
 
@@ -286,7 +284,7 @@ async def test_leaving_a_running_stream_frees_its_blocks_within_the_steps_in_fli
         leaver = batcher.submit(request([1, 2, 3], 40))
         stayer = batcher.submit(request([4, 5, 6], 40))
         for _ in range(5):
-            await anext(leaver)
+            await next_token(leaver)
         slot = shard.steps[1].prefill.change.admitted[0].slot
         leaver.close()
         seen = len(shard.steps)
@@ -303,7 +301,7 @@ async def test_a_prompt_goes_on_beside_decodes_that_use_up_the_budget() -> None:
     async with running(batcher):
         short = [batcher.submit(request([i], 60)) for i in range(3)]
         for stream in short:
-            await anext(stream)
+            await next_token(stream)
         long_prompt = batcher.submit(request([9] * 40, 2))
         while not any(
             s.prefill.change.admitted and len(s.prefill.decode_slots) == 3 for s in shard.steps
@@ -321,21 +319,21 @@ async def test_prompt_logprobs_arrive_whole_before_the_first_token() -> None:
     shard = FakeShard()
     batcher = new_batcher(DirectShards(shard), shard, max_batch_prefill_tokens=3)
     async with running(batcher):
-        events = await collect(
-            batcher.submit(
-                ValidRequest(
-                    input_ids=tuple(range(10)),
-                    max_new_tokens=2,
-                    prefill_logprobs=True,
-                    prompt_top_n_tokens=2,
-                )
+        stream = batcher.submit(
+            ValidRequest(
+                input_ids=tuple(range(10)),
+                max_new_tokens=2,
+                prefill_logprobs=True,
+                prompt_top_n_tokens=2,
             )
         )
-    assert isinstance(events[0], PromptLogprobs)
+        await next_token(stream)
+        prompt = stream.prompt_logprobs
+    assert prompt is not None
     for i in range(1, 10):
-        assert list(events[0].candidates(i)) == [(i, -i), (i + 1, -i - 0.5)]
-    assert events[0].ids == tuple(range(10))
-    assert events[0].logprobs[1:] == tuple(-float(i) for i in range(1, 10))
+        assert list(prompt.candidates(i)) == [(i, -i), (i + 1, -i - 0.5)]
+    assert prompt.ids == tuple(range(10))
+    assert prompt.logprobs[1:] == tuple(-float(i) for i in range(1, 10))
 
 
 async def test_stopping_ends_every_stream() -> None:
@@ -343,7 +341,7 @@ async def test_stopping_ends_every_stream() -> None:
     batcher = new_batcher(DirectShards(shard), shard, max_batch_size=1)
     async with running(batcher):
         one, two = batcher.submit(request([1], 50)), batcher.submit(request([2], 50))
-        await anext(one)
+        await next_token(one)
     with pytest.raises(GenerationError):
         await collect(one)
     with pytest.raises(ShuttingDown):
@@ -456,14 +454,12 @@ async def test_a_failed_step_of_guesses_is_computed_again_from_the_tokens_delive
     shard, batcher = speculating(lambda guesses: guesses // 2)
     async with running(batcher):
         streams = [batcher.submit(request([number], 60)) for number in range(3)]
-        first = await anext(streams[0])
-        assert isinstance(first, TokenEvent)
+        first = await next_token(streams[0])
+        assert first is not None
         shard.fail_next = "the device caught fire"
         outputs = await asyncio.gather(*map(collect, streams))
         await until_idle(shard)
-    assert [first.token.id, *(e.token.id for e in outputs[0] if isinstance(e, TokenEvent))] == (
-        continuation([0], 60)
-    )
+    assert [first.token.id, *(e.token.id for e in outputs[0])] == (continuation([0], 60))
     assert [ids_of(events) for events in outputs[1:]] == [
         continuation([number], 60) for number in (1, 2)
     ]

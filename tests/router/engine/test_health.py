@@ -200,7 +200,7 @@ async def test_a_token_of_a_request_reaches_the_flag() -> None:
         other = asyncio.create_task(edge.post("/generate", ASKED))
         await edge.batcher.arrived.wait()
         running = edge.batcher.streams[-1]
-        running.send(token_event(1, "x"))
+        running.token(token_event(1, "x"))
         play(running, "y", "z")
         assert (await other)[0] == 200
         assert (await edge.get("/health"))[0] == 200

@@ -77,7 +77,7 @@ async def test_a_permit_is_held_until_the_generation_closes() -> None:
         with pytest.raises(Overloaded, match="Model is overloaded"):
             await infer.start(request())
         play(batcher.streams[0], "x")
-        assert [type(event) async for event in generation] == [TokenEvent]
+        assert len((await generation.collect()).tokens) == 1
         assert infer.permits.taken == 1
     assert infer.permits.taken == 0
     assert failures(infer) == {"overloaded": 1}
@@ -152,7 +152,7 @@ async def test_a_stream_without_an_end_is_our_fault() -> None:
     batcher = FakeBatcher()
     infer = new_infer(batcher)
     async with await infer.start(request()) as generation:
-        batcher.streams[0].send(token_event(1, "a"))
+        batcher.streams[0].token(token_event(1, "a"))
         batcher.streams[0].finished_at = 1.0
         with pytest.raises(IncompleteGeneration, match=r"^Incomplete generation$"):
             await generation.collect()
@@ -188,8 +188,8 @@ async def test_a_draining_server_accepts_nothing() -> None:
     await waiting
 
 
-class Heard:
-    """A reader that keeps what it hears, and is defective from some token on."""
+class Received:
+    """A sink that keeps what it receives, and is defective from some token on."""
 
     def __init__(self, *, defect_at: int | None = None) -> None:
         self.tokens: list[TokenEvent] = []
@@ -206,59 +206,59 @@ class Heard:
 
 
 @pytest.mark.parametrize("num_before", [0, 1, 2])
-async def test_a_reader_hears_what_was_and_what_comes(num_before: int) -> None:
-    infer, heard = new_infer(batcher := FakeBatcher()), Heard()
+async def test_a_sink_receives_what_was_and_what_comes(num_before: int) -> None:
+    infer, received = new_infer(batcher := FakeBatcher()), Received()
     async with await infer.start(request()) as generation:
         (stream,) = batcher.streams
         last = token_event(2, "y", finished=finished("xy", 2))
         events = [token_event(1, "x"), last]
         for event in events[:num_before]:
-            stream.send(event)
-        generation.listen(heard)
+            stream.token(event)
+        generation.connect(received)
         for count, event in enumerate(events[num_before:], start=num_before):
-            assert heard.tokens == events[:count]
-            stream.send(event)
-    assert heard.tokens == events
-    assert heard.errors == []
+            assert received.tokens == events[:count]
+            stream.token(event)
+    assert received.tokens == events
+    assert received.errors == []
     assert generation.generated_tokens == 2
     assert failures(infer) == {}
 
 
 @pytest.mark.parametrize("num_before", [0, 1, 2, 3])
-async def test_a_reader_hears_of_a_failure_last_and_once(num_before: int) -> None:
-    infer, heard = new_infer(batcher := FakeBatcher()), Heard()
+async def test_a_sink_receives_a_failure_last_and_once(num_before: int) -> None:
+    infer, received = new_infer(batcher := FakeBatcher()), Received()
     async with await infer.start(request()) as generation:
         (stream,) = batcher.streams
         news: list[Callable[[], None]] = [
-            lambda: stream.send(token_event(1, "x")),
+            lambda: stream.token(token_event(1, "x")),
             lambda: stream.fail(GenerationError("no")),
             lambda: stream.fail(GenerationError("twice")),
         ]
         for tell in news[:num_before]:
             tell()
-        generation.listen(heard)
+        generation.connect(received)
         for tell in news[num_before:]:
             tell()
-    assert [event.index for event in heard.tokens] == [1]
-    assert [str(error) for error in heard.errors] == [str(GenerationError("no"))]
+    assert [event.index for event in received.tokens] == [1]
+    assert [str(error) for error in received.errors] == [str(GenerationError("no"))]
     assert failures(infer) == {"generation": 1}
 
 
-async def test_a_reader_s_defect_stays_its_own() -> None:
-    infer, heard = new_infer(batcher := FakeBatcher()), Heard(defect_at=1)
+async def test_a_defect_of_a_sink_stays_its_own() -> None:
+    infer, received = new_infer(batcher := FakeBatcher()), Received(defect_at=1)
     async with await infer.start(request()) as generation:
-        generation.listen(heard)
-        batcher.streams[0].send(token_event(1, "x"))
-    assert [type(error) for error in heard.errors] == [ValueError]
+        generation.connect(received)
+        batcher.streams[0].token(token_event(1, "x"))
+    assert [type(error) for error in received.errors] == [ValueError]
 
 
-async def test_a_reader_that_has_left_hears_nothing() -> None:
-    infer, heard = new_infer(batcher := FakeBatcher()), Heard()
+async def test_a_sink_of_a_closed_generation_receives_nothing() -> None:
+    infer, received = new_infer(batcher := FakeBatcher()), Received()
     async with await infer.start(request()) as generation:
-        generation.listen(heard)
-    batcher.streams[0].send(token_event(1, "x"))
+        generation.connect(received)
+    batcher.streams[0].token(token_event(1, "x"))
     batcher.streams[0].fail(GenerationError("no"))
-    assert (heard.tokens, heard.errors) == ([], [])
+    assert (received.tokens, received.errors) == ([], [])
     assert failures(infer) == {"dropped": 1}
 
 
@@ -278,7 +278,7 @@ async def test_a_client_that_leaves_a_stream() -> None:
 
 
 async def leave_after(edge: Edge, path: str, *, tokens: int) -> None:
-    """Ask, read `tokens` events, break the connection, wait until the batcher has heard of it."""
+    """Ask, read `tokens` events, break the connection, wait until the batcher has received of it."""
     host, port = edge.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     body = json.dumps(ASKED).encode()
@@ -288,7 +288,7 @@ async def leave_after(edge: Edge, path: str, *, tokens: int) -> None:
     )
     await edge.batcher.arrived.wait()
     for index in range(tokens):
-        edge.batcher.streams[0].send(token_event(index + 1, "x"))
+        edge.batcher.streams[0].token(token_event(index + 1, "x"))
         await reader.readuntil(b"\n\n")
     writer.transport.abort()
     await edge.batcher.closed.wait()
@@ -311,7 +311,7 @@ async def test_errors_before_the_first_token_have_their_status() -> None:
 
 async def test_errors_after_it_are_the_last_event() -> None:
     def script(_: ValidRequest, stream: TokenStream) -> None:
-        stream.send(token_event(1, "x"))
+        stream.token(token_event(1, "x"))
         stream.fail(GenerationError("late"))
 
     async with serving(script) as edge:
@@ -385,10 +385,10 @@ async def test_silence_is_filled_with_comments() -> None:
             assert await response.content.readuntil(b"\n\n") == b":\n\n"
             assert await response.content.readuntil(b"\n\n") == b":\n\n"
             (stream,) = edge.batcher.streams
-            stream.send(token_event(1, "x"))
+            stream.token(token_event(1, "x"))
             events = (await response.content.readuntil(b"\n\n") for _ in count())
             assert json.loads(await next_data(events))["index"] == 1
-            stream.send(token_event(2, "x", finished=finished("xx", 2)))
+            stream.token(token_event(2, "x", finished=finished("xx", 2)))
             assert json.loads(await next_data(events))["generated_text"] == "xx"
 
 

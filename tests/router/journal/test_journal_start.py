@@ -12,7 +12,6 @@ from millrace_router.checks import StartupError
 from millrace_router.config import RouterConfig
 from millrace_router.journal.reader import Answered, Epoch, Sent, read_epochs
 from millrace_router.journal.rotation import Folder, journal_files
-from millrace_router.request.events import TokenEvent
 from millrace_router.request.request import ValidRequest
 from millrace_router.startup import start
 from millrace_testing.router.fake_router import collect, tiny_tokenizer
@@ -45,7 +44,7 @@ async def serve(folder: Path, **values: Any) -> tuple[str, list[int]]:
         running = await start(config(folder, **values))
         try:
             stream = running.services.infer._batcher.submit(asked)
-            ids = [e.token.id for e in await collect(stream) if isinstance(e, TokenEvent)]
+            ids = [e.token.id for e in await collect(stream)]
             counter = running.services.metrics.journal_dropped_records
             return f"{counter.touched} {counter.value}", ids
         finally:

@@ -16,7 +16,7 @@ from millrace_router.recovery import hang_detector
 from millrace_router.recovery.hang_detector import StepTimer
 from millrace_router.recovery.launcher_channel import LauncherChannel
 from millrace_router.recovery.shard_status import Timeouts
-from millrace_router.request.events import Event
+from millrace_router.request.events import TokenEvent
 from millrace_router.shards.errors import ShardLost
 from millrace_router.shards.wire import StepResult
 from millrace_testing.router.fake_router import (
@@ -24,6 +24,7 @@ from millrace_testing.router.fake_router import (
     collect,
     ids_of,
     new_batcher,
+    next_token,
     request,
     running,
 )
@@ -90,7 +91,7 @@ async def serving(
         yield batcher, launcher
 
 
-def outcome(result: list[Event] | BaseException) -> list[int] | BaseException:
+def outcome(result: list[TokenEvent] | BaseException) -> list[int] | BaseException:
     return result if isinstance(result, BaseException) else ids_of(result)
 
 
@@ -178,7 +179,7 @@ async def test_an_epoch_that_is_lost_costs_nobody_a_token_and_whoever_waits_wait
     async with serving(shards, shard, max_batch_size=2) as (batcher, launcher):
         streams = [batcher.submit(request([i], 15)) for i in range(4)]
         for _ in range(3):
-            await anext(streams[0])
+            await next_token(streams[0])
         for _ in range(3):
             shards.is_there = False
             while not is_recovering(batcher):
@@ -189,7 +190,7 @@ async def test_an_epoch_that_is_lost_costs_nobody_a_token_and_whoever_waits_wait
                 await asyncio.sleep(0)
             assert ids_of(await collect(late)) == continuation([9], 2)
         rest = [await collect(stream) for stream in streams]
-    tokens = [[event.token.id for event in events] for events in rest]  # type: ignore[union-attr]
+    tokens = [[event.token.id for event in events] for events in rest]
     assert [continuation([0], 15)[3:], *(continuation([i], 15) for i in (1, 2, 3))] == tokens
     assert not batcher.quarantine.to_json()
     assert "progress" in launcher.said
@@ -201,9 +202,9 @@ async def test_a_step_that_hangs_has_the_shards_restarted(monkeypatch: pytest.Mo
     shards = DyingShards(shard)
     async with serving(shards, shard) as (batcher, launcher):
         stream = batcher.submit(request([1], 10))
-        await anext(stream)
+        await next_token(stream)
         shards.hangs = True
-        tokens = [event.token.id for event in await collect(stream)]  # type: ignore[union-attr]
+        tokens = [event.token.id for event in await collect(stream)]
     assert tokens == continuation([1], 10)[1:]
     (restart,) = [said for said in launcher.said if said.startswith("restart")]
     assert "does not end" in restart
@@ -230,7 +231,7 @@ async def test_who_waits_for_shards_that_do_not_come_back_is_told_so() -> None:
     patience = Timeouts(step_seconds=30.0, recovery_seconds=0.0)
     async with serving(shards, shard, patience=patience, max_batch_size=1) as (batcher, _):
         streams = [batcher.submit(request([i], 30)) for i in range(3)]
-        await anext(streams[0])
+        await next_token(streams[0])
         shards.is_there = False
         for stream in streams:
             with pytest.raises(ShardsGone):
@@ -248,7 +249,7 @@ async def test_when_the_launcher_gives_up_everybody_hears_of_it() -> None:
     shards = DyingShards(shard)
     async with serving(shards, shard, max_batch_size=1) as (batcher, launcher):
         streams = [batcher.submit(request([i], 30)) for i in range(3)]
-        await anext(streams[0])
+        await next_token(streams[0])
         shards.is_there = False
         launcher.on_gave_up("it crashes again and again")
         for stream in streams:
@@ -263,7 +264,7 @@ async def test_a_planned_restart_makes_nobody_a_suspect() -> None:
     shards = DyingShards(shard)
     async with serving(shards, shard) as (batcher, launcher):
         stream = batcher.submit(request([1], 20))
-        await anext(stream)
+        await next_token(stream)
         launcher.on_restarting(True, "SIGHUP")
         shards.is_there = False
         while not batcher._rescue.planner.num_paused:

@@ -40,15 +40,15 @@ def two_tokens(_: ValidRequest, stream: TokenStream) -> None:
     """End with the model's own end, 3 tokens of the prompt being known."""
     stream.cached_tokens = 3
     stream.batched_at = stream.queued_at
-    stream.send(token_event(1, "a"))
+    stream.token(token_event(1, "a"))
     end = finished("ab", 2, reason=FinishReason.EOS_TOKEN)
-    stream.send(token_event(2, "b", finished=end))
+    stream.token(token_event(2, "b", finished=end))
 
 
 def break_off(_: ValidRequest, stream: TokenStream) -> None:
     """Fail after the first token."""
     stream.batched_at = stream.queued_at
-    stream.send(token_event(1, "a"))
+    stream.token(token_event(1, "a"))
     stream.fail(GenerationError("out of luck"))
 
 
@@ -96,7 +96,7 @@ async def test_reasons_of_several_choices_are_listed() -> None:
 
     def script(_: ValidRequest, stream: TokenStream) -> None:
         stream.batched_at = stream.queued_at
-        stream.send(token_event(1, "a", finished=finished("a", 1, reason=next(reasons))))
+        stream.token(token_event(1, "a", finished=finished("a", 1, reason=next(reasons))))
 
     body = {"messages": MESSAGES, "n": 3}
     line = await line_of("/v1/chat/completions", body, script=script)

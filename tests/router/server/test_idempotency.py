@@ -154,7 +154,7 @@ async def test_what_was_aborted_is_kept_no_longer() -> None:
     run = runs.start(b"s", b"", work)
     with runs.reading(b"s", run):
         await run.answer()
-        recording.send(b"data: 1\n\n")
+        recording.token(b"data: 1\n\n")
     timers.turn(GRACE)
     await turns()
     assert work.was_cancelled()
@@ -206,7 +206,7 @@ async def test_a_stream_that_failed_is_kept_if_it_has_begun(*, has_begun: bool) 
     with runs.reading(b"s", run):
         assert await run.answer() is recording
         if has_begun:
-            recording.send(b"data: 1\n\n")
+            recording.token(b"data: 1\n\n")
         recording.fail(GenerationError("oh"))
         work.end.set_result(None)
         await turns()
@@ -218,7 +218,7 @@ async def test_a_defect_after_the_beginning_ends_the_stream() -> None:
     recording = work.records()
     run = runs.start(b"s", b"", work)
     with runs.reading(b"s", run):
-        recording.send(b"data: 1\n\n")
+        recording.token(b"data: 1\n\n")
         work.end.set_exception(ValueError("odd"))
         await recording.wait()
     assert recording.frames_from(1, 100) == [b"error\n\n"]
@@ -253,7 +253,7 @@ async def test_their_bytes_are_bounded() -> None:
         work = Work()
         if scope == b"b":
             recording = work.records()
-            recording.send(b"x" * (size - len(b"id: 1\n")))
+            recording.token(b"x" * (size - len(b"id: 1\n")))
             recording.end()
             work.end.set_result(None)
         else:

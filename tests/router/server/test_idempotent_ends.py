@@ -101,7 +101,7 @@ async def test_a_failure_of_a_stream(num_before: int) -> None:
         await until(lambda: readers(edge) == 2 and bool(edge.batcher.streams))
         stream = edge.batcher.streams[0]
         for index in range(1, num_before + 1):
-            stream.send(token_event(index, " x"))
+            stream.token(token_event(index, " x"))
         stream.fail(GenerationError("oh"))
         (status, first, _), (_, second, _) = [await one for one in both]
         assert first == second
@@ -170,9 +170,9 @@ async def test_a_slow_reader_of_a_long_stream_is_cut_off_and_others_are_not(
             index = 1
             while readers(edge) == 2:
                 index += 1
-                edge.batcher.streams[0].send(token_event(index, "x" * 10_000))
+                edge.batcher.streams[0].token(token_event(index, "x" * 10_000))
                 assert len(await read_events(quick, 1)) > 10_000
-            edge.batcher.streams[0].send(
+            edge.batcher.streams[0].token(
                 token_event(index + 1, "x", finished=finished("x", index + 1))
             )
             assert b'"generated_text":"x"' in await quick.content.read()
@@ -193,7 +193,7 @@ async def test_what_is_forgotten_is_held_by_nobody(*, leaves: bool) -> None:
             await until(lambda: bool(edge.batcher.streams) and readers(edge) == 1)
             (frames,) = (weakref.ref(r.recording) for r in edge.runner.app[RUNS]._runs.values())
             if leaves:
-                edge.batcher.streams[0].send(token_event(1, " a"))
+                edge.batcher.streams[0].token(token_event(1, " a"))
                 asking.cancel()
                 await until(lambda: readers(edge) == 0)
             else:

@@ -49,10 +49,10 @@ def numbered(index: int, size: int = 1) -> bytes:
 
 async def test_tokens_are_numbered_and_the_tail_is_not() -> None:
     recording = new_recording()
-    recording.send(b"data: a\n\n")
-    recording.send(b"data: b\n\n")
+    recording.token(b"data: a\n\n")
+    recording.token(b"data: b\n\n")
     recording.end(b"data: usage\n\n", b"data: [DONE]\n\n")
-    recording.send(b"late")
+    recording.token(b"late")
     recording.end(b"later")
     recording.fail(ValueError("latest"))
     with ResumedStream(recording, 0) as replay:
@@ -69,7 +69,7 @@ async def test_tokens_are_numbered_and_the_tail_is_not() -> None:
 async def test_an_error_in_mid_stream_is_the_last_frame_of_every_replay() -> None:
     recording = new_recording()
     with ResumedStream(recording, 0) as early:
-        recording.send(frame(1))
+        recording.token(frame(1))
         recording.fail(RouterError("oh"))
         assert everything(early) == numbered(1) + b"error: oh\n\n"
         assert (early.ended, early.error) == (True, None)
@@ -104,7 +104,7 @@ async def test_a_long_stream_forgets_its_beginning_and_cuts_off_who_has_not_read
     ):
         received = sent = b""
         for index in range(1, 101):
-            recording.send(frame(index, 50))
+            recording.token(frame(index, 50))
             sent += numbered(index, 50)
             assert recording.num_bytes <= 1000
             received += everything(quick)
@@ -124,8 +124,8 @@ async def test_a_long_stream_forgets_its_beginning_and_cuts_off_who_has_not_read
 
 async def test_a_frame_larger_than_the_limit_is_kept_alone() -> None:
     recording = new_recording(max_bytes=10)
-    recording.send(frame(1))
-    recording.send(frame(2, 100))
+    recording.token(frame(1))
+    recording.token(frame(2, 100))
     assert (recording.first, recording.end_position) == (1, 2)
 
 
@@ -133,7 +133,7 @@ async def test_a_frame_larger_than_the_limit_is_kept_alone() -> None:
 async def test_a_replay_takes_a_buffer_full_at_a_time(size: int) -> None:
     recording = new_recording()
     for index in range(1, 20_000 if size == 1 else 4):
-        recording.send(frame(index, size))
+        recording.token(frame(index, size))
     with ResumedStream(recording, 0) as replay:
         assert MAX_UNREAD_BYTES <= len(replay.take()) < MAX_UNREAD_BYTES + size + 100
 
@@ -164,7 +164,7 @@ def test_whoever_comes_and_goes_reads_the_same(  # noqa: C901 - one branch for e
         for step, number in steps:
             if step in {"send", "big"}:
                 index, size = len(sent) + 1, MAX_UNREAD_BYTES if step == "big" else 1
-                recording.send(frame(index, size))
+                recording.token(frame(index, size))
                 sent.append(numbered(index, size))
             elif step == "join":
                 position = number % (len(sent) + 1)

@@ -36,7 +36,7 @@ CHAT = {"messages": [{"role": "user", "content": "a"}], "stream": True}
 
 def cut_short(_: ValidRequest, stream: TokenStream) -> None:
     """Send a token and then no end."""
-    stream.send(token_event(1, "x"))
+    stream.token(token_event(1, "x"))
     stream.finished_at = 1.0
 
 
@@ -67,9 +67,9 @@ async def test_a_defect_is_one_answer(
 ) -> None:
     def script(_: ValidRequest, stream: TokenStream) -> None:
         for index in range(1, events_before + 1):
-            stream.send(token_event(index, "x"))
+            stream.token(token_event(index, "x"))
         if keep_alive_seconds > 1:
-            stream.send(token_event(events_before + 1, "odd"))
+            stream.token(token_event(events_before + 1, "odd"))
 
     monkeypatch.setattr(routes, "plain_event", defective)
     error = b'{"error":"Internal server error","error_type":"internal"}'
@@ -78,7 +78,7 @@ async def test_a_defect_is_one_answer(
             started = events_before or keep_alive_seconds < 1
             assert response.status == (200 if started else 500)
             if keep_alive_seconds < 1:
-                edge.batcher.streams[0].send(token_event(events_before + 1, "odd"))
+                edge.batcher.streams[0].token(token_event(events_before + 1, "odd"))
             text = await response.content.read()
         await edge.services.infer.permits.all_free()
     events = text.replace(b":\n\n", b"")
@@ -101,7 +101,7 @@ async def test_a_late_defect_is_followed_by_nothing(monkeypatch: pytest.MonkeyPa
         async with serving(None, keep_alive_seconds=0.01) as edge:
             reader, writer = await ask_for_stream(edge)
             head = await reader.readuntil(b":\n\n")
-            edge.batcher.streams[0].send(token_event(1, "odd"))
+            edge.batcher.streams[0].token(token_event(1, "odd"))
             text = head + await reader.read()
             writer.close()
     messages = [json.loads(line)["fields"]["message"] for line in output.getvalue().splitlines()]
@@ -121,7 +121,7 @@ async def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.Monkey
             index = 0
             while not stream.closed and not (outlets and outlets[0]._num_held_bytes):
                 index += 1
-                stream.send(token_event(index, "x" * 10_000))
+                stream.token(token_event(index, "x" * 10_000))
                 await asyncio.sleep(0)
             async with asyncio.timeout(30):
                 await edge.services.infer.permits.all_free()
@@ -153,9 +153,9 @@ async def test_a_client_that_reads_slowly_loses_nothing(monkeypatch: pytest.Monk
         index = 0
         while not outlets or outlets[0]._num_held_bytes < MAX_HELD_BYTES // 2:
             index += 1
-            stream.send(token_event(index, f"{index} " * 5_000))
+            stream.token(token_event(index, f"{index} " * 5_000))
             await asyncio.sleep(0)
-        stream.send(token_event(index + 1, "end", finished=finished("whole", index + 1)))
+        stream.token(token_event(index + 1, "end", finished=finished("whole", index + 1)))
         writer.transport.resume_reading()  # type: ignore[attr-defined]
         async with asyncio.timeout(30):
             text = unchunked((await reader.read()).partition(b"\r\n\r\n")[2])
@@ -177,7 +177,7 @@ async def test_a_client_that_is_too_far_behind_is_cut_off_at_once(
         most, index = 0, 0
         while not stream.closed:
             index += 1
-            stream.send(token_event(index, "x" * 10_000))
+            stream.token(token_event(index, "x" * 10_000))
             await asyncio.sleep(0)
             most = max([most, *(outlet._num_held_bytes for outlet in outlets)])
         await edge.services.infer.permits.all_free()
@@ -197,8 +197,8 @@ async def test_what_was_held_waits_until_the_client_has_read() -> None:
             log.append(data)
 
     outlet = StreamWriter()
-    outlet.send(b"a")
-    outlet.send(b"b")
+    outlet.token(b"a")
+    outlet.token(b"b")
     outlet.end()
     await sse._pump(outlet, cast("sse._Connection", Connection()), 60.0)
     assert log == ["drained", b"ab", "drained"]
@@ -208,12 +208,12 @@ async def test_http_1_0_gets_no_chunks() -> None:
     async with serving(None) as edge:
         reader, writer = await ask_for_stream(edge, version=b"1.0")
         stream = edge.batcher.streams[0]
-        stream.send(token_event(1, "a"))
+        stream.token(token_event(1, "a"))
         head = await reader.readuntil(b"\r\n\r\n")
         first = await reader.readuntil(b"\n\n")
-        stream.send(token_event(2, "b"))
+        stream.token(token_event(2, "b"))
         second = await reader.readuntil(b"\n\n")
-        stream.send(token_event(3, "c", finished=finished("abc", 3)))
+        stream.token(token_event(3, "c", finished=finished("abc", 3)))
         rest = await reader.read()
         writer.close()
     assert b"chunked" not in head.lower()

@@ -21,8 +21,8 @@ def open_to(outlet: StreamWriter, transport: FakeTransport, *, chunked: bool = F
 async def test_frames_are_chunks_of_http_1_1() -> None:
     outlet, transport = StreamWriter(), FakeTransport()
     open_to(outlet, transport, chunked=True)
-    outlet.send(b"data: 1\n\n")
-    outlet.send(b"x" * 300)
+    outlet.token(b"data: 1\n\n")
+    outlet.token(b"x" * 300)
     assert transport.written == b"9\r\ndata: 1\n\n\r\n12c\r\n" + b"x" * 300 + b"\r\n"
 
 
@@ -30,15 +30,15 @@ async def test_a_full_buffer_closes_it_until_it_is_opened_again() -> None:
     outlet, transport = StreamWriter(), FakeTransport()
     open_to(outlet, transport)
     big = b"x" * (MAX_UNREAD_BYTES + 1)
-    outlet.send(big)
+    outlet.token(big)
     assert await outlet.news(60.0)
-    outlet.send(b"later")
+    outlet.token(b"later")
     assert transport.written == big
     outlet.hold()
     assert outlet.take() == b"later"
     transport.num_unread = 0
     open_to(outlet, transport)
-    outlet.send(b"again")
+    outlet.token(b"again")
     assert transport.written == big + b"again"
 
 
@@ -46,23 +46,23 @@ async def test_a_connection_that_closes_is_the_end() -> None:
     outlet, transport = StreamWriter(), FakeTransport()
     open_to(outlet, transport)
     transport.closing = True
-    outlet.send(b"x")
+    outlet.token(b"x")
     assert await outlet.news(60.0)
     assert isinstance(outlet.error, ConnectionResetError)
 
 
 async def test_the_first_end_counts_and_nothing_follows_it() -> None:
     outlet = StreamWriter()
-    outlet.send(b"a")
+    outlet.token(b"a")
     outlet.end()
-    outlet.send(b"b")
+    outlet.token(b"b")
     outlet.fail(ValueError("late"))
     assert (outlet.take(), outlet.error, outlet.ended) == (b"a", None, True)
 
 
 async def test_the_tail_goes_before_the_end() -> None:
     outlet = StreamWriter()
-    outlet.send(b"a")
+    outlet.token(b"a")
     outlet.end(b"b", b"c")
     outlet.end(b"d")
     assert (outlet.take(), outlet.error, outlet.ended) == (b"abc", None, True)
@@ -73,12 +73,12 @@ async def test_the_frame_after_too_many_cuts_off_and_frees_them() -> None:
     outlet = StreamWriter(lambda: cuts.append("cut"))
     frame = b"x" * 2**10
     for _ in range(MAX_HELD_BYTES // len(frame)):
-        outlet.send(frame)
+        outlet.token(frame)
     # One frame of any size is taken beyond the limit: no client is slow because an answer is long.
-    outlet.send(frame * 1000)
+    outlet.token(frame * 1000)
     assert (cuts, outlet.ended) == ([], False)
-    outlet.send(b"y")
-    outlet.send(b"z")
+    outlet.token(b"y")
+    outlet.token(b"z")
     assert cuts == ["cut"]
     assert isinstance(outlet.error, ConnectionResetError)
     assert outlet.take() == b""
@@ -87,7 +87,7 @@ async def test_the_frame_after_too_many_cuts_off_and_frees_them() -> None:
 async def test_what_has_been_taken_counts_no_more() -> None:
     outlet = StreamWriter()
     for _ in range(10):
-        outlet.send(b"x" * (MAX_HELD_BYTES + 1))
+        outlet.token(b"x" * (MAX_HELD_BYTES + 1))
         assert len(outlet.take()) == MAX_HELD_BYTES + 1
     assert outlet.error is None
 
@@ -97,7 +97,7 @@ async def test_silence_is_counted_from_the_last_frame(monkeypatch: pytest.Monkey
     open_to(outlet, transport)
     times = iter([7.0, 11.999, 12.0, 12.0])
     monkeypatch.setattr(outlet, "_loop", SimpleNamespace(time=times.__next__))
-    outlet.send(b"x")
+    outlet.token(b"x")
     assert not await outlet.news(5.0)
     assert list(times) == []
 
@@ -127,7 +127,7 @@ def test_whatever_happens_frames_arrive_once_and_in_order(
             if step in {"send", "big"}:
                 frame = b"%d;" % number + (b"x" * MAX_UNREAD_BYTES if step == "big" else b"")
                 unread = len(sent) - len(received + written_to(transport, chunked=chunked))
-                outlet.send(frame)
+                outlet.token(frame)
                 if outlet.ended:
                     assert unread > MAX_HELD_BYTES
                     break

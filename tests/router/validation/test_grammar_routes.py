@@ -228,8 +228,8 @@ async def test_an_estimate_asks_for_no_grammar() -> None:
 def ends(reason: FinishReason) -> Callable[[ValidRequest, TokenStream], None]:
     def script(_: ValidRequest, stream: TokenStream) -> None:
         stream.batched_at = stream.queued_at
-        stream.send(token_event(1, "aa"))
-        stream.send(token_event(2, "</s>", finished=finished("aa", 2, reason=reason)))
+        stream.token(token_event(1, "aa"))
+        stream.token(token_event(2, "</s>", finished=finished("aa", 2, reason=reason)))
 
     return script
 

@@ -21,7 +21,7 @@ from millrace_router.api.anthropic.protocol import (
 )
 from millrace_router.api.anthropic.to_chat import tool_use_id
 from millrace_router.api.openai.answers import Usage
-from millrace_router.api.openai.choice import ChoiceDelta, parts_of
+from millrace_router.api.openai.choice import ChatDelta, parts_of
 from millrace_router.errors import GenerationError, RouterError
 from millrace_router.tool_calls.tool import CallDelta
 
@@ -109,7 +109,7 @@ def end_json(finish_reason: str, stop: str | None) -> MessageEndJson:
     return {"stop_reason": "stop_sequence", "stop_sequence": stop}
 
 
-def blocks_of(pieces: Sequence[ChoiceDelta]) -> list[BlockJson]:
+def blocks_of(pieces: Sequence[ChatDelta]) -> list[BlockJson]:
     """Put the blocks of a whole message together."""
     blocks: list[BlockJson] = []
     arguments: dict[int, str] = {}

@@ -9,7 +9,7 @@ import orjson
 from millrace_router.api.anthropic.answers import MessageHead, end_json, tool_use_block, usage_json
 from millrace_router.api.anthropic.protocol import BlockJson, InputJsonDeltaJson, MessageEventJson
 from millrace_router.api.openai.answers import ChunkTemplate, Usage
-from millrace_router.api.openai.choice import ChoiceDelta, parts_of
+from millrace_router.api.openai.choice import ChatDelta, parts_of
 from millrace_router.tool_calls.tool import CallDelta
 
 NamedJson = tuple[str, bytes]
@@ -32,7 +32,7 @@ class MessageEvents:
         yield _named({"type": "message_start", "message": self._head.json(usage)})
         yield _named({"type": "ping"})
 
-    def push(self, piece: ChoiceDelta) -> Iterator[NamedJson]:
+    def push(self, piece: ChatDelta) -> Iterator[NamedJson]:
         """Yield what one token adds, if it adds anything."""
         for part in parts_of(piece):
             if isinstance(part, CallDelta):

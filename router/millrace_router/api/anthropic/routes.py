@@ -20,7 +20,7 @@ from millrace_router.api.anthropic.request import CountTokensRequest, MessagesRe
 from millrace_router.api.anthropic.stream import MessageStream
 from millrace_router.api.anthropic.to_chat import chat_body
 from millrace_router.api.openai.chat_request import ChatCompletionRequest
-from millrace_router.api.openai.errors import model_name, pieces_of, usage_of
+from millrace_router.api.openai.errors import deltas_of, model_name, usage_of
 from millrace_router.api.openai.prepare import PreparedChat, prepare_chat
 from millrace_router.engine.generation import Generation
 from millrace_router.server.access_log import REQUEST_ID, watch
@@ -70,7 +70,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
             num_characters=len(turn.asked.inputs),
             on_error=partial(error_event, request_id=request[REQUEST_ID]),
         )
-        return await respond(request, MessageStream(generation, turn.text(), head).feed, form)
+        return await respond(request, [MessageStream(generation, turn.text(), head)], form)
 
 
 async def _turn_of(services: Services, body: CountTokensRequest) -> PreparedChat:
@@ -83,7 +83,7 @@ async def _answer(
     services: Services, generation: Generation, turn: PreparedChat, head: MessageHead
 ) -> web.Response:
     text = turn.text()
-    pieces = [piece async for piece in pieces_of(generation, text)]
+    pieces = await deltas_of(generation, text)
     usage = usage_of(generation, pieces[-1])
     finish_reason = pieces[-1].finish_reason
     assert finish_reason is not None

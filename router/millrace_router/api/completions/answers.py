@@ -10,11 +10,11 @@ from millrace_router.api.completions.protocol import (
     CompletionCompleteJson,
     CompletionFinalJson,
 )
-from millrace_router.api.completions.text import CompletionPiece
+from millrace_router.api.completions.text import CompletionDelta
 from millrace_router.api.openai.answers import AnswerHead, Usage
 
 
-def completion_choice(index: int, pieces: Sequence[CompletionPiece]) -> CompletionCompleteJson:
+def completion_choice(index: int, pieces: Sequence[CompletionDelta]) -> CompletionCompleteJson:
     """Render a choice in one piece."""
     logprobs = [piece.logprobs for piece in pieces if piece.logprobs is not None]
     return {
@@ -47,10 +47,10 @@ class CompletionChunks:
 
     def text_chunk(self, index: int, text: str) -> ChunkJson:
         """A piece of the choice `index` that is nothing but text."""
-        return self._chunk(index, CompletionPiece(text, None, 0, None))
+        return self._chunk(index, CompletionDelta(text, None, 0, None))
 
     def chunk(
-        self, index: int, piece: CompletionPiece, usage: Usage
+        self, index: int, piece: CompletionDelta, usage: Usage
     ) -> ChunkJson | CompletionFinalJson:
         """Any piece; `usage` is what its choice has used so far."""
         chunk = self._chunk(index, piece)
@@ -64,7 +64,7 @@ class CompletionChunks:
         """What follows the last piece of all choices."""
         return {**self._head.json(), "choices": [], "usage": usage.json()}
 
-    def _chunk(self, index: int, piece: CompletionPiece) -> ChunkJson:
+    def _chunk(self, index: int, piece: CompletionDelta) -> ChunkJson:
         choice: CompletionCompleteJson = {
             "index": index,
             "text": piece.text,

@@ -12,23 +12,22 @@ from millrace_router.api.completions.echo import echo_of
 from millrace_router.api.completions.logprobs import CompletionLogprobs
 from millrace_router.api.completions.protocol import CompletionCompleteJson, CompletionFinalJson
 from millrace_router.api.completions.request import CompletionRequest
-from millrace_router.api.completions.stream import CompletionStream, usage_of
-from millrace_router.api.completions.text import CompletionPiece, CompletionText, Style
+from millrace_router.api.completions.stream import Sample, completion_streams
+from millrace_router.api.completions.text import CompletionDelta, CompletionText, Style
 from millrace_router.api.openai.answers import AnswerHead, Usage
-from millrace_router.api.openai.errors import fingerprint, model_name
+from millrace_router.api.openai.errors import fingerprint, model_name, usage_of
 from millrace_router.api.openai.strict_tgi import openai_route, stream_errors
 from millrace_router.engine.generation import Generation
 from millrace_router.errors import BatchSizeExceeded
-from millrace_router.request.events import PromptLogprobs
+from millrace_router.request.events import TokenEvent
 from millrace_router.request.prompt import PromptRequest
+from millrace_router.request.token_stream import read_tokens
 from millrace_router.server.access_log import watch
 from millrace_router.server.bodies import json_response, read_model
 from millrace_router.server.headers import answer_headers, form_of, sum_of_times
 from millrace_router.server.request_terms import counting_refusals, terms_of
 from millrace_router.server.services import SERVICES, Services
 from millrace_router.server.sse import respond
-
-Sample = tuple[Generation, CompletionText]
 
 
 def register(app: web.Application) -> None:
@@ -86,8 +85,7 @@ async def _stream(
         tells_usage_always=body.tells_usage_always,
         strict_tgi=services.config.strict_tgi,
     )
-    stream = CompletionStream(chunks, samples, num_samples=body.num_samples)
-    return await respond(request, stream.feed, form)
+    return await respond(request, completion_streams(samples, body.num_samples, chunks), form)
 
 
 def _generations(samples: Sequence[Sample]) -> list[Generation]:
@@ -134,36 +132,34 @@ async def _answer(
 
 async def _read(
     body: CompletionRequest, samples: Sequence[Sample]
-) -> tuple[list[list[CompletionPiece]], Usage]:
-    """The pieces of one prompt's choices: its samples, or the likeliest of them first.
+) -> tuple[list[list[CompletionDelta]], Usage]:
+    """Read one prompt's choices: its samples, or the likeliest of them first.
 
-    They are read one after the other: the events of the others wait in their streams.
+    They are read one after the other: tokens of the others wait in their streams.
     """
-    read: list[tuple[float, list[CompletionPiece]]] = []
+    read: list[tuple[float, list[CompletionDelta]]] = []
     usage = Usage(0, 0)
-    prompt: PromptLogprobs | None = None
+    first, _ = samples[0]
     for index, (generation, text) in enumerate(samples):
-        pieces, told = await _pieces(generation, text, prompt)
-        prompt = prompt or told
-        read.append((text.mean_logprob, pieces))
-        usage += usage_of(generation, pieces[-1], sample=index)
+        deltas = await _deltas(generation, text, first)
+        read.append((text.mean_logprob, deltas))
+        usage += usage_of(generation, deltas[-1], sample=index)
     if len(read) > body.num_choices:
         read.sort(key=lambda one: one[0], reverse=True)
-    return [pieces for _, pieces in read[: body.num_choices]], usage
+    return [deltas for _, deltas in read[: body.num_choices]], usage
 
 
-async def _pieces(
-    generation: Generation, text: CompletionText, prompt: PromptLogprobs | None
-) -> tuple[list[CompletionPiece], PromptLogprobs | None]:
-    """What echo and tokens make of a choice, until one has a finish reason; and what is told of the prompt."""
-    pieces: list[CompletionPiece] = []
-    async for event in generation:
-        if isinstance(event, PromptLogprobs):
-            prompt = event
-            continue
-        if not pieces and (opening := text.opening(prompt)) is not None:
-            pieces.append(opening)
-        pieces.append(text.push(event))
-        if pieces[-1].finish_reason is not None:
-            break
-    return pieces, prompt
+async def _deltas(
+    generation: Generation, text: CompletionText, first: Generation
+) -> list[CompletionDelta]:
+    """Read what echo and tokens add to a choice; the `first` sample of the prompt has its log probabilities."""
+    deltas: list[CompletionDelta] = []
+
+    def take(event: TokenEvent) -> bool:
+        if not deltas and (opening := text.opening(first.prompt_logprobs)) is not None:
+            deltas.append(opening)
+        deltas.append(text.push(event))
+        return deltas[-1].finish_reason is not None
+
+    await read_tokens(generation, take)
+    return deltas

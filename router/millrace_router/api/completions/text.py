@@ -8,23 +8,12 @@ from dataclasses import dataclass
 from millrace_router.api.completions.echo import Echo
 from millrace_router.api.completions.logprobs import CompletionLogprobs, no_logprobs
 from millrace_router.api.completions.protocol import CompletionLogprobsJson
+from millrace_router.api.openai.choice import ChoiceDelta, TrimmedText
 from millrace_router.request.events import PromptLogprobs, TokenEvent
 from millrace_router.request.request import FinishReason
-from millrace_router.text.stopping import StopTrimmer
 
-STOP = "stop"
 LENGTH = "length"
-
-
-@dataclass(slots=True)
-class CompletionPiece:
-    """What one token adds to a choice; the last piece has a finish reason."""
-
-    text: str
-    finish_reason: str | None
-    num_tokens: int
-    """Tokens of the choice so far."""
-    logprobs: CompletionLogprobsJson | None
+CompletionDelta = ChoiceDelta[CompletionLogprobsJson]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +30,13 @@ class Style:
     """TGI shows special tokens, and its own word for their end, in streams alone."""
 
 
-class CompletionText:
-    """One choice: first the echo, then a piece for each token, until one has a finish reason."""
+class CompletionText(TrimmedText):
+    """One choice: first the echo, then a delta for each token, until one has a finish reason."""
 
     def __init__(self, style: Style, echo: Echo | None = None) -> None:
+        super().__init__([] if style.strict_tgi else style.stop_sequences)
         self._style = style
         self._echo = echo
-        self._trimmer = StopTrimmer([] if style.strict_tgi else style.stop_sequences)
         start = 0 if echo is None else len(echo.text)
         self._offsets = None if style.logprobs is None else style.logprobs.offsets(start)
         self._num_tokens = 0
@@ -58,35 +47,29 @@ class CompletionText:
         """Average log probability of the tokens taken, by which `best_of` judges; one is needed."""
         return self._sum_of_logprobs / self._num_tokens
 
-    def opening(self, prompt: PromptLogprobs | None) -> CompletionPiece | None:
+    def opening(self, prompt: PromptLogprobs | None) -> CompletionDelta | None:
         """The prompt given back, if it is to be, with its log probabilities, if there are any."""
         if self._echo is None:
             return None
         logprobs = None
         if self._style.logprobs is not None and prompt is not None:
             logprobs = self._style.logprobs.prompt(prompt, self._echo)
-        return CompletionPiece(self._echo.text, None, 0, logprobs)
+        return CompletionDelta(self._echo.text, None, 0, logprobs)
 
-    def push(self, event: TokenEvent) -> CompletionPiece:
+    def push(self, event: TokenEvent) -> CompletionDelta:
         """Take the next token."""
         self._num_tokens = event.index
         self._sum_of_logprobs += event.token.logprob
         if self._style.only_scores:
             empty = None if self._style.logprobs is None else no_logprobs()
-            return CompletionPiece("", LENGTH, 0, empty)
+            return CompletionDelta("", LENGTH, 0, empty)
         text = self._text(event)
         logprobs = None
         if self._style.logprobs is not None and self._offsets is not None:
             offset = self._offsets.push(event.token, text)
             logprobs = self._style.logprobs.token(event, offset)
-        text = self._trimmer.push(text)
-        reason: str | None = None
-        if self._trimmer.stop is not None:
-            reason = STOP
-        elif event.finished is not None:
-            reason = self._reason(event.finished.finish_reason)
-            text += self._trimmer.finish()
-        return CompletionPiece(text, reason, event.index, logprobs)
+        text, reason = self._trim(event, text)
+        return CompletionDelta(text, reason, event.index, logprobs)
 
     def _text(self, event: TokenEvent) -> str:
         token, style = event.token, self._style
@@ -96,4 +79,4 @@ class CompletionText:
     def _reason(self, reason: FinishReason) -> str:
         if self._style.strict_tgi and (self._style.streams or reason is FinishReason.STOP_SEQUENCE):
             return str(reason)
-        return LENGTH if reason is FinishReason.LENGTH else STOP
+        return super()._reason(reason)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from millrace_router.api.openai.answers import AnswerHead, Usage
-from millrace_router.api.openai.choice import STOP, TOOL_CALLS, ChoiceDelta
+from millrace_router.api.openai.choice import STOP, TOOL_CALLS, ChatDelta
 from millrace_router.api.openai.protocol import (
     ChatCompletionChunkJson,
     ChatCompletionCompleteJson,
@@ -47,7 +47,7 @@ class ChatAnswers:
         return self._chunk(index, self._said(text))
 
     def chunks(
-        self, index: int, piece: ChoiceDelta, usage: Usage | None = None
+        self, index: int, piece: ChatDelta, usage: Usage | None = None
     ) -> list[ChatCompletionChunkJson]:
         """Render a piece that may have anything: none if nothing is to be told, and one for each call in it.
 
@@ -75,7 +75,7 @@ class ChatAnswers:
         """Render the chunk that follows the last token."""
         return {**self._head.json(CHUNK), "choices": [], "usage": usage.json()}
 
-    def choice(self, index: int, pieces: Sequence[ChoiceDelta]) -> ChatCompletionCompleteJson:
+    def choice(self, index: int, pieces: Sequence[ChatDelta]) -> ChatCompletionCompleteJson:
         """Render a choice in one piece."""
         logprobs = [piece.logprobs for piece in pieces if piece.logprobs is not None]
         return {
@@ -117,7 +117,7 @@ class ChatAnswers:
     def _said(self, text: str) -> TextDeltaJson:
         return {"role": ROLE, "content": text} if self._strict_tgi else {"content": text}
 
-    def _deltas(self, piece: ChoiceDelta) -> list[ChatCompletionDeltaJson]:
+    def _deltas(self, piece: ChatDelta) -> list[ChatCompletionDeltaJson]:
         deltas: list[ChatCompletionDeltaJson] = [self._said(piece.text)] if piece.text else []
         for call in _joined(piece.calls):
             called: ToolCallDeltaJson = {"tool_calls": [self._called(call)]}
@@ -137,7 +137,7 @@ class ChatAnswers:
     def _id(self, call: CallDelta) -> str:
         return str(call.index) if self._strict_tgi else call.id or ""
 
-    def _message(self, pieces: Sequence[ChoiceDelta]) -> OutputMessageJson:
+    def _message(self, pieces: Sequence[ChatDelta]) -> OutputMessageJson:
         text = "".join(piece.text for piece in pieces)
         calls = _joined([delta for piece in pieces for delta in piece.calls])
         if not calls:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Generic, TypeVar
 
 from millrace_router.api.openai.protocol import (
     ChatCompletionLogprobJson,
@@ -29,17 +30,23 @@ LEAST_LOGPROB = -9999.0
 """Stands for the logarithm of nothing, which JSON has no number for."""
 
 
+Logprobs = TypeVar("Logprobs")
+
+
 @dataclass(slots=True)
-class ChoiceDelta:
-    """What one token adds to a choice; the last piece has a finish reason."""
+class ChoiceDelta(Generic[Logprobs]):
+    """What one token adds to a choice; the last delta has a finish reason."""
 
     text: str
     finish_reason: str | None
     """`stop`, `length` or `tool_calls`; with stop strings kept also `stop_sequence`."""
     num_tokens: int
     """Tokens of the choice so far."""
-    logprobs: ChatCompletionLogprobJson | None
+    logprobs: Logprobs | None
     calls: tuple[CallDelta, ...] = ()
+
+
+ChatDelta = ChoiceDelta[ChatCompletionLogprobJson]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +74,32 @@ class TokenLogprobs:
         }
 
 
-class ChoiceText:
+class TrimmedText:
+    """Text of a choice, cut before a stop string."""
+
+    def __init__(self, stop_sequences: Sequence[str]) -> None:
+        self._trimmer = StopTrimmer(stop_sequences)
+
+    @property
+    def stop_sequence(self) -> str | None:
+        """The stop string that the text was cut before, if there was one."""
+        return self._trimmer.stop
+
+    def _trim(self, event: TokenEvent, text: str) -> tuple[str, str | None]:
+        """Take the text of the next token; return what may be shown, and the finish reason of the last token."""
+        text = self._trimmer.push(text)
+        if self._trimmer.stop is not None:
+            return text, STOP
+        if event.finished is None:
+            return text, None
+        return text + self._trimmer.finish(), self._reason(event.finished.finish_reason)
+
+    def _reason(self, reason: FinishReason) -> str:
+        """Name the reason for which a generation ended."""
+        return _FINISH_REASONS[reason]
+
+
+class ChoiceText(TrimmedText):
     """Turns a generation's tokens into a choice: special tokens hidden, cut before a stop string, calls apart."""
 
     def __init__(
@@ -81,39 +113,19 @@ class ChoiceText:
     ) -> None:
         """With `parser` calls are looked for, in text that has the special tokens `markers` in it.
 
-        With `keeps_stops` a stop string stays in the text, and is told as the finish reason, as TGI does.
+        With `keeps_stops` a stop string stays in the text, and the finish reason names it, as in TGI.
         """
-        self._trimmer = StopTrimmer([] if keeps_stops else stop_sequences)
+        super().__init__([] if keeps_stops else stop_sequences)
         self._logprobs = logprobs
         self._parser = parser
         self._markers = tuple(markers)
         self._keeps_stops = keeps_stops
         self._has_called = False
-        self._num_tokens = 0
-        self._sum_of_logprobs = 0.0
 
-    @property
-    def mean_logprob(self) -> float:
-        """Average log probability of the tokens taken, by which `best_of` judges; one is needed."""
-        return self._sum_of_logprobs / self._num_tokens
-
-    @property
-    def stop_sequence(self) -> str | None:
-        """The stop string that the text was cut before, if there was one."""
-        return self._trimmer.stop
-
-    def push(self, event: TokenEvent) -> ChoiceDelta:
-        """Take the next token; nothing may follow a piece that has a finish reason."""
+    def push(self, event: TokenEvent) -> ChatDelta:
+        """Take the next token; nothing may follow a delta that has a finish reason."""
         token = event.token
-        self._num_tokens = event.index
-        self._sum_of_logprobs += token.logprob
-        text = self._trimmer.push(self._hidden(token) if token.special else token.text)
-        reason: str | None = None
-        if self._trimmer.stop is not None:
-            reason = STOP
-        elif event.finished is not None:
-            reason = self._reason(event.finished.finish_reason)
-            text += self._trimmer.finish()
+        text, reason = self._trim(event, self._hidden(token) if token.special else token.text)
         logprobs = None if self._logprobs is None else self._logprobs.json(event)
         if self._parser is None:
             return ChoiceDelta(text, reason, event.index, logprobs)
@@ -126,10 +138,10 @@ class ChoiceText:
         """What there is to see of a special token."""
         return next((marker for marker in self._markers if token.text.endswith(marker)), "")
 
-    def _reason(self, finish_reason: FinishReason) -> str:
-        if self._keeps_stops and finish_reason is FinishReason.STOP_SEQUENCE:
+    def _reason(self, reason: FinishReason) -> str:
+        if self._keeps_stops and reason is FinishReason.STOP_SEQUENCE:
             return STOP_SEQUENCE
-        return _FINISH_REASONS[finish_reason]
+        return super()._reason(reason)
 
     def _parse(self, parser: ToolParser, text: str, *, ended: bool) -> Parsed:
         parsed = parser.push(text)
@@ -140,7 +152,7 @@ class ChoiceText:
         return parsed
 
 
-def parts_of(piece: ChoiceDelta) -> Iterator[str | CallDelta]:
+def parts_of(piece: ChatDelta) -> Iterator[str | CallDelta]:
     """Yield what a token adds: the rest of a call, then text, then calls that begin."""
     calls = iter(piece.calls)
     for delta in calls:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
 from functools import wraps
+from typing import Any
 
 import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from millrace_router.api.openai.answers import Usage, error_answer, error_detail
-from millrace_router.api.openai.choice import ChoiceDelta, ChoiceText
+from millrace_router.api.openai.choice import ChatDelta, ChoiceDelta, ChoiceText
 from millrace_router.engine.generation import Generation
 from millrace_router.errors import RouterError
 from millrace_router.request.events import TokenEvent
+from millrace_router.request.token_stream import read_tokens
 from millrace_router.server.bodies import error_response
 from millrace_router.server.services import SERVICES, Services
 from millrace_router.server.sse import DONE, event
@@ -56,18 +57,20 @@ def stream_error(error: RouterError) -> bytes:
     return event(orjson.dumps({"error": error_detail(error)})) + DONE
 
 
-async def pieces_of(generation: Generation, text: ChoiceText) -> AsyncIterator[ChoiceDelta]:
-    """Yield what each token adds to the choice, until it has a finish reason."""
-    async for event_ in generation:
-        if isinstance(event_, TokenEvent):
-            piece = text.push(event_)
-            yield piece
-            if piece.finish_reason is not None:
-                return
+async def deltas_of(generation: Generation, text: ChoiceText) -> list[ChatDelta]:
+    """Read what each token adds to the choice, until a delta has a finish reason; raises RouterError."""
+    deltas: list[ChatDelta] = []
+
+    def take(token: TokenEvent) -> bool:
+        deltas.append(text.push(token))
+        return deltas[-1].finish_reason is not None
+
+    await read_tokens(generation, take)
+    return deltas
 
 
-def usage_of(generation: Generation, last: ChoiceDelta, *, sample: int = 0) -> Usage:
-    """Token counts of a choice whose last piece is there; a prompt is counted with its first sample alone."""
+def usage_of(generation: Generation, last: ChoiceDelta[Any], *, sample: int = 0) -> Usage:
+    """Count the tokens of a choice up to the delta `last`; a prompt is counted with its first sample alone."""
     if sample:
         return Usage(0, last.num_tokens)
     return Usage(

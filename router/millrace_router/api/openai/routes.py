@@ -12,11 +12,12 @@ from millrace_router.api.openai.answers import AnswerHead, Usage
 from millrace_router.api.openai.chat_answers import ChatAnswers
 from millrace_router.api.openai.chat_request import ChatCompletionRequest
 from millrace_router.api.openai.chat_stream import ChatStream
+from millrace_router.api.openai.choice_stream import OpenChoices
 from millrace_router.api.openai.errors import (
+    deltas_of,
     fingerprint,
     model_name,
     openai_errors,
-    pieces_of,
     usage_of,
 )
 from millrace_router.api.openai.prepare import PreparedChat, prepare_chat
@@ -93,14 +94,22 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
             num_characters=len(turn.asked.inputs),
             on_error=stream_errors(services),
         )
-        stream = ChatStream(
-            answers,
-            [(generation, turn.text()) for generation in generations],
-            is_plain=turn.is_plain,
-            includes_usage=body.includes_usage,
-            tells_usage_always=body.tells_usage_always,
+        choices = OpenChoices(
+            len(generations), answers.usage_chunk if body.includes_usage else None
         )
-        return await respond(request, stream.feed, form)
+        streams = [
+            ChatStream(
+                index,
+                generation,
+                turn.text(),
+                answers,
+                choices,
+                is_plain=turn.is_plain,
+                tells_usage_always=body.tells_usage_always,
+            )
+            for index, generation in enumerate(generations)
+        ]
+        return await respond(request, streams, form)
 
 
 def _answers(services: Services, body: ChatCompletionRequest) -> ChatAnswers:
@@ -118,11 +127,11 @@ def _answers(services: Services, body: ChatCompletionRequest) -> ChatAnswers:
 async def _answer(
     services: Services, turn: PreparedChat, generations: Sequence[Generation], answers: ChatAnswers
 ) -> web.Response:
-    """Read one generation after the other: the events of the others wait in their streams."""
+    """Read one generation after the other: tokens of the others wait in their streams."""
     choices: list[ChatCompletionCompleteJson] = []
     usage = Usage(0, 0)
     for index, generation in enumerate(generations):
-        pieces = [piece async for piece in pieces_of(generation, turn.text())]
+        pieces = await deltas_of(generation, turn.text())
         choices.append(answers.choice(index, pieces))
         usage += usage_of(generation, pieces[-1], sample=index)
     headers = answer_headers(

@@ -10,7 +10,7 @@ from aiohttp import web
 from millrace_router.api.openai.answers import AnswerHead
 from millrace_router.api.openai.chat_answers import ChatAnswers
 from millrace_router.api.openai.chat_request import ChatCompletionRequest
-from millrace_router.api.openai.errors import fingerprint, model_name, pieces_of
+from millrace_router.api.openai.errors import deltas_of, fingerprint, model_name
 from millrace_router.api.openai.prepare import PreparedChat, prepare_chat
 from millrace_router.api.openai.strict_tgi import counted_again
 from millrace_router.api.platforms.errors import IncompletePrediction, NoInstances
@@ -111,7 +111,7 @@ async def _chat(
         turn.asked, terms=terms, add_special_tokens=False
     ) as generation:
         watch(request, generation)
-        pieces = [piece async for piece in pieces_of(generation, turn.text())]
+        pieces = await deltas_of(generation, turn.text())
     head = AnswerHead(
         "chat.completion",
         "chatcmpl",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from millrace_router.api.openai.answers import Usage
-from millrace_router.api.openai.choice import ChoiceDelta, parts_of
+from millrace_router.api.openai.choice import ChatDelta, parts_of
 from millrace_router.api.openai.protocol import ChatCompletionLogprobJson
 from millrace_router.api.responses.answers import ResponseHead, is_cut
 from millrace_router.api.responses.items import GrowingCall, GrowingMessage
@@ -41,7 +41,7 @@ class ResponseEvents:
         yield self._event("response.created", response=response)
         yield self._event("response.in_progress", response=response)
 
-    def push(self, piece: ChoiceDelta) -> Iterator[ResponseEvent]:
+    def push(self, piece: ChatDelta) -> Iterator[ResponseEvent]:
         """Take what one token adds."""
         if piece.logprobs is not None:
             self._logprobs.append(piece.logprobs)

@@ -8,7 +8,7 @@ from functools import partial
 from aiohttp import web
 
 from millrace_router.api.openai.chat_request import ChatCompletionRequest
-from millrace_router.api.openai.errors import model_name, openai_errors, pieces_of, usage_of
+from millrace_router.api.openai.errors import deltas_of, model_name, openai_errors, usage_of
 from millrace_router.api.openai.prepare import PreparedChat, prepare_chat
 from millrace_router.api.responses.answers import ResponseHead
 from millrace_router.api.responses.events import ResponseEvents
@@ -77,7 +77,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
             num_characters=len(turn.asked.inputs),
             on_error=stream.failure,
         )
-        return await respond(request, stream.feed, form)
+        return await respond(request, [stream], form)
 
 
 async def _turn_of(services: Services, body: ResponsesRequest) -> PreparedChat:
@@ -90,11 +90,9 @@ async def _turn_of(services: Services, body: ResponsesRequest) -> PreparedChat:
 async def _answer(
     services: Services, generation: Generation, turn: PreparedChat, events: ResponseEvents
 ) -> web.Response:
-    last = None
-    async for last in pieces_of(generation, turn.text()):
+    for last in await deltas_of(generation, turn.text()):
         for _ in events.push(last):
             pass
-    assert last is not None
     assert last.finish_reason is not None
     usage = usage_of(generation, last)
     *_, end = events.end(usage, last.finish_reason)

@@ -23,12 +23,13 @@ from millrace_router.request.events import Finished, TokenEvent
 from millrace_router.request.parameters import CompatGenerateRequest, GenerateRequest
 from millrace_router.server.access_log import watch
 from millrace_router.server.bodies import json_response, read_json, read_model, to_model
+from millrace_router.server.generation_stream import GenerationStream
 from millrace_router.server.headers import answer_headers, form_of
 from millrace_router.server.idempotent_route import keyed
 from millrace_router.server.request_terms import counting_refusals, terms_of
 from millrace_router.server.services import SERVICES, Services
-from millrace_router.server.sse import error_event, event, respond
-from millrace_router.server.stream_writer import Sink
+from millrace_router.server.sse import error_event, respond
+from millrace_router.server.sse import event as framed
 
 
 def register(app: web.Application) -> None:
@@ -147,34 +148,28 @@ async def _stream(request: web.Request, body: GenerateRequest) -> web.StreamResp
             num_characters=len(body.inputs),
             on_error=error_event,
         )
-        return await respond(request, _Events(generation, body).feed, form)
+        return await respond(request, [GenerateStream(generation, body)], form)
 
 
-class _Events:
+class GenerateStream(GenerationStream):
     """Frames each token; the last one carries the text and, if asked for, the details."""
 
     def __init__(self, generation: Generation, body: GenerateRequest) -> None:
-        self._generation = generation
+        super().__init__(generation)
         self._body = body
 
-    def feed(self, sink: Sink) -> None:
-        self._sink = sink
-        self._generation.listen(self)
-
-    def token(self, token: TokenEvent) -> None:
-        if token.finished is not None:
-            self._sink.send(event(orjson.dumps(self._last(token, token.finished))))
-            self._sink.end()
-        elif token.top_tokens:
-            self._sink.send(event(orjson.dumps(stream_json(token))))
+    def token(self, event: TokenEvent) -> None:
+        """Frame the next token."""
+        if event.finished is not None:
+            self._sink.token(framed(orjson.dumps(self._last(event, event.finished))))
+            self._finish()
+        elif event.top_tokens:
+            self._sink.token(framed(orjson.dumps(stream_json(event))))
         else:
-            self._sink.send(event(plain_event(token)))
+            self._sink.token(framed(plain_event(event)))
 
-    def fail(self, error: Exception) -> None:
-        self._sink.fail(error)
-
-    def _last(self, token: TokenEvent, finished: Finished) -> StreamResponse:
-        json = stream_json(token)
+    def _last(self, event: TokenEvent, finished: Finished) -> StreamResponse:
+        json = stream_json(event)
         prefix = self._body.inputs if self._body.parameters.return_full_text else ""
         json["generated_text"] = prefix + finished.generated_text
         if self._body.parameters.details:

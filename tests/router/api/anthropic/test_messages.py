@@ -331,7 +331,7 @@ async def test_what_is_wrong_with_the_server_is_said(
 
 async def test_a_failure_in_mid_stream_is_the_last_event() -> None:
     def script(_: ValidRequest, stream: TokenStream) -> None:
-        stream.send(token_event(1, " x"))
+        stream.token(token_event(1, " x"))
         stream.fail(GenerationError("out of luck"))
 
     async with served(script) as edge:

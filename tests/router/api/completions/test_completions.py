@@ -37,7 +37,7 @@ def generate(request: ValidRequest, stream: TokenStream) -> None:
     """`hello world</s>`, each with a candidate that is less likely, or less of it."""
     stream.batched_at = stream.queued_at
     if request.prefill_logprobs:
-        stream.send(scores(request))
+        stream.prompt_logprobs = scores(request)
     plan = [(HELLO, " hello"), (WORLD, " world"), (EOS, "</s>")][: request.max_new_tokens]
     for index, (id_, text) in enumerate(plan, start=1):
         reason = FinishReason.EOS_TOKEN if id_ == EOS else FinishReason.LENGTH
@@ -46,7 +46,7 @@ def generate(request: ValidRequest, stream: TokenStream) -> None:
         event.token = Token(id_, text, -0.25 * index, special=id_ == EOS)
         likeliest = (event.token, Token(0, "[UNK]", -3.0, special=False))
         event.top_tokens = likeliest[: request.top_n_tokens]
-        stream.send(event)
+        stream.token(event)
 
 
 async def answer_of(edge: Edge, **body: Any) -> dict[str, Any]:
@@ -301,7 +301,7 @@ async def test_the_echo_is_a_chunk_of_its_own_before_the_first_token() -> None:
 
 async def test_a_scored_stream_that_fails_before_its_first_token_has_a_status() -> None:
     def fail(request: ValidRequest, stream: TokenStream) -> None:
-        stream.send(scores(request))
+        stream.prompt_logprobs = scores(request)
         stream.fail(GenerationError("gone"))
 
     async with serving(fail) as edge:
@@ -342,9 +342,9 @@ async def test_a_stop_string_stays_where_tgi_is_followed(
     expected: tuple[str, str],
 ) -> None:
     def stop(_: ValidRequest, stream: TokenStream) -> None:
-        stream.send(token_event(1, " hello"))
+        stream.token(token_event(1, " hello"))
         end = finished(" hello world", 2, reason=FinishReason.STOP_SEQUENCE)
-        stream.send(token_event(2, " world", finished=end))
+        stream.token(token_event(2, " world", finished=end))
 
     async with serving(stop, strict_tgi=strict_tgi) as edge:
         answer = await answer_of(edge, prompt="a", stop=[" world"])

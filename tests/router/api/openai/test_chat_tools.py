@@ -10,7 +10,7 @@ import pytest
 
 from millrace_router.api.openai.answers import AnswerHead
 from millrace_router.api.openai.chat_answers import ChatAnswers
-from millrace_router.api.openai.choice import ChoiceDelta, ChoiceText
+from millrace_router.api.openai.choice import ChatDelta, ChoiceText
 from millrace_router.request.events import Finished, Token, TokenEvent
 from millrace_router.request.request import FinishReason, Grammar, GrammarKind
 from millrace_router.tool_calls.formats import format_of
@@ -304,7 +304,7 @@ def test_a_piece_of_several_calls_is_a_chunk_each_and_the_end_after_them() -> No
     """Clients take a finish reason for the end of the call before it."""
     head = AnswerHead("chat.completion", "chatcmpl", model="m", fingerprint="1")
     first, rest = CallDelta(0, "call_a", "weather", "{"), CallDelta(0, None, None, "}")
-    piece = ChoiceDelta(
+    piece = ChatDelta(
         "So.", "tool_calls", 9, None, (first, rest, CallDelta(1, "call_b", "clock", "{}"))
     )
     chunks = ChatAnswers(head).chunks(2, piece)

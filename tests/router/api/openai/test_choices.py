@@ -19,7 +19,7 @@ from millrace_router.request.request import ValidRequest
 from millrace_router.request.seeds import seed_of_sample
 from millrace_router.request.token_stream import TokenStream
 from millrace_testing.router.edge import Edge, finished, limits_with, play, serving, token_event
-from millrace_testing.router.fake_router import DirectShards, new_batcher, running
+from millrace_testing.router.fake_router import DirectShards, collect, new_batcher, running
 from millrace_testing.shards.fake_shard import FakeShard
 
 URLS = ("/v1/chat/completions", "/v1/completions")
@@ -96,10 +96,10 @@ async def test_choices_of_a_stream_take_turns_and_have_their_index(path: str) ->
             while len(edge.batcher.streams) < 2:
                 await asyncio.sleep(0)
         first, second = edge.batcher.streams
-        first.send(token_event(1, "x"))
-        second.send(token_event(1, "y"))
-        second.send(token_event(2, "y", finished=finished("yy", 2)))
-        first.send(token_event(2, "x", finished=finished("xx", 2)))
+        first.token(token_event(1, "x"))
+        second.token(token_event(1, "y"))
+        second.token(token_event(2, "y", finished=finished("yy", 2)))
+        first.token(token_event(2, "x", finished=finished("xx", 2)))
         *chunks, usage = await reading
     choices = [chunk["choices"][0] for chunk in chunks]
     texts = [choice.get("text", choice.get("delta", {}).get("content")) for choice in choices]
@@ -214,7 +214,7 @@ async def test_a_client_that_leaves_closes_all_choices(path: str) -> None:
         body = {**ASKED[path], "n": 3, "stream": True}
         posting = asyncio.create_task(edge.client.post(edge.url + path, json=body))
         await edge.batcher.arrived.wait()
-        edge.batcher.streams[0].send(token_event(1, "x"))
+        edge.batcher.streams[0].token(token_event(1, "x"))
         response = await posting
         response.close()
         await edge.services.infer.permits.all_free()
@@ -278,7 +278,7 @@ async def test_candidates_that_tie_for_the_last_place_are_cut(
 
     def script(_: ValidRequest, stream: TokenStream) -> None:
         end = finished("x", 1)
-        stream.send(token_event(1, "x", finished=end, a=-0.5, b=-1.0, c=-1.0, d=-1.0))
+        stream.token(token_event(1, "x", finished=end, a=-0.5, b=-1.0, c=-1.0, d=-1.0))
 
     async with served(script) as edge:
         body = {**CHAT, "logprobs": True, "top_logprobs": asked}
@@ -310,7 +310,7 @@ async def test_the_prompt_s_full_blocks_are_computed_once(num_samples: int) -> N
             for _ in range(num_samples)
         ]
         for stream in streams:
-            assert len([event async for event in stream]) == 2
+            assert len(await collect(stream)) == 2
     # Three full blocks, and the last two tokens, which have no full block.
     assert sum(chunks) == 14 + (num_samples - 1) * 2
 

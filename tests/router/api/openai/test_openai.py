@@ -13,7 +13,6 @@ from tokenizers.processors import TemplateProcessing
 from millrace_router.api.openai.choice import ChoiceText
 from millrace_router.errors import GenerationError
 from millrace_router.request.entry import Entry
-from millrace_router.request.events import TokenEvent
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_testing.router.edge import LIMITS, Edge, limits_with, serving
@@ -184,10 +183,10 @@ def test_a_choice_is_the_text_up_to_the_first_stop(
         plan.insert(min(cut, len(plan)), 10**6)
     request = ValidRequest(input_ids=(5,), max_new_tokens=len(plan), stop_sequences=tuple(stops))
     entry = Entry(1, request, BYTES, frozenset({END}), block_size=16)
-    events = _events(entry.stream, (entry.accept(id_, -1.0, ()) for id_ in plan))
+    any(entry.accept(id_, -1.0, ()) for id_ in plan)
     choice = ChoiceText(stops)
     shown, reason = "", None
-    for event in events:
+    for event in entry.stream._early:
         piece = choice.push(event)
         shown, reason = shown + piece.text, piece.finish_reason
         if reason is not None:
@@ -196,13 +195,6 @@ def test_a_choice_is_the_text_up_to_the_first_stop(
     end, length = min(ends, default=(len(text), 0))
     assert shown == text[: end + length]
     assert reason == ("stop" if ends else "length")
-
-
-def _events(stream: TokenStream, accepted: Any) -> list[TokenEvent]:
-    for done in accepted:
-        if done:
-            break
-    return [event for event in stream._events if isinstance(event, TokenEvent)]
 
 
 async def test_chat_logprobs() -> None:

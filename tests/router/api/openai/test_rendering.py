@@ -7,10 +7,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from millrace_router.api.completions.answers import CompletionChunks
-from millrace_router.api.completions.text import CompletionPiece
+from millrace_router.api.completions.text import CompletionDelta
 from millrace_router.api.openai.answers import AnswerHead, ChunkTemplate, Usage
 from millrace_router.api.openai.chat_answers import ChatAnswers
-from millrace_router.api.openai.choice import ChoiceDelta
+from millrace_router.api.openai.choice import ChatDelta
 from millrace_router.api.tgi.answers import plain_event, stream_json
 from millrace_router.request.events import Token, TokenEvent
 from millrace_router.server.sse import event
@@ -33,7 +33,7 @@ def test_a_chunk_of_a_chat(text: str, model: str, index: int, strict_tgi: bool) 
     head = AnswerHead("chat.completion", "chatcmpl", model=model, fingerprint="1-native")
     answers = ChatAnswers(head, strict_tgi=strict_tgi)
     template = ChunkTemplate(lambda text: answers.text_chunk(index, text))
-    (chunk,) = answers.chunks(index, ChoiceDelta(text, None, 1, None))
+    (chunk,) = answers.chunks(index, ChatDelta(text, None, 1, None))
     assert template.fill(text) == orjson.dumps(chunk)
     framed = ChunkTemplate(lambda text: answers.text_chunk(index, text), frame=event)
     assert framed.fill(text) == event(orjson.dumps(chunk))
@@ -45,6 +45,6 @@ def test_a_chunk_of_a_completion(text: str, model: str, index: int, strict_tgi: 
     chunks = CompletionChunks(
         head, includes_usage=False, tells_usage_always=False, strict_tgi=strict_tgi
     )
-    chunk = chunks.chunk(index, CompletionPiece(text, None, 1, None), Usage(1, 1))
+    chunk = chunks.chunk(index, CompletionDelta(text, None, 1, None), Usage(1, 1))
     template = ChunkTemplate(lambda text: chunks.text_chunk(index, text))
     assert template.fill(text) == orjson.dumps(chunk)

@@ -117,7 +117,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 def generate(request: ValidRequest, stream: TokenStream) -> None:
     """As `echo`, and candidates beside each token if they were asked for."""
     if request.top_n_tokens:
-        stream.send(token_event(1, " x", x=-0.5, y=float("nan")))
+        stream.token(token_event(1, " x", x=-0.5, y=float("nan")))
     echo(request, stream)
 
 
@@ -314,7 +314,7 @@ async def test_a_failure_in_mid_stream_is_an_event_as_documented(name: str) -> N
     operation = BY_NAME[name]
 
     def script(_: ValidRequest, stream: TokenStream) -> None:
-        stream.send(token_event(1, " x"))
+        stream.token(token_event(1, " x"))
         stream.fail(GenerationError("no"))
 
     async with serve(script=script) as edge:

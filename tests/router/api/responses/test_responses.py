@@ -391,7 +391,7 @@ async def test_a_failure_in_mid_stream_ends_it_with_what_there_is(
     error: RouterError, code: str
 ) -> None:
     def script(_: ValidRequest, stream: TokenStream) -> None:
-        stream.send(token_event(1, " x"))
+        stream.token(token_event(1, " x"))
         stream.fail(error)
 
     async with served(script) as edge:

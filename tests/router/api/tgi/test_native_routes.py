@@ -138,11 +138,11 @@ async def test_a_token_is_sent_before_the_next_is_there() -> None:
         posting = group.create_task(edge.client.post(f"{edge.url}/generate_stream", json=ASKED))
         await edge.batcher.arrived.wait()
         (stream,) = edge.batcher.streams
-        stream.send(token_event(1, "a"))
+        stream.token(token_event(1, "a"))
         async with await posting as response:
             line = await response.content.readuntil(b"\n\n")
             assert json.loads(line[6:])["token"]["text"] == "a"
-            stream.send(token_event(2, "b", finished=finished("ab", 2)))
+            stream.token(token_event(2, "b", finished=finished("ab", 2)))
             rest = await response.content.read()
         assert json.loads(rest[6:])["generated_text"] == "ab"
 

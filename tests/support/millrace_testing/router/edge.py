@@ -93,7 +93,7 @@ def play(stream: TokenStream, *texts: str, logprob: float = -0.5, seed: int | No
     end = finished("".join(texts), len(texts), seed=seed)
     for index, text in enumerate(texts, start=1):
         last = index == len(texts)
-        stream.send(token_event(index, text, logprob=logprob, finished=end if last else None))
+        stream.token(token_event(index, text, logprob=logprob, finished=end if last else None))
 
 
 @dataclass
@@ -162,7 +162,7 @@ def echo(request: ValidRequest, stream: TokenStream) -> None:
     """Generate as many ` x` as asked for, at most three."""
     if request.prefill_logprobs:
         rest = (-1.0,) * (len(request.input_ids) - 1)
-        stream.send(PromptLogprobs(request.input_ids, (float("nan"), *rest)))
+        stream.prompt_logprobs = PromptLogprobs(request.input_ids, (float("nan"), *rest))
     seed = request.sampling.seed if request.sampling.samples else None
     play(stream, *[" x"] * min(request.max_new_tokens, 3), seed=seed)
 

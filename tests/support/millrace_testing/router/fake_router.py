@@ -21,8 +21,9 @@ from millrace_router.prediction.late_planning import LatePlanning
 from millrace_router.recovery.launcher_channel import LauncherChannel
 from millrace_router.recovery.shard_status import DEFAULT_TIMEOUTS, Timeouts
 from millrace_router.request.entry import Entry
-from millrace_router.request.events import Event, Finished, TokenEvent
+from millrace_router.request.events import Finished, TokenEvent
 from millrace_router.request.request import ValidRequest
+from millrace_router.request.token_stream import TokenStream
 from millrace_router.scheduler.block_manager import BlockManager
 from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.planner import Planner
@@ -159,24 +160,55 @@ async def running(batcher: Batcher) -> AsyncIterator[Batcher]:
             await task
 
 
-async def collect(stream: AsyncIterator[Event]) -> list[Event]:
-    """Every event of a stream."""
-    return [event async for event in stream]
+class _Reader:
+    """Keeps what a stream sends for a test that reads it token by token."""
+
+    def __init__(self, stream: TokenStream) -> None:
+        self._items: asyncio.Queue[TokenEvent | Exception] = asyncio.Queue()
+        self._ended = False
+        stream.connect(self)
+
+    def token(self, event: TokenEvent) -> None:
+        self._items.put_nowait(event)
+
+    def fail(self, error: Exception) -> None:
+        self._items.put_nowait(error)
+
+    async def next(self) -> TokenEvent | None:
+        if self._ended:
+            return None
+        item = await self._items.get()
+        self._ended = isinstance(item, Exception) or item.finished is not None
+        if isinstance(item, Exception):
+            raise item
+        return item
 
 
-def ids_of(events: list[Event]) -> list[int]:
+async def next_token(stream: TokenStream) -> TokenEvent | None:
+    """Wait for the next token of a stream; None after the last; raises what the stream failed with."""
+    sink = stream._sink
+    return await (sink if isinstance(sink, _Reader) else _Reader(stream)).next()
+
+
+async def collect(stream: TokenStream) -> list[TokenEvent]:
+    """Every token of a stream that has not been read yet."""
+    events: list[TokenEvent] = []
+    while (event := await next_token(stream)) is not None:
+        events.append(event)
+    return events
+
+
+def ids_of(events: list[TokenEvent]) -> list[int]:
     """Token ids of a stream, after checking that indexes run 1, 2, 3 … and that the last one alone ends it."""
-    tokens = [event for event in events if isinstance(event, TokenEvent)]
-    assert [token.index for token in tokens] == list(range(1, len(tokens) + 1))
-    assert [token.finished is not None for token in tokens].count(True) == 1
-    assert end_of(events).generated_tokens == len(tokens)
-    return [token.token.id for token in tokens]
+    assert [event.index for event in events] == list(range(1, len(events) + 1))
+    assert [event.finished is not None for event in events].count(True) == 1
+    assert end_of(events).generated_tokens == len(events)
+    return [event.token.id for event in events]
 
 
-def end_of(events: list[Event]) -> Finished:
+def end_of(events: list[TokenEvent]) -> Finished:
     """The end, which comes with the last event."""
     last = events[-1]
-    assert isinstance(last, TokenEvent)
     assert last.finished is not None
     return last.finished
 

@@ -73,7 +73,7 @@ def advance(edge: Edge, index: int) -> None:
     """Generate the token of that index, for each prompt."""
     end = finished("whole", NUM_TOKENS) if index == NUM_TOKENS else None
     for stream in edge.batcher.streams:
-        stream.send(token_event(index, f" t{index}", finished=end))
+        stream.token(token_event(index, f" t{index}", finished=end))
 
 
 @asynccontextmanager
@@ -89,7 +89,7 @@ async def streaming(
 
 def begin(_: ValidRequest, stream: TokenStream) -> None:
     """Generate the first token at once: the status line waits for it."""
-    stream.send(token_event(1, " t1"))
+    stream.token(token_event(1, " t1"))
 
 
 async def read_events(response: aiohttp.ClientResponse, count: int) -> bytes:

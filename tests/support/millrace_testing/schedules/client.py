@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from millrace_router.errors import NonFiniteOutput, Quarantined, RouterError
-from millrace_router.request.events import Event, Finished, PromptLogprobs, TokenEvent
+from millrace_router.errors import NonFiniteOutput, Quarantined
+from millrace_router.request.events import Finished, PromptLogprobs, TokenEvent
 from millrace_router.request.request import FinishReason, ValidRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_testing.shards.fake_shard import EOS_TOKEN_ID
@@ -48,7 +48,7 @@ class Client:
     eos_every: int
     tokens: list[int] = field(default_factory=list)
     finished: Finished | None = None
-    error: RouterError | None = None
+    error: Exception | None = None
     has_left: bool = False
     may_fail: bool = False
     """Whether something was done to it that is no fault of its own: its KV was corrupted, or the server stops."""
@@ -56,11 +56,10 @@ class Client:
     """Failed steps that it was in; from the second on it may be taken for their cause."""
     wrong: list[str] = field(default_factory=list)
     """What broke the rules; kept because a listener may not raise into a batcher."""
-    num_prompt_logprobs: int = 0
 
     def __post_init__(self) -> None:
         self._tokens, self._reason = expected_end(self.request, eos_every=self.eos_every)
-        self.stream.listen(self)
+        self.stream.connect(self)
 
     @property
     def has_ended(self) -> bool:
@@ -77,13 +76,11 @@ class Client:
         self.has_left = True
         self.stream.close()
 
-    def hear(self, event: Event) -> None:
-        """Take the next event."""
+    def token(self, event: TokenEvent) -> None:
+        """Take the next token."""
         self._expect(not self.has_ended, f"an event after the end: {event}")
-        if isinstance(event, PromptLogprobs):
-            self._hear_prompt(event)
-            return
-        assert isinstance(event, TokenEvent)
+        if not self.tokens:
+            self._check_prompt(self.stream.prompt_logprobs)
         self.tokens.append(event.token.id)
         number = len(self.tokens)
         self._expect(event.index == number, f"token {event.index} where {number} is due")
@@ -92,10 +89,6 @@ class Client:
             self.tokens == self._tokens[:number],
             f"tokens {self.tokens} instead of {self._tokens[:number]}",
         )
-        wants = self.request.prefill_logprobs
-        self._expect(
-            self.num_prompt_logprobs == int(wants), "a token without the prompt's log probabilities"
-        )
         is_last = number == len(self._tokens)
         self._expect((event.finished is not None) == is_last, f"end at token {number}: {event}")
         if event.finished is not None:
@@ -103,8 +96,8 @@ class Client:
             reason, count = event.finished.finish_reason, event.finished.generated_tokens
             self._expect((reason, count) == (self._reason, number), f"a wrong end: {event}")
 
-    def fail(self, error: RouterError) -> None:
-        """Take the news that the generation has failed."""
+    def fail(self, error: Exception) -> None:
+        """Take the failure of the generation."""
         self._expect(not self.has_ended, f"an error after the end: {error}")
         self.error = error
         if not self.may_fail:
@@ -116,18 +109,19 @@ class Client:
         """Raise AssertionError for everything heard that should not have been."""
         assert not self.wrong, self.wrong
 
-    def _hear_prompt(self, event: PromptLogprobs) -> None:
-        self.num_prompt_logprobs += 1
-        self._expect(self.request.prefill_logprobs, "log probabilities that nobody asked for")
-        self._expect(not self.tokens, "the prompt's log probabilities after a token")
-        self._expect(event.ids == self.request.input_ids, "of another prompt")
-        first, *others = event.logprobs
+    def _check_prompt(self, prompt: PromptLogprobs | None) -> None:
+        wants = self.request.prefill_logprobs
+        self._expect((prompt is not None) == wants, "log probabilities of the prompt if wanted")
+        if prompt is None:
+            return
+        self._expect(prompt.ids == self.request.input_ids, "of another prompt")
+        first, *others = prompt.logprobs
         self._expect(math.isnan(first), "the first token has a log probability")
         if not self.is_poisoned and not self.may_fail:
             expected = expected_prompt_logprobs(self.request.input_ids)
             self._expect(others == expected, f"log probabilities {others}, not {expected}")
             count = self.request.prompt_top_n_tokens
-            told = [list(event.candidates(i)) for i in range(1, len(event.ids))]
+            told = [list(prompt.candidates(i)) for i in range(1, len(prompt.ids))]
             named = expected_prompt_candidates(self.request.input_ids, count)
             self._expect(told == named, f"candidates {told}, not {named}")
 
