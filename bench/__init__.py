@@ -1,1 +1,1 @@
-"""Load levels against our own server and its peers, on one machine, from one command line."""
+"""Benchmarks of Millrace: the engine, the server and its parts, beside their peers. See README.md."""

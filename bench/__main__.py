@@ -1,6 +1,6 @@
-"""`python -m bench`: every case and load level on ours and on whichever peers are installed.
+"""`python -m bench`: every case and load level on our engine and server, and on the installed peers.
 
-Waits for a quiet machine before each measurement, takes turns, repeats, measures the roofline in the
+It waits for a quiet machine before each measurement, takes turns, repeats, measures the roofline in the
 same run, prints tables and writes JSON. `--record` writes the figures to bench/results.
 """
 
@@ -72,7 +72,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def run_model(name: str, options: argparse.Namespace) -> Results:
-    """One shape. Raises EngineError, ServerError or ValueError when ours fails."""
+    """Measure one shape. Raises EngineError, ServerError or ValueError when ours fails."""
     model = ensure_checkpoint(name, folder=options.models_folder)
     threads = usable_cores()
     plan = Plan(
@@ -101,7 +101,7 @@ def run_model(name: str, options: argparse.Namespace) -> Results:
 
 
 def main() -> int:
-    """Measure, and fail when a request of ours failed or ours did not run."""
+    """Exit code 1 when ours did not run, or one of our requests failed."""
     options = parse_arguments(sys.argv[1:])
     failed = False
     for name in options.model:

@@ -1,7 +1,7 @@
-"""`python -m bench.accuracy`: what the dtype and int8 weights change, on the demo model's held-back questions.
+"""`python -m bench.accuracy`: the effect of the dtype and of int8 weights, on the demo model's held-back questions.
 
-The answers are given and the model is asked for the probability of each of their tokens: float32 by the plain kernels
-is the yardstick. The demo model is small and sure of itself; a larger one may lose less or more.
+The answers are given; the figures are the probabilities that the model gives to their tokens. The reference is float32
+by the plain kernels. The demo model is small and confident; a larger model may lose less or more.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def figures(logprobs: Tensor, targets: Tensor, truth: Tensor) -> list[str]:
-    """Loss, agreement on the best token, and how far that token's log probability is off."""
+    """Loss, agreement on the best token, and the error of that token's log probability."""
     loss = -logprobs.gather(1, targets[:, None]).mean()
     best = truth.argmax(-1)
     same = (logprobs.argmax(-1) == best).double().mean()

@@ -36,13 +36,13 @@ PEERS = ("vllm", "openvino", "transformers")
 
 
 def concurrency_case(streams: int) -> Case:
-    """So many requests at once."""
+    """The case of `streams` requests at once."""
     lengths = ((PROMPT_TOKENS, NEW_TOKENS),) * streams
     return Case(f"c={streams} {PROMPT_TOKENS}+{NEW_TOKENS}", Figure.RATE, lengths)
 
 
 def context_case(context: int, streams: int) -> Case:
-    """Streams that end at a context of so many tokens; only their joint decoding counts."""
+    """The case of streams that end at a context of `context` tokens; only their joint decoding counts."""
     new_tokens = min(CONTEXT_STEPS, context // 2)
     prompt_tokens = min(context, MAX_POSITIONS - 1) - new_tokens
     return Case(f"context {context}", Figure.DECODE_RATE, ((prompt_tokens, new_tokens),) * streams)
@@ -117,7 +117,7 @@ def main() -> int:
     measured = roofline.measure(threads, plan.quiet)
     notes: list[str] = []
     try:
-        # Apart, so that a peer that cannot do long contexts still has its other curve.
+        # In two runs, so that a peer without long contexts still has the first curve.
         rows = run_cases(model, list(by_streams.values()), plan, notes) if by_streams else []
         rows += run_cases(model, list(by_context.values()), plan, notes) if by_context else []
     except (EngineError, ValueError) as error:

@@ -1,11 +1,11 @@
 """Microseconds of each operation and of a whole decoder step, plain torch against the CPU kernels.
 
-The CPU kernels run deterministic and not, which differ in linears alone.
+The CPU kernels run in both modes; deterministic ones differ in linears alone.
 
     python -m bench.kernels [threads] [135M,1B]
 
-All run in turn and medians are printed: thread CPU time with one thread, so that a busy machine matters little,
-wall clock with more.
+All run in turn. Medians are printed: thread CPU time with one thread, which a busy machine hardly changes, and wall
+time with more.
 """
 
 from __future__ import annotations
@@ -109,12 +109,12 @@ class Model:
 
 
 def weight(rows: int, columns: int) -> Tensor:
-    """A random weight of a plausible size."""
+    """A random weight of a realistic scale."""
     return torch.randn(rows, columns, dtype=DTYPE) * 0.02
 
 
 def new_cache(kernels: Kernels, shape: Shape, num_blocks: int) -> LayerCache:
-    """A zeroed layer cache of `num_blocks` blocks of 64 positions, however long this kind's blocks are."""
+    """A zeroed layer cache of `num_blocks` blocks of 64 positions, for any block size of the kernels."""
     num_blocks = num_blocks * 64 // kernels.block_size
     cache = kernels.new_cache(
         num_blocks=num_blocks,
@@ -156,7 +156,7 @@ def bench_linears(shape: Shape, kinds: dict[str, Kernels]) -> None:
 
 
 def bench_rows(shape: Shape, kinds: dict[str, Kernels]) -> None:
-    """What is done to rows besides linears, for one token and for 512."""
+    """The other operations on rows, for one token and for 512."""
     norm = torch.ones(shape.hidden, dtype=DTYPE)
     for rows in (1, 512):
         x, residual = (torch.randn(rows, shape.hidden, dtype=DTYPE) for _ in range(2))

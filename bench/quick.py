@@ -1,7 +1,7 @@
 """`python -m bench.quick`: has our engine become slower? Under three minutes, ours alone.
 
-Each case is compared as a share of the roofline that the same run measures, so that a slow day of
-the host fails nothing. Exit code 0: as fast as recorded in floors.json; 1: slower; 2: unknown, because
+Each case is compared as a share of the roofline that the same run measures, so that a slow machine
+fails nothing. Exit code 0: as fast as recorded in floors.json; 1: slower; 2: unknown, because
 nothing is recorded or other processes used the machine. `--record` writes new floors, and bench/results.
 """
 
@@ -30,9 +30,9 @@ from millrace_launcher.settings.threads import usable_cores
 FLOORS = BENCH / "floors.json"
 MODEL = "135m"
 LEFT_OUT = ("64 ragged",)
-"""Cases that take too long for a quick look."""
+"""Cases that take too long."""
 TOLERANCE = 0.85
-"""Part of the recorded share that still passes: repetitions on one machine differ by up to a tenth."""
+"""The least part of the recorded share that passes; repetitions on one machine differ by up to a tenth."""
 PASSED, SLOWER, UNKNOWN = 0, 1, 2
 
 
@@ -47,7 +47,7 @@ class Finding:
 
     @property
     def status(self) -> int:
-        """PASSED, SLOWER or UNKNOWN. What was disturbed can pass, and cannot fail."""
+        """PASSED, SLOWER or UNKNOWN; a disturbed figure can pass but not fail."""
         if self.recorded is None:
             return UNKNOWN
         if self.share >= TOLERANCE * self.recorded:
@@ -56,7 +56,7 @@ class Finding:
 
     @property
     def text(self) -> str:
-        """One line for people."""
+        """One line of text."""
         word = ("passed", "SLOWER", "unknown")[self.status]
         mark = "" if self.is_clean else "~"
         floor = "nothing" if self.recorded is None else f"{100 * self.recorded:.1f} %"
@@ -66,13 +66,13 @@ class Finding:
 
 
 def verdict(findings: Sequence[Finding]) -> int:
-    """The worst that is certain: one slower case fails, then an unknown one."""
+    """SLOWER if any case is slower, else UNKNOWN if any is unknown, else PASSED."""
     statuses = {finding.status for finding in findings}
     return next((s for s in (SLOWER, UNKNOWN) if s in statuses), PASSED)
 
 
 def read_floors(path: Path) -> dict[str, float]:
-    """Recorded shares by case; none when there is no file."""
+    """Recorded shares by case; empty without a file."""
     floors: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
     return floors
 

@@ -1,8 +1,8 @@
-"""`python -m bench.startup`: how long a server takes to be ready, how fast weights come, and what memory they end in.
+"""`python -m bench.startup`: time until a server is ready, speed of loading weights, and peak memory.
 
-Each start is a fresh launcher. Before it a fresh process reads the weights' file into new memory, both with the file
-in the page cache: no loader that ends with weights of its own is faster. Once it is ready, prompts of as many tokens
-as the KV cache has room for are answered, so that all memory has been touched. `--record` writes the figures to
+Each start is a fresh launcher. Before it a fresh process reads the weights' file into new memory, as a lower bound for
+a loader that copies weights; both have the file in the page cache. Then the server answers prompts that fill the KV
+cache, so that all memory has been touched. `--record` writes the figures to
 bench/results.
 """
 
@@ -51,18 +51,18 @@ class Start:
     ready_seconds: float
     """From the launcher's start to a `/health` of 200."""
     load_seconds: float
-    """As the shard says."""
+    """From the shard's log."""
     read_seconds: float
-    """For the same files by a process that does nothing else."""
+    """For a plain read of the same files."""
     shard_bytes: int
-    """Most resident memory of the shard until it was ready."""
+    """Peak resident memory of the shard."""
     router_bytes: int
     other_cores: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Starts:
-    """Those of one model."""
+    """The starts of one model."""
 
     model: str
     weights_bytes: int
@@ -77,7 +77,7 @@ class Starts:
 
     @property
     def row(self) -> tuple[str, ...]:
-        """For the table."""
+        """The row of the table."""
         load, read = self.column("load_seconds"), self.column("read_seconds")
         rest = self.column("shard_bytes").median - self.weights_bytes - self.kv_bytes
         return (
@@ -109,14 +109,14 @@ TITLES = (
 
 
 def peak_bytes(pid: int) -> int:
-    """Most memory that a process has had resident so far."""
+    """Peak resident memory of a process so far."""
     status = Path(f"/proc/{pid}/status").read_text()
     (kilobytes,) = re.findall(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
     return int(kilobytes) * 1024
 
 
 def kv_bytes(folder: Path, *, tokens: int) -> int:
-    """Of the keys and values of so many tokens, in 16 bits."""
+    """Bytes of the keys and values of `tokens` tokens, in 16 bits."""
     config = json.loads((folder / "config.json").read_text())
     heads = config["num_attention_heads"]
     size = config.get("head_dim") or config["hidden_size"] // heads
@@ -125,19 +125,19 @@ def kv_bytes(folder: Path, *, tokens: int) -> int:
 
 
 def loading_seconds(lines: Iterable[str]) -> float:
-    """What the one shard in a launcher's log took to load its weights."""
+    """Seconds that the one shard in a launcher's log took to load its weights."""
     (seconds,) = [float(found[1]) for line in lines if (found := LOADED.search(line))]
     return seconds
 
 
 def read_seconds(files: Sequence[Path]) -> float:
-    """For a fresh process to read `files` into new memory."""
+    """Seconds in which a fresh process reads `files` into new memory."""
     reading = [sys.executable, "-c", READ, *map(str, files)]
     return float(subprocess.run(reading, capture_output=True, text=True, check=True).stdout)
 
 
 def fill(url: str) -> None:
-    """Have the server answer prompts that take the whole KV cache."""
+    """Send prompts that fill the whole KV cache."""
     with urllib.request.urlopen(f"{url}/info") as answer:
         info = json.load(answer)
     limit = {"max_new_tokens": 1, "truncate": info["max_input_tokens"]}
@@ -163,7 +163,7 @@ def start_once(folder: Path, *, out: Path, flags: Sequence[str]) -> Start:
     with serving(folder, log=log, flags=[*limits, *flags]) as server:
         ready = time.perf_counter() - began
         processes = server.processes()
-        # The server counts as another here, and has done nothing but to start.
+        # The meter counts the server among the other processes; its own CPU time is subtracted.
         own = machine.cpu_seconds(processes, with_ended=True) / ready
         others = max(0.0, meter.stop().other_cores - own)
         fill(server.url)
@@ -184,7 +184,7 @@ def start_once(folder: Path, *, out: Path, flags: Sequence[str]) -> Start:
 
 
 def measure(name: str, options: argparse.Namespace) -> Starts:
-    """`options.repeats` starts of one model, after one that counts for nothing; raises ServerError."""
+    """`options.repeats` starts of one model, after one that does not count; raises ServerError."""
     folder = DEMO if name == "demo" else ensure_checkpoint(name)
     found = []
     for number in range(options.repeats + 1):

@@ -1,4 +1,4 @@
-"""From timed, nested events to a flame graph: what contains what, and how long each took."""
+"""Flame graphs from timed, nested events."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROW = 18
 MARGIN = 20
 TOP = 84
 LEAST_WIDTH = 1.5
-"""Pixels below which a frame is left out."""
+"""The least width of a drawn frame, in pixels."""
 CHARACTER = 6.2
 PALETTE = ("#e8a35c", "#dd8f52", "#e6b56d", "#d97f4e", "#ecc07f")
 OPERATOR = "#7fa9cc"
@@ -39,7 +39,7 @@ class Frame:
 
     @property
     def own(self) -> float:
-        """Time that no child takes."""
+        """Time outside of all children."""
         return self.total - sum(child.total for child in self.children.values())
 
     def scaled(self, factor: float) -> Frame:
@@ -53,13 +53,13 @@ class Frame:
 
 
 def tree(name: str, events: Iterable[Event]) -> Frame:
-    """Merge events into a tree: an event belongs to the shortest one that holds it."""
+    """Merge events into a tree: the parent of an event is the shortest one around it."""
     root = Frame(name)
     stack: list[tuple[float, Frame]] = []
     for event in sorted(events, key=lambda event: (event.start, -event.duration)):
         while stack and event.start >= stack[-1][0]:
             stack.pop()
-        # Clocks are read to the nanosecond: a child may seem to end after its parent.
+        # Rounded clocks may let a child end after its parent.
         end = min([event.start + event.duration, *(end for end, _ in stack[-1:])])
         parent = stack[-1][1] if stack else root
         frame = parent.children.setdefault(
@@ -72,7 +72,7 @@ def tree(name: str, events: Iterable[Event]) -> Frame:
 
 
 def own_times(frame: Frame) -> dict[str, float]:
-    """Time of its own by name, over the whole tree, most first."""
+    """Own time by name over the whole tree, longest first."""
     found: dict[str, float] = {}
 
     def visit(node: Frame) -> None:
@@ -85,7 +85,7 @@ def own_times(frame: Frame) -> dict[str, float]:
 
 
 def flame_graph(title: str, root: Frame, notes: Sequence[str]) -> str:
-    """An SVG document; the root lies on top, and each frame below what called it."""
+    """An SVG document with the root on top, and each frame below its caller."""
     parts = [text(MARGIN, 46 + 16 * row, note) for row, note in enumerate(notes)]
     scale = (WIDTH - 2 * MARGIN) / max(root.total, 1e-9)
     _draw(root, MARGIN, TOP, scale, parts, whole=root.total)

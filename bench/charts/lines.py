@@ -36,7 +36,7 @@ class Panel:
     points: Points
     x_title: str
     doubles: bool = False
-    """Whether x grows by doubling: each point then gets the same room, and x is above zero."""
+    """Whether x is on a logarithmic axis; all x are then above zero."""
 
 
 def curves(title: str, panels: Sequence[Panel]) -> str:

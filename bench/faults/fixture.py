@@ -1,4 +1,4 @@
-"""What all parts of a run share, and the report of a part."""
+"""The state that all parts of a run share, and the report of a part."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""One command that measures a machine with a GPU: the engine, the server and `transformers` beside its roofline."""
+"""Engine, server and `transformers` on a GPU, beside its measured roofline: `make bench-gpu`."""

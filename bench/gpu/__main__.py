@@ -29,14 +29,14 @@ BUDGET_SECONDS = {
     "transformers": 100,
     "tests": 150,
 }
-"""The most that each stage gets, in the order in which they run; together they get `--seconds`."""
+"""The time limit of each stage, in the order in which they run; `--seconds` limits their sum."""
 TOTAL_SECONDS = 540.0
 LEAST_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What was asked for."""
+    """The command line."""
 
     stages: tuple[str, ...]
     device: str
@@ -47,7 +47,7 @@ class Command:
 
     @classmethod
     def read(cls, argv: Sequence[str]) -> Command:
-        """Exit 2 with a message when it is wrong."""
+        """Parse `argv`; exits with 2 and a message for a bad one."""
         parser = argparse.ArgumentParser(prog="make bench-gpu", description=__doc__)
         parser.add_argument("--stages", default=",".join(BUDGET_SECONDS), help="some of them")
         parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -61,7 +61,7 @@ class Command:
         wanted = args.stages.split(",")
         if unknown := sorted(set(wanted) - BUDGET_SECONDS.keys()):
             parser.error(f"no stages {unknown}; there are: {', '.join(BUDGET_SECONDS)}")
-        # Without the machine's limits no share of them is known.
+        # Shares of the machine's limits need those limits.
         stages = tuple(name for name in BUDGET_SECONDS if name == "machine" or name in wanted)
         flags = tuple(args.shard_flag)
         return cls(stages, args.device, args.shape, args.seconds, args.out.absolute(), flags)
@@ -73,7 +73,7 @@ def default_out(environ: Mapping[str, str]) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 when every stage ended well, else 1; what was measured is written either way."""
+    """Exit status: 0 when every stage succeeded, else 1; results are written either way."""
     command = Command.read(sys.argv[1:] if argv is None else argv)
     deadline = time.monotonic() + command.seconds
     command.out.mkdir(parents=True, exist_ok=True)
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Ours, with the sources in front of what is installed."""
+    """Our environment with the sources before installed packages."""
     path = [str(ROOT / source) for source in SOURCES]
     if environ.get("PYTHONPATH"):
         path.append(environ["PYTHONPATH"])

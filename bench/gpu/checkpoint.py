@@ -1,4 +1,4 @@
-"""A checkpoint of random weights written as fast as the place takes it: made on the device, streamed to one file."""
+"""A checkpoint of random weights, made on the device and streamed to one file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bench.gpu.random_weights import fill, tensor_shapes
 from bench.harness.checkpoints import Shape, describe
 
 BYTES = 2
-"""Of a bfloat16."""
+"""Bytes of a bfloat16."""
 HEADROOM = 1.2
 WEIGHTS_FILE = "model.safetensors"
 
@@ -27,20 +27,20 @@ class NoRoomError(Exception):
 
 
 def num_bytes(shape: Shape) -> int:
-    """Of all tensors."""
+    """Bytes of all tensors."""
     return BYTES * sum(torch.Size(sizes).numel() for sizes in tensor_shapes(shape).values())
 
 
 @contextmanager
 def temporary_checkpoint(shape: Shape, device: torch.device) -> Iterator[Path]:
-    """A folder with the checkpoint for the length of the block, in memory where it fits; raises NoRoomError."""
+    """A folder with the checkpoint for the length of the block, in memory if it fits; raises NoRoomError."""
     places = (SHARED_MEMORY, Path(tempfile.gettempdir()))
     with ExitStack() as stack:
         yield _written(shape, device, places, stack)
 
 
 def _written(shape: Shape, device: torch.device, places: Sequence[Path], stack: ExitStack) -> Path:
-    """The folder in the first place that takes it: what a place says of its room need not be so."""
+    """The folder in the first place where writing succeeds, because reported free space may be wrong."""
     wanted = num_bytes(shape)
     for place in places:
         if not place.is_dir() or shutil.disk_usage(place).free < HEADROOM * wanted:

@@ -1,4 +1,4 @@
-"""Processes with a limit of time: what they print is shown and kept, and nothing outlives one that was ended."""
+"""Child processes with a time limit; their output is shown and kept, and their descendants end with them."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ Status = Literal["ok", "failed", "timed out", "no device", "skipped"]
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a child ended."""
+    """The end of a child process."""
 
     status: Status
     seconds: float
     tail: tuple[str, ...]
-    """The end of what it printed."""
+    """The end of its output."""
 
 
 def scratch_prefix(pid: int) -> str:
-    """How the names of temporary folders of a stage begin."""
+    """The prefix of the names of a stage's temporary folders."""
     return f"millrace-bench-{pid}-"
 
 
 def run(
     command: Sequence[str], *, environment: Mapping[str, str], cwd: Path, limit_seconds: float
 ) -> Ended:
-    """Run it for at most so long; then SIGTERM, and SIGKILL to whatever of its family is left."""
+    """Run it up to the time limit; then send SIGTERM, and SIGKILL to its remaining descendants."""
     began = time.monotonic()
     child = subprocess.Popen(
         command,
@@ -104,10 +104,10 @@ def _end(child: subprocess.Popen[str]) -> None:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Processes that it started and those that they did, off /proc."""
+    """All descendants, from /proc."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        # The name in parentheses may hold anything, spaces too.
+        # The name in parentheses may hold any character, spaces too.
         with suppress(OSError, ValueError, IndexError):
             parent = int(stat.read_text().rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(stat.parent.name))

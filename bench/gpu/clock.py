@@ -1,4 +1,4 @@
-"""Time on the device that does the work: CUDA events in its stream, or this process's clock."""
+"""Time on the device: CUDA events in its stream, or this process's clock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WARM_UP_SECONDS = 0.5
 
 
 class Clock:
-    """Marks between pieces of work that are submitted one after the other."""
+    """Time marks between pieces of work that are submitted in order."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
@@ -21,7 +21,7 @@ class Clock:
         self._seconds: list[float] = []
 
     def mark(self) -> None:
-        """The work submitted so far ends here."""
+        """Mark the end of the work submitted so far."""
         if self._is_cuda:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
@@ -30,7 +30,7 @@ class Clock:
             self._seconds.append(time.perf_counter())
 
     def gaps_ms(self) -> list[float]:
-        """From each mark to the next; waits for the last one."""
+        """Seconds from each mark to the next; waits for the last one."""
         if not self._is_cuda:
             return [1000 * (after - before) for before, after in pairwise(self._seconds)]
         self._events[-1].synchronize()
@@ -38,7 +38,7 @@ class Clock:
 
 
 def median_ms(work: Callable[[], object], device: torch.device, *, repeats: int) -> float:
-    """Median of `repeats` runs, once the device has worked for a while and its clocks have risen."""
+    """Median of `repeats` runs, after a warm-up that raises the device's clock rate."""
     began = time.perf_counter()
     while True:
         work()

@@ -1,4 +1,4 @@
-"""What stages find out: figures with their details, a line of JSON each, kept as soon as they are there."""
+"""Figures of the stages with their details, written as a line of JSON each as soon as they are known."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class Figure:
     value: float
     unit: str
     kind: str = ""
-    """Which line of the goals it belongs to, if any."""
+    """The goal that it belongs to, or empty."""
     detail: dict[str, Any] = field(default_factory=dict)
 
     def text(self) -> str:
-        """One line for people."""
+        """One line of text."""
         parts = ", ".join(f"{key} {shown(value)}" for key, value in self.detail.items())
         return f"{self.name}: {shown(self.value)} {self.unit}" + (f" ({parts})" if parts else "")
 
 
 def shown(value: object) -> str:
-    """Four digits of a number, the rest as it is."""
+    """A number with four digits, anything else as text."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -37,7 +37,7 @@ def append(path: Path, figure: Figure) -> None:
 
 
 def read(path: Path) -> list[Figure]:
-    """The last figure of each name, of whole lines: a writer may have been killed amid its last one."""
+    """The last figure of each name; an incomplete last line does not count, because its writer may have been killed."""
     if not path.exists():
         return []
     *lines, _ = path.read_text().split("\n")

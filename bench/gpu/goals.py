@@ -1,4 +1,4 @@
-"""The goals on one GPU, and how each follows from the figures of one run."""
+"""The goals on one GPU, computed from the figures of one run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ READ_RATE, COPY_RATE, MATRIX_RATE = "memory read", "memory copy", "matrix produc
 DECODE, PREFILL, SMALL = "decode", "prefill", "small"
 ENGINE, SERVER, PEER, TESTS = "engine", "server", "transformers", "tests"
 STOPPED = -1
-"""In place of the tests' exit status, where time ended before them."""
+"""Stands for the tests' exit status when their time limit ended them."""
 UNIT = {READ_RATE: "GB/s", COPY_RATE: "GB/s", MATRIX_RATE: "TFLOP/s"}
 PREFIX = {READ_RATE: 1e9, COPY_RATE: 1e9, MATRIX_RATE: 1e12}
 
@@ -26,7 +26,7 @@ class Line:
     case: str
     measured: str
     reached: str
-    """In the goal's own terms."""
+    """The measured value in the unit of the goal."""
     goal: str
     verdict: Verdict
 
@@ -40,17 +40,17 @@ class Figures:
             self._by_kind.setdefault(figure.kind, []).append(figure)
 
     def all(self, kind: str) -> list[Figure]:
-        """In the order in which they came."""
+        """All figures of a kind, in order."""
         return self._by_kind.get(kind, [])
 
     def value(self, kind: str) -> float | None:
-        """Of the last one."""
+        """The value of the last figure of a kind."""
         found = self._by_kind.get(kind)
         return found[-1].value if found else None
 
     @property
     def bandwidth(self) -> float | None:
-        """Bytes a second: the faster of reading and copying, which is what the memory can do."""
+        """Bytes a second of the memory: the faster of reading and copying."""
         rates = [rate for kind in (READ_RATE, COPY_RATE) if (rate := self.value(kind)) is not None]
         return max(rates) * 1e9 if rates else None
 
@@ -62,7 +62,7 @@ class Figures:
 
 
 def table(figures: Iterable[Figure]) -> list[Line]:
-    """Every goal, whether or not it was measured."""
+    """Every goal, measured or not."""
     found = Figures(figures)
     return [
         *_decodes(found),
@@ -162,7 +162,7 @@ def _tests(found: Figures) -> Sequence[Line]:
 
 
 def _tests_verdict(figure: Figure) -> Verdict:
-    """One failure decides, whether or not the rest ran; tests that were skipped have shown nothing."""
+    """Failed if any test failed; unknown if tests were skipped or not all ran."""
     if figure.detail["failed"]:
         return "missed"
     is_cut = figure.value == STOPPED or (figure.value == 0 and figure.detail["skipped"] > 0)

@@ -1,4 +1,4 @@
-"""What this device can do at most: bytes a second from its memory, bfloat16 operations a second."""
+"""The limits of the device: bytes a second of its memory, bfloat16 operations a second."""
 
 from __future__ import annotations
 

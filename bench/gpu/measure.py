@@ -1,4 +1,4 @@
-"""What is measured of the engine, as figures: decodes, prefill, and a whole load without any server."""
+"""Figures of the engine: decodes, prefill, and a whole load without a server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Emit = Callable[[Figure], None]
 
 
 def decode_bytes(shape: Shape, context: float) -> float:
-    """What a step has to read: every weight once, head included, and the keys and values of `context` tokens."""
+    """Bytes that a step reads: every weight once, head included, and the keys and values of `context` tokens."""
     weights = layer_weights(shape) + shape.hidden_size * shape.vocab_size
     return BYTES * weights + cache_bytes(shape) * context
 
@@ -37,7 +37,7 @@ def prefill_flops(shape: Shape, lengths: Sequence[int]) -> float:
 def measure_decode(
     session: Session, shape: Shape, rows: int, *, num_warm_ups: int, num_steps: int
 ) -> Figure:
-    """Median time of a step over the first `rows` sequences, which are there."""
+    """Median time of a step over the first `rows` sequences, which must exist."""
     session.decode(rows, num_warm_ups)
     before = session.context(rows)
     times = session.decode(rows, num_steps)
@@ -80,7 +80,7 @@ def measure_prefill(
 
 
 def measure_load(session: Session, load: Load, *, repeats: int) -> Figure:
-    """Output tokens a second of requests that all come at once, from submission to the last token."""
+    """Output tokens a second of requests that all arrive at once, from submission to the last token."""
     rates = []
     for _ in range(repeats + 1):
         session.clear()

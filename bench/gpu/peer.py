@@ -1,4 +1,4 @@
-"""`transformers`' continuous batching on the GPU, with what it chooses by itself, over random weights."""
+"""`transformers`' continuous batching on the GPU with its own defaults, over random weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CPU_BLOCKS = 64
 def load(
     folder: Path, shape: Shape, device: torch.device, running: ExitStack
 ) -> TransformersEngine:
-    """A manager that runs until `running` ends; block sizes, graphs and memory are its own choice on a GPU."""
+    """A manager that runs until `running` ends; it chooses block sizes, graphs and memory on a GPU."""
     logging.disable(logging.WARNING)
     config = read_description(folder, shape)
     torch.manual_seed(0)
@@ -49,7 +49,7 @@ def load(
 
 
 def requests(shape: Shape, load: Load) -> list[Request]:
-    """Random tokens."""
+    """Requests of random tokens."""
     ids = torch.randint(1, shape.vocab_size, (load.streams, load.prompt_tokens)).tolist()
     return [Request(each, load.new_tokens) for each in ids]
 

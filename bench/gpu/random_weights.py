@@ -1,4 +1,4 @@
-"""Weights of a shape without a checkpoint: random, and made on the device where the model runs."""
+"""Random weights of a shape, made on the model's device without a checkpoint."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
 
 
 def fill(out: Tensor, name: str) -> None:
-    """Random values as a new model has them; the end token's row is zero, so that it is never chosen."""
+    """Random values of a new model; the end token's row is zero, so that it is never sampled."""
     if name.endswith("norm.weight"):
         out.fill_(1)
     else:
@@ -50,7 +50,7 @@ def fill(out: Tensor, name: str) -> None:
 
 
 class RandomWeights(Weights):
-    """What a model loader asks of a checkpoint's files, made up on the device instead; one rank's alone."""
+    """The interface of a checkpoint's files over weights made on the device; for one rank."""
 
     def __init__(self, shape: Shape, *, dtype: torch.dtype, device: torch.device) -> None:
         # There are no files to open.
@@ -66,7 +66,7 @@ class RandomWeights(Weights):
         return name in self._shapes
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing."""
 
     def _fill(self, out: Tensor, name: str, shape: tuple[int, ...], span: tuple[int, int]) -> None:
         del span
@@ -84,7 +84,7 @@ class RandomWeights(Weights):
 
 
 def read_description(folder: Path, shape: Shape) -> PretrainedConfig:
-    """Write config and tokenizer of `shape` into `folder`, and read the config back as transformers has it."""
+    """Write config and tokenizer of `shape` into `folder`, and load the config by `transformers`."""
     folder.mkdir(parents=True, exist_ok=True)
     describe(folder, shape)
     config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)

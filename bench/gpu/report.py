@@ -1,4 +1,4 @@
-"""A run's results, written anew after every stage: gpu.json with all of it, gpu.txt with the table for people."""
+"""The results of a run, written again after every stage: gpu.json with everything, gpu.txt with the table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEADINGS = ("case", "measured", "reached", "goal", "")
 
 
 class Run:
-    """What the stages have yielded so far."""
+    """The results of the stages so far."""
 
     def __init__(self, out: Path, *, device: str, shape: str) -> None:
         self.path = out / "gpu.json"
@@ -31,18 +31,18 @@ class Run:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every stage so far ended well."""
+        """Whether every stage so far succeeded."""
         return all(ended.status == "ok" for ended in self._stages.values())
 
     def add(self, stage: str, ended: Ended, figures: Sequence[Figure]) -> None:
-        """Take in how `stage` ended and all figures there are by now, and write them."""
+        """Add the end of `stage` and all figures so far, and write them."""
         self._stages[stage] = ended
         self._figures = figures
         self.path.write_text(json.dumps(self._content(), indent=2) + "\n")
         self._text_path.write_text(self.text())
 
     def text(self) -> str:
-        """Goals, figures, and how the stages ended, with the last lines of those that failed."""
+        """Goals, figures, and the end of each stage, with the last lines of failed ones."""
         parts = [
             f"{self._shape} on {self._device}, {self._started}",
             f"CUDA graphs for batches of {', '.join(map(str, GRAPH_SIZES))}; the launcher's own end at 32.",
@@ -68,7 +68,7 @@ class Run:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells, each column as wide as its widest."""
+    """Rows of aligned cells."""
     if not rows:
         return ""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

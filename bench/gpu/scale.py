@@ -1,4 +1,4 @@
-"""How large everything is: the issue's sizes on a GPU, or tiny ones that run the same code anywhere."""
+"""Sizes of models and loads: real ones for a GPU, or tiny ones that run the same code on any machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests that all come at once: how many, their prompt tokens and their new tokens."""
+    """Requests that all arrive at once: their number, prompt tokens and new tokens."""
 
     streams: int
     prompt_tokens: int
@@ -24,33 +24,33 @@ class Scale:
 
     model: Shape
     small: Shape
-    """A model whose steps are shorter than the work around them."""
+    """A model whose steps are shorter than the CPU work around them."""
     batches: tuple[int, ...]
-    """Decoded at `context` tokens each, ascending."""
+    """Batch sizes of decodes at `context` tokens each, ascending."""
     context: int
     small_batch: int
     small_contexts: tuple[int, ...]
     prefill: tuple[int, int]
-    """Prompts of one step, and the tokens of each."""
+    """Number of prompts in one step, and the tokens of each."""
     load: Load
     max_tokens: int
-    """Of one sequence."""
+    """Most tokens of one sequence."""
     num_steps: int
     """Decodes measured for each batch."""
     num_warm_ups: int
     repeats: int
     matrix_size: int
     buffer_bytes: int
-    """Of the buffer whose reading gives the memory's rate."""
+    """Bytes of the buffer for the memory's rate."""
 
     @property
     def max_prefill_tokens(self) -> int:
-        """Of one step."""
+        """Most prompt tokens of one step."""
         return self.prefill[0] * self.prefill[1]
 
     @property
     def room(self) -> int:
-        """Tokens by which the first sequence grows while all batches are measured."""
+        """Tokens by which the first sequence grows over all batches."""
         return len(self.batches) * (self.num_steps + self.num_warm_ups)
 
     @property
@@ -67,7 +67,7 @@ LLAMA_8B = Shape(
     intermediate_size=14336,
     vocab_size=128256,
 )
-"""With a tied head, which a step reads as it would one of its own."""
+"""A step reads the tied head like an untied one."""
 TINY = Shape(
     hidden_size=128,
     num_layers=2,

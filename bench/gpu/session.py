@@ -1,4 +1,4 @@
-"""The product's engine without its queue: decoder, warm-up, graphs and step runner, driven as by the router."""
+"""The shard's engine without its queue: decoder, warm-up, graphs and step runner, driven as by the router."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ from millrace_shard.models.load import model_info
 from millrace_shard.models.rope import model_rope_table
 
 STEPS_IN_FLIGHT = 2
-"""As many as the router keeps."""
+"""Steps in flight, as in the router."""
 DTYPE = torch.bfloat16
 
 
 class BadStepError(Exception):
-    """A step left sequences out, whose logits were not finite or that contradict the batch."""
+    """A step dropped sequences, because of infinite logits or an inconsistent batch."""
 
 
 @dataclass(slots=True)
 class StepTimes:
-    """Milliseconds of each of some steps."""
+    """Milliseconds of each step."""
 
     step: list[float] = field(default_factory=list)
-    """From one step's end to the next, on the device, while the next is already submitted."""
+    """From the end of one step to the end of the next, on the device, with one step submitted ahead."""
     forward: list[float] = field(default_factory=list)
     sampling: list[float] = field(default_factory=list)
     host: list[float] = field(default_factory=list)
-    """To submit it."""
+    """For its submission."""
 
 
 def shard_flags(device: torch.device, graph_sizes: Iterable[int] = GRAPH_SIZES) -> tuple[str, ...]:
-    """Those of every shard here; no sizes are no graphs."""
+    """Flags of every shard here; empty sizes mean no graphs."""
     sizes = ",".join(map(str, graph_sizes)) or "0"
     return (f"--device={device.type}", f"--cuda-graphs={sizes}")
 
@@ -83,7 +83,7 @@ def load(shape: Shape, config: ShardConfig, device: torch.device, max_tokens: in
 
 @torch.inference_mode()
 def start(loaded: LoadedModel, config: ShardConfig, scale: Scale, *, max_rows: int) -> Session:
-    """Warm up as the shard does, with room for `max_rows` sequences of every length that is measured."""
+    """Warm up as the shard does, with room for `max_rows` sequences of every measured length."""
     tokens = max(max_rows * scale.longest, scale.max_prefill_tokens)
     request = WarmupRequest(
         max_batch_prefill_tokens=scale.max_prefill_tokens,
@@ -116,7 +116,7 @@ class Session:
 
     @property
     def num_rows(self) -> int:
-        """Sequences that are there."""
+        """Number of sequences."""
         return len(self._lengths)
 
     def clear(self) -> None:
@@ -127,7 +127,7 @@ class Session:
 
     @torch.inference_mode()
     def admit(self, rows: int, length: int, *, room: int) -> list[StepResult]:
-        """Compute `rows` more prompts of `length`, each to grow by `room` tokens, in as few steps as allowed."""
+        """Compute `rows` more prompts of `length` in as few steps as allowed, with room for `room` more tokens each."""
         at_once = max(1, self._max_prefill_tokens // length)
         flying: deque[LaunchedStep] = deque()
         results: list[StepResult] = []
@@ -139,7 +139,7 @@ class Session:
 
     @torch.inference_mode()
     def decode(self, rows: int, num_steps: int) -> StepTimes:
-        """Decode the first `rows` sequences so many times, with one step always submitted ahead."""
+        """Decode the first `rows` sequences `count` times, with one step always submitted ahead."""
         step = Forward(decode_slots=np.arange(rows))
         clock, times = Clock(self._device), StepTimes()
         flying: deque[LaunchedStep] = deque()
@@ -165,7 +165,7 @@ class Session:
     def _admit(self, rows: int, length: int, room: int) -> LaunchedStep:
         slots = np.arange(rows) + len(self._lengths)
         vocab_size = self._runner.batch.limits.vocab_size
-        # Of tokens submitted ahead one may be stored past the room.
+        # One of the tokens submitted ahead may be stored past the reserved room.
         blocks = -(-(length + room + 1) // self._runner.batch.limits.block_size)
         change = BatchChange(
             admitted=tuple(

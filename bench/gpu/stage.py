@@ -1,4 +1,4 @@
-"""The child's side: run one stage, and write its figures as they come. Ends with NO_DEVICE where there is no GPU."""
+"""The child process: runs one stage and writes its figures. It ends with NO_DEVICE on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shard-flag", action="append", default=[])
     args = parser.parse_args()
-    # What a stage has started and written goes with it.
+    # SIGTERM becomes an exit, so that a stage ends its children and removes its files.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if args.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device is found", flush=True)
@@ -55,5 +55,5 @@ if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # torch takes seconds to be torn down, and threads of libraries may never end.
+    # The shutdown of torch takes seconds, and threads of libraries may never end.
     os._exit(status)

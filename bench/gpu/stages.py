@@ -1,4 +1,4 @@
-"""The stages: each measures one thing in a process of its own, and hands out a figure as soon as it has one."""
+"""The stages: each runs in a process of its own, and emits each figure as soon as it is known."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ GPU_TESTS = (
     "tests/shard/device/test_transfers.py",
 )
 OUTCOME = re.compile(r"::\S.* (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")
-"""In a line of a test that has ended."""
+"""The outcome in pytest's line of a finished test."""
 PEER_RUNS = 3
 PACKAGES = ("torch", "triton", "transformers", "grpcio", "aiohttp", "pydantic")
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Where a stage runs, and how large."""
+    """The device, the sizes and the flags of a stage."""
 
     device: torch.device
     scale: Scale
@@ -59,7 +59,7 @@ class Setting:
 
 
 def machine(setting: Setting, emit: Emit) -> None:
-    """What is here, and its limits."""
+    """The machine and its limits."""
     device, scale = setting.device, setting.scale
     emit(Figure(name="machine", value=float(os.cpu_count() or 0), unit="cores", detail=_facts()))
     limits: dict[str, Callable[[], float]] = {
@@ -100,7 +100,7 @@ def prefill(setting: Setting, emit: Emit) -> None:
 
 
 def small(setting: Setting, emit: Emit) -> None:
-    """Steps of a model so small that the work around them shows."""
+    """Steps of a small model, in which the CPU work around them shows."""
     scale = setting.scale
     with _session(setting, scale.small, scale.small_batch) as session:
         for context in scale.small_contexts:
@@ -118,7 +118,7 @@ def small(setting: Setting, emit: Emit) -> None:
 
 def server(setting: Setting, emit: Emit) -> None:
     """The same load over HTTP: launcher, router and shard."""
-    # These need packages that the machine may lack, which costs this stage alone.
+    # They need packages that the machine may lack; then this stage alone fails.
     from bench.harness.levels import closed  # noqa: PLC0415
     from bench.harness.server import WARM_UP, measure, serving  # noqa: PLC0415
 
@@ -149,7 +149,7 @@ def server(setting: Setting, emit: Emit) -> None:
 
 
 def _served(load_: Load, found: Sequence[Measurement]) -> Figure:
-    """What all runs so far say."""
+    """The figure over all runs so far."""
     detail = {
         "first_token_ms": median(each.first_token_ms.p50 for each in found),
         "between_tokens_ms": median(each.between_tokens_ms.p50 for each in found),
@@ -162,7 +162,7 @@ def _served(load_: Load, found: Sequence[Measurement]) -> Figure:
 
 @contextmanager
 def shown_on_exit(log: Path) -> Iterator[None]:
-    """Print the end of `log` where the block is left early, be it that its time is over."""
+    """Print the end of `log` if the block ends with an exception, a timeout included."""
     try:
         yield
     except BaseException:
@@ -178,19 +178,19 @@ def transformers(setting: Setting, emit: Emit) -> None:
 
     shape, load_ = setting.scale.model, setting.scale.load
     with tempfile.TemporaryDirectory() as folder:
-        # Never closed: its thread does not always end when asked, and ends with this process.
+        # Never closed: its thread may not end on request, and ends with this process.
         engine = peer.load(Path(folder), shape, setting.device, ExitStack())
     requests = peer.requests(shape, load_)
     engine.run(requests[:4], 4)
     rates: list[float] = []
     for _ in range(PEER_RUNS):
         rates.append(peer.rate(engine.run(requests, len(requests))))
-        # The first run may still warm up; it counts where time allows no other.
+        # The first run may still warm up; it counts only without another.
         emit(replace(load_figure("transformers", load_, rates[1:] or rates), kind=goals.PEER))
 
 
 def tests(setting: Setting, emit: Emit) -> None:
-    """The tests that need a GPU; what has run by then counts where time ends."""
+    """The tests that need a GPU; at the time limit the finished tests count."""
     del setting
     if find_spec("pytest") is None:
         print("pytest is not installed", flush=True)
@@ -199,7 +199,7 @@ def tests(setting: Setting, emit: Emit) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", *paths],
         cwd=ROOT,
-        # Plugins that happen to be there may warn, and warnings are errors.
+        # Installed plugins may warn, and warnings are errors.
         env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

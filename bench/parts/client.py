@@ -1,4 +1,4 @@
-"""Sends requests that differ in length, time, tenant and patience, and stamps what comes back."""
+"""Sends requests of different lengths, times and tenants, and takes the arrival times of their tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DETAILS = {"ignore_eos": True, "details": True, "do_sample": False}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One request, and how its client behaves."""
+    """One request, and the behaviour of its client."""
 
     prompt: str
     prompt_tokens: int
@@ -29,24 +29,24 @@ class Request:
     due: float = 0.0
     """Seconds after the start; a closed loop ignores it."""
     says_length: bool = True
-    """Ask for `max_new_tokens`; otherwise ask for nothing and hang up after the last token wanted."""
+    """Whether it sends `max_new_tokens`; otherwise the client disconnects after the last token it wants."""
     streams: bool = True
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def body(self) -> dict[str, Any]:
-        """What is posted."""
+        """The JSON body."""
         limit = {"max_new_tokens": self.output_tokens} if self.says_length else {}
         return {"inputs": self.prompt, "parameters": {**DETAILS, **limit}}
 
 
 @dataclass(slots=True)
 class Answer:
-    """What became of a request, in seconds of one monotonic clock."""
+    """The outcome of a request; times in seconds of one monotonic clock."""
 
     request: Request
     due: float
     arrivals: list[float] = field(default_factory=list)
-    """One a token; none for an answer in one piece."""
+    """One for each token; empty for an answer in one piece."""
     headers: Mapping[str, str] = field(default_factory=dict)
     ended: float = 0.0
     num_tokens: int = 0
@@ -54,7 +54,7 @@ class Answer:
 
     @property
     def first_token_seconds(self) -> float:
-        """Time to first token; IndexError where none came."""
+        """Time to first token; IndexError without a token."""
         return self.arrivals[0] - self.due
 
 
@@ -74,7 +74,7 @@ class Client:
         await self._session.close()
 
     async def send(self, answer: Answer) -> None:
-        """Send the request now and fill in its answer, as it comes; failures are noted there."""
+        """Send the request now, and add its tokens or its error to `answer`."""
         try:
             await (self._stream if answer.request.streams else self._whole)(answer)
         except (BadStreamError, aiohttp.ClientError, TimeoutError) as error:
@@ -82,7 +82,7 @@ class Client:
         answer.ended = time.perf_counter()
 
     async def text(self, path: str) -> str:
-        """A page of the server's."""
+        """The page at `path`."""
         async with self._session.get(path) as response:
             return await response.text()
 
@@ -124,7 +124,7 @@ def _check_length(answer: Answer) -> None:
 
 
 async def open_loop(client: Client, requests: Sequence[Request]) -> list[Answer]:
-    """Send each request when it is due, however the server keeps up, and wait for all."""
+    """Send each request when it is due, regardless of earlier answers, and wait for all."""
     start = time.perf_counter()
     answers = []
     async with asyncio.TaskGroup() as tasks:
@@ -139,7 +139,7 @@ async def open_loop(client: Client, requests: Sequence[Request]) -> list[Answer]
 async def closed_loop(
     client: Client, requests: Sequence[Request], *, num_clients: int
 ) -> list[Answer]:
-    """Let `num_clients` clients send the requests, each its next one after an answer."""
+    """Send the requests by `num_clients` clients, each one after the answer to its last."""
     left: Iterator[Request] = iter(requests)
     answers: list[Answer] = []
 
@@ -155,7 +155,7 @@ async def closed_loop(
 
 
 class RequestsFailed(Exception):  # noqa: N818
-    """Requests that had to succeed did not; the message holds some of the reasons."""
+    """Requests that must succeed failed; the message holds some of the reasons."""
 
 
 def succeeded(answers: Sequence[Answer]) -> Sequence[Answer]:

@@ -1,4 +1,4 @@
-"""Where parts run: one model, a server when they ask for one, and an eye on who else uses the machine."""
+"""The setting of parts: one model, servers on it, and the CPU that other processes use."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from bench.harness.server import RunningServer, serving
 from bench.parts.texts import Texts
 
 MANY = 4096
-"""More requests than any part has open at once."""
+"""A limit above the open requests of any part."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Fixture:
-    """What every part of a run shares."""
+    """The state that all parts of a run share."""
 
     model: Path
     texts: Texts
     most_positions: int
-    """Positions that the model was made for."""
+    """Positions of the model."""
     quick: bool
     quiet: Quiet
     out: Path
     flags: Sequence[str] = ()
-    """More of them, for every server."""
+    """More flags for every server."""
     repeat: int = 0
     other_cores: float = field(default=0.0, init=False)
-    """The most that others used while a server of this repetition was measured."""
+    """The most CPU, in cores, that other processes used in this repetition."""
 
     def sized(self, full: int, quick: int) -> int:
-        """One of the two, by what was asked for."""
+        """`quick` for a quick run, else `full`."""
         return quick if self.quick else full
 
     def fitting(self, tokens: int) -> int:
-        """So many tokens, or what a small model has room for beside a short answer."""
+        """`tokens`, or three quarters of the positions of a small model."""
         return min(tokens, self.most_positions * 3 // 4)
 
     def seed(self, name: str) -> str:
-        """A seed that no other repetition has."""
+        """A seed of this repetition alone."""
         return f"{name}/{self.repeat}"
 
     @contextmanager
@@ -56,7 +56,7 @@ class Fixture:
         every = ["--max-batch-size=64", f"--max-concurrent-requests={MANY}", *flags, *self.flags]
         with serving(self.model, log=log, flags=every) as server:
             if not wait_until_quiet(self.quiet):
-                say("the machine is not quiet: what follows is marked as disturbed")
+                say("the machine is not quiet: the following figures are marked as disturbed")
             meter = CpuMeter(server.processes)
             yield server
             self.other_cores = max(self.other_cores, meter.stop().other_cores)

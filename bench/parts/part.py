@@ -1,4 +1,4 @@
-"""A part of the run: some cases, how each is measured, and what their figures say together."""
+"""A part of a run: cases, their measurement, a table and conclusions."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Case:
 
     name: str
     flags: tuple[str, ...] = ()
-    """For the server."""
+    """Flags of the server."""
     amount: float = 0.0
-    """What tells it from its neighbours beside flags; the part knows what it counts."""
+    """A number that the part interprets, such as a rate."""
 
 
 Table = Mapping[str, Mapping[str, Repeated]]
@@ -33,7 +33,7 @@ Samples = dict[str, dict[str, list[Sample]]]
 
 
 def table_of(samples: Samples) -> Table:
-    """All that was taken."""
+    """The table of all samples."""
     return {
         name: {title: Repeated(tuple(taken)) for title, taken in row.items()}
         for name, row in samples.items()
@@ -41,7 +41,7 @@ def table_of(samples: Samples) -> Table:
 
 
 def as_json(table: Table) -> dict[str, dict[str, object]]:
-    """Plain containers: by case and title the median, and each sample with the cores that others used."""
+    """Plain containers: by case and title the median, and each sample with the cores that other processes used."""
     return {
         name: {
             title: {
@@ -56,15 +56,15 @@ def as_json(table: Table) -> dict[str, dict[str, object]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What a table answers, and how it is written."""
+    """A table: its question, method, cases and conclusions."""
 
     name: str
     title: str
     method: str
-    """How it is measured, for readers of the table."""
+    """The method, for readers of the table."""
     cases: Sequence[Case]
     conclude: Callable[[Table], Sequence[str]] = lambda _: ()
-    """Sentences that the table proves."""
+    """Returns sentences that follow from the table."""
 
     def measure(self, fixture: Fixture, *, repeats: int) -> Table:
         """Every case, `repeats` times. Raises ServerError or RequestsFailed."""
@@ -83,12 +83,12 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part(Question):
-    """One whose cases are measured by themselves."""
+    """A question whose cases are measured one after the other."""
 
     run: Callable[[Fixture, Case], Figures]
 
     def measure(self, fixture: Fixture, *, repeats: int) -> Table:
-        """Every case in turn, and so often. Raises ServerError or RequestsFailed."""
+        """Every case in turn, `repeats` times. Raises ServerError or RequestsFailed."""
         samples: Samples = {case.name: {} for case in self.cases}
         for fixture.repeat in range(repeats):
             for case in self.cases:

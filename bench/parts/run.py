@@ -1,4 +1,4 @@
-"""The command line of a benchmark that is made of parts, and the run of those that were asked for."""
+"""The command line of a benchmark that is made of parts, and their run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def parse_arguments(
 
 
 def fixture_from(options: argparse.Namespace) -> Fixture:
-    """The model, written first where it is missing, and everything that parts share."""
+    """The setting of all parts; writes a missing model first."""
     model = DEMO if options.model == "demo" else ensure_checkpoint(options.model)
     config = json.loads((model / "config.json").read_text())
     options.out.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Prompts of an exact number of tokens for any byte-level tokenizer, that of the demo model included."""
+"""Prompts of an exact number of tokens for any byte-level tokenizer, the demo model's included."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NUM_WORDS = 512
 
 
 class Texts:
-    """Draws prompts from words that are one token each after a space. ValueError when there are too few."""
+    """Draws prompts from words of one token each, space included. ValueError for a tokenizer with too few."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.num_special = len(tokenizer.encode("").ids)
@@ -29,13 +29,13 @@ class Texts:
 
     @classmethod
     def of(cls, model: Path) -> Texts:
-        """Those of a checkpoint."""
+        """The texts of a checkpoint's tokenizer."""
         return cls(Tokenizer.from_file(str(model / "tokenizer.json")))
 
     def prompt(self, num_tokens: int, *, seed: str, after: str = "") -> str:
         """Random text of `num_tokens` tokens in all, special ones included, that begins with `after`.
 
-        `after` has to be a prompt from here. Distinct seeds share no useful prefix beyond it.
+        `after` must be a prompt of this object. Distinct seeds share no useful prefix beyond it.
         """
         num_before = self.num_special + len(after.split())
         if num_tokens < num_before:
@@ -44,7 +44,7 @@ class Texts:
         return after + "".join(f" {word}" for word in words)
 
     def count(self, prompts: Sequence[str]) -> int:
-        """Tokens of prompts from here."""
+        """Tokens of prompts of this object."""
         return sum(self.num_special + len(prompt.split()) for prompt in prompts)
 
 

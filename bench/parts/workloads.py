@@ -1,4 +1,4 @@
-"""Lengths and arrival times, drawn so that the same seed gives the same workload."""
+"""Lengths and arrival times from a seed, and figures of answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.parts.client import Answer
 
 
 def poisson_seconds(rate: float, count: int, *, seed: str) -> list[float]:
-    """When `count` requests arrive at `rate` a second."""
+    """Arrival times of `count` requests at `rate` a second, in seconds."""
     generator, now, moments = random.Random(seed), 0.0, []
     for _ in range(count):
         now += generator.expovariate(rate)
@@ -23,7 +23,7 @@ def poisson_seconds(rate: float, count: int, *, seed: str) -> list[float]:
 def lognormal_lengths(
     count: int, *, median: float, sigma: float, most: int, seed: str
 ) -> list[int]:
-    """Heavy-tailed numbers of tokens: between 1 and `most`, half of them above `median`."""
+    """Lognormal numbers of tokens between 1 and `most`."""
     generator = random.Random(seed)
     drawn = (generator.lognormvariate(math.log(median), sigma) for _ in range(count))
     return [min(most, max(1, round(length))) for length in drawn]
@@ -36,7 +36,7 @@ def uniform_lengths(count: int, *, least: int, most: int, seed: str) -> list[int
 
 
 def gaps_within(arrivals: Sequence[float], begin: float, end: float) -> Iterator[float]:
-    """Seconds between consecutive tokens of one stream, where any of them lie between `begin` and `end`."""
+    """Seconds between consecutive tokens of one stream, for gaps that overlap `begin` to `end`."""
     for before, after in pairwise(arrivals):
         if after > begin and before < end:
             yield after - before
@@ -49,7 +49,7 @@ def milliseconds(seconds: Sequence[float], *shares: float) -> tuple[float, ...]:
 
 
 def first_tokens(answers: Sequence[Answer]) -> list[float]:
-    """Seconds to the first token, of the answers that were streamed."""
+    """Seconds to the first token of each streamed answer."""
     return [answer.first_token_seconds for answer in answers if answer.arrivals]
 
 
@@ -60,7 +60,7 @@ def tokens_per_second(answers: Sequence[Answer]) -> float:
 
 
 def saturated_rate(answers: Sequence[Answer]) -> float:
-    """Requests a second that a server ends while more than enough wait: over the middle half of a burst's answers."""
+    """Requests a second of a saturated server: over the middle half of a burst's answers."""
     ends = sorted(answer.ended for answer in answers)
     first, last = len(ends) // 4, 3 * len(ends) // 4
     return (last - first) / (ends[last] - ends[first])

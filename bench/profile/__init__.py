@@ -1,4 +1,4 @@
-"""Where time goes: flame graphs of a decode step and of the router, CPU time by plane.
+"""Profiles: flame graphs of a decode step and of the router, CPU time by plane.
 
 Entry points: `python -m bench.profile` and `python -m bench.profile.router_share`.
 May import `bench.harness`, `bench.peers` and `bench.charts`.

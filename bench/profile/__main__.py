@@ -1,10 +1,9 @@
-"""`python -m bench.profile --rows 32`: where the microseconds of one decode step go, as a flame graph.
+"""`python -m bench.profile --rows 32`: a flame graph of one decode step.
 
-Runs the shard's own step in this process, with the environment that the launcher gives a shard. The
-times come from torch's profiler with Python frames, whose cost is in them: the chart says what a step
-takes without it. Operators (blue) are whatever the model calls, none is known here by name. `--apart`
-calls each half of a layer by itself where one operator does all layers, so that the chart tells them
-from one another.
+It runs the shard's own step in this process, with the environment of a shard. The times come from torch's
+profiler with Python frames, and include its cost; the chart states the time of a step without it. Operators
+are blue. `--apart` calls each half of a layer separately where one operator computes all layers, so that
+the chart shows them apart.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.model_runner.runner import StepRunner
 
 READY = "MILLRACE_BENCH_PROFILE"
-"""Set in the environment once it is a shard's."""
+"""Environment variable that marks the environment of a shard."""
 OPERATOR = "cpu_op"
 CATEGORIES = (OPERATOR, "python_function", "user_annotation")
 MOST_SHOWN = 25
@@ -64,7 +63,7 @@ def new_runner(model: Path, *, rows: int, tokens: int, flags: Sequence[str]) -> 
 
 
 def admit(runner: StepRunner, *, rows: int, context: int, tokens: int) -> Callable[[], None]:
-    """Compute the prompts of a batch, and return what decodes one step of it."""
+    """Compute the prompts of a batch; returns a function that decodes one step of it."""
     size = runner.batch.limits.block_size
     per_row = -(-tokens // size)
     generator = np.random.default_rng(0)
@@ -87,14 +86,14 @@ def admit(runner: StepRunner, *, rows: int, context: int, tokens: int) -> Callab
 
 
 class BothWays:
-    """All layers by one operator, or each half by its own: who runs them may be changed between steps."""
+    """All layers by one operator, or each half by its own; switchable between steps."""
 
     def __init__(self, *, apart: bool) -> None:
         self.apart = apart
 
     @classmethod
     def installed(cls, *, apart: bool) -> BothWays:
-        """In place of what the CPU's kernels make of layers."""
+        """Install itself in place of the CPU kernels' layers."""
         ways, as_one = cls(apart=apart), CpuKernels.layers
 
         def both(kernels: CpuKernels, layers: Sequence[Layer], reduce: Reduce | None) -> Layers:
@@ -106,7 +105,7 @@ class BothWays:
         return ways
 
     def compared(self, step: Callable[[], None], count: int) -> str:
-        """Both in turn, `count` times."""
+        """Time both ways in turn, `count` times."""
         taken: dict[bool, list[float]] = {False: [], True: []}
         for number in range(2 * count):
             self.apart = number % 2 == 1
@@ -118,7 +117,7 @@ class BothWays:
 
 
 def void(_: object) -> None:
-    """Nothing."""
+    """Do nothing."""
 
 
 def timed(step: Callable[[], None], count: int) -> list[float]:
@@ -158,7 +157,7 @@ def events_of(trace: Sequence[dict[str, Any]]) -> list[Event]:
 
 
 def label(call: dict[str, Any]) -> str:
-    """An operator of ours with the sizes of its matrices, since one serves many layers; else the name."""
+    """An operator of ours with the sizes of its matrices, because one serves many layers; else the name."""
     name = str(call["name"])
     if call["cat"] != OPERATOR or name.startswith("aten::"):
         return short_name(name)
@@ -174,7 +173,7 @@ def short_name(name: str) -> str:
 
 
 def table(operators: Frame, step_us: float) -> str:
-    """Operators by their own time, and what lies between them."""
+    """Operators by own time, and the time between them."""
     own = own_times(operators)
     own.pop(operators.name)
     rest = step_us - sum(own.values())

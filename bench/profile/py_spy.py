@@ -19,7 +19,7 @@ MAIN_THREAD = "MainThread"
 WAITING = ("epoll_wait", "epoll_pwait", "pthread_cond_wait")
 """Calls of the C library in which a thread uses no CPU."""
 START_OF_LOOP = "run_forever"
-"""Below this function lies only how the process was started."""
+"""The function of the event loop; frames above it belong to the start of the process."""
 PARTS = {
     "kernel: write to the sockets": ("write (libc", "writev (libc", "send (libc"),
     "kernel and gRPC core: send a step": ("sendmsg (libc",),
@@ -35,18 +35,18 @@ PARTS = {
     "begin and end requests": ("RequestHandler.", "access_log", "Infer.", "respond"),
     "event loop and the rest": ("",),
 }
-"""What a sample counts for: the part of its innermost function that has one."""
+"""Parts by prefixes of functions; the innermost matching function of a sample decides."""
 
 
 @dataclass(slots=True)
 class Recorded:
-    """Stacks of the main thread, and how often each was seen."""
+    """Stacks of the main thread with their counts."""
 
     root: Frame = field(default_factory=lambda: Frame("event loop"))
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
 
     def add_line(self, line: str) -> None:
-        """Take a line of py-spy's raw output: `frame;frame;frame count`."""
+        """Add a line of py-spy's raw output: `frame;frame;frame count`."""
         stack, _, count = line.rpartition(" ")
         thread, *frames = stack.split(";")
         names = [name for frame in frames if (name := _name(frame))]
@@ -62,13 +62,13 @@ class Recorded:
             node.total += float(count)
 
     def graph(self, main: float, others: float) -> Frame:
-        """The whole router: its main thread took `main` microseconds a token, the other threads `others`."""
+        """The flame graph of the router; `main` and `others` are microseconds a token of its main and other threads."""
         loop = self.root.scaled(main / max(self.root.total, 1.0))
         rest = Frame("threads of gRPC and of the tokenizer", others)
         return Frame("router", main + others, children={loop.name: loop, rest.name: rest})
 
     def write(self, path: Path, *, main: float, others: float, routes: Sequence[str]) -> None:
-        """Write the SVG and print what each part costs."""
+        """Write the SVG and print the cost of each part."""
         graph = self.graph(main, others)
         note = f"{main + others:.1f} µs of CPU a token; {', '.join(routes)}; py-spy"
         path.write_text(flame_graph("The router at 128 streams", graph, [note]))
@@ -80,7 +80,7 @@ class Recorded:
 
 
 def _part(names: Sequence[str]) -> str:
-    """The part that a stack counts for."""
+    """The part of a stack."""
     for name in reversed(names):
         for part, prefixes in PARTS.items():
             if any(prefix and name.startswith(prefix) for prefix in prefixes):

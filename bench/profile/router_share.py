@@ -1,8 +1,8 @@
-"""How much of a step is the router's: CPU time of each plane during one level of load.
+"""CPU time of each plane during one level of load.
 
 `python -m bench.profile.router_share [--level c32:128+128x1] [--profile router.prof]`. With `--profile` the
-router runs under cProfile (environment variable MILLRACE_PROFILE), which inflates its own share:
-read the functions from it, and the share from a run without.
+router runs under cProfile (environment variable MILLRACE_PROFILE), which inflates its share: take the
+functions from such a run, and the share from a run without.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TOP_FUNCTIONS = 25
 
 
 def plane_of(command: Sequence[str]) -> str | None:
-    """Which of our programs a process's argument vector runs, if any."""
+    """The plane of a process by its argument vector; None for another program."""
     for argument in command[:4]:
         name = Path(argument).name
         for plane in PLANES:
@@ -37,7 +37,7 @@ def plane_of(command: Sequence[str]) -> str | None:
 
 
 def by_plane(processes: Sequence[psutil.Process]) -> dict[str, list[psutil.Process]]:
-    """The server's processes under the plane that each belongs to."""
+    """The server's processes by plane."""
     planes: dict[str, list[psutil.Process]] = {plane: [] for plane in PLANES}
     for process in processes:
         plane = plane_of(process.cmdline())
@@ -47,12 +47,12 @@ def by_plane(processes: Sequence[psutil.Process]) -> dict[str, list[psutil.Proce
 
 
 def seconds_by_plane(server: RunningServer) -> dict[str, float]:
-    """CPU seconds each plane has used so far."""
+    """CPU seconds of each plane so far."""
     return {plane: cpu_seconds(ps) for plane, ps in by_plane(server.processes()).items()}
 
 
 def print_profile(path: Path) -> None:
-    """The router's functions that took most time of their own."""
+    """Print the router's functions by own time."""
     pstats.Stats(str(path)).sort_stats("tottime").print_stats(TOP_FUNCTIONS)
 
 

@@ -1,8 +1,8 @@
-"""`python -m bench.router`: what the router costs a token, hides of a step, and keeps in memory.
+"""`python -m bench.router`: the router's CPU time a token, its hidden share of a step, and its memory.
 
 The real router process, from its sockets to its gRPC client, over a shard that computes nothing
-(`bench.router.blank_shard`) and a load generator that only counts (`bench.router.event_counter`). CPU time of the
-router's process is what counts here: it hardly depends on what else the machine does.
+(`bench.router.blank_shard`) and a load generator that only counts (`bench.router.event_counter`). The
+figures are CPU time of the router's process, which other load hardly changes.
 
     python -m bench.router                      # every part
     python -m bench.router --parts cost --routes generate_stream --streams 128 --tokens 256
@@ -40,7 +40,7 @@ ROUTES = {
     "completions": "/v1/completions",
 }
 OTHER_EVENTS = {"generate_stream": 0, "chat": 2, "completions": 1}
-"""Events of a stream that are no token: a chat's role, and the end."""
+"""Events of a stream without a token: a chat's role, and the end."""
 PARTS = ("cost", "hidden", "memory", "profile", "journal")
 JOURNALS: dict[str, tuple[str, ...]] = {
     "none": (),
@@ -58,14 +58,14 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Rig:
-    """A router and the shard beneath it, both running."""
+    """A running router and its shard."""
 
     server: RunningServer
     port: int
     shard: subprocess.Popen[str]
 
     def counts(self) -> Counts:
-        """What the shard did since it was last asked."""
+        """The shard's counts since the last call."""
         assert self.shard.stdin is not None
         assert self.shard.stdout is not None
         self.shard.stdin.write("\n")
@@ -156,7 +156,7 @@ def measured(at: Rig, route: str, options: argparse.Namespace) -> float:
 
 
 def journal(options: argparse.Namespace) -> None:
-    """Print CPU microseconds a token with and without a journal, in turn, and what a token takes on disk."""
+    """Print CPU microseconds a token with and without a journal, in turn, and bytes a token on disk."""
     runs: dict[str, list[float]] = {name: [] for name in JOURNALS}
     sizes: dict[str, float] = {}
     for _ in range(options.repeats):
@@ -235,7 +235,7 @@ def _waiting(at: Rig) -> int:
 def profile(options: argparse.Namespace) -> None:
     """Write the flame graph of all routes, in microseconds a token.
 
-    How much the threads use is measured first, because the sampler stops them again and again.
+    The CPU time of the threads is measured first, because the sampler stops them repeatedly.
     """
 
     def load(at: Rig) -> int:
@@ -260,7 +260,7 @@ def profile(options: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Run the parts that were asked for."""
+    """Run the chosen parts."""
     parser = argparse.ArgumentParser(prog="python -m bench.router", description=__doc__)
     parser.add_argument(
         "--model", type=Path, default=Path("demo/model"), help="its tokenizer is used"

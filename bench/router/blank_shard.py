@@ -1,9 +1,9 @@
-"""A shard that computes nothing, to see what the router alone costs: `python -m bench.router.blank_shard ADDRESS …`.
+"""A shard that computes nothing, to measure the router alone: `python -m bench.router.blank_shard ADDRESS …`.
 
-It speaks the whole wire of steps, answers every row with a token prepared in advance, and takes a
-given time for each step. It keeps time of how long it had no step to run: what of the router and of
-the wire is not hidden behind the forward pass. A line on standard input is answered with the counts
-since the last one, as JSON; the end of standard input ends the process.
+It implements the whole wire of steps, answers every row with a token prepared in advance, and takes a
+given time for each step. It counts the time without a step to run, which is the part of router and wire
+that the forward pass does not hide. For each line on standard input it prints the counts since the last
+one, as JSON. The end of standard input ends the process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BLOCK_SIZE = 16
 NUM_BLOCKS = 1 << 15
 MAX_TOKENS = 4096
 FIRST_TOKEN = 320
-"""Below it lie control tokens and single bytes, of which text is hardly made; a smaller vocabulary is used whole."""
+"""Lower ids are control tokens and single bytes, which are rare in text; a smaller vocabulary is used whole."""
 NUM_PREPARED = 1 << 14
 
 StepQueue = SimpleQueue[pb.StepRequest | None]
@@ -38,12 +38,12 @@ AnswerQueue = SimpleQueue[pb.StepResponse | None]
 
 @dataclass(slots=True)
 class Counts:
-    """What a shard did since it was last asked; times in seconds."""
+    """Counts of a shard since the last query; times in seconds."""
 
     steps: int = 0
     rows: int = 0
     idle: float = 0.0
-    """Time between two forward passes in which the second one's step was not there yet."""
+    """Time between two forward passes in which the shard waited for the second step."""
 
 
 class BlankShard(pb_grpc.ShardServiceServicer):
@@ -76,11 +76,11 @@ class BlankShard(pb_grpc.ShardServiceServicer):
         )
 
     def Health(self, _: pb.HealthRequest, context: grpc.ServicerContext) -> pb.HealthResponse:  # noqa: N802, ARG002
-        """Always well."""
+        """Report health."""
         return pb.HealthResponse(warmed_up=True)
 
     def Warmup(self, _: pb.WarmupRequest, context: grpc.ServicerContext) -> pb.WarmupResponse:  # noqa: N802, ARG002
-        """More room than anybody needs."""
+        """Report a large KV cache."""
         return pb.WarmupResponse(
             num_blocks=NUM_BLOCKS,
             max_batch_total_tokens=(NUM_BLOCKS - 1) * BLOCK_SIZE,
@@ -93,7 +93,7 @@ class BlankShard(pb_grpc.ShardServiceServicer):
         _: pb.CompileGrammarRequest,
         context: grpc.ServicerContext,  # noqa: ARG002
     ) -> pb.CompileGrammarResponse:
-        """Take every grammar, and keep to none."""
+        """Accept every grammar, and ignore it."""
         return pb.CompileGrammarResponse()
 
     def Steps(  # noqa: N802
@@ -112,7 +112,7 @@ class BlankShard(pb_grpc.ShardServiceServicer):
     def _run(self, steps: StepQueue, answers: AnswerQueue) -> None:
         left: dict[int, int] = {}
         slots: list[int] | None = None
-        # What comes after a step without a forward pass may be a wait for the load itself.
+        # After a step without a forward pass the wait may be for the load itself.
         while (request := self._next(steps, counted=slots is not None)) is not None:
             answer = pb.StepResponse(epoch=request.epoch, number=request.number)
             slots = _rows(request, left)

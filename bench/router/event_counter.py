@@ -1,8 +1,8 @@
 """A load generator that only counts: raw HTTP/1.1 streams on one event loop, no parsing of JSON.
 
-Events are told apart in the raw bytes, so that none may be spread over two chunks of HTTP; ours never
-are. It costs about a microsecond an event, so that a router beside it on the same machine is what sets
-the pace. Each connection sends the same request `rounds` times, one after the other.
+It finds events in the raw bytes, so that no event may span two chunks of HTTP; ours never do. It costs about
+a microsecond an event, so that a router on the same machine remains the bottleneck. Each connection sends the
+same request `rounds` times, one after the other.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from itertools import pairwise
 
 EVENT_END = b"\n\n"
 STREAM_END = b"\r\n0\r\n\r\n"
-"""What a chunked body ends with."""
+"""The end of a chunked body."""
 
 
 class StreamError(Exception):
-    """An answer was no stream of events, or not a whole one."""
+    """An answer was not a complete stream of events."""
 
 
 @dataclass(slots=True)
 class Counted:
-    """What all the streams brought; times of `time.perf_counter`."""
+    """The events of all streams; times of `time.perf_counter`."""
 
     events: int = 0
     arrivals: list[list[float]] = field(default_factory=list)
-    """For each stream, when each piece of it arrived."""
+    """Arrival times of the chunks of each stream."""
 
     def gaps(self) -> list[float]:
-        """Seconds between the pieces of each stream, shortest first."""
+        """Seconds between the chunks of each stream, shortest first."""
         return sorted(
             later - earlier for times in self.arrivals for earlier, later in pairwise(times)
         )
@@ -69,7 +69,7 @@ class EventStream(asyncio.Protocol):
                 return
         self._times.append(time.perf_counter())
         seen = self._tail + data
-        # No event's end is counted twice: after it comes the end of its chunk.
+        # No end of an event is counted twice, because the end of its chunk follows it.
         self._counted.events += seen.count(EVENT_END) - self._tail.count(EVENT_END)
         self._tail = seen[-len(STREAM_END) :]
         if self._tail != STREAM_END:
@@ -80,7 +80,7 @@ class EventStream(asyncio.Protocol):
             self.done.set_result(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Fail unless everything had come."""
+        """Fail unless the answer was complete."""
         self._fail(StreamError(f"the connection ended: {exc}"))
 
     def _fail(self, error: StreamError) -> None:
@@ -89,7 +89,7 @@ class EventStream(asyncio.Protocol):
 
 
 def http_request(path: str, body: bytes) -> bytes:
-    """A POST of JSON that keeps its connection."""
+    """A POST of JSON on a persistent connection."""
     head = (
         f"POST {path} HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
         f"content-length: {len(body)}\r\n\r\n"

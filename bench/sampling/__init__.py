@@ -1,1 +1,1 @@
-"""What choosing tokens costs a step, measured on the shard's sampler alone: `python -m bench.sampling`."""
+"""The time of the shard's sampler alone: `python -m bench.sampling`."""

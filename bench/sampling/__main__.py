@@ -1,7 +1,7 @@
-"""`python -m bench.sampling`: milliseconds of the sampler at 128 rows of 128 000 scores, by what the rows ask for.
+"""`python -m bench.sampling`: milliseconds of the sampler at 128 rows of 128 000 scores, by sampling parameters.
 
 `--against FOLDER` measures the sampler of another checkout too (its `shard` folder), in turn with ours. `--step` adds
-a whole step of a 1B model, to say what share of it sampling is. `--record` writes the figures to bench/results.
+a whole step of a 1B model, for the share of sampling in it. `--record` writes the figures to bench/results.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, names: list[str], *, shard: Path | None) -> Times:
-    """What one process says of our sampler, or of that in `shard`."""
+    """Times of one process with our sampler, or with that in `shard`."""
     places = [str(shard)] if shard is not None else []
     paths = [*places, str(ROOT), os.environ.get("PYTHONPATH", "")]
     numbers = {name: str(getattr(options, name)) for name in ("rows", "vocab", "rounds", "threads")}
@@ -62,7 +62,7 @@ def measure(options: argparse.Namespace, names: list[str], *, shard: Path | None
 
 
 def table(ours: Mapping[str, list[float]], theirs: Mapping[str, list[float]]) -> str:
-    """A line for each case: medians, ranges, and the share of a step where that is known."""
+    """A line for each case: medians, ranges, and the share of a step if known."""
     step = statistics.median(ours[STEP]) if STEP in ours else None
     head = ["case", "ms", "range"]
     head += ["before, ms", "range", "before / now"] if theirs else []
@@ -92,7 +92,7 @@ def _range(found: Sequence[float]) -> str:
 
 
 def method(options: argparse.Namespace, *, was_quiet: bool) -> str:
-    """How the table was measured."""
+    """The method of the table."""
     clock = (
         "CPU time of one thread"
         if options.threads == 1

@@ -1,4 +1,4 @@
-"""Batches of rows whose tokens are to be chosen: who asks for what, and how sure the model is."""
+"""Batches of rows to sample: their parameters, and how peaked their scores are."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Kinds = Callable[[int], list[SamplingParameters]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A batch by name; `kinds` yields the parameters of so many rows."""
+    """A batch by name; `kinds` returns the parameters of a number of rows."""
 
     name: str
     kinds: Kinds
     is_flat: bool = False
-    """Whether the scores are those of a model that knows nothing, where thousands of tokens are likely."""
+    """Whether the scores are flat, so that thousands of tokens are likely."""
     masked_share: float = 0.0
-    """Of the rows, those that have a grammar's mask."""
+    """Share of the rows with a grammar's mask."""
 
 
 EVERYTHING = SamplingParameters(
@@ -38,12 +38,12 @@ CHAT = SamplingParameters(do_sample=True, temperature=0.7, top_p=0.9)
 
 
 def same(kind: SamplingParameters) -> Kinds:
-    """All rows ask for the same, with a seed of their own."""
+    """The same parameters for all rows, with different seeds."""
     return lambda count: [replace(kind, seed=seed) for seed in range(count)]
 
 
 def mixed(count: int) -> list[SamplingParameters]:
-    """As many sets of parameters as rows: no two alike, every combination of what can be on or off."""
+    """Different parameters in every row, with every combination of processors."""
     switches = list(product((False, True), repeat=5))
     kinds = []
     for i in range(count):
@@ -87,7 +87,7 @@ CASES = (
     Case(name="everything, one set for all", kinds=same(EVERYTHING)),
     Case(name="everything mixed, as many sets as rows", kinds=mixed),
     Case(
-        name="the same with min-p, biases, watermarks, a quarter guided",
+        name="the same with min-p, biases, watermarks, a quarter with grammars",
         kinds=mixed_with_all,
         masked_share=0.25,
     ),

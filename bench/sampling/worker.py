@@ -1,6 +1,6 @@
 """Times the sampler that this process imports; prints JSON: milliseconds of each call, by case.
 
-A process of its own, so that another checkout's sampler can be measured by the same code: see `--against`.
+It is a process of its own, so that the same code can measure another checkout's sampler: see `--against`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MODEL = Shape(hidden=2048, inter=8192, layers=16, heads=32, kv_heads=8, vocab=12
 
 
 def scores(num_rows: int, vocab: int, *, is_flat: bool) -> Tensor:
-    """Logits as bfloat16 leaves them; peaked ones fall with the rank's logarithm, as those of language models do."""
+    """Logits rounded to bfloat16; peaked ones fall with the logarithm of the rank, as in language models."""
     generator = torch.Generator().manual_seed(vocab)
     noise = torch.randn(num_rows, vocab, generator=generator)
     if not is_flat:
@@ -41,7 +41,7 @@ def scores(num_rows: int, vocab: int, *, is_flat: bool) -> Tensor:
 
 
 def rows_of(kinds: list[SamplingParameters], vocab: int) -> tuple[Tensor, SamplingRows]:
-    """The history table, and the rows."""
+    """The token table, and the rows."""
     length = NUM_PROMPT + NUM_GENERATED
     history = np.random.default_rng(1).integers(0, vocab, (len(kinds), length + 8))
     columns = np.zeros(len(kinds), dtype=PARAMETERS)
@@ -62,7 +62,7 @@ def rows_of(kinds: list[SamplingParameters], vocab: int) -> tuple[Tensor, Sampli
 
 
 def sampling_of(case: Case, num_rows: int, vocab: int) -> Callable[[Tensor], object]:
-    """A call that chooses from logits, which it overwrites."""
+    """A call that samples from logits, which it overwrites."""
     kinds = case.kinds(num_rows)
     history, rows = rows_of(kinds, vocab)
     sampler = Sampler(history, (2,))
@@ -77,7 +77,7 @@ def sampling_of(case: Case, num_rows: int, vocab: int) -> Callable[[Tensor], obj
 
 
 def times(call: Callable[[], object], prepare: Callable[[], object], rounds: int) -> list[float]:
-    """Milliseconds of each round but the first: this thread's CPU time, or the clock's where there are more."""
+    """Milliseconds of each round but the first: this thread's CPU time, or wall time with more than one thread."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     found = []
     for _ in range(rounds + 1):
@@ -105,7 +105,7 @@ def time_cases(names: list[str], num_rows: int, vocab: int, rounds: int) -> dict
 
 
 def time_step(num_rows: int, rounds: int) -> list[float]:
-    """A whole decode step of a 1B model with as many rows, 64 tokens each in the cache."""
+    """A whole decode step of a 1B model with `num_rows` rows and 64 cached tokens each."""
     model = Model(MODEL, CpuKernels(deterministic=True), 2 * num_rows + 8)
     step = model.step([65] * num_rows, [1] * num_rows)
     return times(step, lambda: None, rounds)

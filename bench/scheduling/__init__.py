@@ -1,1 +1,1 @@
-"""What the scheduler does under load, measured on the real server: `python -m bench.scheduling`."""
+"""The scheduler under load, on the real server: `python -m bench.scheduling`."""

@@ -47,7 +47,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main() -> int:
-    """1 when a part could not be measured."""
+    """Exit code 1 when a part could not be measured."""
     options = parse_arguments(sys.argv[1:])
     return run.run_parts("scheduling", PARTS, options, SimulationFailed, LogLags)
 

@@ -1,4 +1,4 @@
-"""A long prompt arrives among running streams: how long it makes them wait, and waits itself."""
+"""A long prompt among running streams: their time between tokens, and its time to first token."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ CASES = (
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What happens: streams that run until they are cut off, and the long prompt."""
+    """The streams, which are cancelled at the end, and the long prompt."""
 
     streams: Sequence[Request]
     long: Request
 
 
 def scene(fixture: Fixture) -> Scene:
-    """Prompts of their own for each repetition."""
+    """The requests, with different prompts in each repetition."""
     long_tokens = fixture.fitting(LONG_PROMPT_TOKENS)
     seed = fixture.seed("chunking")
     streams = [
@@ -57,12 +57,12 @@ def scene(fixture: Fixture) -> Scene:
 
 
 def longest_answer(fixture: Fixture) -> int:
-    """Tokens that a stream may get: more than it gets before it is cut off."""
+    """Tokens that a stream may get, more than it gets until it is cancelled."""
     return fixture.fitting(LONG_PROMPT_TOKENS) - STREAM_PROMPT_TOKENS
 
 
 async def measure(url: str, what: Scene) -> Figures:
-    """Let the streams run, send the long prompt, cut the streams off after it."""
+    """Run the streams, send the long prompt, and cancel the streams after it."""
     async with Client(url) as client:
         streams = [Answer(request, time.perf_counter()) for request in what.streams]
         tasks = [asyncio.create_task(client.send(stream)) for stream in streams]
@@ -78,7 +78,7 @@ async def measure(url: str, what: Scene) -> Figures:
 
 
 def figures(streams: Sequence[Answer], long: Answer) -> Figures:
-    """Time between tokens before the long prompt came and until its first token, and that token's."""
+    """Time between tokens before the long prompt and until its first token, and its TTFT."""
     settled = [s.arrivals[SETTLED_TOKENS // 2] for s in streams]
     before = [g for s in streams for g in gaps_within(s.arrivals, max(settled), long.due)]
     during = [g for s in streams for g in gaps_within(s.arrivals, long.due, long.arrivals[0])]
@@ -106,7 +106,7 @@ def run(fixture: Fixture, case: Case) -> Figures:
 
 
 def conclude(table: Table) -> Sequence[str]:
-    """Each case against chunking off."""
+    """Compare each case with chunking off."""
     off = table[CASES[0].name]
     lines = []
     for case in CASES[1:]:

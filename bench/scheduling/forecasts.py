@@ -1,4 +1,4 @@
-"""How good forecasts are where steps cost exactly what the cost model says: simulated, without a server."""
+"""The accuracy of forecasts where steps cost exactly what the cost model says: simulated, without a server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def arrivals(count: int, rate: float, *, seed: str) -> list[Arrival]:
 
 
 def run(fixture: Fixture, case: Case) -> Figures:
-    """A third of the requests only teaches the forecaster how long answers get."""
+    """A third of the requests only teaches the forecaster the length of answers."""
     count, changes = fixture.sized(3000, 200), PIPELINES[case.flags[0]]
     burst = watched(arrivals(count, 0.0, seed=fixture.seed("burst")), **changes)
     rate = case.amount * len(burst.first) / max(burst.first.values())
@@ -52,10 +52,10 @@ def run(fixture: Fixture, case: Case) -> Figures:
 
 PART = Part(
     name="forecasts",
-    title="How good forecasts are where steps take what they should",
+    title="Accuracy of forecasts in simulation",
     method=(
         "Simulated with the costs of a 135M model on two cores: 32 places, prompts of 148 tokens in the"
-        " median, answers of 80 in the mean whose lengths nobody announces, a Poisson process at a share of"
+        " median, answers of 80 in the mean of unannounced length, a Poisson process at a share of"
         " what is served of a burst. Absolute errors beside the times themselves, medians over requests."
     ),
     cases=CASES,

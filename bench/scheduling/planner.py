@@ -1,4 +1,4 @@
-"""What a planning step costs, over the number of requests that wait."""
+"""The cost of planning a step, over the number of waiting requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NUM_RUNNING, PROMPT_TOKENS, BLOCK_SIZE = 256, 200, 16
 LEAST_ANSWER, MOST_ANSWER = 100, 400
 NUM_TENANTS = 1000
 WARM_STEPS = 450
-"""Until answers of every length have come and gone."""
+"""Steps until answers of every length have ended."""
 TOTAL = "both, median µs"
 GOAL_MICROSECONDS = 1000.0
 MOST_GROWTH = 1.5
@@ -71,7 +71,7 @@ class Waiter:
 
     @property
     def tenant(self) -> str:
-        """Whose share of the tokens it takes."""
+        """The tenant."""
         return self.terms.tenant
 
     def block_keys(self, count: int) -> Sequence[bytes]:
@@ -83,7 +83,7 @@ Queue = WaitingQueue[Waiter] | TenantQueue[Waiter]
 
 
 class Steps:
-    """Plans steps, two in flight as in the router, and answers them at once; as many wait all the time."""
+    """Plans steps, two in flight as in the router, and answers them at once; the queue keeps its length."""
 
     def __init__(self, queue: Queue, *, num_waiting: int) -> None:
         num_blocks = NUM_RUNNING * ((PROMPT_TOKENS + MOST_ANSWER) // BLOCK_SIZE + 2)
@@ -100,7 +100,7 @@ class Steps:
             self._append()
 
     def step(self) -> tuple[float, float]:
-        """Seconds that planning a step took, and taking note of the one before it."""
+        """Seconds for planning a step, and for recording the previous one."""
         clock = time.perf_counter
         began = clock()
         plan = self.planner.plan(
@@ -152,7 +152,7 @@ def queue_of(case: Case) -> Queue:
 
 
 def arrival_seconds(queue: Queue, count: int, new: Callable[[int], Waiter]) -> float:
-    """Median time in which a request is counted against the queue, joins it and leaves it again."""
+    """Median time for counting a request against the queue, adding it and removing it."""
     taken = []
     for number in range(count):
         waiter = new(number)
@@ -187,7 +187,7 @@ def run(fixture: Fixture, case: Case) -> Figures:
 
 
 def conclude(table: Table) -> Sequence[str]:
-    """The goal, and whether the curve is flat."""
+    """The goal, and the growth of the curve."""
     at = table["10000 waiting"][TOTAL].median
     growth = table["100000 waiting"][TOTAL].median / table["100 waiting"][TOTAL].median
     met = "met" if at < GOAL_MICROSECONDS else "missed"
@@ -200,7 +200,7 @@ def conclude(table: Table) -> Sequence[str]:
 
 PART = Part(
     name="planner",
-    title="What a planning step costs",
+    title="Cost of a planning step",
     method=(
         f"`Planner.plan` and `Planner.computed` alone, without a server: {NUM_RUNNING} rows of"
         f" {PROMPT_TOKENS} prompt tokens and answers of {LEAST_ANSWER} to {MOST_ANSWER}, so that about one"

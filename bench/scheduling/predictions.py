@@ -1,4 +1,4 @@
-"""How good the promises are: predicted against realised time in the queue and to the first token."""
+"""Predicted against measured time in the queue and to the first token."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CASES = (
 
 
 def requests(fixture: Fixture, moments: Sequence[float], *, seed: str) -> list[Request]:
-    """Of random lengths. Every other one is answered in one piece and says its length; the rest hang up."""
+    """Requests of random lengths. Every other one announces its length and gets a whole answer; the rest disconnect."""
     count, most = len(moments), fixture.fitting(512)
     prompts = uniform_lengths(count, least=16, most=most // 2, seed=f"{seed}/prompts")
     answers = lognormal_lengths(
@@ -51,7 +51,7 @@ def requests(fixture: Fixture, moments: Sequence[float], *, seed: str) -> list[R
 async def measure(
     fixture: Fixture, url: str, moments: Sequence[float]
 ) -> tuple[list[Answer], Samples]:
-    """Send requests at these moments; the metrics are those at the end."""
+    """Send requests at these times; returns the answers and the final metrics."""
     async with Client(url) as client:
         asked = requests(fixture, moments, seed=fixture.seed("predictions"))
         answers = await open_loop(client, asked)
@@ -59,7 +59,7 @@ async def measure(
 
 
 def queue_seconds(headers: Mapping[str, str]) -> tuple[float, float] | None:
-    """Predicted and realised time in the queue, from an answer in one piece; None where nothing was predicted."""
+    """Predicted and measured time in the queue, from a whole answer; None without a prediction."""
     predicted = headers.get("x-predicted-queue-time")
     if predicted is None:
         return None
@@ -82,7 +82,7 @@ def figures(answers: Sequence[Answer], metrics: Samples) -> Figures:
 
 
 def run(fixture: Fixture, case: Case) -> Figures:
-    """Learn on a server of its own what it can do, so that the one measured has seen nothing but its start."""
+    """Measure the capacity on a separate server, so that the measured server is fresh."""
     flags = (f"--max-batch-size={BATCH_SIZE}",)
     count = fixture.sized(200, 40)
     with fixture.serving(*flags) as server:
@@ -97,7 +97,7 @@ def run(fixture: Fixture, case: Case) -> Figures:
 
 PART = Part(
     name="predictions",
-    title="How good the predictions are",
+    title="Accuracy of predictions",
     method=(
         "Requests of 16 to 256 prompt tokens and lognormal answers (median 51, sigma 0.8) arrive as a"
         f" Poisson process at a share of what the server can do in a batch of {BATCH_SIZE}. Half of them"

@@ -1,4 +1,4 @@
-"""Many requests behind one long system prompt: what the prefix cache saves."""
+"""The savings of the prefix cache for many requests behind one long system prompt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.parts.workloads import first_tokens, milliseconds, tokens_per_second
 
 SYSTEM_TOKENS, OWN_TOKENS, NEW_TOKENS = 1000, 30, 16
 GOAL = 0.9
-"""Share of the prompt tokens that need not be computed."""
+"""Goal: the share of prompt tokens that are not computed."""
 COMPUTED = "prompt tokens computed"
 
 ON, OFF = ("--prefix-caching=on",), ("--prefix-caching=off",)
@@ -26,7 +26,7 @@ CASES = (
 
 
 def requests(fixture: Fixture) -> list[Request]:
-    """Prompts that share their beginning and nothing else."""
+    """Prompts that share only their beginning."""
     seed = fixture.seed("system prompt")
     system = fixture.texts.prompt(fixture.fitting(SYSTEM_TOKENS), seed=seed)
     num_tokens = fixture.texts.count([system]) + OWN_TOKENS
@@ -41,7 +41,7 @@ def requests(fixture: Fixture) -> list[Request]:
 
 
 async def measure(url: str, asked: Sequence[Request], num_clients: int) -> Figures:
-    """Send the requests all at once, or with so many clients."""
+    """Send the requests all at once, or by a number of clients."""
     async with Client(url) as client:
         before = await scrape(client)
         if num_clients:
@@ -66,7 +66,7 @@ def run(fixture: Fixture, case: Case) -> Figures:
 
 
 def conclude(table: Table) -> Sequence[str]:
-    """How much less was computed, and how much sooner the first token came."""
+    """The reduction of computed tokens and of TTFT."""
     lines = []
     for on, off in ((CASES[0].name, CASES[1].name), (CASES[2].name, CASES[3].name)):
         saved = 1 - table[on][COMPUTED].median / table[off][COMPUTED].median

@@ -1,4 +1,4 @@
-"""Growing KV against TGI's full reservation, where clients do not say how long their answers get."""
+"""Growing KV against TGI's full reservation, for clients that do not announce the length of answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bench.scheduling.simulated import simulate
 
 PROMPT_TOKENS, MEDIAN_ANSWER, LONGEST_ANSWER, SIGMA = 64, 96, 1024, 1.1
 MOST_TOKENS = 2048
-"""`--max-total-tokens`: what a request without `max_new_tokens` may grow to."""
+"""`--max-total-tokens`: the limit of a request without `max_new_tokens`."""
 CAPACITY = 4
 """KV capacity, in requests of that length."""
 SAMPLE_SECONDS = 0.25
@@ -32,7 +32,7 @@ CASES = (
 
 
 def requests(fixture: Fixture) -> list[Request]:
-    """All due at once; answers with a heavy tail, whose length nobody announces."""
+    """Requests that are all due at once, with heavy-tailed answers of unannounced length."""
     seed = fixture.seed("reservation")
     most = min(LONGEST_ANSWER, fixture.fitting(MOST_TOKENS) - PROMPT_TOKENS)
     lengths = lognormal_lengths(
@@ -50,7 +50,7 @@ def requests(fixture: Fixture) -> list[Request]:
 
 
 async def measure(url: str, asked: Sequence[Request]) -> Figures:
-    """Send everything, watch the batch, wait for all."""
+    """Send everything, sample the batch size, wait for all."""
     async with Client(url) as client:
         before = await scrape(client)
         async with sampling(client, every=SAMPLE_SECONDS) as samples:
@@ -62,7 +62,7 @@ async def measure(url: str, asked: Sequence[Request]) -> Figures:
 def figures(
     answers: Sequence[Answer], samples: Sequence[Samples], *, before: Samples, after: Samples
 ) -> Figures:
-    """What the clients saw, and what the router says of its batch."""
+    """Figures of the clients, and the router's batch size."""
     p50, p90 = milliseconds(first_tokens(answers), 0.5, 0.9)
     batch = mean_above_zero(samples, "tgi_batch_current_size")
     return {
@@ -88,7 +88,7 @@ def run(fixture: Fixture, case: Case) -> Figures:
 
 
 def conclude(table: Table) -> Sequence[str]:
-    """Growing over full, measured and foretold."""
+    """Growing over full reservation, measured and simulated."""
     full, grow = (table[case.name] for case in CASES)
     lines = []
     for title in (BATCH, RATE):

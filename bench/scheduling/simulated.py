@@ -1,4 +1,4 @@
-"""The same load in the simulator: the trace of what was sent, and the costs of the server that answered it."""
+"""The same load in the simulator: the trace of the requests, and the costs of the server that answered them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ FIELDS = ("arrived_at", "prompt_tokens", "output_tokens", "max_new_tokens", "ten
 
 
 class SimulationFailed(Exception):  # noqa: N818
-    """The simulator did not run; the message is its own."""
+    """The simulator failed; the message is its output."""
 
 
 def write_trace(requests: Sequence[Request], path: Path) -> None:
-    """One line for each request, as `millrace-simulate --trace` reads it."""
+    """Write a line for each request, in the format of `millrace-simulate --trace`."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(FIELDS)

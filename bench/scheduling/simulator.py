@@ -24,12 +24,12 @@ from bench.scheduling.simulated import simulate
 
 BATCH_SIZE = 32
 TOLERANCE = 0.2
-"""How far the simulated figure may be from the measured one."""
+"""The allowed relative error of a simulated figure."""
 COMPARED = ("tokens/s", "TTFT p50, ms", "TTFT p90, ms")
-"""TTFT from the arrival at the router until it sends the first token: what is simulated."""
+"""TTFT from the arrival at the router until it sends the first token, as in the simulator."""
 AT_CLIENTS = ("TTFT p50 at clients, ms", "TTFT p90 at clients, ms")
 LOG_SECONDS = 10.0
-"""How long the server's log of requests may lag behind their answers."""
+"""The longest delay of the server's request log after an answer."""
 
 CASES = (
     Case("Poisson, 0.7 of what the server can do", amount=0.7),
@@ -39,7 +39,7 @@ CASES = (
 
 
 def requests(fixture: Fixture, moments: Sequence[float], *, seed: str) -> list[Request]:
-    """Random lengths that clients announce."""
+    """Requests of random lengths that clients announce."""
     count, most = len(moments), fixture.fitting(512)
     prompts = uniform_lengths(count, least=16, most=most // 2, seed=f"{seed}/prompts")
     lengths = lognormal_lengths(
@@ -57,17 +57,17 @@ def requests(fixture: Fixture, moments: Sequence[float], *, seed: str) -> list[R
 
 
 async def send(url: str, asked: Sequence[Request]) -> list[Answer]:
-    """All of them, when they are due."""
+    """Send all requests when they are due."""
     async with Client(url) as client:
         return list(succeeded(await open_loop(client, asked)))
 
 
 class LogLags(Exception):  # noqa: N818
-    """The log of requests lacks some that were answered."""
+    """The request log lacks answered requests."""
 
 
 def logged_first_tokens(log: Path, *, after: int, count: int) -> list[float]:
-    """Seconds to the first token of `count` requests that were answered after `after` others. Raises LogLags."""
+    """Seconds to the first token of `count` requests, after the first `after`, from the log. Raises LogLags."""
     deadline = time.monotonic() + LOG_SECONDS
     while True:
         lines = [json.loads(line)["fields"] for line in log.read_bytes().split(b"\n")[:-1]]
@@ -92,7 +92,7 @@ def figures(
     *,
     hindsight: Mapping[str, float],
 ) -> Figures:
-    """Measured, simulated, and the one over the other; also with the costs learned in the run itself."""
+    """Measured and simulated figures and their ratio, also with the costs learned in the run itself."""
     p50, p90 = milliseconds(at_router, 0.5, 0.9)
     measured = dict(zip(COMPARED, (tokens_per_second(answers), p50, p90), strict=True))
     found = {}
@@ -106,7 +106,7 @@ def figures(
 
 
 def run(fixture: Fixture, case: Case) -> Figures:
-    """Warm up, which says what the server can do and what steps cost; simulate; measure."""
+    """Warm up, which teaches the capacity and the costs of steps; then simulate; then measure."""
     count, log = fixture.sized(200, 40), fixture.out / "requests.jsonl"
     log.unlink(missing_ok=True)
     with fixture.serving(f"--max-batch-size={BATCH_SIZE}", f"--log-requests={log}") as server:
@@ -118,7 +118,7 @@ def run(fixture: Fixture, case: Case) -> Figures:
         rate = saturated_rate(asyncio.run(send(server.url, warm))) * case.amount
         num_before = len(warm)
         if rate:
-            # A burst shows no batch but the largest.
+            # A burst shows only the largest batch size.
             seed = fixture.seed(f"{case.name}, warm-up")
             moments = poisson_seconds(rate, count // 2, seed=seed)
             asyncio.run(send(server.url, requests(fixture, moments, seed=seed)))
@@ -134,7 +134,7 @@ def run(fixture: Fixture, case: Case) -> Figures:
 
 
 def conclude(table: Table) -> Sequence[str]:
-    """The ratios that are out of bounds, if any."""
+    """The ratios out of bounds, if any."""
     out = [
         f"{name}, {title}: {row[f'{title}: ratio'].median:.2f}"
         for name, row in table.items()

@@ -1,4 +1,4 @@
-"""How many requests the simulator takes through in a second, on one core."""
+"""Simulated requests per second on one core."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RATE, MILLION = "simulated requests a second", "minutes for a million"
 
 
 def run(fixture: Fixture, case: Case) -> Figures:
-    """CPU time, so that others on the machine count only as far as they slow it down."""
+    """Simulate one load; the time is CPU time, so that other processes hardly change it."""
     fleet = Fleet(
         deployment=Deployment(
             cost_model=COSTS, num_blocks=1500, block_size=16, max_total_tokens=4096
@@ -47,7 +47,7 @@ def run(fixture: Fixture, case: Case) -> Figures:
 
 
 def conclude(table: Table) -> list[str]:
-    """What an operator has to wait for."""
+    """The time for a million requests."""
     minutes = [row[MILLION].median for row in table.values()]
     return [
         f"A million requests take {min(minutes):.0f} to {max(minutes):.0f} minutes on one core."
@@ -56,7 +56,7 @@ def conclude(table: Table) -> list[str]:
 
 PART = Part(
     name="speed",
-    title="How fast the simulator is",
+    title="Speed of the simulator",
     method=(
         "`millrace-simulate`'s own loop on one core, over the load of docs/simulator.md: lognormal prompts"
         " (median 300) and answers (median 120), 1 500 blocks. In CPU seconds."

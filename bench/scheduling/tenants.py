@@ -1,4 +1,4 @@
-"""Two tenants, one of whom sends fifty times more: what the other one notices."""
+"""The latency of a small tenant beside one that sends fifty times more."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from bench.parts.workloads import (
 PROMPT_TOKENS, NEW_TOKENS, BATCH_SIZE = 64, 16, 8
 TIMES_MORE = 50
 OVERLOAD = 1.2
-"""What the large tenant sends, in parts of what the server can do."""
+"""The large tenant's rate, as a factor on the server's capacity."""
 GOAL = 2.0
-"""How many times longer the small tenant's p90 TTFT may get."""
+"""Goal: the small tenant's p90 TTFT, as a factor on that without the large tenant."""
 RATIO = "loaded / alone"
 
 CASES = (
@@ -32,7 +32,7 @@ CASES = (
 
 
 def requests(fixture: Fixture, tenant: str, moments: Sequence[float]) -> list[Request]:
-    """One of a tenant for each moment."""
+    """One request of a tenant for each time."""
     seed = fixture.seed(f"tenant {tenant}")
     return [
         Request(
@@ -47,7 +47,7 @@ def requests(fixture: Fixture, tenant: str, moments: Sequence[float]) -> list[Re
 
 
 async def measure(fixture: Fixture, url: str) -> Figures:
-    """How much the server can do; then the small tenant alone; then both."""
+    """Measure the capacity, then the small tenant alone, then both."""
     async with Client(url) as client:
         burst = requests(fixture, "warm-up", [0.0] * (BATCH_SIZE * fixture.sized(12, 4)))
         capacity = saturated_rate(succeeded(await open_loop(client, burst)))
@@ -82,7 +82,7 @@ def run(fixture: Fixture, case: Case) -> Figures:
 
 
 def conclude(table: Table) -> Sequence[str]:
-    """Against the goal."""
+    """The ratio and the goal."""
     ratio = table[CASES[0].name][RATIO].median
     verdict = "met" if ratio <= GOAL else "missed"
     return [

@@ -1,4 +1,4 @@
-"""The simulator with an eye on what was predicted of each request, and on what then happened."""
+"""The simulator, with a record of predicted and simulated times of each request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from millrace_router.simulator.deployment import Deployment
 from millrace_router.simulator.engine import Engine
 
 COSTS = (0.0146, 0.0004, 1e-7, 0.001, 6e-5, 2.4e-7)
-"""Of a 135M model on two cores, about."""
+"""Approximate costs of a 135M model on two cores."""
 DEPLOYMENT = {
     "cost_model": dict(zip(COEFFICIENTS, COSTS, strict=True)),
     "num_blocks": 1 << 14,
@@ -27,7 +27,7 @@ DEPLOYMENT = {
 
 
 class WatchedEngine(Engine):
-    """Remembers by request, in seconds from its arrival."""
+    """Records times by request, in seconds from its arrival."""
 
     def __init__(self, deployment: Deployment) -> None:
         super().__init__(deployment)
@@ -57,10 +57,10 @@ class WatchedEngine(Engine):
 
 
 def watched(arrivals: Sequence[Arrival], **changes: object) -> WatchedEngine:
-    """Simulate `arrivals`, all of which are taken in, until each has its first token; `changes` are to `DEPLOYMENT`.
+    """Simulate `arrivals` until each has its first token; `changes` apply to `DEPLOYMENT`.
 
     Raises:
-        RuntimeError: a request was refused, or nothing was predicted of it.
+        RuntimeError: a request was refused or has no prediction.
 
     """
     engine = WatchedEngine(Deployment.model_validate(DEPLOYMENT | changes))

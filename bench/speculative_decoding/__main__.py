@@ -1,7 +1,7 @@
 """`python -m bench.speculative_decoding`: tokens per step and speed-up, against the same server without draft tokens.
 
-Both servers run side by side, and have the same requests in turn; the other one is idle meanwhile. Every answer of
-the two is compared. `--record` writes the figures to bench/results. Exit code 1 where an answer differs, or where
+Both servers run side by side and get the same requests in turn, while the other one is idle. All answers of the two
+are compared. `--record` writes the figures to bench/results. Exit code 1 where an answer differs, or where
 speculative decoding is slower by more than a twentieth.
 """
 
@@ -65,7 +65,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def measure(options: argparse.Namespace) -> list[Row]:
-    """Every text with every number of streams; raises ServerError, AnswersDifferError or ClientError."""
+    """Measure every text with every number of streams; raises ServerError, AnswersDifferError or ClientError."""
     options.out.mkdir(parents=True, exist_ok=True)
     found: dict[Load, Row] = {}
     for start in range(options.starts):
@@ -76,7 +76,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
             speculative,
         ):
             if not wait_until_quiet(Quiet(patience_seconds=options.patience)):
-                say("the machine is not quiet: what follows is marked as disturbed")
+                say("the machine is not quiet: the following figures are marked as disturbed")
             for load in (Load(text, streams) for text in KINDS for streams in options.streams):
                 row = run_load(
                     plain,
@@ -92,7 +92,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
 
 
 def text(rows: Sequence[Row], options: argparse.Namespace) -> str:
-    """How it was measured, the table, and what it shows."""
+    """Method, table and verdict."""
     return (
         f"Greedy answers of up to {MOST_TOKENS} tokens. Repetitive: the prompt holds the question with its answer and"
         f" {NUM_PRECEDENTS} other pairs, and asks the question again. Plain: a question alone. Two servers side by side"
@@ -104,7 +104,7 @@ def text(rows: Sequence[Row], options: argparse.Namespace) -> str:
 
 
 def main() -> int:
-    """Measure; 1 when draft tokens changed an answer or are too slow."""
+    """Exit code 1 when draft tokens changed an answer or are too slow."""
     options = parse_arguments(sys.argv[1:])
     try:
         rows = measure(options)

@@ -44,7 +44,7 @@ class Load:
 
     @property
     def name(self) -> str:
-        """For the table."""
+        """Its name in the table."""
         return f"{self.text}, {self.num_streams} at once"
 
 
@@ -69,12 +69,12 @@ class Row:
     speculative: Sequence[Round]
 
     def joined(self, other: Row) -> Row:
-        """With the rounds of another start of the servers."""
+        """The row with the rounds of another start of the servers."""
         return Row(self.load, [*self.plain, *other.plain], [*self.speculative, *other.speculative])
 
     @property
     def speedup(self) -> float:
-        """Median over the rounds, in each of which both servers had the same requests right after each other."""
+        """Median over the rounds; in a round both servers get the same requests one right after the other."""
         pairs = zip(self.plain, self.speculative, strict=True)
         return median(speculative.rate / plain.rate for plain, speculative in pairs)
 
@@ -165,7 +165,7 @@ def run_load(
     requests_per_stream: int,
     start: int = 0,
 ) -> Row:
-    """One round to warm up, then `rounds` that count; raises AnswersDifferError. Each `start` has other requests."""
+    """One round to warm up, then `rounds` that count; raises AnswersDifferError. Requests depend on `start`."""
     kept: tuple[list[Round], list[Round]] = ([], [])
     for number in range(rounds + 1):
         count = load.num_streams * requests_per_stream

@@ -9,14 +9,14 @@ from typing import Any
 from demo.corpus import Ask, wordings
 
 SEED = 1
-"""Of the demo model's corpus."""
+"""Seed of the demo model's corpus."""
 MOST_TOKENS = 120
 NUM_PRECEDENTS = 3
 """Other questions in a repetitive prompt, with their answers."""
 
 
 def bodies(text: str, *, count: int, seed: str) -> list[Mapping[str, Any]]:
-    """`count` requests for `/generate`, greedy, of the kind `text`: a key of `KINDS`. The same seed, the same ones."""
+    """`count` greedy requests for `/generate` of the kind `text`, a key of `KINDS`, from a seed."""
     generator = random.Random(seed)
     asks = [ask for ask in wordings(SEED) if len(ask.topic.answer) > 60]
     prompts = [KINDS[text](generator.sample(asks, NUM_PRECEDENTS + 1)) for _ in range(count)]
@@ -29,7 +29,7 @@ def _plain(asks: Sequence[Ask]) -> str:
 
 
 def _repetitive(asks: Sequence[Ask]) -> str:
-    """As a client asks again that has its history."""
+    """A question that the history before it already answers."""
     history = "".join(f"{ask.text}\n{ask.topic.answer}\n" for ask in asks)
     return f"{history}{asks[0].text}\n"
 

@@ -1,4 +1,4 @@
-"""`python -m bench.structured_output`: what grammars cost, and whether outputs always match.
+"""`python -m bench.structured_output`: the cost of grammars, and the validity of outputs.
 
 Each part starts our launcher, on the demo model by default. `--record` writes each table to bench/results. `--quick`
 only shows that everything runs. Exit code 1 where a part failed or an output did not match its schema.
@@ -28,7 +28,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main() -> int:
-    """1 when a part could not be measured, or an output did not match its schema."""
+    """Exit code 1 when a part could not be measured, or an output did not match its schema."""
     return run.run_parts("structured_output", PARTS, parse_arguments(sys.argv[1:]))
 
 

@@ -1,4 +1,4 @@
-"""What a guided row costs the rows beside it, and what guided rows cost themselves."""
+"""The cost of a row with a grammar to the rows beside it, and of such rows to themselves."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ MEDIAN = "between tokens, p50, ms"
 RATE = "tokens/s"
 BESIDE_CASES = (
     Case("31 plain, 1 plain", amount=0),
-    Case("31 plain, 1 guided", amount=1),
+    Case("31 plain, 1 with a grammar", amount=1),
     Case("31 plain, 1 plain again", amount=0),
 )
-GUIDED = (Case("32 plain", amount=0), Case("32 guided", amount=NUM_ROWS))
+GUIDED = (Case("32 plain", amount=0), Case("32 with a grammar", amount=NUM_ROWS))
 ROUNDS = 8
 
 Turn = Mapping[str, Figures]
-"""Of each case, one right after the other."""
+"""Figures of each case, measured one right after the other."""
 
 
 async def answers_of(url: str, made: Sequence[Request]) -> list[Answer]:
-    """All at once, streamed."""
+    """Stream all requests at once."""
     async with Client(url) as client:
         answers = [Answer(request, time.perf_counter()) for request in made]
         await asyncio.gather(*(client.send(answer) for answer in answers))
@@ -44,11 +44,11 @@ async def answers_of(url: str, made: Sequence[Request]) -> list[Answer]:
 
 
 async def turns_of(fixture: Fixture, url: str, number: int) -> list[Turn]:
-    """Of one round: what the 31 rows saw beside each companion, of turns in which all of them ran throughout."""
+    """One round: the figures of the 31 rows beside each companion, for turns during which all of them ran."""
     longest = fixture.fitting(fixture.sized(768, 400))
     others = [
         Answer(
-            request(fixture, f"{number}/{row}", output_tokens=longest, is_guided=False),
+            request(fixture, f"{number}/{row}", output_tokens=longest, has_grammar=False),
             time.perf_counter(),
         )
         for row in range(NUM_ROWS - 1)
@@ -58,14 +58,14 @@ async def turns_of(fixture: Fixture, url: str, number: int) -> list[Turn]:
         streams = asyncio.gather(*(client.send(other) for other in others))
         while not any(other.ended for other in others):
             turns.append({})
-            # In another order each time, lest one be always the first after some other.
+            # In another order each time, so that no case always follows the same one.
             place = len(turns) % len(BESIDE_CASES)
             for case in BESIDE_CASES[place:] + BESIDE_CASES[:place]:
                 made = request(
                     fixture,
                     f"{number}/{len(turns)}/{case.name}",
                     output_tokens=COMPANION_TOKENS,
-                    is_guided=case.amount > 0,
+                    has_grammar=case.amount > 0,
                 )
                 companion = turns[-1][case.name] = Answer(made, time.perf_counter())
                 await client.send(companion)
@@ -90,7 +90,7 @@ def measured(others: Sequence[Answer], turns: Sequence[Mapping[str, Answer]]) ->
 
 def beside(others: Sequence[Answer], companion: Answer) -> Figures:
     """Time between the others' tokens while `companion` ran, its prompt aside."""
-    # The others' tokens of its last step may come before its own, and those of the next one are not beside it.
+    # The others' tokens of its last step may arrive before its own; tokens of the next step are not beside it.
     begin, end = companion.arrivals[SETTLED_TOKENS], companion.arrivals[-2]
     gaps = [gap for other in others for gap in gaps_within(other.arrivals, begin, end)]
     return {MEAN: 1000 * statistics.fmean(gaps), WORST: milliseconds(gaps, 0.99)[0]}
@@ -109,31 +109,34 @@ def rates(answers: Sequence[Answer]) -> Figures:
 
 
 def rounds_of_all(fixture: Fixture, url: str, number: int) -> list[Turn]:
-    """32 rows of each case, all at once; in another order each time, since the machine's speed changes."""
+    """32 rows of each case, all at once; in another order each time, because the machine's speed changes."""
     turn = {}
     for case in GUIDED if number % 2 else reversed(GUIDED):
-        num_guided = int(case.amount)
+        num_with_grammar = int(case.amount)
         made = requests(
-            fixture, f"{case.name}/{number}", num_plain=NUM_ROWS - num_guided, num_guided=num_guided
+            fixture,
+            f"{case.name}/{number}",
+            num_plain=NUM_ROWS - num_with_grammar,
+            num_with_grammar=num_with_grammar,
         )
         turn[case.name] = rates(asyncio.run(answers_of(url, made)))
     return [turn]
 
 
 def rounds_of_one(fixture: Fixture, url: str, number: int) -> list[Turn]:
-    """31 rows, and one after the other beside them."""
+    """31 rows, and the companions beside them one after the other."""
     return asyncio.run(turns_of(fixture, url, number))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InTurn(Question):
-    """Cases that share a server and take turns on it, as each round says."""
+    """Cases that share a server and take turns on it."""
 
     turns: Callable[[Fixture, str, int], Sequence[Turn]]
-    """Of a round, by its number, on the server at a URL."""
+    """Returns the turns of a round, by its number, on the server at a URL."""
 
     def measure(self, fixture: Fixture, *, repeats: int) -> Table:
-        """Some rounds on each of so many servers; the first, in which the grammar is compiled, does not count.
+        """Some rounds on each of `repeats` servers; the first one, which compiles the grammar, does not count.
 
         Raises ServerError or RequestsFailed.
         """
@@ -154,16 +157,16 @@ class InTurn(Question):
 
 
 def ratios(table: Table, cases: Sequence[Case], title: str) -> list[float]:
-    """Of the second case to the first within each turn, the smallest first."""
+    """Ratios of the second case to the first within each turn, in ascending order."""
     first, second = (table[case.name][title].samples for case in cases)
     pairs = zip(first, second, strict=True)
     return sorted(theirs.value / ours.value for ours, theirs in pairs)
 
 
 def conclude_beside(table: Table) -> Sequence[str]:
-    plain, guided, again = BESIDE_CASES
+    plain, with_grammar, again = BESIDE_CASES
     lines = []
-    for name, case in (("a guided row", guided), ("another plain one", again)):
+    for name, case in (("a row with a grammar", with_grammar), ("another plain one", again)):
         found = ratios(table, (plain, case), MEAN)
         worst = statistics.median(ratios(table, (plain, case), WORST))
         lines.append(
@@ -177,17 +180,17 @@ def conclude_beside(table: Table) -> Sequence[str]:
 def conclude_rates(table: Table) -> Sequence[str]:
     yielded = statistics.median(ratios(table, GUIDED, RATE))
     return [
-        f"32 guided rows yield {yielded:.2f} of the tokens/s of 32 plain ones (median of rounds side by side)."
+        f"32 rows with a grammar yield {yielded:.2f} of the tokens/s of 32 plain ones (median of rounds side by side)."
     ]
 
 
 BESIDE = InTurn(
     name="beside",
-    title="One guided row among 31 plain ones",
+    title="One row with a grammar among 31 without",
     method=(
         "31 greedy streams of 64 tokens in, 768 out. Beside them run, one after the other, answers of"
-        f" {COMPANION_TOKENS} tokens: a plain one, one that has to be JSON of a schema of objects, strings, integers"
-        " and enumerations, and another plain one, which shows what is chance. Time between tokens of the 31 while each"
+        f" {COMPANION_TOKENS} tokens: a plain one, one that must be JSON of a schema of objects, strings, integers"
+        " and enumerations, and another plain one, as a control. Time between tokens of the 31 while each"
         " of these decodes."
     ),
     cases=BESIDE_CASES,
@@ -196,10 +199,10 @@ BESIDE = InTurn(
 )
 RATES = InTurn(
     name="rates",
-    title="32 guided rows",
+    title="32 rows with a grammar",
     method=(
         "32 greedy streams of 64 tokens in, 256 out, without a grammar and with the same schema for each."
-        " The grammar is compiled before what is measured."
+        " The grammar is compiled before the measurement."
     ),
     cases=GUIDED,
     turns=rounds_of_all,

@@ -1,4 +1,4 @@
-"""What plain streams notice of grammars that are large, or take the compiler to its limits."""
+"""The latency of plain streams beside large grammars, and beside grammars that exhaust the compiler's limits."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ WIDE, DEEP = Case("wide schemas"), Case("deep schemas")
 TOOLS, PATHOLOGICAL = Case("tools"), Case("pathological schemas")
 CASES = (NOTHING, WIDE, DEEP, TOOLS, PATHOLOGICAL, AGAIN)
 ROUND_FIGURES = {MEAN: "in the mean", WORST: "at p99", LONGEST: "at most"}
-"""Of the time between tokens."""
+"""Figures of the time between tokens, with their words."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came of a request with a large grammar."""
+    """The answer to a request with a large grammar."""
 
     status: int
     """0 for no answer."""
@@ -63,7 +63,7 @@ class Reply:
 
 
 def larges() -> Mapping[str, LargeRequest]:
-    """What is sent, by the name of the case."""
+    """The large requests, by the name of the case."""
     return {
         WIDE.name: large_grammars.request_of_schema(large_grammars.wide()),
         DEEP.name: large_grammars.request_of_schema(large_grammars.deep()),
@@ -85,16 +85,16 @@ def rounds(fixture: Fixture, url: str, number: int) -> list[Turn]:
 
 
 def streams(fixture: Fixture, seed: str) -> list[Request]:
-    """Plain ones of the same length."""
+    """Plain requests of the same length."""
     output_tokens = fixture.fitting(fixture.sized(STREAM_TOKENS, 64))
     return [
-        request(fixture, f"{seed}/{stream}", output_tokens=output_tokens, is_guided=False)
+        request(fixture, f"{seed}/{stream}", output_tokens=output_tokens, has_grammar=False)
         for stream in range(NUM_STREAMS)
     ]
 
 
 def seconds_to_read(large: LargeRequest) -> float:
-    """How long that takes here."""
+    """Seconds in which this process reads the grammar."""
     # As in the router: collections pass over what was there before.
     gc.freeze()
     started = time.perf_counter()
@@ -107,9 +107,9 @@ def seconds_to_read(large: LargeRequest) -> float:
 async def beside(
     url: str, plain: Sequence[Request], large: LargeRequest | None, number: int
 ) -> Figures:
-    """What the plain streams see while clients send `large` again and again, and what those get.
+    """Figures of the plain streams while clients send `large` repeatedly, and of those clients.
 
-    `number` tells the grammars from those of other rounds. Raises RequestsFailed.
+    `number` makes the grammars differ from those of other rounds. Raises RequestsFailed.
     """
     timeout = aiohttp.ClientTimeout(total=None, sock_read=READ_TIMEOUT_SECONDS)
     numbers, replies = count(), list[Reply]()
@@ -141,7 +141,7 @@ async def beside(
 
 
 async def reply_to(session: aiohttp.ClientSession, path: str, body: bytes) -> Reply:
-    """Post it, and wait for what comes."""
+    """Post a body, and wait for the answer."""
     started = time.perf_counter()
     headers = {"content-type": "application/json"}
     try:
@@ -153,7 +153,7 @@ async def reply_to(session: aiohttp.ClientSession, path: str, body: bytes) -> Re
 
 
 def gap_figures(answers: Sequence[Answer]) -> Figures:
-    """Time between tokens of all streams, once each has settled."""
+    """Time between tokens of all streams, without the first tokens of each."""
     settled = (answer.arrivals[SETTLED_TOKENS:] for answer in answers)
     gaps = [after - before for arrivals in settled for before, after in pairwise(arrivals)]
     median, worst, longest = milliseconds(gaps, 0.5, 0.99, 1.0)
@@ -166,7 +166,7 @@ def gap_figures(answers: Sequence[Answer]) -> Figures:
 
 
 def reply_figures(replies: Sequence[Reply]) -> Figures:
-    """How many of each status, and how long they took; none where nothing was sent.
+    """Counts by status, and the time until an answer; empty without requests.
 
     Raises RequestsFailed for any other status.
     """

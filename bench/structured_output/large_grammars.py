@@ -1,4 +1,4 @@
-"""Requests whose grammars are as large as is allowed, or take the compiler to its limits."""
+"""Requests with grammars of the largest allowed size, or beyond the compiler's limits."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ NUM_BYTES = 125_000
 TOOLS_BYTES, NUM_TOOLS = 112_000, 12
 """Their grammar adds a tenth to them."""
 NUM_LEVELS = 64
-"""Schemas within schemas, as many as are allowed."""
+"""Nested schemas, as many as allowed."""
 NUM_PATTERNS = 1000
 NEW_TOKENS = 8
 MARK = "NUMBER"
-"""Where each request has a number of its own, lest its grammar be known."""
+"""Placeholder for the number of a request, which makes its grammar new."""
 PARTS: Mapping[str, Schema] = {
     "description": {"type": "string"},
     "name": {"type": "string", "maxLength": 64},
@@ -37,17 +37,17 @@ PARTS: Mapping[str, Schema] = {
 
 @dataclass(frozen=True, slots=True)
 class LargeRequest:
-    """What is posted, and what the router makes of it."""
+    """A request, and the router's way to read its grammar."""
 
     path: str
     body: bytes
-    """With MARK in it."""
+    """Holds MARK."""
     read: Callable[[], Grammar | None]
     """Reads the grammar as the router does."""
 
     def numbered(self, number: str) -> bytes:
-        """A body with a grammar that no other number has."""
-        # So cheap that whoever stamps tokens beside it is not held up.
+        """The body with the grammar of this number."""
+        # Cheap, so that it does not delay the arrival times of tokens.
         return self.body.replace(MARK.encode(), number.encode())
 
 
@@ -60,7 +60,7 @@ def wide(num_bytes: int = NUM_BYTES) -> Schema:
 
 
 def deep(num_bytes: int = NUM_BYTES) -> Schema:
-    """Many objects that are nested as deep as is allowed."""
+    """Many objects, nested as deeply as allowed."""
 
     def chain(part: int) -> Schema:
         schema: Schema = {"type": "integer"}
@@ -72,7 +72,7 @@ def deep(num_bytes: int = NUM_BYTES) -> Schema:
 
 
 def pathological() -> Schema:
-    """A few kilobytes of patterns, each pair of which takes long to be told apart."""
+    """A few kilobytes of patterns whose pairwise intersections take the compiler long."""
     names = (MARK, *map(str, range(NUM_PATTERNS)))
     return {"type": "object", "patternProperties": {f"^{name}_(.*x){{20}}$": {} for name in names}}
 
@@ -84,7 +84,7 @@ def tools() -> list[Tool]:
 
 
 def request_of_schema(schema: Schema) -> LargeRequest:
-    """A short answer that has to be JSON of `schema`."""
+    """A request for a short answer that must be JSON of `schema`."""
     grammar = JsonGrammar(type="json", value=schema)
     parameters = {"max_new_tokens": NEW_TOKENS, "grammar": grammar.model_dump()}
     body = orjson.dumps({"inputs": "Say it:", "parameters": parameters})
@@ -92,13 +92,13 @@ def request_of_schema(schema: Schema) -> LargeRequest:
 
 
 def request_of_little() -> LargeRequest:
-    """One that anybody sends: by another route, which tells it from the others."""
+    """A small schema, sent by another route to be distinguishable."""
     large = request_of_schema(_object({MARK: {"type": "boolean"}}))
     return replace(large, path="/")
 
 
 def request_of_tools(offered: Sequence[Tool]) -> LargeRequest:
-    """A chat in which one of the tools has to be called."""
+    """A chat that must call one of the tools."""
     body = {
         "messages": [{"role": "user", "content": "Call it."}],
         "max_tokens": NEW_TOKENS,
@@ -110,20 +110,20 @@ def request_of_tools(offered: Sequence[Tool]) -> LargeRequest:
 
 
 def _filled(part: Callable[[int], Schema], num_bytes: int) -> Schema:
-    """An object with as many parts as make `num_bytes` of JSON, or the first to make more."""
+    """An object with the fewest parts that make at least `num_bytes` of JSON."""
     properties: dict[str, Schema] = {MARK: {"type": "null"}}
     left = num_bytes
     while left > 0:
         name, schema = f"part_{len(properties)}", part(len(properties))
         properties[name] = schema
-        # The name is there twice, and so are quotes and a comma.
+        # The name appears twice, each time with quotes and a comma.
         left -= len(orjson.dumps(schema)) + 2 * len(name) + 7
     return _object(properties)
 
 
 def _object(properties: Mapping[str, Schema]) -> Schema:
-    """All of them required, and no others."""
-    # Optional ones in their thousands would be refused at once: each might be the next.
+    """An object with these properties, all required, and no others."""
+    # The compiler refuses thousands of optional properties, because each may come next.
     return {
         "type": "object",
         "properties": dict(properties),

@@ -1,4 +1,4 @@
-"""Random JSON Schemas from a seed, made of all keywords that are supported, and whether a text matches one."""
+"""Random JSON Schemas of all supported keywords from a seed, and the validation of a text."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ VALUES: tuple[Any, ...] = (
 )
 EXPONENT_DIGITS = 6
 PRECISION = 4000
-"""Digits: as many as a number of any text here may have."""
+"""The most digits of a number in any text here."""
 
 
 class Schemas:
-    """A source of schemas."""
+    """A generator of schemas."""
 
     def __init__(self, seed: object) -> None:
         self._random = random.Random(f"schemas/{seed}")
 
     def schema(self) -> dict[str, Any]:
-        """The next one; now and then it refers to definitions of its own."""
+        """The next schema; some refer to their own definitions."""
         rng = self._random
         names = [f"d{number}" for number in range(rng.choice((0, 0, 1, 2)))]
         schema = self._any(3, names)
@@ -178,7 +178,7 @@ class Schemas:
 
 
 def _is_date(value: object) -> bool:
-    """As RFC 3339 has it, with the year 0000, which Python does not know."""
+    """A date by RFC 3339, with the year 0000, which Python lacks."""
     if not isinstance(value, str):
         return True
     try:
@@ -194,15 +194,15 @@ CHECKER.checks("date-time")(lambda value: not isinstance(value, str) or _is_date
 
 
 def _number(text: str) -> Decimal | float:
-    """Exact; infinite or 0 where the exponent is beyond all reason."""
+    """The exact value; infinite or 0 for an extreme exponent."""
     exponent = text.lower().partition("e")[2]
     return Decimal(text) if len(exponent) < EXPONENT_DIGITS else float(text)
 
 
 def problem(text: str, schema: object) -> str | None:
-    """What is wrong with `text` as JSON of `schema`, by a validator that is none of ours; None where nothing is.
+    """The violation of `schema` by `text`, found by a third-party validator; None for a valid text.
 
-    Numbers are compared as the decimals that they are written as.
+    Numbers are compared as decimals.
     """
     try:
         instance = json.loads(text, parse_float=_number)

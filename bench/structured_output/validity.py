@@ -1,4 +1,4 @@
-"""Random schemas against a running server: whatever it says under a grammar has to validate."""
+"""Random schemas against a running server: every complete answer must validate."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ CASES = (Case("random schemas", amount=NUM_SCHEMAS),)
 
 
 class Invalid(RequestsFailed):
-    """Something was said that its schema forbids, or a request failed."""
+    """An answer violates its schema, or a request failed."""
 
 
 def bodies(num: int, seed: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Schemas, and requests that sample under them, hot enough to say anything."""
+    """Schemas, and requests that sample under them at high temperatures."""
     schemas, rng = Schemas(seed), random.Random(seed)
     for number in range(num):
         schema = schemas.schema()
@@ -44,7 +44,7 @@ def bodies(num: int, seed: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]
 
 
 async def ask(session: aiohttp.ClientSession, schema: dict[str, Any], body: dict[str, Any]) -> str:
-    """What became of one request: `valid`, `refused`, `cut off`, or what was wrong."""
+    """The outcome of one request: `valid`, `refused`, `cut off`, or the violation."""
     async with session.post("/generate", json=body) as response:
         answer = await response.json()
     if response.status == 422:
@@ -60,7 +60,7 @@ async def ask(session: aiohttp.ClientSession, schema: dict[str, Any], body: dict
 
 
 async def ask_all(url: str, num: int, seed: str) -> Counter[str]:
-    """Every schema once, some at a time."""
+    """Ask for every schema once, with a number of clients."""
     left, outcomes = bodies(num, seed), Counter[str]()
     timeout = aiohttp.ClientTimeout(total=300)
 
@@ -94,10 +94,9 @@ PART = Part(
     name="validity",
     title="Random schemas",
     method=(
-        "A schema for each request, made at random of all keywords that are supported; sampled at temperatures of 0.7"
-        f" to 3 until the text ends or has {MAX_NEW_TOKENS} tokens. `jsonschema` validates each text that ended by"
-        " itself."
-        " Refused are schemas that allow nothing, and combinations that cannot be kept."
+        "A random schema of all supported keywords for each request; sampled at temperatures of 0.7"
+        f" to 3 until the text ends or has {MAX_NEW_TOKENS} tokens. `jsonschema` validates each complete text. The"
+        " server refuses schemas that allow nothing, and combinations that it cannot enforce."
     ),
     cases=CASES,
     run=run,

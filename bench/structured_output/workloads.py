@@ -26,43 +26,45 @@ PEOPLE = {
     "required": ["people"],
     "additionalProperties": False,
 }
-"""More people than any answer has room for: it does not end early."""
+"""A schema for more people than fit into any answer, so that no answer ends early."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GuidedRequest(Request):
-    """One whose answer has to be JSON."""
+class GrammarRequest(Request):
+    """A request for an answer in JSON."""
 
     schema: dict[str, Any]
 
     def body(self) -> dict[str, Any]:
-        """What is posted."""
-        # Where a text ends, its grammar says.
+        """The JSON body."""
+        # The grammar decides where a text ends.
         details = {name: value for name, value in DETAILS.items() if name != "ignore_eos"}
         parameters = {**details, "max_new_tokens": self.output_tokens}
         grammar = {"type": "json", "value": self.schema}
         return {"inputs": self.prompt, "parameters": {**parameters, "grammar": grammar}}
 
 
-def request(fixture: Fixture, seed: str, *, output_tokens: int, is_guided: bool) -> Request:
-    """One whose answer is so long, with or without a schema."""
+def request(fixture: Fixture, seed: str, *, output_tokens: int, has_grammar: bool) -> Request:
+    """A request for `output_tokens` tokens, with or without a schema."""
     prompt = fixture.texts.prompt(PROMPT_TOKENS, seed=fixture.seed(seed))
-    if not is_guided:
+    if not has_grammar:
         return Request(prompt=prompt, prompt_tokens=PROMPT_TOKENS, output_tokens=output_tokens)
-    return GuidedRequest(
+    return GrammarRequest(
         prompt=prompt, prompt_tokens=PROMPT_TOKENS, output_tokens=output_tokens, schema=PEOPLE
     )
 
 
-def requests(fixture: Fixture, seed: str, *, num_plain: int, num_guided: int) -> Sequence[Request]:
-    """So many of each, guided ones last."""
+def requests(
+    fixture: Fixture, seed: str, *, num_plain: int, num_with_grammar: int
+) -> Sequence[Request]:
+    """Requests of both kinds, those with a grammar last."""
     output_tokens = fixture.fitting(fixture.sized(256, 48))
     return [
         request(
             fixture,
             f"{seed}/{number}",
             output_tokens=output_tokens,
-            is_guided=number >= num_plain,
+            has_grammar=number >= num_plain,
         )
-        for number in range(num_plain + num_guided)
+        for number in range(num_plain + num_with_grammar)
     ]

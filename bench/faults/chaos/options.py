@@ -18,18 +18,24 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line; argparse ends the program on a bad one."""
     parser = argparse.ArgumentParser(prog="python -m bench.faults.chaos", description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--requests", type=_positive, default=1000, help="at least so many")
-    parser.add_argument("--faults", type=_positive, default=100, help="so many in all")
-    parser.add_argument("--kinds", type=_kinds, default=tuple(Kind), help="of these, with commas")
-    parser.add_argument("--clients", type=_positive, default=12, help="that keep asking")
-    parser.add_argument("--pool", type=_positive, default=180, help="distinct requests")
-    parser.add_argument("--long", type=_positive, default=16, help="and long streams besides")
-    parser.add_argument("--num-shard", type=_positive, default=1)
-    parser.add_argument("--step-timeout", type=float, default=3.0, help="of the server, in seconds")
     parser.add_argument(
-        "--seconds", type=float, default=3600.0, help="inject no more faults after so long"
+        "--requests", type=_positive, default=1000, help="the least number of requests"
     )
-    parser.add_argument("--flags", type=shlex.split, default=[], help="more, for the launcher")
+    parser.add_argument("--faults", type=_positive, default=100, help="number of faults")
+    parser.add_argument(
+        "--kinds", type=_kinds, default=tuple(Kind), help="kinds of faults, with commas"
+    )
+    parser.add_argument("--clients", type=_positive, default=12, help="clients in a closed loop")
+    parser.add_argument("--pool", type=_positive, default=180, help="distinct requests")
+    parser.add_argument("--long", type=_positive, default=16, help="long streams besides")
+    parser.add_argument("--num-shard", type=_positive, default=1)
+    parser.add_argument(
+        "--step-timeout", type=float, default=3.0, help="step timeout of the server, seconds"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=3600.0, help="inject no faults after this time"
+    )
+    parser.add_argument("--flags", type=shlex.split, default=[], help="more flags for the launcher")
     parser.add_argument("--log", type=Path, default=OUT / "chaos.log")
     parser.add_argument(
         "--record", action="store_true", help="write the figures to bench/results, as JSON"

@@ -17,7 +17,7 @@ from bench.parts.fixture import Fixture
 from bench.parts.part import Case
 from bench.structured_output import batch_composition, validity
 from bench.structured_output.schemas import Schemas, problem
-from bench.structured_output.workloads import PEOPLE, GuidedRequest
+from bench.structured_output.workloads import PEOPLE, GrammarRequest
 
 from millrace_testing.router.sse import served_application
 
@@ -39,8 +39,8 @@ def test_a_text_is_judged_as_the_decimals_it_says(text: str, is_valid: bool) -> 
     assert (problem(text, SCHEMA) is None) == is_valid
 
 
-def test_a_guided_request_asks_for_json_of_its_schema() -> None:
-    request = GuidedRequest(prompt="x", prompt_tokens=1, output_tokens=7, schema=PEOPLE)
+def test_a_request_with_a_grammar_asks_for_json_of_its_schema() -> None:
+    request = GrammarRequest(prompt="x", prompt_tokens=1, output_tokens=7, schema=PEOPLE)
     parameters = request.body()["parameters"]
     assert parameters["grammar"] == {"type": "json", "value": PEOPLE}
     assert parameters["max_new_tokens"] == 7
@@ -89,10 +89,10 @@ def test_conclusions_are_medians_of_ratios_of_turns() -> None:
     turns = [(2.0, 3.0, 2.0), (8.0, 12.0, 8.0), (8.0, 8.0, 10.0)]
     titles = batch_composition.MEAN, batch_composition.WORST
     table = _table(batch_composition.BESIDE, **dict.fromkeys(titles, turns))
-    guided, again = batch_composition.BESIDE.conclude(table)
-    assert "1.500 times" in guided
-    assert "quartiles 1.250 to 1.500 of 3 turns" in guided
-    assert "1.50 times at p99" in guided
+    with_grammar, again = batch_composition.BESIDE.conclude(table)
+    assert "1.500 times" in with_grammar
+    assert "quartiles 1.250 to 1.500 of 3 turns" in with_grammar
+    assert "1.50 times at p99" in with_grammar
     assert "1.000 times" in again
     rates = _table(
         batch_composition.RATES,
