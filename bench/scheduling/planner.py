@@ -13,7 +13,7 @@ from bench.parts.fixture import Fixture
 from bench.parts.part import Case, Figures, Part, Table
 from millrace_router.request.acceptance import Acceptance
 from millrace_router.request.block_hashes import BlockHashes
-from millrace_router.request.request import Terms
+from millrace_router.request.request import SchedulingParameters
 from millrace_router.scheduler.block_manager import BlockManager
 from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.planner import Planner
@@ -43,7 +43,7 @@ class Waiter:
 
     request_id: int
     max_new_tokens: int
-    terms: Terms
+    scheduling: SchedulingParameters
     queued_at: float
     num_preemptions: int = 0
     prompt: list[int] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Waiter:
     @property
     def tenant(self) -> str:
         """The tenant."""
-        return self.terms.tenant
+        return self.scheduling.tenant
 
     def block_keys(self, count: int) -> Sequence[bytes]:
         """Keys of the first `count` blocks."""
@@ -127,7 +127,7 @@ class Steps:
         waiter = Waiter(
             request_id=number,
             max_new_tokens=self._random.randint(LEAST_ANSWER, MOST_ANSWER),
-            terms=Terms(tenant=str(number % NUM_TENANTS)),
+            scheduling=SchedulingParameters(tenant=str(number % NUM_TENANTS)),
             queued_at=float(number),
             prompt=[number % 50_000] * PROMPT_TOKENS,
         )
@@ -157,7 +157,7 @@ def arrival_seconds(queue: Queue, count: int, new: Callable[[int], Waiter]) -> f
     for number in range(count):
         waiter = new(number)
         began = time.perf_counter()
-        queue.ahead(waiter.terms, waiter.queued_at)
+        queue.ahead(waiter.scheduling, waiter.queued_at)
         queue.append(waiter)
         queue.discard(waiter)
         taken.append(time.perf_counter() - began)
@@ -174,7 +174,13 @@ def run(fixture: Fixture, case: Case) -> Figures:
 
     def new(number: int) -> Waiter:
         tenant = str(number % NUM_TENANTS)
-        return Waiter(10**9 + number, 100, Terms(tenant=tenant), 1e9, prompt=[1] * PROMPT_TOKENS)
+        return Waiter(
+            10**9 + number,
+            100,
+            SchedulingParameters(tenant=tenant),
+            1e9,
+            prompt=[1] * PROMPT_TOKENS,
+        )
 
     return {
         "running": len(steps.planner.rows),

@@ -25,7 +25,7 @@ from millrace_router.api.tgi import estimate_routes, probes, tokenizer_routes
 from millrace_router.api.tgi import routes as tgi_routes
 from millrace_router.config import RouterConfig
 from millrace_router.errors import BodyError, RouterError, UnknownPath, WrongMethod
-from millrace_router.request.terms import API_KEY_HEADER
+from millrace_router.request.scheduling import API_KEY_HEADER
 from millrace_router.server.access_log import access_log, add_request_id
 from millrace_router.server.bodies import error_response, plain_response
 from millrace_router.server.idempotency import Runs

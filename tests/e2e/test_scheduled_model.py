@@ -20,7 +20,7 @@ from millrace_router.engine.predictor import LatencyPredictor
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.forecast import Forecaster
 from millrace_router.request.entry import Entry
-from millrace_router.request.request import SamplingParameters, Terms, ValidRequest
+from millrace_router.request.request import SamplingParameters, SchedulingParameters, ValidRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.scheduler.block_manager import BlockManager
 from millrace_router.scheduler.budgets import Budgets
@@ -289,7 +289,7 @@ def test_yielding_to_another_tenant_changes_no_bit(model: Model, alone: list[Fou
     schedule = Schedule(budgets=replace(BUDGETS, max_batch_size=3, share_slots=True), num_late=3)
     tenants = ("large",) * 5 + ("small",) * 3
     requests = tuple(
-        replace(request, terms=Terms(tenant=tenant))
+        replace(request, scheduling=SchedulingParameters(tenant=tenant))
         for request, tenant in zip(REQUESTS, tenants, strict=True)
     )
     served = serve(model, schedule, requests)

@@ -31,7 +31,7 @@ from millrace_router.recovery.quarantine import Quarantine
 from millrace_router.recovery.recovery_policy import PlannerFactory, RecoveryPolicy
 from millrace_router.recovery.shard_status import DEFAULT_TIMEOUTS, ShardStatus, Timeouts
 from millrace_router.request.entry import Entry
-from millrace_router.request.request import Terms, ValidRequest
+from millrace_router.request.request import SchedulingParameters, ValidRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.step_plan import StepPlan
@@ -141,7 +141,7 @@ class Batcher:
             raise Quarantined
         entry = self._entry(request)
         num_cached = self._planner.num_cached(entry)
-        self._prospects.accept(entry, self._outlook(request.terms), num_cached=num_cached)
+        self._prospects.accept(entry, self._outlook(request.scheduling), num_cached=num_cached)
         entry.stream.when_closed(lambda: self._on_close(entry))
         self._waiting.append(entry)
         self._wake.set()
@@ -152,7 +152,7 @@ class Batcher:
         entry = self._entry(request)
         num_cached = self._planner.num_cached(entry)
         prediction = self._prospects.predict(
-            entry, self._outlook(request.terms), num_cached=num_cached
+            entry, self._outlook(request.scheduling), num_cached=num_cached
         )
         return Estimate(
             prediction=prediction,
@@ -163,7 +163,7 @@ class Batcher:
 
     def drain_seconds(self) -> float:
         """Until there is room for one more request, as far as that is known."""
-        return self._prospects.drain_seconds(self._outlook(Terms()))
+        return self._prospects.drain_seconds(self._outlook(SchedulingParameters()))
 
     def _entry(self, request: ValidRequest) -> Entry:
         return Entry(
@@ -174,10 +174,10 @@ class Batcher:
             block_size=self._planner.blocks.block_size,
         )
 
-    def _outlook(self, terms: Terms) -> SchedulerSnapshot:
+    def _outlook(self, scheduling: SchedulingParameters) -> SchedulerSnapshot:
         now = time.monotonic()
         began_at = self._flights[0].began_at(self._answered_at) if self._flights else now
-        planner, (num_ahead, tokens_ahead) = self._planner, self._waiting.ahead(terms, now)
+        planner, (num_ahead, tokens_ahead) = self._planner, self._waiting.ahead(scheduling, now)
         return SchedulerSnapshot(
             rows=planner.rows.values(),
             num_waiting=len(self._waiting),

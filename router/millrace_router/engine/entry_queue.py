@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from millrace_router.request.entry import Entry
-from millrace_router.request.request import Terms
+from millrace_router.request.request import SchedulingParameters
 from millrace_router.scheduler.admission import Waiting
 
 
@@ -13,13 +13,13 @@ class EntryQueue(Waiting[Entry], Protocol):
     """Entries that wait; `WaitingQueue` and `TenantQueue` are such."""
 
     def append(self, entry: Entry) -> None:
-        """Queue `entry` where its terms put it."""
+        """Queue `entry` by its scheduling parameters."""
 
     def discard(self, entry: Entry) -> bool:
         """Take `entry` out wherever it stands; whether it was there."""
 
-    def ahead(self, terms: Terms, now: float) -> tuple[int, int]:
-        """Entries, and their prompt tokens, served before a request with `terms` that would be appended `now`."""
+    def ahead(self, scheduling: SchedulingParameters, now: float) -> tuple[int, int]:
+        """Entries, and their prompt tokens, served before a request with `scheduling` that would be appended `now`."""
 
     def expired(self, now: float) -> list[Entry]:
         """Take out, and return, the entries that have waited for too long."""

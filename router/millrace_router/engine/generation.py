@@ -49,7 +49,7 @@ class Generation:
     def may_expire(self) -> bool:
         """Whether it waits in the queue, with a limit to how long."""
         stream = self._stream
-        has_deadline = self.valid.terms.max_queue_seconds is not None
+        has_deadline = self.valid.scheduling.max_queue_seconds is not None
         return has_deadline and stream.batched_at is None and not stream.ended
 
     @property

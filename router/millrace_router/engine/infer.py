@@ -14,9 +14,9 @@ from millrace_router.engine.request_record import RequestRecord
 from millrace_router.errors import RouterError, ShuttingDown, SizeError
 from millrace_router.prediction.estimate import Appraisal, Estimate
 from millrace_router.request.parameters import GenerateRequest
-from millrace_router.request.request import Terms, ValidRequest
+from millrace_router.request.request import SchedulingParameters, ValidRequest
+from millrace_router.request.scheduling import DEFAULT_SCHEDULING
 from millrace_router.request.seeds import seed_of_sample
-from millrace_router.request.terms import DEFAULT_TERMS
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.validation.validator import Validated, Validator, check_best_of, check_stream
@@ -98,7 +98,7 @@ class Infer:
         self,
         request: GenerateRequest,
         *,
-        terms: Terms = DEFAULT_TERMS,
+        scheduling: SchedulingParameters = DEFAULT_SCHEDULING,
         add_special_tokens: bool = True,
     ) -> Appraisal:
         """Tell of one generation of `request` without running it; a full server answers too.
@@ -112,14 +112,14 @@ class Infer:
         check_best_of(request.parameters, self._validator.limits)
         try:
             validated = await self._validator.check(
-                request, terms=terms, add_special_tokens=add_special_tokens
+                request, scheduling=scheduling, add_special_tokens=add_special_tokens
             )
         except SizeError as error:
             return Appraisal(
                 num_prompt_tokens=error.num_prompt_tokens,
                 max_new_tokens=error.max_new_tokens,
                 refusal=str(error),
-                estimate=self._batcher.estimate(replace(SHORTEST, terms=terms)),
+                estimate=self._batcher.estimate(replace(SHORTEST, scheduling=scheduling)),
             )
         return Appraisal(
             num_prompt_tokens=len(validated.request.input_ids),
@@ -132,12 +132,12 @@ class Infer:
         self,
         request: GenerateRequest,
         *,
-        terms: Terms = DEFAULT_TERMS,
+        scheduling: SchedulingParameters = DEFAULT_SCHEDULING,
         add_special_tokens: bool = True,
     ) -> Generation:
         """Validate and queue one generation, whose events are read as they come; raises as `start_samples`."""
         (generation,) = await self.start_samples(
-            request, 1, terms=terms, add_special_tokens=add_special_tokens
+            request, 1, scheduling=scheduling, add_special_tokens=add_special_tokens
         )
         return generation
 
@@ -146,7 +146,7 @@ class Infer:
         request: GenerateRequest,
         count: int,
         *,
-        terms: Terms = DEFAULT_TERMS,
+        scheduling: SchedulingParameters = DEFAULT_SCHEDULING,
         add_special_tokens: bool = True,
     ) -> tuple[Generation, ...]:
         """Validate once, and queue `count` generations that differ in their seeds alone, or none.
@@ -162,14 +162,18 @@ class Infer:
         with self._accounted() as record:
             check_stream(request.parameters)
             return await self._start(
-                request, record, count=count, terms=terms, add_special_tokens=add_special_tokens
+                request,
+                record,
+                count=count,
+                scheduling=scheduling,
+                add_special_tokens=add_special_tokens,
             )
 
     async def generate(
         self,
         request: GenerateRequest,
         *,
-        terms: Terms = DEFAULT_TERMS,
+        scheduling: SchedulingParameters = DEFAULT_SCHEDULING,
         add_special_tokens: bool = True,
     ) -> Collected:
         """Generate to the end; with `best_of` several times, of which the likeliest wins.
@@ -182,7 +186,11 @@ class Infer:
         with self._accounted() as record:
             if best_of == 1:
                 (generation,) = await self._start(
-                    request, record, count=1, terms=terms, add_special_tokens=add_special_tokens
+                    request,
+                    record,
+                    count=1,
+                    scheduling=scheduling,
+                    add_special_tokens=add_special_tokens,
                 )
                 async with generation:
                     return await generation.collect()
@@ -191,7 +199,7 @@ class Infer:
                 request,
                 record,
                 best_of=best_of,
-                terms=terms,
+                scheduling=scheduling,
                 add_special_tokens=add_special_tokens,
             )
             record.succeeded(collected.times, collected.finished.generated_tokens)
@@ -218,14 +226,14 @@ class Infer:
         record: RequestRecord,
         *,
         count: int,
-        terms: Terms,
+        scheduling: SchedulingParameters,
         add_special_tokens: bool,
     ) -> tuple[Generation, ...]:
         self.permits.take(count)
         with ExitStack() as undo:
             undo.callback(self.permits.give, count)
             validated = await self._validator.validate(
-                request, terms=terms, add_special_tokens=add_special_tokens
+                request, scheduling=scheduling, add_special_tokens=add_special_tokens
             )
             samples = _samples_of(validated, count)
             streams = self._submit(samples)
@@ -243,7 +251,7 @@ class Infer:
         record: RequestRecord,
         *,
         best_of: int,
-        terms: Terms,
+        scheduling: SchedulingParameters,
         add_special_tokens: bool,
     ) -> Collected:
         """Submit all at once and collect one after the other: tokens of the others wait in their streams."""
@@ -251,7 +259,7 @@ class Infer:
             self.permits.take(best_of)
             cleanup.callback(self.permits.give, best_of)
             validated = await self._validator.validate(
-                request, terms=terms, add_special_tokens=add_special_tokens
+                request, scheduling=scheduling, add_special_tokens=add_special_tokens
             )
             samples = _samples_of(validated, best_of)
             generations = [

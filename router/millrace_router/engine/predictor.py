@@ -42,7 +42,7 @@ class LatencyPredictor:
         *,
         max_queue_size: int | None = None,
     ) -> None:
-        """`max_queue_size` entries may wait; how long one may is among its terms."""
+        """`max_queue_size` entries may wait; how long one may wait is among its scheduling parameters."""
         self.cost = cost
         self._forecaster = forecaster
         self._metrics = metrics
@@ -83,12 +83,12 @@ class LatencyPredictor:
 
         Raises:
             QueueFull: no more may wait.
-            QueueTooLong: it would wait longer than its terms allow.
+            QueueTooLong: it would wait longer than its scheduling parameters allow.
 
         """
         prediction = self.predict(entry, outlook, num_cached=num_cached)
         wait = 0.0 if prediction is None else prediction.queue_seconds
-        allowed = entry.terms.max_queue_seconds
+        allowed = entry.scheduling.max_queue_seconds
         if allowed is not None and wait > allowed:
             raise QueueTooLong(predicted_seconds=wait, allowed_seconds=allowed)
         max_size = self._max_queue_size

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 
-from millrace_router.request.request import Terms, ValidRequest
+from millrace_router.request.request import SchedulingParameters, ValidRequest
 
 REFUSED_SECONDS = 600.0
 """How long a request like a quarantined one is refused; clients retry much sooner, and new shards may fare better."""
@@ -94,6 +94,9 @@ def _key(request: ValidRequest, *, has_seed: bool) -> bytes:
     """A name of prompt and parameters; the seed is one of them if `has_seed` and if it changes anything."""
     seed = request.sampling.seed if has_seed and request.sampling.samples else None
     parameters = replace(
-        request, input_ids=(), terms=Terms(), sampling=replace(request.sampling, seed=0)
+        request,
+        input_ids=(),
+        scheduling=SchedulingParameters(),
+        sampling=replace(request.sampling, seed=0),
     )
     return sha256(_prompt_hash(request) + repr((parameters, seed)).encode()).digest()

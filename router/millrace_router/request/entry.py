@@ -41,7 +41,7 @@ class Entry:
     ) -> None:
         self.request_id = request_id
         self.request = request
-        self.terms = request.terms
+        self.scheduling = request.scheduling
         self.max_new_tokens = request.max_new_tokens
         self.num_prompt_tokens = len(request.input_ids)
         self.num_preemptions = 0
@@ -68,7 +68,7 @@ class Entry:
     @property
     def tenant(self) -> str:
         """Whose share of the tokens it takes."""
-        return self.terms.tenant
+        return self.scheduling.tenant
 
     @property
     def closed(self) -> bool:

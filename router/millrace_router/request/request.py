@@ -66,7 +66,7 @@ class SamplingParameters:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class SchedulingParameters:
     """When a request wants to be served; changes nothing of what is generated."""
 
     priority: int = 0
@@ -94,4 +94,4 @@ class ValidRequest:
     prompt_top_n_tokens: int = 0
     """Candidates beside each of those."""
     grammar: Grammar | None = None
-    terms: Terms = Terms()
+    scheduling: SchedulingParameters = SchedulingParameters()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Generic, Protocol, TypeVar
 
-from millrace_router.request.request import Terms
+from millrace_router.request.request import SchedulingParameters
 from millrace_router.scheduler.ranking import Item, Ranking
 
 
@@ -20,7 +20,7 @@ class Perishable(Protocol):
         """When it was accepted, in monotonic seconds; stays the same when it waits again."""
 
     @property
-    def terms(self) -> Terms:
+    def scheduling(self) -> SchedulingParameters:
         """When it wants to be served."""
 
     @property
@@ -51,7 +51,7 @@ class Deadlines(Generic[E]):
 
     def add(self, entry: E) -> None:
         """Watch `entry`, if it has a deadline."""
-        limits = (entry.terms.max_queue_seconds, self._max_wait_seconds)
+        limits = (entry.scheduling.max_queue_seconds, self._max_wait_seconds)
         seconds = min((limit for limit in limits if limit is not None), default=None)
         if seconds is not None:
             item = (entry.queued_at + seconds, entry.request_id, 0)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Generic, TypeVar
 
-from millrace_router.request.request import Terms
+from millrace_router.request.request import SchedulingParameters
 from millrace_router.scheduler.deadlines import Deadlines
 from millrace_router.scheduler.ranking import Item, Ranking
 from millrace_router.scheduler.waiting import Waiting, WaitingQueue
@@ -103,8 +103,8 @@ class TenantQueue(Generic[E]):
             ValueError: the tenant has an entry of this id waiting already.
 
         """
-        is_new = entry.terms.tenant not in self._tenants
-        tenant = self._tenant(entry.terms.tenant)
+        is_new = entry.scheduling.tenant not in self._tenants
+        tenant = self._tenant(entry.scheduling.tenant)
         self._credit(tenant)
         tenant.queue.append(entry)
         if is_new:
@@ -138,21 +138,21 @@ class TenantQueue(Generic[E]):
 
     def discard(self, entry: E) -> bool:
         """Take `entry` out wherever it stands, at no charge; whether it was there."""
-        tenant = self._tenants.get(entry.terms.tenant)
+        tenant = self._tenants.get(entry.scheduling.tenant)
         if tenant is None or not tenant.queue.discard(entry):
             return False
         self._removed(tenant, entry)
         return True
 
-    def ahead(self, terms: Terms, now: float) -> tuple[int, int]:
-        """Entries, and their prompt tokens, served before a request with `terms` that would be appended `now`.
+    def ahead(self, scheduling: SchedulingParameters, now: float) -> tuple[int, int]:
+        """Entries, and their prompt tokens, served before a request with `scheduling` that would be appended `now`.
 
         A tenant that has just come is served at once. Else an estimate: until the tenant has paid for what is ahead of
         the request in its own queue, each other tenant
         takes its quantum of every round, as long as it has entries. Exact where there is no other tenant.
         """
-        tenant = self._tenants.get(terms.tenant)
-        number, tokens = (0, 0) if tenant is None else tenant.queue.ahead(terms, now)
+        tenant = self._tenants.get(scheduling.tenant)
+        number, tokens = (0, 0) if tenant is None else tenant.queue.ahead(scheduling, now)
         others = [other for other in self._asked() if other is not tenant]
         if tenant is None or not others:
             return number, tokens
@@ -177,7 +177,7 @@ class TenantQueue(Generic[E]):
     def served(self, entry: E, num_tokens: int) -> None:
         """Charge `num_tokens` generated for `entry`, which was popped, to its tenant."""
         if self._length and num_tokens:
-            tenant = self._tenant(entry.terms.tenant)
+            tenant = self._tenant(entry.scheduling.tenant)
             self._credit(tenant)
             tenant.deficit -= num_tokens
 

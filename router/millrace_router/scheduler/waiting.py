@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Generic, Protocol, TypeVar
 
-from millrace_router.request.request import Terms
+from millrace_router.request.request import SchedulingParameters
 from millrace_router.scheduler.deadlines import Deadlines, Perishable
 from millrace_router.scheduler.ranking import Item, Ranking
 
@@ -73,7 +73,7 @@ class WaitingQueue(Generic[E]):
         """
         if entry.request_id in self._entries:
             raise ValueError(f"request {entry.request_id} waits already")
-        rank = self._rank(entry.terms, entry.queued_at)
+        rank = self._rank(entry.scheduling, entry.queued_at)
         item = (rank, entry.request_id, entry.num_prompt_tokens)
         self._entries[entry.request_id] = item, entry
         self._ranking.add(item)
@@ -107,9 +107,9 @@ class WaitingQueue(Generic[E]):
         self._deadlines.discard(entry)
         return True
 
-    def ahead(self, terms: Terms, now: float) -> tuple[int, int]:
-        """Entries, and their prompt tokens, served before a request with `terms` that would be appended `now`."""
-        return self._ranking.before(self._rank(terms, now))
+    def ahead(self, scheduling: SchedulingParameters, now: float) -> tuple[int, int]:
+        """Entries, and their prompt tokens, served before a request with `scheduling` that would be appended `now`."""
+        return self._ranking.before(self._rank(scheduling, now))
 
     def expired(self, now: float) -> list[E]:
         """Take out the entries that have waited for too long, the most overdue first."""
@@ -121,5 +121,5 @@ class WaitingQueue(Generic[E]):
     def served(self, entry: E, num_tokens: int) -> None:
         """Hear of tokens generated for an entry that was popped; they change nothing here."""
 
-    def _rank(self, terms: Terms, queued_at: float) -> float:
-        return queued_at - terms.priority * self._ageing_seconds
+    def _rank(self, scheduling: SchedulingParameters, queued_at: float) -> float:
+        return queued_at - scheduling.priority * self._ageing_seconds

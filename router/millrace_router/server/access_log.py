@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from millrace_router.engine.generation import Collected, Generation
-from millrace_router.request.terms import TENANT_HEADER
+from millrace_router.request.scheduling import TENANT_HEADER
 from millrace_router.server.bodies import ERROR_TYPE
 from millrace_router.server.headers import sum_of_times
 from millrace_router.server.services import SERVICES
@@ -136,7 +136,7 @@ def _told_by(generations: Sequence[Generation | Collected]) -> Line:
 
 def _tenant(request: web.Request, generation: Generation | Collected) -> str:
     """Who asked, where that counts: the name that was given, or what tells keys apart until the next start."""
-    tenant = generation.valid.terms.tenant
+    tenant = generation.valid.scheduling.tenant
     if not tenant or tenant == request.headers.get(TENANT_HEADER):
         # Bytes that are no UTF-8 have no place in JSON.
         return tenant[:MAX_TENANT_LENGTH].encode(errors="backslashreplace").decode()

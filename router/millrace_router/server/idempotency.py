@@ -22,7 +22,7 @@ from typing import Protocol
 import structlog
 
 from millrace_router.errors import RouterError, ShuttingDown, ValidationError
-from millrace_router.request.terms import presented_key
+from millrace_router.request.scheduling import presented_key
 from millrace_router.server.recording import Recording
 
 KEY_HEADER = "idempotency-key"

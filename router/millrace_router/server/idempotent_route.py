@@ -19,7 +19,7 @@ from millrace_router.server.idempotency import (
     unknown_event,
 )
 from millrace_router.server.recording import Recording, ResumedStream
-from millrace_router.server.request_terms import counting_refusals
+from millrace_router.server.request_start import counting_refusals
 from millrace_router.server.services import SERVICES
 from millrace_router.server.sse import RUN, cut_off, send
 

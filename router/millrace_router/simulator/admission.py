@@ -63,14 +63,14 @@ class Door:
     def _is_hopeless(self, candidate: Candidate, now_in_step: float) -> bool:
         allowed = min(
             self._deployment.max_queue_wait or math.inf,
-            candidate.terms.max_queue_seconds or math.inf,
+            candidate.scheduling.max_queue_seconds or math.inf,
         )
         if allowed == math.inf:
             return False
         self._predicts = True
         prediction = self.forecaster.predict(
             self._planner.rows.values(),
-            ahead=self._waiting.ahead(candidate.terms, candidate.queued_at),
+            ahead=self._waiting.ahead(candidate.scheduling, candidate.queued_at),
             num_prompt_tokens=candidate.num_prompt_tokens,
             max_new_tokens=candidate.max_new_tokens,
             num_cached=self._planner.num_cached(candidate),

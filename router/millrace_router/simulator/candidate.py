@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from millrace_router.request.acceptance import Acceptance
-from millrace_router.request.request import Terms
+from millrace_router.request.request import SchedulingParameters
 
 _NUMBERS = [b"%d" % number for number in range(1000)]
 
@@ -41,7 +41,7 @@ class Candidate:
         "output_tokens",
         "queued_at",
         "request_id",
-        "terms",
+        "scheduling",
     )
 
     closed = False
@@ -54,14 +54,14 @@ class Candidate:
         request_id: int,
         arrival: Arrival,
         *,
-        terms: Terms,
+        scheduling: SchedulingParameters,
         max_new_tokens: int,
         block_size: int,
         prefixes: PrefixNames,
     ) -> None:
         self.request_id = request_id
         self.arrival = arrival
-        self.terms = terms
+        self.scheduling = scheduling
         self.queued_at = arrival.arrived_at
         self.max_new_tokens = max_new_tokens
         self.output_tokens = min(arrival.output_tokens, max_new_tokens)
@@ -77,7 +77,7 @@ class Candidate:
     @property
     def tenant(self) -> str:
         """Whose share of the tokens it takes."""
-        return self.terms.tenant
+        return self.scheduling.tenant
 
     @property
     def num_prompt_tokens(self) -> int:

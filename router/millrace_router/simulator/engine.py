@@ -7,7 +7,7 @@ from itertools import count
 
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.step_load import StepLoad
-from millrace_router.request.request import Terms
+from millrace_router.request.request import SchedulingParameters
 from millrace_router.scheduler.factory import late_planning_from
 from millrace_router.scheduler.row import Row
 from millrace_router.scheduler.step_plan import StepPlan
@@ -100,7 +100,7 @@ class Engine:
             self.tally.rejected[reason] += 1
             return False
         self._num_present += 1
-        self._may_expire |= candidate.terms.max_queue_seconds is not None
+        self._may_expire |= candidate.scheduling.max_queue_seconds is not None
         self._waiting.append(candidate)
         return True
 
@@ -177,7 +177,7 @@ class Engine:
         return Candidate(
             next(self._request_ids),
             arrival,
-            terms=_terms(arrival),
+            scheduling=_scheduling(arrival),
             max_new_tokens=min(room, arrival.max_new_tokens or room),
             block_size=self._deployment.block_size,
             prefixes=self._prefixes,
@@ -296,8 +296,8 @@ class Engine:
                 self._gaps.leave(candidate.last_token_at)
 
 
-def _terms(arrival: Arrival) -> Terms:
-    return Terms(
+def _scheduling(arrival: Arrival) -> SchedulingParameters:
+    return SchedulingParameters(
         priority=arrival.priority,
         tenant=arrival.tenant,
         max_queue_seconds=arrival.max_queue_seconds,

@@ -9,9 +9,14 @@ from millrace_router.request.grammar import check_as_tgi
 from millrace_router.request.limits import Limits
 from millrace_router.request.parameters import GenerateParameters, GenerateRequest, OpenAIParameters
 from millrace_router.request.prompt import PromptRequest
-from millrace_router.request.request import Grammar, SamplingParameters, Terms, ValidRequest
+from millrace_router.request.request import (
+    Grammar,
+    SamplingParameters,
+    SchedulingParameters,
+    ValidRequest,
+)
+from millrace_router.request.scheduling import DEFAULT_SCHEDULING
 from millrace_router.request.seeds import random_seed
-from millrace_router.request.terms import DEFAULT_TERMS
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.text.tokenizer import Tokenizer, TokenizerError
 from millrace_router.validation.grammar_admission import Grammars
@@ -264,7 +269,7 @@ class Validator:
         self,
         request: GenerateRequest,
         *,
-        terms: Terms = DEFAULT_TERMS,
+        scheduling: SchedulingParameters = DEFAULT_SCHEDULING,
         add_special_tokens: bool = True,
     ) -> Validated:
         """Check, as `check` does, a request that is to be generated, and count what it asks for.
@@ -275,10 +280,10 @@ class Validator:
             request, add_special_tokens=add_special_tokens
         )
         self._metrics.request_input_length.observe(len(input_ids))
-        validated = await self._trusted(request, terms, input_ids, max_new_tokens)
+        validated = await self._trusted(request, scheduling, input_ids, max_new_tokens)
         grammar = validated.request.grammar
         if grammar is not None:
-            await self._grammars.check(grammar, wait_seconds=terms.max_queue_seconds)
+            await self._grammars.check(grammar, wait_seconds=scheduling.max_queue_seconds)
         self._metrics.request_max_new_tokens.observe(max_new_tokens)
         return validated
 
@@ -286,7 +291,7 @@ class Validator:
         self,
         request: GenerateRequest,
         *,
-        terms: Terms = DEFAULT_TERMS,
+        scheduling: SchedulingParameters = DEFAULT_SCHEDULING,
         add_special_tokens: bool = True,
     ) -> Validated:
         """Check everything that depends neither on the route nor on the shards, which compile grammars.
@@ -299,7 +304,7 @@ class Validator:
         input_ids, max_new_tokens = await self._measure(
             request, add_special_tokens=add_special_tokens
         )
-        return await self._trusted(request, terms, input_ids, max_new_tokens)
+        return await self._trusted(request, scheduling, input_ids, max_new_tokens)
 
     async def _measure(
         self, request: GenerateRequest, *, add_special_tokens: bool
@@ -324,7 +329,7 @@ class Validator:
     async def _trusted(
         self,
         request: GenerateRequest,
-        terms: Terms,
+        scheduling: SchedulingParameters,
         input_ids: tuple[int, ...],
         max_new_tokens: int,
     ) -> Validated:
@@ -345,7 +350,7 @@ class Validator:
             prefill_logprobs=scores,
             prompt_top_n_tokens=candidates,
             grammar=grammar,
-            terms=terms,
+            scheduling=scheduling,
         )
         return Validated(valid, request.inputs)
 

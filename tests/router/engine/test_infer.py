@@ -21,7 +21,7 @@ from millrace_router.errors import (
 )
 from millrace_router.request.events import TokenEvent
 from millrace_router.request.parameters import GenerateParameters, GenerateRequest
-from millrace_router.request.request import Terms, ValidRequest
+from millrace_router.request.request import SchedulingParameters, ValidRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.validation.validator import Validator
@@ -353,24 +353,29 @@ async def test_retry_after_is_when_the_batcher_will_have_room(drains_in: float, 
 
 
 async def test_terms_reach_the_batcher() -> None:
-    batcher, terms = FakeBatcher(echo), Terms(priority=3, tenant="t", max_queue_seconds=2.0)
+    batcher, scheduling = (
+        FakeBatcher(echo),
+        SchedulingParameters(priority=3, tenant="t", max_queue_seconds=2.0),
+    )
     infer = new_infer(batcher)
-    await infer.generate(request(), terms=terms)
-    await infer.generate(request(best_of=2, do_sample=True), terms=terms)
-    async with await infer.start(request(), terms=terms):
+    await infer.generate(request(), scheduling=scheduling)
+    await infer.generate(request(best_of=2, do_sample=True), scheduling=scheduling)
+    async with await infer.start(request(), scheduling=scheduling):
         pass
     await infer.generate(request())
-    assert [asked.terms for asked in batcher.requests] == [terms] * 4 + [Terms()]
+    assert [asked.scheduling for asked in batcher.requests] == [scheduling] * 4 + [
+        SchedulingParameters()
+    ]
 
 
 async def test_only_what_waits_with_a_deadline_may_expire() -> None:
     infer = new_infer(batcher := FakeBatcher())
-    terms = Terms(max_queue_seconds=2.0)
-    async with await infer.start(request(), terms=terms) as generation:
+    scheduling = SchedulingParameters(max_queue_seconds=2.0)
+    async with await infer.start(request(), scheduling=scheduling) as generation:
         waiting = generation.may_expire
         batcher.streams[0].batched_at = 1.0
         assert (waiting, generation.may_expire) == (True, False)
-    async with await infer.start(request(), terms=terms) as generation:
+    async with await infer.start(request(), scheduling=scheduling) as generation:
         batcher.streams[1].fail(QueueExpired(retry_after_seconds=1.0))
         assert not generation.may_expire
     async with await infer.start(request()) as generation:

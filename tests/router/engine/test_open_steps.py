@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from millrace_router.errors import QueueExpired
-from millrace_router.request.request import Terms
+from millrace_router.request.request import SchedulingParameters
 from millrace_testing.router.fake_router import collect, ids_of, request, running
 from millrace_testing.shards.hash_tokens import expected_tokens
 from millrace_testing.shards.open_steps import (
@@ -108,7 +108,9 @@ async def test_who_has_waited_for_too_long_while_the_next_step_is_open_is_not_in
         await turns()
         batcher.submit(request([1], 9))
         await turns()
-        hasty = batcher.submit(replace(request([2], 9), terms=Terms(max_queue_seconds=1e-9)))
+        hasty = batcher.submit(
+            replace(request([2], 9), scheduling=SchedulingParameters(max_queue_seconds=1e-9))
+        )
         shards.let_time_pass()
         await turns()
         assert admissions(shard) == [1, 0]

@@ -9,7 +9,7 @@ from millrace_router.errors import QueueFull
 from millrace_router.prediction.cost import COEFFICIENTS, CostModel
 from millrace_router.prediction.forecast import Forecaster
 from millrace_router.request.entry import Entry
-from millrace_router.request.request import Terms
+from millrace_router.request.request import SchedulingParameters
 from millrace_router.telemetry.metrics import Metrics
 from millrace_testing.router.fake_router import request, tiny_tokenizer
 
@@ -33,7 +33,7 @@ def predictor_without_chunks() -> LatencyPredictor:
 def entry(number: int, *, max_queue_seconds: float | None = None) -> Entry:
     asked = request([1, 2, 3], max_new_tokens=5)
     found = Entry(number, asked, tiny_tokenizer(), frozenset(), block_size=16)
-    found.terms = Terms(max_queue_seconds=max_queue_seconds)
+    found.scheduling = SchedulingParameters(max_queue_seconds=max_queue_seconds)
     return found
 
 

@@ -336,7 +336,7 @@ def test_bodies_cut_and_spliced(
     check(door, operation, whole[:cut] + junk + whole[cut + len(junk) :])
 
 
-TERMS = {"priority", "parameters"}
+SCHEDULING = {"priority", "parameters"}
 """What bodies say themselves beats a header."""
 HEADER = st.binary(max_size=20) | st.integers().map(lambda number: b"%d" % number)
 UNPRINTABLE = bytes([*range(32), 127])
@@ -354,7 +354,7 @@ UNPRINTABLE = bytes([*range(32), 127])
 @example(operation=ROUTES["/v1/chat/completions"], name="x-max-queue-ms", value=b"9" * 5000)
 def test_any_header(door: Door, operation: Operation, name: str, value: bytes) -> None:
     body = BODIES_BY_PATH.get(operation.path, NATIVE)
-    data = json.dumps({key: body[key] for key in body.keys() - TERMS}).encode()
+    data = json.dumps({key: body[key] for key in body.keys() - SCHEDULING}).encode()
     # A stream that is resumed must have a key, and one that has a key may be resumed.
     headers: Headers = {"idempotency-key": str(uuid4())} if name == "last-event-id" else {}
     check(door, operation, data, {**headers, name: value})

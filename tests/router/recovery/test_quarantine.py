@@ -16,7 +16,7 @@ from millrace_router.request.request import (
     Grammar,
     GrammarKind,
     SamplingParameters,
-    Terms,
+    SchedulingParameters,
     ValidRequest,
 )
 from millrace_testing.router.edge import serving
@@ -74,12 +74,14 @@ def test_nobody_is_refused_at_first() -> None:
 
 
 def test_the_same_request_is_refused_on_whatever_terms() -> None:
-    again = replace(POISON, terms=Terms(priority=3, tenant="b", max_queue_seconds=1.0))
+    again = replace(
+        POISON, scheduling=SchedulingParameters(priority=3, tenant="b", max_queue_seconds=1.0)
+    )
     assert holding().refuses(again)
 
 
 @pytest.mark.parametrize(
-    "name", [field.name for field in fields(ValidRequest) if field.name != "terms"]
+    "name", [field.name for field in fields(ValidRequest) if field.name != "scheduling"]
 )
 def test_a_request_that_differs_in_anything_is_not(name: str) -> None:
     assert not holding().refuses(replace(POISON, **{name: OTHER_VALUES[name]}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from millrace_router.request.entry import Entry
-from millrace_router.request.request import Terms, ValidRequest
+from millrace_router.request.request import SchedulingParameters, ValidRequest
 from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.row import Row
 from millrace_router.scheduler.step_plan import StepPlan
@@ -237,7 +237,11 @@ def test_a_replay_that_went_back_to_the_queue_may_be_longer_than_a_whole_step() 
         driver.submit(ValidRequest(input_ids=(1,) * 4, max_new_tokens=12))
     for _ in range(6):
         driver.turn()
-    driver.submit(ValidRequest(input_ids=(2,) * 4, max_new_tokens=3, terms=Terms(tenant="other")))
+    driver.submit(
+        ValidRequest(
+            input_ids=(2,) * 4, max_new_tokens=3, scheduling=SchedulingParameters(tenant="other")
+        )
+    )
     driver.run()
     driver.check_idle()
     assert sum(plan.num_preempted for plan in driver.plans) == 1
@@ -250,7 +254,11 @@ def test_who_leaves_while_yielding_to_another_tenant_does_not_queue_again() -> N
     submit(driver, (4, 12), (4, 12))
     for _ in range(3):
         driver.turn()
-    driver.submit(ValidRequest(input_ids=(2,) * 4, max_new_tokens=3, terms=Terms(tenant="other")))
+    driver.submit(
+        ValidRequest(
+            input_ids=(2,) * 4, max_new_tokens=3, scheduling=SchedulingParameters(tenant="other")
+        )
+    )
     while not any(plan.num_preempted for plan in driver.plans):
         driver.turn()
     driver.clients[1].leave()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from millrace_router.request.entry import Entry
-from millrace_router.request.request import Terms, ValidRequest
+from millrace_router.request.request import SchedulingParameters, ValidRequest
 from millrace_router.scheduler.block_manager import BlockManager
 from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.planner import Planner
@@ -26,7 +26,7 @@ def entry(number: int, prompt: int, new: int, tenant: str = "") -> Entry:
         input_ids=tuple(number * 7 % 90 for _ in range(prompt)),
         max_new_tokens=new,
         ignore_eos=True,
-        terms=Terms(tenant=tenant),
+        scheduling=SchedulingParameters(tenant=tenant),
     )
     return Entry(number, request, TOKENIZER, frozenset(), block_size=4)
 

@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from millrace_router.request.request import Terms
+from millrace_router.request.request import SchedulingParameters
 from millrace_router.scheduler.tenants import TenantQueue
 from millrace_router.scheduler.waiting import WaitingQueue
 
-NEUTRAL = Terms()
+NEUTRAL = SchedulingParameters()
 
 
 @dataclass(eq=False)
 class Item:
     request_id: int
-    terms: Terms = NEUTRAL
+    scheduling: SchedulingParameters = NEUTRAL
     num_prompt_tokens: int = 1
     queued_at: float = 0.0
     num_preemptions: int = 0
@@ -28,7 +28,9 @@ class Item:
 
 
 def of(tenant: str, request_id: int, tokens: int = 1, generated: int = 0) -> Item:
-    return Item(request_id, Terms(tenant=tenant), tokens, float(request_id), 0, generated)
+    return Item(
+        request_id, SchedulingParameters(tenant=tenant), tokens, float(request_id), 0, generated
+    )
 
 
 def test_rounds_give_each_tenant_its_quantum() -> None:
@@ -37,7 +39,7 @@ def test_rounds_give_each_tenant_its_quantum() -> None:
         queue.append(of("a", i, 5))
     for i in range(6, 9):
         queue.append(of("b", i, 10))
-    assert [queue.pop().terms.tenant for _ in range(9)] == list("aabaabaab")
+    assert [queue.pop().scheduling.tenant for _ in range(9)] == list("aabaabaab")
 
 
 def test_a_debt_is_paid_off_by_rounds() -> None:
@@ -46,7 +48,7 @@ def test_a_debt_is_paid_off_by_rounds() -> None:
         queue.append(of("ab"[i % 2], i, 10))
     first = queue.pop()
     queue.served(first, 20)
-    assert [queue.pop().terms.tenant for _ in range(5)] == list("bbbab")
+    assert [queue.pop().scheduling.tenant for _ in range(5)] == list("bbbab")
 
 
 def test_leaving_for_a_moment_neither_clears_a_debt_nor_gives_a_second_quantum() -> None:
@@ -54,24 +56,24 @@ def test_leaving_for_a_moment_neither_clears_a_debt_nor_gives_a_second_quantum()
     for i in range(4):
         queue.append(of("b", i, 10))
     queue.append(of("a", 4, 10))
-    assert queue.pop().terms.tenant == "b"
+    assert queue.pop().scheduling.tenant == "b"
     first = queue.pop()
-    assert first.terms.tenant == "a"
+    assert first.scheduling.tenant == "a"
     queue.append(of("a", 5, 10))
-    assert queue.pop().terms.tenant == "b"
-    assert queue.pop().terms.tenant == "a"
+    assert queue.pop().scheduling.tenant == "b"
+    assert queue.pop().scheduling.tenant == "a"
     queue.served(first, 10)
     queue.append(of("a", 6, 10))
-    assert [queue.pop().terms.tenant for _ in range(3)] == list("bba")
+    assert [queue.pop().scheduling.tenant for _ in range(3)] == list("bba")
 
 
 def test_an_idle_tenant_keeps_no_credit() -> None:
     queue = TenantQueue[Item](quantum=10)
     for item in (of("a", 0, 1), of("b", 1, 10), of("b", 2, 10)):
         queue.append(item)
-    assert queue.pop().terms.tenant == "a"
+    assert queue.pop().scheduling.tenant == "a"
     queue.append(of("a", 3, 5))
-    assert [queue.pop().terms.tenant for _ in range(3)] == list("bab")
+    assert [queue.pop().scheduling.tenant for _ in range(3)] == list("bab")
 
 
 def test_an_idle_tenant_keeps_its_debt_until_rounds_have_paid_it() -> None:
@@ -80,9 +82,9 @@ def test_an_idle_tenant_keeps_its_debt_until_rounds_have_paid_it() -> None:
     for i in range(1, 20):
         queue.append(of("b", i, 10))
     queue.served(queue.pop(), 50)
-    assert [queue.pop().terms.tenant for _ in range(3)] == list("bbb")
+    assert [queue.pop().scheduling.tenant for _ in range(3)] == list("bbb")
     queue.append(of("a", 20, 10))
-    assert [queue.pop().terms.tenant for _ in range(5)] == list("bbbab")
+    assert [queue.pop().scheduling.tenant for _ in range(5)] == list("bbbab")
 
 
 def test_a_small_tenant_is_next_but_one_beside_one_that_sends_fifty_times_more() -> None:
@@ -120,7 +122,7 @@ def test_tenants_that_are_gone_take_no_memory() -> None:
         queue.append(of("steady", 10_000 + i, 10))
         queue.served(queue.pop(), 15)
         queue.pop()
-    backlog = {item.terms.tenant for item in queue}
+    backlog = {item.scheduling.tenant for item in queue}
     assert len(queue._tenants) <= len(backlog) + 20
     assert set(queue._at.values()) == set(queue._tenants.values())
 
@@ -130,7 +132,7 @@ def test_who_has_just_come_is_served_at_once_and_pays_afterwards() -> None:
     for i in range(50):
         queue.append(of("steady", i, 10))
     for _ in range(3):
-        assert queue.pop().terms.tenant == "steady"
+        assert queue.pop().scheduling.tenant == "steady"
     large, next_one = of("new", 100, 35), of("new", 101, 35)
     queue.append(large)
     queue.append(next_one)
@@ -146,18 +148,18 @@ def test_leaving_and_coming_back_is_not_having_just_come() -> None:
     for i in range(50):
         queue.append(of("steady", i, 10))
     queue.append(of("new", 100, 35))
-    assert queue.pop().terms.tenant == "steady"
+    assert queue.pop().scheduling.tenant == "steady"
     first = queue.pop()
     queue.append(of("new", 101, 35))
-    assert (first.terms.tenant, queue.pop().terms.tenant) == ("new", "steady")
+    assert (first.scheduling.tenant, queue.pop().scheduling.tenant) == ("new", "steady")
 
 
 def test_an_estimate_knows_the_rounds() -> None:
     queue = TenantQueue[Item](quantum=10)
     for i in range(100):
         queue.append(of("big", i, 10))
-    assert queue.ahead(Terms(tenant="small"), 100.0) == (0, 0)
-    assert queue.ahead(Terms(tenant="big"), 100.0) == (100, 1000)
+    assert queue.ahead(SchedulingParameters(tenant="small"), 100.0) == (0, 0)
+    assert queue.ahead(SchedulingParameters(tenant="big"), 100.0) == (100, 1000)
 
 
 def test_wrong_options_are_refused() -> None:
@@ -188,9 +190,9 @@ def test_backlogged_tenants_get_equal_shares_over_any_interval(
     history: list[list[int]] = []
     for i in range(150):
         item = queue.pop()
-        tenant = int(item.terms.tenant)
+        tenant = int(item.scheduling.tenant)
         kind = kinds[tenant]
-        queue.append(of(item.terms.tenant, 1000 + i, *kind[i % len(kind)]))
+        queue.append(of(item.scheduling.tenant, 1000 + i, *kind[i % len(kind)]))
         queue.served(item, item.generated)
         taken[tenant] += item.num_prompt_tokens + item.generated
         history.append([taken[t] for t in range(tenants)])
@@ -215,14 +217,18 @@ class TenantMachine(RuleBasedStateMachine):
     @rule(tenant=st.sampled_from("abcd"), tokens=st.integers(1, 30), priority=st.integers(-1, 1))
     def append(self, tenant: str, tokens: int, priority: int) -> None:
         self.now += 1.0
-        item = Item(self.next_id, Terms(tenant=tenant, priority=priority), tokens, self.now)
+        item = Item(
+            self.next_id, SchedulingParameters(tenant=tenant, priority=priority), tokens, self.now
+        )
         self.next_id += 1
         self.queue.append(item)
         self.waiting.append(item)
-        mine = Item(item.request_id, Terms(priority=priority), tokens, self.now)
+        mine = Item(item.request_id, SchedulingParameters(priority=priority), tokens, self.now)
         self.alone.append(mine)
         self.plain.append(mine)
-        assert self.alone.ahead(Terms(), self.now) == self.plain.ahead(Terms(), self.now)
+        assert self.alone.ahead(SchedulingParameters(), self.now) == self.plain.ahead(
+            SchedulingParameters(), self.now
+        )
 
     @precondition(lambda self: self.waiting)
     @rule()
@@ -231,8 +237,12 @@ class TenantMachine(RuleBasedStateMachine):
         assert head is self.queue.head()
         item = self.queue.pop()
         assert item is head
-        same = [other for other in self.waiting if other.terms.tenant == item.terms.tenant]
-        assert item is min(same, key=lambda i: (i.queued_at - i.terms.priority * 10, i.request_id))
+        same = [
+            other for other in self.waiting if other.scheduling.tenant == item.scheduling.tenant
+        ]
+        assert item is min(
+            same, key=lambda i: (i.queued_at - i.scheduling.priority * 10, i.request_id)
+        )
         self.waiting.remove(item)
         self.left.append(item)
         if len(self.plain):
@@ -266,7 +276,7 @@ class TenantMachine(RuleBasedStateMachine):
         assert len(self.queue) == len(self.waiting)
         assert self.queue.num_prompt_tokens == sum(i.num_prompt_tokens for i in self.waiting)
         assert (self.queue.head() is None) == (not self.waiting)
-        number, tokens = self.queue.ahead(Terms(tenant="a"), self.now)
+        number, tokens = self.queue.ahead(SchedulingParameters(tenant="a"), self.now)
         assert 0 <= number <= len(self.queue)
         assert 0 <= tokens <= self.queue.num_prompt_tokens
 

@@ -9,17 +9,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from millrace_router.request.request import Terms
+from millrace_router.request.request import SchedulingParameters
 from millrace_router.scheduler.waiting import WaitingQueue
 
-NEUTRAL = Terms()
+NEUTRAL = SchedulingParameters()
 
 
 @dataclass(eq=False)
 class Item:
     request_id: int
     queued_at: float = 0.0
-    terms: Terms = NEUTRAL
+    scheduling: SchedulingParameters = NEUTRAL
     num_prompt_tokens: int = 1
     num_preemptions: int = 0
 
@@ -30,7 +30,7 @@ def test_equal_priorities_are_first_come_first_served() -> None:
     items = [Item(i, float(i)) for i in range(1000)]
     for item in items:
         queue.append(item)
-    assert queue.ahead(Terms(), 1000.0) == (1000, 1000)
+    assert queue.ahead(SchedulingParameters(), 1000.0) == (1000, 1000)
     assert [queue.pop() for _ in items] == items
     with pytest.raises(IndexError):
         queue.pop()
@@ -39,7 +39,10 @@ def test_equal_priorities_are_first_come_first_served() -> None:
 def test_a_step_of_priority_is_worth_the_ageing_seconds() -> None:
     queue = WaitingQueue[Item](ageing_seconds=10.0)
     old = Item(0, 0.0)
-    late, soon = Item(1, 10.5, Terms(priority=1)), Item(2, 9.5, Terms(priority=1))
+    late, soon = (
+        Item(1, 10.5, SchedulingParameters(priority=1)),
+        Item(2, 9.5, SchedulingParameters(priority=1)),
+    )
     for item in (old, late, soon):
         queue.append(item)
     assert list(queue) == [soon, old, late]
@@ -49,7 +52,7 @@ def test_ahead_of_one_in_the_middle_of_a_long_queue() -> None:
     queue = WaitingQueue[Item](ageing_seconds=10.0)
     for i in range(1000):
         queue.append(Item(i, float(i), num_prompt_tokens=2))
-    assert queue.ahead(Terms(priority=10), 1000.0) == (901, 1802)
+    assert queue.ahead(SchedulingParameters(priority=10), 1000.0) == (901, 1802)
 
 
 def test_one_that_comes_back_keeps_its_place() -> None:
@@ -81,7 +84,11 @@ def test_the_same_id_twice_is_refused() -> None:
 
 def test_a_deadline_passes_once_it_is_exceeded() -> None:
     queue = WaitingQueue[Item](max_wait_seconds=5.0)
-    items = [Item(0), Item(1, terms=Terms(max_queue_seconds=2.0)), Item(2, num_preemptions=1)]
+    items = [
+        Item(0),
+        Item(1, scheduling=SchedulingParameters(max_queue_seconds=2.0)),
+        Item(2, num_preemptions=1),
+    ]
     for item in items:
         queue.append(item)
     assert queue.expired(2.0) == []
@@ -116,8 +123,8 @@ class WaitingMachine(RuleBasedStateMachine):
     )
     def append(self, number: int, age: int, priority: int, tokens: int, limit: int | None) -> None:
         for _ in range(number):
-            terms = Terms(priority=priority, max_queue_seconds=limit)
-            item = Item(self.next_id, self.now - age, terms, tokens)
+            scheduling = SchedulingParameters(priority=priority, max_queue_seconds=limit)
+            item = Item(self.next_id, self.now - age, scheduling, tokens)
             self.next_id += 1
             self.queue.append(item)
             self.waiting.append(item)
@@ -146,7 +153,7 @@ class WaitingMachine(RuleBasedStateMachine):
     def ahead(self, priority: int) -> None:
         before = [i for i in self.waiting if self.rank(i) <= self.now - priority * 3.0]
         expected = len(before), sum(item.num_prompt_tokens for item in before)
-        assert self.queue.ahead(Terms(priority=priority), self.now) == expected
+        assert self.queue.ahead(SchedulingParameters(priority=priority), self.now) == expected
 
     @invariant()
     def same(self) -> None:
@@ -156,10 +163,10 @@ class WaitingMachine(RuleBasedStateMachine):
         assert self.queue.num_prompt_tokens == sum(i.num_prompt_tokens for i in self.waiting)
 
     def rank(self, item: Item) -> float:
-        return item.queued_at - item.terms.priority * 3.0
+        return item.queued_at - item.scheduling.priority * 3.0
 
     def deadline(self, item: Item) -> float:
-        limit = item.terms.max_queue_seconds
+        limit = item.scheduling.max_queue_seconds
         return item.queued_at + min(30.0, 30.0 if limit is None else limit)
 
 
@@ -186,11 +193,13 @@ def test_operations_compare_few_of_the_items(number: int) -> None:
     items = [Item(i, CountedFloat(i)) for i in range(number)]
     for item in items:
         queue.append(item)
-    late = Item(number, CountedFloat(number), Terms(priority=5, max_queue_seconds=1.0))
+    late = Item(
+        number, CountedFloat(number), SchedulingParameters(priority=5, max_queue_seconds=1.0)
+    )
     CountedFloat.comparisons = 0
     queue.append(late)
     queue.expired(0.0)
-    queue.ahead(Terms(priority=3), CountedFloat(number))
+    queue.ahead(SchedulingParameters(priority=3), CountedFloat(number))
     head = queue.head()
     assert head is queue.pop()
     queue.discard(items[number // 2])

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from millrace_router.request.request import Terms
+from millrace_router.request.request import SchedulingParameters
 from millrace_router.simulator.candidate import Arrival, Candidate, PrefixNames
 
 
@@ -10,7 +10,7 @@ def candidate(
     return Candidate(
         request_id,
         Arrival(0.0, 100, 10, group=group, prefix_tokens=prefix_tokens),
-        terms=Terms(),
+        scheduling=SchedulingParameters(),
         max_new_tokens=50,
         block_size=16,
         prefixes=prefixes,
@@ -59,7 +59,7 @@ def test_the_answer_is_cut_at_what_may_be_generated() -> None:
     cut = Candidate(
         0,
         Arrival(0.0, 10, 900),
-        terms=Terms(),
+        scheduling=SchedulingParameters(),
         max_new_tokens=50,
         block_size=16,
         prefixes=PrefixNames(),

@@ -11,7 +11,7 @@ import pytest
 from millrace_router.errors import SizeError, ValidationError
 from millrace_router.request.limits import Limits
 from millrace_router.request.parameters import GenerateParameters, GenerateRequest, OpenAIParameters
-from millrace_router.request.request import Grammar, GrammarKind, Terms
+from millrace_router.request.request import Grammar, GrammarKind, SchedulingParameters
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.validation.validator import Validator, check_best_of, check_stream
 from millrace_testing.router.edge import (
@@ -274,13 +274,13 @@ async def test_truncated_prompts_count_by_what_is_left() -> None:
 
 
 async def test_a_check_trusts_and_refuses_as_a_validation_does() -> None:
-    terms = Terms(priority=1)
+    scheduling = SchedulingParameters(priority=1)
     request = GenerateRequest(inputs="a b", parameters=GenerateParameters(seed=1))
     validator = new_validator()
-    checked = await validator.check(request, terms=terms)
-    assert checked == await validator.validate(request, terms=terms)
-    assert checked.request.terms == terms
-    assert (await validator.validate(request)).request.terms == Terms()
+    checked = await validator.check(request, scheduling=scheduling)
+    assert checked == await validator.validate(request, scheduling=scheduling)
+    assert checked.request.scheduling == scheduling
+    assert (await validator.validate(request)).request.scheduling == SchedulingParameters()
     for broken, message in RULES:
         inputs, parameters = str(broken.get("inputs", "hello")), dict(broken)
         parameters.pop("inputs", None)

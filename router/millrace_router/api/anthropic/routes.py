@@ -27,7 +27,7 @@ from millrace_router.server.access_log import REQUEST_ID, watch
 from millrace_router.server.bodies import json_response, read_model, to_model
 from millrace_router.server.headers import answer_headers, form_of
 from millrace_router.server.idempotent_route import keyed
-from millrace_router.server.request_terms import counting_refusals, terms_of
+from millrace_router.server.request_start import counting_refusals, scheduling_of
 from millrace_router.server.services import SERVICES, Services
 from millrace_router.server.sse import respond
 
@@ -56,10 +56,10 @@ async def messages(request: web.Request) -> web.StreamResponse:
     body = await read_model(request, MessagesRequest)
     with counting_refusals(services.metrics):
         turn = await _turn_of(services, body)
-        terms = terms_of(request, turn.asked.parameters)
+        scheduling = scheduling_of(request, turn.asked.parameters)
     head = MessageHead(model=model_name(services, body.model))
     async with await services.infer.start(
-        turn.asked, terms=terms, add_special_tokens=False
+        turn.asked, scheduling=scheduling, add_special_tokens=False
     ) as generation:
         watch(request, generation)
         if not body.stream:

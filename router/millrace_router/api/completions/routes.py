@@ -25,7 +25,7 @@ from millrace_router.request.token_stream import read_tokens
 from millrace_router.server.access_log import watch
 from millrace_router.server.bodies import json_response, read_model
 from millrace_router.server.headers import answer_headers, form_of, sum_of_times
-from millrace_router.server.request_terms import counting_refusals, terms_of
+from millrace_router.server.request_start import counting_refusals, scheduling_of
 from millrace_router.server.services import SERVICES, Services
 from millrace_router.server.sse import respond
 
@@ -45,7 +45,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         if len(body.prompts) > services.limits.max_client_batch_size:
             raise BatchSizeExceeded(services.limits.max_client_batch_size)
         parameters = body.parameters(strict_tgi=strict_tgi)
-        terms = terms_of(request, parameters)
+        scheduling = scheduling_of(request, parameters)
     head = AnswerHead(
         "text_completion",
         "cmpl",
@@ -58,7 +58,9 @@ async def completions(request: web.Request) -> web.StreamResponse:
         samples: list[Sample] = []
         for prompt in body.prompts:
             asked = PromptRequest.of(prompt, parameters)
-            generations = await services.infer.start_samples(asked, body.num_samples, terms=terms)
+            generations = await services.infer.start_samples(
+                asked, body.num_samples, scheduling=scheduling
+            )
             for generation in generations:
                 cleanup.callback(generation.close)
             echo = await echo_of(services.tokenizer, prompt) if body.echo else None

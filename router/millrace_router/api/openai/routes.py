@@ -28,7 +28,7 @@ from millrace_router.errors import UnknownModel
 from millrace_router.server.access_log import watch
 from millrace_router.server.bodies import json_response, read_model
 from millrace_router.server.headers import answer_headers, form_of, sum_of_times
-from millrace_router.server.request_terms import counting_refusals, terms_of
+from millrace_router.server.request_start import counting_refusals, scheduling_of
 from millrace_router.server.services import SERVICES, Services
 from millrace_router.server.sse import respond
 
@@ -77,11 +77,11 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     body = await read_model(request, ChatCompletionRequest)
     with counting_refusals(services.metrics):
         turn = await prepare_chat(services, body)
-        terms = terms_of(request, turn.asked.parameters)
+        scheduling = scheduling_of(request, turn.asked.parameters)
     answers = _answers(services, body)
     with ExitStack() as cleanup:
         generations = await services.infer.start_samples(
-            turn.asked, body.num_choices, terms=terms, add_special_tokens=False
+            turn.asked, body.num_choices, scheduling=scheduling, add_special_tokens=False
         )
         for generation in generations:
             cleanup.callback(generation.close)

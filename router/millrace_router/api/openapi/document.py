@@ -21,7 +21,7 @@ from millrace_router.api.openai.protocol import OpenAIErrorResponseJson, StreamE
 from millrace_router.api.openapi.operation import Operation
 from millrace_router.api.openapi.operations import OPERATIONS
 from millrace_router.api.tgi.info import ErrorResponseJson
-from millrace_router.request.terms import (
+from millrace_router.request.scheduling import (
     API_KEY_HEADER,
     MAX_PRIORITY,
     MAX_QUEUE_HEADER,

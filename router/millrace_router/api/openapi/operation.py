@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-from millrace_router.request.terms import MAX_QUEUE_HEADER, PRIORITY_HEADER, TENANT_HEADER
+from millrace_router.request.scheduling import MAX_QUEUE_HEADER, PRIORITY_HEADER, TENANT_HEADER
 from millrace_router.server.idempotency import KEY_HEADER, LAST_EVENT_HEADER
 
 PLAIN = "text/plain"
@@ -39,9 +39,9 @@ MESSAGING = (
 )
 """`ADMITTING` with the statuses that Anthropic has."""
 
-TERMS = (PRIORITY_HEADER, TENANT_HEADER, MAX_QUEUE_HEADER)
-"""On which terms a request is to be served."""
-KEYED = (*TERMS, KEY_HEADER, LAST_EVENT_HEADER)
+SCHEDULING = (PRIORITY_HEADER, TENANT_HEADER, MAX_QUEUE_HEADER)
+"""Headers of the scheduling parameters."""
+KEYED = (*SCHEDULING, KEY_HEADER, LAST_EVENT_HEADER)
 """What a request that may be sent again can say, besides."""
 
 

@@ -29,7 +29,7 @@ from millrace_router.api.openapi.operation import (
     KEYED,
     MESSAGING,
     READING,
-    TERMS,
+    SCHEDULING,
     Operation,
 )
 from millrace_router.api.openapi.platform_operations import PLATFORM_OPERATIONS
@@ -203,7 +203,7 @@ OPERATIONS = (
         body=GenerateRequest | ChatCompletionRequest | CompletionRequest,
         answer=EstimateJson,
         failures=(*READING, HTTPStatus.SERVICE_UNAVAILABLE),
-        headers=TERMS,
+        headers=SCHEDULING,
     ),
     Operation(
         method="get",

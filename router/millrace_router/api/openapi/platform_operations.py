@@ -5,7 +5,13 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import Any
 
-from millrace_router.api.openapi.operation import GENERATING, KEYED, PREDICTING, TERMS, Operation
+from millrace_router.api.openapi.operation import (
+    GENERATING,
+    KEYED,
+    PREDICTING,
+    SCHEDULING,
+    Operation,
+)
 from millrace_router.api.platforms.kserve import (
     KserveLiveJson,
     KserveModelJson,
@@ -48,7 +54,7 @@ def _inferred(path: str, id_: str) -> Operation:
         body=KserveRequest,
         answer=KserveResponseJson,
         failures=PREDICTING,
-        headers=TERMS,
+        headers=SCHEDULING,
     )
 
 
@@ -73,7 +79,7 @@ PLATFORM_OPERATIONS = (
         body=VertexRequest,
         answer=VertexResponse,
         failures=PREDICTING,
-        headers=TERMS,
+        headers=SCHEDULING,
     ),
     _told("/v2", "kserve_server_metadata", "What this server is, for KServe", KserveServerJson),
     _told("/v2/health/live", "kserve_health_live", "Whether the router runs", KserveLiveJson),

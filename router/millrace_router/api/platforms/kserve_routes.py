@@ -21,7 +21,7 @@ from millrace_router.api.tgi.routes import generated
 from millrace_router.errors import RouterError
 from millrace_router.request.parameters import GenerateParameters, GenerateRequest
 from millrace_router.server.bodies import json_response, read_model
-from millrace_router.server.request_terms import counting_refusals, terms_of
+from millrace_router.server.request_start import counting_refusals, scheduling_of
 from millrace_router.server.services import SERVICES, Services
 from millrace_router.version import VERSION
 
@@ -90,7 +90,7 @@ async def infer(request: web.Request) -> web.StreamResponse:
     with counting_refusals(services.metrics):
         texts = _texts(body, services)
         # Where there is no prompt, nobody else looks at them.
-        terms_of(request, body.parameters)
+        scheduling_of(request, body.parameters)
     prompts = [text for tensor in texts for text in tensor]
     answers = iter(await together([_answer(request, text, body.parameters) for text in prompts]))
     outputs = [

@@ -25,10 +25,10 @@ from millrace_router.api.tgi.probes import health
 from millrace_router.api.tgi.routes import generated
 from millrace_router.errors import RouterError, ValidationError
 from millrace_router.request.parameters import GenerateParameters, GenerateRequest
-from millrace_router.request.request import Terms
+from millrace_router.request.request import SchedulingParameters
 from millrace_router.server.access_log import watch
 from millrace_router.server.bodies import json_response, read_model
-from millrace_router.server.request_terms import counting_refusals, terms_of
+from millrace_router.server.request_start import counting_refusals, scheduling_of
 from millrace_router.server.services import SERVICES, Services
 
 PATH = "/vertex"
@@ -78,8 +78,8 @@ async def _predict(request: web.Request, instance: VertexInstance) -> str:
     if isinstance(instance, ChatCompletionRequest):
         with counting_refusals(services.metrics):
             turn = await prepare_chat(services, instance)
-            terms = terms_of(request, turn.asked.parameters)
-        predicting = _chat(request, instance, turn, terms)
+            scheduling = scheduling_of(request, turn.asked.parameters)
+        predicting = _chat(request, instance, turn, scheduling)
     else:
         predicting = _text(request, instance)
     try:
@@ -103,12 +103,15 @@ async def _text(request: web.Request, instance: GenerateVertexInstance) -> str:
 
 
 async def _chat(
-    request: web.Request, body: ChatCompletionRequest, turn: PreparedChat, terms: Terms
+    request: web.Request,
+    body: ChatCompletionRequest,
+    turn: PreparedChat,
+    scheduling: SchedulingParameters,
 ) -> str:
     """What the assistant says; calls of tools, which are no text, as the JSON of the whole message."""
     services = request.app[SERVICES]
     async with await services.infer.start(
-        turn.asked, terms=terms, add_special_tokens=False
+        turn.asked, scheduling=scheduling, add_special_tokens=False
     ) as generation:
         watch(request, generation)
         pieces = await deltas_of(generation, turn.text())

@@ -12,7 +12,7 @@ from millrace_router.errors import BodyShapeError, ValidationError
 from millrace_router.request.parameters import GenerateRequest
 from millrace_router.request.prompt import PromptRequest
 from millrace_router.server.bodies import json_response, read_json, to_model
-from millrace_router.server.request_terms import terms_of
+from millrace_router.server.request_start import scheduling_of
 from millrace_router.server.services import SERVICES, Services
 
 KEYS = ("inputs", "messages", "prompt")
@@ -28,7 +28,7 @@ async def estimate(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     asked, is_chat = await _read(services, await read_json(request))
     appraisal = await services.infer.estimate(
-        asked, terms=terms_of(request, asked.parameters), add_special_tokens=not is_chat
+        asked, scheduling=scheduling_of(request, asked.parameters), add_special_tokens=not is_chat
     )
     return json_response(estimate_json(appraisal))
 

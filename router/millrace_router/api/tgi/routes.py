@@ -26,7 +26,7 @@ from millrace_router.server.bodies import json_response, read_json, read_model, 
 from millrace_router.server.generation_stream import GenerationStream
 from millrace_router.server.headers import answer_headers, form_of
 from millrace_router.server.idempotent_route import keyed
-from millrace_router.server.request_terms import counting_refusals, terms_of
+from millrace_router.server.request_start import counting_refusals, scheduling_of
 from millrace_router.server.services import SERVICES, Services
 from millrace_router.server.sse import error_event, respond
 from millrace_router.server.sse import event as framed
@@ -87,8 +87,8 @@ async def generated(
     """Generate to the end, as `/generate` does; raises RouterError."""
     services = request.app[SERVICES]
     with counting_refusals(services.metrics):
-        terms = terms_of(request, body.parameters)
-    collected = await services.infer.generate(body, terms=terms)
+        scheduling = scheduling_of(request, body.parameters)
+    collected = await services.infer.generate(body, scheduling=scheduling)
     watch(request, collected)
     answer: GenerateResponse = {"generated_text": _full_text(body, collected)}
     if body.parameters.details or body.parameters.decoder_input_details:
@@ -139,8 +139,8 @@ def _headers(request: web.Request, collected: Collected) -> dict[str, str]:
 async def _stream(request: web.Request, body: GenerateRequest) -> web.StreamResponse:
     services = request.app[SERVICES]
     with counting_refusals(services.metrics):
-        terms = terms_of(request, body.parameters)
-    async with await services.infer.start(body, terms=terms) as generation:
+        scheduling = scheduling_of(request, body.parameters)
+    async with await services.infer.start(body, scheduling=scheduling) as generation:
         watch(request, generation)
         form = form_of(
             services,

@@ -497,7 +497,7 @@ async def test_terms_come_from_headers_and_body(path: str, *, stream: bool) -> N
     async with served(generations([END], [END]), fairness="tenant") as edge:
         await edge.post(path, body, headers=headers)
         await edge.post(path, {**body, "priority": -10}, headers=headers)
-        first, second = (request.terms for request in edge.batcher.requests)
+        first, second = (request.scheduling for request in edge.batcher.requests)
         status, answer, _ = await edge.post(path, {**body, "priority": 11})
         assert (status, answer["error_type"]) == (422, "validation")
         assert "`priority` must be an integer" in answer["error"]["message"]

@@ -22,7 +22,7 @@ from millrace_router.prediction.cost import COEFFICIENTS, CostModel
 from millrace_router.prediction.estimate import Estimate
 from millrace_router.prediction.forecast import Prediction
 from millrace_router.request.request import ValidRequest
-from millrace_router.request.terms import PRIORITY_HEADER
+from millrace_router.request.scheduling import PRIORITY_HEADER
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.server import bodies
 from millrace_testing.contract.openapi import (

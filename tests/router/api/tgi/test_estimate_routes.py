@@ -17,7 +17,7 @@ from millrace_router.prediction.forecast import Prediction
 from millrace_router.prediction.step_load import StepLoad
 from millrace_router.request.block_hashes import BlockHashes
 from millrace_router.request.parameters import GenerateParameters, GenerateRequest
-from millrace_router.request.request import Terms, ValidRequest
+from millrace_router.request.request import SchedulingParameters, ValidRequest
 from millrace_testing.router.edge import UNKNOWN, Edge, limits_with, play, serving
 from millrace_testing.router.fake_router import DirectShards, new_batcher
 from millrace_testing.shards.fake_shard import FakeShard
@@ -164,9 +164,9 @@ async def test_terms_count() -> None:
         await edge.post(URL, {"inputs": "a " * 9}, headers=headers)
         await edge.post(URL, {"prompt": "a", "priority": -2})
         status, answer, _ = await edge.post(URL, ASKED, headers={"x-priority": "x"})
-        terms = [request.terms for request in edge.batcher.estimated]
-    mine = Terms(priority=3, tenant="me", max_queue_seconds=2.0)
-    assert terms == [mine, mine, Terms(priority=-2, max_queue_seconds=9.0)]
+        scheduling = [request.scheduling for request in edge.batcher.estimated]
+    mine = SchedulingParameters(priority=3, tenant="me", max_queue_seconds=2.0)
+    assert scheduling == [mine, mine, SchedulingParameters(priority=-2, max_queue_seconds=9.0)]
     assert (status, answer["error_type"]) == (422, "validation")
 
 

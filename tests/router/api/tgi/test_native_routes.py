@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 import pytest
 
-from millrace_router.request.request import Terms, ValidRequest
+from millrace_router.request.request import SchedulingParameters, ValidRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.text.tokenizer import SPANS_AT_ONCE, Tokenizer, TokenSpan
 from millrace_testing.router.edge import echo, finished, limits_with, play, serving, token_event
@@ -84,17 +84,17 @@ async def test_terms_come_from_headers_and_body(path: str) -> None:
         await edge.post(path, ASKED, headers=headers)
         await edge.post(path, with_parameters(priority=7), headers=headers)
         await edge.post(path, ASKED)
-        assert [request.terms for request in edge.batcher.requests] == [
-            Terms(priority=-3, tenant="me", max_queue_seconds=1.5),
-            Terms(priority=7, tenant="me", max_queue_seconds=1.5),
-            Terms(),
+        assert [request.scheduling for request in edge.batcher.requests] == [
+            SchedulingParameters(priority=-3, tenant="me", max_queue_seconds=1.5),
+            SchedulingParameters(priority=7, tenant="me", max_queue_seconds=1.5),
+            SchedulingParameters(),
         ]
     async with serving(max_queue_wait=2.0) as edge:
         await edge.post(path, ASKED, headers=headers)
         await edge.post(path, ASKED)
-        assert [request.terms for request in edge.batcher.requests] == [
-            Terms(priority=-3, max_queue_seconds=1.5),
-            Terms(max_queue_seconds=2.0),
+        assert [request.scheduling for request in edge.batcher.requests] == [
+            SchedulingParameters(priority=-3, max_queue_seconds=1.5),
+            SchedulingParameters(max_queue_seconds=2.0),
         ]
 
 

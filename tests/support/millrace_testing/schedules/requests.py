@@ -10,7 +10,7 @@ from millrace_router.request.request import (
     Grammar,
     GrammarKind,
     SamplingParameters,
-    Terms,
+    SchedulingParameters,
     ValidRequest,
 )
 from millrace_router.scheduler.budgets import Budgets
@@ -67,7 +67,7 @@ def valid_requests(draw: st.DrawFn, *, longest: int, capacity: int, eos_every: i
         prompt_top_n_tokens=draw(st.integers(0, 2)),
         min_new_tokens=draw(st.sampled_from([0, 0, 3])),
         grammar=draw(st.sampled_from([None, None, None, ANY_TEXT])),
-        terms=Terms(
+        scheduling=SchedulingParameters(
             priority=draw(st.sampled_from([-10, 0, 0, 10])),
             tenant=draw(st.sampled_from(["", "", "other"])),
         ),

@@ -11,7 +11,7 @@ from typing import Any
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.late_planning import LEAD_SECONDS, MOST
 from millrace_router.request.acceptance import Acceptance
-from millrace_router.request.request import Terms
+from millrace_router.request.request import SchedulingParameters
 from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.step_plan import StepPlan
 from millrace_router.simulator.candidate import Arrival
@@ -28,7 +28,7 @@ class SlowCandidate:
     block_size: int
     admitted_at: float | None = None
     token_times: list[float] = field(default_factory=list)
-    terms: Terms = field(default_factory=Terms)
+    scheduling: SchedulingParameters = field(default_factory=SchedulingParameters)
     num_preemptions: int = 0
     closed: bool = False
     wants_prompt_logprobs: bool = False
@@ -45,7 +45,7 @@ class SlowCandidate:
 
     @property
     def tenant(self) -> str:
-        return self.terms.tenant
+        return self.scheduling.tenant
 
     @property
     def num_generated(self) -> int:

@@ -10,25 +10,25 @@ from hypothesis import strategies as st
 from multidict import CIMultiDict
 
 from millrace_router.errors import QueueTooLong, ValidationError
-from millrace_router.request.request import Terms
-from millrace_router.request.terms import tenant_of, terms_from
+from millrace_router.request.request import SchedulingParameters
+from millrace_router.request.scheduling import scheduling_from, tenant_of
 
 
-def terms(priority: int | None = None, **headers: str) -> Terms:
-    """Terms without tenants; `x_priority` stands for `x-priority`."""
+def scheduling(priority: int | None = None, **headers: str) -> SchedulingParameters:
+    """Scheduling parameters without tenants; `x_priority` stands for `x-priority`."""
     given_headers = {name.replace("_", "-"): value for name, value in headers.items()}
-    return terms_from(given_headers, priority, by_tenant=False)
+    return scheduling_from(given_headers, priority, by_tenant=False)
 
 
 def test_whoever_says_nothing_gets_the_defaults() -> None:
-    assert terms() == Terms()
+    assert scheduling() == SchedulingParameters()
 
 
 @pytest.mark.parametrize(
     ("text", "priority"), [("0", 0), ("10", 10), ("-10", -10), ("+7", 7), ("007", 7), ("-0", 0)]
 )
 def test_priorities(text: str, priority: int) -> None:
-    assert terms(x_priority=text).priority == priority
+    assert scheduling(x_priority=text).priority == priority
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_priorities(text: str, priority: int) -> None:
 )
 def test_other_priorities_are_refused(text: str) -> None:
     with pytest.raises(ValidationError, match="`x-priority` must be an integer from"):
-        terms(x_priority=text)
+        scheduling(x_priority=text)
 
 
 @given(st.text(max_size=5))
@@ -49,37 +49,37 @@ def test_a_priority_is_accepted_just_if_it_is_one(text: str) -> None:
         for sign in ("", "+", "-")
     }
     if text in accepted:
-        assert terms(x_priority=text).priority == int(text)
+        assert scheduling(x_priority=text).priority == int(text)
     else:
         with pytest.raises(ValidationError):
-            terms(x_priority=text)
+            scheduling(x_priority=text)
 
 
 def test_a_body_s_priority_beats_the_header_s() -> None:
-    assert terms(-4, x_priority="5").priority == -4
-    assert terms(0, x_priority="5").priority == 0
+    assert scheduling(-4, x_priority="5").priority == -4
+    assert scheduling(0, x_priority="5").priority == 0
     # What does not count is not looked at.
-    assert terms(1, x_priority="high").priority == 1
+    assert scheduling(1, x_priority="high").priority == 1
 
 
 @pytest.mark.parametrize("priority", [-11, 11, 10**30])
 def test_a_body_s_priority_has_the_same_bounds(priority: int) -> None:
     message = f"`priority` must be an integer from -10 to 10. Given: {priority}"
     with pytest.raises(ValidationError, match=re.escape(message)):
-        terms(priority)
-    assert terms(10).priority == 10
-    assert terms(-10).priority == -10
+        scheduling(priority)
+    assert scheduling(10).priority == 10
+    assert scheduling(-10).priority == -10
 
 
 def test_deadlines_are_seconds() -> None:
-    assert terms(x_max_queue_ms="1").max_queue_seconds == 0.001
-    assert terms(x_max_queue_ms="02500").max_queue_seconds == 2.5
+    assert scheduling(x_max_queue_ms="1").max_queue_seconds == 0.001
+    assert scheduling(x_max_queue_ms="02500").max_queue_seconds == 2.5
 
 
 @pytest.mark.parametrize("text", ["0", "000", "-1", "+1", "1.5", "", "soon", "9" * 13, "\udcff"])
 def test_other_deadlines_are_refused(text: str) -> None:
     with pytest.raises(ValidationError, match="`x-max-queue-ms` must be a positive") as caught:
-        terms(x_max_queue_ms=text)
+        scheduling(x_max_queue_ms=text)
     str(caught.value).encode()
 
 
@@ -91,14 +91,16 @@ def test_nobody_waits_longer_than_the_server_allows(
     asked: str | None, allowed: float | None, deadline: float
 ) -> None:
     headers = {} if asked is None else {"x-max-queue-ms": asked}
-    terms = terms_from(headers, None, by_tenant=False, max_queue_seconds=allowed)
-    assert terms.max_queue_seconds == deadline
+    scheduling = scheduling_from(headers, None, by_tenant=False, max_queue_seconds=allowed)
+    assert scheduling.max_queue_seconds == deadline
 
 
 def test_tenants_count_only_where_they_are_asked_for() -> None:
     headers = CIMultiDict({"X-Tenant": "a", "Authorization": "Bearer k", "X-Priority": "3"})
-    assert terms_from(headers, None, by_tenant=False) == Terms(priority=3)
-    assert terms_from(headers, None, by_tenant=True) == Terms(priority=3, tenant="a")
+    assert scheduling_from(headers, None, by_tenant=False) == SchedulingParameters(priority=3)
+    assert scheduling_from(headers, None, by_tenant=True) == SchedulingParameters(
+        priority=3, tenant="a"
+    )
 
 
 def test_a_tenant_is_a_name_or_else_a_key_that_cannot_be_read_back() -> None:

@@ -1,4 +1,4 @@
-"""On which terms a request is to be served: from its headers, and from what its body says itself."""
+"""Reads the scheduling parameters of a request from its headers and its body."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from hashlib import blake2b
 
 from millrace_router.errors import ValidationError
-from millrace_router.request.request import Terms
+from millrace_router.request.request import SchedulingParameters
 
 API_KEY_HEADER = "x-api-key"
 """Where Anthropic's clients put what all others send as a bearer token."""
@@ -17,20 +17,20 @@ MAX_QUEUE_HEADER = "x-max-queue-ms"
 MAX_PRIORITY = 10
 """Priorities reach from minus this to this."""
 MAX_QUEUE_MS = 10**12 - 1
-DEFAULT_TERMS = Terms()
+DEFAULT_SCHEDULING = SchedulingParameters()
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,9}")
 _MILLISECONDS = re.compile(r"0*[1-9][0-9]{0,11}")
 
 
-def terms_from(
+def scheduling_from(
     headers: Mapping[str, str],
     priority: int | None,
     *,
     by_tenant: bool,
     max_queue_seconds: float | None = None,
-) -> Terms:
-    """Read the terms; `headers` ignore case, and a body's `priority` beats the header's.
+) -> SchedulingParameters:
+    """Read the scheduling parameters; `headers` ignore case, and a body's `priority` beats the header's.
 
     Whoever would wait for longer than the server allows, `max_queue_seconds`, gets that for a deadline.
 
@@ -38,7 +38,7 @@ def terms_from(
         ValidationError: a priority is none from -10 to 10, or the deadline no positive number of milliseconds.
 
     """
-    return Terms(
+    return SchedulingParameters(
         priority=_priority_of(headers) if priority is None else _checked("`priority`", priority),
         tenant=tenant_of(headers) if by_tenant else "",
         max_queue_seconds=_sooner(_max_queue_seconds(headers), max_queue_seconds),

@@ -9,8 +9,8 @@ from aiohttp import web
 
 from millrace_router.errors import RouterError
 from millrace_router.request.parameters import GenerateParameters
-from millrace_router.request.request import Terms
-from millrace_router.request.terms import terms_from
+from millrace_router.request.request import SchedulingParameters
+from millrace_router.request.scheduling import scheduling_from
 from millrace_router.server.services import SERVICES
 from millrace_router.telemetry.metrics import Metrics
 
@@ -27,10 +27,10 @@ def counting_refusals(metrics: Metrics) -> Iterator[None]:
         raise
 
 
-def terms_of(request: web.Request, parameters: GenerateParameters) -> Terms:
-    """On which terms it is to be served; raises ValidationError."""
+def scheduling_of(request: web.Request, parameters: GenerateParameters) -> SchedulingParameters:
+    """Read the scheduling parameters; raises ValidationError."""
     config = request.app[SERVICES].config
-    return terms_from(
+    return scheduling_from(
         request.headers,
         parameters.priority,
         by_tenant=config.fairness == "tenant",
