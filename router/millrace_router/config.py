@@ -80,7 +80,9 @@ class RouterConfig(BaseSettings):
     )
     model_id: str = Field(default="", description="Name to report; the folder's name when absent.")
     tokenizer_name: str | None = Field(
-        default=None, description="Local folder to take as --model-folder when that is absent."
+        default=None,
+        description="Local folder, or name of a model in the local cache of the Hugging Face hub, to take as"
+        " --model-folder when that is absent.",
     )
     revision: str | None = Field(
         default=None, description="Commit of the model, reported as `model_sha` in /info."
@@ -345,6 +347,14 @@ class RouterConfig(BaseSettings):
                 flag = "--" + "-".join(map(str, problem["loc"])).replace("_", "-")
                 sys.stderr.write(f"error: {flag}: {problem['msg']}\n")
             raise SystemExit(2) from None
+
+    @property
+    def hub_cache(self) -> Path:
+        """The hub's local cache, by the variables that its client and TGI read."""
+        given = {name: value for name, value in os.environ.items() if value}
+        home = given.get("HF_HOME") or f"{given.get('XDG_CACHE_HOME', '~/.cache')}/huggingface"
+        cache = given.get("HF_HUB_CACHE") or given.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
+        return Path(cache).expanduser()
 
     @model_validator(mode="before")
     @classmethod

@@ -6,6 +6,7 @@ import asyncio
 import os
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import structlog
 
@@ -38,6 +39,7 @@ from millrace_router.telemetry.metrics import Metrics
 from millrace_router.telemetry.request_file import RequestFile
 from millrace_router.telemetry.request_log import RequestLog
 from millrace_router.text.chat_template import ChatTemplate
+from millrace_router.text.hub_cache import find_snapshot
 from millrace_router.text.model_files import ModelFiles, ModelFilesError
 from millrace_router.text.tokenizer import Tokenizer, TokenizerError
 from millrace_router.tool_calls.formats import format_of
@@ -82,6 +84,7 @@ async def start(config: RouterConfig) -> Running:
     """Bring everything up but the HTTP listener; raises StartupError."""
     check_arguments(config)
     try:
+        config = _with_model_folder(config)
         files = ModelFiles.load(
             config.model_folder, tokenizer_config_path=config.tokenizer_config_path
         )
@@ -130,6 +133,15 @@ async def start(config: RouterConfig) -> Running:
         shards=shards,
         supervisor_task=supervisor_task,
     )
+
+
+def _with_model_folder(config: RouterConfig) -> RouterConfig:
+    """Look up a --tokenizer-name that is no folder in the hub's cache. Raises ModelFilesError."""
+    name = config.tokenizer_name
+    if name is None or Path(name) != config.model_folder or config.model_folder.is_dir():
+        return config
+    folder = find_snapshot(name, revision=config.revision, cache=config.hub_cache)
+    return config.model_copy(update={"model_folder": folder, "revision": folder.name})
 
 
 def _request_file(config: RouterConfig) -> RequestFile | None:

@@ -66,7 +66,10 @@ class ShardConfig(BaseSettings):
     )
 
     model_folder: CliPositionalArg[Path] = Field(
-        description="Local folder with config.json and safetensors, as download-weights prints it."
+        description="Local folder with config.json and safetensors, or name of a model on the Hugging Face hub."
+    )
+    revision: str | None = Field(
+        default=None, description="Branch, tag or commit of a model on the hub."
     )
 
     uds_path: str = Field(
@@ -94,6 +97,10 @@ class ShardConfig(BaseSettings):
         default=0, ge=0, description="This shard's place in its tensor-parallel group."
     )
     world_size: int = Field(default=1, ge=1, description="Shards in the group.")
+    sharded: bool = Field(
+        default=False,
+        description="Refuse to start unless rank, world size, and master's address and port are set.",
+    )
     master_addr: str = Field(
         default="localhost", description="Where the group meets (torch.distributed)."
     )
@@ -147,7 +154,16 @@ class ShardConfig(BaseSettings):
     )
 
     trust_remote_code: bool = Field(
-        default=False, description="Accepted; code from a model repository is never run."
+        default=False, description="No effect: code from a model repository is never run."
+    )
+    max_input_tokens: int | None = Field(
+        default=None, ge=1, description="No effect: the router limits prompts."
+    )
+    otlp_endpoint: str | None = Field(
+        default=None, description="No effect: traces are not exported yet."
+    )
+    otlp_service_name: str | None = Field(
+        default=None, description="No effect: traces are not exported yet."
     )
     quantize: Quantization | None = Field(
         default=None,
@@ -202,6 +218,14 @@ class ShardConfig(BaseSettings):
 
     json_output: bool = Field(default=False, description="Logs as JSON, one object a line.")
     log_level: LogLevel = Field(default="info", description="Least severity that is logged.")
+    logger_level: LogLevel | None = Field(
+        default=None, description="TGI's name of --log-level, which it beats."
+    )
+
+    @property
+    def threshold(self) -> LogLevel:
+        """The least severity that is logged, by either name."""
+        return self.logger_level or self.log_level
 
     @property
     def socket_path(self) -> Path:
@@ -245,19 +269,27 @@ class ShardConfig(BaseSettings):
         word = value.strip().lower()
         return {"true": "on", "1": "on", "false": "off", "0": "off"}.get(word, word)
 
-    @field_validator("log_level", mode="before")
+    @field_validator("log_level", "logger_level", mode="before")
     @classmethod
     def _narrow_log_level(cls, value: object) -> object:
-        """Map TGI's level words, and filter directives that name no level, onto ours."""
-        if not isinstance(value, str):
-            return value
-        word = value.strip().lower()
-        word = {"warn": "warning", "critical": "error"}.get(word, word)
-        return word if word in ("trace", "debug", "info", "warning", "error") else "info"
+        return log_level(value)
 
     @model_validator(mode="after")
     def _check_rank(self) -> Self:
+        if self.sharded:
+            for name in ("rank", "world_size", "master_addr", "master_port"):
+                if name not in self.model_fields_set:
+                    raise ValueError(f"{name.upper()} must be set when sharded is True")
         if self.rank >= self.world_size:
             msg = f"`rank`({self.rank}) must be < `world_size`({self.world_size})"
             raise ValueError(msg)
         return self
+
+
+def log_level(value: object) -> object:
+    """Map TGI's level words, and filter directives that name no level, onto ours."""
+    if not isinstance(value, str):
+        return value
+    word = value.strip().lower()
+    word = {"warn": "warning", "success": "info", "critical": "error"}.get(word, word)
+    return word if word in ("trace", "debug", "info", "warning", "error") else "info"

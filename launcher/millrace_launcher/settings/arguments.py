@@ -24,7 +24,17 @@ Config = TypeVar("Config", bound=BaseSettings)
 
 # Stand-ins until the model is resolved and the shards are counted; torchrun and others export RANK too.
 ROUTER_LATER = {"model_folder": Path()}
-SHARD_LATER = {"model_folder": Path(), "rank": 0, "world_size": 1}
+SHARD_LATER = {
+    "model_folder": Path(),
+    "revision": None,
+    "rank": 0,
+    "world_size": 1,
+    "sharded": False,
+    "max_input_tokens": None,
+    "otlp_endpoint": None,
+    "otlp_service_name": None,
+    "logger_level": None,
+}
 GROUPS = {
     "launcher": "Model and processes (launcher)",
     "router": "Requests, batching and HTTP (router)",

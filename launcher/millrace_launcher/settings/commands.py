@@ -74,6 +74,7 @@ class Commands:
                 "draft_model": None if draft is None else str(draft),
                 "cpu_threads": self.threads.threads,
                 "max_total_tokens": self.settings.router.max_total_tokens,
+                "trust_remote_code": False,
                 "json_output": True,
                 "log_level": self.settings.launcher.log_level,
             }

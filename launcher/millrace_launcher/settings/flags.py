@@ -50,9 +50,15 @@ WIRING: Mapping[str, frozenset[str]] = {
             "allow_insecure_tcp",
             "rank",
             "world_size",
+            "sharded",
+            "revision",
+            "max_input_tokens",
             "max_total_tokens",
+            "otlp_endpoint",
+            "otlp_service_name",
             "json_output",
             "log_level",
+            "logger_level",
         }
     ),
 }

@@ -1,4 +1,4 @@
-"""`download-weights`: a model's name to a local folder, and that of what guesses for it to another."""
+"""`download-weights`: resolve the names of a model and its draft model to local folders."""
 
 from __future__ import annotations
 
@@ -8,52 +8,26 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
 
+from millrace_shard.config import log_level
 from millrace_shard.errors import ModelError
+from millrace_shard.logs import configure
 from millrace_shard.model_loader.hub import HubSettings
 from millrace_shard.speculation.checkpoints import Checkpoints
+
+SAFETENSORS = ".safetensors"
 
 log = logging.getLogger(__name__)
 
 
-class _JsonLines(logging.Formatter):
-    """The line format that the launcher relays."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = {
-            "timestamp": datetime.fromtimestamp(record.created, tz=UTC).isoformat(),
-            "level": record.levelname,
-            "fields": {"message": record.getMessage()},
-            "target": record.name,
-        }
-        return json.dumps(line)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Resolve what the command line names; the last line of stdout is a JSON object with `model_folder`.
+    """Print a JSON object as the last line of stdout: `model_folder`, and `draft_folder` where there is a draft model.
 
-    And with `draft_folder` where something guesses for that model.
+    Returns 1 after an error in the log when a name cannot be resolved.
     """
-    parser = argparse.ArgumentParser(prog="millrace-shard download-weights", description=__doc__)
-    parser.add_argument("model_id", help="a folder or a name on the hub")
-    parser.add_argument("--revision", default=os.environ.get("REVISION") or None)
-    parser.add_argument("--draft-model", help="what guesses ahead: a folder or a name on the hub")
-    parser.add_argument("--json-output", action="store_true", help="logs as JSON lines")
-    # TGI's flags of this command that change nothing here.
-    parser.add_argument("--extension", default=".safetensors", help=argparse.SUPPRESS)
-    parser.add_argument("--logger-level", default="INFO", help=argparse.SUPPRESS)
-    for flag in ("--trust-remote-code", "--merge-lora"):
-        parser.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args(argv)
-
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(
-        _JsonLines() if arguments.json_output else logging.Formatter("%(message)s")
-    )
-    package = logging.getLogger("millrace_shard")
-    package.setLevel(logging.INFO)
-    package.addHandler(handler)
+    arguments = _parser().parse_args(argv)
+    configure(arguments.logger_level, json_output=arguments.json_output)
+    _say_what_has_no_effect(arguments)
     try:
         found = Checkpoints.find(
             arguments.model_id,
@@ -64,11 +38,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModelError as error:
         log.error("%s", error)  # noqa: TRY400
         return 1
-    finally:
-        package.removeHandler(handler)
     folders = {"model_folder": str(found.model)}
     if found.draft is not None:
         folders["draft_folder"] = str(found.draft)
     sys.stdout.write(json.dumps(folders) + "\n")
     sys.stdout.flush()
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="millrace-shard download-weights", description=__doc__)
+    parser.add_argument("model_id", help="a folder or a name on the hub")
+    parser.add_argument("--revision", default=os.environ.get("REVISION") or None)
+    parser.add_argument("--draft-model", help="draft model: a folder or a name on the hub")
+    parser.add_argument("--json-output", action="store_true", help="logs as JSON lines")
+    parser.add_argument(
+        "--logger-level", default="info", type=log_level, help="least severity that is logged"
+    )
+    # TGI's flags of this command that have no effect here.
+    parser.add_argument("--extension", default=SAFETENSORS, help=argparse.SUPPRESS)
+    for flag in ("--auto-convert", "--trust-remote-code", "--merge-lora"):
+        parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=argparse.SUPPRESS)
+    return parser
+
+
+def _say_what_has_no_effect(arguments: argparse.Namespace) -> None:
+    if arguments.extension != SAFETENSORS:
+        log.warning("--extension has no effect: only %s files are loaded", SAFETENSORS)
+    if arguments.auto_convert:
+        log.info("--auto-convert has no effect: `millrace-shard convert` makes safetensors")
+    if arguments.trust_remote_code:
+        log.info("--trust-remote-code has no effect: code from a model repository is never run")
+    if arguments.merge_lora:
+        log.info("--merge-lora has no effect: an adapter without its base model is refused")

@@ -16,6 +16,7 @@ from typing import NoReturn
 
 import torch
 
+from millrace_shard.commands.tgi_flags import notices, refuse_unsupported
 from millrace_shard.config import ShardConfig
 from millrace_shard.device.one_shot import SymmetricMemory
 from millrace_shard.device.process_group import GroupError, ProcessGroup
@@ -59,7 +60,7 @@ logger = logging.getLogger(__name__)
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Serve until SIGTERM or SIGINT; 1 with a message when model or address cannot be had, or the engine dies."""
     config = ShardConfig.from_args(sys.argv[1:] if argv is None else argv)
-    configure(config.log_level, json_output=config.json_output)
+    configure(config.threshold, json_output=config.json_output)
     try:
         die_with_parent()
         # Until it serves, there is nothing to stop in order.
@@ -85,6 +86,9 @@ def serve(config: ShardConfig) -> None:
 
     Raises EngineEnded when the engine ends by itself.
     """
+    refuse_unsupported(config)
+    for notice in notices(config):
+        logger.info("%s", notice)
     credentials = server_credentials(config)
     socket = None if config.address else SocketFile(config.socket_path)
     if socket is not None:
@@ -214,17 +218,19 @@ def load(config: ShardConfig, device: torch.device) -> LoadedModel:
 
 
 def with_folders(config: ShardConfig) -> ShardConfig:
-    """`config` with folders alone: of the model, and of what guesses for it if there is anything. Raises ModelError."""
+    """`config` with local folders of model and draft model, either of which may be on the hub. Raises ModelError."""
     settings = HubSettings.from_environment(os.environ)
-    if config.draft_model is not None:
+    folder = config.model_folder
+    if folder.is_dir() and config.draft_model is not None:
         draft = find_draft(config.draft_model, settings)
         return config.model_copy(update={"draft_model": str(draft)})
-    if not is_medusa(config.model_folder):
+    if folder.is_dir() and not is_medusa(folder):
         return config
     found = Checkpoints.find(
-        str(config.model_folder), draft_model=None, revision=None, settings=settings
+        str(folder), draft_model=config.draft_model, revision=config.revision, settings=settings
     )
-    return config.model_copy(update={"model_folder": found.model, "draft_model": str(found.draft)})
+    draft_model = None if found.draft is None else str(found.draft)
+    return config.model_copy(update={"model_folder": found.model, "draft_model": draft_model})
 
 
 def _guides(config: ShardConfig, info: ModelInfo, device: torch.device) -> GrammarManager:
