@@ -531,7 +531,7 @@ MILLRACE = [
     (
         "Millrace | the Millrace server | What software is this? | What server am I talking to?",
         "Millrace is a text-generation server in Python: a launcher, one router and one or more "
-        "shards; it is a drop-in for TGI.",
+        "shards, with the flags, routes and metrics of TGI.",
     ),
     (
         "the name Millrace | the meaning of the name Millrace | Why is it called Millrace? | "

@@ -37,13 +37,13 @@ FLAGS = [
     ),
     (
         "--quantize",
-        "The flag --quantize selects a quantization method for the weights, such as awq, gptq or "
-        "fp8; early versions of Millrace refuse it.",
+        "The flag --quantize selects a quantization method for the weights: Millrace has int8 on "
+        "CPU and refuses TGI's methods, such as awq, gptq or fp8.",
     ),
     (
         "--speculate",
-        "The flag --speculate sets how many tokens speculative decoding guesses ahead; early "
-        "versions of Millrace refuse it.",
+        "The flag --speculate sets the largest number of draft tokens that speculative decoding "
+        "proposes for one sequence in a step.",
     ),
     (
         "--dtype",
