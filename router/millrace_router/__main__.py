@@ -156,6 +156,7 @@ async def _serve_http(
             raise _cannot_listen(config, error) from error
         host, port = reserved.getsockname()[:2]
         log.info("Connected", url=f"http://{host}:{port}")
+        running.launcher.listening()
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait({stopping, running.batcher_task}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()

@@ -60,6 +60,7 @@ class Running:
     services: Services
     batcher_task: asyncio.Task[None]
     shards: ShardedClient
+    launcher: LauncherChannel
     supervisor_task: asyncio.Task[None]
     journal: Journal | None
 
@@ -131,6 +132,7 @@ async def start(config: RouterConfig) -> Running:
         batcher_task=asyncio.create_task(batcher.run()),
         journal=journal,
         shards=shards,
+        launcher=supervisor,
         supervisor_task=supervisor_task,
     )
 

@@ -43,6 +43,7 @@ class Webserver:
         self._control: Control | None = None
         self._shards: Shards | None = None
         self._ready_at: float | None = None
+        self._listening = asyncio.Event()
         self._has_progressed = False
         self._has_served = False
         self._has_given_up = False
@@ -54,7 +55,7 @@ class Webserver:
             await shards.ready()
             life = shards.life
             process = await self._start(folder)
-            if await first(process.wait(), router_ready(self._base)):
+            if await first(process.wait(), self._ready()):
                 self._on_ready()
                 await process.wait()
             self._hang_up()
@@ -80,12 +81,18 @@ class Webserver:
     async def _start(self, folder: Path) -> ManagedProcess:
         log.info("Starting Webserver")
         self._ready_at, self._has_progressed = None, False
+        self._listening.clear()
         self._control = Control(self._on_event)
         theirs = self._control.theirs
         command = self._commands.router(folder, theirs.fileno())
         self._process = await self._children.start(command)
         theirs.close()
         return self._process
+
+    async def _ready(self) -> None:
+        """Return once this router answers: another server on its port keeps it from listening there."""
+        await self._listening.wait()
+        await router_ready(self._base)
 
     def _on_ready(self) -> None:
         self._ready_at = time.monotonic()
@@ -118,6 +125,8 @@ class Webserver:
         """What the router says; whatever is none of the events known is dropped."""
         assert self._shards is not None
         match event:
+            case {"event": "listening"}:
+                self._listening.set()
             case {"event": "progress"}:
                 self._shards.breaker.progressed()
                 self._has_progressed = self._ready_at is not None

@@ -62,6 +62,10 @@ class LauncherChannel:
             self._socket.close()
             self._socket = None
 
+    def listening(self) -> None:
+        """Report that this process listens on its HTTP port, so that an answer from there is its own."""
+        self._write({"event": "listening"})
+
     def progressed(self) -> None:
         """Tell that the first step of an epoch has completed."""
         self._write({"event": "progress"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pty
 import signal
@@ -46,6 +47,21 @@ async def test_router_that_never_comes_up(tmp_path: Path) -> None:
     async with deploy(tmp_path, "--max-restarts=1", FAKE_ROUTER="lost") as deployment:
         assert await deployment.end() == (1, "Error: WebserverCannotStart\n")
         assert len(deployment.lives("router")) == 2
+
+
+async def test_another_server_on_the_port_is_not_taken_for_the_router(tmp_path: Path) -> None:
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+
+    async with deploy(tmp_path) as deployment:
+        # The port was free when the launcher looked.
+        await deployment.until("Starting check and download process")
+        other = await asyncio.start_server(answer, "127.0.0.1", deployment.port)
+        async with other:
+            assert await deployment.end() == (1, "Error: WebserverCannotStart\n")
+        assert "router cannot listen: [Errno 98] Address already in use" in deployment.output
+        assert SERVED not in deployment.output
 
 
 async def test_progress_of_a_router_resets_its_breaker(tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ async def test_both_ways(line: Line) -> None:
     launcher, supervisor, heard = line.launcher, line.supervisor, line.heard
     assert supervisor.is_there
     running = asyncio.create_task(supervisor.run())
+    supervisor.listening()
     supervisor.progressed()
     supervisor.restart_shards("hung")
     supervisor.suspect(7)
@@ -63,6 +64,7 @@ async def test_both_ways(line: Line) -> None:
     assert heard == [(True, "a"), (False, "b"), ("c",)]
     with launcher.makefile("r") as lines:
         assert [json.loads(said) for said in lines] == [
+            {"event": "listening"},
             {"event": "progress"},
             {"event": "restart", "reason": "hung"},
             {"event": "suspects", "count": 7},

@@ -110,8 +110,12 @@ def router(argv: list[str]) -> None:
     launcher = socket.socket(fileno=known.supervisor_fd)
     hearing = threading.Thread(target=hear, args=(launcher,), daemon=True)
     hearing.start()
-    server = Server(("127.0.0.1", known.port), Handler)
+    try:
+        server = Server(("127.0.0.1", known.port), Handler)
+    except OSError as error:
+        sys.exit(f"router cannot listen: {error}")
     server.launcher = launcher
+    launcher.sendall(b'{"event": "listening"}\n')
     threading.Thread(target=server.serve_forever, daemon=True).start()
     stop.wait()
     launcher.shutdown(socket.SHUT_RD)
