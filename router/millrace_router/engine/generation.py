@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from millrace_router.engine.request_record import RequestRecord, Timings
+from millrace_router.engine.usage import Usage
 from millrace_router.errors import RouterError
 from millrace_router.request.events import Finished, PromptLogprobs, TokenEvent
 from millrace_router.request.request import FinishReason, ValidRequest
@@ -27,12 +28,15 @@ class Generation:
         validated: Validated,
         stream: TokenStream,
         *,
+        sample: int = 0,
         record: RequestRecord,
         counted: bool,
         release: Callable[[], None],
     ) -> None:
         self.valid: ValidRequest = validated.request
         self.inputs: str = validated.inputs
+        self.sample = sample
+        """Number among the samples of one prompt."""
         self._stream = stream
         self._record = record
         self._counted = counted
@@ -56,6 +60,12 @@ class Generation:
     def cached_tokens(self) -> int:
         """Tokens of the prompt that were found computed."""
         return self._stream.cached_tokens or 0
+
+    def usage(self, num_tokens: int) -> Usage:
+        """Count the first `num_tokens` tokens; the prompt counts with its first sample alone."""
+        if self.sample:
+            return Usage(0, num_tokens)
+        return Usage(len(self.valid.input_ids), num_tokens, self.cached_tokens)
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None:
@@ -169,8 +179,14 @@ class Collected:
     finished: Finished
     times: Timings
     cached_tokens: int
+    sample: int = 0
     others: tuple[Collected, ...] = ()
     """With `best_of`: the ones that were not the best."""
+
+    @property
+    def usage(self) -> Usage:
+        """Token counts of this sample alone."""
+        return Usage(len(self.valid.input_ids), self.finished.generated_tokens, self.cached_tokens)
 
     @property
     def generated_tokens(self) -> int:

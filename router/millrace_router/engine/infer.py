@@ -241,8 +241,17 @@ class Infer:
         self._on_entry(streams[0].queued_at - record.arrived_at)
         records = (record, *(record.sibling() for _ in samples[1:]))
         return tuple(
-            Generation(sample, stream, record=own, counted=True, release=self.permits.give)
-            for sample, stream, own in zip(samples, streams, records, strict=True)
+            Generation(
+                sample,
+                stream,
+                sample=index,
+                record=own,
+                counted=True,
+                release=self.permits.give,
+            )
+            for index, (sample, stream, own) in enumerate(
+                zip(samples, streams, records, strict=True)
+            )
         )
 
     async def _best_of(

@@ -111,7 +111,7 @@ def _line(request: web.Request, response: web.StreamResponse | None, seconds: fl
 
 
 def _told_by(generations: Sequence[Generation | Collected]) -> Line:
-    times = sum_of_times([one.times for one in generations])
+    times = sum_of_times(generations)
     line: Line = {
         "prompt_tokens": sum(len(one.valid.input_ids) for one in generations),
         "cached_tokens": sum(one.cached_tokens for one in generations),

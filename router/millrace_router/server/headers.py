@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from millrace_router.engine.generation import Generation
+from millrace_router.engine.generation import Collected, Generation
 from millrace_router.engine.request_record import Timings
+from millrace_router.engine.usage import Usage
 from millrace_router.errors import RouterError
-from millrace_router.server.recording import Form
+from millrace_router.server.recording import SseOptions
 from millrace_router.server.services import Services
 
 
@@ -17,48 +18,40 @@ def milliseconds(seconds: float) -> str:
 
 
 def answer_headers(
-    *,
-    compute_type: str,
-    num_characters: int,
-    prompt_tokens: int,
-    generated_tokens: int,
-    cached_tokens: int,
-    times: Timings,
+    services: Services, generations: Sequence[Generation | Collected], usage: Usage
 ) -> dict[str, str]:
-    """Headers of an answer in one piece; `num_characters` and `cached_tokens` count the prompt's."""
+    """Headers of an answer in one piece; the times are those of all generations together."""
+    times = sum_of_times(generations)
     return {
-        "x-compute-type": compute_type,
+        "x-compute-type": services.compute_type,
         "x-compute-time": repr(times.total),
-        "x-compute-characters": str(num_characters),
+        "x-compute-characters": _num_characters(generations),
         "x-total-time": milliseconds(times.total),
         "x-validation-time": milliseconds(times.validation),
         "x-queue-time": milliseconds(times.queue),
         "x-inference-time": milliseconds(times.inference),
         "x-time-per-token": milliseconds(times.per_token),
-        "x-prompt-tokens": str(prompt_tokens),
-        "x-generated-tokens": str(generated_tokens),
-        "x-cached-tokens": str(cached_tokens),
+        "x-prompt-tokens": str(usage.prompt_tokens),
+        "x-generated-tokens": str(usage.completion_tokens),
+        "x-cached-tokens": str(usage.cached_tokens),
         **_predicted(times),
     }
 
 
-def stream_headers(*, compute_type: str, num_characters: int, times: Timings) -> dict[str, str]:
-    """Headers of a stream, sent before anything is known of its end."""
-    return {
-        "x-compute-type": compute_type,
-        "x-compute-characters": str(num_characters),
-        **_predicted(times),
-    }
+def _num_characters(generations: Sequence[Generation | Collected]) -> str:
+    """Count the characters of all prompts, each with its first sample alone; prompts of token ids have none."""
+    return str(sum(len(one.inputs) for one in generations if not one.sample))
 
 
 def _predicted(times: Timings) -> dict[str, str]:
-    """Beside TGI's `x-queue-time`: what was expected of it when the request came, if anything was."""
+    """Header beside TGI's `x-queue-time`: its prediction from when the request came, if there was one."""
     predicted = times.predicted_queue
     return {} if predicted is None else {"x-predicted-queue-time": milliseconds(predicted)}
 
 
-def sum_of_times(times: Sequence[Timings]) -> Timings:
+def sum_of_times(generations: Sequence[Generation | Collected]) -> Timings:
     """Add up the durations of several generations of one request; the first token is that of the fastest."""
+    times = [generation.times for generation in generations]
     predicted = [one.predicted_queue for one in times if one.predicted_queue is not None]
     return Timings(
         total=sum(one.total for one in times),
@@ -73,20 +66,18 @@ def sum_of_times(times: Sequence[Timings]) -> Timings:
     )
 
 
-def form_of(
+def sse_options(
     services: Services,
     generations: Sequence[Generation],
-    *,
-    num_characters: int,
     on_error: Callable[[RouterError], bytes],
-) -> Form:
-    """Headers tell of prompts of `num_characters` together; `on_error` frames a failure after the first event."""
-    return Form(
-        headers=stream_headers(
-            compute_type=services.compute_type,
-            num_characters=num_characters,
-            times=sum_of_times([generation.times for generation in generations]),
-        ),
+) -> SseOptions:
+    """Make the options of a stream; `on_error` frames a failure after the first event."""
+    return SseOptions(
+        headers={
+            "x-compute-type": services.compute_type,
+            "x-compute-characters": _num_characters(generations),
+            **_predicted(sum_of_times(generations)),
+        },
         keep_alive_seconds=services.keep_alive_seconds,
         may_expire=lambda: any(generation.may_expire for generation in generations),
         on_error=on_error,

@@ -1,11 +1,11 @@
-"""Requests that carry a key: sent again, they are answered once, by what is already there or still running.
+"""Requests with an idempotency key: a repeated request gets the answer of the first one, finished or still running.
 
-**What is kept, and for how long.** A keyed request runs in a task of its own, and whoever sends it again attaches to
-it: no second generation, no second permit. When nobody reads it any more, it has the grace period to be found again by
-its client, and is aborted after that; the period is 0 by default. Its answer can be fetched again for as long after
-its end, unless it has failed before it said anything: that may go better the next time. At most `MAX_KEPT_RUNS` ended
-runs with `MAX_KEPT_BYTES` of answers are kept, and the one that was asked for longest ago goes first. Runs that have
-not ended hold a permit each, and a stream's recording is bounded by itself (`recording.py`).
+**What is kept, and for how long.** A request with a key runs in a task of its own, and a repetition attaches to it:
+no second generation, no second permit. When no connection reads the answer any more, the run goes on for the grace
+period, in which its client may come back, and is aborted after that; the period is 0 by default. The answer stays
+available for the grace period after its end, unless the run failed before its first byte: the next try may succeed.
+At most `MAX_KEPT_RUNS` ended runs with `MAX_KEPT_BYTES` of answers are kept, and the least recently used one goes
+first. Runs that have not ended hold a permit each, and the recording of a stream has its own limit (`recording.py`).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ MAX_KEY_LENGTH = 255
 MAX_LAST_EVENT = 10**9 - 1
 MAX_KEPT_RUNS = 1024
 MAX_KEPT_BYTES = 2**26
-"""64 MiB, of all answers that have ended."""
+"""64 MiB, for all answers that have ended."""
 
 log = structlog.get_logger(__name__)
 
 
 def digest_of(*parts: str | bytes) -> bytes:
-    """32 bytes that stand for `parts` and for no others."""
+    """Hash `parts` to 32 bytes; other parts, or other borders between them, have another hash."""
     digest = blake2b(digest_size=32)
     for part in parts:
         data = part.encode(errors="surrogateescape") if isinstance(part, str) else part
@@ -46,9 +46,9 @@ def digest_of(*parts: str | bytes) -> bytes:
 
 
 def scope_of(headers: Mapping[str, str], path: str) -> bytes | None:
-    """What the key of a request names: no other caller, and no other route, means the same by it.
+    """Hash the key of a request with its caller and its route; None without a key; raises ValidationError.
 
-    None without a key; raises ValidationError. The caller is whoever has both the same API key and the same tenant.
+    The same key of another caller or on another route has another hash. The caller is the pair of API key and tenant.
     """
     key = headers.get(KEY_HEADER)
     if key is None:
@@ -61,7 +61,7 @@ def scope_of(headers: Mapping[str, str], path: str) -> bytes | None:
 
 
 def last_event_of(headers: Mapping[str, str]) -> int:
-    """How many tokens the client says it has; 0 if it says nothing. Raises ValidationError."""
+    """Return the number of tokens that the client has; 0 without the header. Raises ValidationError."""
     text = headers.get(LAST_EVENT_HEADER)
     if text is None:
         return 0
@@ -71,7 +71,7 @@ def last_event_of(headers: Mapping[str, str]) -> int:
 
 
 def unknown_event() -> ValidationError:
-    """Make the error for an event that no stream of ours has sent."""
+    """Make the error for an event id that the stream does not have."""
     return ValidationError(f"`{LAST_EVENT_HEADER}` must be the id of an event of this stream")
 
 
@@ -85,7 +85,7 @@ class Answer:
 
 
 class Run:
-    """One keyed request, and what there is of its answer."""
+    """One request with a key, and its answer as far as there is one."""
 
     def __init__(self, body_digest: bytes) -> None:
         self.body_digest = body_digest
@@ -101,7 +101,7 @@ class Run:
         self._known.set()
 
     def finish(self, outcome: Answer | Exception | None) -> None:
-        """Take note of the end, with the answer in one piece or what came instead; None after a stream."""
+        """End the run with the answer in one piece, or the failure; with None after a stream."""
         self.ended = True
         self._outcome = outcome
         if self.recording is not None and isinstance(outcome, Exception):
@@ -109,7 +109,7 @@ class Run:
         self._known.set()
 
     async def answer(self) -> Answer | Recording:
-        """Wait for the answer in one piece or the beginning of a stream; raises what the request has failed with."""
+        """Wait for the answer in one piece or the beginning of a stream; raises the failure of the request."""
         await self._known.wait()
         if self.recording is not None:
             return self.recording
@@ -120,33 +120,33 @@ class Run:
 
     @property
     def is_worth_keeping(self) -> bool:
-        """Whether it has said anything that a client may want to hear again."""
+        """Whether there is an answer that a client may ask for again."""
         if self.recording is not None:
             return self.recording.error is None
         return isinstance(self._outcome, Answer)
 
     @property
     def num_bytes(self) -> int:
-        """What its answer takes."""
+        """Size of the answer."""
         if self.recording is not None:
             return self.recording.num_bytes
         return len(self._outcome.body) if isinstance(self._outcome, Answer) else 0
 
 
 class Timer(Protocol):
-    """A call that is due later."""
+    """A call in the future."""
 
     def cancel(self) -> None:
-        """Have it not happen."""
+        """Cancel the call."""
 
 
 def call_later(seconds: float, callback: Callable[[], None]) -> Timer:
-    """Have the running event loop call."""
+    """Schedule a call on the running event loop."""
     return asyncio.get_running_loop().call_later(seconds, callback)
 
 
 class Runs:
-    """The keyed requests that run or are kept, by their scope."""
+    """The requests with keys that run or are kept, by their scope."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class Runs:
         body_digest: bytes,
         work: Callable[[Run], Coroutine[None, None, Answer | None]],
     ) -> Run:
-        """Begin what `find` has not found; `work` records a stream, or returns an answer in one piece."""
+        """Start a run that `find` did not find; `work` records a stream, or returns an answer in one piece."""
         run = self._runs[scope] = Run(body_digest)
         self._tasks[run] = task = asyncio.create_task(work(run))
         # A task that is cancelled before its first step runs no `finally` of its own.
@@ -201,28 +201,27 @@ class Runs:
         finally:
             run.num_readers -= 1
             if not run.num_readers:
-                self._left(scope, run)
+                self._on_last_reader_left(scope, run)
 
     def drain(self) -> None:
-        """End what nobody reads, from now on at once: who comes back will find another server."""
+        """Abort runs without readers, from now on at once: a client that comes back will reach another server."""
         self._grace_seconds = 0.0
         for scope, run in tuple(self._runs.items()):
             if not run.num_readers:
-                self._forget(scope, run)
+                self._drop(scope, run)
 
     async def close(self) -> None:
-        """End everything."""
+        """Abort all runs."""
         tasks = tuple(self._tasks.values())
         for scope, run in tuple(self._runs.items()):
-            self._forget(scope, run)
+            self._drop(scope, run)
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _left(self, scope: bytes, run: Run) -> None:
-        """Take note that nobody reads it any more."""
+    def _on_last_reader_left(self, scope: bytes, run: Run) -> None:
         if not self._grace_seconds:
-            self._forget(scope, run)
+            self._drop(scope, run)
         elif not run.ended:
-            self._forget_later(scope, run)
+            self._drop_later(scope, run)
 
     def _end(self, scope: bytes, run: Run, task: asyncio.Task[Answer | None]) -> None:
         del self._tasks[run]
@@ -232,37 +231,37 @@ class Runs:
             run.finish(task.result())
         else:
             if isinstance(error, Exception) and not isinstance(error, RouterError):
-                # With nobody left to read it, this is the only place that hears of it.
+                # Without a reader no other place logs the defect.
                 log.error("keyed request failed", exc_info=error)
             run.finish(error if isinstance(error, Exception) else ShuttingDown())
         if self._runs.get(scope) is not run:
             return
         if not run.is_worth_keeping or not (self._grace_seconds or run.num_readers):
-            self._forget(scope, run)
+            self._drop(scope, run)
         elif self._grace_seconds:
-            self._forget_later(scope, run)
-            self._bound()
+            self._drop_later(scope, run)
+            self._drop_excess()
 
-    def _bound(self) -> None:
-        """Forget ended runs until the others are few and small enough."""
+    def _drop_excess(self) -> None:
+        """Drop ended runs until the others are few and small enough."""
         ended = [(scope, run) for scope, run in self._runs.items() if run.ended]
         num_bytes = sum(run.num_bytes for _, run in ended)
         for count, (scope, run) in zip(range(len(ended), 0, -1), ended, strict=True):
             if count <= self._max_kept and num_bytes <= self._max_kept_bytes:
                 return
             num_bytes -= run.num_bytes
-            self._forget(scope, run)
+            self._drop(scope, run)
 
-    def _forget(self, scope: bytes, run: Run) -> None:
-        """Let it go, and abort it if it still runs; who reads it reads on."""
+    def _drop(self, scope: bytes, run: Run) -> None:
+        """Forget a run, and abort it if it still runs; connections that read its answer may finish."""
         self._stop_timer(run)
         if self._runs.get(scope) is run:
             del self._runs[scope]
         if (task := self._tasks.get(run)) is not None:
             task.cancel()
 
-    def _forget_later(self, scope: bytes, run: Run) -> None:
-        self._timers[run] = self._call_later(self._grace_seconds, partial(self._forget, scope, run))
+    def _drop_later(self, scope: bytes, run: Run) -> None:
+        self._timers[run] = self._call_later(self._grace_seconds, partial(self._drop, scope, run))
 
     def _stop_timer(self, run: Run) -> None:
         if (timer := self._timers.pop(run, None)) is not None:

@@ -1,4 +1,4 @@
-"""What a handler needs to serve requests that carry an `Idempotency-Key`: nothing but to be wrapped."""
+"""A wrapper of handlers that makes them serve requests with an `Idempotency-Key`."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ RUNS: web.AppKey[Runs] = web.AppKey("runs", Runs)
 
 
 async def end_runs(app: web.Application) -> None:
-    """End every keyed request; a hook of `on_cleanup`."""
+    """Abort all requests with keys; a hook of `on_cleanup`."""
     await app[RUNS].close()
 
 
-def keyed(handler: Handler) -> Handler:
-    """Have requests with the same key, body, caller and path share one call of `handler`.
+def idempotent(handler: Handler) -> Handler:
+    """Let requests with the same key, body, caller and path share one call of `handler`.
 
-    The call outlives the connection that it came with: it is made in a task of its own, with the first request, whose
-    headers and body stay readable. Requests without a key go straight through.
+    The call outlives the connection of the first request: it runs in a task of its own, in which the headers and the
+    body of the first request stay readable. Requests without a key go straight to `handler`.
     """
 
     @wraps(handler)
@@ -74,18 +74,18 @@ async def _work(handler: Handler, request: web.Request, run: Run) -> Answer | No
 
 
 async def _read(request: web.Request, run: Run, num_known: int) -> web.StreamResponse:
-    """Answer with what the run has to say, but for the tokens that the client knows."""
+    """Answer with the answer of the run, without the first `num_known` tokens."""
     answer = await run.answer()
     with counting_refusals(request.app[SERVICES].metrics):
         _check_known(answer, num_known)
     if isinstance(answer, Answer):
         return web.Response(status=answer.status, headers=answer.headers, body=answer.body)
-    with ResumedStream(answer, num_known, partial(cut_off, request)) as replay:
-        return await send(request, replay, answer.form)
+    with ResumedStream(answer, num_known, partial(cut_off, request)) as stream:
+        return await send(request, stream, answer.options)
 
 
 def _check_known(answer: Answer | Recording, num_known: int) -> None:
-    """Check that an answer can be read from there on; raises ValidationError or NotResumable."""
+    """Check that an answer can be resumed after `num_known` tokens; raises ValidationError or NotResumable."""
     if num_known > (answer.num_tokens if isinstance(answer, Recording) else 0):
         raise unknown_event()
     if isinstance(answer, Recording) and num_known < answer.first:

@@ -7,21 +7,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from millrace_router.errors import RouterError
-from millrace_router.server.stream_writer import MAX_UNREAD_BYTES, StreamWriter, nothing
+from millrace_router.server.stream_writer import MAX_UNREAD_BYTES, StreamWriter, noop
 
 MAX_RECORDED_BYTES = 2**23
-"""Frames kept of one stream: some 25 000 tokens of a chat. Of a longer one the beginning is forgotten."""
+"""Bytes of frames kept of one stream: some 25 000 tokens of a chat. The beginning of a longer one is dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
-    """What there is to a stream besides its frames."""
+class SseOptions:
+    """How a stream is sent."""
 
     headers: Mapping[str, str]
     keep_alive_seconds: float
     """Silence after which a comment is sent."""
     may_expire: Callable[[], bool]
-    """Whether it may yet fail for having waited too long."""
+    """Whether the request still waits in the queue, with a limit to how long."""
     on_error: Callable[[RouterError], bytes]
     """Frames an error in mid-stream."""
 
@@ -31,37 +31,37 @@ def _never() -> bool:
 
 
 def with_id(index: int, frame: bytes) -> bytes:
-    """Name a server-sent event, so that its client can say how far it has read."""
+    """Add an id to a server-sent event, after which its client may resume."""
     return b"id: %d\n%b" % (index, frame)
 
 
 class Recording:
-    """Takes a stream's frames as an outlet does, numbers those of tokens from 1, and hands them to every replay.
+    """A sink that keeps a stream's frames, numbers those of tokens from 1, and hands them to all resumed streams.
 
-    Frames that belong to no token have no number: they are sent again to whoever resumes after the last token. An
-    error in mid-stream is such a frame; before the first token it is left to the replays to raise.
+    Frames that belong to no token have no number: a client that resumes after the last token gets them again. An
+    error in mid-stream is such a frame; before the first token the resumed streams raise it.
     """
 
     def __init__(
         self,
-        form: Form,
+        options: SseOptions,
         render_error: Callable[[Exception], bytes],
         *,
         max_bytes: int = MAX_RECORDED_BYTES,
     ) -> None:
-        self.form = form
+        self.options = options
         self.ended = False
         self.error: Exception | None = None
         """Why there are no frames at all."""
         self.num_tokens = 0
         self.num_bytes = 0
-        """Of the frames that are kept."""
+        """Bytes of the frames that are kept."""
         self.first = 0
-        """Frames that have been forgotten, which is the position of the first one kept."""
+        """Position of the first frame that is kept: the number of frames dropped."""
         self._render_error = render_error
         self._max_bytes = max_bytes
         self._frames: list[bytes] = []
-        self._replays: set[ResumedStream] = set()
+        self._readers: set[ResumedStream] = set()
         self._ended = asyncio.Event()
 
     @property
@@ -76,7 +76,7 @@ class Recording:
             self._add(with_id(self.num_tokens, frame))
 
     def end(self, *tail: bytes) -> None:
-        """Take the frames that belong to no token; no other will follow."""
+        """Take the last frames, which belong to no token."""
         if self.ended:
             return
         for frame in tail:
@@ -84,7 +84,7 @@ class Recording:
         self._finish()
 
     def fail(self, error: Exception) -> None:
-        """No frame will follow, because of `error`; the first end counts."""
+        """End without a further token, because of `error`; only the first end counts."""
         if self.ended:
             return
         if self.num_tokens:
@@ -98,7 +98,7 @@ class Recording:
         await self._ended.wait()
 
     def frames_from(self, position: int, max_bytes: int) -> list[bytes]:
-        """The next frames from a position that is kept: as many as fit, but one at least if there is one."""
+        """Return the next frames from a position that is kept: as many as fit, but at least one if there is one."""
         first = stop = position - self.first
         num_bytes = 0
         while stop < len(self._frames) and num_bytes < max_bytes:
@@ -106,24 +106,24 @@ class Recording:
             stop += 1
         return self._frames[first:stop]
 
-    def add_replay(self, replay: ResumedStream) -> None:
-        """Hand every frame to come to `replay`."""
-        self._replays.add(replay)
+    def add_reader(self, reader: ResumedStream) -> None:
+        """Hand every further frame to `reader`."""
+        self._readers.add(reader)
 
-    def remove_replay(self, replay: ResumedStream) -> None:
-        """Hand it nothing more."""
-        self._replays.discard(replay)
+    def remove_reader(self, reader: ResumedStream) -> None:
+        """Hand `reader` nothing more."""
+        self._readers.discard(reader)
 
     def _add(self, frame: bytes) -> None:
         self._frames.append(frame)
         self.num_bytes += len(frame)
         if self.num_bytes > self._max_bytes:
-            self._forget()
-        for replay in tuple(self._replays):
-            replay.token(frame)
+            self._drop_oldest()
+        for reader in tuple(self._readers):
+            reader.token(frame)
 
-    def _forget(self) -> None:
-        """Let a quarter go at once, so that it happens seldom; the newest frame stays whatever its size."""
+    def _drop_oldest(self) -> None:
+        """Drop a quarter at once, so that it happens seldom; the newest frame stays whatever its size."""
         count = 0
         while self.num_bytes > self._max_bytes * 3 // 4 and count < len(self._frames) - 1:
             self.num_bytes -= len(self._frames[count])
@@ -133,22 +133,21 @@ class Recording:
 
     def _finish(self) -> None:
         self.ended = True
-        # What is kept is to hold no prompt alive.
-        self.form = replace(self.form, may_expire=_never)
+        # The callback refers to the generations, whose prompts must not stay in memory with the recording.
+        self.options = replace(self.options, may_expire=_never)
         self._ended.set()
-        for replay in tuple(self._replays):
-            replay.follow_end()
+        for reader in tuple(self._readers):
+            reader.follow_end()
 
 
 class ResumedStream(StreamWriter):
-    """What one connection reads of a recording, from a position on; it holds no frame itself.
+    """Writes a recording to one connection, from a position on; it holds no frame itself.
 
-    A client that reads slowly costs nothing for as long as the recording keeps what it has yet to read, and is cut
-    off after that.
+    A client that reads slowly costs nothing while the recording keeps its next frame, and is cut off after that.
     """
 
     def __init__(
-        self, recording: Recording, position: int, cut_off: Callable[[], None] = nothing
+        self, recording: Recording, position: int, cut_off: Callable[[], None] = noop
     ) -> None:
         """`position` counts the frames that the client has."""
         super().__init__(cut_off)
@@ -160,11 +159,11 @@ class ResumedStream(StreamWriter):
             self.follow_end()
 
     def __enter__(self) -> ResumedStream:
-        self._recording.add_replay(self)
+        self._recording.add_reader(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._recording.remove_replay(self)
+        self._recording.remove_reader(self)
 
     def token(self, frame: bytes) -> None:
         """Take the frame that the recording has just taken."""
@@ -173,17 +172,17 @@ class ResumedStream(StreamWriter):
         super().token(frame)
 
     def follow_end(self) -> None:
-        """Take note that the recording has ended."""
+        """End as the recording has ended."""
         if not self.ended:
             self.error = self._recording.error
             self._end()
 
-    def _hold_back(self, _: bytes) -> None:
+    def _add(self, _: bytes) -> None:
         if self._position < self._recording.first:
             self._fall_behind()
 
-    def take(self) -> bytes:
-        """Hand out the next frames, a buffer full at a time; none after a failure."""
+    def drain(self) -> bytes:
+        """Return the next frames, a buffer full at a time; empty after a failure."""
         if self.error is not None:
             return b""
         frames = self._recording.frames_from(self._position, MAX_UNREAD_BYTES)

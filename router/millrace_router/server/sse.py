@@ -1,4 +1,4 @@
-"""Server-sent events as TGI frames them: `data: {json}`, a comment when there has been silence."""
+"""Server-sent events in TGI's framing: `data: {json}`, and a comment after silence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from millrace_router.errors import IncompleteGeneration, IncompleteGenerationStr
 from millrace_router.server.bodies import error_body
 from millrace_router.server.generation_stream import GenerationStream
 from millrace_router.server.idempotency import Run
-from millrace_router.server.recording import Form, Recording
+from millrace_router.server.recording import Recording, SseOptions
 from millrace_router.server.stream_writer import FrameSink, StreamWriter
 
 KEEP_ALIVE = b":\n\n"
@@ -24,9 +24,9 @@ STREAM_HEADERS = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
-"""What every stream says of itself."""
+"""Headers of every stream."""
 WRITE_SECONDS = 60.0
-"""How long a client may leave what it was sent unread."""
+"""Time in which a client must read what it was sent."""
 
 log = structlog.get_logger(__name__)
 
@@ -37,7 +37,7 @@ def event(json: bytes) -> bytes:
 
 
 def named_event(name: str, data: bytes) -> bytes:
-    """Frame an event that says its name, as OpenAI's responses and Anthropic's messages do; `data` as for `event`."""
+    """Frame an event with a name, as in OpenAI's responses and Anthropic's messages; `data` holds no line break."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
 
 
@@ -47,20 +47,20 @@ def error_event(error: RouterError) -> bytes:
 
 
 RUN: web.RequestKey[Run] = web.RequestKey("run", Run)
-"""The run on whose behalf a handler works, if its request carries a key: its streams are recorded, not sent."""
+"""The run of a request with an idempotency key: its streams are recorded, not sent."""
 
 
 async def respond(
-    request: web.Request, streams: Sequence[GenerationStream], form: Form
+    request: web.Request, streams: Sequence[GenerationStream], options: SseOptions
 ) -> web.StreamResponse:
     """Send the frames of `streams`, until one of them ends the sink that they share; raises as `send`."""
     run = request.get(RUN)
     if run is None:
-        outlet = StreamWriter(partial(cut_off, request))
-        _connect(streams, outlet)
-        return await send(request, outlet, form)
-    on_error = form.on_error
-    recording = Recording(form, lambda error: on_error(_of_stream(error)))
+        writer = StreamWriter(partial(cut_off, request))
+        _connect(streams, writer)
+        return await send(request, writer, options)
+    on_error = options.on_error
+    recording = Recording(options, lambda error: on_error(_stream_error(error)))
     run.record(recording)
     _connect(streams, recording)
     await recording.wait()
@@ -72,33 +72,35 @@ def _connect(streams: Sequence[GenerationStream], sink: FrameSink) -> None:
         stream.connect(sink)
 
 
-async def send(request: web.Request, outlet: StreamWriter, form: Form) -> web.StreamResponse:
-    """Send the frames that come into the outlet, until it ends.
+async def send(
+    request: web.Request, writer: StreamWriter, options: SseOptions
+) -> web.StreamResponse:
+    """Send the frames that the writer takes, until it ends.
 
-    The status line waits for the first frame, so that a request which fails before it gets its true status; after
-    `keep_alive_seconds` of silence it is sent all the same, unless the request `may_expire` in the queue: its client
-    is to read a 429 in the status. From then on an error becomes the last event.
+    The status line waits for the first frame, so that a request which fails before it gets its true status. After
+    `keep_alive_seconds` of silence it is sent all the same, unless the request `may_expire` in the queue, where the
+    status must become 429. An error after the status line becomes the last event.
 
     Raises:
         RouterError: nothing has been sent yet.
         ConnectionError: the client has gone, or has stopped reading.
 
     """
-    keep_alive_seconds = form.keep_alive_seconds
-    while not await outlet.news(keep_alive_seconds) and form.may_expire():
+    keep_alive_seconds = options.keep_alive_seconds
+    while not await writer.wait(keep_alive_seconds) and options.may_expire():
         pass
-    beginning = outlet.take()
-    if not beginning and outlet.error is not None:
-        raise outlet.error
-    response = web.StreamResponse(headers={**form.headers, **STREAM_HEADERS})
-    writer = await response.prepare(request)
-    assert writer is not None
-    connection = _Connection(request, response, writer)
-    if beginning or not outlet.ended:
+    beginning = writer.drain()
+    if not beginning and writer.error is not None:
+        raise writer.error
+    response = web.StreamResponse(headers={**options.headers, **STREAM_HEADERS})
+    payload_writer = await response.prepare(request)
+    assert payload_writer is not None
+    connection = _Connection(request, response, payload_writer)
+    if beginning or not writer.ended:
         await connection.write(beginning or KEEP_ALIVE)
-    await _pump(outlet, connection, keep_alive_seconds)
-    if outlet.error is not None:
-        await connection.write(form.on_error(_of_stream(outlet.error)))
+    await _pump(writer, connection, keep_alive_seconds)
+    if writer.error is not None:
+        await connection.write(options.on_error(_stream_error(writer.error)))
     await connection.end()
     return response
 
@@ -109,34 +111,34 @@ def cut_off(request: web.Request) -> None:
         request.transport.abort()
 
 
-async def _pump(outlet: StreamWriter, connection: _Connection, keep_alive_seconds: float) -> None:
-    """Stand by until the outlet ends; raises ConnectionError.
+async def _pump(writer: StreamWriter, connection: _Connection, keep_alive_seconds: float) -> None:
+    """Wait until the writer ends; raises ConnectionError.
 
-    The outlet writes its frames itself. What is left to do here is to wait for a client that reads slowly, while
-    the frames pile up in the outlet, and to break the silence.
+    The writer sends frames itself. This task waits for a client that reads slowly, while the frames pile up in the
+    writer, and sends comments after silence.
     """
     while True:
-        outlet.hold()
+        writer.buffer()
         await connection.drain()
-        if held := outlet.take():
-            await connection.write(held)
-        elif outlet.ended:
+        if frames := writer.drain():
+            await connection.write(frames)
+        elif writer.ended:
             return
         else:
-            outlet.open(connection.transport, chunked=connection.is_chunked)
-            if not await outlet.news(keep_alive_seconds):
+            writer.open(connection.transport, chunked=connection.is_chunked)
+            if not await writer.wait(keep_alive_seconds):
                 await connection.write(KEEP_ALIVE)
 
 
-def _of_stream(error: Exception) -> RouterError:
-    """What the error is called once events have been sent; raises ConnectionError."""
+def _stream_error(error: Exception) -> RouterError:
+    """Return the error to send after the first event; raises ConnectionError."""
     if isinstance(error, ConnectionError):
         raise error
     if isinstance(error, IncompleteGeneration):
         return IncompleteGenerationStream()
     if isinstance(error, RouterError):
         return error
-    # The status is out, so that the stream itself has to tell.
+    # The status has been sent, so the error can only be an event.
     log.error("stream failed", exc_info=error)
     return RouterError("Internal server error")
 
@@ -154,7 +156,7 @@ class _Connection:
 
     @property
     def transport(self) -> asyncio.Transport:
-        """Where the frames go; raises ConnectionResetError once the client has gone."""
+        """The transport of the connection; raises ConnectionResetError once the client has gone."""
         transport = self._request.transport
         if transport is None:
             raise ConnectionResetError("the client has gone")
@@ -173,7 +175,7 @@ class _Connection:
         await self._bounded(self._response.write_eof())
 
     async def _bounded(self, writing: Awaitable[None]) -> None:
-        """Wait for what is being written; cut off a client that does not read it."""
+        """Wait for a write; cut off a client that does not read."""
         try:
             async with asyncio.timeout(WRITE_SECONDS):
                 await writing

@@ -8,10 +8,12 @@ import pytest
 
 from millrace_router.errors import GenerationError, ShuttingDown, ValidationError
 from millrace_router.server.idempotency import Answer, Run, Runs, digest_of, last_event_of, scope_of
-from millrace_router.server.recording import Form, Recording
+from millrace_router.server.recording import Recording, SseOptions
 from millrace_testing.router.timers import FakeTimers
 
-FORM = Form(headers={}, keep_alive_seconds=60.0, may_expire=bool, on_error=lambda _: b"error\n\n")
+OPTIONS = SseOptions(
+    headers={}, keep_alive_seconds=60.0, may_expire=bool, on_error=lambda _: b"error\n\n"
+)
 GRACE = 10.0
 
 
@@ -36,7 +38,7 @@ class Work:
             raise
 
     def records(self) -> Recording:
-        self.recording = Recording(FORM, lambda _: b"error\n\n")
+        self.recording = Recording(OPTIONS, lambda _: b"error\n\n")
         return self.recording
 
 

@@ -1,4 +1,4 @@
-"""One recording, many replays: each gets the same bytes from its position on, once and in order."""
+"""One recording, many resumed streams: each gets the same bytes from its position on, once and in order."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace_router.errors import RouterError
-from millrace_router.server.recording import Form, Recording, ResumedStream
+from millrace_router.server.recording import Recording, ResumedStream, SseOptions
 from millrace_router.server.stream_writer import MAX_UNREAD_BYTES
 from millrace_testing.router.sse import FakeTransport
 
-FORM = Form(
+OPTIONS = SseOptions(
     headers={},
     keep_alive_seconds=60.0,
     may_expire=lambda: True,
@@ -27,16 +27,16 @@ def render(error: Exception) -> bytes:
 
 
 def new_recording(max_bytes: int = 2**30) -> Recording:
-    return Recording(FORM, render, max_bytes=max_bytes)
+    return Recording(OPTIONS, render, max_bytes=max_bytes)
 
 
-def open_to(replay: ResumedStream, transport: FakeTransport) -> None:
-    replay.open(cast("asyncio.Transport", transport), chunked=False)
+def open_to(resumed: ResumedStream, transport: FakeTransport) -> None:
+    resumed.open(cast("asyncio.Transport", transport), chunked=False)
 
 
-def everything(replay: ResumedStream) -> bytes:
+def everything(resumed: ResumedStream) -> bytes:
     """Take until nothing is left, as the pump does."""
-    return b"".join(iter(replay.take, b""))
+    return b"".join(iter(resumed.drain, b""))
 
 
 def frame(index: int, size: int = 1) -> bytes:
@@ -55,18 +55,18 @@ async def test_tokens_are_numbered_and_the_tail_is_not() -> None:
     recording.token(b"late")
     recording.end(b"later")
     recording.fail(ValueError("latest"))
-    with ResumedStream(recording, 0) as replay:
-        assert await replay.news(60.0)
-        assert everything(replay) == (
+    with ResumedStream(recording, 0) as resumed:
+        assert await resumed.wait(60.0)
+        assert everything(resumed) == (
             b"id: 1\ndata: a\n\nid: 2\ndata: b\n\ndata: usage\n\ndata: [DONE]\n\n"
         )
-    with ResumedStream(recording, 2) as replay:
-        assert everything(replay) == b"data: usage\n\ndata: [DONE]\n\n"
+    with ResumedStream(recording, 2) as resumed:
+        assert everything(resumed) == b"data: usage\n\ndata: [DONE]\n\n"
     assert (recording.num_tokens, recording.error) == (2, None)
     await recording.wait()
 
 
-async def test_an_error_in_mid_stream_is_the_last_frame_of_every_replay() -> None:
+async def test_an_error_in_mid_stream_is_the_last_frame_of_every_resumed_stream() -> None:
     recording = new_recording()
     with ResumedStream(recording, 0) as early:
         recording.token(frame(1))
@@ -82,17 +82,17 @@ async def test_an_error_before_the_first_token_is_for_the_status() -> None:
     with ResumedStream(recording, 0) as early:
         recording.fail(error)
         with ResumedStream(recording, 0) as late:
-            for replay in (early, late):
-                assert await replay.news(60.0)
-                assert (replay.take(), replay.ended, replay.error) == (b"", True, error)
+            for resumed in (early, late):
+                assert await resumed.wait(60.0)
+                assert (resumed.drain(), resumed.ended, resumed.error) == (b"", True, error)
 
 
 async def test_what_has_ended_holds_no_request() -> None:
     """`may_expire` knows the generation, and that the prompt."""
     recording = new_recording()
-    assert recording.form.may_expire()
+    assert recording.options.may_expire()
     recording.end()
-    assert not recording.form.may_expire()
+    assert not recording.options.may_expire()
 
 
 async def test_a_long_stream_forgets_its_beginning_and_cuts_off_who_has_not_read_it() -> None:
@@ -110,14 +110,14 @@ async def test_a_long_stream_forgets_its_beginning_and_cuts_off_who_has_not_read
             received += everything(quick)
         assert received == sent
         assert cuts == ["deaf"]
-        assert deaf.take() == b""
+        assert deaf.drain() == b""
         assert isinstance(deaf.error, ConnectionResetError)
         assert quick.error is None
     assert recording.end_position == 100
     first = recording.first
     assert 80 < first < 100
-    with ResumedStream(recording, first) as replay:
-        assert everything(replay) == b"".join(
+    with ResumedStream(recording, first) as resumed:
+        assert everything(resumed) == b"".join(
             numbered(index, 50) for index in range(first + 1, 101)
         )
 
@@ -130,19 +130,19 @@ async def test_a_frame_larger_than_the_limit_is_kept_alone() -> None:
 
 
 @pytest.mark.parametrize("size", [1, MAX_UNREAD_BYTES])
-async def test_a_replay_takes_a_buffer_full_at_a_time(size: int) -> None:
+async def test_a_resumed_stream_takes_a_buffer_full_at_a_time(size: int) -> None:
     recording = new_recording()
     for index in range(1, 20_000 if size == 1 else 4):
         recording.token(frame(index, size))
-    with ResumedStream(recording, 0) as replay:
-        assert MAX_UNREAD_BYTES <= len(replay.take()) < MAX_UNREAD_BYTES + size + 100
+    with ResumedStream(recording, 0) as resumed:
+        assert MAX_UNREAD_BYTES <= len(resumed.drain()) < MAX_UNREAD_BYTES + size + 100
 
 
 @settings(deadline=None, max_examples=200)
 @given(
     steps=st.lists(
         st.tuples(
-            st.sampled_from(["send", "big", "join", "hold", "open", "read", "leave"]),
+            st.sampled_from(["send", "big", "join", "buffer", "open", "read", "leave"]),
             st.integers(0, 50),
         ),
         max_size=60,
@@ -157,8 +157,8 @@ def test_whoever_comes_and_goes_reads_the_same(  # noqa: C901 - one branch for e
         readers: list[tuple[ResumedStream, FakeTransport, int]] = []
         received: dict[ResumedStream, bytes] = {}
 
-        def collect(replay: ResumedStream, transport: FakeTransport) -> None:
-            received[replay] += transport.written
+        def collect(resumed: ResumedStream, transport: FakeTransport) -> None:
+            received[resumed] += transport.written
             transport.written = b""
 
         for step, number in steps:
@@ -168,37 +168,37 @@ def test_whoever_comes_and_goes_reads_the_same(  # noqa: C901 - one branch for e
                 sent.append(numbered(index, size))
             elif step == "join":
                 position = number % (len(sent) + 1)
-                replay = ResumedStream(recording, position)
-                replay.__enter__()
-                received[replay] = b""
-                readers.append((replay, FakeTransport(), position))
+                resumed = ResumedStream(recording, position)
+                resumed.__enter__()
+                received[resumed] = b""
+                readers.append((resumed, FakeTransport(), position))
             elif readers:
-                replay, transport, position = readers[number % len(readers)]
-                if step == "hold":
-                    replay.hold()
+                resumed, transport, position = readers[number % len(readers)]
+                if step == "buffer":
+                    resumed.buffer()
                 elif step == "read":
                     transport.num_unread = 0
                 elif step == "open":
-                    collect(replay, transport)
-                    replay.hold()
-                    received[replay] += everything(replay)
-                    open_to(replay, transport)
+                    collect(resumed, transport)
+                    resumed.buffer()
+                    received[resumed] += everything(resumed)
+                    open_to(resumed, transport)
                 else:
                     # It comes back where it was, on another connection.
-                    collect(replay, transport)
-                    replay.__exit__()
-                    readers.remove((replay, transport, position))
-                    position += received[replay].count(b"id: ")
+                    collect(resumed, transport)
+                    resumed.__exit__()
+                    readers.remove((resumed, transport, position))
+                    position += received[resumed].count(b"id: ")
                     heir = ResumedStream(recording, position)
                     heir.__enter__()
                     received[heir] = b""
                     readers.append((heir, FakeTransport(), position))
         rest = [b"data: tail\n\n"] * tail
         recording.end(*rest)
-        for replay, transport, position in readers:
-            collect(replay, transport)
-            assert replay.ended
-            replay.hold()
-            assert received[replay] + everything(replay) == b"".join((sent + rest)[position:])
+        for resumed, transport, position in readers:
+            collect(resumed, transport)
+            assert resumed.ended
+            resumed.buffer()
+            assert received[resumed] + everything(resumed) == b"".join((sent + rest)[position:])
 
     asyncio.run(run())

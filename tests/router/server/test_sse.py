@@ -16,7 +16,7 @@ from millrace_router.request.events import TokenEvent
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.server import sse
-from millrace_router.server.stream_writer import MAX_HELD_BYTES, StreamWriter
+from millrace_router.server.stream_writer import MAX_BUFFERED_BYTES, StreamWriter
 from millrace_testing.router.edge import (
     Edge,
     finished,
@@ -113,13 +113,13 @@ async def test_a_late_defect_is_followed_by_nothing(monkeypatch: pytest.MonkeyPa
 async def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "WRITE_SECONDS", 0.05)
     output = io.BytesIO()
-    outlets = watched_outlets(monkeypatch)
+    writers = watched_writers(monkeypatch)
     with logging_to(output, level="info"):
         async with serving(None) as edge:
             reader, writer = await deaf_client(edge)
             stream = edge.batcher.streams[0]
             index = 0
-            while not stream.closed and not (outlets and outlets[0]._num_held_bytes):
+            while not stream.closed and not (writers and writers[0]._num_bytes):
                 index += 1
                 stream.token(token_event(index, "x" * 10_000))
                 await asyncio.sleep(0)
@@ -133,25 +133,25 @@ async def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.Monkey
     assert messages == ["request"]
 
 
-def watched_outlets(monkeypatch: pytest.MonkeyPatch) -> list[StreamWriter]:
-    """The outlets of all streams to come, in order."""
-    outlets: list[StreamWriter] = []
+def watched_writers(monkeypatch: pytest.MonkeyPatch) -> list[StreamWriter]:
+    """The writers of all streams to come, in order."""
+    writers: list[StreamWriter] = []
 
-    def outlet(cut_off: Callable[[], None]) -> StreamWriter:
-        outlets.append(StreamWriter(cut_off))
-        return outlets[-1]
+    def writer(cut_off: Callable[[], None]) -> StreamWriter:
+        writers.append(StreamWriter(cut_off))
+        return writers[-1]
 
-    monkeypatch.setattr(sse, "StreamWriter", outlet)
-    return outlets
+    monkeypatch.setattr(sse, "StreamWriter", writer)
+    return writers
 
 
 async def test_a_client_that_reads_slowly_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    outlets = watched_outlets(monkeypatch)
+    writers = watched_writers(monkeypatch)
     async with serving(None) as edge:
         reader, writer = await deaf_client(edge)
         stream = edge.batcher.streams[0]
         index = 0
-        while not outlets or outlets[0]._num_held_bytes < MAX_HELD_BYTES // 2:
+        while not writers or writers[0]._num_bytes < MAX_BUFFERED_BYTES // 2:
             index += 1
             stream.token(token_event(index, f"{index} " * 5_000))
             await asyncio.sleep(0)
@@ -170,7 +170,7 @@ async def test_a_client_that_is_too_far_behind_is_cut_off_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Long before `WRITE_SECONDS`: memory is held for nobody."""
-    outlets = watched_outlets(monkeypatch)
+    writers = watched_writers(monkeypatch)
     async with serving(None) as edge:
         _, writer = await deaf_client(edge)
         stream = edge.batcher.streams[0]
@@ -179,9 +179,9 @@ async def test_a_client_that_is_too_far_behind_is_cut_off_at_once(
             index += 1
             stream.token(token_event(index, "x" * 10_000))
             await asyncio.sleep(0)
-            most = max([most, *(outlet._num_held_bytes for outlet in outlets)])
+            most = max([most, *(writer._num_bytes for writer in writers)])
         await edge.services.infer.permits.all_free()
-        assert MAX_HELD_BYTES < most < MAX_HELD_BYTES + 20_000
+        assert MAX_BUFFERED_BYTES < most < MAX_BUFFERED_BYTES + 20_000
         assert 'tgi_request_failure{err="dropped"} 1' in await edge.exposition()
         writer.transport.abort()
 
@@ -196,11 +196,11 @@ async def test_what_was_held_waits_until_the_client_has_read() -> None:
         async def write(self, data: bytes) -> None:
             log.append(data)
 
-    outlet = StreamWriter()
-    outlet.token(b"a")
-    outlet.token(b"b")
-    outlet.end()
-    await sse._pump(outlet, cast("sse._Connection", Connection()), 60.0)
+    writer = StreamWriter()
+    writer.token(b"a")
+    writer.token(b"b")
+    writer.end()
+    await sse._pump(writer, cast("sse._Connection", Connection()), 60.0)
     assert log == ["drained", b"ab", "drained"]
 
 
@@ -268,19 +268,19 @@ async def test_a_deadline_that_passes_in_a_real_queue_is_a_status() -> None:
 
 
 class Timeouts:
-    """Stands in for the outlet's clock: silence after silence, and what happens in each."""
+    """Stands in for the writer's clock: silence after silence, and what happens in each."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *silences: Callable[[], None]) -> None:
         self.left = list(silences)
-        news = StreamWriter.news
+        wait = StreamWriter.wait
 
-        async def silent(outlet: StreamWriter, seconds: float) -> bool:
+        async def silent(writer: StreamWriter, seconds: float) -> bool:
             if not self.left:
-                return await news(outlet, seconds)
+                return await wait(writer, seconds)
             self.left.pop(0)()
             return False
 
-        monkeypatch.setattr(StreamWriter, "news", silent)
+        monkeypatch.setattr(StreamWriter, "wait", silent)
 
 
 def nothing() -> None:

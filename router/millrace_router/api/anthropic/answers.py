@@ -20,8 +20,8 @@ from millrace_router.api.anthropic.protocol import (
     MessagesUsageJson,
 )
 from millrace_router.api.anthropic.to_chat import tool_use_id
-from millrace_router.api.openai.answers import Usage
 from millrace_router.api.openai.choice import ChatDelta, parts_of
+from millrace_router.engine.usage import Usage
 from millrace_router.errors import GenerationError, RouterError
 from millrace_router.tool_calls.tool import CallDelta
 

@@ -8,8 +8,9 @@ import orjson
 
 from millrace_router.api.anthropic.answers import MessageHead, end_json, tool_use_block, usage_json
 from millrace_router.api.anthropic.protocol import BlockJson, InputJsonDeltaJson, MessageEventJson
-from millrace_router.api.openai.answers import ChunkTemplate, Usage
+from millrace_router.api.openai.answers import ChunkTemplate
 from millrace_router.api.openai.choice import ChatDelta, parts_of
+from millrace_router.engine.usage import Usage
 from millrace_router.tool_calls.tool import CallDelta
 
 NamedJson = tuple[str, bytes]

@@ -20,13 +20,13 @@ from millrace_router.api.anthropic.request import CountTokensRequest, MessagesRe
 from millrace_router.api.anthropic.stream import MessageStream
 from millrace_router.api.anthropic.to_chat import chat_body
 from millrace_router.api.openai.chat_request import ChatCompletionRequest
-from millrace_router.api.openai.errors import deltas_of, model_name, usage_of
+from millrace_router.api.openai.errors import deltas_of, model_name
 from millrace_router.api.openai.prepare import PreparedChat, prepare_chat
 from millrace_router.engine.generation import Generation
 from millrace_router.server.access_log import REQUEST_ID, watch
 from millrace_router.server.bodies import json_response, read_model, to_model
-from millrace_router.server.headers import answer_headers, form_of
-from millrace_router.server.idempotent_route import keyed
+from millrace_router.server.headers import answer_headers, sse_options
+from millrace_router.server.idempotent_route import idempotent
 from millrace_router.server.request_start import counting_refusals, scheduling_of
 from millrace_router.server.services import SERVICES, Services
 from millrace_router.server.sse import respond
@@ -34,7 +34,7 @@ from millrace_router.server.sse import respond
 
 def register(app: web.Application) -> None:
     """Add the routes to `app`."""
-    app.router.add_post(MESSAGES, messages_errors(keyed(messages)))
+    app.router.add_post(MESSAGES, messages_errors(idempotent(messages)))
     app.router.add_post(COUNT_TOKENS, messages_errors(count_tokens))
     app.on_response_prepare.append(add_request_id)
 
@@ -64,13 +64,10 @@ async def messages(request: web.Request) -> web.StreamResponse:
         watch(request, generation)
         if not body.stream:
             return await _answer(services, generation, turn, head)
-        form = form_of(
-            services,
-            [generation],
-            num_characters=len(turn.asked.inputs),
-            on_error=partial(error_event, request_id=request[REQUEST_ID]),
-        )
-        return await respond(request, [MessageStream(generation, turn.text(), head)], form)
+        on_error = partial(error_event, request_id=request[REQUEST_ID])
+        options = sse_options(services, [generation], on_error)
+        stream = MessageStream(generation, turn.text(), head)
+        return await respond(request, [stream], options)
 
 
 async def _turn_of(services: Services, body: CountTokensRequest) -> PreparedChat:
@@ -84,7 +81,7 @@ async def _answer(
 ) -> web.Response:
     text = turn.text()
     pieces = await deltas_of(generation, text)
-    usage = usage_of(generation, pieces[-1])
+    usage = generation.usage(pieces[-1].num_tokens)
     finish_reason = pieces[-1].finish_reason
     assert finish_reason is not None
     answer = head.json(
@@ -92,12 +89,5 @@ async def _answer(
         blocks_of(pieces),
         end_json(finish_reason, text.stop_sequence),
     )
-    headers = answer_headers(
-        compute_type=services.compute_type,
-        num_characters=len(generation.inputs),
-        prompt_tokens=usage.prompt_tokens,
-        generated_tokens=usage.completion_tokens,
-        cached_tokens=usage.cached_tokens,
-        times=generation.times,
-    )
+    headers = answer_headers(services, [generation], usage)
     return json_response(answer, headers=headers)

@@ -6,9 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from millrace_router.api.anthropic.answers import MessageHead
 from millrace_router.api.anthropic.events import MessageEvents, NamedJson
-from millrace_router.api.openai.answers import Usage
 from millrace_router.api.openai.choice import ChatDelta, ChoiceText
-from millrace_router.api.openai.errors import usage_of
 from millrace_router.api.openai.event_stream import EventStream
 from millrace_router.engine.generation import Generation
 from millrace_router.server.sse import named_event
@@ -22,17 +20,14 @@ class MessageStream(EventStream):
         self._events = MessageEvents(head)
 
     def _begin(self) -> Iterator[bytes]:
-        generation = self._generation
-        num_prompt_tokens = len(generation.valid.input_ids)
-        usage = Usage(num_prompt_tokens, 0, cached_tokens=generation.cached_tokens)
-        return _framed(self._events.start(usage))
+        return _framed(self._events.start(self._generation.usage(0)))
 
     def _push(self, delta: ChatDelta) -> Iterator[bytes]:
         return _framed(self._events.push(delta))
 
     def _end(self, delta: ChatDelta, finish_reason: str) -> Iterator[bytes]:
         yield from _framed(self._events.push(delta))
-        usage = usage_of(self._generation, delta)
+        usage = self._generation.usage(delta.num_tokens)
         yield from _framed(self._events.finish(finish_reason, self._text.stop_sequence, usage))
 
 

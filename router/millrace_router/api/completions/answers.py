@@ -11,7 +11,8 @@ from millrace_router.api.completions.protocol import (
     CompletionFinalJson,
 )
 from millrace_router.api.completions.text import CompletionDelta
-from millrace_router.api.openai.answers import AnswerHead, Usage
+from millrace_router.api.openai.answers import AnswerHead, usage_json
+from millrace_router.engine.usage import Usage
 
 
 def completion_choice(index: int, pieces: Sequence[CompletionDelta]) -> CompletionCompleteJson:
@@ -57,12 +58,12 @@ class CompletionChunks:
         is_last = piece.finish_reason is not None and not self.includes_usage
         if not (is_last or self.tells_usage_always):
             return chunk
-        told: CompletionFinalJson = {**chunk, "usage": usage.json()}
+        told: CompletionFinalJson = {**chunk, "usage": usage_json(usage)}
         return told
 
     def usage_chunk(self, usage: Usage) -> CompletionFinalJson:
         """What follows the last piece of all choices."""
-        return {**self._head.json(), "choices": [], "usage": usage.json()}
+        return {**self._head.json(), "choices": [], "usage": usage_json(usage)}
 
     def _chunk(self, index: int, piece: CompletionDelta) -> ChunkJson:
         choice: CompletionCompleteJson = {

@@ -14,17 +14,18 @@ from millrace_router.api.completions.protocol import CompletionCompleteJson, Com
 from millrace_router.api.completions.request import CompletionRequest
 from millrace_router.api.completions.stream import Sample, completion_streams
 from millrace_router.api.completions.text import CompletionDelta, CompletionText, Style
-from millrace_router.api.openai.answers import AnswerHead, Usage
-from millrace_router.api.openai.errors import fingerprint, model_name, usage_of
+from millrace_router.api.openai.answers import AnswerHead, usage_json
+from millrace_router.api.openai.errors import fingerprint, model_name
 from millrace_router.api.openai.strict_tgi import openai_route, stream_errors
 from millrace_router.engine.generation import Generation
+from millrace_router.engine.usage import Usage
 from millrace_router.errors import BatchSizeExceeded
 from millrace_router.request.events import TokenEvent
 from millrace_router.request.prompt import PromptRequest
 from millrace_router.request.token_stream import read_tokens
 from millrace_router.server.access_log import watch
 from millrace_router.server.bodies import json_response, read_model
-from millrace_router.server.headers import answer_headers, form_of, sum_of_times
+from millrace_router.server.headers import answer_headers, sse_options
 from millrace_router.server.request_start import counting_refusals, scheduling_of
 from millrace_router.server.services import SERVICES, Services
 from millrace_router.server.sse import respond
@@ -75,19 +76,14 @@ async def _stream(
     request: web.Request, body: CompletionRequest, samples: Sequence[Sample], head: AnswerHead
 ) -> web.StreamResponse:
     services = request.app[SERVICES]
-    form = form_of(
-        services,
-        _generations(samples),
-        num_characters=body.num_characters,
-        on_error=stream_errors(services),
-    )
+    options = sse_options(services, _generations(samples), stream_errors(services))
     chunks = CompletionChunks(
         head,
         includes_usage=body.includes_usage,
         tells_usage_always=body.tells_usage_always,
         strict_tgi=services.config.strict_tgi,
     )
-    return await respond(request, completion_streams(samples, body.num_samples, chunks), form)
+    return await respond(request, completion_streams(samples, body.num_samples, chunks), options)
 
 
 def _generations(samples: Sequence[Sample]) -> list[Generation]:
@@ -112,23 +108,16 @@ async def _answer(
 ) -> web.Response:
     """Choose among each prompt's samples; the tokens of those left out are counted, too."""
     choices: list[CompletionCompleteJson] = []
-    usage = Usage(0, 0)
+    usage = Usage()
     for first in range(0, len(samples), body.num_samples):
         texts, used = await _read(body, samples[first : first + body.num_samples])
         usage += used
         for pieces in texts:
             choices.append(completion_choice(len(choices), pieces))
-    headers = answer_headers(
-        compute_type=services.compute_type,
-        num_characters=body.num_characters,
-        prompt_tokens=usage.prompt_tokens,
-        generated_tokens=usage.completion_tokens,
-        cached_tokens=usage.cached_tokens,
-        times=sum_of_times([generation.times for generation in _generations(samples)]),
-    )
+    headers = answer_headers(services, _generations(samples), usage)
     # TGI gives no such sum here.
     del headers["x-compute-time"]
-    answer: CompletionFinalJson = {**head.json(), "choices": choices, "usage": usage.json()}
+    answer: CompletionFinalJson = {**head.json(), "choices": choices, "usage": usage_json(usage)}
     return json_response(answer, headers=headers)
 
 
@@ -140,12 +129,12 @@ async def _read(
     They are read one after the other: tokens of the others wait in their streams.
     """
     read: list[tuple[float, list[CompletionDelta]]] = []
-    usage = Usage(0, 0)
+    usage = Usage()
     first, _ = samples[0]
-    for index, (generation, text) in enumerate(samples):
+    for generation, text in samples:
         deltas = await _deltas(generation, text, first)
         read.append((text.mean_logprob, deltas))
-        usage += usage_of(generation, deltas[-1], sample=index)
+        usage += generation.usage(deltas[-1].num_tokens)
     if len(read) > body.num_choices:
         read.sort(key=lambda one: one[0], reverse=True)
     return [deltas for _, deltas in read[: body.num_choices]], usage

@@ -8,9 +8,8 @@ import orjson
 
 from millrace_router.api.completions.answers import CompletionChunks
 from millrace_router.api.completions.text import CompletionDelta, CompletionText
-from millrace_router.api.openai.answers import ChunkTemplate, Usage
+from millrace_router.api.openai.answers import ChunkTemplate
 from millrace_router.api.openai.choice_stream import ChoiceStream, OpenChoices
-from millrace_router.api.openai.errors import usage_of
 from millrace_router.engine.generation import Generation
 from millrace_router.request.events import TokenEvent
 from millrace_router.server.sse import event as framed
@@ -29,11 +28,10 @@ class CompletionStream(ChoiceStream):
         chunks: CompletionChunks,
         choices: OpenChoices,
     ) -> None:
-        """`samples` are those of one prompt, whose tokens are counted with the first alone."""
+        """`samples` are those of one prompt; the stream is of number `sample`."""
         generation, self._text = samples[sample]
         super().__init__(generation, choices)
         self._first, _ = samples[0]
-        self._sample = sample
         self._index = index
         self._chunks = chunks
         self._frame = ChunkTemplate(lambda text: chunks.text_chunk(index, text), frame=framed).fill
@@ -55,7 +53,7 @@ class CompletionStream(ChoiceStream):
             return
         self._send(delta)
         if delta.finish_reason is not None:
-            self._finish_choice(self._usage(delta))
+            self._finish_choice(self._generation.usage(delta.num_tokens))
 
     def _begin(self) -> None:
         # A failure until the first token still has a status of its own.
@@ -67,11 +65,9 @@ class CompletionStream(ChoiceStream):
             follower.connect(self._sink)
 
     def _send(self, delta: CompletionDelta) -> None:
-        chunk = self._chunks.chunk(self._index, delta, self._usage(delta))
+        usage = self._generation.usage(delta.num_tokens)
+        chunk = self._chunks.chunk(self._index, delta, usage)
         self._sink.token(framed(orjson.dumps(chunk)))
-
-    def _usage(self, delta: CompletionDelta) -> Usage:
-        return usage_of(self._generation, delta, sample=self._sample)
 
 
 def completion_streams(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import orjson
 
@@ -15,33 +14,18 @@ from millrace_router.api.openai.protocol import (
     StreamFailureJson,
     UsageJson,
 )
+from millrace_router.engine.usage import Usage
 from millrace_router.errors import RouterError
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Token counts of one choice, or of several added up."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int = 0
-    """Tokens of the prompt that were found computed."""
-
-    def __add__(self, other: Usage) -> Usage:
-        return Usage(
-            self.prompt_tokens + other.prompt_tokens,
-            self.completion_tokens + other.completion_tokens,
-            self.cached_tokens + other.cached_tokens,
-        )
-
-    def json(self) -> UsageJson:
-        """Render."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
+def usage_json(usage: Usage) -> UsageJson:
+    """Render token counts."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
 
 
 class AnswerHead:

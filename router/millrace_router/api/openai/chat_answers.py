@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from millrace_router.api.openai.answers import AnswerHead, Usage
+from millrace_router.api.openai.answers import AnswerHead, usage_json
 from millrace_router.api.openai.choice import STOP, TOOL_CALLS, ChatDelta
 from millrace_router.api.openai.protocol import (
     ChatCompletionChunkJson,
@@ -19,6 +19,7 @@ from millrace_router.api.openai.protocol import (
     TextDeltaJson,
     ToolCallDeltaJson,
 )
+from millrace_router.engine.usage import Usage
 from millrace_router.tool_calls.tool import CallDelta
 
 CHUNK = "chat.completion.chunk"
@@ -73,7 +74,7 @@ class ChatAnswers:
 
     def usage_chunk(self, usage: Usage) -> ChatCompletionChunkJson:
         """Render the chunk that follows the last token."""
-        return {**self._head.json(CHUNK), "choices": [], "usage": usage.json()}
+        return {**self._head.json(CHUNK), "choices": [], "usage": usage_json(usage)}
 
     def choice(self, index: int, pieces: Sequence[ChatDelta]) -> ChatCompletionCompleteJson:
         """Render a choice in one piece."""
@@ -87,7 +88,7 @@ class ChatAnswers:
 
     def answer(self, choices: list[ChatCompletionCompleteJson], usage: Usage) -> ChatCompletionJson:
         """Render all choices."""
-        return {**self._head.json(), "choices": choices, "usage": usage.json()}
+        return {**self._head.json(), "choices": choices, "usage": usage_json(usage)}
 
     def _chunk(
         self,
@@ -108,7 +109,7 @@ class ChatAnswers:
                     "finish_reason": finish_reason,
                 }
             ],
-            "usage": None if usage is None else usage.json(),
+            "usage": None if usage is None else usage_json(usage),
         }
 
     def _reason(self, reason: str | None) -> str | None:

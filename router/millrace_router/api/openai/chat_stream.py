@@ -8,7 +8,6 @@ from millrace_router.api.openai.answers import ChunkTemplate
 from millrace_router.api.openai.chat_answers import ChatAnswers
 from millrace_router.api.openai.choice import ChoiceText
 from millrace_router.api.openai.choice_stream import ChoiceStream, OpenChoices
-from millrace_router.api.openai.errors import usage_of
 from millrace_router.api.openai.protocol import ChatCompletionChunkJson
 from millrace_router.engine.generation import Generation
 from millrace_router.request.events import TokenEvent
@@ -54,7 +53,7 @@ class ChatStream(ChoiceStream):
         if self._is_plain and delta.finish_reason is None:
             self._sink.token(self._frame(delta.text))
             return
-        usage = usage_of(self._generation, delta, sample=self._index)
+        usage = self._generation.usage(delta.num_tokens)
         told = usage if self._tells_usage_always else None
         for chunk in self._answers.chunks(self._index, delta, told):
             self._send(chunk)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 
 import orjson
 
-from millrace_router.api.openai.answers import Usage
 from millrace_router.engine.generation import Generation
+from millrace_router.engine.usage import Usage
 from millrace_router.server.generation_stream import GenerationStream
 from millrace_router.server.sse import DONE, event
 
@@ -21,7 +21,7 @@ class OpenChoices:
         """`usage_chunk` renders a chunk of its own for the usage of all choices, if there is to be one."""
         self._count = count
         self._usage_chunk = usage_chunk
-        self._total = Usage(0, 0)
+        self._total = Usage()
 
     def ended(self, usage: Usage) -> tuple[bytes, ...] | None:
         """Count the end of a choice; return the frames that end the stream after the last one."""

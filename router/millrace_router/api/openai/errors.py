@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from functools import wraps
-from typing import Any
 
 import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from millrace_router.api.openai.answers import Usage, error_answer, error_detail
-from millrace_router.api.openai.choice import ChatDelta, ChoiceDelta, ChoiceText
+from millrace_router.api.openai.answers import error_answer, error_detail
+from millrace_router.api.openai.choice import ChatDelta, ChoiceText
 from millrace_router.engine.generation import Generation
 from millrace_router.errors import RouterError
 from millrace_router.request.events import TokenEvent
@@ -67,12 +66,3 @@ async def deltas_of(generation: Generation, text: ChoiceText) -> list[ChatDelta]
 
     await read_tokens(generation, take)
     return deltas
-
-
-def usage_of(generation: Generation, last: ChoiceDelta[Any], *, sample: int = 0) -> Usage:
-    """Count the tokens of a choice up to the delta `last`; a prompt is counted with its first sample alone."""
-    if sample:
-        return Usage(0, last.num_tokens)
-    return Usage(
-        len(generation.valid.input_ids), last.num_tokens, cached_tokens=generation.cached_tokens
-    )

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import orjson
 from aiohttp import web
 
-from millrace_router.api.openai.answers import AnswerHead, Usage
+from millrace_router.api.openai.answers import AnswerHead
 from millrace_router.api.openai.chat_answers import ChatAnswers
 from millrace_router.api.openai.chat_request import ChatCompletionRequest
 from millrace_router.api.openai.chat_stream import ChatStream
@@ -18,16 +18,16 @@ from millrace_router.api.openai.errors import (
     fingerprint,
     model_name,
     openai_errors,
-    usage_of,
 )
 from millrace_router.api.openai.prepare import PreparedChat, prepare_chat
 from millrace_router.api.openai.protocol import ChatCompletionCompleteJson, ModelInfoJson, ModelJson
 from millrace_router.api.openai.strict_tgi import counted_again, openai_route, stream_errors
 from millrace_router.engine.generation import Generation
+from millrace_router.engine.usage import Usage
 from millrace_router.errors import UnknownModel
 from millrace_router.server.access_log import watch
 from millrace_router.server.bodies import json_response, read_model
-from millrace_router.server.headers import answer_headers, form_of, sum_of_times
+from millrace_router.server.headers import answer_headers, sse_options
 from millrace_router.server.request_start import counting_refusals, scheduling_of
 from millrace_router.server.services import SERVICES, Services
 from millrace_router.server.sse import respond
@@ -88,12 +88,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         watch(request, *generations)
         if not body.stream:
             return await _answer(services, turn, generations, answers)
-        form = form_of(
-            services,
-            generations,
-            num_characters=len(turn.asked.inputs),
-            on_error=stream_errors(services),
-        )
+        options = sse_options(services, generations, stream_errors(services))
         choices = OpenChoices(
             len(generations), answers.usage_chunk if body.includes_usage else None
         )
@@ -109,7 +104,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
             )
             for index, generation in enumerate(generations)
         ]
-        return await respond(request, streams, form)
+        return await respond(request, streams, options)
 
 
 def _answers(services: Services, body: ChatCompletionRequest) -> ChatAnswers:
@@ -129,17 +124,10 @@ async def _answer(
 ) -> web.Response:
     """Read one generation after the other: tokens of the others wait in their streams."""
     choices: list[ChatCompletionCompleteJson] = []
-    usage = Usage(0, 0)
+    usage = Usage()
     for index, generation in enumerate(generations):
         pieces = await deltas_of(generation, turn.text())
         choices.append(answers.choice(index, pieces))
-        usage += usage_of(generation, pieces[-1], sample=index)
-    headers = answer_headers(
-        compute_type=services.compute_type,
-        num_characters=len(turn.asked.inputs),
-        prompt_tokens=usage.prompt_tokens,
-        generated_tokens=usage.completion_tokens,
-        cached_tokens=usage.cached_tokens,
-        times=sum_of_times([generation.times for generation in generations]),
-    )
+        usage += generation.usage(pieces[-1].num_tokens)
+    headers = answer_headers(services, generations, usage)
     return json_response(answers.answer(choices, usage), headers=headers)

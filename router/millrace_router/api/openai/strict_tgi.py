@@ -20,7 +20,7 @@ from millrace_router.errors import (
     ToolError,
 )
 from millrace_router.server.bodies import ERROR_TYPE, read_json
-from millrace_router.server.idempotent_route import keyed
+from millrace_router.server.idempotent_route import idempotent
 from millrace_router.server.services import SERVICES, Services
 from millrace_router.server.sse import DONE, STREAM_HEADERS, event
 
@@ -95,7 +95,7 @@ def counted_again(handler: Handler) -> Handler:
 
 def openai_route(handler: Handler) -> Handler:
     """Wrap a handler of OpenAI's as all of them are: keys, envelopes of errors, and TGI's ways if those are wanted."""
-    working = keyed(counted_again(handler))
+    working = idempotent(counted_again(handler))
     return openai_errors(told_in_stream(working, strict_stream_error, when=asks_for_stream))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from millrace_router.api.openai.answers import Usage
 from millrace_router.api.responses.items import new_id
 from millrace_router.api.responses.protocol import (
     ResponseErrorJson,
@@ -15,6 +14,7 @@ from millrace_router.api.responses.protocol import (
     ResponseUsageJson,
 )
 from millrace_router.api.responses.request import ResponsesRequest, ResponsesTool
+from millrace_router.engine.usage import Usage
 from millrace_router.errors import Overloaded, RouterError
 from millrace_router.request.float32 import shortest
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from millrace_router.api.openai.answers import Usage
 from millrace_router.api.openai.choice import ChatDelta, parts_of
 from millrace_router.api.openai.protocol import ChatCompletionLogprobJson
 from millrace_router.api.responses.answers import ResponseHead, is_cut
 from millrace_router.api.responses.items import GrowingCall, GrowingMessage
 from millrace_router.api.responses.protocol import ResponseItemJson
+from millrace_router.engine.usage import Usage
 from millrace_router.errors import RouterError
 from millrace_router.tool_calls.tool import CallDelta
 

@@ -8,7 +8,7 @@ from functools import partial
 from aiohttp import web
 
 from millrace_router.api.openai.chat_request import ChatCompletionRequest
-from millrace_router.api.openai.errors import deltas_of, model_name, openai_errors, usage_of
+from millrace_router.api.openai.errors import deltas_of, model_name, openai_errors
 from millrace_router.api.openai.prepare import PreparedChat, prepare_chat
 from millrace_router.api.responses.answers import ResponseHead
 from millrace_router.api.responses.events import ResponseEvents
@@ -20,8 +20,8 @@ from millrace_router.engine.generation import Generation
 from millrace_router.errors import NotStored
 from millrace_router.server.access_log import watch
 from millrace_router.server.bodies import json_response, read_model, to_model
-from millrace_router.server.headers import answer_headers, form_of
-from millrace_router.server.idempotent_route import keyed
+from millrace_router.server.headers import answer_headers, sse_options
+from millrace_router.server.idempotent_route import idempotent
 from millrace_router.server.request_start import counting_refusals, scheduling_of
 from millrace_router.server.services import SERVICES, Services
 from millrace_router.server.sse import respond
@@ -34,7 +34,7 @@ RESPONSE = RESPONSES + "/{id}"
 def register(app: web.Application) -> None:
     """Add the routes to `app`."""
     told = partial(openai_errors, is_tgi_s=False)
-    app.router.add_post(RESPONSES, told(keyed(responses)))
+    app.router.add_post(RESPONSES, told(idempotent(responses)))
     app.router.add_post(INPUT_TOKENS, told(input_tokens))
     app.router.add_get(RESPONSE, told(stored_response))
     app.router.add_delete(RESPONSE, told(stored_response))
@@ -71,13 +71,8 @@ async def responses(request: web.Request) -> web.StreamResponse:
         if not body.stream:
             return await _answer(services, generation, turn, events)
         stream = ResponseStream(generation, turn.text(), events)
-        form = form_of(
-            services,
-            [generation],
-            num_characters=len(turn.asked.inputs),
-            on_error=stream.failure,
-        )
-        return await respond(request, [stream], form)
+        options = sse_options(services, [generation], stream.failure)
+        return await respond(request, [stream], options)
 
 
 async def _turn_of(services: Services, body: ResponsesRequest) -> PreparedChat:
@@ -94,14 +89,7 @@ async def _answer(
         for _ in events.push(last):
             pass
     assert last.finish_reason is not None
-    usage = usage_of(generation, last)
+    usage = generation.usage(last.num_tokens)
     *_, end = events.end(usage, last.finish_reason)
-    headers = answer_headers(
-        compute_type=services.compute_type,
-        num_characters=len(generation.inputs),
-        prompt_tokens=usage.prompt_tokens,
-        generated_tokens=usage.completion_tokens,
-        cached_tokens=usage.cached_tokens,
-        times=generation.times,
-    )
+    headers = answer_headers(services, [generation], usage)
     return json_response(end["response"], headers=headers)

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 import orjson
 
 from millrace_router.api.openai.choice import ChatDelta, ChoiceText
-from millrace_router.api.openai.errors import usage_of
 from millrace_router.api.openai.event_stream import EventStream
 from millrace_router.api.responses.events import ResponseEvent, ResponseEvents
 from millrace_router.engine.generation import Generation
@@ -37,7 +36,8 @@ class ResponseStream(EventStream):
 
     def _end(self, delta: ChatDelta, finish_reason: str) -> Iterator[bytes]:
         self._send(self._push(delta))
-        yield from _framed(self._events.end(usage_of(self._generation, delta), finish_reason))
+        usage = self._generation.usage(delta.num_tokens)
+        yield from _framed(self._events.end(usage, finish_reason))
 
 
 def _framed(events: Iterable[ResponseEvent]) -> Iterator[bytes]:

@@ -24,8 +24,8 @@ from millrace_router.request.parameters import CompatGenerateRequest, GenerateRe
 from millrace_router.server.access_log import watch
 from millrace_router.server.bodies import json_response, read_json, read_model, to_model
 from millrace_router.server.generation_stream import GenerationStream
-from millrace_router.server.headers import answer_headers, form_of
-from millrace_router.server.idempotent_route import keyed
+from millrace_router.server.headers import answer_headers, sse_options
+from millrace_router.server.idempotent_route import idempotent
 from millrace_router.server.request_start import counting_refusals, scheduling_of
 from millrace_router.server.services import SERVICES, Services
 from millrace_router.server.sse import error_event, respond
@@ -35,8 +35,10 @@ from millrace_router.server.sse import event as framed
 def register(app: web.Application) -> None:
     """Add the routes to `app`."""
     app.router.add_post("/", compat)
-    app.router.add_post("/generate", keyed(generate))
-    app.router.add_post("/generate_stream", told_in_stream(keyed(generate_stream), error_event))
+    app.router.add_post("/generate", idempotent(generate))
+    app.router.add_post(
+        "/generate_stream", told_in_stream(idempotent(generate_stream), error_event)
+    )
     app.router.add_post("/tokenize", tokenize)
 
 
@@ -66,7 +68,7 @@ async def compat_generate(request: web.Request) -> web.StreamResponse:
     return json_response([answer], headers=_headers(request, collected))
 
 
-compat = told_in_stream(keyed(compat_generate), error_event, when=asks_for_stream)
+compat = told_in_stream(idempotent(compat_generate), error_event, when=asks_for_stream)
 
 
 async def tokenize(request: web.Request) -> web.StreamResponse:
@@ -126,14 +128,7 @@ def _sequence(services: Services, collected: Collected) -> SequenceJson:
 
 
 def _headers(request: web.Request, collected: Collected) -> dict[str, str]:
-    return answer_headers(
-        compute_type=request.app[SERVICES].compute_type,
-        num_characters=len(collected.inputs),
-        prompt_tokens=len(collected.valid.input_ids),
-        generated_tokens=collected.finished.generated_tokens,
-        cached_tokens=collected.cached_tokens,
-        times=collected.times,
-    )
+    return answer_headers(request.app[SERVICES], [collected], collected.usage)
 
 
 async def _stream(request: web.Request, body: GenerateRequest) -> web.StreamResponse:
@@ -142,13 +137,8 @@ async def _stream(request: web.Request, body: GenerateRequest) -> web.StreamResp
         scheduling = scheduling_of(request, body.parameters)
     async with await services.infer.start(body, scheduling=scheduling) as generation:
         watch(request, generation)
-        form = form_of(
-            services,
-            [generation],
-            num_characters=len(body.inputs),
-            on_error=error_event,
-        )
-        return await respond(request, [GenerateStream(generation, body)], form)
+        options = sse_options(services, [generation], error_event)
+        return await respond(request, [GenerateStream(generation, body)], options)
 
 
 class GenerateStream(GenerationStream):

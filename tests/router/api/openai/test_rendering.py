@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from millrace_router.api.completions.answers import CompletionChunks
 from millrace_router.api.completions.text import CompletionDelta
-from millrace_router.api.openai.answers import AnswerHead, ChunkTemplate, Usage
+from millrace_router.api.openai.answers import AnswerHead, ChunkTemplate
 from millrace_router.api.openai.chat_answers import ChatAnswers
 from millrace_router.api.openai.choice import ChatDelta
 from millrace_router.api.tgi.answers import plain_event, stream_json
+from millrace_router.engine.usage import Usage
 from millrace_router.request.events import Token, TokenEvent
 from millrace_router.server.sse import event
 
