@@ -7,7 +7,6 @@ import time
 from collections import deque
 
 from millrace_proto import generate_pb2 as pb
-from millrace_router.request.entry import Entry
 from millrace_router.scheduler.step_plan import StepPlan
 from millrace_router.shards.errors import ShardError
 from millrace_router.shards.wire import (
@@ -73,7 +72,7 @@ class InProcessShard:
         self._submit(open_to_pb(self._epoch))
         await self._answer()
 
-    async def send(self, plan: StepPlan[Entry]) -> int:
+    async def send(self, plan: StepPlan) -> int:
         """Submit a step to the engine; returns its number."""
         self._number += 1
         self._batch_id += bool(plan.admitted)

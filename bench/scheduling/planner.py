@@ -11,15 +11,15 @@ from statistics import median
 from bench.harness.measurement import quantile
 from bench.parts.fixture import Fixture
 from bench.parts.part import Case, Figures, Part, Table
-from millrace_router.request.acceptance import Acceptance
 from millrace_router.request.block_hashes import BlockHashes
 from millrace_router.request.request import SchedulingParameters
+from millrace_router.request.schedulable import SchedulableRequest
 from millrace_router.scheduler.block_manager import BlockManager
 from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.prefix_cache import PrefixCache
 from millrace_router.scheduler.step_plan import StepPlan
-from millrace_router.scheduler.tenants import TenantQueue
+from millrace_router.scheduler.tenants import RequestQueue, TenantQueue
 from millrace_router.scheduler.waiting import WaitingQueue
 
 NUM_RUNNING, PROMPT_TOKENS, BLOCK_SIZE = 256, 200, 16
@@ -37,65 +37,31 @@ CASES = (
 )
 
 
-@dataclass(slots=True)
-class Waiter:
-    """An entry without a stream: lengths, and tokens for its block keys."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class Waiter(SchedulableRequest):
+    """A request without a stream: lengths, and tokens for its block keys."""
 
-    request_id: int
-    max_new_tokens: int
-    scheduling: SchedulingParameters
-    queued_at: float
-    num_preemptions: int = 0
     prompt: list[int] = field(default_factory=list)
     generated: list[int] = field(default_factory=list)
     keys: BlockHashes = field(default_factory=lambda: BlockHashes(BLOCK_SIZE))
-    acceptance: Acceptance = field(default_factory=Acceptance)
-    closed: bool = False
-    max_jump_forward_tokens: int = 0
-    wants_prompt_logprobs: bool = False
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.prompt)
-
-    @property
-    def num_inputs(self) -> int:
-        """Tokens of prompt and answer so far."""
-        return len(self.prompt) + len(self.generated)
-
-    @property
-    def num_generated(self) -> int:
-        """Tokens of the answer so far."""
-        return len(self.generated)
-
-    @property
-    def tenant(self) -> str:
-        """The tenant."""
-        return self.scheduling.tenant
 
     def block_keys(self, count: int) -> Sequence[bytes]:
         """Keys of the first `count` blocks."""
         return self.keys.first(count, self.prompt, self.generated)
 
 
-Queue = WaitingQueue[Waiter] | TenantQueue[Waiter]
-
-
 class Steps:
     """Plans steps, two in flight as in the router, and answers them at once; the queue keeps its length."""
 
-    def __init__(self, queue: Queue, *, num_waiting: int) -> None:
+    def __init__(self, queue: RequestQueue, *, num_waiting: int) -> None:
         num_blocks = NUM_RUNNING * ((PROMPT_TOKENS + MOST_ANSWER) // BLOCK_SIZE + 2)
         budgets = Budgets(max_batch_prefill_tokens=4096, max_batch_size=NUM_RUNNING)
-        self.planner: Planner[Waiter] = Planner(
-            budgets, BlockManager(num_blocks, BLOCK_SIZE, PrefixCache())
-        )
+        self.planner = Planner(budgets, BlockManager(num_blocks, BLOCK_SIZE, PrefixCache()))
         self._queue = queue
         self._random = random.Random(0)
         self._num_sent = 0
         self._next_id = 0
-        self._in_flight: list[StepPlan[Waiter]] = []
+        self._in_flight: list[StepPlan] = []
         for _ in range(num_waiting + NUM_RUNNING):
             self._append()
 
@@ -126,6 +92,7 @@ class Steps:
         self._next_id += 1
         waiter = Waiter(
             request_id=number,
+            num_prompt_tokens=PROMPT_TOKENS,
             max_new_tokens=self._random.randint(LEAST_ANSWER, MOST_ANSWER),
             scheduling=SchedulingParameters(tenant=str(number % NUM_TENANTS)),
             queued_at=float(number),
@@ -133,25 +100,27 @@ class Steps:
         )
         self._queue.append(waiter)
 
-    def _deliver(self, plan: StepPlan[Waiter]) -> None:
+    def _deliver(self, plan: StepPlan) -> None:
         """Give each row of a step its token, and drop it after its last."""
         slots = [*plan.decodes, *(slot for slot, _ in plan.chunks)]
         for slot in slots:
             row = self.planner.row(slot)
             if row is None or row.num_computed < row.num_inputs:
                 continue
+            assert isinstance(row.entry, Waiter)
             row.entry.generated.append(7)
+            row.entry.num_generated += 1
             if row.entry.num_generated >= row.entry.max_new_tokens:
                 self.planner.drop(row)
                 self._queue.served(row.entry, row.entry.num_generated)
 
 
-def queue_of(case: Case) -> Queue:
+def queue_of(case: Case) -> RequestQueue:
     """One queue, or one for each of many tenants."""
     return TenantQueue(quantum=4096) if case.flags else WaitingQueue()
 
 
-def arrival_seconds(queue: Queue, count: int, new: Callable[[int], Waiter]) -> float:
+def arrival_seconds(queue: RequestQueue, count: int, new: Callable[[int], Waiter]) -> float:
     """Median time for counting a request against the queue, adding it and removing it."""
     taken = []
     for number in range(count):
@@ -175,10 +144,11 @@ def run(fixture: Fixture, case: Case) -> Figures:
     def new(number: int) -> Waiter:
         tenant = str(number % NUM_TENANTS)
         return Waiter(
-            10**9 + number,
-            100,
-            SchedulingParameters(tenant=tenant),
-            1e9,
+            request_id=10**9 + number,
+            num_prompt_tokens=PROMPT_TOKENS,
+            max_new_tokens=100,
+            scheduling=SchedulingParameters(tenant=tenant),
+            queued_at=1e9,
             prompt=[1] * PROMPT_TOKENS,
         )
 

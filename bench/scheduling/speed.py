@@ -36,13 +36,13 @@ def run(fixture: Fixture, case: Case) -> Figures:
         ),
     )
     began = time.process_time()
-    (tally,) = simulate([fleet])
+    (metrics,) = simulate([fleet])
     seconds = time.process_time() - began
     return {
-        "batch size, mean": tally.row_seconds / tally.busy_seconds,
-        "steps of a request": tally.steps / tally.finished,
-        RATE: tally.finished / seconds,
-        MILLION: 1e6 / 60 * seconds / tally.finished,
+        "batch size, mean": metrics.row_seconds / metrics.busy_seconds,
+        "steps of a request": metrics.steps / metrics.finished,
+        RATE: metrics.finished / seconds,
+        MILLION: 1e6 / 60 * seconds / metrics.finished,
     }
 
 

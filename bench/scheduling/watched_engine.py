@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from millrace_router.prediction.cost import COEFFICIENTS
 from millrace_router.prediction.forecast import Prediction
 from millrace_router.scheduler.row import Row
-from millrace_router.simulator.candidate import Arrival, Candidate
 from millrace_router.simulator.deployment import Deployment
 from millrace_router.simulator.engine import Engine
+from millrace_router.simulator.simulated_request import Arrival, SimulatedRequest
 
 COSTS = (0.0146, 0.0004, 1e-7, 0.001, 6e-5, 2.4e-7)
 """Approximate costs of a 135M model on two cores."""
@@ -36,7 +36,7 @@ class WatchedEngine(Engine):
         """Until the plan that admitted it."""
         self.first: dict[int, float] = {}
         """Until its first token."""
-        forecaster = self._door.forecaster
+        forecaster = self._admission.forecaster
         predict = forecaster.predict
 
         def remember(*args: object, **options: object) -> Prediction | None:
@@ -47,13 +47,13 @@ class WatchedEngine(Engine):
 
         forecaster.predict = remember  # type: ignore[method-assign]
 
-    def _admitted(self, row: Row[Candidate]) -> None:
+    def _admitted(self, row: Row) -> None:
         super()._admitted(row)
         self.queue.setdefault(row.entry.request_id, self.now - row.entry.queued_at)
 
-    def _first_token(self, candidate: Candidate) -> None:
-        super()._first_token(candidate)
-        self.first.setdefault(candidate.request_id, self.now - candidate.queued_at)
+    def _first_token(self, request: SimulatedRequest) -> None:
+        super()._first_token(request)
+        self.first.setdefault(request.request_id, self.now - request.queued_at)
 
 
 def watched(arrivals: Sequence[Arrival], **changes: object) -> WatchedEngine:

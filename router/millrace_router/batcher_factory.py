@@ -11,12 +11,9 @@ from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.late_planning import LatePlanning
 from millrace_router.recovery.launcher_channel import LauncherChannel
 from millrace_router.recovery.shard_status import Timeouts
-from millrace_router.request.entry import Entry
 from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.draft_length import Speculator
 from millrace_router.scheduler.factory import forecaster_from, planner_from, queue_from
-from millrace_router.scheduler.tenants import TenantQueue
-from millrace_router.scheduler.waiting import WaitingQueue
 from millrace_router.shards.group import ShardedClient
 from millrace_router.shards.wire import Capacity, ShardInfo
 from millrace_router.telemetry.metrics import Metrics
@@ -40,7 +37,6 @@ def batcher_from(  # noqa: PLR0913
     forecaster = forecaster_from(
         config, budgets, cost, late, block_size=info.block_size, num_blocks=capacity.num_blocks - 1
     )
-    waiting: WaitingQueue[Entry] | TenantQueue[Entry] = queue_from(config)
     return Batcher(
         shards=shards,
         new_planner=partial(
@@ -52,7 +48,7 @@ def batcher_from(  # noqa: PLR0913
             prefix_caching=config.prefix_caching == "on",
             guesses=Speculator(cost, most=budgets.speculate) if budgets.speculate else None,
         ),
-        waiting=waiting,
+        waiting=queue_from(config),
         prospects=LatencyPredictor(cost, forecaster, metrics, max_queue_size=config.max_queue_size),
         tokenizer=tokenizer,
         eos_token_ids=info.eos_token_ids,

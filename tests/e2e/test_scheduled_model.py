@@ -172,11 +172,7 @@ async def _serve(model: Model, schedule: Schedule, requests: tuple[ValidRequest,
             schedule.budgets,
             BlockManager(num_blocks, size, PrefixCache() if schedule.cached else None),
         ),
-        waiting=(
-            TenantQueue[Entry](quantum=16)
-            if schedule.budgets.share_slots
-            else WaitingQueue[Entry]()
-        ),
+        waiting=(TenantQueue(quantum=16) if schedule.budgets.share_slots else WaitingQueue()),
         prospects=LatencyPredictor(
             cost,
             Forecaster(

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence, Sized
 
 from millrace_router.errors import Quarantined, RouterError
-from millrace_router.request.entry import Entry
 from millrace_router.scheduler.multi_token import Progress
 from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.step_plan import METHODS, StepPlan
@@ -33,7 +32,7 @@ class BatchMetrics:
         self._metrics = metrics
         self._steps = {method: _StepMetrics(metrics, method) for method in METHODS}
 
-    def show(self, planner: Callable[[], Planner[Entry]], waiting: Sized) -> None:
+    def show(self, planner: Callable[[], Planner], waiting: Sized) -> None:
         """Show who waits, what runs and what the KV cache holds, whenever somebody asks for the metrics."""
         metrics = self._metrics
         for gauge in (metrics.queue_size, metrics.requests_waiting):
@@ -45,7 +44,7 @@ class BatchMetrics:
         metrics.kv_blocks_in_use.follow(lambda: planner().blocks.num_owned)
         metrics.kv_blocks_cached.follow(lambda: planner().blocks.num_cached)
 
-    def sent(self, plan: StepPlan[Entry]) -> None:
+    def sent(self, plan: StepPlan) -> None:
         """Count a step that goes out."""
         metrics = self._metrics
         if plan.has_forward:
@@ -62,7 +61,7 @@ class BatchMetrics:
 
     def answered(
         self,
-        plan: StepPlan[Entry],
+        plan: StepPlan,
         timings: StepTimings,
         skipped: Sequence[int],
         *,
@@ -90,7 +89,7 @@ class BatchMetrics:
             self._metrics.speculation_drafted_tokens.inc(progress.drafted)
             self._metrics.speculation_accepted_tokens.inc(progress.accepted)
 
-    def failed(self, plans: Iterable[StepPlan[Entry]], kind: str) -> None:
+    def failed(self, plans: Iterable[StepPlan], kind: str) -> None:
         """Count an epoch's end, and steps in flight that will never be answered, once for each kind of step."""
         self._metrics.recoveries.labels(reason=kind).inc()
         for method in {plan.method for plan in plans if plan.has_forward}:

@@ -11,7 +11,6 @@ from itertools import count
 import structlog
 
 from millrace_router.engine.batch_metrics import BatchMetrics
-from millrace_router.engine.entry_queue import EntryQueue
 from millrace_router.engine.predictor import LatencyPredictor, SchedulerSnapshot
 from millrace_router.errors import (
     GenerationError,
@@ -30,11 +29,13 @@ from millrace_router.recovery.launcher_channel import LauncherChannel
 from millrace_router.recovery.quarantine import Quarantine
 from millrace_router.recovery.recovery_policy import PlannerFactory, RecoveryPolicy
 from millrace_router.recovery.shard_status import DEFAULT_TIMEOUTS, ShardStatus, Timeouts
-from millrace_router.request.entry import Entry
+from millrace_router.request.entry import Entry, entry_of
 from millrace_router.request.request import SchedulingParameters, ValidRequest
+from millrace_router.request.schedulable import SchedulableRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.scheduler.tenants import RequestQueue
 from millrace_router.scheduler.waiting import WaitingQueue
 from millrace_router.shards.errors import ShardError
 from millrace_router.shards.group import ShardedClient
@@ -42,7 +43,7 @@ from millrace_router.shards.wire import StepResult
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.text.tokenizer import Tokenizer
 
-NOBODY: WaitingQueue[Entry] = WaitingQueue()
+NOBODY = WaitingQueue()
 
 log = structlog.get_logger(__name__)
 
@@ -52,7 +53,7 @@ class _Flight:
     """A step that was sent and not answered."""
 
     number: int
-    plan: StepPlan[Entry]
+    plan: StepPlan
     sent_at: float
     was_open: bool
     """Whether it was planned late, while the shards were at the one before."""
@@ -76,7 +77,7 @@ class Batcher:
         *,
         shards: ShardedClient,
         new_planner: PlannerFactory,
-        waiting: EntryQueue,
+        waiting: RequestQueue,
         prospects: LatencyPredictor,
         tokenizer: Tokenizer,
         eos_token_ids: frozenset[int],
@@ -120,7 +121,7 @@ class Batcher:
         return self._lifeline.recovery
 
     @property
-    def _planner(self) -> Planner[Entry]:
+    def _planner(self) -> Planner:
         return self._rescue.planner
 
     def submit(self, request: ValidRequest) -> TokenStream:
@@ -254,11 +255,12 @@ class Batcher:
         self._expire()
         return not self._rescue.must_regroup
 
-    async def _send(self, plan: StepPlan[Entry], *, was_open: bool) -> None:
+    async def _send(self, plan: StepPlan, *, was_open: bool) -> None:
         now = time.monotonic()
         for row in plan.admitted:
-            row.entry.admitted(now, row.num_cached)
-            self._prospects.admitted(row.entry)
+            entry = entry_of(row.entry)
+            entry.admitted(now, row.num_cached)
+            self._prospects.admitted(entry)
         self._metrics.sent(plan)
         self._flights.append(_Flight(self._shards.last_sent + 1, plan, now, was_open))
         self._note_turn()
@@ -281,7 +283,7 @@ class Batcher:
         self._rescue.computed(flight.plan)
         for slot, logprobs in result.prompt_logprobs:
             if (row := planner.row(slot)) is not None:
-                row.entry.accept_prompt_logprobs(logprobs)
+                entry_of(row.entry).accept_prompt_logprobs(logprobs)
         for slot in result.failed_slots:
             if (row := planner.row(slot)) is not None:
                 planner.drop(row)
@@ -294,11 +296,13 @@ class Batcher:
             row = planner.row(slot)
             if row is None:
                 continue
-            if not row.entry.generated_ids:
-                self._prospects.began(row.entry, answered_at)
-            if row.entry.accept(token_id, logprob, top):
+            entry = row.entry
+            assert isinstance(entry, Entry)
+            if not entry.num_generated:
+                self._prospects.began(entry, answered_at)
+            if entry.accept(token_id, logprob, top):
                 planner.drop(row)
-                self._end(row.entry)
+                self._end(entry)
         planner.answered(result.number)
         self._metrics.answered(
             flight.plan, result.timings, skipped, sent_at=flight.sent_at, answered_at=answered_at
@@ -322,8 +326,9 @@ class Batcher:
         self._last_answered, self._answered_at = result.number, answered_at
         self._is_at_answer = True
 
-    def _end(self, entry: Entry, error: RouterError | None = None) -> None:
-        """Take note that `entry` has ended, with `error` unless its last token has been sent."""
+    def _end(self, request: SchedulableRequest, error: RouterError | None = None) -> None:
+        """Take note that `request` has ended, with `error` unless its last token has been sent."""
+        entry = entry_of(request)
         if not entry.accounted:
             entry.accounted = True
             self._prospects.ended(entry)

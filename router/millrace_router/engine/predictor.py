@@ -23,7 +23,7 @@ _QUEUE_RATE = 1 / 16
 class SchedulerSnapshot:
     """The state of the scheduler that a prediction starts from."""
 
-    rows: Iterable[Row[Entry]]
+    rows: Iterable[Row]
     num_waiting: int
     ahead: tuple[int, int]
     """Entries that are served before, and their prompt tokens."""

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Generic, TypeVar
-
-T = TypeVar("T")
 
 
-class PoisonSearch(Generic[T]):
-    """Entries that were in a failed step, until each has got past the position at which that step failed.
+class PoisonSearch:
+    """Ids of requests that were in a failed step, until each has got past the position at which that step failed.
 
     After a first failure all of them run again together, and nobody else: a process that was killed from outside is
     the likelier cause. If that fails too, they run in halves, the one that breaks being halved again; who breaks a
@@ -23,17 +20,17 @@ class PoisonSearch(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._targets: dict[T, int] = {}
+        self._targets: dict[int, int] = {}
         """Who is not cleared, and the number of KV positions that will clear him; most senior first."""
-        self._group: list[T] = []
+        self._group: list[int] = []
         """Who runs now, of them or of those that run apart."""
-        self._rest: list[T] = []
+        self._rest: list[int] = []
         """Where the guilty one is if it is not in the group."""
         self._has_halved = False
         """Whether the search has come to halves, and has found nobody since."""
-        self._searched: set[T] = set()
+        self._searched: set[int] = set()
         """Who was among those that were halved, and lives; empty once somebody is found guilty, which explains it."""
-        self._apart: list[T] = []
+        self._apart: list[int] = []
         """Who runs to its end, cleared or not; most senior first."""
         self._most_together = 0
         """How many of those may be in the group."""
@@ -41,8 +38,8 @@ class PoisonSearch(Generic[T]):
     def __bool__(self) -> bool:
         return self.count > 0
 
-    def __contains__(self, entry: T) -> bool:
-        return entry in self._targets or entry in self._apart
+    def __contains__(self, request_id: int) -> bool:
+        return request_id in self._targets or request_id in self._apart
 
     @property
     def count(self) -> int:
@@ -50,11 +47,11 @@ class PoisonSearch(Generic[T]):
         return len(self._apart or self._targets)
 
     @property
-    def group(self) -> frozenset[T]:
+    def group(self) -> frozenset[int]:
         """Who may run now; nobody else may, unless this is empty."""
         return frozenset(self._group)
 
-    def failed(self, named: Mapping[T, int]) -> T | None:
+    def failed(self, named: Mapping[int, int]) -> int | None:
         """A step has failed that named these entries, each with the KV positions it would have had after it.
 
         Returns the one that is proven guilty, who is a suspect no more. `named` is ordered by seniority.
@@ -80,28 +77,28 @@ class PoisonSearch(Generic[T]):
             self._halve(found)
         return None
 
-    def computed(self, entry: T, num_positions: int) -> bool:
-        """`entry` has so many KV positions, which may clear it; whether others are to run now."""
-        if num_positions < self._targets.get(entry, num_positions + 1):
+    def computed(self, request_id: int, num_positions: int) -> bool:
+        """The request has so many KV positions, which may clear it; whether others are to run now."""
+        if num_positions < self._targets.get(request_id, num_positions + 1):
             return False
-        if entry in self._apart:
-            del self._targets[entry]
+        if request_id in self._apart:
+            del self._targets[request_id]
             return False
-        return self._leave(entry)
+        return self._leave(request_id)
 
-    def ended(self, entry: T) -> bool:
-        """`entry` has ended, however it did; whether others are to run now."""
-        self._searched.discard(entry)
-        return entry in self and self._leave(entry)
+    def ended(self, request_id: int) -> bool:
+        """The request has ended, however it did; whether others are to run now."""
+        self._searched.discard(request_id)
+        return request_id in self and self._leave(request_id)
 
-    def _leave(self, entry: T) -> bool:
-        self._forget(entry)
+    def _leave(self, request_id: int) -> bool:
+        self._forget(request_id)
         if self._group:
             return False
         self._next()
         return True
 
-    def _convict(self, guilty: T) -> T:
+    def _convict(self, guilty: int) -> int:
         self._forget(guilty)
         self._has_halved = False
         self._searched.clear()
@@ -111,11 +108,11 @@ class PoisonSearch(Generic[T]):
             self._next()
         return guilty
 
-    def _forget(self, entry: T) -> None:
-        self._targets.pop(entry, None)
-        for entries in (self._group, self._rest, self._apart):
-            if entry in entries:
-                entries.remove(entry)
+    def _forget(self, request_id: int) -> None:
+        self._targets.pop(request_id, None)
+        for ids in (self._group, self._rest, self._apart):
+            if request_id in ids:
+                ids.remove(request_id)
 
     def _next(self) -> None:
         """The group is done with: its other half is next, then whoever is left, together."""
@@ -128,11 +125,11 @@ class PoisonSearch(Generic[T]):
         else:
             self._group = list(self._targets)
 
-    def _halve(self, entries: list[T]) -> None:
+    def _halve(self, entries: list[int]) -> None:
         middle = (len(entries) + 1) // 2
         self._group, self._rest = entries[:middle], entries[middle:]
 
-    def _part(self, found: list[T]) -> None:
+    def _part(self, found: list[int]) -> None:
         """Have all suspects run apart, so many of whom have failed together."""
         self._apart = self._apart or list(self._targets)
         self._most_together = (len(found) + 1) // 2

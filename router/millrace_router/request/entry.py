@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from millrace_router.request.acceptance import Acceptance
 from millrace_router.request.block_hashes import BlockHashes
 from millrace_router.request.events import (
     Finished,
@@ -15,6 +14,7 @@ from millrace_router.request.events import (
     TokenEvent,
 )
 from millrace_router.request.request import FinishReason, ValidRequest
+from millrace_router.request.schedulable import SchedulableRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.text.detokenizer import IncrementalDetokenizer
 from millrace_router.text.stopping import StopMatcher
@@ -24,7 +24,7 @@ MAX_JUMP_FORWARD_TOKENS = 16
 """Tokens forced by a grammar that one step computes beside a sampled one: as many as a block has positions."""
 
 
-class Entry:
+class Entry(SchedulableRequest):
     """One accepted request: what was asked, what has been generated, where the news goes.
 
     Prompt and generated ids are kept, so that a sequence can be admitted again as a prompt of everything so far.
@@ -39,18 +39,19 @@ class Entry:
         *,
         block_size: int,
     ) -> None:
-        self.request_id = request_id
+        self.stream = TokenStream()
+        super().__init__(
+            request_id=request_id,
+            num_prompt_tokens=len(request.input_ids),
+            max_new_tokens=request.max_new_tokens,
+            scheduling=request.scheduling,
+            queued_at=self.stream.queued_at,
+            max_jump_forward_tokens=0 if request.grammar is None else MAX_JUMP_FORWARD_TOKENS,
+            wants_prompt_logprobs=request.prefill_logprobs,
+        )
         self.request = request
-        self.scheduling = request.scheduling
-        self.max_new_tokens = request.max_new_tokens
-        self.num_prompt_tokens = len(request.input_ids)
-        self.num_preemptions = 0
         self.accounted = False
         """Whether the scheduler has taken note of its end."""
-        self.wants_prompt_logprobs = request.prefill_logprobs
-        self.max_jump_forward_tokens = 0 if request.grammar is None else MAX_JUMP_FORWARD_TOKENS
-        self.acceptance = Acceptance()
-        self.stream = TokenStream()
         self.generated_ids: list[int] = []
         self._tokenizer = tokenizer
         self._eos_token_ids = frozenset() if request.ignore_eos else eos_token_ids
@@ -61,29 +62,9 @@ class Entry:
         self._block_keys = BlockHashes(block_size)
 
     @property
-    def queued_at(self) -> float:
-        """When it was accepted, by `time.monotonic`."""
-        return self.stream.queued_at
-
-    @property
-    def tenant(self) -> str:
-        """Whose share of the tokens it takes."""
-        return self.scheduling.tenant
-
-    @property
     def closed(self) -> bool:
         """Whether its reader has left."""
         return self.stream.closed
-
-    @property
-    def num_generated(self) -> int:
-        """Tokens generated so far."""
-        return len(self.generated_ids)
-
-    @property
-    def num_inputs(self) -> int:
-        """Tokens of the prompt, and those generated so far."""
-        return self.num_prompt_tokens + len(self.generated_ids)
 
     def block_keys(self, count: int) -> Sequence[bytes]:
         """Keys of the first `count` full blocks of prompt and generated tokens."""
@@ -116,7 +97,7 @@ class Entry:
     def accept(self, token_id: int, logprob: float, top: Sequence[tuple[int, float]]) -> bool:
         """Take the next token, send its event, and say whether the generation has ended with it."""
         self.generated_ids.append(token_id)
-        count = len(self.generated_ids)
+        self.num_generated = count = len(self.generated_ids)
         text = self._text.step(token_id)
         reason = self._finish_reason(token_id, text)
         finished: Finished | None = None
@@ -132,7 +113,7 @@ class Entry:
     def _finish_reason(self, token_id: int, text: str) -> FinishReason | None:
         """TGI's order: length before end of sequence before stop sequence."""
         matched = self._stop is not None and self._stop.push(text) is not None
-        if len(self.generated_ids) >= self.request.max_new_tokens:
+        if self.num_generated >= self.request.max_new_tokens:
             return FinishReason.LENGTH
         if token_id in self._eos_token_ids:
             return FinishReason.EOS_TOKEN
@@ -143,3 +124,9 @@ class Entry:
         return Token(
             token_id, tokenizer.token_text(token_id), logprob, tokenizer.is_special(token_id)
         )
+
+
+def entry_of(request: SchedulableRequest) -> Entry:
+    """`request` as what it is in the router."""
+    assert isinstance(request, Entry)
+    return request

@@ -3,37 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from heapq import heappop, heappush
 from itertools import chain, count
-from typing import Generic, Protocol
 
+from millrace_router.request.schedulable import SchedulableRequest
 from millrace_router.scheduler.block_manager import BlockManager
 from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.prefix_cache import CachedBlock
-from millrace_router.scheduler.row import E, Row
+from millrace_router.scheduler.row import Row
+from millrace_router.scheduler.tenants import RequestQueue
 
 
-class Waiting(Protocol[E]):
-    """Entries that were never admitted, in the order in which they are to be."""
-
-    def head(self) -> E | None:
-        """The entry to admit next."""
-
-    def pop(self) -> E:
-        """Take the head out."""
-
-    def append(self, entry: E) -> None:
-        """Take back an entry that was admitted and has to wait again."""
-
-    def __len__(self) -> int:
-        """How many there are."""
-
-    def __iter__(self) -> Iterator[E]:
-        """All of them, in about the order of admission."""
-
-
-class Admission(Generic[E]):
+class Admission:
     """Gives entries slots and blocks, one after the other: nobody is overtaken because he is large.
 
     Preempted entries come before those that wait, the most senior first. An entry whose next block is being computed
@@ -43,7 +25,7 @@ class Admission(Generic[E]):
     def __init__(self, budgets: Budgets, blocks: BlockManager) -> None:
         self._budgets = budgets
         self._blocks = blocks
-        self._paused: list[tuple[int, int, E]] = []
+        self._paused: list[tuple[int, int, SchedulableRequest]] = []
         self._seniority = count()
         self._free_slots = list(range(budgets.num_slots - 1, -1, -1))
 
@@ -61,19 +43,19 @@ class Admission(Generic[E]):
         """Take back a slot that no step in flight names."""
         self._free_slots.append(slot)
 
-    def resume(self, row: Row[E]) -> None:
+    def resume(self, row: Row) -> None:
         """Queue the entry of a preempted row, none of whose steps is in flight any more."""
         self.readmit(row.seniority, row.entry)
 
-    def readmit(self, seniority: int, entry: E) -> None:
+    def readmit(self, seniority: int, entry: SchedulableRequest) -> None:
         """Queue an entry that was admitted before, with the seniority it had."""
         heappush(self._paused, (seniority, entry.request_id, entry))
 
-    def succeed(self, other: Admission[E]) -> None:
+    def succeed(self, other: Admission) -> None:
         """Let whoever is admitted here be junior to all that `other` admitted."""
         self._seniority = other._seniority
 
-    def surrender(self) -> list[tuple[int, E]]:
+    def surrender(self) -> list[tuple[int, SchedulableRequest]]:
         """Give up, and return, the preempted entries, each with its seniority."""
         entries = [(seniority, entry) for seniority, _, entry in self._paused]
         self._paused.clear()
@@ -83,14 +65,14 @@ class Admission(Generic[E]):
         """Admit within `budgets` from now on; there are as many slots as before."""
         self._budgets = budgets
 
-    def num_cached(self, entry: E) -> int:
+    def num_cached(self, entry: SchedulableRequest) -> int:
         """Input tokens of `entry` that are cached now."""
         shareable = self._keys(entry)[: self._num_shareable(entry)]
         return len(self._blocks.find(shareable)) * self._blocks.block_size
 
     def admit(
-        self, waiting: Waiting[E], rows: Collection[Row[E]], *, whole: int | None = None
-    ) -> tuple[Row[E], list[int]] | None:
+        self, waiting: RequestQueue, rows: Collection[Row], *, whole: int | None = None
+    ) -> tuple[Row, list[int]] | None:
         """Admit the next entry beside `rows` and return its row and its cached blocks; None if it does not fit.
 
         With `whole` its prompt has to fit into that many tokens.
@@ -110,7 +92,7 @@ class Admission(Generic[E]):
         num_tokens = self._num_promised_tokens(entry)
         return row, self._blocks.admit(row.slot, num_tokens, hits=hits, keys=keys)
 
-    def lacks_room(self, waiting: Waiting[E], rows: Collection[Row[E]]) -> bool:
+    def lacks_room(self, waiting: RequestQueue, rows: Collection[Row]) -> bool:
         """Whether the head of the queue finds no slot, or too few blocks, beside `rows`."""
         entry = self._next(waiting)
         if entry is None or self._paused:
@@ -120,7 +102,7 @@ class Admission(Generic[E]):
         hits = self._hits(entry, self._keys(entry))
         return hits is not None and self._shortage(entry, hits, rows) > 0
 
-    def num_fitting(self, waiting: Waiting[E], *, most: int, budget: int) -> int:
+    def num_fitting(self, waiting: RequestQueue, *, most: int, budget: int) -> int:
         """How many entries, up to `most`, `budget` prompt tokens, slots and blocks suffice for."""
         num_blocks, number = self._blocks.num_available, 0
         for entry in chain((item[2] for item in self._paused), waiting):
@@ -141,17 +123,17 @@ class Admission(Generic[E]):
     def _has_slot(self, num_rows: int) -> bool:
         return self.has_free_slot and num_rows < self._budgets.max_batch_size
 
-    def _next(self, waiting: Waiting[E]) -> E | None:
+    def _next(self, waiting: RequestQueue) -> SchedulableRequest | None:
         while self._paused and self._paused[0][2].closed:
             heappop(self._paused)
         return self._paused[0][2] if self._paused else waiting.head()
 
-    def _needs_all(self, entry: E) -> bool:
+    def _needs_all(self, entry: SchedulableRequest) -> bool:
         """Whether all blocks it can ever need are promised to `entry`."""
         budgets = self._budgets
         return budgets.reserve_all or entry.num_preemptions >= budgets.max_preemptions
 
-    def _num_promised_tokens(self, entry: E) -> int:
+    def _num_promised_tokens(self, entry: SchedulableRequest) -> int:
         """KV positions whose blocks `entry` is promised; the last token's are never needed.
 
         With everything reserved also those of guesses, as in TGI, although none is made beyond the last token. That
@@ -165,23 +147,25 @@ class Admission(Generic[E]):
             num_tokens = min(num_tokens + self._budgets.speculate, most)
         return num_tokens
 
-    def _shortage(self, entry: E, hits: Sequence[CachedBlock], rows: Iterable[Row[E]]) -> int:
+    def _shortage(
+        self, entry: SchedulableRequest, hits: Sequence[CachedBlock], rows: Iterable[Row]
+    ) -> int:
         """Blocks that are missing to admit `entry` beside `rows`; none if not above 0."""
         shortage = self._blocks.shortage(self._num_promised_tokens(entry), hits)
         return shortage + self._margin(entry, rows)
 
-    def _keys(self, entry: E) -> Sequence[bytes]:
+    def _keys(self, entry: SchedulableRequest) -> Sequence[bytes]:
         if self._blocks.cache is None:
             return ()
         return entry.block_keys(entry.num_inputs // self._blocks.block_size)
 
-    def _num_shareable(self, entry: E) -> int:
+    def _num_shareable(self, entry: SchedulableRequest) -> int:
         """Blocks that may be taken from the cache; the last token is always computed, for its logits."""
         if entry.wants_prompt_logprobs:
             return 0
         return (entry.num_inputs - 1) // self._blocks.block_size
 
-    def _hits(self, entry: E, keys: Sequence[bytes]) -> list[CachedBlock] | None:
+    def _hits(self, entry: SchedulableRequest, keys: Sequence[bytes]) -> list[CachedBlock] | None:
         """What is cached of the entry; None while somebody computes more of it."""
         shareable = keys[: self._num_shareable(entry)]
         hits = self._blocks.find(shareable)
@@ -189,10 +173,10 @@ class Admission(Generic[E]):
             return None
         return hits
 
-    def _num_left(self, entry: E, hits: Sequence[CachedBlock]) -> int:
+    def _num_left(self, entry: SchedulableRequest, hits: Sequence[CachedBlock]) -> int:
         return entry.num_inputs - len(hits) * self._blocks.block_size
 
-    def _margin(self, entry: E, rows: Iterable[Row[E]]) -> int:
+    def _margin(self, entry: SchedulableRequest, rows: Iterable[Row]) -> int:
         """Blocks to leave over.
 
         For an entry that may be preempted: one for every row that runs, so that it is not at once. For one that may
@@ -211,11 +195,11 @@ class Admission(Generic[E]):
             if row.seniority < senior
         )
 
-    def _next_seniority(self, waiting: Waiting[E]) -> int:
+    def _next_seniority(self, waiting: RequestQueue) -> int:
         waiting.pop()
         return next(self._seniority)
 
-    def _row(self, entry: E, seniority: int, num_cached: int) -> Row[E]:
+    def _row(self, entry: SchedulableRequest, seniority: int, num_cached: int) -> Row:
         return Row(
             entry,
             self._free_slots.pop(),

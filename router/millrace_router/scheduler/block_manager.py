@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from millrace_router.scheduler.prefix_cache import CachedBlock, PrefixCache
-from millrace_router.scheduler.row import E, Row
+from millrace_router.scheduler.row import Row
 
 
 @dataclass(slots=True, eq=False)
@@ -191,7 +191,7 @@ class BlockManager:
 
 def advance(
     filled: Iterable[tuple[int, int]],
-    rows: tuple[Mapping[int, Row[E]], Mapping[int, Row[E]]],
+    rows: tuple[Mapping[int, Row], Mapping[int, Row]],
     blocks: BlockManager,
     failed_slots: Container[int],
 ) -> None:

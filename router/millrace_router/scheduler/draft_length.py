@@ -13,7 +13,7 @@ from typing import Protocol
 
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.step_load import StepLoad
-from millrace_router.request.acceptance import Acceptance
+from millrace_router.request.schedulable import Acceptance
 
 _RATE = 1 / 8
 """How far one step moves what is known of a sequence: repetition begins and ends within tens of tokens."""

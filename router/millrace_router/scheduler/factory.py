@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.forecast import Forecaster
@@ -12,23 +12,13 @@ from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.draft_length import LengthPolicy
 from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.prefix_cache import PrefixCache
-from millrace_router.scheduler.row import Candidate
-from millrace_router.scheduler.tenants import TenantQueue
-from millrace_router.scheduler.waiting import Waiting, WaitingQueue
+from millrace_router.scheduler.tenants import RequestQueue, TenantQueue
+from millrace_router.scheduler.waiting import WaitingQueue
 
 DEFAULT_PREFILL_TOKENS = 4096
 """Of one step, where nothing is said and there is room."""
 QUANTUM = 64
 """Tokens a tenant gets in a round: fewer than most requests take, so that tenants alternate as finely as they can."""
-
-
-class Schedulable(Candidate, Waiting, Protocol):
-    """An entry that can wait and run."""
-
-    num_preemptions: int
-
-
-S = TypeVar("S", bound=Schedulable)
 
 
 class Flags(Protocol):
@@ -99,7 +89,7 @@ def budgets_from(
     )
 
 
-def queue_from(flags: Flags) -> WaitingQueue[S] | TenantQueue[S]:
+def queue_from(flags: Flags) -> RequestQueue:
     """The order of service that the flags ask for."""
     if flags.fairness == "tenant":
         return TenantQueue(
@@ -118,7 +108,7 @@ def planner_from(
     block_size: int,
     prefix_caching: bool,
     guesses: LengthPolicy | None = None,
-) -> Planner[S]:
+) -> Planner:
     """A planner with nothing running; block 0 is one of `num_blocks`."""
     cache = PrefixCache() if prefix_caching else None
     return Planner(budgets, BlockManager(num_blocks, block_size, cache), cost, guesses)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic
 
 from millrace_router.prediction.step_load import StepLoad
 from millrace_router.scheduler.block_manager import BlockManager
 from millrace_router.scheduler.draft_length import LengthPolicy
 from millrace_router.scheduler.preemption import LOOKAHEAD
-from millrace_router.scheduler.row import E, Row
+from millrace_router.scheduler.row import Row
 from millrace_router.scheduler.step_plan import StepPlan
 
 _SHARE_RATE = 1 / 16
@@ -35,7 +34,7 @@ class Progress:
     """What they have yielded."""
 
 
-def grow(row: Row[E], blocks: BlockManager, plan: StepPlan[E]) -> bool:
+def grow(row: Row, blocks: BlockManager, plan: StepPlan) -> bool:
     """Give `row` the blocks for what is planned; whether they were there."""
     grown = blocks.grow(row.slot, row.num_kv_tokens)
     if grown is None:
@@ -45,7 +44,7 @@ def grow(row: Row[E], blocks: BlockManager, plan: StepPlan[E]) -> bool:
     return True
 
 
-class MultiTokenRows(Generic[E]):
+class MultiTokenRows:
     """Allows decodes more than the one position that each needs: for tokens a grammar has forced, and for guesses.
 
     The shards decide what a decode computes, and the next step is sent before they have said so. Hence the positions
@@ -66,12 +65,12 @@ class MultiTokenRows(Generic[E]):
         """What a step of the planned `load` is going to compute, as steps went before."""
         return load.with_extra(round(self._share * load.extra_positions))
 
-    def plan_decodes(self, rows: Collection[Row[E]], plan: StepPlan[E], *, most: int) -> None:
+    def plan_decodes(self, rows: Collection[Row], plan: StepPlan, *, most: int) -> None:
         """Let those of `rows` decode that can, at a position each, and allow them more up to `most` in all.
 
         If those are too few, guesses go without first. Blocks that rows may need for the next steps are left to them.
         """
-        flexible: dict[int, Row[E]] = {}
+        flexible: dict[int, Row] = {}
         context = 0
         for row in rows:
             # Runs for every token there is, hence few calls.
@@ -91,9 +90,7 @@ class MultiTokenRows(Generic[E]):
         plan.load.decodes, plan.load.context = len(plan.decodes), context
         self._widen(flexible, plan, most=most - len(plan.decodes), spare=LOOKAHEAD * len(rows))
 
-    def _widen(
-        self, flexible: Mapping[int, Row[E]], plan: StepPlan[E], *, most: int, spare: int
-    ) -> None:
+    def _widen(self, flexible: Mapping[int, Row], plan: StepPlan, *, most: int, spare: int) -> None:
         """Allow rows, by their place among the decodes, up to `most` further positions, and leave `spare` blocks."""
         rows = list(flexible.values())
         extras, left = [], max(0, most)
@@ -127,8 +124,8 @@ class MultiTokenRows(Generic[E]):
 
     def settle(
         self,
-        plan: StepPlan[E],
-        row_of: Callable[[int], Row[E] | None],
+        plan: StepPlan,
+        row_of: Callable[[int], Row | None],
         *,
         counts: Iterable[tuple[int, int]],
         computed: Iterable[tuple[int, int, int]],
@@ -185,12 +182,12 @@ class MultiTokenRows(Generic[E]):
         if self._policy is not None:
             self._policy.paid(progress.load, seconds, accepted=progress.accepted)
 
-    def _learn(self, row: Row[E], *, allowed: int, drafted: int, accepted: int) -> None:
+    def _learn(self, row: Row, *, allowed: int, drafted: int, accepted: int) -> None:
         if self._policy is not None:
             history = row.entry.acceptance
             self._policy.observe(history, allowed=allowed, drafted=drafted, accepted=accepted)
 
-    def _extend(self, row: Row[E], extra: int, plan: StepPlan[E], spare: int) -> int:
+    def _extend(self, row: Row, extra: int, plan: StepPlan, spare: int) -> int:
         """Allow `row` up to `extra` further positions, as far as it has room; how many."""
         extra = min(extra, row.num_room - 1)
         lacking = row.num_kv_tokens + extra - row.num_kv_owned
@@ -208,7 +205,7 @@ class MultiTokenRows(Generic[E]):
         return extra
 
 
-def _advance(row: Row[E], allowed: int, positions: int) -> tuple[int, int]:
+def _advance(row: Row, allowed: int, positions: int) -> tuple[int, int]:
     """How many positions `row` has filled, and how many of those are not guesses.
 
     A shard lets tokens of a chain wait where they would lengthen the step for everybody, but for one.

@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Container, Iterable, Iterator
 from itertools import chain, repeat
-from typing import Generic
 
 from millrace_router.prediction.cost import CostModel
-from millrace_router.scheduler.admission import Admission, Waiting
+from millrace_router.request.schedulable import SchedulableRequest
+from millrace_router.scheduler.admission import Admission
 from millrace_router.scheduler.block_manager import BlockManager, advance
 from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.draft_length import LengthPolicy, Longest
 from millrace_router.scheduler.multi_token import MultiTokenRows, Progress, grow
 from millrace_router.scheduler.preemption import row_to_yield, rows_to_preempt
-from millrace_router.scheduler.row import E, Row
+from millrace_router.scheduler.row import Row
 from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.scheduler.tenants import RequestQueue
 
 
-class Planner(Generic[E]):
+class Planner:
     """Decides chunks, decodes, preemption and drops, and with `Admission` who joins; owns rows and blocks.
 
     A step decodes every row that can, then spends what is left of the prefill budget on prompts: first those
@@ -41,16 +42,16 @@ class Planner(Generic[E]):
             guesses = Longest(budgets.speculate)
         self.budgets = budgets
         self.blocks = blocks
-        self.rows: dict[int, Row[E]] = {}
+        self.rows: dict[int, Row] = {}
         self._cost = cost
-        self._allowances: MultiTokenRows[E] = MultiTokenRows(blocks, guesses)
+        self._allowances = MultiTokenRows(blocks, guesses)
         self._flexible: set[int] = set()
         """Slots of flexible rows."""
-        self._admission: Admission[E] = Admission(budgets, blocks)
-        self._preempted: dict[int, Row[E]] = {}
-        self._yielded: list[Row[E]] = []
+        self._admission = Admission(budgets, blocks)
+        self._preempted: dict[int, Row] = {}
+        self._yielded: list[Row] = []
         """Rows that yielded to another tenant, on their way back into the queue."""
-        self._to_drop: list[Row[E]] = []
+        self._to_drop: list[Row] = []
         self._retired: deque[tuple[int, int]] = deque()
         self._least_chunk = min(blocks.block_size, budgets.max_batch_prefill_tokens)
         self._decodes_since_prefill = 0
@@ -68,15 +69,15 @@ class Planner(Generic[E]):
         return tokens + self._admission.num_paused_tokens
 
     @property
-    def running(self) -> list[Row[E]]:
+    def running(self) -> list[Row]:
         """Rows that a step in flight may name, those preempted since included."""
         return [*self.rows.values(), *self._preempted.values()]
 
-    def num_cached(self, entry: E) -> int:
+    def num_cached(self, entry: SchedulableRequest) -> int:
         """Input tokens of `entry` that are cached now."""
         return self._admission.num_cached(entry)
 
-    def surrender(self) -> list[tuple[int, E]]:
+    def surrender(self) -> list[tuple[int, SchedulableRequest]]:
         """Give up, and return, every entry that was admitted and is still read, with its seniority, in that order."""
         rows = [*self.running, *self._yielded]
         entries = [(row.seniority, row.entry) for row in rows] + self._admission.surrender()
@@ -86,12 +87,12 @@ class Planner(Generic[E]):
         self._yielded.clear()
         return sorted((e for e in entries if not e[1].closed), key=lambda e: e[0])
 
-    def succeed(self, other: Planner[E], entries: Iterable[tuple[int, E]]) -> None:
+    def succeed(self, other: Planner, entries: Iterable[tuple[int, SchedulableRequest]]) -> None:
         """Take the place of `other`, some of whose surrendered `entries` are to be admitted here, by replay."""
         self._admission.succeed(other._admission)
         self.readmit(entries)
 
-    def readmit(self, entries: Iterable[tuple[int, E]]) -> None:
+    def readmit(self, entries: Iterable[tuple[int, SchedulableRequest]]) -> None:
         """Admit entries that were admitted before, each with its seniority, by replay."""
         for seniority, entry in entries:
             self._admission.readmit(seniority, entry)
@@ -101,11 +102,11 @@ class Planner(Generic[E]):
         self.budgets = budgets
         self._admission.limit(budgets)
 
-    def row(self, slot: int) -> Row[E] | None:
+    def row(self, slot: int) -> Row | None:
         """The row in `slot` whose tokens count: one that runs, or was preempted with steps in flight."""
         return self.rows.get(slot) or self._preempted.get(slot)
 
-    def drop(self, row: Row[E]) -> None:
+    def drop(self, row: Row) -> None:
         """Take `row` out of the batch for good; the shards hear of it with the next step."""
         if self.rows.get(row.slot) is row:
             del self.rows[row.slot]
@@ -116,7 +117,7 @@ class Planner(Generic[E]):
 
     def computed(
         self,
-        plan: StepPlan[E],
+        plan: StepPlan,
         failed_slots: Container[int] = (),
         *,
         counts: Iterable[tuple[int, int]] = (),
@@ -164,7 +165,7 @@ class Planner(Generic[E]):
         leaving = self._to_drop or self._retired or self.num_paused or self._flexible
         return not leaving and all(row.num_tokens_planned for row in self.rows.values())
 
-    def lacks_room(self, waiting: Waiting[E]) -> bool:
+    def lacks_room(self, waiting: RequestQueue) -> bool:
         """Whether the head of the queue finds no slot, or too few blocks, as long as nobody leaves."""
         return self._admission.lacks_room(waiting, self.rows.values())
 
@@ -173,7 +174,7 @@ class Planner(Generic[E]):
 
         For a simulator: there are to be blocks enough, nobody else may wait, and no row may end with them.
         """
-        plan: StepPlan[E] = StepPlan()
+        plan = StepPlan()
         for row in self.rows.values():
             row.num_tokens_planned += num_planned
             row.num_kv_tokens += num_planned
@@ -184,11 +185,9 @@ class Planner(Generic[E]):
         self._decodes_since_prefill += num_planned
         self._owes_decode = False
 
-    def plan(
-        self, waiting: Waiting[E], *, last_sent: int, last_answered: int
-    ) -> StepPlan[E] | None:
+    def plan(self, waiting: RequestQueue, *, last_sent: int, last_answered: int) -> StepPlan | None:
         """The next step, or None when there is nothing to do. The plan counts as sent from here on."""
-        plan: StepPlan[E] = StepPlan()
+        plan = StepPlan()
         for row in [row for row in self.rows.values() if row.entry.closed]:
             self.drop(row)
         self._retire(plan, last_sent)
@@ -211,14 +210,14 @@ class Planner(Generic[E]):
             self._plan_prompts_or_decodes(waiting, plan)
         return plan if plan.dropped or plan.has_forward else None
 
-    def _retire(self, plan: StepPlan[E], last_sent: int) -> None:
+    def _retire(self, plan: StepPlan, last_sent: int) -> None:
         if not self._to_drop:
             return
         plan.dropped.extend(row.slot for row in self._to_drop)
         self._retired.extend((last_sent, row.slot) for row in self._to_drop)
         self._to_drop.clear()
 
-    def _preempt_for_tenants(self, waiting: Waiting[E], plan: StepPlan[E]) -> None:
+    def _preempt_for_tenants(self, waiting: RequestQueue, plan: StepPlan) -> None:
         """If the head of the queue finds no room, and its tenant has less of it than another, make that one yield."""
         if plan.num_preempted or not len(waiting):
             return
@@ -234,13 +233,13 @@ class Planner(Generic[E]):
             victim.has_yielded = True
             self._preempt(victim, plan)
 
-    def _preempt(self, row: Row[E], plan: StepPlan[E]) -> None:
+    def _preempt(self, row: Row, plan: StepPlan) -> None:
         row.entry.num_preemptions += 1
         plan.num_preempted += 1
         self.drop(row)
         self._preempted[row.slot] = row
 
-    def _plan_decodes(self, plan: StepPlan[E]) -> None:
+    def _plan_decodes(self, plan: StepPlan) -> None:
         if self._flexible:
             most = self.budgets.max_batch_prefill_tokens - self._least_chunk
             self._allowances.plan_decodes(self.rows.values(), plan, most=most)
@@ -259,7 +258,7 @@ class Planner(Generic[E]):
         plan.load.decodes = len(plan.decodes)
         plan.load.context = context
 
-    def _plan_chunks(self, waiting: Waiting[E], plan: StepPlan[E]) -> None:
+    def _plan_chunks(self, waiting: RequestQueue, plan: StepPlan) -> None:
         """Spend what the decodes leave of the budget on prompts."""
         unfinished = self._unfinished()
         if not (unfinished or len(waiting) or self._admission.num_paused):
@@ -273,7 +272,7 @@ class Planner(Generic[E]):
                 return
         self._admit(waiting, plan, budget, reason="chunking")
 
-    def _chunk_budget(self, plan: StepPlan[E], unfinished: list[Row[E]]) -> int:
+    def _chunk_budget(self, plan: StepPlan, unfinished: list[Row]) -> int:
         target, load = self.budgets.target_inter_token_latency, plan.load
         budget = self.budgets.max_batch_prefill_tokens - load.decodes - load.extra_positions
         if target is None or self._cost is None or not load.decodes or budget < self._least_chunk:
@@ -289,7 +288,7 @@ class Planner(Generic[E]):
             most=budget,
         )
 
-    def _plan_prompts_or_decodes(self, waiting: Waiting[E], plan: StepPlan[E]) -> None:
+    def _plan_prompts_or_decodes(self, waiting: RequestQueue, plan: StepPlan) -> None:
         """TGI's rule without chunking: a step computes whole prompts while decodes pause, or it decodes.
 
         Between two pauses there is at least one step of decodes.
@@ -309,7 +308,7 @@ class Planner(Generic[E]):
             self._decodes_since_prefill += bool(plan.decodes)
             self._owes_decode = False
 
-    def _admit_by_ratio(self, waiting: Waiting[E], plan: StepPlan[E], budget: int) -> None:
+    def _admit_by_ratio(self, waiting: RequestQueue, plan: StepPlan, budget: int) -> None:
         budgets = self.budgets
         if not self.rows or self._decodes_since_prefill >= budgets.max_waiting_tokens:
             self._admit(waiting, plan, budget, reason="wait_exceeded", whole=True)
@@ -319,14 +318,14 @@ class Planner(Generic[E]):
         if self._admission.num_fitting(waiting, most=most, budget=budget) >= least:
             self._admit(waiting, plan, budget, reason="backpressure", whole=True)
 
-    def _unfinished(self) -> list[Row[E]]:
+    def _unfinished(self) -> list[Row]:
         rows = [row for row in self.rows.values() if not row.num_tokens_planned]
         return sorted(rows, key=lambda row: row.seniority)
 
     def _admit(
         self,
-        waiting: Waiting[E],
-        plan: StepPlan[E],
+        waiting: RequestQueue,
+        plan: StepPlan,
         budget: int,
         *,
         reason: str,
@@ -354,7 +353,7 @@ class Planner(Generic[E]):
         if plan.admitted and num_running:
             plan.concat_reason = reason
 
-    def _chunk(self, row: Row[E], budget: int, plan: StepPlan[E]) -> int:
+    def _chunk(self, row: Row, budget: int, plan: StepPlan) -> int:
         """Plan up to `budget` input tokens of `row`; how many it took."""
         num_tokens, start = min(row.num_prompt_left, budget), row.num_prompt_planned
         if num_tokens <= 0:
@@ -371,5 +370,5 @@ class Planner(Generic[E]):
         plan.load.prefill_pairs += num_tokens * start + num_tokens * (num_tokens + 1) // 2
         return num_tokens
 
-    def _grow(self, row: Row[E], plan: StepPlan[E]) -> bool:
+    def _grow(self, row: Row, plan: StepPlan) -> bool:
         return grow(row, self.blocks, plan)

@@ -6,15 +6,15 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 
 from millrace_router.scheduler.block_manager import BlockManager
-from millrace_router.scheduler.row import E, Row
+from millrace_router.scheduler.row import Row
 
 LOOKAHEAD = 2
 """Steps that blocks are counted ahead: those of a preempted row come back when the steps in flight are answered."""
 
 
 def rows_to_preempt(
-    rows: Collection[Row[E]], blocks: BlockManager, retired: Iterable[int]
-) -> list[Row[E]]:
+    rows: Collection[Row], blocks: BlockManager, retired: Iterable[int]
+) -> list[Row]:
     """The most junior rows, as many as it takes for the others to grow for some steps.
 
     Blocks on their way are counted: those of `retired` slots and of rows whose last token is planned. One row is always
@@ -37,7 +37,7 @@ def rows_to_preempt(
     return chosen
 
 
-def _need(row: Row[E], blocks: BlockManager) -> int:
+def _need(row: Row, blocks: BlockManager) -> int:
     """Blocks beyond what it was promised that `row` lacks for the next steps."""
     if row.promised or row.num_prompt_left:
         return 0
@@ -45,7 +45,7 @@ def _need(row: Row[E], blocks: BlockManager) -> int:
     return max(0, blocks.count(num_tokens) - row.num_kv_owned // blocks.block_size)
 
 
-def row_to_yield(rows: Collection[Row[E]], tenant: str) -> Row[E] | None:
+def row_to_yield(rows: Collection[Row], tenant: str) -> Row | None:
     """The row to preempt for an entry of `tenant`: the most junior of the tenant that has most (max-min fairness).
 
     None unless that brings the two closer together. Rows that may not be preempted count, but do not yield.

@@ -1,99 +1,55 @@
-"""What runs, and what could: an admitted entry as the planner sees it, and what the planner asks of an entry."""
+"""An admitted request as the planner sees it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
 
-from millrace_router.request.acceptance import Acceptance
-
-
-class Candidate(Protocol):
-    """What scheduling needs to know of an entry; the simulator has its own."""
-
-    request_id: int
-    max_new_tokens: int
-    num_preemptions: int
-
-    @property
-    def max_jump_forward_tokens(self) -> int:
-        """Tokens that its grammar may force at once beyond one; 0 for free text."""
-
-    @property
-    def acceptance(self) -> Acceptance:
-        """What became of guesses so far."""
-
-    @property
-    def closed(self) -> bool:
-        """Whether its reader has left."""
-
-    @property
-    def num_inputs(self) -> int:
-        """Prompt tokens, and those generated so far."""
-
-    @property
-    def num_generated(self) -> int:
-        """Tokens generated so far."""
-
-    @property
-    def wants_prompt_logprobs(self) -> bool:
-        """Whether every prompt token has to be computed, cached or not."""
-
-    @property
-    def tenant(self) -> str:
-        """Whose share of the tokens it takes."""
-
-    def block_keys(self, count: int) -> Sequence[bytes]:
-        """Keys of its first full blocks."""
-
-
-E = TypeVar("E", bound=Candidate)
+from millrace_router.request.schedulable import SchedulableRequest
 
 
 @dataclass(slots=True, eq=False)
-class Row(Generic[E]):
-    """An admitted entry. Its counts include steps that are still in flight, but for `num_computed`.
+class Row:
+    """An admitted request. All counts but `num_computed` include the steps in flight.
 
-    Of a flexible row only answers tell how many positions a step filled and how many tokens it yielded. Until they
-    do, each step in flight counts for all the positions it may fill, and for one token.
+    Of a multi-token row, only the answers tell how many KV positions a step filled and how many tokens it yielded.
+    Until then each step in flight counts for all the positions that it may fill, and for one token.
     """
 
-    entry: E
+    entry: SchedulableRequest
     slot: int
     seniority: int
-    """Place in the order of first admissions; a preempted entry keeps its own."""
+    """Place in the order of first admissions; a preempted request keeps its own."""
     num_inputs: int
-    """Tokens to compute before the first new one: the prompt, and what was generated before a preemption."""
+    """Tokens to compute before the first new one: the prompt, and those generated before a preemption."""
     max_tokens: int
-    """Tokens it may still yield."""
+    """Most tokens that it may still yield."""
     num_cached: int = 0
     """Input tokens whose KV was found in the cache."""
     num_prompt_planned: int = 0
     """Input tokens that are cached or planned."""
     num_tokens_planned: int = 0
-    """New tokens that the steps planned so far yield; 0 as long as some input is left."""
+    """New tokens that the planned steps yield; 0 as long as some input is left."""
     num_kv_tokens: int = 0
-    """KV positions filled, at most, once everything planned so far has run."""
+    """Most KV positions that are filled after all planned steps."""
     num_kv_owned: int = 0
-    """KV positions in the blocks it has got so far."""
+    """KV positions in the blocks that it has got."""
     num_computed: int = 0
-    """KV positions filled by steps that were answered."""
+    """KV positions filled by answered steps."""
     num_entered: int = 0
     """KV positions in blocks that were offered to the cache."""
     promised: bool = False
-    """Whether all blocks it can ever need are promised, so that it is never preempted."""
+    """Whether all blocks that it can ever need are promised, so that it is never preempted."""
     has_yielded: bool = False
-    """Whether it was preempted for another tenant, and waits for its turn like everybody."""
+    """Whether it was preempted for another tenant, and goes back into the waiting queue."""
     is_flexible: bool = False
-    """Whether its decodes may be allowed more than one position."""
+    """Whether its decodes may fill more than one position."""
 
     @property
     def num_prompt_left(self) -> int:
-        """Input tokens that no step computes yet."""
+        """Input tokens that no planned step computes."""
         return self.num_inputs - self.num_prompt_planned
 
     @property
     def num_room(self) -> int:
-        """KV positions that it may need beyond those planned; its last token's is never computed."""
+        """KV positions that it may need beyond the planned ones; that of its last token is never computed."""
         return self.num_inputs + self.max_tokens - 1 - self.num_kv_tokens

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Generic
 
 from millrace_router.prediction.step_load import StepLoad
-from millrace_router.scheduler.row import E, Row
+from millrace_router.scheduler.row import Row
 
 METHODS = ("prefill", "decode")
 """TGI's labels of steps for metrics."""
 
 
 @dataclass(slots=True, kw_only=True)
-class StepPlan(Generic[E]):
+class StepPlan:
     """One step. Without chunks and decodes it only drops sequences."""
 
     dropped: list[int] = field(default_factory=list)
-    admitted: list[Row[E]] = field(default_factory=list)
+    admitted: list[Row] = field(default_factory=list)
     grown: list[tuple[int, int]] = field(default_factory=list)
     """(slot, block), in table order."""
     chunks: list[tuple[int, int]] = field(default_factory=list)

@@ -1,36 +1,24 @@
-"""Entries that have not been admitted to the batch yet, in order of priority and age."""
+"""Requests that wait for admission, in order of priority and age."""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections.abc import Iterator
-from typing import Generic, Protocol, TypeVar
 
 from millrace_router.request.request import SchedulingParameters
-from millrace_router.scheduler.deadlines import Deadlines, Perishable
-from millrace_router.scheduler.ranking import Item, Ranking
+from millrace_router.request.schedulable import SchedulableRequest
+from millrace_router.scheduler.deadlines import Deadlines
 
 
-class Waiting(Perishable, Protocol):
-    """What a queue uses of an entry; none of it changes while the entry waits."""
+class WaitingQueue:
+    """Requests in order of `queued_at - priority * ageing_seconds`, ties by `request_id`.
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of its prompt."""
+    A step of priority is worth `ageing_seconds` of waiting, so the order of two requests never changes. With equal
+    priorities it is first come, first served. No request starves: one of priority p is overtaken by none that came
+    more than (10 - p) * `ageing_seconds` after it. A request that comes back keeps its place.
 
-
-E = TypeVar("E", bound=Waiting)
-
-
-class WaitingQueue(Generic[E]):
-    """Entries in order of `queued_at - priority * ageing_seconds`, ties by `request_id`.
-
-    A step of priority is worth `ageing_seconds` of waiting, so the order of two entries never changes. With equal
-    priorities it is first come first served. Nothing starves: an entry of priority p is overtaken by none that came
-    more than (10 - p) * `ageing_seconds` after it, and so by finitely many. One that comes back keeps its place.
-
-    No operation but iteration costs more than some microseconds, however many wait. `deadlines`, where several queues
-    share them, takes the place of `max_wait_seconds`.
+    Queues that share `deadlines` have those in place of `max_wait_seconds`.
 
     Raises:
         ValueError: a number of seconds is negative, or `ageing_seconds` is not finite.
@@ -42,84 +30,85 @@ class WaitingQueue(Generic[E]):
         *,
         ageing_seconds: float = 10.0,
         max_wait_seconds: float | None = None,
-        deadlines: Deadlines[E] | None = None,
+        deadlines: Deadlines | None = None,
     ) -> None:
         if not 0 <= ageing_seconds < math.inf:
             raise ValueError(f"ageing_seconds is {ageing_seconds}; it must be finite, not negative")
+        self.num_prompt_tokens = 0
+        """Prompt tokens of all waiting requests."""
         self._ageing_seconds = ageing_seconds
-        self._deadlines = Deadlines[E](max_wait_seconds) if deadlines is None else deadlines
-        self._ranking = Ranking()
-        self._entries: dict[float, tuple[Item, E]] = {}
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Prompt tokens of all that wait."""
-        return self._ranking.weight
+        self._deadlines = Deadlines(max_wait_seconds) if deadlines is None else deadlines
+        self._order: list[tuple[float, float]] = []
+        """(rank, request id)."""
+        self._requests: dict[float, SchedulableRequest] = {}
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._order)
 
-    def __iter__(self) -> Iterator[E]:
-        """In the order of service; ends badly if the queue changes meanwhile."""
-        for _, request_id, _ in self._ranking:
-            yield self._entries[request_id][1]
+    def __iter__(self) -> Iterator[SchedulableRequest]:
+        """In order of service; the queue must not change meanwhile."""
+        return (self._requests[request_id] for _, request_id in self._order)
 
-    def append(self, entry: E) -> None:
-        """Queue `entry` where its age and priority put it.
+    def append(self, request: SchedulableRequest) -> None:
+        """Queue `request` where its age and priority put it.
 
         Raises:
-            ValueError: an entry of this id waits already.
+            ValueError: a request of this id waits already.
 
         """
-        if entry.request_id in self._entries:
-            raise ValueError(f"request {entry.request_id} waits already")
-        rank = self._rank(entry.scheduling, entry.queued_at)
-        item = (rank, entry.request_id, entry.num_prompt_tokens)
-        self._entries[entry.request_id] = item, entry
-        self._ranking.add(item)
-        self._deadlines.add(entry)
+        if request.request_id in self._requests:
+            raise ValueError(f"request {request.request_id} waits already")
+        self._requests[request.request_id] = request
+        insort(self._order, (self._rank(request.scheduling, request.queued_at), request.request_id))
+        self.num_prompt_tokens += request.num_prompt_tokens
+        self._deadlines.add(request)
 
-    def head(self) -> E | None:
-        """The entry to admit next."""
-        first = self._ranking.first()
-        return None if first is None else self._entries[first[1]][1]
+    def head(self) -> SchedulableRequest | None:
+        """The request to admit next."""
+        return self._requests[self._order[0][1]] if self._order else None
 
-    def pop(self) -> E:
+    def pop(self) -> SchedulableRequest:
         """Take the head out.
 
         Raises:
             IndexError: nothing waits.
 
         """
-        entry = self.head()
-        if entry is None:
+        request = self.head()
+        if request is None:
             raise IndexError("pop from an empty queue")
-        self.discard(entry)
-        return entry
+        self.discard(request)
+        return request
 
-    def discard(self, entry: E) -> bool:
-        """Take `entry` out wherever it stands; whether it was there."""
-        item, waiting = self._entries.get(entry.request_id, (None, None))
-        if item is None or waiting is not entry:
+    def discard(self, request: SchedulableRequest) -> bool:
+        """Take `request` out; whether it was in the queue."""
+        request_id = request.request_id
+        if self._requests.get(request_id) is not request:
             return False
-        del self._entries[entry.request_id]
-        self._ranking.remove(item)
-        self._deadlines.discard(entry)
+        del self._requests[request_id]
+        rank = self._rank(request.scheduling, request.queued_at)
+        del self._order[bisect_left(self._order, (rank, request_id))]
+        self.num_prompt_tokens -= request.num_prompt_tokens
+        self._deadlines.discard(request)
         return True
 
     def ahead(self, scheduling: SchedulingParameters, now: float) -> tuple[int, int]:
-        """Entries, and their prompt tokens, served before a request with `scheduling` that would be appended `now`."""
-        return self._ranking.before(self._rank(scheduling, now))
+        """Number and prompt tokens of the requests that are served before one with `scheduling` that comes `now`."""
+        number = bisect_left(self._order, (self._rank(scheduling, now), math.inf))
+        if number == len(self._order):
+            return number, self.num_prompt_tokens
+        first = (self._requests[request_id] for _, request_id in self._order[:number])
+        return number, sum(request.num_prompt_tokens for request in first)
 
-    def expired(self, now: float) -> list[E]:
-        """Take out the entries that have waited for too long, the most overdue first."""
+    def expired(self, now: float) -> list[SchedulableRequest]:
+        """Take out the requests that have waited for too long, the most overdue first."""
         expired = self._deadlines.take_expired(now)
-        for entry in expired:
-            self.discard(entry)
+        for request in expired:
+            self.discard(request)
         return expired
 
-    def served(self, entry: E, num_tokens: int) -> None:
-        """Hear of tokens generated for an entry that was popped; they change nothing here."""
+    def served(self, request: SchedulableRequest, num_tokens: int) -> None:
+        """Charge generated tokens to a request that was popped; this changes nothing here."""
 
     def _rank(self, scheduling: SchedulingParameters, queued_at: float) -> float:
         return queued_at - scheduling.priority * self._ageing_seconds

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import grpc
 
 from millrace_proto import generate_pb2 as pb
-from millrace_router.request.entry import Entry
 from millrace_router.request.request import Grammar
 from millrace_router.scheduler.step_plan import StepPlan
 from millrace_router.shards.errors import ShardError, ShardHung
@@ -155,7 +154,7 @@ class ShardedClient:
         except TimeoutError:
             raise ShardHung("a shard does not begin") from None
 
-    async def send(self, plan: StepPlan[Entry]) -> int:
+    async def send(self, plan: StepPlan) -> int:
         """Send a step without waiting for its answer; its number."""
         self._number += 1
         self._batch_id += bool(plan.admitted)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from itertools import chain, islice, repeat
 
 from millrace_proto import generate_pb2 as pb
-from millrace_router.request.entry import Entry
+from millrace_router.request.entry import entry_of
 from millrace_router.request.events import PromptChunk
 from millrace_router.request.request import Grammar, GrammarKind
 from millrace_router.scheduler.row import Row
@@ -126,7 +126,7 @@ def open_to_pb(epoch: int) -> pb.StepRequest:
     return pb.StepRequest(epoch=epoch, number=0, open=pb.Open())
 
 
-def plan_to_pb(plan: StepPlan[Entry], *, epoch: int, number: int, batch_id: int) -> pb.StepRequest:
+def plan_to_pb(plan: StepPlan, *, epoch: int, number: int, batch_id: int) -> pb.StepRequest:
     """Write a step: Prefill when it computes prompt tokens, else Decode, else FilterBatch."""
     message = pb.StepRequest(epoch=epoch, number=number)
     if not plan.has_forward:
@@ -152,8 +152,8 @@ def plan_to_pb(plan: StepPlan[Entry], *, epoch: int, number: int, batch_id: int)
     return message
 
 
-def _sequence_to_pb(row: Row[Entry]) -> pb.Sequence:
-    entry = row.entry
+def _sequence_to_pb(row: Row) -> pb.Sequence:
+    entry = entry_of(row.entry)
     request = entry.request
     sampling = request.sampling
     return pb.Sequence(

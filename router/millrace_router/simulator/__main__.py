@@ -26,12 +26,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(plan: Plan) -> None:
     if plan.save_config is not None:
         _write(plan.save_config, plan.deployment.model_dump_json(indent=2) + "\n")
-    tallies = simulate(plan.fleets, cores=plan.cores)
-    sys.stdout.write(table(plan.sweeps, tallies))
+    results = simulate(plan.fleets, cores=plan.cores)
+    sys.stdout.write(table(plan.sweeps, results))
     if plan.json_file is not None:
-        _write(plan.json_file, as_json(plan.sweeps, tallies))
+        _write(plan.json_file, as_json(plan.sweeps, results))
     if plan.plot is not None:
-        _write(plan.plot, plot(plan.sweeps, tallies))
+        _write(plan.plot, plot(plan.sweeps, results))
 
 
 def _write(path: Path, text: str) -> None:

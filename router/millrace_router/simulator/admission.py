@@ -7,11 +7,12 @@ import math
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.late_planning import LatePlanning
 from millrace_router.scheduler.planner import Planner
-from millrace_router.simulator.candidate import Candidate
-from millrace_router.simulator.deployment import Deployment, Queue
+from millrace_router.scheduler.tenants import RequestQueue
+from millrace_router.simulator.deployment import Deployment
+from millrace_router.simulator.simulated_request import SimulatedRequest
 
 
-class Door:
+class AdmissionControl:
     """Says no for the same reasons as the router.
 
     The router predicts the wait of every request. Here only those that may be refused for it are worth the work.
@@ -22,8 +23,8 @@ class Door:
         deployment: Deployment,
         *,
         cost: CostModel,
-        planner: Planner[Candidate],
-        waiting: Queue,
+        planner: Planner,
+        waiting: RequestQueue,
         late: LatePlanning,
     ) -> None:
         self._deployment = deployment
@@ -32,48 +33,50 @@ class Door:
         self.forecaster = deployment.new_forecaster(cost, late)
         self._predicts = deployment.max_queue_wait is not None
 
-    def refusal(self, candidate: Candidate, *, num_present: int, now_in_step: float) -> str | None:
-        """Why the router refuses `candidate` while it has `num_present` others; None if it does not.
+    def refusal(
+        self, request: SimulatedRequest, *, num_present: int, now_in_step: float
+    ) -> str | None:
+        """Why the router refuses `request` while it has `num_present` others; None if it does not.
 
         `now_in_step` is how many seconds the oldest step in flight has run.
         """
-        limits, arrival = self._deployment, candidate.arrival
+        limits, arrival = self._deployment, request.arrival
         if num_present >= limits.max_concurrent_requests:
             return "overloaded"
         if arrival.prompt_tokens > limits.longest_prompt:
             return "too long"
         if arrival.prompt_tokens + (arrival.max_new_tokens or 1) > limits.max_total_tokens:
             return "too long"
-        if self._is_hopeless(candidate, now_in_step):
+        if self._is_hopeless(request, now_in_step):
             return "would wait too long"
         if limits.max_queue_size is not None and len(self._waiting) >= limits.max_queue_size:
             return "queue full"
         return None
 
-    def ended(self, candidate: Candidate, *, num_cached: int) -> None:
+    def ended(self, request: SimulatedRequest, *, num_cached: int) -> None:
         """Learn how long an answer got."""
         if self._predicts:
             self.forecaster.finished(
-                num_prompt=candidate.num_prompt_tokens,
-                num_generated=candidate.output_tokens,
-                max_new_tokens=candidate.max_new_tokens,
+                num_prompt=request.num_prompt_tokens,
+                num_generated=request.output_tokens,
+                max_new_tokens=request.max_new_tokens,
                 num_cached=num_cached,
             )
 
-    def _is_hopeless(self, candidate: Candidate, now_in_step: float) -> bool:
+    def _is_hopeless(self, request: SimulatedRequest, now_in_step: float) -> bool:
         allowed = min(
             self._deployment.max_queue_wait or math.inf,
-            candidate.scheduling.max_queue_seconds or math.inf,
+            request.scheduling.max_queue_seconds or math.inf,
         )
         if allowed == math.inf:
             return False
         self._predicts = True
         prediction = self.forecaster.predict(
             self._planner.rows.values(),
-            ahead=self._waiting.ahead(candidate.scheduling, candidate.queued_at),
-            num_prompt_tokens=candidate.num_prompt_tokens,
-            max_new_tokens=candidate.max_new_tokens,
-            num_cached=self._planner.num_cached(candidate),
+            ahead=self._waiting.ahead(request.scheduling, request.queued_at),
+            num_prompt_tokens=request.num_prompt_tokens,
+            max_new_tokens=request.max_new_tokens,
+            num_cached=self._planner.num_cached(request),
             now_in_step=now_in_step,
         )
         return prediction is not None and prediction.queue_seconds > allowed

@@ -19,11 +19,7 @@ from millrace_router.scheduler.factory import (
     queue_from,
 )
 from millrace_router.scheduler.planner import Planner
-from millrace_router.scheduler.tenants import TenantQueue
-from millrace_router.scheduler.waiting import WaitingQueue
-from millrace_router.simulator.candidate import Candidate
-
-Queue = WaitingQueue[Candidate] | TenantQueue[Candidate]
+from millrace_router.scheduler.tenants import RequestQueue
 
 
 def _flag(name: str) -> Any:  # noqa: ANN401
@@ -115,7 +111,7 @@ class Deployment(BaseModel):
             batch_size=self.max_batch_size or self.max_concurrent_requests,
         )
 
-    def new_planner(self, cost: CostModel) -> Planner[Candidate]:
+    def new_planner(self, cost: CostModel) -> Planner:
         """The router's planner with nothing running."""
         return planner_from(
             self.budgets,
@@ -125,7 +121,7 @@ class Deployment(BaseModel):
             prefix_caching=self.prefix_caching == "on",
         )
 
-    def new_queue(self) -> Queue:
+    def new_queue(self) -> RequestQueue:
         """The router's queue, empty."""
         return queue_from(self)
 

@@ -7,24 +7,28 @@ from itertools import count
 
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.step_load import StepLoad
-from millrace_router.request.request import SchedulingParameters
 from millrace_router.scheduler.factory import late_planning_from
 from millrace_router.scheduler.row import Row
 from millrace_router.scheduler.step_plan import StepPlan
-from millrace_router.simulator.admission import Door
-from millrace_router.simulator.candidate import Arrival, Candidate, PrefixNames
+from millrace_router.simulator.admission import AdmissionControl
 from millrace_router.simulator.deployment import Deployment
 from millrace_router.simulator.fast_forward import (
     blocks_grown,
     decode_all,
     last_alike,
-    num_steady_steps,
+    num_uneventful_steps,
 )
 from millrace_router.simulator.metrics import Distribution, InterTokenLatencies, SimulationMetrics
 from millrace_router.simulator.pipeline import Flight, Pipeline
+from millrace_router.simulator.simulated_request import (
+    Arrival,
+    PrefixNames,
+    SimulatedRequest,
+    request_of,
+)
 
-_WORTH_COASTING = 3
-"""Steps; what it takes to coast is about what two steps take."""
+_LEAST_STEPS = 3
+"""Steps; what it takes to fast_forward is about what two steps take."""
 
 
 class StuckError(Exception):
@@ -41,7 +45,7 @@ class Engine:
     """
 
     def __init__(self, deployment: Deployment) -> None:
-        self.tally = SimulationMetrics(replicas=1)
+        self.metrics = SimulationMetrics(replicas=1)
         self.now = 0.0
         self._deployment = deployment
         self._cost = CostModel.fixed(deployment.cost_model)
@@ -49,7 +53,7 @@ class Engine:
         self._planner = deployment.new_planner(self._cost)
         late = late_planning_from(deployment, self._cost, most=deployment.late_planning_share)
         self._pipeline = Pipeline(deployment, self._cost, late)
-        self._door = Door(
+        self._admission = AdmissionControl(
             deployment,
             cost=self._cost,
             planner=self._planner,
@@ -57,14 +61,14 @@ class Engine:
             late=late,
         )
         self._prefixes = PrefixNames()
-        self._gaps = InterTokenLatencies(self.tally.between_tokens)
+        self._inter_token = InterTokenLatencies(self.metrics.between_tokens)
         self._decoded_at = 0.0
         """When the last step that decoded was answered."""
         self._num_present = 0
         self._request_ids = count()
         self._may_expire = deployment.max_queue_wait is not None
         """Whether anybody who waits may have to leave for it."""
-        self._may_end: dict[int, list[Row[Candidate]]] = {}
+        self._may_end: dict[int, list[Row]] = {}
         """Rows by the first step that may yield their last token."""
 
     @property
@@ -82,26 +86,26 @@ class Engine:
 
         """
         while self.next_event < time:
-            if not self.coast(time):
+            if not self.fast_forward(time):
                 self.step()
 
     def arrive(self, arrival: Arrival) -> bool:
         """Take a request at its time, which is no earlier than `now`; False if it is refused."""
         self.now = arrival.arrived_at
-        self.tally.offered += 1
-        self.tally.started_at = min(self.tally.started_at, self.now)
-        candidate = self._candidate(arrival)
-        reason = self._door.refusal(
-            candidate,
+        self.metrics.offered += 1
+        self.metrics.started_at = min(self.metrics.started_at, self.now)
+        request = self._new_request(arrival)
+        reason = self._admission.refusal(
+            request,
             num_present=self._num_present,
             now_in_step=self.now - self._pipeline.began_at(self.now),
         )
         if reason is not None:
-            self.tally.rejected[reason] += 1
+            self.metrics.rejected[reason] += 1
             return False
         self._num_present += 1
-        self._may_expire |= candidate.scheduling.max_queue_seconds is not None
-        self._waiting.append(candidate)
+        self._may_expire |= request.scheduling.max_queue_seconds is not None
+        self._waiting.append(request)
         return True
 
     def step(self) -> int:
@@ -122,7 +126,7 @@ class Engine:
             raise StuckError(f"{self._num_present} requests wait for ever")
         return num_present - self._num_present
 
-    def coast(self, until: float) -> bool:
+    def fast_forward(self, until: float) -> bool:
         """Let the clock run through events before `until` that need no decision; False if the next is none of them.
 
         Nobody joins, every row decodes in each step, and no answer ends one. So the planner hears of all steps at once.
@@ -130,13 +134,13 @@ class Engine:
         pipeline, planner = self._pipeline, self._planner
         if not pipeline.flights:
             return False
-        if until - self.now < _WORTH_COASTING * pipeline.flights[-1].predicted:
+        if until - self.now < _LEAST_STEPS * pipeline.flights[-1].predicted:
             return False
         ends_at, depth = min(self._may_end, default=0), self._deployment.steps_in_flight
         most = last_alike(self._may_end, planner, pipeline.last_sent, depth) - pipeline.last_sent
-        if most >= _WORTH_COASTING:
-            most = min(most, num_steady_steps(planner, pipeline.flights))
-        if most < _WORTH_COASTING or self._somebody_may_join():
+        if most >= _LEAST_STEPS:
+            most = min(most, num_uneventful_steps(planner, pipeline.flights))
+        if most < _LEAST_STEPS or self._somebody_may_join():
             return False
         plan, before = decode_all(planner), list(pipeline.flights)
         sent, answered = pipeline.repeat(plan, most=most, until=until)
@@ -144,7 +148,7 @@ class Engine:
         for flight, self.now in zip(before, answered, strict=False):
             self._answer(flight)
         later = answered[len(before) :]
-        self._gaps.steps(later, decoded=len(plan.decodes))
+        self._inter_token.steps(later, decoded=len(plan.decodes))
         if later:
             self.now = self._decoded_at = later[-1]
         planner.decode_on(num_planned=len(sent), num_computed=len(later))
@@ -170,23 +174,22 @@ class Engine:
         num_owned = blocks.num_owned
         for seconds, grown in zip(sent, blocks_grown(self._planner, len(sent)), strict=True):
             num_owned += grown
-            self.tally.took(seconds, load, num_owned / blocks.num_blocks)
+            self.metrics.took(seconds, load, num_owned / blocks.num_blocks)
 
-    def _candidate(self, arrival: Arrival) -> Candidate:
+    def _new_request(self, arrival: Arrival) -> SimulatedRequest:
         room = self._deployment.max_total_tokens - arrival.prompt_tokens
-        return Candidate(
+        return SimulatedRequest(
             next(self._request_ids),
             arrival,
-            scheduling=_scheduling(arrival),
             max_new_tokens=min(room, arrival.max_new_tokens or room),
             block_size=self._deployment.block_size,
             prefixes=self._prefixes,
         )
 
     def _expire(self) -> None:
-        for candidate in self._waiting.expired(self.now):
-            self.tally.rejected["waited too long"] += 1
-            self._waiting.served(candidate, 0)
+        for request in self._waiting.expired(self.now):
+            self.metrics.rejected["waited too long"] += 1
+            self._waiting.served(request, 0)
             self._num_present -= 1
 
     def _plan(self) -> None:
@@ -202,7 +205,7 @@ class Engine:
                 self._preempt(plan)
             self._send(plan)
 
-    def _send(self, plan: StepPlan[Candidate]) -> None:
+    def _send(self, plan: StepPlan) -> None:
         flight = self._pipeline.send(plan, plan.load, self.now)
         for row in plan.admitted:
             self._admitted(row)
@@ -211,10 +214,10 @@ class Engine:
             row = rows[slot]
             if row.num_prompt_left == 0:
                 flight.started.append(row)
-                last = flight.number + row.entry.num_tokens_left - 1
+                last = flight.number + request_of(row).num_tokens_left - 1
                 self._may_end.setdefault(last, []).append(row)
         for row in self._may_end.pop(flight.number, ()):
-            left = row.entry.num_tokens_left - row.num_tokens_planned
+            left = request_of(row).num_tokens_left - row.num_tokens_planned
             if rows.get(row.slot) is not row:
                 continue
             if left <= 0:
@@ -223,17 +226,17 @@ class Engine:
                 self._may_end.setdefault(flight.number + left, []).append(row)
         flight.sort_ended()
         blocks = self._planner.blocks
-        self.tally.took(flight.seconds, plan.load, blocks.num_owned / blocks.num_blocks)
+        self.metrics.took(flight.seconds, plan.load, blocks.num_owned / blocks.num_blocks)
 
-    def _admitted(self, row: Row[Candidate]) -> None:
-        candidate = row.entry
-        self.tally.cached_tokens += row.num_cached
-        if candidate.num_preemptions == 0:
-            self.tally.queue.add(self.now - candidate.queued_at)
+    def _admitted(self, row: Row) -> None:
+        request = request_of(row)
+        self.metrics.cached_tokens += row.num_cached
+        if request.num_preemptions == 0:
+            self.metrics.queue.add(self.now - request.queued_at)
 
-    def _preempt(self, plan: StepPlan[Candidate]) -> None:
+    def _preempt(self, plan: StepPlan) -> None:
         """Find who was preempted: they are dropped, and yet their tokens in flight count."""
-        self.tally.preemptions += plan.num_preempted
+        self.metrics.preemptions += plan.num_preempted
         named = [self._planner.row(slot) for slot in plan.dropped]
         preempted = [row for row in named if row is not None]
         if self._pipeline.flights:
@@ -245,11 +248,11 @@ class Engine:
         planner, plan = self._planner, flight.plan
         planner.computed(plan)
         for row in flight.started:
-            self._first_token(row.entry)
+            self._first_token(request_of(row))
         for row in flight.ended:
             planner.drop(row)
             self._finish(row)
-        self._gaps.step(
+        self._inter_token.step(
             self.now,
             decoded=len(plan.decodes) - flight.num_discarded,
             joined=len(flight.started),
@@ -260,45 +263,37 @@ class Engine:
         self._settle([row for row in flight.preempted if planner.row(row.slot) is row])
         planner.answered(flight.number)
 
-    def _first_token(self, candidate: Candidate) -> None:
-        if candidate.last_token_at is not None:
-            self.tally.between_tokens.add(self.now - candidate.last_token_at)
+    def _first_token(self, request: SimulatedRequest) -> None:
+        if request.last_token_at is not None:
+            self.metrics.between_tokens.add(self.now - request.last_token_at)
         else:
-            seconds = self.now - candidate.queued_at + self._deployment.entry_seconds
-            self.tally.first_token.add(seconds)
-            if candidate.tenant:
-                of_tenant = self.tally.first_token_of.setdefault(candidate.tenant, Distribution())
+            seconds = self.now - request.queued_at + self._deployment.entry_seconds
+            self.metrics.first_token.add(seconds)
+            if request.tenant:
+                of_tenant = self.metrics.first_token_of.setdefault(request.tenant, Distribution())
                 of_tenant.add(seconds)
-        candidate.last_token_at = self.now
+        request.last_token_at = self.now
 
-    def _finish(self, row: Row[Candidate]) -> None:
-        candidate, tally = row.entry, self.tally
+    def _finish(self, row: Row) -> None:
+        request, metrics = request_of(row), self.metrics
         if self._pipeline.flights:
             # The router learns of the end only now, and has sent another decode meanwhile.
-            num_discarded = row.num_tokens_planned - candidate.num_tokens_left
+            num_discarded = row.num_tokens_planned - request.num_tokens_left
             self._pipeline.flights[0].num_discarded += num_discarded
         self._num_present -= 1
-        tally.finished += 1
-        tally.output_tokens += candidate.output_tokens
-        tally.latency.add(self.now - candidate.queued_at + self._deployment.entry_seconds)
-        tally.ended_at = self.now
-        self._waiting.served(candidate, candidate.output_tokens)
-        self._door.ended(candidate, num_cached=row.num_cached)
+        metrics.finished += 1
+        metrics.output_tokens += request.output_tokens
+        metrics.latency.add(self.now - request.queued_at + self._deployment.entry_seconds)
+        metrics.ended_at = self.now
+        self._waiting.served(request, request.output_tokens)
+        self._admission.ended(request, num_cached=row.num_cached)
 
-    def _settle(self, preempted: list[Row[Candidate]]) -> None:
+    def _settle(self, preempted: list[Row]) -> None:
         """Take note of what preempted rows have got in all, now that no step names them any more."""
         for row in preempted:
-            candidate = row.entry
-            candidate.num_generated += row.num_tokens_planned
-            if candidate.last_token_at is not None and row.num_tokens_planned:
+            request = request_of(row)
+            request.num_generated += row.num_tokens_planned
+            if request.last_token_at is not None and row.num_tokens_planned:
                 if row.num_tokens_planned > 1:
-                    candidate.last_token_at = self._decoded_at
-                self._gaps.leave(candidate.last_token_at)
-
-
-def _scheduling(arrival: Arrival) -> SchedulingParameters:
-    return SchedulingParameters(
-        priority=arrival.priority,
-        tenant=arrival.tenant,
-        max_queue_seconds=arrival.max_queue_seconds,
-    )
+                    request.last_token_at = self._decoded_at
+                self._inter_token.leave(request.last_token_at)

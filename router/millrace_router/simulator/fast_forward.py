@@ -9,11 +9,11 @@ from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.preemption import LOOKAHEAD
 from millrace_router.scheduler.row import Row
 from millrace_router.scheduler.step_plan import StepPlan
-from millrace_router.simulator.candidate import Candidate
 from millrace_router.simulator.pipeline import Flight
+from millrace_router.simulator.simulated_request import request_of
 
 
-def num_steady_steps(planner: Planner[Candidate], flights: Collection[Flight]) -> int:
+def num_uneventful_steps(planner: Planner, flights: Collection[Flight]) -> int:
     """For how many steps the planner would let every row decode and do nothing else, as far as blocks go.
 
     Fewer than there are where that is not certain.
@@ -22,15 +22,15 @@ def num_steady_steps(planner: Planner[Candidate], flights: Collection[Flight]) -
     if not (rows and planner.only_decodes and all(flight.ends_nobody for flight in flights)):
         return 0
     # Which blocks are evicted must not depend on when a block is found to be cached already.
-    if any(row.entry.may_repeat_blocks for row in rows.values()):
+    if any(request_of(row).may_repeat_blocks for row in rows.values()):
         return 0
     # Each row takes a block in `block_size` steps, and one more at most. Nobody may be preempted.
     return (blocks.num_available // len(rows) - LOOKAHEAD - 1) * blocks.block_size
 
 
 def last_alike(
-    may_end: Mapping[int, Sequence[Row[Candidate]]],
-    planner: Planner[Candidate],
+    may_end: Mapping[int, Sequence[Row]],
+    planner: Planner,
     last_sent: int,
     depth: int,
 ) -> int:
@@ -42,20 +42,20 @@ def last_alike(
     last = ends_at + depth - 1
     for row in may_end.get(ends_at, ()):
         num_planned = row.num_tokens_planned + ends_at - last_sent
-        if planner.rows.get(row.slot) is not row or num_planned != row.entry.num_tokens_left:
+        if planner.rows.get(row.slot) is not row or num_planned != request_of(row).num_tokens_left:
             return ends_at - 1
         last = min(last, ends_at + row.max_tokens - num_planned)
     return min([last, *(other - 1 for other in may_end if other > ends_at)])
 
 
-def decode_all(planner: Planner[Candidate]) -> StepPlan[Candidate]:
+def decode_all(planner: Planner) -> StepPlan:
     """The next step, if it decodes every row."""
     rows = planner.rows
     context = len(rows) + sum([row.num_kv_tokens for row in rows.values()])
     return StepPlan(decodes=list(rows), load=StepLoad(decodes=len(rows), context=context))
 
 
-def blocks_grown(planner: Planner[Candidate], num_steps: int) -> list[int]:
+def blocks_grown(planner: Planner, num_steps: int) -> list[int]:
     """Blocks that all rows together take in each of the next steps, in which all decode."""
     grown, size = [0] * num_steps, planner.blocks.block_size
     for row in planner.rows.values():

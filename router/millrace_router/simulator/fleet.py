@@ -46,15 +46,14 @@ def simulate(fleets: Sequence[Fleet], *, cores: int = 1) -> list[SimulationMetri
     """
     jobs = [(index, wave) for index, fleet in enumerate(fleets) for wave in _waves(fleet, cores)]
     if cores == 1 or len(jobs) == 1:
-        tallies = [_simulate_wave(fleets[index], wave) for index, wave in jobs]
+        waves = [_simulate_wave(fleets[index], wave) for index, wave in jobs]
     else:
         with ProcessPoolExecutor(min(cores, len(jobs)), get_context("spawn")) as pool:
             chosen = [fleets[index] for index, _ in jobs]
-            tallies = list(pool.map(_simulate_wave, chosen, [wave for _, wave in jobs]))
+            waves = list(pool.map(_simulate_wave, chosen, [wave for _, wave in jobs]))
     results = []
     for index, fleet in enumerate(fleets):
-        owned = [tally for tally, job in zip(tallies, jobs, strict=True) if job[0] == index]
-        result = total(owned)
+        result = total([each for each, job in zip(waves, jobs, strict=True) if job[0] == index])
         result.scale(fleet.replicas / fleet.sample)
         results.append(result)
     return results
@@ -91,7 +90,7 @@ def _open_loop(fleet: Fleet, numbers: range) -> SimulationMetrics:
             engine.arrive(arrival)
     for engine in engines.values():
         engine.run_until(math.inf)
-    return total([engine.tally for engine in engines.values()])
+    return total([engine.metrics for engine in engines.values()])
 
 
 def _closed_loop(fleet: Fleet, number: int) -> SimulationMetrics:
@@ -105,12 +104,12 @@ def _closed_loop(fleet: Fleet, number: int) -> SimulationMetrics:
         arrives_at = ready[0] if ready and num_left else math.inf
         if arrives_at <= engine.next_event:
             if arrives_at == math.inf:
-                return engine.tally
+                return engine.metrics
             heappop(ready)
             num_left -= 1
             if not engine.arrive(draw.request(arrives_at)):
                 heappush(ready, arrives_at + workload.think_seconds)
-        elif not engine.coast(arrives_at):
+        elif not engine.fast_forward(arrives_at):
             for _ in range(engine.step()):
                 heappush(ready, engine.now + workload.think_seconds)
 

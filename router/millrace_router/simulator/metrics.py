@@ -172,12 +172,12 @@ class SimulationMetrics:
             setattr(self, name, getattr(self, name) * factor)
 
 
-def total(tallies: Sequence[SimulationMetrics]) -> SimulationMetrics:
+def total(results: Sequence[SimulationMetrics]) -> SimulationMetrics:
     """Several replicas as one."""
     result = SimulationMetrics()
-    for tally in tallies:
+    for metrics in results:
         for item in fields(SimulationMetrics):
-            mine, other = getattr(result, item.name), getattr(tally, item.name)
+            mine, other = getattr(result, item.name), getattr(metrics, item.name)
             if isinstance(mine, Distribution):
                 mine.merge([other])
             elif isinstance(mine, Counter):
@@ -187,9 +187,9 @@ def total(tallies: Sequence[SimulationMetrics]) -> SimulationMetrics:
                     mine.setdefault(tenant, Distribution()).merge([distribution])
             elif item.name not in _EXTREMES:
                 setattr(result, item.name, mine + other)
-    if tallies:
+    if results:
         for name, choose in _EXTREMES.items():
-            setattr(result, name, choose(getattr(tally, name) for tally in tallies))
+            setattr(result, name, choose(getattr(metrics, name) for metrics in results))
     return result
 
 

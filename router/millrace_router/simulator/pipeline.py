@@ -12,7 +12,6 @@ from millrace_router.prediction.late_planning import LatePlanning
 from millrace_router.prediction.step_load import StepLoad
 from millrace_router.scheduler.row import Row
 from millrace_router.scheduler.step_plan import StepPlan
-from millrace_router.simulator.candidate import Candidate
 from millrace_router.simulator.deployment import Deployment
 
 
@@ -21,18 +20,18 @@ class Flight:
     """A step that is not answered yet, and what its answer will tell the router."""
 
     number: int
-    plan: StepPlan[Candidate]
+    plan: StepPlan
     began_at: float
     predicted: float
     """Seconds it was to take."""
     seconds: float
     """Those it takes."""
     answered_at: float
-    started: list[Row[Candidate]] = field(default_factory=list)
+    started: list[Row] = field(default_factory=list)
     """Rows whose input it completes, so that it yields their first token since admission."""
-    ended: list[Row[Candidate]] = field(default_factory=list)
+    ended: list[Row] = field(default_factory=list)
     """Rows whose last token it yields."""
-    preempted: list[Row[Candidate]] = field(default_factory=list)
+    preempted: list[Row] = field(default_factory=list)
     """Rows that were preempted after it, so that it is the last to name them."""
     num_discarded: int = 0
     """Tokens of rows that had ended when it was answered."""
@@ -108,7 +107,7 @@ class Pipeline:
             self._open_until = open_until
         return False
 
-    def send(self, plan: StepPlan[Candidate], load: StepLoad, now: float) -> Flight:
+    def send(self, plan: StepPlan, load: StepLoad, now: float) -> Flight:
         """Let the shards compute `plan`, which costs what `load` does, after what they are at."""
         self.last_sent += 1
         predicted = (self._cost.seconds(load) or 0.0) if plan.has_forward else 0.0
@@ -120,9 +119,7 @@ class Pipeline:
         self.flights.append(flight)
         return flight
 
-    def repeat(
-        self, plan: StepPlan[Candidate], *, most: int, until: float
-    ) -> tuple[list[float], list[float]]:
+    def repeat(self, plan: StepPlan, *, most: int, until: float) -> tuple[list[float], list[float]]:
         """Send `plan` again and again and answer what is in flight, as `take_event`, `wants_step` and `send` would.
 
         Each attends to as many positions more than the one before as there are rows. Ends before the first event that

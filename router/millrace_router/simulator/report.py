@@ -13,7 +13,7 @@ from millrace_router.simulator.svg import Panel, chart, short
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One quantity of a tally."""
+    """One quantity of a metrics."""
 
     name: str
     """Short, unique, and a key in JSON."""
@@ -22,17 +22,17 @@ class Figure:
     of: Callable[[SimulationMetrics], float]
 
 
-def _seconds(tally: SimulationMetrics) -> float:
-    return max(tally.ended_at - tally.started_at, 1e-9)
+def _seconds(metrics: SimulationMetrics) -> float:
+    return max(metrics.ended_at - metrics.started_at, 1e-9)
 
 
-def _busy(tally: SimulationMetrics) -> float:
-    return max(tally.busy_seconds, 1e-9)
+def _busy(metrics: SimulationMetrics) -> float:
+    return max(metrics.busy_seconds, 1e-9)
 
 
-def _hit_share(tally: SimulationMetrics) -> float:
+def _hit_share(metrics: SimulationMetrics) -> float:
     """Of all input tokens of admitted requests, replays included, those whose KV was cached."""
-    return tally.cached_tokens / max(1, tally.cached_tokens + tally.prefill_tokens)
+    return metrics.cached_tokens / max(1, metrics.cached_tokens + metrics.prefill_tokens)
 
 
 FIGURES = (
@@ -63,17 +63,19 @@ SHOWN = 10
 """Tenants in the table; JSON has them all."""
 
 
-def table(sweeps: Sequence[Sweep], tallies: Sequence[SimulationMetrics]) -> str:
+def table(sweeps: Sequence[Sweep], results: Sequence[SimulationMetrics]) -> str:
     """Figures down, points across; below, why requests were rejected, and what the first tenants saw."""
     rows = [
         [sweep.flag, *(point[place] for point in Sweep.points(sweeps))]
         for place, sweep in enumerate(sweeps)
     ]
-    rows += [[figure.title, *(short(figure.of(t)) for t in tallies)] for figure in FIGURES]
-    for reason in sorted({reason for tally in tallies for reason in tally.rejected}):
-        rows.append([f"  {reason}", *(short(float(t.rejected[reason])) for t in tallies)])
-    for tenant in sorted({tenant for tally in tallies for tenant in tally.first_token_of})[:SHOWN]:
-        cells = [short(_ttft_p90(tally, tenant)) for tally in tallies]
+    rows += [[figure.title, *(short(figure.of(t)) for t in results)] for figure in FIGURES]
+    for reason in sorted({reason for metrics in results for reason in metrics.rejected}):
+        rows.append([f"  {reason}", *(short(float(t.rejected[reason])) for t in results)])
+    for tenant in sorted({tenant for metrics in results for tenant in metrics.first_token_of})[
+        :SHOWN
+    ]:
+        cells = [short(_ttft_p90(metrics, tenant)) for metrics in results]
         rows.append([f"TTFT p90, s, tenant {tenant}", *cells])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
@@ -84,34 +86,34 @@ def table(sweeps: Sequence[Sweep], tallies: Sequence[SimulationMetrics]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def as_json(sweeps: Sequence[Sweep], tallies: Sequence[SimulationMetrics]) -> str:
+def as_json(sweeps: Sequence[Sweep], results: Sequence[SimulationMetrics]) -> str:
     """A list of objects: the swept flags under `point`, every figure by its name."""
     names = [sweep.flag for sweep in sweeps]
-    results = [
+    points = [
         {"point": dict(zip(names, point, strict=True))}
-        | {figure.name: figure.of(tally) for figure in FIGURES}
+        | {figure.name: figure.of(metrics) for figure in FIGURES}
         | {
-            "rejected_by_reason": dict(tally.rejected),
+            "rejected_by_reason": dict(metrics.rejected),
             "ttft_p90_by_tenant": {
-                tenant: _ttft_p90(tally, tenant) for tenant in sorted(tally.first_token_of)
+                tenant: _ttft_p90(metrics, tenant) for tenant in sorted(metrics.first_token_of)
             },
         }
-        for point, tally in zip(Sweep.points(sweeps), tallies, strict=True)
+        for point, metrics in zip(Sweep.points(sweeps), results, strict=True)
     ]
-    return json.dumps(results, indent=2) + "\n"
+    return json.dumps(points, indent=2) + "\n"
 
 
-def plot(sweeps: Sequence[Sweep], tallies: Sequence[SimulationMetrics]) -> str:
+def plot(sweeps: Sequence[Sweep], results: Sequence[SimulationMetrics]) -> str:
     """An SVG document: the first sweep along the axis, a line for each value of the second."""
     axis, points = sweeps[0], Sweep.points(sweeps)
     lines: dict[str, list[SimulationMetrics]] = {}
-    for point, tally in zip(points, tallies, strict=True):
+    for point, metrics in zip(points, results, strict=True):
         name = f"{sweeps[1].flag} {point[1]}" if len(sweeps) > 1 else ""
-        lines.setdefault(name, []).append(tally)
+        lines.setdefault(name, []).append(metrics)
     panels = [
         Panel(
             figure.title,
-            {name: [figure.of(tally) for tally in line] for name, line in lines.items()},
+            {name: [figure.of(metrics) for metrics in line] for name, line in lines.items()},
         )
         for figure in FIGURES
     ]
@@ -120,6 +122,6 @@ def plot(sweeps: Sequence[Sweep], tallies: Sequence[SimulationMetrics]) -> str:
     )
 
 
-def _ttft_p90(tally: SimulationMetrics, tenant: str) -> float:
-    distribution = tally.first_token_of.get(tenant)
+def _ttft_p90(metrics: SimulationMetrics, tenant: str) -> float:
+    distribution = metrics.first_token_of.get(tenant)
     return 0.0 if distribution is None else distribution.percentile(90)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from millrace_router.simulator.candidate import Arrival
+from millrace_router.simulator.simulated_request import Arrival
 
 REQUIRED = ("arrived_at", "prompt_tokens", "output_tokens")
 OPTIONAL = tuple(name for name in Arrival._fields if name not in REQUIRED)

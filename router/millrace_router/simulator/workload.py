@@ -10,7 +10,7 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from millrace_router.simulator.candidate import Arrival
+from millrace_router.simulator.simulated_request import Arrival
 from millrace_router.simulator.trace import read_trace
 
 KINDS = {"fixed": 1, "uniform": 2, "exponential": 1, "lognormal": 2, "pareto": 2}

@@ -29,7 +29,7 @@ from bench.scheduling import (
 from bench.scheduling.__main__ import PARTS, parse_arguments
 from bench.scheduling.simulated import write_trace
 
-from millrace_router.scheduler.tenants import TenantQueue
+from millrace_router.scheduler.tenants import RequestQueue, TenantQueue
 from millrace_router.scheduler.waiting import WaitingQueue
 from millrace_router.simulator.trace import read_trace
 
@@ -243,7 +243,7 @@ def test_a_log_that_lags_for_ever_is_noticed(
 
 @pytest.mark.parametrize("queue", [WaitingQueue(), TenantQueue(quantum=64)])
 def test_planner_steps_keep_the_batch_full_and_the_queue_as_long(
-    queue: planner.Queue,
+    queue: RequestQueue,
 ) -> None:
     steps = planner.Steps(queue, num_waiting=30)
     ended = 0

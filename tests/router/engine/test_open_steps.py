@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from millrace_router.errors import QueueExpired
+from millrace_router.request.entry import entry_of
 from millrace_router.request.request import SchedulingParameters
 from millrace_testing.router.fake_router import collect, ids_of, request, running
 from millrace_testing.shards.hash_tokens import expected_tokens
@@ -170,11 +171,11 @@ async def test_no_step_follows_when_the_last_suspect_leaves_while_it_is_open() -
             await turns()
         (suspect,) = batcher._planner.running
         num_steps = len(shard.steps)
-        suspect.entry.stream.close()
+        entry_of(suspect.entry).stream.close()
         shards.let_time_pass()
         await turns()
         assert len(shard.steps) == num_steps
         shards.release()
         await turns()
         (other,) = batcher._planner.running
-        assert {suspect.entry.stream, other.entry.stream} == set(streams)
+        assert {entry_of(row.entry).stream for row in (suspect, other)} == set(streams)

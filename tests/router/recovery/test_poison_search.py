@@ -18,7 +18,7 @@ def positions(members: list[int]) -> dict[int, int]:
 
 def search(members: list[int], poison: set[int]) -> tuple[list[int], int]:
     """Run until nobody is suspected: who was found guilty, after how many failures. A step names whoever may run."""
-    suspects: PoisonSearch[int] = PoisonSearch()
+    suspects: PoisonSearch = PoisonSearch()
     guilty: list[int] = []
     alive, num_failures = list(members), 0
     while True:
@@ -58,7 +58,7 @@ def test_several_are_found_one_after_the_other(count: int, data: st.DataObject) 
 
 
 def test_a_failure_that_does_not_come_again_clears_everybody() -> None:
-    suspects: PoisonSearch[int] = PoisonSearch()
+    suspects: PoisonSearch = PoisonSearch()
     assert suspects.failed(positions([1, 2, 3])) is None
     assert suspects.group == {1, 2, 3}
     assert not suspects.computed(1, 10), "short of where it failed"
@@ -68,14 +68,14 @@ def test_a_failure_that_does_not_come_again_clears_everybody() -> None:
 
 
 def test_one_alone_is_guilty_after_a_second_failure_only() -> None:
-    suspects: PoisonSearch[int] = PoisonSearch()
+    suspects: PoisonSearch = PoisonSearch()
     assert suspects.failed({7: 5}) is None
     assert suspects.failed({7: 5}) == 7
     assert not suspects
 
 
 def test_one_whose_mates_are_cleared_already_is_tried_alone_before_it_is_guilty() -> None:
-    suspects: PoisonSearch[int] = PoisonSearch()
+    suspects: PoisonSearch = PoisonSearch()
     suspects.failed({1: 5, 2: 5})
     suspects.computed(1, 5)
     assert suspects.failed({1: 6, 2: 5}) is None
@@ -84,7 +84,7 @@ def test_one_whose_mates_are_cleared_already_is_tried_alone_before_it_is_guilty(
 
 
 def test_a_half_that_runs_well_gives_way_to_the_other_one() -> None:
-    suspects: PoisonSearch[int] = PoisonSearch()
+    suspects: PoisonSearch = PoisonSearch()
     suspects.failed(positions([1, 2, 3, 4]))
     suspects.failed(positions([1, 2, 3, 4]))
     assert suspects.group == {1, 2}
@@ -97,7 +97,7 @@ def test_a_half_that_runs_well_gives_way_to_the_other_one() -> None:
 
 
 def test_a_failure_of_others_begins_a_new_search() -> None:
-    suspects: PoisonSearch[int] = PoisonSearch()
+    suspects: PoisonSearch = PoisonSearch()
     suspects.failed({1: 5})
     assert suspects.failed({8: 5, 9: 5}) is None
     assert suspects.group == {8, 9}
@@ -114,7 +114,7 @@ class Crowd:
         """`arrivals` are members, each with the number of the step before which it comes."""
         self._coming = sorted((number, member) for member, number in arrivals)
         self._is_bad = is_bad
-        self._suspects: PoisonSearch[int] = PoisonSearch()
+        self._suspects: PoisonSearch = PoisonSearch()
         self._tokens: dict[int, int] = {}
         self._admitted: list[int] = []
         self._running: list[int] = []
@@ -211,9 +211,9 @@ def test_a_culprit_in_a_crowd_that_breaks_by_itself_is_found_all_the_same(
     assert sorted([*crowd.ended, culprit]) == list(range(count))
 
 
-def parted(members: list[int]) -> PoisonSearch[int]:
+def parted(members: list[int]) -> PoisonSearch:
     """Suspects that were searched in vain, and have failed together twice more."""
-    suspects: PoisonSearch[int] = PoisonSearch()
+    suspects: PoisonSearch = PoisonSearch()
     for _ in range(2):
         suspects.failed(positions(members))
     while suspects:
@@ -253,7 +253,7 @@ def test_a_kill_while_some_run_apart_costs_nothing() -> None:
 
 
 def test_a_search_that_finds_somebody_was_not_in_vain() -> None:
-    suspects: PoisonSearch[int] = PoisonSearch()
+    suspects: PoisonSearch = PoisonSearch()
     for _ in range(2):
         suspects.failed(positions([1, 2, 3, 4]))
     suspects.failed(positions([1, 2]))
@@ -269,7 +269,7 @@ def test_a_search_that_finds_somebody_was_not_in_vain() -> None:
 
 
 def test_failures_that_do_not_come_again_never_part_anybody() -> None:
-    suspects: PoisonSearch[int] = PoisonSearch()
+    suspects: PoisonSearch = PoisonSearch()
     for _ in range(10):
         suspects.failed(positions([1, 2, 3]))
         assert suspects.group == {1, 2, 3}

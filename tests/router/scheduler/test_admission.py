@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from millrace_router.request.entry import Entry
 from millrace_router.request.request import ValidRequest
 from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.row import Row
@@ -31,7 +30,7 @@ def submit(driver: ScheduleDriver, ids: range, *, new: int = 3, logprobs: bool =
     )
 
 
-def first_rows(driver: ScheduleDriver) -> dict[int, Row[Entry]]:
+def first_rows(driver: ScheduleDriver) -> dict[int, Row]:
     """The row of each request's last admission."""
     return {row.entry.request_id: row for plan in driver.plans for row in plan.admitted}
 

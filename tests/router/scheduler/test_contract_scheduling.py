@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import pytest
 
-from millrace_router.request.entry import Entry
 from millrace_router.request.request import ValidRequest
 from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.step_plan import StepPlan
@@ -69,7 +68,7 @@ def kinds(driver: ScheduleDriver) -> str:
     return "".join(kind(plan) for plan in driver.plans if plan.has_forward)
 
 
-def kind(plan: StepPlan[Entry]) -> str:
+def kind(plan: StepPlan) -> str:
     if plan.chunks:
         return "M" if plan.decodes else "P"
     return "D"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from millrace_router.prediction.cost import COEFFICIENTS, EXTRA_COEFFICIENTS, CostModel
 from millrace_router.prediction.step_load import StepLoad
-from millrace_router.request.acceptance import Acceptance
+from millrace_router.request.schedulable import Acceptance
 from millrace_router.scheduler.draft_length import LengthPolicy, Longest, Speculator
 
 STEP, ROW, CONTEXT = 0.01, 0.0004, 1e-7

@@ -9,9 +9,9 @@ import pytest
 
 from millrace_proto import generate_pb2 as pb
 from millrace_router.prediction.step_load import StepLoad
-from millrace_router.request.acceptance import Acceptance
-from millrace_router.request.entry import MAX_JUMP_FORWARD_TOKENS, Entry
+from millrace_router.request.entry import MAX_JUMP_FORWARD_TOKENS
 from millrace_router.request.request import Grammar, GrammarKind, ValidRequest
+from millrace_router.request.schedulable import Acceptance
 from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.row import Row
 from millrace_router.scheduler.step_plan import StepPlan
@@ -101,17 +101,17 @@ def submit(driver: ScheduleDriver, *lengths: tuple[int, int], guided: bool = Fal
         )
 
 
-def sent(driver: ScheduleDriver) -> StepPlan[Entry]:
+def sent(driver: ScheduleDriver) -> StepPlan:
     plan = driver.send()
     assert plan is not None
     return plan
 
 
-def message(plan: StepPlan[Entry]) -> pb.Decode:
+def message(plan: StepPlan) -> pb.Decode:
     return plan_to_pb(plan, epoch=1, number=1, batch_id=0).decode
 
 
-def only_row(driver: ScheduleDriver) -> Row[Entry]:
+def only_row(driver: ScheduleDriver) -> Row:
     (row,) = driver.planner.rows.values()
     return row
 

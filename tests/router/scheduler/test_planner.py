@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from millrace_router.request.entry import Entry
 from millrace_router.request.request import SchedulingParameters, ValidRequest
 from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.row import Row
@@ -39,7 +38,7 @@ def submit(driver: ScheduleDriver, *lengths: tuple[int, int]) -> None:
         driver.submit(ValidRequest(input_ids=(first,) * prompt, max_new_tokens=new))
 
 
-def sent(driver: ScheduleDriver) -> StepPlan[Entry]:
+def sent(driver: ScheduleDriver) -> StepPlan:
     """The next step, which there has to be."""
     plan = driver.send()
     assert plan is not None
@@ -55,7 +54,7 @@ def until_preemption(driver: ScheduleDriver) -> None:
         driver.receive()
 
 
-def only_row(driver: ScheduleDriver) -> Row[Entry]:
+def only_row(driver: ScheduleDriver) -> Row:
     (row,) = driver.planner.rows.values()
     return row
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from millrace_router.request.entry import Entry
+from millrace_router.request.entry import Entry, entry_of
 from millrace_router.request.request import SchedulingParameters, ValidRequest
 from millrace_router.scheduler.block_manager import BlockManager
 from millrace_router.scheduler.budgets import Budgets
@@ -31,7 +31,7 @@ def entry(number: int, prompt: int, new: int, tenant: str = "") -> Entry:
     return Entry(number, request, TOKENIZER, frozenset(), block_size=4)
 
 
-def rows(*tenants: str) -> list[Row[Entry]]:
+def rows(*tenants: str) -> list[Row]:
     return [
         Row(entry(i, 4, 4, tenant), slot=i, seniority=i, num_inputs=4, max_tokens=4)
         for i, tenant in enumerate(tenants)
@@ -42,13 +42,13 @@ class Run:
     """A planner whose steps are answered at once, with token 1 for every row."""
 
     def __init__(
-        self, budgets: Budgets, waiting: WaitingQueue[Entry] | TenantQueue[Entry], num_blocks: int
+        self, budgets: Budgets, waiting: WaitingQueue | TenantQueue, num_blocks: int
     ) -> None:
         self.waiting = waiting
-        self.planner: Planner[Entry] = Planner(budgets, BlockManager(num_blocks, 4, PrefixCache()))
+        self.planner = Planner(budgets, BlockManager(num_blocks, 4, PrefixCache()))
         self.number = 0
 
-    def step(self) -> StepPlan[Entry] | None:
+    def step(self) -> StepPlan | None:
         planner = self.planner
         plan = planner.plan(self.waiting, last_sent=self.number, last_answered=self.number)
         if plan is None:
@@ -59,7 +59,7 @@ class Run:
         for slot in finished + plan.decodes:
             row = planner.row(slot)
             assert row is not None
-            if row.entry.accept(1, -0.5, ()):
+            if entry_of(row.entry).accept(1, -0.5, ()):
                 planner.drop(row)
         planner.answered(self.number)
         return plan
@@ -84,7 +84,7 @@ def test_a_row_with_a_promise_does_not_yield() -> None:
 
 
 def test_the_most_junior_goes_when_blocks_run_short_and_comes_back_where_it_was() -> None:
-    run = Run(BUDGETS, WaitingQueue[Entry](), num_blocks=1 + 8)
+    run = Run(BUDGETS, WaitingQueue(), num_blocks=1 + 8)
     entries = [entry(i, 4, 20) for i in range(3)]
     for one in entries:
         run.waiting.append(one)
@@ -101,7 +101,7 @@ def test_the_most_junior_goes_when_blocks_run_short_and_comes_back_where_it_was(
 
 
 def test_with_everything_reserved_nobody_is_preempted() -> None:
-    run = Run(replace(BUDGETS, reserve_all=True), WaitingQueue[Entry](), num_blocks=1 + 8)
+    run = Run(replace(BUDGETS, reserve_all=True), WaitingQueue(), num_blocks=1 + 8)
     entries = [entry(i, 4, 20) for i in range(3)]
     for one in entries:
         run.waiting.append(one)
@@ -114,7 +114,7 @@ def test_with_everything_reserved_nobody_is_preempted() -> None:
 
 
 def test_a_tenant_who_comes_late_gets_half_of_the_slots() -> None:
-    run = Run(replace(BUDGETS, share_slots=True), TenantQueue[Entry](quantum=8), num_blocks=200)
+    run = Run(replace(BUDGETS, share_slots=True), TenantQueue(quantum=8), num_blocks=200)
     large = [entry(i, 4, 300, "large") for i in range(8)]
     for one in large:
         run.waiting.append(one)
@@ -137,7 +137,7 @@ def test_a_tenant_who_comes_late_gets_half_of_the_slots() -> None:
 
 
 def test_slots_are_not_shared_unless_that_is_asked_for() -> None:
-    run = Run(BUDGETS, TenantQueue[Entry](quantum=8), num_blocks=200)
+    run = Run(BUDGETS, TenantQueue(quantum=8), num_blocks=200)
     for i in range(4):
         run.waiting.append(entry(i, 4, 50, "large"))
     run.step()

@@ -9,11 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from millrace_router.engine.entry_queue import EntryQueue
 from millrace_router.errors import Quarantined
-from millrace_router.request.entry import Entry
+from millrace_router.request.entry import entry_of
 from millrace_router.scheduler.budgets import Budgets
-from millrace_router.scheduler.tenants import TenantQueue
+from millrace_router.scheduler.tenants import RequestQueue, TenantQueue
 from millrace_router.scheduler.waiting import WaitingQueue
 from millrace_testing.router.fake_router import (
     DirectShards,
@@ -69,9 +68,7 @@ class LoopMachine(RuleBasedStateMachine):
             choices=Choices(seed),
         )
         self.shards = HeldShards(self.shard, on_error=self.count_failures)
-        waiting: EntryQueue = (
-            TenantQueue[Entry](quantum=8) if budgets.share_slots else WaitingQueue[Entry]()
-        )
+        waiting: RequestQueue = TenantQueue(quantum=8) if budgets.share_slots else WaitingQueue()
         self.batcher = new_batcher(
             self.shards,
             self.shard,
@@ -90,7 +87,7 @@ class LoopMachine(RuleBasedStateMachine):
 
     def count_failures(self) -> None:
         """Those whose tokens a failed step was to compute never hear of the first one."""
-        streams = {row.entry.stream for row in self.batcher._planner.running}
+        streams = {entry_of(row.entry).stream for row in self.batcher._planner.running}
         for client in self.clients:
             client.num_failures += client.stream in streams
 

@@ -11,30 +11,40 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from millrace_router.request.request import SchedulingParameters
+from millrace_router.request.schedulable import SchedulableRequest
 from millrace_router.scheduler.tenants import TenantQueue
 from millrace_router.scheduler.waiting import WaitingQueue
 
-NEUTRAL = SchedulingParameters()
 
-
-@dataclass(eq=False)
-class Item:
-    request_id: int
-    scheduling: SchedulingParameters = NEUTRAL
-    num_prompt_tokens: int = 1
-    queued_at: float = 0.0
-    num_preemptions: int = 0
+@dataclass(eq=False, kw_only=True)
+class Item(SchedulableRequest):
     generated: int = 0
 
 
-def of(tenant: str, request_id: int, tokens: int = 1, generated: int = 0) -> Item:
+def new(
+    request_id: int,
+    scheduling: SchedulingParameters,
+    tokens: int,
+    queued_at: float,
+    generated: int = 0,
+) -> Item:
     return Item(
-        request_id, SchedulingParameters(tenant=tenant), tokens, float(request_id), 0, generated
+        request_id=request_id,
+        scheduling=scheduling,
+        num_prompt_tokens=tokens,
+        queued_at=queued_at,
+        generated=generated,
+    )
+
+
+def of(tenant: str, request_id: int, tokens: int = 1, generated: int = 0) -> Item:
+    return new(
+        request_id, SchedulingParameters(tenant=tenant), tokens, float(request_id), generated
     )
 
 
 def test_rounds_give_each_tenant_its_quantum() -> None:
-    queue = TenantQueue[Item](quantum=10)
+    queue = TenantQueue(quantum=10)
     for i in range(6):
         queue.append(of("a", i, 5))
     for i in range(6, 9):
@@ -43,7 +53,7 @@ def test_rounds_give_each_tenant_its_quantum() -> None:
 
 
 def test_a_debt_is_paid_off_by_rounds() -> None:
-    queue = TenantQueue[Item](quantum=10)
+    queue = TenantQueue(quantum=10)
     for i in range(10):
         queue.append(of("ab"[i % 2], i, 10))
     first = queue.pop()
@@ -52,7 +62,7 @@ def test_a_debt_is_paid_off_by_rounds() -> None:
 
 
 def test_leaving_for_a_moment_neither_clears_a_debt_nor_gives_a_second_quantum() -> None:
-    queue = TenantQueue[Item](quantum=10)
+    queue = TenantQueue(quantum=10)
     for i in range(4):
         queue.append(of("b", i, 10))
     queue.append(of("a", 4, 10))
@@ -68,7 +78,7 @@ def test_leaving_for_a_moment_neither_clears_a_debt_nor_gives_a_second_quantum()
 
 
 def test_an_idle_tenant_keeps_no_credit() -> None:
-    queue = TenantQueue[Item](quantum=10)
+    queue = TenantQueue(quantum=10)
     for item in (of("a", 0, 1), of("b", 1, 10), of("b", 2, 10)):
         queue.append(item)
     assert queue.pop().scheduling.tenant == "a"
@@ -77,7 +87,7 @@ def test_an_idle_tenant_keeps_no_credit() -> None:
 
 
 def test_an_idle_tenant_keeps_its_debt_until_rounds_have_paid_it() -> None:
-    queue = TenantQueue[Item](quantum=10)
+    queue = TenantQueue(quantum=10)
     queue.append(of("a", 0, 10))
     for i in range(1, 20):
         queue.append(of("b", i, 10))
@@ -88,7 +98,7 @@ def test_an_idle_tenant_keeps_its_debt_until_rounds_have_paid_it() -> None:
 
 
 def test_a_small_tenant_is_next_but_one_beside_one_that_sends_fifty_times_more() -> None:
-    queue = TenantQueue[Item](quantum=100)
+    queue = TenantQueue(quantum=100)
     for i in range(500):
         queue.append(of("big", i, 50))
     for number in range(10):
@@ -103,7 +113,7 @@ def test_a_small_tenant_is_next_but_one_beside_one_that_sends_fifty_times_more()
 
 
 def test_everything_expires_and_every_tenant_is_forgotten() -> None:
-    queue = TenantQueue[Item](quantum=10, max_wait_seconds=5.0)
+    queue = TenantQueue(quantum=10, max_wait_seconds=5.0)
     items = [of(str(i), i) for i in range(100)]
     for item in items:
         queue.append(item)
@@ -114,7 +124,7 @@ def test_everything_expires_and_every_tenant_is_forgotten() -> None:
 
 
 def test_tenants_that_are_gone_take_no_memory() -> None:
-    queue = TenantQueue[Item](quantum=10)
+    queue = TenantQueue(quantum=10)
     for i in range(50):
         queue.append(of("steady", i, 10))
     for i in range(50, 3000):
@@ -125,10 +135,11 @@ def test_tenants_that_are_gone_take_no_memory() -> None:
     backlog = {item.scheduling.tenant for item in queue}
     assert len(queue._tenants) <= len(backlog) + 20
     assert set(queue._at.values()) == set(queue._tenants.values())
+    assert len(queue._turns) + len(queue._idle) == len(queue._tenants)
 
 
 def test_who_has_just_come_is_served_at_once_and_pays_afterwards() -> None:
-    queue = TenantQueue[Item](quantum=10)
+    queue = TenantQueue(quantum=10)
     for i in range(50):
         queue.append(of("steady", i, 10))
     for _ in range(3):
@@ -144,7 +155,7 @@ def test_who_has_just_come_is_served_at_once_and_pays_afterwards() -> None:
 
 
 def test_leaving_and_coming_back_is_not_having_just_come() -> None:
-    queue = TenantQueue[Item](quantum=10)
+    queue = TenantQueue(quantum=10)
     for i in range(50):
         queue.append(of("steady", i, 10))
     queue.append(of("new", 100, 35))
@@ -155,7 +166,7 @@ def test_leaving_and_coming_back_is_not_having_just_come() -> None:
 
 
 def test_an_estimate_knows_the_rounds() -> None:
-    queue = TenantQueue[Item](quantum=10)
+    queue = TenantQueue(quantum=10)
     for i in range(100):
         queue.append(of("big", i, 10))
     assert queue.ahead(SchedulingParameters(tenant="small"), 100.0) == (0, 0)
@@ -164,11 +175,11 @@ def test_an_estimate_knows_the_rounds() -> None:
 
 def test_wrong_options_are_refused() -> None:
     with pytest.raises(ValueError, match="quantum"):
-        TenantQueue[Item](quantum=0)
+        TenantQueue(quantum=0)
     with pytest.raises(ValueError, match="ageing_seconds"):
-        TenantQueue[Item](quantum=1, ageing_seconds=-1.0)
+        TenantQueue(quantum=1, ageing_seconds=-1.0)
     with pytest.raises(IndexError):
-        TenantQueue[Item](quantum=1).pop()
+        TenantQueue(quantum=1).pop()
 
 
 @settings(max_examples=60, deadline=None)
@@ -180,7 +191,7 @@ def test_wrong_options_are_refused() -> None:
 def test_backlogged_tenants_get_equal_shares_over_any_interval(
     quantum: int, tenants: int, data: st.DataObject
 ) -> None:
-    queue = TenantQueue[Item](quantum=quantum)
+    queue = TenantQueue(quantum=quantum)
     sizes = st.tuples(st.integers(1, 100), st.integers(0, 100))
     kinds = [data.draw(st.lists(sizes, min_size=1, max_size=4)) for _ in range(tenants)]
     largest = [max(p for p, _ in kind) + max(g for _, g in kind) for kind in kinds]
@@ -193,6 +204,7 @@ def test_backlogged_tenants_get_equal_shares_over_any_interval(
         tenant = int(item.scheduling.tenant)
         kind = kinds[tenant]
         queue.append(of(item.scheduling.tenant, 1000 + i, *kind[i % len(kind)]))
+        assert isinstance(item, Item)
         queue.served(item, item.generated)
         taken[tenant] += item.num_prompt_tokens + item.generated
         history.append([taken[t] for t in range(tenants)])
@@ -207,23 +219,23 @@ class TenantMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = TenantQueue[Item](quantum=7, max_wait_seconds=60.0)
-        self.alone = TenantQueue[Item](quantum=7)
-        self.plain = WaitingQueue[Item]()
-        self.waiting: list[Item] = []
-        self.left: list[Item] = []
+        self.queue = TenantQueue(quantum=7, max_wait_seconds=60.0)
+        self.alone = TenantQueue(quantum=7)
+        self.plain = WaitingQueue()
+        self.waiting: list[SchedulableRequest] = []
+        self.left: list[SchedulableRequest] = []
         self.now, self.next_id = 0.0, 0
 
     @rule(tenant=st.sampled_from("abcd"), tokens=st.integers(1, 30), priority=st.integers(-1, 1))
     def append(self, tenant: str, tokens: int, priority: int) -> None:
         self.now += 1.0
-        item = Item(
+        item = new(
             self.next_id, SchedulingParameters(tenant=tenant, priority=priority), tokens, self.now
         )
         self.next_id += 1
         self.queue.append(item)
         self.waiting.append(item)
-        mine = Item(item.request_id, SchedulingParameters(priority=priority), tokens, self.now)
+        mine = new(item.request_id, SchedulingParameters(priority=priority), tokens, self.now)
         self.alone.append(mine)
         self.plain.append(mine)
         assert self.alone.ahead(SchedulingParameters(), self.now) == self.plain.ahead(

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace_proto import generate_pb2 as pb
-from millrace_router.request.entry import Entry
 from millrace_router.request.events import PromptChunk
 from millrace_router.scheduler.step_plan import StepPlan
 from millrace_router.shards.wire import plan_to_pb, result_from_pb
@@ -66,7 +65,7 @@ def test_columns_of_different_length_are_an_error(column: str) -> None:
 def test_what_decodes_are_allowed_is_two_columns_beside_their_slots(
     chunks: list[tuple[int, int]],
 ) -> None:
-    plan: StepPlan[Entry] = StepPlan(
+    plan: StepPlan = StepPlan(
         decodes=[4, 2], decode_tokens=[5, 1], draft_tokens=[3, 0], chunks=chunks
     )
     message = plan_to_pb(plan, epoch=1, number=1, batch_id=0)
@@ -95,7 +94,7 @@ def test_what_decodes_have_filled_is_told_by_slot() -> None:
 
 
 def test_a_step_that_changes_nothing_says_nothing_of_changes() -> None:
-    plan = StepPlan[Entry](decodes=[3])
+    plan = StepPlan(decodes=[3])
     message = plan_to_pb(plan, epoch=1, number=2, batch_id=5)
     assert message == pb.StepRequest(
         epoch=1, number=2, decode=pb.Decode(batch_id=5, decode_slots=[3])

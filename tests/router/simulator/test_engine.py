@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from millrace_router.simulator.candidate import Arrival
 from millrace_router.simulator.deployment import Deployment
 from millrace_router.simulator.engine import Engine
 from millrace_router.simulator.metrics import SimulationMetrics
+from millrace_router.simulator.simulated_request import Arrival
 
 COST = {
     "step": 1.0,
@@ -36,21 +36,21 @@ def run(arrivals: list[Arrival], **changes: object) -> SimulationMetrics:
         engine.arrive(arrival)
     while engine.next_event < math.inf:
         engine.step()
-    return engine.tally
+    return engine.metrics
 
 
 def test_one_request_alone_pays_for_its_prefill_and_then_for_each_decode() -> None:
-    tally = run([Arrival(7.0, 100, 5)])
+    metrics = run([Arrival(7.0, 100, 5)])
     first = 1.0 + 0.5 + 100 * 0.01
-    assert tally.queue.percentile(50) == 0.0
-    assert tally.first_token.percentile(50) == pytest.approx(first)
-    assert tally.between_tokens.count == 4
-    assert tally.between_tokens.percentile(1) == pytest.approx(DECODE)
-    assert tally.between_tokens.percentile(100) == pytest.approx(DECODE)
-    assert tally.latency.percentile(50) == pytest.approx(first + 4 * DECODE)
-    assert tally.started_at == 7.0
-    assert tally.ended_at == pytest.approx(7.0 + first + 4 * DECODE)
-    assert (tally.output_tokens, tally.prefill_tokens) == (5, 100)
+    assert metrics.queue.percentile(50) == 0.0
+    assert metrics.first_token.percentile(50) == pytest.approx(first)
+    assert metrics.between_tokens.count == 4
+    assert metrics.between_tokens.percentile(1) == pytest.approx(DECODE)
+    assert metrics.between_tokens.percentile(100) == pytest.approx(DECODE)
+    assert metrics.latency.percentile(50) == pytest.approx(first + 4 * DECODE)
+    assert metrics.started_at == 7.0
+    assert metrics.ended_at == pytest.approx(7.0 + first + 4 * DECODE)
+    assert (metrics.output_tokens, metrics.prefill_tokens) == (5, 100)
 
 
 def test_the_end_is_learned_one_step_late_unless_the_limit_foretells_it() -> None:
@@ -65,31 +65,31 @@ def test_the_end_is_learned_one_step_late_unless_the_limit_foretells_it() -> Non
 
 
 def test_a_prompt_longer_than_the_budget_takes_several_steps() -> None:
-    tally = run([Arrival(0.0, 100, 1)], max_batch_prefill_tokens=40)
-    assert tally.first_token.mean == pytest.approx(3 * 1.5 + 100 * 0.01)
+    metrics = run([Arrival(0.0, 100, 1)], max_batch_prefill_tokens=40)
+    assert metrics.first_token.mean == pytest.approx(3 * 1.5 + 100 * 0.01)
 
 
 def test_a_prompt_that_comes_early_in_a_step_is_in_the_next_one() -> None:
     # At 0 a prefill (until 2.5) is sent, at 2.25 the step with a decode and the prompt (2.5 + 0.1 long).
-    tally = run([Arrival(0.0, 100, 10), Arrival(0.1, 100, 1)])
-    assert tally.queue.percentile(100) == pytest.approx(2.25 - 0.1)
-    assert tally.first_token.percentile(100) == pytest.approx(2.5 + 2.6 - 0.1)
+    metrics = run([Arrival(0.0, 100, 10), Arrival(0.1, 100, 1)])
+    assert metrics.queue.percentile(100) == pytest.approx(2.25 - 0.1)
+    assert metrics.first_token.percentile(100) == pytest.approx(2.5 + 2.6 - 0.1)
     # At 2.25 a decode (2.5 until 3.6) is sent, at 3.49 the step with both.
-    tally = run([Arrival(0.0, 100, 10), Arrival(2.3, 100, 1)])
-    assert tally.queue.percentile(100) == pytest.approx(2.5 + 0.9 * DECODE - 2.3)
-    assert tally.first_token.percentile(100) == pytest.approx(3.6 + 2.6 - 2.3)
+    metrics = run([Arrival(0.0, 100, 10), Arrival(2.3, 100, 1)])
+    assert metrics.queue.percentile(100) == pytest.approx(2.5 + 0.9 * DECODE - 2.3)
+    assert metrics.first_token.percentile(100) == pytest.approx(3.6 + 2.6 - 2.3)
     # A server that has learned to plan earlier is simulated so.
-    tally = run([Arrival(0.0, 100, 10), Arrival(2.3, 100, 1)], late_planning_share=0.5)
-    assert tally.queue.percentile(100) == pytest.approx(2.5 + 0.5 * DECODE - 2.3)
+    metrics = run([Arrival(0.0, 100, 10), Arrival(2.3, 100, 1)], late_planning_share=0.5)
+    assert metrics.queue.percentile(100) == pytest.approx(2.5 + 0.5 * DECODE - 2.3)
 
 
 def test_a_prompt_that_comes_during_a_step_waits_for_the_two_that_were_sent() -> None:
     # At 0 a prefill (until 2.5) and a decode (until 3.6) are sent, at 2.5 the step with both (2.5 + 0.1 long).
-    tally = run([Arrival(0.0, 100, 10), Arrival(0.1, 100, 1)], late_planning="off")
-    assert tally.queue.percentile(100) == pytest.approx(2.5 - 0.1)
-    assert tally.first_token.percentile(100) == pytest.approx(3.6 + 2.6 - 0.1)
-    assert tally.between_tokens.percentile(100) == pytest.approx(2.6)
-    assert tally.between_tokens.percentile(50) == pytest.approx(DECODE)
+    metrics = run([Arrival(0.0, 100, 10), Arrival(0.1, 100, 1)], late_planning="off")
+    assert metrics.queue.percentile(100) == pytest.approx(2.5 - 0.1)
+    assert metrics.first_token.percentile(100) == pytest.approx(3.6 + 2.6 - 0.1)
+    assert metrics.between_tokens.percentile(100) == pytest.approx(2.6)
+    assert metrics.between_tokens.percentile(50) == pytest.approx(DECODE)
 
 
 def test_steps_differ_by_the_ratios_that_are_given_in_their_order() -> None:
@@ -114,23 +114,23 @@ def test_an_answer_comes_when_the_router_has_handed_it_out() -> None:
 
 def test_a_step_that_ends_before_the_next_one_was_to_be_planned_has_it_planned_then() -> None:
     arrivals = [Arrival(0.0, 100, 50)]
-    tally = run(arrivals, step_ratios=(0.01,))
-    assert tally.latency.mean == pytest.approx(tally.busy_seconds)
+    metrics = run(arrivals, step_ratios=(0.01,))
+    assert metrics.latency.mean == pytest.approx(metrics.busy_seconds)
 
 
 def test_the_cost_grows_with_rows_and_context() -> None:
     costs = dict.fromkeys(COST, 0.0) | {"decode_row": 1.0, "decode_context_token": 0.01}
-    tally = run([Arrival(0.0, 10, 3, 3), Arrival(0.0, 20, 3, 3)], cost_model=costs)
+    metrics = run([Arrival(0.0, 10, 3, 3), Arrival(0.0, 20, 3, 3)], cost_model=costs)
     # The first decode attends to 11 and 21 positions, the second to 12 and 22.
-    assert tally.busy_seconds == pytest.approx(2 + 0.32 + 2 + 0.34)
+    assert metrics.busy_seconds == pytest.approx(2 + 0.32 + 2 + 0.34)
 
 
 def test_what_one_step_computed_is_a_hit_for_the_next_of_the_group() -> None:
     arrivals = [Arrival(float(100 * n), 50, 2, group="g", prefix_tokens=40) for n in range(3)]
-    tally = run(arrivals)
-    assert (tally.cached_tokens, tally.prefill_tokens) == (80, 150 - 80)
-    assert tally.first_token.percentile(100) == pytest.approx(1.5 + 50 * 0.01)
-    assert tally.first_token.percentile(50) == pytest.approx(1.5 + 10 * 0.01)
+    metrics = run(arrivals)
+    assert (metrics.cached_tokens, metrics.prefill_tokens) == (80, 150 - 80)
+    assert metrics.first_token.percentile(100) == pytest.approx(1.5 + 50 * 0.01)
+    assert metrics.first_token.percentile(50) == pytest.approx(1.5 + 10 * 0.01)
     assert run(arrivals, prefix_caching="off").cached_tokens == 0
 
 
@@ -161,12 +161,12 @@ def test_without_chunking_streams_pause_for_a_whole_prompt() -> None:
 
 def test_preempted_requests_are_replayed_and_count_once() -> None:
     arrivals = [Arrival(0.0, 16, 60, max_new_tokens=70) for _ in range(6)]
-    tally = run(arrivals, num_blocks=41, max_total_tokens=100, prefix_caching="off")
-    assert tally.preemptions > 0
-    assert (tally.finished, tally.output_tokens) == (6, 6 * 60)
-    assert tally.between_tokens.count == 6 * 59
-    assert tally.first_token.count == tally.queue.count == tally.latency.count == 6
-    assert tally.prefill_tokens > 6 * 16
+    metrics = run(arrivals, num_blocks=41, max_total_tokens=100, prefix_caching="off")
+    assert metrics.preemptions > 0
+    assert (metrics.finished, metrics.output_tokens) == (6, 6 * 60)
+    assert metrics.between_tokens.count == 6 * 59
+    assert metrics.first_token.count == metrics.queue.count == metrics.latency.count == 6
+    assert metrics.prefill_tokens > 6 * 16
 
 
 @pytest.mark.parametrize(
@@ -178,37 +178,37 @@ def test_preempted_requests_are_replayed_and_count_once() -> None:
     ],
 )
 def test_refusals_are_counted_by_their_reason(changes: dict[str, int], reason: str) -> None:
-    tally = run([Arrival(0.0, 10, 5) for _ in range(3)], **changes)
+    metrics = run([Arrival(0.0, 10, 5) for _ in range(3)], **changes)
     number = 3 if reason == "too long" else 1
-    assert tally.rejected == {reason: number}
-    assert tally.finished == 3 - number
+    assert metrics.rejected == {reason: number}
+    assert metrics.finished == 3 - number
 
 
 def test_an_answer_that_cannot_fit_is_refused_and_one_that_need_not_is_cut() -> None:
-    tally = run([Arrival(0.0, 950, 100, max_new_tokens=100), Arrival(0.0, 950, 100)])
-    assert tally.rejected == {"too long": 1}
-    assert tally.output_tokens == 50
+    metrics = run([Arrival(0.0, 950, 100, max_new_tokens=100), Arrival(0.0, 950, 100)])
+    assert metrics.rejected == {"too long": 1}
+    assert metrics.output_tokens == 50
 
 
 def test_who_would_wait_for_longer_than_he_is_willing_to_is_refused_at_once() -> None:
     arrivals = [Arrival(0.0, 10, 50), Arrival(0.1, 10, 5, max_queue_seconds=5.0)]
-    tally = run(arrivals, max_batch_size=1)
-    assert tally.rejected == {"would wait too long": 1}
+    metrics = run(arrivals, max_batch_size=1)
+    assert metrics.rejected == {"would wait too long": 1}
     assert run(arrivals).finished == 2
-    assert run(arrivals, max_batch_size=1, max_queue_wait=5.0).rejected == tally.rejected
+    assert run(arrivals, max_batch_size=1, max_queue_wait=5.0).rejected == metrics.rejected
 
 
 def test_who_has_waited_for_too_long_leaves() -> None:
     short = [Arrival(10.0 * n, 10, 1, max_queue_seconds=900.0) for n in range(50)]
     # All answers were short, so the wait for this one is thought to be short as well.
     long, impatient = Arrival(900.0, 10, 50), Arrival(900.1, 10, 1, max_queue_seconds=20.0)
-    tally = run([*short, long, impatient], max_batch_size=1)
-    assert tally.rejected == {"waited too long": 1}
-    assert tally.finished == 51
+    metrics = run([*short, long, impatient], max_batch_size=1)
+    assert metrics.rejected == {"waited too long": 1}
+    assert metrics.finished == 51
 
 
 def test_a_higher_priority_is_served_first() -> None:
     arrivals = [Arrival(0.0, 10, 50), Arrival(0.1, 10, 1), Arrival(0.2, 10, 1, priority=5)]
-    tally = run(arrivals, max_batch_size=1)
+    metrics = run(arrivals, max_batch_size=1)
     urgent = run([arrivals[0], arrivals[2]], max_batch_size=1)
-    assert tally.queue.percentile(60) == pytest.approx(urgent.queue.percentile(100))
+    assert metrics.queue.percentile(60) == pytest.approx(urgent.queue.percentile(100))

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from millrace_router.request.request import ValidRequest
 from millrace_router.scheduler.step_plan import StepPlan
-from millrace_router.simulator.candidate import Arrival
 from millrace_router.simulator.deployment import Deployment
 from millrace_router.simulator.engine import Engine
 from millrace_router.simulator.metrics import Distribution, SimulationMetrics
+from millrace_router.simulator.simulated_request import Arrival
 from millrace_testing.schedules.client import expected_end
 from millrace_testing.schedules.driver import ScheduleDriver
 from millrace_testing.shards.hash_shard import HashShard
@@ -127,22 +127,22 @@ def test_every_figure_equals_that_of_delivering_each_token(
     slow, engine = SlowEngine(simulated), Engine(simulated)
     slow.run(arrivals)
     run(engine, arrivals)
-    tally, times = engine.tally, [c.token_times for c in slow.candidates]
-    assert tally.finished == len(arrivals)
-    assert all(candidate.has_ended for candidate in slow.candidates)
-    assert tally.output_tokens == sum(map(len, times))
-    assert tally.steps == len(slow.plans)
-    assert tally.preemptions == sum(c.num_preemptions for c in slow.candidates)
-    assert tally.prefill_tokens == sum(plan.load.prefill_tokens for plan in slow.plans)
-    assert tally.busy_seconds == pytest.approx(slow.busy_seconds)
+    metrics, times = engine.metrics, [c.token_times for c in slow.requests]
+    assert metrics.finished == len(arrivals)
+    assert all(request.has_ended for request in slow.requests)
+    assert metrics.output_tokens == sum(map(len, times))
+    assert metrics.steps == len(slow.plans)
+    assert metrics.preemptions == sum(c.num_preemptions for c in slow.requests)
+    assert metrics.prefill_tokens == sum(plan.load.prefill_tokens for plan in slow.plans)
+    assert metrics.busy_seconds == pytest.approx(slow.busy_seconds)
     expected = {
-        "queue": [(c.admitted_at or 0.0) - c.queued_at for c in slow.candidates],
-        "first_token": [c.token_times[0] - c.queued_at for c in slow.candidates],
-        "latency": [c.token_times[-1] - c.queued_at for c in slow.candidates],
+        "queue": [(c.admitted_at or 0.0) - c.queued_at for c in slow.requests],
+        "first_token": [c.token_times[0] - c.queued_at for c in slow.requests],
+        "latency": [c.token_times[-1] - c.queued_at for c in slow.requests],
         "between_tokens": [later - one for row in times for one, later in pairwise(row)],
     }
     for name, values in expected.items():
-        distribution = getattr(tally, name)
+        distribution = getattr(metrics, name)
         assert distribution.count == len(values), name
         assert distribution.mean * len(values) == pytest.approx(sum(values)), name
         for percent in (1, 50, 100):
@@ -215,12 +215,12 @@ def test_steps_taken_together_are_as_those_taken_one_by_one(
         while single.next_event < arrival.arrived_at:
             single.step()
         assert together.arrive(arrival) == single.arrive(arrival)
-        assert together.tally.steps == single.tally.steps
+        assert together.metrics.steps == single.metrics.steps
     together.run_until(math.inf)
     while single.next_event < math.inf:
         single.step()
     for item in fields(SimulationMetrics):
-        one, other = getattr(together.tally, item.name), getattr(single.tally, item.name)
+        one, other = getattr(together.metrics, item.name), getattr(single.metrics, item.name)
         if isinstance(one, Distribution):
             one, other = (one.count, one.mean), (other.count, other.mean)
         if item.name != "first_token_of":
@@ -232,7 +232,7 @@ def test_steps_taken_together_are_as_those_taken_one_by_one(
     assert list(first.cache._idle) == list(second.cache._idle)
 
 
-def compositions(plans: list[StepPlan[Any]]) -> list[tuple[object, ...]]:
+def compositions(plans: list[StepPlan]) -> list[tuple[object, ...]]:
     """Of each step what it does, by requests: which slots and blocks they have is all the same."""
     owners: dict[int, int] = {}
     result: list[tuple[object, ...]] = []
@@ -256,10 +256,10 @@ class Recorded:
     """What an engine's planner has planned."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.plans: list[StepPlan[Any]] = []
+        self.plans: list[StepPlan] = []
         plan_next = engine._planner.plan
 
-        def plan(*args: Any, **options: Any) -> StepPlan[Any] | None:
+        def plan(*args: Any, **options: Any) -> StepPlan | None:
             result = plan_next(*args, **options)
             if result is not None:
                 self.plans.append(result)
@@ -319,5 +319,5 @@ def test_steps_are_those_of_the_router_with_a_shard(
         engine.step()
     driver.check_idle()
     assert compositions(recorded.plans) == compositions(driver.plans)
-    assert engine.tally.finished == 40
-    assert (engine.tally.preemptions > 0) == (reservation == "grow" and num_blocks == 20)
+    assert engine.metrics.finished == 40
+    assert (engine.metrics.preemptions > 0) == (reservation == "grow" and num_blocks == 20)

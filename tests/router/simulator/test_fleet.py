@@ -35,8 +35,8 @@ def fleet(*, replicas: int = 1, sample: int | None = None, **workload: Any) -> F
     )
 
 
-def figures(tally: SimulationMetrics) -> dict[str, float]:
-    return {figure.name: figure.of(tally) for figure in FIGURES}
+def figures(metrics: SimulationMetrics) -> dict[str, float]:
+    return {figure.name: figure.of(metrics) for figure in FIGURES}
 
 
 def test_a_run_can_be_repeated() -> None:
@@ -45,11 +45,11 @@ def test_a_run_can_be_repeated() -> None:
 
 
 def test_replicas_divide_the_requests_of_an_open_loop() -> None:
-    (tally,) = simulate([fleet(rate=20.0, replicas=3)])
-    assert tally.replicas == 3
-    assert tally.offered == tally.finished == 200
+    (metrics,) = simulate([fleet(rate=20.0, replicas=3)])
+    assert metrics.replicas == 3
+    assert metrics.offered == metrics.finished == 200
     expected = sum(arrival.output_tokens for arrival in fleet(rate=20.0).workload.arrivals())
-    assert tally.output_tokens == expected
+    assert metrics.output_tokens == expected
 
 
 def test_a_third_of_the_load_on_a_third_of_the_replicas_looks_the_same() -> None:
@@ -63,22 +63,22 @@ def test_a_third_of_the_load_on_a_third_of_the_replicas_looks_the_same() -> None
 
 
 def test_clients_wait_for_their_answers() -> None:
-    (tally,) = simulate([fleet(clients=4, requests=40)])
-    assert tally.finished == 40
-    assert tally.row_seconds / tally.busy_seconds <= 4.0
+    (metrics,) = simulate([fleet(clients=4, requests=40)])
+    assert metrics.finished == 40
+    assert metrics.row_seconds / metrics.busy_seconds <= 4.0
     (alone,) = simulate([fleet(clients=1, requests=40)])
     assert alone.row_seconds / alone.busy_seconds == pytest.approx(1.0)
     assert alone.ended_at == pytest.approx(alone.latency.mean * 40)
 
 
 def test_clients_think_between_requests() -> None:
-    (tally,) = simulate([fleet(clients=1, requests=5, think_seconds=100.0)])
-    assert tally.ended_at == pytest.approx(400.0 + tally.latency.mean * 5)
+    (metrics,) = simulate([fleet(clients=1, requests=5, think_seconds=100.0)])
+    assert metrics.ended_at == pytest.approx(400.0 + metrics.latency.mean * 5)
 
 
 def test_clients_and_their_requests_are_divided_among_replicas() -> None:
-    (tally,) = simulate([fleet(clients=5, requests=41, replicas=3)])
-    assert tally.finished == 41
+    (metrics,) = simulate([fleet(clients=5, requests=41, replicas=3)])
+    assert metrics.finished == 41
 
 
 def test_one_group_goes_to_one_replica_if_routed_by_prefix() -> None:
@@ -134,7 +134,7 @@ def test_who_asks_little_does_not_wait_for_who_asks_much_if_shares_are_fair() ->
     assert shared.first_token_of["1"].count + shared.first_token_of["2"].count == 3000
 
 
-def test_tallies_add_up_to_counts_extremes_and_the_span_of_all() -> None:
+def test_metrics_add_up_to_counts_extremes_and_the_span_of_all() -> None:
     one = SimulationMetrics(replicas=1, finished=3, started_at=2.0, ended_at=9.0, kv_max=0.5)
     other = SimulationMetrics(replicas=1, finished=4, started_at=1.0, ended_at=8.0, kv_max=0.7)
     one.rejected["overloaded"] += 2

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace_router.simulator.candidate import Arrival
+from millrace_router.simulator.simulated_request import Arrival
 from millrace_router.simulator.trace import TraceError, read_trace
 
 

@@ -13,14 +13,12 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from millrace_proto import generate_pb2 as pb
 from millrace_router.engine.batcher import Batcher
-from millrace_router.engine.entry_queue import EntryQueue
 from millrace_router.engine.predictor import LatencyPredictor
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.forecast import Forecaster
 from millrace_router.prediction.late_planning import LatePlanning
 from millrace_router.recovery.launcher_channel import LauncherChannel
 from millrace_router.recovery.shard_status import DEFAULT_TIMEOUTS, Timeouts
-from millrace_router.request.entry import Entry
 from millrace_router.request.events import Finished, TokenEvent
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
@@ -29,6 +27,7 @@ from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.prefix_cache import PrefixCache
 from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.scheduler.tenants import RequestQueue
 from millrace_router.scheduler.waiting import WaitingQueue
 from millrace_router.shards.errors import ShardError, StepFailed
 from millrace_router.shards.group import ShardedClient
@@ -72,7 +71,7 @@ class DirectShards:
     def failed(self, kind: str, error: ShardError) -> None:
         pass
 
-    async def send(self, plan: StepPlan[Entry]) -> int:
+    async def send(self, plan: StepPlan) -> int:
         self.last_sent += 1
         message = plan_to_pb(plan, epoch=self._epoch, number=self.last_sent, batch_id=0)
         answer = self.shard.step(message)
@@ -106,7 +105,7 @@ def new_batcher(
     speculate: int = 0,
     budgets: Budgets | None = None,
     prefix_caching: bool = True,
-    waiting: EntryQueue | None = None,
+    waiting: RequestQueue | None = None,
     max_queue_size: int | None = None,
     supervisor: LauncherChannel | None = None,
     patience: Timeouts = DEFAULT_TIMEOUTS,

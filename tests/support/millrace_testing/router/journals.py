@@ -15,7 +15,6 @@ from millrace_router.journal.reader import read_epochs
 from millrace_router.journal.replay.player import Outcome, Player
 from millrace_router.journal.rotation import Folder
 from millrace_router.journal.writer import JournalWriter
-from millrace_router.request.entry import Entry
 from millrace_router.request.request import SamplingParameters, ValidRequest
 from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.step_plan import StepPlan
@@ -116,7 +115,7 @@ class RecordedDriver(ScheduleDriver):
         self.journal.sent(message)
         self.journal.answered([pb.StepResponse(epoch=message.epoch)])
 
-    def send(self) -> StepPlan[Entry] | None:
+    def send(self) -> StepPlan | None:
         plan = super().send()
         if plan is not None:
             self.journal.sent(self.shard.steps[-1])

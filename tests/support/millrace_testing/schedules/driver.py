@@ -7,9 +7,8 @@ from collections import deque
 from dataclasses import dataclass
 
 from millrace_proto import generate_pb2 as pb
-from millrace_router.engine.entry_queue import EntryQueue
 from millrace_router.errors import NonFiniteOutput
-from millrace_router.request.entry import Entry
+from millrace_router.request.entry import Entry, entry_of
 from millrace_router.request.request import ValidRequest
 from millrace_router.scheduler.block_manager import BlockManager
 from millrace_router.scheduler.budgets import Budgets
@@ -18,7 +17,7 @@ from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.prefix_cache import PrefixCache
 from millrace_router.scheduler.row import Row
 from millrace_router.scheduler.step_plan import StepPlan
-from millrace_router.scheduler.tenants import TenantQueue
+from millrace_router.scheduler.tenants import RequestQueue, TenantQueue
 from millrace_router.scheduler.waiting import WaitingQueue
 from millrace_router.shards.wire import open_to_pb, plan_to_pb, result_from_pb
 from millrace_testing.router.fake_router import tiny_tokenizer
@@ -33,7 +32,7 @@ TOKENIZER = tiny_tokenizer()
 class Flight:
     """A step that was sent and not answered."""
 
-    plan: StepPlan[Entry]
+    plan: StepPlan
     answer: pb.StepResponse
 
 
@@ -55,20 +54,20 @@ class ScheduleDriver:
         self.depth = depth
         self.prefix_caching = prefix_caching
         # A tenant's quantum as small as here makes the order change often.
-        self.waiting: EntryQueue = (
-            TenantQueue[Entry](quantum=8) if budgets.share_slots else WaitingQueue[Entry]()
+        self.waiting: RequestQueue = (
+            TenantQueue(quantum=8) if budgets.share_slots else WaitingQueue()
         )
         self.flights: deque[Flight] = deque()
         self.clients: dict[int, Client] = {}
         self.entries: dict[int, Entry] = {}
-        self.plans: list[StepPlan[Entry]] = []
+        self.plans: list[StepPlan] = []
         """All that were sent."""
         self.planner = self._new_planner()
         self._epoch = 0
         self._num_stalled = 0
         self._open()
 
-    def _new_planner(self) -> Planner[Entry]:
+    def _new_planner(self) -> Planner:
         cache = PrefixCache() if self.prefix_caching else None
         blocks = BlockManager(self.shard.num_blocks, self.shard.block_size, cache)
         return Planner(self.budgets, blocks, guesses=self.guesses)
@@ -98,7 +97,7 @@ class ScheduleDriver:
     def _close(self, entry: Entry) -> None:
         self.waiting.discard(entry)
 
-    def send(self) -> StepPlan[Entry] | None:
+    def send(self) -> StepPlan | None:
         """Plan a step and send it; None when there is nothing to do."""
         assert len(self.flights) < self.depth
         plan = self.planner.plan(
@@ -107,7 +106,7 @@ class ScheduleDriver:
         if plan is None:
             return None
         for row in plan.admitted:
-            row.entry.admitted(0.0, row.num_cached)
+            entry_of(row.entry).admitted(0.0, row.num_cached)
         self.last_sent += 1
         message = plan_to_pb(plan, epoch=self._epoch, number=self.last_sent, batch_id=0)
         self.plans.append(plan)
@@ -115,7 +114,7 @@ class ScheduleDriver:
         self._check_plan(plan)
         return plan
 
-    def _check_plan(self, plan: StepPlan[Entry]) -> None:
+    def _check_plan(self, plan: StepPlan) -> None:
         """Nobody who left is worked for, and nobody gets more than he asked for."""
         rows, named = self.planner.rows, {*dict(plan.chunks), *plan.decodes}
         assert named <= set(rows), "a step names a slot without a row"
@@ -134,7 +133,7 @@ class ScheduleDriver:
         if rows:
             self._check_order(plan, named)
 
-    def _check_order(self, plan: StepPlan[Entry], named: set[int]) -> None:
+    def _check_order(self, plan: StepPlan, named: set[int]) -> None:
         """The most senior goes on, replays come before first admissions, prompts are not starved by decodes."""
         rows = sorted(self.planner.rows.values(), key=lambda row: row.seniority)
         paused = [item[0] for item in self.planner._admission._paused if not item[2].closed]
@@ -181,14 +180,14 @@ class ScheduleDriver:
         )
         for slot, logprobs in result.prompt_logprobs:
             if (row := planner.row(slot)) is not None:
-                row.entry.accept_prompt_logprobs(logprobs)
+                entry_of(row.entry).accept_prompt_logprobs(logprobs)
         for slot in result.failed_slots:
             if (row := planner.row(slot)) is not None:
-                row.entry.stream.fail(NonFiniteOutput())
+                entry_of(row.entry).stream.fail(NonFiniteOutput())
                 planner.drop(row)
         for slot, token_id, logprob, top in result.tokens:
             row = planner.row(slot)
-            if row is not None and row.entry.accept(token_id, logprob, top):
+            if row is not None and entry_of(row.entry).accept(token_id, logprob, top):
                 planner.drop(row)
                 self.waiting.served(row.entry, row.entry.num_generated)
         planner.answered(result.number)
@@ -229,7 +228,7 @@ class ScheduleDriver:
         for row in self.planner.rows.values():
             self._check_row(row)
 
-    def _check_row(self, row: Row[Entry]) -> None:
+    def _check_row(self, row: Row) -> None:
         """What is planned of a row is a bound of what the shard has done, and exact where nothing is in flight."""
         assert row.num_computed <= row.num_kv_tokens <= row.num_kv_owned
         assert row.num_room >= 0, "more positions than it can ever need"

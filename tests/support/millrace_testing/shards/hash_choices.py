@@ -7,7 +7,7 @@ from random import Random
 
 from millrace_proto import generate_pb2 as pb
 from millrace_router.prediction.step_load import StepLoad
-from millrace_router.request.acceptance import Acceptance
+from millrace_router.request.schedulable import Acceptance
 
 LONGEST_CHAIN = 20
 """Tokens a grammar forces at most: more than the router allows for in one step."""

@@ -10,50 +10,22 @@ from typing import Any
 
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.late_planning import LEAD_SECONDS, MOST
-from millrace_router.request.acceptance import Acceptance
-from millrace_router.request.request import SchedulingParameters
+from millrace_router.request.schedulable import SchedulableRequest
 from millrace_router.scheduler.planner import Planner
+from millrace_router.scheduler.row import Row
 from millrace_router.scheduler.step_plan import StepPlan
-from millrace_router.simulator.candidate import Arrival
 from millrace_router.simulator.deployment import Deployment
+from millrace_router.simulator.simulated_request import Arrival
 
 
-@dataclass(eq=False)
-class SlowCandidate:
+@dataclass(eq=False, kw_only=True)
+class SlowRequest(SchedulableRequest):
     """A request with a clock reading for each token."""
 
-    request_id: int
     arrival: Arrival
-    max_new_tokens: int
     block_size: int
     admitted_at: float | None = None
     token_times: list[float] = field(default_factory=list)
-    scheduling: SchedulingParameters = field(default_factory=SchedulingParameters)
-    num_preemptions: int = 0
-    closed: bool = False
-    wants_prompt_logprobs: bool = False
-    max_jump_forward_tokens: int = 0
-    acceptance: Acceptance = field(default_factory=Acceptance)
-
-    @property
-    def queued_at(self) -> float:
-        return self.arrival.arrived_at
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return self.arrival.prompt_tokens
-
-    @property
-    def tenant(self) -> str:
-        return self.scheduling.tenant
-
-    @property
-    def num_generated(self) -> int:
-        return len(self.token_times)
-
-    @property
-    def num_inputs(self) -> int:
-        return self.num_prompt_tokens + self.num_generated
 
     @property
     def has_ended(self) -> bool:
@@ -68,11 +40,16 @@ class SlowCandidate:
         return [f"{owner}, block {index}".encode() for index, owner in enumerate(owners)]
 
 
+def request_of(row: Row) -> SlowRequest:
+    assert isinstance(row.entry, SlowRequest)
+    return row.entry
+
+
 @dataclass(frozen=True)
 class SlowFlight:
     """A step that is not answered yet."""
 
-    plan: StepPlan[Any]
+    plan: StepPlan
     completed: list[int]
     """Slots whose prompt it completes."""
     began_at: float
@@ -90,11 +67,11 @@ class SlowEngine:
 
     def __init__(self, deployment: Deployment) -> None:
         self.deployment = deployment
-        self.candidates: list[SlowCandidate] = []
-        self.plans: list[StepPlan[Any]] = []
+        self.requests: list[SlowRequest] = []
+        self.plans: list[StepPlan] = []
         self.busy_seconds = 0.0
         self.cost = CostModel.fixed(deployment.cost_model)
-        self.planner: Planner[Any] = deployment.new_planner(self.cost)
+        self.planner: Planner = deployment.new_planner(self.cost)
         self.waiting: Any = deployment.new_queue()
         self.flights: deque[SlowFlight] = deque()
         self.shards_free_at = 0.0
@@ -131,9 +108,16 @@ class SlowEngine:
         room = self.deployment.max_total_tokens - arrival.prompt_tokens
         limit = min(room, arrival.max_new_tokens or room)
         size = self.deployment.block_size
-        candidate = SlowCandidate(len(self.candidates), arrival, limit, size)
-        self.candidates.append(candidate)
-        self.waiting.append(candidate)
+        request = SlowRequest(
+            request_id=len(self.requests),
+            num_prompt_tokens=arrival.prompt_tokens,
+            max_new_tokens=limit,
+            queued_at=arrival.arrived_at,
+            arrival=arrival,
+            block_size=size,
+        )
+        self.requests.append(request)
+        self.waiting.append(request)
 
     def _plan(self, now: float, *, most: int) -> None:
         while len(self.flights) < most:
@@ -143,8 +127,9 @@ class SlowEngine:
             if plan is None:
                 return
             for row in plan.admitted:
-                if row.entry.admitted_at is None:
-                    row.entry.admitted_at = now
+                request = request_of(row)
+                if request.admitted_at is None:
+                    request.admitted_at = now
             seconds = (self.cost.seconds(plan.load) or math.nan) if plan.has_forward else 0.0
             self.busy_seconds += seconds
             began_at = max(now, self.shards_free_at)
@@ -160,7 +145,9 @@ class SlowEngine:
         for slot in [*flight.completed, *flight.plan.decodes]:
             row = self.planner.row(slot)
             if row is not None:
-                row.entry.token_times.append(flight.ends_at)
-                if row.entry.has_ended:
+                request = request_of(row)
+                request.token_times.append(flight.ends_at)
+                request.num_generated += 1
+                if request.has_ended:
                     self.planner.drop(row)
         self.planner.answered(self.num_answered)

@@ -1,16 +1,14 @@
 from __future__ import annotations
 
-from millrace_router.request.request import SchedulingParameters
-from millrace_router.simulator.candidate import Arrival, Candidate, PrefixNames
+from millrace_router.simulator.simulated_request import Arrival, PrefixNames, SimulatedRequest
 
 
-def candidate(
+def request(
     request_id: int, prefixes: PrefixNames, *, group: str = "", prefix_tokens: int = 0
-) -> Candidate:
-    return Candidate(
+) -> SimulatedRequest:
+    return SimulatedRequest(
         request_id,
         Arrival(0.0, 100, 10, group=group, prefix_tokens=prefix_tokens),
-        scheduling=SchedulingParameters(),
         max_new_tokens=50,
         block_size=16,
         prefixes=prefixes,
@@ -19,8 +17,8 @@ def candidate(
 
 def test_full_blocks_of_the_shared_prefix_have_the_names_of_the_group() -> None:
     prefixes = PrefixNames()
-    one = candidate(1, prefixes, group="a", prefix_tokens=40).block_keys(5)
-    other = candidate(2, prefixes, group="a", prefix_tokens=70).block_keys(6)
+    one = request(1, prefixes, group="a", prefix_tokens=40).block_keys(5)
+    other = request(2, prefixes, group="a", prefix_tokens=70).block_keys(6)
     assert one[:2] == other[:2]
     assert not set(one[2:]) & set(other)
     assert len(set(one)) == 5
@@ -30,36 +28,35 @@ def test_full_blocks_of_the_shared_prefix_have_the_names_of_the_group() -> None:
 def test_groups_and_requests_share_nothing_else() -> None:
     prefixes = PrefixNames()
     keys = [
-        *candidate(1, prefixes, group="a", prefix_tokens=96).block_keys(6),
-        *candidate(2, prefixes, group="b", prefix_tokens=96).block_keys(6),
-        *candidate(11, prefixes).block_keys(3),
-        *candidate(1, prefixes).block_keys(13),
-        *candidate(5, prefixes, group="1", prefix_tokens=32).block_keys(3),
-        *candidate(6, prefixes, group="1/1", prefix_tokens=32).block_keys(3),
+        *request(1, prefixes, group="a", prefix_tokens=96).block_keys(6),
+        *request(2, prefixes, group="b", prefix_tokens=96).block_keys(6),
+        *request(11, prefixes).block_keys(3),
+        *request(1, prefixes).block_keys(13),
+        *request(5, prefixes, group="1", prefix_tokens=32).block_keys(3),
+        *request(6, prefixes, group="1/1", prefix_tokens=32).block_keys(3),
     ]
     assert len(keys) == len(set(keys))
 
 
 def test_names_stay_whatever_was_asked_for_before() -> None:
     prefixes = PrefixNames()
-    asked_often = candidate(1, prefixes, group="a", prefix_tokens=48)
+    asked_often = request(1, prefixes, group="a", prefix_tokens=48)
     seen = [list(asked_often.block_keys(count)) for count in (1, 4, 2, 6)]
-    at_once = candidate(1, PrefixNames(), group="a", prefix_tokens=48).block_keys(6)
+    at_once = request(1, PrefixNames(), group="a", prefix_tokens=48).block_keys(6)
     assert seen == [list(at_once[:count]) for count in (1, 4, 2, 6)]
 
 
 def test_a_list_handed_out_does_not_grow() -> None:
-    growing = candidate(1, PrefixNames())
+    growing = request(1, PrefixNames())
     first = growing.block_keys(2)
     growing.block_keys(5)
     assert len(first) == 2
 
 
 def test_the_answer_is_cut_at_what_may_be_generated() -> None:
-    cut = Candidate(
+    cut = SimulatedRequest(
         0,
         Arrival(0.0, 10, 900),
-        scheduling=SchedulingParameters(),
         max_new_tokens=50,
         block_size=16,
         prefixes=PrefixNames(),

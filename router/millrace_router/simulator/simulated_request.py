@@ -1,12 +1,13 @@
-"""What stands for an entry in the simulator: lengths where an entry has tokens, and names for its KV blocks."""
+"""A request in the simulator: it has lengths where an `Entry` has tokens, and names for its KV blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from millrace_router.request.acceptance import Acceptance
 from millrace_router.request.request import SchedulingParameters
+from millrace_router.request.schedulable import SchedulableRequest
+from millrace_router.scheduler.row import Row
 
 _NUMBERS = [b"%d" % number for number in range(1000)]
 
@@ -26,8 +27,8 @@ class PrefixNames:
         return names[:count]
 
 
-class Candidate:
-    """A request in the simulated router. It is never closed: a simulated client has patience."""
+class SimulatedRequest(SchedulableRequest):
+    """A request in the simulated router. Its client never leaves."""
 
     __slots__ = (
         "_keys",
@@ -35,63 +36,42 @@ class Candidate:
         "_prefixes",
         "arrival",
         "last_token_at",
-        "max_new_tokens",
-        "num_generated",
-        "num_preemptions",
         "output_tokens",
-        "queued_at",
-        "request_id",
-        "scheduling",
     )
 
     closed = False
-    wants_prompt_logprobs = False
-    max_jump_forward_tokens = 0
-    acceptance = Acceptance()
 
     def __init__(
         self,
         request_id: int,
         arrival: Arrival,
         *,
-        scheduling: SchedulingParameters,
         max_new_tokens: int,
         block_size: int,
         prefixes: PrefixNames,
     ) -> None:
-        self.request_id = request_id
+        super().__init__(
+            request_id=request_id,
+            num_prompt_tokens=arrival.prompt_tokens,
+            max_new_tokens=max_new_tokens,
+            scheduling=SchedulingParameters(
+                priority=arrival.priority,
+                tenant=arrival.tenant,
+                max_queue_seconds=arrival.max_queue_seconds,
+            ),
+            queued_at=arrival.arrived_at,
+        )
         self.arrival = arrival
-        self.scheduling = scheduling
-        self.queued_at = arrival.arrived_at
-        self.max_new_tokens = max_new_tokens
         self.output_tokens = min(arrival.output_tokens, max_new_tokens)
-        self.num_generated = 0
-        """Tokens it had when it was admitted last, or preempted since."""
-        self.num_preemptions = 0
         self.last_token_at: float | None = None
-        """When its first token since it was admitted came, or, once it is preempted, its last."""
+        """When its first token since its admission came; after a preemption, when its last token came."""
         self._prefixes = prefixes
         self._num_shared = arrival.prefix_tokens // block_size
         self._keys: list[bytes] = []
 
     @property
-    def tenant(self) -> str:
-        """Whose share of the tokens it takes."""
-        return self.scheduling.tenant
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
-        return self.arrival.prompt_tokens
-
-    @property
-    def num_inputs(self) -> int:
-        """Prompt tokens, and those generated before it was preempted."""
-        return self.arrival.prompt_tokens + self.num_generated
-
-    @property
     def num_tokens_left(self) -> int:
-        """Tokens that its answer had left when it was admitted last."""
+        """Tokens that its answer lacked when it was admitted last."""
         return self.output_tokens - self.num_generated
 
     @property
@@ -100,7 +80,7 @@ class Candidate:
         return self.num_preemptions > 0 or self.arrival.prefix_tokens >= self.arrival.prompt_tokens
 
     def block_keys(self, count: int) -> Sequence[bytes]:
-        """Names of its first blocks: those of its group as far as that reaches, and its own."""
+        """Names of its first `count` blocks: those of its group first, then its own."""
         keys = self._keys
         if len(keys) < count:
             if len(keys) < self._num_shared:
@@ -129,3 +109,9 @@ class Arrival(NamedTuple):
     priority: int = 0
     tenant: str = ""
     max_queue_seconds: float | None = None
+
+
+def request_of(row: Row) -> SimulatedRequest:
+    """The simulated request of a row."""
+    assert isinstance(row.entry, SimulatedRequest)
+    return row.entry
