@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from millrace_shard.structured_output.grammar_compiler import MAX_COMPILES
+from millrace_shard.structured_output.grammar_compiler import NUM_COMPILES
 
 GONE = (psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied)
 
@@ -73,7 +73,7 @@ class Members:
             len(pids) == 1 for pids in self.ranks.values()
         )
         ones = (len(self.routers), len(self.guards), self.others) == (1, 1, [])
-        return one_each and ones and len(self.grammar_workers) <= 1 + MAX_COMPILES
+        return one_each and ones and len(self.grammar_workers) <= 1 + NUM_COMPILES
 
     def pids(self) -> set[int]:
         """Router and shards."""

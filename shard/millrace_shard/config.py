@@ -194,13 +194,13 @@ class ShardConfig(BaseSettings):
         description="Factor of --rope-scaling, 1.0 when absent; alone it implies linear.",
     )
     grammar_timeout: float = Field(
-        default=5.0,
+        default=2.0,
         gt=0,
         le=60,
         description="Seconds of CPU time a grammar may take to compile before it is refused.",
     )
     max_grammar_bytes: ByteSize = Field(
-        default=ByteSize(1 << 20), description="Longest grammar or JSON schema, such as 1MiB."
+        default=ByteSize(1 << 17), description="Longest grammar or JSON schema, such as 64KiB."
     )
     lora_adapters: str | None = Field(default=None, description="Refused until it is supported.")
     watermark_gamma: float = Field(

@@ -38,8 +38,6 @@ SERVER_OPTIONS = (
 )
 NUM_WORKERS = 96
 """Threads come with the calls. Grammars may keep `MAX_CALLS` of them waiting, and steps and health checks go on."""
-PAUSE_NS = 50_000_000
-"""Between steps that follow each other, at most."""
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ShardService"].full_name
 
 logger = logging.getLogger(__name__)
@@ -91,19 +89,12 @@ class ShardService(pb_grpc.ShardServiceServicer):
         if guides is None or guides.compiler is None:
             return pb.CompileGrammarResponse(error=NO_GRAMMARS)
         try:
-            guides.compiler.check(grammar_from_pb(request.grammar), is_busy=self._computes_on_cpus)
+            guides.compiler.check(grammar_from_pb(request.grammar))
         except GrammarInvalid as error:
             return pb.CompileGrammarResponse(error=str(error))
         except CompilerBusy as error:
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         return pb.CompileGrammarResponse()
-
-    def _computes_on_cpus(self) -> bool:
-        """Whether steps follow each other and their forward passes take this machine's CPUs."""
-        progress = self.engine.progress()
-        return self.engine.loaded.device.type == "cpu" and (
-            progress.pending_steps > 0 or progress.idle_ns < PAUSE_NS
-        )
 
     def Steps(
         self, request_iterator: Iterator[pb.StepRequest], context: grpc.ServicerContext

@@ -1,4 +1,4 @@
-"""The shard's end of `grammar_worker`: asks, waits no longer than allowed, starts another where one has ended."""
+"""A separate process that tries out grammars, so that no grammar can take the shard's time, memory or stack."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from threading import Lock
 
 from millrace_shard.batch.sequence import Grammar
 from millrace_shard.structured_output.grammar.grammar_source import GrammarInvalid
-from millrace_shard.structured_output.grammar_trial import Stalled, Trial
 from millrace_shard.structured_output.grammar_worker import READY
-from millrace_shard.structured_output.slow_turns import SlowTurns, TooManySlow
 
-START_SECONDS = 60.0
+START_SECONDS = 50.0
+"""Wall-clock time for the process to start, and for each fork of it."""
+ANSWER_SECONDS = 50.0
+"""Wall-clock time for a fork to answer. A router waits longer; the CPU time of a fork has a lower limit."""
 ENDING_SECONDS = 0.1
 WORKER = "millrace_shard.structured_output.grammar_worker"
 
@@ -26,91 +26,73 @@ logger = logging.getLogger(__name__)
 
 
 class CompilerBusy(Exception):  # noqa: N818
-    """Nothing was found out about a grammar, for reasons that lie not in it: to be tried again."""
+    """A grammar was not tried out, for reasons outside of the grammar: the caller may try again."""
 
 
 class GrammarProcess:
-    """One process, started when it is first needed, and its forks; for any number of threads."""
+    """A `grammar_worker`, which starts with the first grammar. Any number of threads may use it."""
 
     def __init__(self, folder: Path, *, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._arguments = [str(folder), str(vocab_size), json.dumps(eos_token_ids)]
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._turns = SlowTurns()
 
     @property
     def pid(self) -> int | None:
-        """Of the process, while there is one."""
+        """Process id, or None while there is no process."""
         process = self._process
         return None if process is None else process.pid
 
-    def try_out(
-        self, grammar: Grammar, *, timeout: float, is_busy: Callable[[], bool] | None
-    ) -> str:
-        """What to give `LLMatcher` for `grammar`; `timeout` in seconds of work.
+    def try_out(self, grammar: Grammar, *, timeout: float) -> str:
+        """Compile `grammar` in a fork; the result is Lark that `LLMatcher` takes.
 
-        A grammar that takes long goes on slowly while `is_busy`, and after others of its kind; None is for a step that
-        waits.
+        `timeout` is the CPU time in seconds that the fork may use.
 
         Raises GrammarInvalid, CompilerBusy.
         """
-        try:
-            trial, process = self._begun(grammar)
-        except (OSError, Stalled) as error:
-            raise CompilerBusy(f"no process to compile grammars in: {error}") from error
-        limit = trial.limit(timeout)
-        try:
-            is_answered = (
-                trial.is_answered_within(limit)
-                if is_busy is None
-                else self._turns.work(trial, limit, is_busy=is_busy)
-            )
-            if not is_answered:
-                if limit.is_spent():
-                    raise GrammarInvalid(f"the grammar takes over {timeout:g} s to compile")
-                raise CompilerBusy("the machine is too busy to compile a grammar")
-            answer: dict[str, str] = json.loads(trial.answer())
-        except TooManySlow as error:
-            raise CompilerBusy(str(error)) from None
-        except OSError:
+        request = {"kind": grammar.kind.name, "source": grammar.source, "seconds": timeout}
+        ours, theirs = socket.socketpair()
+        with ours:
+            try:
+                with theirs, self._lock:
+                    process, control = self._started()
+                    socket.send_fds(control, [b"1"], [theirs.fileno()])
+                self._await_fork(ours)
+            except OSError as error:
+                raise CompilerBusy(f"no process to compile grammars in: {error}") from error
+            answer = _answer(ours, json.dumps(request).encode() + b"\n")
+        if not answer:
             if _has_ended(process):
-                raise CompilerBusy("the process to compile grammars in has ended") from None
-            raise GrammarInvalid("the grammar takes too much memory or nests too deeply") from None
-        finally:
-            trial.close()
-        if (reason := answer.get("busy")) is not None:
+                raise CompilerBusy("the process to compile grammars in has ended")
+            raise GrammarInvalid("the grammar takes too much memory or nests too deeply")
+        said: dict[str, str] = json.loads(answer)
+        if (reason := said.get("busy")) is not None:
             raise CompilerBusy(f"no process to compile grammars in: {reason}")
-        if (reason := answer.get("error")) is not None:
+        if (reason := said.get("error")) is not None:
             raise GrammarInvalid(reason)
-        return answer["lark"]
+        return said["lark"]
 
     def close(self) -> None:
-        """End the process, whatever it and its forks do."""
+        """Kill the process and its forks."""
         with self._lock:
             self._end()
 
-    def _begun(self, grammar: Grammar) -> tuple[Trial, subprocess.Popen[bytes]]:
-        """A fork that has `grammar`. Raises OSError, Stalled."""
-        ours, theirs = socket.socketpair()
-        trial = Trial(ours)
+    def _await_fork(self, connection: socket.socket) -> None:
+        """Wait until a fork has taken `connection`. Raises OSError; a process that hangs is killed."""
+        connection.settimeout(START_SECONDS)
         try:
-            with theirs, self._lock:
-                process, control = self._started()
-                socket.send_fds(control, [b"1"], [theirs.fileno()])
-            trial.begin(grammar, seconds=START_SECONDS)
-        except BaseException as error:
-            trial.close()
-            if isinstance(error, Stalled):
-                self.close()
+            if connection.recv(len(READY)) != READY:
+                raise ConnectionError("it could not fork")
+        except TimeoutError:
+            self.close()
             raise
-        return trial, process
 
     def _started(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        """The process, and how to talk to it. The lock is held. Raises OSError, Stalled."""
+        """The process and its control socket. The caller holds the lock. Raises OSError."""
         if self._process is None or self._control is None or self._process.poll() is not None:
             self._end()
-            # What this process can import, its child can, and nothing from where it happens to stand.
+            # The child imports from the same paths, and not from the working directory.
             environment = {
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
@@ -132,7 +114,7 @@ class GrammarProcess:
             except OSError:
                 self._end()
                 raise
-            logger.info("grammars are tried out by process %d", self._process.pid)
+            logger.info("process %d tries out grammars", self._process.pid)
         return self._process, self._control
 
     def _end(self) -> None:
@@ -145,8 +127,21 @@ class GrammarProcess:
             process.wait()
 
 
+def _answer(connection: socket.socket, request: bytes) -> bytes:
+    """The fork's answer to `request`; empty if the fork has ended without one. Raises CompilerBusy."""
+    connection.settimeout(ANSWER_SECONDS)
+    try:
+        connection.sendall(request)
+        with connection.makefile("rb") as stream:
+            return stream.readline()
+    except TimeoutError:
+        raise CompilerBusy("the machine is too busy to compile a grammar") from None
+    except OSError:
+        return b""
+
+
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Whether a fork has ended with it, which takes a moment to show."""
+    """Whether `process` has ended. A fork that dies with it may be noticed a moment earlier."""
     try:
         process.wait(ENDING_SECONDS)
     except subprocess.TimeoutExpired:

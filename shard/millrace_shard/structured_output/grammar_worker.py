@@ -1,23 +1,26 @@
-"""A process that tries grammars out, each in a fork of it: one that takes for ever, or all memory, harms nobody.
+"""A process that tries out each grammar in a fork of its own, with limits on CPU time, memory and stack.
 
-`python -m millrace_shard.structured_output.grammar_worker FOLDER VOCAB_SIZE EOS_IDS`, with one end of a Unix socket
-as standard input. It says `ready`, and from then on takes connections, each for one grammar. Lines of JSON go over a
-connection: the fork's process id; a request with `kind` and `source`; an answer with `lark`, what `LLMatcher` may be
-given, or `error`, or `busy` with what was in the way of an answer.
+Command: `python -m millrace_shard.structured_output.grammar_worker FOLDER VOCAB_SIZE EOS_IDS`, with a Unix socket as
+standard input. The process sends `ready`, then receives connections over this socket, one for each grammar. A fork
+sends `ready` over its connection and receives a line of JSON with `kind`, `source` and `seconds` of CPU time. Its
+answer is a line of JSON with `lark`, which `LLMatcher` takes, or `error` with the fault of the grammar, or `busy` with
+another reason for not trying it out.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import resource
 import signal
 import socket
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,27 +28,28 @@ import numpy as np
 
 from millrace_shard.batch.sequence import Grammar, GrammarKind
 from millrace_shard.process import die_with_parent
-from millrace_shard.structured_output.background import in_background
 from millrace_shard.structured_output.grammar.grammar_source import GrammarInvalid, lark_of
 from millrace_shard.structured_output.matcher import Matcher
 from millrace_shard.structured_output.vocabulary import Vocabulary, load_vocabulary
 
 STACK_BYTES = 1 << 20
-"""Half of what the smallest thread of the shard may have: what overflows a stack does so here."""
+"""Half the stack of the smallest thread of the shard: a grammar that overflows a stack overflows this one."""
 COMPILE_BYTES = 1 << 30
 NUM_TRIED = 12
-"""Tokens of a text that are tried out: a list of alternatives that is too long shows itself behind the first ones."""
+"""Tokens of a text that are tried out: some limits show only behind the first tokens, such as that of alternatives."""
 NICENESS = 10
-"""A forward pass goes before."""
+"""Forward passes have priority."""
+TICK_SECONDS = 0.01
+"""Least time between looks at the CPU time of a fork."""
 READY = b"ready\n"
 FIRST = (Grammar(GrammarKind.REGEX, "a+"), Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object"}'))
-"""The first of each kind takes four times as long as others, which each fork would pay for."""
+"""Compiled before any fork: the first grammar of each kind takes four times as long as later ones."""
 
 
 def main(argv: list[str]) -> int:
     """Fork for each connection until standard input ends."""
     die_with_parent()
-    os.nice(NICENESS)
+    lower_priority()
     folder, vocab_size, eos_token_ids = argv
     vocabulary = load_vocabulary(
         Path(folder), vocab_size=int(vocab_size), eos_token_ids=json.loads(eos_token_ids)
@@ -56,55 +60,66 @@ def main(argv: list[str]) -> int:
     threading.stack_size(STACK_BYTES)
     for grammar in FIRST:
         _answer(grammar, vocabulary)
-    # Nobody waits for a fork.
+    # The kernel removes forks that have ended.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    # Forks share what is never collected.
+    # Forks share the memory of objects that are never collected.
     gc.freeze()
     own = os.getpid()
     with socket.socket(fileno=sys.stdin.fileno()) as control:
         control.sendall(READY)
         while descriptors := socket.recv_fds(control, 1, 1)[1]:
-            # Where there is no room for another process, whoever asks finds the connection closed.
+            # When the fork fails, the shard finds the connection closed.
             with socket.socket(fileno=descriptors[0]) as connection, suppress(OSError):
                 if os.fork() == 0:
-                    _try_out_for(connection, vocabulary, parent=own)
+                    _serve_one(connection, vocabulary, parent=own)
         control.detach()
     return 0
 
 
-def _try_out_for(connection: socket.socket, vocabulary: Vocabulary, *, parent: int) -> NoReturn:
-    """In a fork, which this ends."""
+def lower_priority() -> None:
+    """Give the calling thread, and the threads and processes that it starts, at most the priority of `NICENESS`."""
+    os.nice(max(0, NICENESS - os.nice(0)))
+
+
+def _serve_one(connection: socket.socket, vocabulary: Vocabulary, *, parent: int) -> NoReturn:
+    """Try out one grammar in a fork, which ends here."""
     try:
         die_with_parent(parent)
-        _go_first_where_memory_is_short()
-        _say(connection, os.getpid())
+        _prefer_for_oom_kill()
+        connection.sendall(READY)
         with connection.makefile("rb") as stream:
             if line := stream.readline():
-                _say(connection, _answer_in_background(line, vocabulary))
+                answer = _answer_in_time(json.loads(line), vocabulary)
+                connection.sendall(json.dumps(answer).encode() + b"\n")
     finally:
-        # Nothing of the parent's is to be wound up here.
+        # Exit handlers are the parent's.
         os._exit(0)
 
 
-def _answer_in_background(line: bytes, vocabulary: Vocabulary) -> dict[str, Any]:
-    try:
-        return in_background(partial(_answer_to, line, vocabulary))
-    except Exception as error:  # noqa: BLE001, such as that there is no room for a thread
-        return {"busy": str(error)}
-
-
-def _go_first_where_memory_is_short() -> None:
-    """Rather than the shard, which has more of it."""
+def _prefer_for_oom_kill() -> None:
+    """Let the kernel kill this process rather than the shard when memory runs out."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
-def _answer_to(line: bytes, vocabulary: Vocabulary) -> dict[str, Any]:
-    request = json.loads(line)
-    return _answer(Grammar(GrammarKind[request["kind"]], request["source"]), vocabulary)
+def _answer_in_time(request: dict[str, Any], vocabulary: Vocabulary) -> dict[str, str]:
+    """Answer a request on a thread with a small stack, within its CPU time."""
+    grammar, seconds = Grammar(GrammarKind[request["kind"]], request["source"]), request["seconds"]
+    # The kernel ends this process if this thread does not get to look at the time.
+    most = math.ceil(seconds) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (most, most))
+    try:
+        answer = ThreadPoolExecutor(1).submit(_answer, grammar, vocabulary)
+    except RuntimeError as error:
+        return {"busy": str(error)}
+    while not answer.done() and (left := seconds - time.process_time()) > 0:
+        wait([answer], max(left, TICK_SECONDS))
+    if answer.done():
+        return answer.result()
+    return {"error": f"the grammar takes over {seconds:g} s to compile"}
 
 
-def _answer(grammar: Grammar, vocabulary: Vocabulary) -> dict[str, Any]:
+def _answer(grammar: Grammar, vocabulary: Vocabulary) -> dict[str, str]:
     try:
         return {"lark": _try_out(grammar, vocabulary)}
     except GrammarInvalid as error:
@@ -118,7 +133,7 @@ def _answer(grammar: Grammar, vocabulary: Vocabulary) -> dict[str, Any]:
 
 
 def _try_out(grammar: Grammar, vocabulary: Vocabulary) -> str:
-    """What to compile, which was compiled here, allows some text, and reaches no limit at its beginning."""
+    """The grammar as Lark, after it has compiled here, has allowed a text, and has reached no limit at its start."""
     lark = lark_of(grammar)
     matcher, random = Matcher.of(lark, vocabulary), np.random.default_rng(0)
     for place in range(NUM_TRIED):
@@ -143,14 +158,10 @@ def _check(matcher: Matcher) -> None:
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Room for `num_bytes` more than is mapped now; an allocation past that ends the process."""
+    """Allow `num_bytes` more than is mapped now; a larger allocation ends the process."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + num_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
-def _say(connection: socket.socket, said: object) -> None:
-    connection.sendall(json.dumps(said).encode() + b"\n")
 
 
 if __name__ == "__main__":

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import socket
 import sys
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from random import Random
-from threading import Barrier, Event, Lock, Semaphore, Thread, get_ident
+from threading import Barrier, Event, Semaphore, Thread
 from types import SimpleNamespace
-from typing import Any
 
 import grpc
 import numpy as np
 import psutil
 import pytest
 import torch
-from bench.structured_output import large_grammars
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,12 +26,12 @@ from millrace_proto import generate_pb2 as pb
 from millrace_shard.batch.sequence import Grammar
 from millrace_shard.engine.engine import Progress
 from millrace_shard.server.service import ShardService
-from millrace_shard.structured_output import grammar_compiler, grammar_process, work_limit
+from millrace_shard.structured_output import grammar_compiler, grammar_process
 from millrace_shard.structured_output.grammar.grammar_source import GrammarInvalid
 from millrace_shard.structured_output.grammar_compiler import GrammarCompiler
 from millrace_shard.structured_output.grammar_process import CompilerBusy, GrammarProcess
+from millrace_shard.structured_output.grammar_worker import NICENESS
 from millrace_shard.structured_output.manager import NO_GRAMMARS, GrammarManager, GuidedRow
-from millrace_shard.structured_output.slow_turns import MAX_SLOW
 from millrace_testing.engines.grammars import Words, lark, mask_of, regex, schema
 from millrace_testing.text.texts import byte_level
 
@@ -65,8 +65,8 @@ def compiler(folder: Path) -> Iterator[GrammarCompiler]:
 
 @pytest.fixture(scope="module")
 def hasty(folder: Path) -> Iterator[GrammarCompiler]:
-    """Gives up soon."""
-    made = new_compiler(folder, timeout=3.0)
+    """With the default limit."""
+    made = new_compiler(folder, timeout=grammar_compiler.TIMEOUT)
     yield made
     made.close()
 
@@ -102,7 +102,7 @@ def test_a_grammar_that_can_be_had(compiler: GrammarCompiler, grammar: Grammar) 
         (regex("(" * 2000 + "a" + ")" * 2000), "nested"),
         (lark("start: " + "(" * 50_000 + '"a"' + ")" * 50_000), "nested"),
         (schema('{"items":' * 5_000 + "{}" + "}" * 5_000), "nested"),
-        (schema('{"enum":[' + "[" * 90_000 + "]" * 90_000 + "]}"), "nested"),
+        (schema('{"enum":[' + "[" * 60_000 + "]" * 60_000 + "]}"), "nested"),
         (schema(OPTIONAL), "items"),
         (regex("a" * (grammar_compiler.MAX_SOURCE_BYTES + 1)), "bytes"),
         (regex("\ud800"), "surrogate"),
@@ -134,11 +134,11 @@ PATHOLOGICAL = {
     "an intersection that blows up": lark(
         "start: T\nT: " + " & ".join(f"/(.*{char}){{7}}.*/" for char in "abcdefgh")
     ),
-    "a long alternation": regex("|".join(f"{number:07}" for number in range(100_000))),
-    "a megabyte of values": schema(_choices(40_000)),
+    "a long alternation": regex("|".join(f"{number:07}" for number in range(16_000))),
+    "many values": schema(_choices(4_000)),
     "many optional properties": schema(
         json.dumps(
-            {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(20_000)}}
+            {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(4_000)}}
         )
     ),
     "a product of choices": schema(
@@ -210,10 +210,6 @@ def test_a_pathological_grammar_is_refused_or_compiled_while_others_go_on(
     guides.close()
 
 
-def never() -> bool:
-    return False
-
-
 LONG = schema(
     json.dumps(
         {
@@ -225,97 +221,77 @@ LONG = schema(
 """Seconds pass before llguidance would be done with it."""
 
 
-class Owned:
-    """A lock that knows who has it."""
+class Held:
+    """Holds requests for grammars of `held`, whose forks have begun, until they may go on."""
 
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self.owner: int | None = None
-
-    def acquire(self, *, timeout: float) -> bool:
-        taken = self._lock.acquire(timeout=timeout)
-        if taken:
-            self.owner = get_ident()
-        return taken
-
-    def release(self) -> None:
-        self.owner = None
-        self._lock.release()
-
-
-class Slow:
-    """Grammars that take long, of which the first to have its turn goes on when it is let."""
-
-    def __init__(self, compiler: GrammarCompiler) -> None:
-        self._compiler = compiler
-        self._turn = Owned()
-        turns: Any = compiler._process._turns
-        turns._turn = self._turn
-        self._pool = ThreadPoolExecutor(MAX_SLOW + 1)
-        self.has_turn = Event()
+    def __init__(self, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
         self.may_go_on = Event()
+        self._compiler = compiler
+        self._begun = Semaphore(0)
+        self._pool = ThreadPoolExecutor(8)
+        answer = grammar_process._answer
 
-    def check(self, number: int) -> Future[None]:
-        """Of a source that no other number has."""
-        return self.check_of(schema(LONG.source + " " * number))
+        def held_answer(connection: socket.socket, request: bytes) -> bytes:
+            if b"held" in request:
+                self._begun.release()
+                assert self.may_go_on.wait(PATIENT)
+            return answer(connection, request)
 
-    def check_of(self, grammar: Grammar) -> Future[None]:
-        return self._pool.submit(self._compiler.check, grammar, is_busy=self._is_busy)
+        monkeypatch.setattr(grammar_process, "_answer", held_answer)
 
-    def one_in_its_turn(self) -> tuple[psutil.Process, psutil.Process, Future[None]]:
-        """The process, its fork that is at work, and the check that waits for that."""
-        check = self.check(0)
-        assert self.has_turn.wait(PATIENT)
+    def check(self, grammar: Grammar = regex("held")) -> Future[None]:  # noqa: B008
+        """Begin to check `grammar`."""
+        check = self._pool.submit(self._compiler.check, grammar)
+        assert self._begun.acquire(timeout=PATIENT)
+        return check
+
+    def fork(self) -> tuple[psutil.Process, psutil.Process, Future[None]]:
+        """The process, its only fork, and the check that waits for it."""
+        check = self.check()
         process = process_of(self._compiler)
         (fork,) = process.children()
         return process, fork, check
 
-    def _is_busy(self) -> bool:
-        if self._turn.owner == get_ident():
-            self.has_turn.set()
-            assert self.may_go_on.wait(PATIENT)
-        return False
 
-
-def test_grammars_that_take_long_hold_up_none_that_does_not(folder: Path) -> None:
+def test_grammars_that_take_long_hold_up_none_that_does_not(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiler = new_compiler(folder, timeout=0.5)
-    slow = Slow(compiler)
-    checks = [slow.check(number) for number in range(MAX_SLOW + 1)]
-    # One has its turn, the others wait behind it, and one is told that there are too many.
-    (told,), waiting = wait(checks, PATIENT, FIRST_COMPLETED)
-    with pytest.raises(CompilerBusy, match="take long"):
-        told.result()
+    held = Held(compiler, monkeypatch)
+    checks = [
+        held.check(schema(LONG.source.replace("_", f"_held_{number}")))
+        for number in range(grammar_compiler.NUM_COMPILES - 1)
+    ]
     compiler.check(regex("quick"))
-    assert not any(check.done() for check in waiting)
-    slow.may_go_on.set()
-    for check in waiting:
+    held.may_go_on.set()
+    compiler.check(regex("quick too"))
+    for check in checks:
         assert "over 0.5 s" in str(check.exception(PATIENT))
     compiler.close()
 
 
-def test_a_step_does_not_wait_for_a_grammar_that_takes_its_time(folder: Path) -> None:
-    """One that is known may have been dropped, and be tried out anew for another request."""
+def test_a_step_does_not_wait_for_a_grammar_that_takes_its_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache may have dropped a known grammar, which is then tried out again for another request."""
     compiler = new_compiler(folder)
-    large = schema(json.dumps(large_grammars.wide(500_000)))
-    assert len(large.source) > grammar_compiler.SMALL
-    compiler.check(large)
-    compiler._cache.clear()
-    slow = Slow(compiler)
-    check = slow.check_of(large)
-    assert slow.has_turn.wait(PATIENT)
-    assert mask_of(compiler.matcher(large))
+    held = Held(compiler, monkeypatch)
+    check = held.check()
+    assert mask_of(compiler.matcher(regex("held")))
     assert not check.done()
-    slow.may_go_on.set()
+    held.may_go_on.set()
     assert check.exception(PATIENT) is None
     compiler.close()
 
 
-def test_a_fork_that_dies_refuses_its_grammar_alone(folder: Path) -> None:
+def test_a_fork_that_dies_refuses_its_grammar_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiler = new_compiler(folder)
-    slow = Slow(compiler)
-    process, fork, check = slow.one_in_its_turn()
+    held = Held(compiler, monkeypatch)
+    process, fork, check = held.fork()
     fork.kill()
-    slow.may_go_on.set()
+    held.may_go_on.set()
     with pytest.raises(GrammarInvalid, match="memory"):
         check.result(PATIENT)
     compiler.check(regex("after"))
@@ -324,14 +300,14 @@ def test_a_fork_that_dies_refuses_its_grammar_alone(folder: Path) -> None:
 
 
 def test_of_a_process_that_dies_nothing_is_said_of_grammars_and_there_is_another(
-    folder: Path,
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler = new_compiler(folder)
-    slow = Slow(compiler)
-    process, fork, check = slow.one_in_its_turn()
+    held = Held(compiler, monkeypatch)
+    process, fork, check = held.fork()
     process.kill()
     assert psutil.wait_procs([fork], PATIENT)[0] == [fork]
-    slow.may_go_on.set()
+    held.may_go_on.set()
     with pytest.raises(CompilerBusy, match="has ended"):
         check.result(PATIENT)
     compiler.check(regex("after"))
@@ -358,16 +334,23 @@ def test_a_process_that_hangs_is_killed_and_nothing_said_of_the_grammar(
 def test_a_fork_that_is_given_no_time_says_nothing_of_its_grammar(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(work_limit, "STRETCH", 1.0)
-    compiler = new_compiler(folder, timeout=0.5)
-    slow = Slow(compiler)
-    _, fork, check = slow.one_in_its_turn()
+    monkeypatch.setattr(grammar_process, "ANSWER_SECONDS", 0.2)
+    compiler = new_compiler(folder)
+    held = Held(compiler, monkeypatch)
+    _, fork, check = held.fork()
     fork.suspend()
-    slow.may_go_on.set()
+    held.may_go_on.set()
     with pytest.raises(CompilerBusy, match="machine"):
         check.result(PATIENT)
-    assert not fork.is_running() or psutil.wait_procs([fork], PATIENT)[0] == [fork]
+    fork.resume()
+    assert psutil.wait_procs([fork], PATIENT)[0] == [fork]
     compiler.close()
+
+
+def test_grammars_compile_at_a_lower_priority_than_steps(compiler: GrammarCompiler) -> None:
+    assert compiler._pool.submit(os.nice, 0).result(PATIENT) == NICENESS > os.nice(0)
+    compiler.check(regex("warm"))
+    assert process_of(compiler).nice() == NICENESS
 
 
 def test_a_grammar_that_takes_too_long_is_refused(folder: Path) -> None:
@@ -383,12 +366,12 @@ def test_without_a_process_nothing_is_said_of_the_grammar(
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     process = GrammarProcess(folder, vocab_size=430, eos_token_ids=(0,))
     with pytest.raises(CompilerBusy, match="no process"):
-        process.try_out(regex("(a"), timeout=PATIENT, is_busy=never)
+        process.try_out(regex("(a"), timeout=PATIENT)
 
 
 def test_the_process_ends_with_the_shard(folder: Path) -> None:
     process = GrammarProcess(folder, vocab_size=430, eos_token_ids=(0,))
-    process.try_out(regex("a"), timeout=PATIENT, is_busy=never)
+    process.try_out(regex("a"), timeout=PATIENT)
     assert process._process is not None
     assert process._control is not None
     process._control.close()
@@ -420,7 +403,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Counting:
     monkeypatch.setattr(
         GrammarProcess,
         "try_out",
-        lambda process, grammar, *, timeout, is_busy: made.try_out(grammar),
+        lambda process, grammar, *, timeout: made.try_out(grammar),
     )
     return made
 
@@ -457,21 +440,24 @@ def test_the_same_source_of_another_kind_is_another_grammar(
 def test_more_grammars_than_are_compiled_at_a_time_are_told_to_come_again(
     folder: Path, counting: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar_compiler, "MAX_COMPILES", 2)
+    monkeypatch.setattr(grammar_compiler, "NUM_COMPILES", 2)
     compiler = new_compiler(folder)
     with ThreadPoolExecutor(2) as pool:
         checks = [pool.submit(compiler.check, regex(f"number {number}")) for number in range(2)]
         for _ in checks:
             assert counting.entered.acquire(timeout=PATIENT)
-        with pytest.raises(CompilerBusy):
-            compiler.check(regex("one more"))
+        with monkeypatch.context() as patched:
+            patched.setattr(grammar_compiler, "WAIT_SECONDS", 0.1)
+            with pytest.raises(CompilerBusy):
+                compiler.check(regex("one more"))
         counting.may_go_on.set()
         for check in checks:
             check.result(PATIENT)
+    assert len(counting.calls) == 2
     compiler.check(regex("one more"))
 
 
-LARGE = regex("a" * (grammar_compiler.SMALL + 1))
+LARGE = regex("a" * (grammar_compiler.MAX_RENEWED_CHARS + 1))
 
 
 def test_a_sequence_that_runs_has_its_grammar_whatever_becomes_of_the_processes(
@@ -634,26 +620,3 @@ def test_a_service_that_is_busy_compiling_is_to_be_asked_again(
     with pytest.raises(RuntimeError, match="try again"):
         ask(GrammarManager(new_compiler(folder), 430), pb.Grammar(source="a"), call)
     assert call.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-
-
-@pytest.mark.parametrize(
-    ("device", "pending_steps", "idle_ns", "busy"),
-    [
-        ("cpu", 1, 10**9, True),
-        ("cpu", 0, 10**6, True),
-        ("cpu", 0, 10**9, False),
-        ("meta", 1, 0, False),
-    ],
-)
-def test_grammars_rest_while_steps_follow_each_other_on_cpus(
-    device: str, pending_steps: int, idle_ns: int, *, busy: bool
-) -> None:
-    progress = Progress(last_step=0, pending_steps=pending_steps, idle_ns=idle_ns, warmed_up=True)
-    asked = list[bool]()
-    compiler = SimpleNamespace(check=lambda grammar, *, is_busy: asked.append(is_busy()))
-    loaded = SimpleNamespace(guides=SimpleNamespace(compiler=compiler), device=torch.device(device))
-    engine = SimpleNamespace(progress=lambda: progress, loaded=loaded)
-    service = ShardService(engine, deterministic=True, prefill_logprobs=False)  # type: ignore[arg-type]
-    grammar = pb.Grammar(kind=pb.Grammar.KIND_REGEX, source="a+")
-    service.CompileGrammar(pb.CompileGrammarRequest(grammar=grammar), Call())  # type: ignore[arg-type]
-    assert asked == [busy]

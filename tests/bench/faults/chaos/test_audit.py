@@ -22,7 +22,7 @@ from bench.faults.chaos.run import Outcome
 from bench.faults.members import Members
 from bench.faults.memory import Reading
 
-from millrace_shard.structured_output.grammar_compiler import MAX_COMPILES
+from millrace_shard.structured_output.grammar_compiler import NUM_COMPILES
 
 BASE = Reading(0.0, "router", 1, resident=100 * 2**20, num_fds=20, num_threads=10)
 IDLE = {"millrace_kv_blocks": 32.0, "millrace_kv_blocks_cached": 30.0}
@@ -125,8 +125,8 @@ def test_nobody_is_there_twice_and_nobody_else_is(further: str) -> None:
 
 def test_grammars_are_tried_out_in_as_many_processes_as_there_may_be() -> None:
     worker = "python -m millrace_shard.structured_output.grammar_worker /model"
-    assert members(*ALL, *[worker] * (1 + MAX_COMPILES)).is_complete(2)
-    assert not members(*ALL, *[worker] * (2 + MAX_COMPILES)).is_complete(2)
+    assert members(*ALL, *[worker] * (1 + NUM_COMPILES)).is_complete(2)
+    assert not members(*ALL, *[worker] * (2 + NUM_COMPILES)).is_complete(2)
 
 
 def test_the_report_shows_faults_and_problems() -> None:
