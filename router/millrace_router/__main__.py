@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import cProfile
 import gc
-import os
 import signal
 import socket
 import sys
@@ -52,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     new_event_loop = import_module(EVENT_LOOP_MODULE).new_event_loop
     try:
         with (
-            _profiled(os.environ.get("MILLRACE_PROFILE")),
+            _profiled(config.profile_path),
             asyncio.Runner(loop_factory=new_event_loop) as runner,
         ):
             runner.run(serve(config))

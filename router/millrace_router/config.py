@@ -1,6 +1,6 @@
-"""The router's flags: each is declared here once, with its environment variable, default and meaning.
+"""The router's settings: flags, each with its environment variable, default and meaning, and variables without a flag.
 
-Imported by the launcher too, so nothing here may be heavier than pydantic.
+The launcher imports this module, so it may import nothing heavier than pydantic.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pydantic_settings import (
 ANY_ADDRESS = "0.0.0.0"  # noqa: S104
 LogLevel = Literal["trace", "debug", "info", "warning", "error"]
 SWITCH_WORDS = {"1": "on", "true": "on", "yes": "on", "0": "off", "false": "off", "no": "off"}
-"""How TGI's environment variables say on and off."""
+"""Words for on and off in TGI's environment variables."""
 COMMANDS = """
 other commands:
   millrace-router replay JOURNAL
@@ -49,7 +49,7 @@ OnOff = Annotated[Literal["on", "off"], BeforeValidator(_switch)]
 
 @contextmanager
 def _printable_help() -> Iterator[None]:
-    """Show the other commands, and no default where there is none: what stands for None cannot be typed, or printed."""
+    """Show the other commands, and no default where it is None: the stand-in for None cannot be printed."""
     shown = io.StringIO()
     try:
         with redirect_stdout(shown):
@@ -60,7 +60,7 @@ def _printable_help() -> Iterator[None]:
 
 
 class RouterConfig(BaseSettings):
-    """What the router is told; an environment variable is the field's name in capitals, the command line beats it."""
+    """Settings of the router; a field's environment variable is its name in capitals, and the command line beats it."""
 
     model_config = SettingsConfigDict(
         frozen=True,
@@ -70,7 +70,7 @@ class RouterConfig(BaseSettings):
         cli_kebab_case=True,
         cli_implicit_flags="toggle",
         cli_hide_none_type=True,
-        # No word a user can type may stand for None.
+        # A stand-in for None that no user can type.
         cli_parse_none_str="\0",
         cli_shortcuts={"port": "p"},
     )
@@ -335,7 +335,7 @@ class RouterConfig(BaseSettings):
 
     @classmethod
     def from_args(cls, argv: Sequence[str]) -> Self:
-        """Read the command line and the environment; exit 2 with a message when either is wrong."""
+        """Read the command line and the environment; exit 2 with a message when one of them is wrong."""
         # Empty values count as absent everywhere else.
         empty_key = "--api-key=" in argv or ("--api-key", "") in pairwise(argv)
         values: dict[str, Any] = {"api_key": ""} if empty_key else {}
@@ -349,6 +349,21 @@ class RouterConfig(BaseSettings):
             raise SystemExit(2) from None
 
     @property
+    def compute_type(self) -> str:
+        """Value of the `x-compute-type` header, from COMPUTE_TYPE; the launcher sets it where it knows the device."""
+        return os.environ.get("COMPUTE_TYPE", "gpu+optimized")
+
+    @property
+    def docker_label(self) -> str | None:
+        """Name of the image, from DOCKER_LABEL."""
+        return os.environ.get("DOCKER_LABEL") or None
+
+    @property
+    def profile_path(self) -> str | None:
+        """File for a profile of the main thread, from MILLRACE_PROFILE; for developers."""
+        return os.environ.get("MILLRACE_PROFILE")
+
+    @property
     def hub_cache(self) -> Path:
         """The hub's local cache, by the variables that its client and TGI read."""
         given = {name: value for name, value in os.environ.items() if value}
@@ -359,7 +374,7 @@ class RouterConfig(BaseSettings):
     @model_validator(mode="before")
     @classmethod
     def _fill_names(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Let each of folder, name and addresses stand in for the ones that are missing."""
+        """Derive folder, name and addresses from one another where they are missing."""
         filled = dict(values)
         if not filled.get("model_folder") and filled.get("tokenizer_name"):
             filled["model_folder"] = filled["tokenizer_name"]
@@ -380,7 +395,7 @@ class RouterConfig(BaseSettings):
     @field_validator("api_key")
     @classmethod
     def _refuse_empty_key(cls, value: str | None) -> str | None:
-        """Whoever sets a key wants one: an empty one must not open the server."""
+        """Refuse an empty key, which must not open the server to everyone."""
         if value is not None and not value.strip():
             raise ValueError("is empty; give a key, or unset API_KEY to serve without one")
         return value
@@ -401,7 +416,7 @@ def split_commas(value: object) -> object:
 
 
 def listen_address(hostname: str) -> str:
-    """The IP address to bind for what the user called the host.
+    """Return the IP address to bind for the name or address that the user gave.
 
     Containers export their own name as HOSTNAME; such a name means any address, as in TGI.
     """
@@ -414,7 +429,7 @@ def listen_address(hostname: str) -> str:
 
 
 def log_level(value: object) -> object:
-    """Map TGI's level words, and filter directives that name no level, onto ours."""
+    """Map TGI's names of levels, and filter directives that name no level, to ours."""
     if not isinstance(value, str):
         return value
     word = value.strip().lower()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -353,7 +352,7 @@ def assemble(  # noqa: PLR0913
         ),
         cost=cost,
         late=late,
-        compute_type=os.environ.get("COMPUTE_TYPE", "gpu+optimized"),
+        compute_type=config.compute_type,
     )
     return services, batcher
 

@@ -51,7 +51,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         "text_completion",
         "cmpl",
         model=model_name(services, body.model),
-        fingerprint=fingerprint(),
+        fingerprint=fingerprint(services),
         anonymous=strict_tgi,
     )
     style = _style(services, body)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import wraps
 
 import orjson
@@ -29,9 +28,9 @@ def model_name(services: Services, asked: str | None) -> str:
     return services.config.model_id if asked in {None, "", OWN_NAME} else str(asked)
 
 
-def fingerprint() -> str:
-    """Version and image, as TGI writes them."""
-    return f"{VERSION}-{os.environ.get('DOCKER_LABEL') or 'native'}"
+def fingerprint(services: Services) -> str:
+    """Name version and image, as TGI does."""
+    return f"{VERSION}-{services.config.docker_label or 'native'}"
 
 
 def openai_errors(handler: Handler, *, is_tgi_s: bool = True) -> Handler:

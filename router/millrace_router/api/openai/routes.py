@@ -113,7 +113,7 @@ def _answers(services: Services, body: ChatCompletionRequest) -> ChatAnswers:
         "chat.completion",
         "chatcmpl",
         model=model_name(services, body.model),
-        fingerprint=fingerprint(),
+        fingerprint=fingerprint(services),
         anonymous=strict_tgi,
     )
     return ChatAnswers(head, strict_tgi=strict_tgi)

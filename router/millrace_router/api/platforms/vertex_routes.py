@@ -119,7 +119,7 @@ async def _chat(
         "chat.completion",
         "chatcmpl",
         model=model_name(services, body.model),
-        fingerprint=fingerprint(),
+        fingerprint=fingerprint(services),
     )
     answers = ChatAnswers(head, strict_tgi=services.config.strict_tgi)
     message = answers.choice(0, pieces)["message"]
