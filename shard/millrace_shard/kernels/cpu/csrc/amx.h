@@ -1,6 +1,6 @@
-// Products of tiles by AMX's tile unit.
+// Products of tiles on the AMX tile unit.
 //
-// A row's sums run over K in one order whatever rows come with it (Intel SDM, TDPBF16PS).
+// A row's sums run over K in one order, whatever other rows are present (Intel SDM, TDPBF16PS).
 #pragma once
 
 #include "tiles.h"
@@ -23,30 +23,30 @@ struct alignas(64) Config {
   uint8_t rows[16] = {};
 };
 
-// Whether the system grants this process the tile registers, for which it has to be asked.
+// Requests the tile registers from the system; returns whether it grants them.
 inline bool granted() {
   constexpr long kRequestPermission = 0x1023, kTileData = 18;
   static const bool result = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
   return result;
 }
 
-// Tiles 0 to 3 hold sums, 4 left operands of `rows` rows and 5 right operands. Until `release`.
+// Configures the tiles until `release`: 0 to 3 hold sums, 4 a left operand of `rows` rows, and 5 a right operand.
 inline void configure(int64_t rows) {
   Config config;
   for (int i = 0; i < 8; i++) {
     config.bytes[i] = kTileStride;
     config.rows[i] = i < 5 ? static_cast<uint8_t>(rows) : kRows;
   }
-  // The intrinsic of some compilers takes the first bytes alone for its input.
+  // Assembly, since some compilers treat only the first bytes as the input of the intrinsic.
   asm volatile("ldtilecfg %0" ::"m"(config) : "memory");
 }
 
 inline void release() { _tile_release(); }
 
-// To be called between ordinary stores and tile loads of the same memory: some compilers do not know that those read it.
+// A compiler barrier between ordinary stores and tile loads of the same memory, which some compilers would reorder.
 inline void order_stores() { asm volatile("" ::: "memory"); }
 
-// sums += left x right, of tiles by their numbers, which are part of the instruction.
+// sums += left x right. Tiles are given by number, since the number is part of the instruction.
 #define MILLRACE_MULTIPLY(sums, left, right)            \
   if constexpr (kFormat == Format::kInt8) {             \
     _tile_dpbssd(sums, left, right);                    \
@@ -54,10 +54,10 @@ inline void order_stores() { asm volatile("" ::: "memory"); }
     _tile_dpbf16ps(sums, left, right);                  \
   }
 
-// Few tiles are in use, at the price of loading one twice: on a core whose other hardware thread is busy, a step for 32
-// rows took 3.3 times as long as alone with eight tiles in use, and 2.2 times with six.
+// Six tiles are in use, and one is loaded twice. On a core whose other hardware thread is busy, a step for 32 rows
+// takes 2.2 times as long as alone with six tiles, and 3.3 times with eight.
 
-// sums (+)= left [rows, K] x right [K, 32]. In each step, `meanwhile()` does something else kPauses times.
+// sums (+)= left [rows, K] x right [K, 32]. `meanwhile()` is called kPauses times per step.
 template <Format kFormat = Format::kBFloat16, typename RightOperand, typename Meanwhile>
 void multiply_one(const BFloat16* left, const RightOperand& right, const Sums& sums, bool add,
                   const Meanwhile& meanwhile) {

@@ -1,4 +1,4 @@
-// The attention operator: by tiles where it can be, through ATen's products elsewhere.
+// The attention operator. It works by tiles where shape and dtype allow it, and through ATen's products elsewhere.
 #pragma once
 
 #include "tile_attention.h"
@@ -7,7 +7,7 @@
 namespace millrace {
 
 // queries [rows, heads, dim] strided by row; out [rows, heads * dim] contiguous; tables [B, width], starts [B + 1] and
-// contexts [B] int32. `by_tiles`: do so where possible.
+// contexts [B] int32. `by_tiles` allows tiles.
 void attend(at::Tensor out, const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values,
             const at::Tensor& tables, const at::Tensor& starts, const at::Tensor& contexts, double scale,
             int64_t window, double softcap, bool by_tiles) {

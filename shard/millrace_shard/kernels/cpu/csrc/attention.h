@@ -1,8 +1,8 @@
-// Ragged causal attention over the paged cache, online softmax over key chunks.
+// Ragged causal attention over the paged cache, with online softmax over key chunks.
 //
 // Chunks start at multiples of kChunk from position 0, whatever the window, tile or batch, and every sum runs in the
-// order of positions, so the bits of a row depend on its own position and keys alone. Keys a row may not see get
-// weight 0, which needs finite pages: blocks are zeroed before their first use.
+// order of positions, so the bits of a row depend on its position and keys alone. Keys that a row does not see get
+// weight 0. Pages must be finite for that, so blocks are zeroed before their first use.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -21,7 +21,7 @@ namespace millrace {
 constexpr int64_t kChunkPages = 4;
 constexpr int64_t kChunk = kChunkPages * kPage;
 constexpr int64_t kTileRows = 64;
-// One thread walks about this many pages in the time it takes to wake another.
+// A thread handles about this many pages in the time that waking another thread takes.
 constexpr int64_t kGrainPages = 8;
 
 template <typename T>
@@ -35,19 +35,19 @@ struct Attention {
   const int32_t* contexts;
   Pages pages;
   int64_t sequences, heads, query_stride, table_width;
-  int64_t window;  // 0: none
-  float scale, softcap;  // softcap 0: none
+  int64_t window;  // 0 for none
+  float scale, softcap;  // softcap 0 for none
 
   int64_t group() const { return heads / pages.heads; }
   int64_t tile_tokens() const { return std::max<int64_t>(1, kTileRows / group()); }
 };
 
-// Query tokens [first, last) of one sequence with all query heads of one key head.
+// Query tokens [first, last) of one sequence, with all query heads of one key head.
 struct Tile {
   int64_t sequence, head, first, last;
 };
 
-// Working memory of one tile; rows are (token, query head of the group).
+// Working memory of one tile. A row is a pair of a token and a query head of the group.
 template <typename T>
 struct Workspace {
   int64_t rows, lane_dim;
@@ -68,7 +68,7 @@ struct Workspace {
   }
 };
 
-// Turns scores[low, high) of a chunk into weights [0, n) and rescales what the row has summed so far.
+// Turns scores[low, high) of a chunk into weights [0, n) and rescales the sums of the row so far.
 template <typename T>
 void softmax_row(const Attention<T>& a, const Workspace<T>& w, int64_t row, Range seen, int64_t n) {
   float* scores = w.scores + row * kChunk;
@@ -89,7 +89,7 @@ void softmax_row(const Attention<T>& a, const Workspace<T>& w, int64_t row, Rang
   Vec highest(minus_infinity);
   for (int64_t i = low; i < high; i += kLanes) highest = at::vec::maximum(highest, load(scores + i));
 
-  // The fast exponential turns NaN into a large number; the maximum keeps it, and through it the whole row.
+  // The fast exponential turns NaN into a large number. The maximum keeps NaN, so the whole row becomes NaN.
   float top = max(highest) * scale;
   if (!std::isfinite(top)) top = std::numeric_limits<float>::quiet_NaN();
   const float before = w.row_max[row];
@@ -167,7 +167,7 @@ void attend_tile(const Attention<T>& a, const Workspace<T>& w, const Tile& tile)
   }
 }
 
-// tables [B, width], starts [B + 1] and contexts [B] int32 of sequences that have `rows` queries together.
+// Checks tables [B, width], starts [B + 1] and contexts [B] int32 of sequences with `rows` queries in total.
 inline void check_sequences(const at::Tensor& tables, const at::Tensor& starts, const at::Tensor& contexts,
                             int64_t rows) {
   const int64_t count = contexts.numel();
@@ -177,8 +177,8 @@ inline void check_sequences(const at::Tensor& tables, const at::Tensor& starts, 
   TORCH_CHECK(start[0] == 0 && start[count] == rows, "millrace: bad sequence lengths");
 }
 
-// Fills `tiles`, late tokens first since they have the most keys, and returns the pages they will read. Refuses lengths
-// and blocks that are out of range before anything is computed: threads at work must not throw.
+// Fills `tiles`, late tokens first since they have the most keys, and returns the number of pages that they read.
+// Throws for lengths and blocks that are out of range; code inside the parallel region must not throw.
 template <typename T>
 int64_t plan_tiles(const Attention<T>& a, std::vector<Tile>& tiles) {
   const int64_t step = a.tile_tokens();

@@ -1,6 +1,6 @@
-// Products of tiles by vectors of 8 sums, for CPUs that have AVX2 and no more.
+// Products of tiles with vectors of 8 sums, for CPUs with AVX2 but without AVX-512.
 //
-// A row's sums run over K in one order whatever rows come with it.
+// A row's sums run over K in one order, whatever other rows are present.
 #pragma once
 
 #include "tiles.h"
@@ -14,15 +14,15 @@ namespace millrace::avx2 {
 using namespace tiles;
 
 constexpr int kPairs = 16, kVectors = 2, kVectorLanes = 8;
-// Rows whose sums for one tile of columns all stay in registers, and for two.
+// The largest numbers of rows whose sums fit into registers, for one tile of columns and for two.
 constexpr int64_t kMostRows = 6, kFewRows = 3;
 
-// Few rows go over both tiles of a step at once: memory is what takes time, and it is read from one end to the other.
-// More go over one tile after the other.
+// Few rows take both tiles of a step at once: memory bandwidth is the limit, and memory is read in order. More rows
+// take one tile after the other.
 inline int64_t passes(int64_t rows) { return rows <= kFewRows ? 1 : 2 * ((rows + kMostRows - 1) / kMostRows); }
 
-// Pairs (bfloat16) or quads (int8) of K are multiplied in two halves, their even and their odd values, widened: to
-// float32, or to pairs of 16 bits, where quads hold no products.
+// Pairs (bfloat16) or quads (int8) of K are split into their even and their odd values, which are widened, to float32
+// or to pairs of 16 bits, and multiplied separately: 8 bits cannot hold the products of quads.
 template <Format kFormat>
 __m256 even(__m256i values) {
   if constexpr (kFormat == Format::kInt8)
@@ -50,15 +50,15 @@ inline __m256i load_values(const BFloat16* from) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
 }
 
-// Tiles of 16 columns that products of so many rows take at once from a page, whose rows are longer than two.
+// The number of tiles of 16 columns that products of `rows` rows take at once from a page of more than two tiles.
 inline int64_t page_width(int64_t rows) { return rows == 1 ? 4 : 2; }
 
-// sums (+)= left [kCount, K] x right [K, 16 kWidth] from its tile `first` on. `meanwhile()` does something else kPauses
-// times in each step, and twice as often for four tiles.
+// sums (+)= left [kCount, K] x right [K, 16 kWidth], from tile `first` of the right operand on. `meanwhile()` is called
+// kPauses times per step, and twice as often for four tiles.
 template <Format kFormat, int kWidth, int kCount, typename RightOperand, typename Meanwhile>
 void multiply_rows(const BFloat16* left, const RightOperand& right, const Sums& sums, int64_t first, bool add,
                    const Meanwhile& meanwhile) {
-  // In the order of memory.
+  // Tiles are taken in the order of memory.
   constexpr bool kIsTileByTile = std::is_same_v<RightOperand, PanelRight>;
   constexpr int kTogether = kIsTileByTile ? 1 : kWidth;
   constexpr int kPairsAtOnce = kPairs / kPauses * (kIsTileByTile ? kWidth : 1) / (kWidth > 2 ? 2 : 1);
@@ -130,7 +130,7 @@ void multiply_rows(const BFloat16* left, const RightOperand& right, const Sums& 
         _mm256_storeu_ps(place(row, tile, vector), totals[tile][row][vector]);
 }
 
-// The same for 1 to 16 rows of one row of tiles, and two tiles of columns.
+// `multiply` for 1 to 16 rows of one row of tiles, and two tiles of columns.
 template <Format kFormat, typename RightOperand, typename Meanwhile>
 void multiply(const BFloat16* left, int64_t rows, const RightOperand& right, const Sums& sums, bool add,
               const Meanwhile& meanwhile) {
@@ -155,7 +155,7 @@ void multiply(const BFloat16* left, int64_t rows, const RightOperand& right, con
     }
 }
 
-// The same for one row and four tiles of columns.
+// `multiply` for one row and four tiles of columns.
 template <typename Meanwhile>
 void multiply_wide(const BFloat16* left, [[maybe_unused]] int64_t rows, const Right& right, const Sums& sums, bool add,
                    const Meanwhile& meanwhile) {

@@ -1,6 +1,6 @@
-// Products of tiles by vectors of 16 sums, for CPUs without a tile unit.
+// Products of tiles with vectors of 16 sums, for CPUs without a tile unit.
 //
-// A row's sums run over K in one order whatever rows come with it.
+// A row's sums run over K in one order, whatever other rows are present.
 #pragma once
 
 #include "tiles.h"
@@ -13,10 +13,10 @@ namespace millrace::avx512 {
 
 using namespace tiles;
 
-// Rows whose sums all stay in registers.
+// The largest number of rows whose sums all fit into registers.
 constexpr int64_t kMostRows = 8;
-// Up to this many, memory is what takes time, and it is read fastest from one end to the other; with more, products do,
-// and a value of the left operand is loaded once for all of its products.
+// Up to this many rows, memory bandwidth is the limit, and the right operand is read in the order of memory. With more,
+// products are the limit, and a value of the left operand is loaded once for all of its products.
 constexpr int kFewRows = 4;
 
 inline int64_t passes(int64_t rows) { return (rows + kMostRows - 1) / kMostRows; }
@@ -28,7 +28,7 @@ __m512 add_products(__m512 sums, __m512i left, __m512i right) {
 #if defined(__AVX512VNNI__)
     return _mm512_castsi512_ps(_mm512_dpbusd_epi32(_mm512_castps_si512(sums), left, right));
 #else
-    // 16 bits hold no two products of these: the quads' even and odd values apart.
+    // 16 bits cannot hold the sum of two products, so the even and odd values of the quads are multiplied separately.
     const __m512i left_even = _mm512_and_si512(left, _mm512_set1_epi16(0xff));
     const __m512i right_even = _mm512_srai_epi16(_mm512_slli_epi16(right, 8), 8);
     const __m512i even = _mm512_madd_epi16(left_even, right_even);
@@ -47,7 +47,7 @@ __m512 add_products(__m512 sums, __m512i left, __m512i right) {
   }
 }
 
-// The left operands' bytes, which the instruction takes for unsigned: 128 more than they are.
+// 128 is added to each byte of the left operand, since the instruction reads it as unsigned.
 inline __m512i offset() { return _mm512_set1_epi8(static_cast<char>(0x80)); }
 
 template <Format kFormat>
@@ -58,17 +58,16 @@ __m512i load_left(const BFloat16* pair) {
   return kFormat == Format::kInt8 ? _mm512_xor_si512(left, offset()) : left;
 }
 
-// Tiles of 16 columns that products of so many rows take at once from a page, whose rows are longer than two.
+// The number of tiles of 16 columns that products of `rows` rows take at once from a page of more than two tiles.
 inline int64_t page_width(int64_t rows) { return rows <= kFewRows ? 4 : 2; }
 
-// sums (+)= left [kCount, K] x right [K, 16 kWidth]. In each step, `meanwhile()` does something else kPauses times for
-// each two tiles.
+// sums (+)= left [kCount, K] x right [K, 16 kWidth]. `meanwhile()` is called kPauses times per step and two tiles.
 template <Format kFormat, int kWidth, int kCount, typename RightOperand, typename Meanwhile>
 void multiply_rows(const BFloat16* left, const RightOperand& right, const Sums& sums, bool add,
                    const Meanwhile& meanwhile) {
   constexpr int kPairs = 16, kPairsAtOnce = kPairs / kPauses;
   constexpr bool kIsOffset = kFormat == Format::kInt8;
-  // In the order of memory, where that is what takes time.
+  // Tiles are taken in the order of memory where memory bandwidth is the limit.
   constexpr bool kIsTileByTile = kCount <= kFewRows && std::is_same_v<RightOperand, PanelRight>;
   const auto place = [&](int row, int tile) {
     return reinterpret_cast<float*>(reinterpret_cast<char*>(sums.data + tile * sums.second) + row * sums.stride);
@@ -125,14 +124,14 @@ void multiply_rows(const BFloat16* left, const RightOperand& right, const Sums& 
 #pragma GCC unroll 8
     for (int row = 0; row < kCount; row++) {
       __m512 total = totals[tile][row];
-      // Modulo 2^32, so that a sum which fits is right even where its offset sum does not.
+      // Arithmetic is modulo 2^32, so a sum that fits is right even if its offset sum overflows.
       if constexpr (kIsOffset)
         total = _mm512_castsi512_ps(_mm512_sub_epi32(_mm512_castps_si512(total), _mm512_castps_si512(excess[tile])));
       _mm512_storeu_ps(place(row, tile), total);
     }
 }
 
-// The same for 1 to 16 rows of one row of tiles, and two tiles of columns.
+// `multiply` for 1 to 16 rows of one row of tiles, and two tiles of columns.
 template <Format kFormat, typename RightOperand, typename Meanwhile>
 void multiply(const BFloat16* left, int64_t rows, const RightOperand& right, const Sums& sums, bool add,
               const Meanwhile& meanwhile) {
@@ -155,7 +154,7 @@ void multiply(const BFloat16* left, int64_t rows, const RightOperand& right, con
   }
 }
 
-// The same for 1 to kFewRows rows and four tiles of columns.
+// `multiply` for 1 to kFewRows rows and four tiles of columns.
 template <typename Meanwhile>
 void multiply_wide(const BFloat16* left, int64_t rows, const Right& right, const Sums& sums, bool add,
                    const Meanwhile& meanwhile) {

@@ -1,5 +1,5 @@
-// The two halves of a decoder layer, each one parallel region: what a step of few tokens takes is mostly the way
-// between operators otherwise.
+// The two halves of a decoder layer, each in one parallel region: with an operator per operation, most of the time of a
+// step of few tokens would pass between operators.
 #pragma once
 
 #include "norms.h"
@@ -8,7 +8,7 @@
 
 namespace millrace {
 
-// Rows and columns of x [rows, width], bfloat16.
+// A tensor [rows, width] bfloat16, contiguous.
 struct Rows {
   BFloat16* data;
   int64_t count, width;
@@ -18,14 +18,14 @@ struct Rows {
   }
 };
 
-// Few rows are shared out evenly: all the threads are here already. All have to share by one grain, so it is the team's
-// size that counts: what ATen says of its number of threads may differ from thread to thread.
+// Few rows are split evenly, since all threads are already running. All threads need the same grain, so it is derived
+// from the team's size: ATen's number of threads may differ from thread to thread.
 inline int64_t shared_grain(const Team& team, int64_t rows, int64_t width) {
   const int64_t threads = team.size(), even = (rows + threads - 1) / threads;
   return std::max<int64_t>(1, std::min(row_grain(width), even));
 }
 
-// residual += x where there is an x, then its norm in tiles.
+// Adds x, if any, to the residual, and stores the norm of the residual in tiles.
 struct NormInput {
   const BFloat16* added;  // or null
   Rows residual;
@@ -42,7 +42,7 @@ struct NormInput {
     TORCH_CHECK(residual.width % tiles::kDepth == 0);
   }
 
-  // Rows [begin, end), stored from row `begin - first` of `tiled` on.
+  // Handles rows [begin, end), which are stored from row `begin - first` of `tiled` on.
   void operator()(const tiles::Tiled& tiled, int64_t first, int64_t begin, int64_t end) const {
     const int64_t width = residual.width;
     for (int64_t row = begin; row < end; row++) {
@@ -57,9 +57,9 @@ struct NormInput {
   }
 };
 
-// y = down(silu(gate(h)) * up(h)) with h = norm(residual += x); x may be empty, or y. All [rows, hidden] bfloat16.
+// y = down(silu(gate(h)) * up(h)) with h = norm(residual += x). x may be empty, or y. All are [rows, hidden] bfloat16.
 //
-// Working memory is shared by all of this thread's, which therefore have to be of the same sizes while they live.
+// The instances of a thread share one working memory, so instances that live at the same time must have equal sizes.
 class MlpHalf {
  public:
   MlpHalf(const at::Tensor& y, const at::Tensor& x, const at::Tensor& residual, const at::Tensor& norm, double eps,
@@ -121,7 +121,7 @@ void mlp_block(at::Tensor y, const at::Tensor& x, const at::Tensor& residual, co
   if (y.size(0) != 0) run_team(half);
 }
 
-// What a layer's attention knows besides its inputs.
+// The parameters of a layer's heads: their counts, norms and rotation.
 struct Heads {
   int64_t queries, keys, dim;
   const BFloat16 *query_norm, *key_norm;  // or null
@@ -131,7 +131,7 @@ struct Heads {
 
   int64_t width() const { return (queries + 2 * keys) * dim; }
 
-  // Norms and rotates some heads of one row of qkv in place: queries, then keys.
+  // Normalises and rotates `heads` of one row of qkv in place. Query heads are numbered before key heads.
   void prepare(BFloat16* row, int64_t position, Range heads) const {
     for (int64_t head = heads.low; head < heads.high; head++) {
       BFloat16* x = row + head * dim;
@@ -142,14 +142,14 @@ struct Heads {
   }
 };
 
-// What all layers of a step have in common: where its tokens are, and where their keys and values belong.
+// The inputs that all layers of a step share: positions, block tables and cache rows.
 struct Places {
   const at::Tensor &rope, &positions, &cache_rows, &tables, &starts, &contexts;
 };
 
-// y = out(attention(h)) with h = norm(residual += x); x may be empty, or y. Keys and values go to their pages.
+// y = out(attention(h)) with h = norm(residual += x). x may be empty, or y. Keys and values are stored in their pages.
 //
-// Working memory is shared as MlpHalf's is.
+// The instances of a thread share one working memory, as those of MlpHalf do.
 class AttentionHalf {
  public:
   AttentionHalf(const at::Tensor& y, const at::Tensor& x, const at::Tensor& residual, const at::Tensor& norm,
@@ -188,7 +188,7 @@ class AttentionHalf {
                   static_cast<float>(scale), 0.f};
   }
 
-  // The tiles of queries, which are those of any other layer whose cache is of the same size.
+  // Plans the tiles of queries, which are the same for every layer whose cache has the same size.
   void plan(std::vector<Tile>& tiles) const { plan_tiles(attention_, tiles); }
 
   // On every thread of a team.
@@ -214,15 +214,15 @@ class AttentionHalf {
   }
 
  private:
-  // Whether no tile reads keys of this step but its own: then the thread that attends it may store them just before,
-  // while their lines are in its caches. Of other sequences a sequence reads full blocks alone.
+  // Whether no tile reads keys that another tile stores in this step. Then the thread that attends a tile stores its
+  // keys just before, while their lines are in its caches. A sequence reads only full blocks of other sequences.
   bool are_alone(const std::vector<Tile>& tiles) const {
     return std::all_of(tiles.begin(), tiles.end(), [&](const Tile& tile) {
       return tile.last - tile.first == attention_.starts[tile.sequence + 1] - attention_.starts[tile.sequence];
     });
   }
 
-  // Norms and rotates some key heads and their queries in rows [begin, end), and stores keys and values.
+  // Normalises and rotates key heads `keys` and their query heads in rows [begin, end), and stores keys and values.
   void prepare(int64_t begin, int64_t end, Range keys) const {
     const int64_t group = attention_.group(), width = heads_.width();
     for (int64_t row = begin; row < end; row++) {
@@ -235,7 +235,7 @@ class AttentionHalf {
     store_tokens(key_pages_, value_pages_, pages_, cache_row_, from, begin, end, keys);
   }
 
-  // Threads at work must not throw.
+  // All checks come first: code inside the parallel region must not throw.
   void check(const Places& places, const at::Tensor& query_norm, const at::Tensor& key_norm) const {
     const int64_t rows = result_.count;
     TORCH_CHECK(places.rope.is_contiguous() && heads_.rotary % 2 == 0 && heads_.rotary <= pages_.dim);

@@ -1,4 +1,4 @@
-// The operators of namespace millrace on CPU. One translation unit: the torch headers dominate the build.
+// The operators of namespace millrace on CPU. They are one translation unit, since torch's headers dominate the build.
 #include <torch/library.h>
 
 #include "attend.h"

@@ -14,7 +14,7 @@
 namespace millrace {
 
 #if defined(CPU_CAPABILITY_AVX512)
-// e^x for x <= 0 to within 2^-23 of itself, below -1 within -x 2^-23; 1 for 0, 0 for -inf, NaN for NaN.
+// e^x for x <= 0, with a relative error of at most 2^-23, or of -x 2^-23 below -1. 1 for 0, 0 for -inf, NaN for NaN.
 inline Vec exp_of_negative(const Vec& x) {
   constexpr int kBelowFloor = 0x09;
   const __m512 y = _mm512_mul_ps(x, _mm512_set1_ps(1.442695041f));
@@ -32,7 +32,7 @@ inline Vec exp_of_negative(const Vec& x) {
 inline Vec exp_of_negative(const Vec& x) { return x.exp(); }
 #endif
 
-// Where x [size] is first equal to `value`; the last place if nowhere.
+// The first index at which x [size] equals `value`; the last index if there is none.
 inline int64_t first_of(const float* x, int64_t size, float value) {
   int64_t i = 0;
 #if defined(CPU_CAPABILITY_AVX512)
@@ -44,9 +44,9 @@ inline int64_t first_of(const float* x, int64_t size, float value) {
   return std::min(i, size - 1);
 }
 
-// Of logits [rows, vocabulary] float32 contiguous: ids [rows] int64, the first of equals; logprobs [rows] float32, NaN
-// where a logit is NaN or plus infinity; and where that is, [rows] bool. The order of the sum depends on the vocabulary
-// alone.
+// For logits [rows, vocabulary] float32, contiguous, returns the ids [rows] int64 of the best tokens, the first among
+// equals; their logprobs [rows] float32, NaN where a logit is NaN or plus infinity; and flags of those rows [rows]
+// bool. The order of the sum depends on the size of the vocabulary alone.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> greedy(const at::Tensor& logits) {
   const int64_t rows = logits.size(0), size = logits.size(1);
   TORCH_CHECK(logits.is_contiguous() && logits.scalar_type() == at::kFloat);
@@ -73,7 +73,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> greedy(const at::Tensor& logits) 
       for (; i < size; i++) rest += std::exp(x[i] - top);
 
       chosen[row] = first_of(x, size, top);
-      logprob[row] = 0.f - std::log(rest);  // zero for a row of one token alone, as others say it, and not minus zero
+      logprob[row] = 0.f - std::log(rest);  // 0 for a single possible token, as other implementations give, and not -0
       bad[row] = !std::isfinite(logprob[row]);
     }
   });

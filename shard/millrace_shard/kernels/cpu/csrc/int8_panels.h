@@ -1,6 +1,6 @@
-// Linear layers in int8 by tiles: weights with a scale per output, rows with a scale each, found as they come.
+// Linear layers in int8 by tiles: weights have a scale per output, and rows a scale each, which is computed per call.
 //
-// Sums are int32 and exact, so neither their order nor the rows beside them can matter.
+// Sums are int32 and exact, so a row's bits depend neither on their order nor on other rows.
 #pragma once
 
 #include <cmath>
@@ -9,12 +9,12 @@
 
 namespace millrace {
 
-constexpr int64_t kInt8Depth = 64;  // of K in a tile
+constexpr int64_t kInt8Depth = 64;  // values of K in a tile
 constexpr int64_t kInt8Tile = tiles::kRows * kInt8Depth;
 constexpr float kLargestInt8 = 127.f;
-// Rows without a larger value count as zeros: their scale would have no reciprocal.
+// A row without a larger absolute value is quantised to zeros: its scale would have no reciprocal.
 constexpr float kSmallestRow = 1e-30f;
-// Longer sums of products could leave int32.
+// Longer sums of products could overflow int32.
 constexpr int64_t kLongestInt8 = 131072;
 
 // weight [out, in] int8 -> [panels, steps, 2, 16, 16, 4]: panels of 32 outputs, inputs in quads; zeros fill up.
@@ -39,7 +39,7 @@ inline at::Tensor pack_int8(const at::Tensor& weight) {
   return packed;
 }
 
-// 16 values, scaled and rounded to int8.
+// Stores 16 values, scaled and rounded to int8.
 inline void save_int8(int8_t* to, const float* values, float scale) {
 #if defined(CPU_CAPABILITY_AVX512)
   const __m512i rounded = _mm512_cvtps_epi32(load(values) * Vec(scale));
@@ -54,7 +54,7 @@ inline void save_int8(int8_t* to, const float* values, float scale) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes);
 }
 
-// As floats.
+// Loads integers as floats.
 inline Vec load(const int32_t* from) {
 #if defined(CPU_CAPABILITY_AVX512)
   return _mm512_cvtepi32_ps(_mm512_loadu_si512(from));
@@ -63,7 +63,7 @@ inline Vec load(const int32_t* from) {
 #endif
 }
 
-// One row of x [width] bfloat16 into int8 tiles; returns what a unit of it is worth. Not finite where x is not.
+// Quantises one row x [width] bfloat16 into int8 tiles; returns the value of one unit, which is not finite if x is not.
 inline float quantize_row(const tiles::Tiled& tiled, int64_t row, const BFloat16* x, int64_t width) {
   float largest = 0.f;
   bool is_finite = true;
@@ -74,7 +74,7 @@ inline float quantize_row(const tiles::Tiled& tiled, int64_t row, const BFloat16
   }
   const float inverse = largest > kSmallestRow ? kLargestInt8 / largest : 0.f;
   for (int64_t i = 0; i < tiled.stride * kInt8Depth; i += 16) {
-    // Columns of `tiled` are of two bytes.
+    // Columns of `tiled` have two bytes.
     int8_t* to = reinterpret_cast<int8_t*>(tiled.at(row, i / 32 * 16)) + i % 32;
     alignas(64) float values[16] = {};
     if (i + 16 <= width) {
@@ -87,7 +87,8 @@ inline float quantize_row(const tiles::Tiled& tiled, int64_t row, const BFloat16
   return is_finite ? largest / kLargestInt8 : std::numeric_limits<float>::quiet_NaN();
 }
 
-// y [rows, out] = x [rows, in] @ (weight * scales).T + bias (empty: none); x and y bfloat16, the rest float32.
+// y [rows, out] = x [rows, in] @ (weight * scales).T + bias. x and y are bfloat16, scales and bias float32; an empty
+// bias stands for none.
 void int8_linear(at::Tensor y, const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scales,
                  const at::Tensor& bias) {
   const int64_t rows = x.size(0), in = x.size(1), out = y.size(1), steps = packed.size(1);

@@ -1,16 +1,17 @@
-// All layers of a decoder in one parallel region: between halves there is nothing to do but to go on.
+// All layers of a decoder in one parallel region, without a return to Python between the halves.
 #pragma once
 
 #include "blocks.h"
 
 namespace millrace {
 
-// Of a layer, in the order of the operators of its halves: norm, QKV, its bias, query norm, key norm, output, its bias;
-// norm, gates and ups, their bias, down, its bias.
+// The weights of one layer, in the order that the operators of its halves take: norm, QKV, QKV bias, query norm, key
+// norm, output, output bias; then norm, gates and ups, their bias, down, down bias.
 constexpr int64_t kAttentionWeights = 7, kLayerWeights = 12;
 
-// y, what is to be added to `residual` [rows, hidden] after the last layer; changes `residual`. `weights` are
-// kLayerWeights for each layer and `caches` its keys and values, all of the same sizes; `windows` one each, 0 for none.
+// Runs all layers. Writes to y [rows, hidden] what is to be added to `residual` [rows, hidden] after the last layer,
+// and changes `residual` in place. `weights` holds kLayerWeights tensors per layer, and `caches` keys and values per
+// layer; layers have equal sizes. `windows` holds one attention window per layer, 0 for none.
 void decoder_layers(at::Tensor y, const at::Tensor& residual, at::TensorList weights, at::TensorList caches, double eps,
                     const at::Tensor& rope, const at::Tensor& positions, const at::Tensor& cache_rows,
                     const at::Tensor& tables, const at::Tensor& starts, const at::Tensor& contexts, int64_t num_heads,

@@ -1,4 +1,4 @@
-// A bfloat16 linear whose every output is one float32 sum over K in one order, for any number of rows.
+// A bfloat16 linear. Every output is one float32 sum over K in one order, for any number of rows.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -12,10 +12,10 @@
 
 namespace millrace {
 
-// Rows past this many are multiplied from a copy whose stride does not alias in the first-level cache.
+// More rows than this are multiplied from a copy whose stride does not alias in the first-level cache.
 constexpr int64_t kFewRows = 32;
 constexpr int64_t kRowsInCache = 512;
-// Longer sums go in steps, so that a step of weights and rows stays in the second-level cache.
+// Longer sums are split into steps, so that the weights and rows of a step stay in the second-level cache.
 constexpr int64_t kLongSum = 4096;
 constexpr int64_t kSumStep = 2048;
 constexpr int64_t kStridePadding = 32;
@@ -30,7 +30,7 @@ struct PackedLayer {
   int64_t tile() const { return in > kLongSum || block > 64 ? 64 : 128; }
 };
 
-// Wide blocks reuse rows better; there must be enough of them to share out. The width does not change any bit.
+// Wide blocks reuse rows better, but every thread needs a block. The width does not change any bit.
 inline int64_t block_width(int64_t out) {
   const int64_t enough = std::max<int64_t>(8, 4 * at::get_num_threads());
   for (const int64_t width : {128, 64})
@@ -38,7 +38,7 @@ inline int64_t block_width(int64_t out) {
   return 32;
 }
 
-// weight [out, in] bfloat16, in even -> [ceil(out / block), in / 2, block, 2], missing outputs zero.
+// Packs weight [out, in] bfloat16, `in` even, as [ceil(out / block), in / 2, block, 2]; missing outputs are zero.
 at::Tensor pack_linear(const at::Tensor& weight) {
   TORCH_CHECK(weight.scalar_type() == at::kBFloat16 && weight.is_contiguous() && weight.size(1) % 2 == 0);
   const int64_t out = weight.size(0), in = weight.size(1);
@@ -62,7 +62,7 @@ inline void save_outputs(BFloat16* to, const float* sums, const BFloat16* bias, 
   for (; i < count; i++) to[i] = static_cast<BFloat16>(bias == nullptr ? sums[i] : sums[i] + static_cast<float>(bias[i]));
 }
 
-// One block of outputs for `used` of `rows` rows, `stride` apart; `sums` has room for [rows, block].
+// Computes one block of outputs for `used` of `rows` rows, `stride` apart; `sums` has room for [rows, block].
 inline void multiply(const PackedLayer& layer, int64_t block, const BFloat16* x, int64_t stride, int64_t rows,
                      int64_t used, BFloat16* y, float* sums) {
   const BFloat16* weights = layer.weights + block * layer.block * layer.in;
@@ -77,7 +77,7 @@ inline void multiply(const PackedLayer& layer, int64_t block, const BFloat16* x,
                  layer.bias == nullptr ? nullptr : layer.bias + start, count);
 }
 
-// All outputs of `rows` rows, shared out by blocks of outputs and, with more threads than those, by row tiles.
+// Computes all outputs of `rows` rows. Threads share the blocks of outputs and, if there are more threads, row tiles.
 inline void multiply_rows(const PackedLayer& layer, const BFloat16* x, int64_t stride, int64_t rows, BFloat16* y) {
   const int64_t padded = rows <= kFewRows ? rows : round_up(rows, 16);
   int64_t part = layer.in > kLongSum ? padded : std::min(padded, layer.tile());
@@ -97,7 +97,7 @@ inline void multiply_rows(const PackedLayer& layer, const BFloat16* x, int64_t s
   });
 }
 
-// y [rows, out] = x [rows, in] @ weight.T + bias (empty: none); all bfloat16 and contiguous.
+// y [rows, out] = x [rows, in] @ weight.T + bias; all bfloat16 and contiguous. An empty bias stands for none.
 void packed_linear(at::Tensor y, const at::Tensor& x, const at::Tensor& packed, const at::Tensor& bias) {
   const int64_t rows = x.size(0), in = x.size(1), out = y.size(1), block = packed.size(2);
   TORCH_CHECK(x.is_contiguous() && y.is_contiguous() && packed.is_contiguous() && y.size(0) == rows);

@@ -1,4 +1,4 @@
-// What grammars forbid, taken out of the scores.
+// Masks of structured output, applied to scores.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -10,8 +10,8 @@
 
 namespace millrace {
 
-// Adds minus infinity to the scores [R, size] float32 of what `bits` [G, W] int32 forbid in `rows` [G] int64, each
-// named once: bit i of word j allows id 32 j + i, ids from 32 W on are forbidden. What is not a number stays none.
+// Adds minus infinity to the scores [R, size] float32 of ids that `bits` [G, W] int32 forbid in `rows` [G] int64, which
+// are distinct. Bit i of word j allows id 32 j + i; ids from 32 W on are forbidden. NaN stays NaN.
 void forbid(at::Tensor scores, const at::Tensor& rows, const at::Tensor& bits) {
   const int64_t height = scores.size(0), size = scores.size(1), count = bits.size(0), words = bits.size(1);
   TORCH_CHECK(scores.is_contiguous() && rows.is_contiguous() && bits.is_contiguous() && rows.numel() == count);

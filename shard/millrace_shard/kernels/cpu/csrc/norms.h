@@ -9,7 +9,7 @@
 
 namespace millrace {
 
-// Rows are cheap: fewer values than this are not worth a second thread.
+// The least number of values that is worth another thread.
 constexpr int64_t kGrainValues = 16384;
 
 inline int64_t row_grain(int64_t width) { return std::max<int64_t>(1, kGrainValues / std::max<int64_t>(1, width)); }
@@ -27,7 +27,7 @@ float sum_of_squares(const T* x, int64_t width) {
   return result;
 }
 
-// residual += x, rounded to T; returns the sum of squares of that.
+// residual += x, rounded to T; returns the sum of squares of the result.
 template <typename T>
 float add_row(T* residual, const T* x, int64_t width) {
   Vec total(0.f);
@@ -44,7 +44,7 @@ float add_row(T* residual, const T* x, int64_t width) {
   return result;
 }
 
-// The normalised value is rounded to T before it is scaled, as Llama does.
+// The normalised value is rounded to T and then scaled, as in Llama.
 template <typename T>
 void norm_row(T* out, const T* x, const T* weight, float squares, float eps, int64_t width) {
   const float inverse = 1.f / std::sqrt(squares / static_cast<float>(width) + eps);
@@ -57,7 +57,7 @@ void norm_row(T* out, const T* x, const T* weight, float squares, float eps, int
   }
 }
 
-// out [A, B, width] contiguous; x [A, B, width] with any strides but 1 for the last.
+// out [A, B, width] is contiguous; x [A, B, width] may have any strides, with the last 1.
 void rms_norm(at::Tensor out, const at::Tensor& x, const at::Tensor& weight, double eps) {
   const int64_t rows = x.size(0), parts = x.size(1), width = x.size(2);
   TORCH_CHECK(x.stride(2) == 1 && weight.numel() == width && weight.scalar_type() == x.scalar_type());
@@ -79,7 +79,7 @@ void rms_norm(at::Tensor out, const at::Tensor& x, const at::Tensor& weight, dou
   });
 }
 
-// residual += x, out = norm(residual); all [rows, width] contiguous.
+// residual += x, out = norm(residual); all are [rows, width] and contiguous.
 void add_rms_norm(at::Tensor out, const at::Tensor& x, at::Tensor residual, const at::Tensor& weight, double eps) {
   const int64_t rows = x.size(0), width = x.size(1);
   const auto dtype = x.scalar_type();
@@ -101,8 +101,8 @@ void add_rms_norm(at::Tensor out, const at::Tensor& x, at::Tensor residual, cons
   });
 }
 
-// float32 takes the exact exponential: its outputs are compared token for token. What bfloat16 takes is within 2^-12 of
-// exact, an eighth of what rounding may change.
+// float32 uses the exact exponential, since its outputs are compared token for token. The exponential of bfloat16 has a
+// relative error of 2^-12, an eighth of the error of rounding.
 template <typename T>
 Vec silu(const Vec& x) {
   if constexpr (std::is_same_v<T, float>) {

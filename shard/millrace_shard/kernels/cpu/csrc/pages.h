@@ -1,4 +1,4 @@
-// The paged KV cache: pages of 64 positions, each page stored as the two right operands brgemm wants.
+// The paged KV cache: pages of 64 positions, each stored as the two right operands that brgemm takes.
 //
 // bfloat16  keys [blocks, heads, dim / 2, 64, 2]   values [blocks, heads, 64 / 2, dim, 2]
 // float32   keys [blocks, heads, dim, 64]          values [blocks, heads, 64, dim]
@@ -26,14 +26,14 @@ struct Pages {
   int64_t offset(int64_t block, int64_t head) const { return (block * heads + head) * kPage * dim; }
 };
 
-// Keys and values of one head for neighbouring slots of a page, `stride` apart.
+// Keys and values of one head for consecutive slots of a page, in memory `stride` apart.
 template <typename T>
 struct Run {
   const T *key, *value;
   int64_t key_stride, value_stride, slot, count;
 };
 
-// Runs over the page in the order of its addresses: a slot alone touches every line of it.
+// Writes the page in the order of its addresses, since even one slot touches every line of it.
 template <typename T>
 void store_keys(T* page, const Run<T>& run, int64_t dim) {
   constexpr int64_t W = kInterleave<T>;
@@ -61,14 +61,14 @@ void store_values(T* page, const Run<T>& run, int64_t dim) {
   }
 }
 
-// Where tokens' keys and values lie: token t, head h at t * token + h * head.
+// The location of keys and values: those of token t and head h are at t * token + h * head.
 template <typename T>
 struct Source {
   const T *keys, *values;
   int64_t key_token, value_token, key_head, value_head;
 };
 
-// Stores some heads of tokens [begin, end) at their cache rows, in runs of what is together in a page.
+// Stores `heads` of tokens [begin, end) at their cache rows, in runs of consecutive slots of a page.
 template <typename T>
 void store_tokens(T* keys, T* values, const Pages& pages, const int64_t* cache_rows, const Source<T>& from,
                   int64_t begin, int64_t end, Range heads) {
@@ -88,7 +88,7 @@ void store_tokens(T* keys, T* values, const Pages& pages, const int64_t* cache_r
   }
 }
 
-// key, value [rows, heads, dim] with unit last stride; cache_rows [rows] int64.
+// Stores key and value [rows, heads, dim], whose last stride is 1, at cache_rows [rows] int64.
 void store(const at::Tensor& key, const at::Tensor& value, const at::Tensor& cache_rows, at::Tensor keys,
            at::Tensor values) {
   const Pages pages(keys, values);
@@ -110,7 +110,7 @@ void store(const at::Tensor& key, const at::Tensor& value, const at::Tensor& cac
   });
 }
 
-// Rotates x[i] with x[i + half] by angle i; `rope` holds half cosines, then half sines.
+// Rotates the pairs x[i], x[i + half] by angle i; `rope` holds `half` cosines, then `half` sines.
 template <typename T>
 void rotate(T* x, const float* rope, int64_t half) {
   const float* cosines = rope;
@@ -128,7 +128,8 @@ void rotate(T* x, const float* rope, int64_t half) {
   }
 }
 
-// qkv [rows, (num_heads + 2 * heads) * dim] contiguous: queries and keys are rotated in place, keys and values stored.
+// Rotates the queries and keys of qkv [rows, (num_heads + 2 * heads) * dim], contiguous, in place; stores keys and
+// values.
 void rope_store(at::Tensor qkv, const at::Tensor& rope, const at::Tensor& positions, const at::Tensor& cache_rows,
                 at::Tensor keys, at::Tensor values, int64_t num_heads) {
   const Pages pages(keys, values);

@@ -1,4 +1,4 @@
-// Linear layers by tiles: weights in panels of 32 outputs, each a run of memory that is read once from end to end.
+// Linear layers by tiles. Weights are stored in panels of 32 outputs, each contiguous and read once from end to end.
 #pragma once
 
 #include "tile_unit.h"
@@ -14,22 +14,20 @@ namespace millrace {
 
 constexpr int64_t kPanelColumns = 2 * tiles::kColumns;
 constexpr int64_t kPanelTile = 2 * tiles::kTile;
-// Rows that stay in the second-level cache while all panels pass over them.
-constexpr int64_t kRowsAtOnce = 512;
-// Panels that share the passes over a part of those rows.
-constexpr int64_t kPanelsAtOnce = 8;
+constexpr int64_t kRowsAtOnce = 512;  // rows that stay in the second-level cache while all panels pass over them
+constexpr int64_t kPanelsAtOnce = 8;  // panels that share the passes over a part of those rows
 constexpr int64_t kGrainOfWeights = 65536;
 
-// packed [panels, steps, 2, 16, 16, 2]: steps of 32 inputs, two tiles of 16 outputs, inputs in pairs; zeros fill up.
+// A weight packed as [panels, steps, 2, 16, 16, 2]: steps of 32 inputs, two tiles of 16 outputs, inputs in pairs.
 struct Panels {
   const BFloat16* weights;
-  const BFloat16* bias;  // of all outputs in their order, or null
+  const BFloat16* bias;  // of all outputs in order, or null
   int64_t count, steps;
 
   Panels(const BFloat16* data, int64_t panels, int64_t steps_of_k)
       : weights(data), bias(nullptr), count(panels), steps(steps_of_k) {}
 
-  // Of a linear with `in` inputs and `out` outputs; `bias` may be empty.
+  // The panels of a linear with `in` inputs and `out` outputs; `bias` may be empty.
   Panels(const at::Tensor& packed, const at::Tensor& bias, int64_t in, int64_t out)
       : weights(packed.const_data_ptr<BFloat16>()),
         bias(bias.numel() == 0 ? nullptr : bias.const_data_ptr<BFloat16>()),
@@ -45,7 +43,7 @@ struct Panels {
   int64_t grain() const { return std::max<int64_t>(1, kGrainOfWeights / bytes()); }
 };
 
-// The outputs of a weight [out, in] that lies in parts, one under another; each part [n, in] may have a stride of its own.
+// The rows of a weight [out, in] that is stored in parts. Each part [n, in] may have its own row stride.
 class WeightRows {
  public:
   explicit WeightRows(at::TensorList parts) {
@@ -71,13 +69,14 @@ class WeightRows {
  private:
   struct Part {
     const BFloat16* data;
-    int64_t stride, first;  // the output that its first row is
+    int64_t stride, first;  // the output of its first row
   };
   std::vector<Part> parts_;
   int64_t in_ = 0, out_ = 0;
 };
 
-// A right operand of `count` outputs (0 to 16), `columns` inputs (1 to 32) of each from `first` on; zeros fill up.
+// Packs a right operand of `count` outputs (0 to 16) with `columns` inputs (1 to 32) from `first` on, padded with
+// zeros.
 inline void pack_tile(BFloat16* to, const BFloat16* const* rows, int64_t count, int64_t first, int64_t columns) {
   uint32_t pairs[tiles::kColumns][tiles::kDepth / 2] = {};
   for (int64_t row = 0; row < count; row++) std::memcpy(pairs[row], rows[row] + first, columns * sizeof(BFloat16));
@@ -86,8 +85,8 @@ inline void pack_tile(BFloat16* to, const BFloat16* const* rows, int64_t count, 
     for (int64_t row = 0; row < tiles::kColumns; row++) transposed[pair * tiles::kColumns + row] = pairs[row][pair];
 }
 
-// `parts` of a weight [out, in] bfloat16. `gated`: its first half are gates and the second what they gate; a panel then
-// holds 16 of each, so that one thread has both. Otherwise panel p holds outputs 32 p to 32 p + 31.
+// Packs `parts` of a weight [out, in] bfloat16. Panel p holds outputs 32 p to 32 p + 31. If `gated`, the first half of
+// the outputs are gates and the second half ups, and a panel holds 16 of each, so that one thread computes both.
 inline at::Tensor pack_panels(at::TensorList parts, bool gated) {
   const WeightRows weight(parts);
   const int64_t out = weight.out(), in = weight.in();
@@ -112,10 +111,10 @@ inline at::Tensor pack_panels(at::TensorList parts, bool gated) {
   return packed;
 }
 
-// One thread's way through panels: emit(panel, row, left 16 sums, right 16 sums) for every row of every panel.
+// One thread's loop over panels. It calls emit(panel, row, left 16 sums, right 16 sums) for every row of every panel.
 //
-// On AMX the sums of a block of 32 rows are emitted between the products of the next one: read at once, they would have
-// to wait for the tile unit, and it for them. In the same way the weights that come next are fetched.
+// On AMX the sums of a block of 32 rows are emitted, and the next weights prefetched, between the products of the next
+// block: to read the sums at once would stall both the core and the tile unit.
 template <typename Emit, tiles::Format kFormat = tiles::Format::kBFloat16>
 class PanelLoop {
  public:
@@ -125,10 +124,9 @@ class PanelLoop {
     sums_ = reinterpret_cast<float*>(scratch.reserve(kPanelsAtOnce * kRowsAtOnce * kPanelColumns * sizeof(float)));
   }
 
-  // Whether sums over so many rows are taken in parts of K: then what a part needs stays in the caches.
+  // Whether sums over `rows` rows are taken in parts of K, so that the operands of a part stay in the caches.
   static bool in_parts(const Panels& w, int64_t rows) { return rows > kBlock && w.steps > tiles::kStepsInOne; }
-
-  // Panels [begin, end), at most kPanelsAtOnce if in parts, for rows [first, first + rows), at most kRowsAtOnce.
+  // Multiplies panels [begin, end), at most kPanelsAtOnce if in parts, with at most kRowsAtOnce rows from `first` on.
   void multiply(int64_t begin, int64_t end, int64_t first, int64_t rows) {
     if (!in_parts(w_, rows)) {
       for (int64_t panel = begin; panel < end; panel++) {
@@ -137,7 +135,7 @@ class PanelLoop {
       }
       return;
     }
-    finish();  // every block keeps its sums, where the last ones may still lie
+    finish();  // every block now keeps its sums, in memory that may hold sums still to be emitted
     for (int64_t step = 0; step < w_.steps; step += tiles::kPart)
       for (int64_t panel = begin; panel < end; panel++) {
         const BFloat16* next = panel + 1 < end ? weights(panel + 1, step) : weights(begin, step + tiles::kPart);
@@ -146,8 +144,7 @@ class PanelLoop {
       }
   }
 
-  // Emits what is left.
-  void finish() { emit_until(pending_.count); }
+  void finish() { emit_until(pending_.count); }  // emits the remaining sums
 
  private:
   static constexpr int64_t kBlock = 2 * tiles::kRows;
@@ -157,7 +154,7 @@ class PanelLoop {
 
   struct Part {
     int64_t panel, row, rows, begin, end;  // steps of K
-    const BFloat16* next;                  // weights to come
+    const BFloat16* next;                  // the weights to prefetch
     bool is_whole(const Panels& w) const { return begin == 0 && end == w.steps; }
   };
   struct Block {
@@ -173,8 +170,7 @@ class PanelLoop {
     const int64_t blocks = (part.rows + kBlock - 1) / kBlock, steps = part.end - part.begin;
     const int64_t passes = tiles::passes(part.rows);
     const int64_t lines = steps * kPanelTile / kLine;
-    // One pass alone takes weights as fast as they come: a little ahead of it is enough, and the next panel too far. A
-    // thread's panels follow one another in memory.
+    // A single pass is bound by memory: a short distance ahead is enough. A thread's panels are contiguous in memory.
     const BFloat16* ahead = passes == 1 ? weights(part.panel, part.begin) + kAhead : part.next;
     const int64_t pauses = passes * steps * tiles::kPauses, each = (lines + pauses - 1) / pauses;
     const BFloat16* stop = ahead + lines * kLine;
@@ -224,7 +220,7 @@ class PanelLoop {
   Block pending_{0, 0, 0, nullptr};
 };
 
-// All panels over `rows` rows of `x`, shared out: emit(panel, row, left sums, right sums).
+// Multiplies all panels with `rows` rows of `x` on the team; calls emit(panel, row, left sums, right sums).
 template <tiles::Format kFormat = tiles::Format::kBFloat16, typename Emit>
 void multiply_panels(Team& team, const Panels& w, const tiles::Tiled& x, int64_t rows, const Emit& emit) {
   PanelLoop<Emit, kFormat> loop(w, x, emit);
@@ -241,7 +237,7 @@ void multiply_panels(Team& team, const Panels& w, const tiles::Tiled& x, int64_t
       [&] { loop.finish(); });
 }
 
-// Saves sums to columns of y [rows, out], in y's type.
+// Stores sums, with the bias added, in columns of y [rows, out], in y's type.
 template <typename T>
 struct SaveSums {
   T* y;
@@ -280,7 +276,7 @@ inline void tile_rows(const tiles::Tiled& tiled, const BFloat16* x, int64_t in, 
     }
 }
 
-// y [rows, out] = x [rows, in] @ weight.T + bias (empty: none); x bfloat16, y bfloat16 or float32, contiguous.
+// y [rows, out] = x [rows, in] @ weight.T + bias; x bfloat16, y bfloat16 or float32, contiguous. An empty bias: none.
 void panel_linear(at::Tensor y, const at::Tensor& x, const at::Tensor& packed, const at::Tensor& bias) {
   const int64_t rows = x.size(0), in = x.size(1), out = y.size(1);
   const Panels w(packed, bias, in, out);

@@ -1,4 +1,4 @@
-// The threads of one operator call, in step with one another without leaving their parallel region.
+// The threads of one operator call, which synchronise without leaving their parallel region.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -17,7 +17,7 @@ namespace millrace {
 
 class Team {
  public:
-  // Of at most `wanted` threads. One at a time for each thread that starts them.
+  // A team of at most `wanted` threads. A thread may have one team at a time.
   explicit Team(int64_t wanted) {
     static thread_local std::vector<Taken> kept;
     if (static_cast<int64_t>(kept.size()) < 2 * wanted) kept = std::vector<Taken>(2 * wanted);
@@ -25,16 +25,16 @@ class Team {
     for (int64_t i = 0; i < 2 * wanted; i++) taken_[i].units.store(0, std::memory_order_relaxed);
   }
 
-  // To be called by each thread before anything else: the runtime may have granted fewer threads than were wanted.
+  // Each thread calls this first: the runtime may have granted fewer threads than `wanted`.
   void join() { size_.store(omp_get_num_threads(), std::memory_order_relaxed); }
 
   int64_t size() const { return size_.load(std::memory_order_relaxed); }
 
-  // Calls body(first, last) for parts of [0, count) until all are taken, then finish(), and waits for the others. Every
-  // thread has to name the same count and grain.
+  // Calls body(first, last) for parts of [0, count) until all are taken, then finish(), then waits for the other
+  // threads. Every thread passes the same count and grain.
   //
-  // Each thread has a range of its own, which it goes through from the front, so that what it reads lies together;
-  // who is done takes from the back of the others'.
+  // Each thread works through a range from its front, so that its reads are contiguous. A thread that has finished its
+  // range takes units from the back of other ranges.
   template <typename Body, typename Finish>
   void share(int64_t count, int64_t grain, const Body& body, const Finish& finish) {
     const int64_t units = (count + grain - 1) / grain, size = this->size(), self = index();
@@ -57,14 +57,15 @@ class Team {
   }
 
  private:
-  // A thread that waits longer than this has lost its neighbour's core to another process: let that one run.
+  // After this many spins the core of a missing thread probably runs another process, so the waiting thread yields.
   static constexpr int64_t kSpins = 1000;
 
-  // Units of a thread's range that are taken: by itself from the front, in the low half, by others from the back.
+  // Counts of the units taken from a thread's range: the low half counts from the front (by the thread), the high half
+  // from the back (by other threads).
   struct alignas(64) Taken {
     std::atomic<uint64_t> units{0};
 
-    // One of `range`, or -1.
+    // A unit of `range`, or -1 if all are taken.
     int64_t take(Range range, bool is_own) {
       const uint64_t before = units.fetch_add(is_own ? 1 : uint64_t{1} << 32, std::memory_order_relaxed);
       const int64_t front = static_cast<uint32_t>(before), back = static_cast<int64_t>(before >> 32);
@@ -93,12 +94,12 @@ class Team {
   }
 
   std::atomic<int64_t> size_{1};
-  Taken* taken_;  // two to a thread: those of this round, and of the next
+  Taken* taken_;  // two per thread: this round's and the next round's
   alignas(64) std::atomic<int64_t> arrived_{0};
   alignas(64) std::atomic<int64_t> round_{0};
 };
 
-// Runs body(team) on every thread of this process's pool. The body must not throw.
+// Runs body(team) on every thread of the process's pool. The body must not throw.
 template <typename Body>
 void run_team(const Body& body) {
   const int64_t size = at::get_num_threads();

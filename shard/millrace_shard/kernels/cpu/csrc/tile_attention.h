@@ -1,6 +1,6 @@
-// Attention of attention.h in bfloat16 by tiles, for head dims that are multiples of 32.
+// The attention of attention.h in bfloat16 by tiles, for head dims that are multiples of 32.
 //
-// The same absolute grid of key chunks and the same order of every sum, so the same invariance.
+// The absolute grid of key chunks and the order of every sum are the same, and so is the invariance.
 #pragma once
 
 #include "tile_unit.h"
@@ -13,7 +13,7 @@ namespace millrace {
 constexpr int64_t kPageTiles = kPage / tiles::kDepth;
 constexpr int64_t kRowsTogether = 32;
 
-// Working memory of one tile of queries; its rows are (token, query head of the group).
+// Working memory of one tile of queries. A row is a pair of a token and a query head of the group.
 struct TileWorkspace {
   int64_t rows, dim;
   float *scores, *sums, *row_max, *row_sum;
@@ -32,14 +32,14 @@ struct TileWorkspace {
     weights = tiles::Tiled(reinterpret_cast<char*>(queries.data) + tiled, kChunk);
   }
 
-  // Where sums of a row from `column` are, up to the next multiple of 16.
+  // The address of a row's sum for `column`; sums up to the next multiple of 16 follow it.
   float* sum(int64_t row, int64_t column) const {
     return sums + (row / tiles::kRows * (dim / tiles::kColumns) + column / tiles::kColumns) * tiles::kSums +
            row % tiles::kRows * tiles::kColumns + column % tiles::kColumns;
   }
 };
 
-// Turns scores[low, high) of a chunk, if any, into weights [0, n) and rescales what the row has summed so far.
+// Turns scores[low, high) of a chunk, if any, into weights [0, n) and rescales the sums of the row so far.
 inline void softmax_row(const Attention<BFloat16>& a, const TileWorkspace& w, int64_t row, Range seen, int64_t n) {
   constexpr float kLog2E = 1.442695040888963f;
   constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
@@ -61,7 +61,7 @@ inline void softmax_row(const Attention<BFloat16>& a, const TileWorkspace& w, in
   std::fill(scores + seen.high, scores + high, kMinusInfinity);
   Vec highest(kMinusInfinity);
   for (int64_t i = low; i < high; i += kLanes) highest = at::vec::clamp_min(load(scores + i), highest);
-  // The maximum may lose a NaN, the exponential does not: the row's sum is NaN then, and so is all it yields.
+  // The maximum may lose a NaN, but the exponential keeps it, so the row's sum and outputs become NaN.
   const float top = max(highest) * scale;
   const float before = w.row_max[row];
   const float now = top > before ? top : before;
@@ -83,12 +83,12 @@ inline void softmax_row(const Attention<BFloat16>& a, const TileWorkspace& w, in
     for (int64_t i = 0; i < w.dim; i += kLanes) save(w.sum(row, i), load(w.sum(row, i)) * kept);
 }
 
-// A chunk of keys of some tile of queries.
+// A chunk of keys of a tile of queries.
 struct Chunk {
   Tile tile;
-  int64_t begin, end;  // of the tile's last query's keys
+  int64_t begin, end;  // the keys that the tile's last query sees
 
-  // Of keys that any query sees, rounded up to a tile's; no more are read.
+  // The number of keys that are read: those that any query sees, rounded up to whole tiles.
   int64_t size() const { return std::min(kChunk, round_up(end - begin, tiles::kDepth)); }
   int64_t num_pages() const { return (size() + kPage - 1) / kPage; }
   bool is_last() const { return begin + kChunk >= end; }
@@ -100,8 +100,8 @@ inline Chunk first_chunk(const Attention<BFloat16>& a, const Tile& tile) {
   return {tile, round_down(oldest, kChunk), before + tile.last};
 }
 
-// Fetches the pages of the chunk that comes next while this one is computed, a few lines at a time: many at once
-// would hold up the loads of this one.
+// Prefetches the pages of the next chunk while the current one is computed, a few lines at a time: many at once would
+// delay the loads of the current chunk.
 class Ahead {
  public:
   explicit Ahead(const Attention<BFloat16>& a) : a_(a), page_bytes_(kPage * a.pages.dim * sizeof(BFloat16)) {}
@@ -130,7 +130,7 @@ class Ahead {
   }
 
  private:
-  // As much as is read between two pauses; a page has a multiple of it, as heads have one of 32 values.
+  // The number of bytes read between two pauses. It divides the size of a page, since heads are multiples of 32 wide.
   static constexpr int64_t kBytes = 2 * tiles::kTile * sizeof(BFloat16) / tiles::kPauses;
   const Attention<BFloat16>& a_;
   const int64_t page_bytes_;
@@ -138,7 +138,7 @@ class Ahead {
   int64_t page_ = 0, count_ = 0, next_ = 0;
 };
 
-// Products of up to 32 rows from `row` on with `width` tiles of columns.
+// Multiplies up to 32 rows from `row` on with `width` tiles of columns.
 inline void multiply_rows(const tiles::Tiled& left, int64_t row, int64_t rows, int64_t width, const tiles::Right& right,
                           const tiles::Sums& sums, int64_t low, bool add, Ahead& ahead) {
   const BFloat16* from = left.rows(row);
@@ -146,7 +146,7 @@ inline void multiply_rows(const tiles::Tiled& left, int64_t row, int64_t rows, i
                         [&] { ahead.fetch(); });
 }
 
-// A chunk of keys as it lies in memory.
+// The pages of a chunk of keys.
 struct ChunkPages {
   const BFloat16 *keys[kChunkPages], *values[kChunkPages];
   int64_t size, count;
@@ -204,7 +204,8 @@ inline void attend_chunk(const Attention<BFloat16>& a, const TileWorkspace& w, c
   }
 }
 
-// The tile of queries that `chunk` begins, then `next` is to come; place(token, column) says where outputs go.
+// Attends the tile of queries that starts with `chunk`; `next` is the tile after it. place(token, column) is the
+// address of an output.
 template <typename Place>
 void attend_tile(const Attention<BFloat16>& a, const TileWorkspace& w, Chunk chunk, const Chunk* next, Ahead& ahead,
                  int64_t& configured, const Place& place) {
@@ -220,7 +221,8 @@ void attend_tile(const Attention<BFloat16>& a, const TileWorkspace& w, Chunk chu
                   a.queries + (start + tile.first + row / group) * a.query_stride +
                       (tile.head * group + row % group) * dim + column,
                   tiles::kDepth * sizeof(BFloat16));
-      // Other cores read the last layer's there: a store that waits for them holds up those after it, and tile loads.
+      // Other cores read the last layer's outputs there. A store that waits for them delays later stores and tile
+      // loads.
       __builtin_prefetch(out(row, column), 1);
     }
   std::fill_n(w.row_max, rows, -std::numeric_limits<float>::infinity());
@@ -233,7 +235,7 @@ void attend_tile(const Attention<BFloat16>& a, const TileWorkspace& w, Chunk chu
   }
   for (bool is_last = false; !is_last; chunk.begin += kChunk) {
     is_last = chunk.is_last();
-    // Where there is more to compute than to read, asking costs more than it saves.
+    // Where computation dominates, prefetching costs more than it saves.
     if (rows <= tiles::kRows && (!is_last || next != nullptr))
       ahead.expect(is_last ? *next : Chunk{tile, chunk.begin + kChunk, chunk.end});
     attend_chunk(a, w, chunk, ahead);
@@ -246,7 +248,7 @@ void attend_tile(const Attention<BFloat16>& a, const TileWorkspace& w, Chunk chu
   }
 }
 
-// prepare(tile) is called before any of the tile is read.
+// Attends all tiles. prepare(tile) is called before the tile is read.
 template <typename Place, typename Prepare>
 void attend_tiles(Team& team, const Attention<BFloat16>& a, const std::vector<Tile>& tiles, const Place& place,
                   const Prepare& prepare) {
@@ -255,7 +257,7 @@ void attend_tiles(Team& team, const Attention<BFloat16>& a, const std::vector<Ti
   Ahead ahead(a);
   const Tile* next = nullptr;
   int64_t configured = 0;
-  // One tile late: so it is known which comes next.
+  // A tile is attended when the next one is known.
   const auto attend_before = [&](const Tile* after) {
     if (next == nullptr) return;
     prepare(*next);

@@ -1,4 +1,4 @@
-// What multiplies tiles here: AMX where it was compiled for and the system grants it, else vectors.
+// The unit that multiplies tiles: AMX where the build targets it and the system grants it, else vectors.
 #pragma once
 
 #include "amx.h"
@@ -26,7 +26,7 @@ inline bool& on_amx() {
 inline bool on_amx() { return false; }
 #endif
 
-// Lets vectors multiply even where there is AMX, or not; returns whether AMX does now. Never between two threads' calls.
+// Selects AMX, where the CPU has it, or vectors; returns whether AMX is selected. No operator may run meanwhile.
 inline bool use_amx([[maybe_unused]] bool wanted) {
 #ifdef MILLRACE_AMX
   on_amx() = wanted && amx::granted();
@@ -34,10 +34,10 @@ inline bool use_amx([[maybe_unused]] bool wanted) {
   return on_amx();
 }
 
-// "amx", "avx512" or "avx2".
+// The selected unit: "amx", "avx512" or "avx2".
 inline std::string name() { return on_amx() ? "amx" : kVectorUnit; }
 
-// Before products of at most `rows` rows in a row of tiles, on each thread; until `release`.
+// Prepares the calling thread for products of at most `rows` rows of a row of tiles, until `release`.
 inline void configure([[maybe_unused]] int64_t rows) {
 #ifdef MILLRACE_AMX
   if (on_amx()) amx::configure(rows);
@@ -50,14 +50,14 @@ inline void release() {
 #endif
 }
 
-// Times that products of so many rows go over the right operand.
+// How often products of `rows` rows pass over the right operand.
 inline int64_t passes(int64_t rows) {
   return on_amx() ? (rows + 2 * kRows - 1) / (2 * kRows) : vectors::passes(rows);
 }
 
-// sums (+)= left x right for 1 to 32 rows; those from the 16th on have their tiles at `left_low`, their sums at `low`. In
-// each step of each pass, `fetch()` is called kPauses times, and on AMX `meanwhile()` with it: products there leave the
-// vector registers free.
+// sums (+)= left x right for 1 to 32 rows. Rows from the 16th on have their tiles at `left_low` and their sums at
+// `low`. In each step of each pass, `fetch()` is called kPauses times; on AMX, where products leave the vector
+// registers free, `meanwhile()` is called with it.
 template <Format kFormat = Format::kBFloat16, typename RightOperand, typename Fetch, typename Meanwhile>
 void multiply(const BFloat16* left, const BFloat16* left_low, int64_t rows, const RightOperand& right, const Sums& sums,
               float* low, bool add, const Fetch& fetch, [[maybe_unused]] const Meanwhile& meanwhile) {
@@ -79,7 +79,7 @@ void multiply(const BFloat16* left, const BFloat16* left_low, int64_t rows, cons
   if (rows > kRows) vectors::multiply<kFormat>(left_low, rows - kRows, right, {low, sums.second, sums.stride}, add, fetch);
 }
 
-// How many tiles of columns are best taken at once from a page, for so many rows.
+// The fastest number of tiles of columns to take at once from a page, for products of `rows` rows.
 inline int64_t page_width(int64_t rows) { return on_amx() ? 2 : vectors::page_width(rows); }
 
 // The same over pages, for `page_width(rows)` tiles of columns or for two.

@@ -1,4 +1,5 @@
-// The layout of operands that are multiplied tile by tile: 16 rows by 32 of K with 32 of K by 16 columns.
+// The layout of operands that are multiplied tile by tile: left tiles of 16 rows by 32 of K, right tiles of 32 of K by
+// 16 columns.
 //
 // Left operands are stored tile by tile, [16, 32] each; right operands with pairs of K interleaved, [16, 16, 2] each.
 #pragma once
@@ -16,38 +17,39 @@ constexpr int64_t kTile = kRows * kDepth;      // bfloat16 values
 constexpr int64_t kSums = kRows * kColumns;    // float32 values
 constexpr int64_t kTileStride = kDepth * sizeof(BFloat16);
 
-// What a tile's 64 bytes of K are: 32 bfloat16 in pairs with float32 sums, or 64 int8 in quads with int32 sums.
+// The 64 bytes of K of a tile row hold 32 bfloat16 in pairs, with float32 sums, or 64 int8 in quads, with int32 sums.
 enum class Format { kBFloat16, kInt8 };
 
-// Right operands: `total` steps of K in runs of `steps` in memory, two tiles in each. `step` and `second` are distances,
-// `stride` bytes between tile rows.
+// A right operand: `total` steps of K in runs of `steps` contiguous steps, two tiles per step. `step` and `second` are
+// distances in values; `stride` is the distance of tile rows in bytes.
 struct Right {
   const BFloat16* const* runs;
   int64_t total, steps, step, second, stride;
 };
 
-// The same where all lies together. The compiler is to know the distances: vectors took an eighth longer with others.
+// A right operand that is contiguous. Its distances are compile-time constants: variable ones cost the vector path an
+// eighth of its speed.
 struct PanelRight {
   const BFloat16* const* runs;
   int64_t total, steps;
   static constexpr int64_t step = 2 * kTile, second = kTile, stride = kTileStride;
 };
 
-// sums [16, 16] twice, `second` values apart and `stride` bytes from row to row.
+// Two tiles of sums [16, 16], `second` values apart, with `stride` bytes from row to row.
 struct Sums {
   float* data;
   int64_t second, stride;
 };
 
-// Times in a step of K that something else is done, a little each time: much at once would hold up the loads after it.
+// How often per step of K other work is interleaved. Much of it at once would delay the loads after it.
 constexpr int64_t kPauses = 4;
 
-// More steps of K than this are taken in parts, for which the tiles of neighbouring rows must not fall on one another in
-// the second-level cache, which has a way of 128 tiles.
+// Sums over more steps of K than kStepsInOne are taken in parts of kPart steps. The tiles of neighbouring rows must not
+// alias in the second-level cache then, which has ways of 128 tiles.
 constexpr int64_t kPart = 16;
 constexpr int64_t kStepsInOne = kPart + kPart / 2;
 
-// Rows stored as left operands, tile by tile: `stride` tiles to 16 rows.
+// Rows stored as left operands, tile by tile, with `stride` tiles per 16 rows.
 struct Tiled {
   BFloat16* data;
   int64_t stride;
@@ -63,7 +65,7 @@ struct Tiled {
   }
 
   const BFloat16* rows(int64_t row) const { return data + row / kRows * stride * kTile; }
-  // Where columns from `column` are, up to the next multiple of 32.
+  // The address of `column`; columns up to the next multiple of 32 follow it.
   BFloat16* at(int64_t row, int64_t column) const {
     return data + (row / kRows * stride + column / kDepth) * kTile + row % kRows * kDepth + column % kDepth;
   }

@@ -15,7 +15,7 @@ using at::BFloat16;
 using Vec = at::vec::Vectorized<float>;
 constexpr int64_t kLanes = Vec::size();
 
-// brgemm reads its right operand with this many consecutive rows interleaved.
+// The number of consecutive rows that are interleaved in brgemm's right operand.
 template <typename T>
 constexpr int64_t kInterleave = std::is_same_v<T, BFloat16> ? 2 : 1;
 
@@ -61,7 +61,7 @@ inline Vec save(BFloat16* to, const Vec& value) {
 #error "AVX2 or AVX512 expected"
 #endif
 
-// Both halves by one store where a vector holds them: a load of all of it would wait for two.
+// Stores both halves at once where a vector holds them: a later load of both would have to wait for two stores.
 inline void save(BFloat16* to, const Vec& low, const Vec& high) {
 #if defined(CPU_CAPABILITY_AVX512)
 #if defined(__AVX512BF16__)
@@ -92,13 +92,13 @@ inline float max(const Vec& values) {
   return at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return at::vec::maximum(a, b); }, values);
 }
 
-// 2^x to within 2^-13 of itself, by a polynomial in its fraction; NaN stays NaN, -inf gives 0.
+// 2^x with a relative error of at most 2^-13, by a polynomial in the fraction of x. NaN stays NaN, -inf gives 0.
 inline Vec fast_exp2(const Vec& x) {
 #if defined(CPU_CAPABILITY_AVX512)
   constexpr int kBelowFloor = 0x09;
   const Vec f = _mm512_reduce_ps(x, kBelowFloor);
 #else
-  // Of a NaN, the second operand comes back.
+  // If an operand is NaN, the instruction returns the second one.
   constexpr float kLargest = 252.f;
   const __m256 within = _mm256_max_ps(_mm256_set1_ps(-kLargest), _mm256_min_ps(_mm256_set1_ps(kLargest), x));
   const __m256 whole = _mm256_floor_ps(within);
@@ -110,7 +110,7 @@ inline Vec fast_exp2(const Vec& x) {
 #if defined(CPU_CAPABILITY_AVX512)
   return _mm512_scalef_ps(p, x);
 #else
-  // In two steps: the exponent of all of it may be none that a float has.
+  // The power is applied in two factors: the exponent of the whole may be outside the range of a float.
   const auto power = [](__m256i exponent) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(exponent, _mm256_set1_epi32(127)), 23));
   };
@@ -123,12 +123,12 @@ inline int64_t round_down(int64_t value, int64_t step) { return value / step * s
 
 inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
-// [low, high)
+// The half-open range [low, high).
 struct Range {
   int64_t low, high;
 };
 
-// Calls body with a null pointer whose type is the tensor's element type.
+// Calls body with a null pointer to the tensor's element type.
 template <typename Body>
 void dispatch(const at::Tensor& tensor, Body body) {
   if (tensor.scalar_type() == at::kBFloat16) {
@@ -139,7 +139,7 @@ void dispatch(const at::Tensor& tensor, Body body) {
   }
 }
 
-// 64-byte aligned memory that a thread keeps from call to call.
+// Memory aligned to 64 bytes that a thread keeps between calls.
 class Scratch {
  public:
   ~Scratch() { std::free(data_); }

@@ -1,7 +1,7 @@
-// Memory for packed weights: neighbours in large mappings, on huge pages where the system has them.
+// Memory for packed weights: large mappings that weights share, on huge pages where the system has them.
 //
-// A weight of a small model is less than a huge page, so an allocation of its own lies on pages of 4 KiB, at whose ends
-// both the reads ahead and the translation of addresses start anew.
+// A weight of a small model is smaller than a huge page. An allocation per weight would lie on pages of 4 KiB, and the
+// hardware prefetcher and the TLB start anew at the end of each page.
 #pragma once
 
 #include <ATen/ops/from_blob.h>
@@ -19,7 +19,7 @@ namespace millrace {
 
 class WeightMemory {
  public:
-  // Uninitialised and contiguous; a mapping goes back to the system with the last tensor in it.
+  // An uninitialised, contiguous tensor. A mapping is freed with the last tensor in it.
   static at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
     const int64_t bytes = c10::multiply_integers(sizes) * static_cast<int64_t>(options.dtype().itemsize());
     static WeightMemory memory;
@@ -39,7 +39,7 @@ class WeightMemory {
     left_ = round_up(std::max(bytes, kMapping), kHugePage);
     void* memory = std::aligned_alloc(kHugePage, left_);
     TORCH_CHECK(memory != nullptr, "millrace: out of memory");
-    madvise(memory, left_, MADV_HUGEPAGE);  // where that is refused, small pages do
+    madvise(memory, left_, MADV_HUGEPAGE);  // if the system refuses, small pages serve
     mapping = std::shared_ptr<void>(memory, std::free);
     mapping_ = mapping;
     next_ = static_cast<char*>(memory);
