@@ -1,5 +1,5 @@
 """The device: process groups, transfers, failures, stopwatch.
 
 Entry points: `process_group`, `transfers`.
-May import: arrays and errors alone.
+May import: nothing of the shard but arrays and errors.
 """

@@ -1,4 +1,4 @@
-"""What an error of the device tells: whether memory ended, whether the device is lost, what it still holds."""
+"""Classification of device errors: out of memory, a lost device."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ NO_MEMORY = (
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
-"""How allocators on CPU, and of CUDA's libraries, put it in a RuntimeError."""
+"""Texts of the RuntimeErrors by which CPU allocators and CUDA libraries report that memory is exhausted."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device or the host had no memory left; most allocators but torch's own for CUDA say it in words."""
+    """Whether `error` means that the device or the host is out of memory; many allocators say so only in the text."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
 
 
 def is_lost(device: torch.device) -> bool:
-    """Whether nothing can run on `device` any more: some errors of a GPU stay until its process ends."""
+    """Whether `device` is unusable: some errors of a GPU persist until the process ends."""
     if device.type != "cuda":
         return False
     try:
@@ -34,7 +34,7 @@ def is_lost(device: torch.device) -> bool:
 
 
 def clear_frames(error: BaseException) -> None:
-    """Let go of what the frames that `error` and its causes went through hold: tensors, while memory is short."""
+    """Clear the frames in the tracebacks of `error` and its causes, which keep tensors alive."""
     errors: list[BaseException | None] = [error]
     seen = set()
     while errors:

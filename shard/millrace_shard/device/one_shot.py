@@ -1,7 +1,7 @@
-"""All-reduce of small tensors in one kernel: every rank reads what all have put into memory they share.
+"""All-reduce of small tensors in one kernel: every rank reads the tensors of all ranks from shared memory.
 
-A decode's partial sums are a few hundred kilobytes at most, where a ring or a tree costs its latency and nothing else.
-The ranks add in the order of their numbers, so each gets the same bits.
+The partial sums of a decode step have at most a few hundred kilobytes, for which the cost of a ring or a tree is its
+latency. The ranks add in the order of their numbers, so all get the same bits.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 MAX_BYTES = 256 * 1024
-"""Above it, reading every rank's whole tensor costs more than the latency saved."""
+"""Above this size, reading the whole tensor of every rank costs more than the saved latency."""
 ALIGNMENT = 16
-"""Bytes a thread reads at a time."""
+"""Bytes that a thread reads at a time."""
 DTYPES = (torch.bfloat16, torch.float32)
-"""What torch's operator adds."""
+"""The dtypes that torch's operator supports."""
 
 
 class SharedMemory(Protocol):
     """Memory that every rank of a group can read."""
 
     def buffer(self, num_bytes: int) -> Tensor:
-        """The part of one rank, [num_bytes] uint8. A collective. Raises RuntimeError where ranks cannot share it."""
+        """The rank's own part, [num_bytes] uint8. A collective. Raises RuntimeError where memory cannot be shared."""
 
     def all_reduce(self, part: Tensor) -> Tensor:
-        """Sum over the ranks of `part`, a view of the buffer, as a new tensor; all have read it when this is done."""
+        """Sum of `part`, a view of the buffer, over the ranks, as a new tensor; all ranks have read it afterwards."""
 
 
 class SymmetricMemory:
     """torch's symmetric memory between the GPUs of one host."""
 
     def __init__(self, device: torch.device) -> None:
-        """For the default group, whose ranks all make one."""
+        """Use the default group. A collective."""
         self._device = device
         world = dist.group.WORLD
         assert world is not None, "the group is connected first"
@@ -48,25 +48,25 @@ class SymmetricMemory:
         return buffer
 
     def all_reduce(self, part: Tensor) -> Tensor:
-        """By torch's operator, on the current stream."""
+        """Sum by torch's operator on the current stream."""
         total: Tensor = torch.ops.symm_mem.one_shot_all_reduce(part, "sum", self._group_name)
         return total
 
 
 class OneShotAllReduce:
-    """Sums what fits. Whether a tensor does follows from its size and dtype, so all ranks decide alike."""
+    """All-reduce of tensors that fit, which follows from size and dtype, so all ranks decide alike."""
 
     def __init__(self, memory: SharedMemory) -> None:
-        """A collective. Raises RuntimeError where ranks cannot share memory."""
+        """Allocate the buffer. A collective. Raises RuntimeError where ranks cannot share memory."""
         self._memory = memory
         self._buffer = memory.buffer(MAX_BYTES)
 
     def fits(self, t: Tensor) -> bool:
-        """Whether `t` is small enough, and of a size and type that can be added."""
+        """Whether `t` has a supported dtype and size."""
         return t.dtype in DTYPES and 0 < t.nbytes <= MAX_BYTES and t.nbytes % ALIGNMENT == 0
 
     def __call__(self, t: Tensor) -> Tensor:
-        """Sum over the ranks of `t`, which fits, as a new tensor of its shape."""
+        """Sum of `t`, which fits, over the ranks, as a new tensor of its shape."""
         part = self._buffer.view(t.dtype)[: t.numel()].view(t.shape)
         part.copy_(t)
         return self._memory.all_reduce(part)

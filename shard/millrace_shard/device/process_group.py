@@ -1,4 +1,4 @@
-"""The ranks of one tensor-parallel model: collectives over torch.distributed, or nothing at all for a rank alone."""
+"""The ranks of one tensor-parallel model: collectives over torch.distributed, which a single rank skips."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 
 
 class GroupError(RuntimeError):
-    """The ranks did not find each other."""
+    """The ranks could not form a group."""
 
 
 class CollectiveError(GroupError):
-    """A collective failed or timed out. Ranks no longer know where the others are: the group is of no more use."""
+    """A collective failed or timed out. The ranks are out of step, so the group is unusable."""
 
 
 class ProcessGroup:
     """One rank's view of its group. Every method is a collective: all ranks call it, in the same order.
 
-    They raise CollectiveError when another rank is gone or does not come in time.
+    Collectives raise CollectiveError when another rank is gone or exceeds the timeout.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
@@ -43,7 +43,7 @@ class ProcessGroup:
 
     @classmethod
     def single(cls) -> ProcessGroup:
-        """A group of one, whose collectives return what they are given."""
+        """A group of one rank, whose collectives return their input."""
         return cls(0, 1, torch.device("cpu"))
 
     @classmethod
@@ -57,7 +57,7 @@ class ProcessGroup:
         device: torch.device,
         timeout: timedelta = COLLECTIVE_TIMEOUT,
     ) -> ProcessGroup:
-        """Wait for all ranks at rank 0's address; NCCL between CUDA devices, gloo otherwise.
+        """Wait for all ranks at rank 0's address; the backend is NCCL for CUDA devices, gloo otherwise.
 
         `timeout` also bounds every later collective. Raises GroupError when ranks are missing.
         """
@@ -84,17 +84,17 @@ class ProcessGroup:
         return group
 
     def add_in_rank_order(self) -> None:
-        """From now on, sum from rank 0 to the last one, so that an element's sum does not depend on its place.
+        """From now on, add in the order of ranks, so that the sum of an element does not depend on its place.
 
-        A ring begins each part of a tensor at another rank, and which part an element is in depends on the number of
-        rows. The sum of two numbers is the same in any order, so two ranks go on as before.
+        A ring starts each part of a tensor at another rank, and the part of an element depends on the number of rows.
+        The sum of two numbers is the same in any order, so this changes nothing for two ranks.
         """
         self._in_rank_order = self.world_size > 2
 
     def use_one_shot(self, memory: SharedMemory) -> None:
-        """Sum small tensors through `memory` from now on, or go on as before, with a warning, where any rank cannot.
+        """From now on, sum small tensors through `memory`, if all ranks can share it; else a warning is logged.
 
-        Where sums are added in the order of the ranks, they go on as before as well, with a notice.
+        It has no effect, and is logged, where sums are added in the order of ranks.
         """
         if self.world_size == 1:
             return
@@ -114,7 +114,7 @@ class ProcessGroup:
             logger.warning("all sums go through NCCL, as GPUs cannot share memory: %s", problem)
 
     def all_reduce(self, t: Tensor) -> Tensor:
-        """Sum over the ranks; every rank gets the same bits. `t` is overwritten, or left as it is."""
+        """Sum over the ranks; every rank gets the same bits. `t` may be overwritten."""
         if self.world_size == 1:
             return t
         if self._in_rank_order:
@@ -126,7 +126,7 @@ class ProcessGroup:
         return t
 
     def _sum_in_rank_order(self, t: Tensor) -> Tensor:
-        """Every rank's part comes here, and each adds them up by itself; floats are rounded once, at the end."""
+        """Gather the parts of all ranks and add them in order; floats are rounded once, at the end."""
         first, *others = self._parts(t)
         total = (
             first.to(torch.promote_types(t.dtype, torch.float32))
@@ -138,11 +138,11 @@ class ProcessGroup:
         return total.to(t.dtype)
 
     def all_gather(self, t: Tensor) -> Tensor:
-        """Every rank's `t` side by side in the last dimension, rank 0 first."""
+        """The `t` of all ranks, concatenated in the last dimension, rank 0 first."""
         return t if self.world_size == 1 else torch.cat(self._parts(t), dim=-1)
 
     def _parts(self, t: Tensor) -> list[Tensor]:
-        """Every rank's `t`, by rank."""
+        """The `t` of all ranks, by rank."""
         parts = [
             torch.empty_like(t, memory_format=torch.contiguous_format)
             for _ in range(self.world_size)
@@ -153,7 +153,7 @@ class ProcessGroup:
         return parts
 
     def minimum(self, value: int) -> int:
-        """The smallest `value` of all ranks."""
+        """The smallest `value` over all ranks."""
         if self.world_size == 1:
             return value
         smallest = torch.tensor(value, dtype=torch.int64, device=self.device)
@@ -162,14 +162,14 @@ class ProcessGroup:
         return int(smallest)
 
     def close(self) -> None:
-        """Leave the group; collectives still in flight elsewhere fail."""
+        """Leave the group; collectives that other ranks are running fail."""
         if self.world_size > 1:
             dist.destroy_process_group()
 
 
 @contextmanager
 def _as_collective_errors() -> Iterator[None]:
-    """What torch raises: gloo a plain RuntimeError, NCCL a kind of it."""
+    """Convert torch's errors: gloo raises RuntimeError, NCCL a subclass of it."""
     try:
         yield
     except RuntimeError as error:

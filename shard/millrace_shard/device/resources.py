@@ -1,4 +1,4 @@
-"""What of the machine this process may still take: bytes of memory, cores."""
+"""Available resources of the machine: bytes of memory, cores."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ MEMINFO = Path("/proc/meminfo")
 
 
 def available_memory(*, meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int:
-    """Host memory: what the kernel says is available, or less where a container's limit is nearer."""
+    """Bytes of host memory that the kernel reports as available, or the rest of the container's limit if less."""
     available = _meminfo_available(meminfo)
     left = _cgroup_left(cgroup)
     return available if left is None else min(available, left)
 
 
 def free_cuda_memory(device: torch.device) -> tuple[int, int]:
-    """Free and total memory of a GPU; what torch keeps for reuse counts as taken."""
+    """Free and total bytes of a GPU; memory that torch caches counts as used."""
     free, total = torch.cuda.mem_get_info(device)
     return free, total
 
@@ -34,7 +34,7 @@ def _meminfo_available(meminfo: Path) -> int:
 
 
 def _cgroup_left(cgroup: Path) -> int | None:
-    """Up to the limit of version 2 or 1; page cache is given back under pressure and does not count."""
+    """Bytes left below the limit of cgroup version 2 or 1; the page cache is reclaimable and does not count."""
     for limit_name, usage_name, cache_field in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
@@ -53,7 +53,7 @@ def _cgroup_left(cgroup: Path) -> int | None:
 
 
 def usable_cores(*, cgroup: Path = CGROUP) -> int:
-    """Cores this process may run on, by affinity and by the container's quota, at least 1."""
+    """Cores that this process may use, by affinity and by the container's quota, at least 1."""
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -62,7 +62,7 @@ def usable_cores(*, cgroup: Path = CGROUP) -> int:
 
 
 def _cgroup_cores(cgroup: Path) -> int | None:
-    """Whole cores of the quota of version 2 or 1, whose words for none are `max` and -1."""
+    """Whole cores of the quota of cgroup version 2 or 1; None for no quota, written `max` and -1."""
     for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
         try:
             quota, period = " ".join((cgroup / name).read_text() for name in files).split()

@@ -1,7 +1,7 @@
-"""Copies between host and device that nobody waits for: from and to pinned memory on CUDA, nothing at all on CPU.
+"""Asynchronous copies between host and device: through pinned memory on CUDA, and no copies on CPU.
 
-torch's allocator of pinned memory hands a buffer out again only when the copies that were submitted from it are done,
-so a buffer may be let go while its copy is under way.
+torch's allocator of pinned memory reuses a buffer only when the copies submitted from it are done, so a buffer may be
+freed while its copy is in progress.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from millrace_shard.arrays import Ints
 
 
 def upload(values: NDArray[Any], device: torch.device) -> Tensor:
-    """`values` on the device, at the time when work submitted from now on runs."""
-    # A copy, since numpy calls a field of one row contiguous whatever its stride.
+    """`values` on the device, ready for work that is submitted later."""
+    # A copy is needed, since numpy calls a field of one row contiguous whatever its stride is.
     host = torch.from_numpy(values.copy())
     if device.type == "cpu":
         return host
@@ -27,7 +27,7 @@ def upload(values: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def upload_columns(columns: list[Ints], device: torch.device) -> tuple[Tensor, ...]:
-    """Columns of any lengths in one copy, int64; on CPU they are not to be changed before these are let go."""
+    """Columns int64 of any lengths, by one copy; on CPU the tensors share the memory of `columns`."""
     if device.type == "cpu":
         return tuple(torch.from_numpy(column) for column in columns)
     whole = upload(np.concatenate(columns), device)
@@ -35,14 +35,14 @@ def upload_columns(columns: list[Ints], device: torch.device) -> tuple[Tensor, .
 
 
 def upload_into(buffer: Tensor, values: NDArray[Any]) -> None:
-    """Overwrite `buffer`, contiguous and of their shape and dtype, once the work submitted so far has run."""
+    """Overwrite `buffer`, contiguous and of the shape and dtype of `values`, after the work submitted so far."""
     host = torch.from_numpy(values)
     pinned = host if buffer.device.type == "cpu" else host.pin_memory()
     buffer.copy_(pinned, non_blocking=True)
 
 
 def start_download(values: Tensor) -> Tensor:
-    """A copy on the host that is under way on CUDA, and `values` themselves on CPU."""
+    """A host copy of `values`, which is still in progress on CUDA; on CPU, `values` themselves."""
     if values.device.type == "cpu":
         return values
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -50,9 +50,9 @@ def start_download(values: Tensor) -> Tensor:
 
 
 def start_downloads(columns: Sequence[Tensor]) -> list[Tensor]:
-    """As `start_download`, of columns of one length [n] of int64, float32 or bool; on CUDA by one copy.
+    """Host copies of columns [n] int64, float32 or bool, as by `start_download`; on CUDA by one copy.
 
-    Integers may come out as int32, which holds them, and flags as integers.
+    On CUDA, integers, which must fit, and flags become int32.
     """
     if columns[0].device.type == "cpu":
         return list(columns)
@@ -65,7 +65,7 @@ def start_downloads(columns: Sequence[Tensor]) -> list[Tensor]:
 
 
 def download_on_side_stream(values: Tensor) -> NDArray[Any]:
-    """`values`, whose work is known to be done, on the host now, without queueing behind what was submitted since."""
+    """`values`, which must be computed already, on the host; the copy does not wait for work submitted later."""
     if values.device.type == "cpu":
         return values.numpy()
     stream = torch.cuda.Stream(values.device)  # type: ignore[no-untyped-call]
@@ -74,5 +74,5 @@ def download_on_side_stream(values: Tensor) -> NDArray[Any]:
 
 
 def is_synchronous(device: torch.device) -> bool:
-    """Whether the host may read from `device` while it launches a step: on CPU, where nothing is launched ahead."""
+    """Whether work on `device` is done when its call returns, so that the host may read results at once: on CPU."""
     return device.type == "cpu"

@@ -1,4 +1,4 @@
-"""From logits to tokens: processors, thresholds, integer sums, penalties.
+"""Sampling: logits processors, warpers and the choice of tokens.
 
 Entry point: `sampler.Sampler`.
 May import: kernels, device.

@@ -1,4 +1,4 @@
-"""What requests add to the scores of some ids: kept on the device by slot, added to all rows of a step at once."""
+"""Logit biases of requests, kept on the device by slot and added to all rows of a step at once."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class _SlotBias:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Layout:
-    """The biases of the rows of one step, in a line; the next step's are nearly always the same."""
+    """The biases of all rows of one step, concatenated. Consecutive steps usually have the same rows."""
 
     key: tuple[bytes, bytes, int]
     places: Tensor
-    """[B] int64, into the scores as one line."""
+    """[B] int64, indexes into the flattened scores."""
     values: Tensor
     """[B] float32."""
 
 
 class BiasTable:
-    """Biases by slot. Used by the engine thread alone."""
+    """Biases by slot. Only the engine thread uses it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -45,10 +45,7 @@ class BiasTable:
         self._layout: _Layout | None = None
 
     def put(self, slot: int, bias: Bias) -> None:
-        """Take the biases of the sequence in `slot`, (id, what is added to its score), each id once.
-
-        Those of the sequence before it are forgotten, also if `bias` is empty.
-        """
+        """Replace the biases of `slot` by `bias`, which may be empty: pairs of a distinct id and the value to add."""
         self._layout = None
         if not bias:
             self._biases.pop(slot, None)
@@ -60,20 +57,20 @@ class BiasTable:
         )
 
     def drop(self, slots: Ints) -> None:
-        """Forget the sequences in `slots`; those without a bias are passed over."""
+        """Remove the biases of `slots`; slots without a bias are ignored."""
         self._layout = None
         for slot in slots.tolist():
             self._biases.pop(slot, None)
 
     def clear(self) -> None:
-        """Forget every sequence."""
+        """Remove all biases."""
         self._layout = None
         self._biases.clear()
 
     def add(self, scores: Tensor, rows: Ints, slots: Ints) -> None:
-        """Add to `rows` [n] of the scores [R, V] float32, contiguous, what their `slots` [n] ask for, in place.
+        """Add the biases of `slots` [n] to `rows` [n] of the scores [R, V] float32, contiguous, in place.
 
-        Impossible ids stay so, and finite scores stay finite.
+        Finite scores stay finite, and infinite scores are unchanged.
         """
         layout = self._layout_of(rows, slots, scores.shape[1])
         line = scores.view(-1)
@@ -83,7 +80,7 @@ class BiasTable:
     def _layout_of(self, rows: Ints, slots: Ints, size: int) -> _Layout:
         key = (rows.tobytes(), slots.tobytes(), size)
         if self._layout is None or self._layout.key != key:
-            # A slot may have several rows, none of which shares an id with itself.
+            # A slot may have several rows, but the ids within a row are distinct.
             parts = [self._biases[slot] for slot in slots.tolist()]
             starts = np.repeat(rows * size, [len(part.ids) for part in parts])
             self._layout = _Layout(

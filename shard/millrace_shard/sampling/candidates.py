@@ -1,7 +1,8 @@
-"""Rows that keep few tokens, worked out on their likeliest ones alone: the same tokens as over the whole vocabulary.
+"""Sampling of rows that keep few tokens from their best candidates: the same tokens as from the whole vocabulary.
 
-Only what is certain counts: a row is settled here if the least score it keeps is above the last candidate's, so that
-nothing past the candidates, ties included, could be kept too. How many candidates there are is the same for every row.
+A row is complete if the least score that it keeps is above the last candidate's, so that no token past the candidates
+is kept, ties included. Incomplete rows are sampled from the whole vocabulary. All rows have the same number of
+candidates.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ from millrace_shard.sampling.warpers import NEGATIVE_INFINITY, budget, keep_min_
 
 NUM_CANDIDATES = 256
 BLOCKS = (32, 8)
-"""Scores of which one stands for all, in each of the passes that narrow the search."""
+"""Scores per block, in each of the passes that narrow the search by the maxima of blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Candidates:
-    """The W likeliest tokens of n rows, the likeliest first."""
+    """The W most likely tokens of n rows, the most likely first."""
 
     scores: Tensor
     """[n, W] float32."""
     ids: Tensor
-    """[n, W] int64; equal scores are in no particular order."""
+    """[n, W] int64; the order of equal scores is undefined."""
     best_probability: Tensor | None
-    """[n, 1] float32, of the likeliest token among all of a row at its temperature; None where the candidates are all,
-    or nobody asks for it."""
+    """[n, 1] float32, probability of the best token in the whole vocabulary at the row's temperature; None if the
+    candidates are the whole vocabulary, or if it was not requested."""
     are_all: bool
-    """Whether the vocabulary has no other tokens."""
+    """Whether the candidates are the whole vocabulary."""
 
     def select(self, rows: Tensor) -> Candidates:
         """Some of the rows."""
@@ -49,7 +50,7 @@ class Candidates:
 
 
 def find_candidates(scores: Tensor, temperature: Tensor | None) -> Candidates:
-    """The best of `scores` [n, V] float32; with `temperature` [n, 1] it is found out how likely the first one is."""
+    """The best of `scores` [n, V] float32; with `temperature` [n, 1], also the probability of the best token."""
     width = min(NUM_CANDIDATES, scores.shape[1])
     values, ids = _best(scores, width, BLOCKS)
     are_all = width == scores.shape[1]
@@ -61,9 +62,10 @@ def find_candidates(scores: Tensor, temperature: Tensor | None) -> Candidates:
 
 
 def _best(scores: Tensor, width: int, blocks: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """The `width` greatest of each row, descending, and their places.
+    """The `width` greatest scores of each row, descending, and their indexes.
 
-    They lie in the `width` blocks with the greatest maxima: a score outside has one at least as great in each of these.
+    The `width` blocks with the greatest maxima hold them: each of these blocks has a score that is at least as great
+    as any score in the other blocks.
     """
     size = scores.shape[1]
     if not blocks or size < 2 * blocks[0] * width:
@@ -72,11 +74,11 @@ def _best(scores: Tensor, width: int, blocks: tuple[int, ...]) -> tuple[Tensor, 
     height = blocks[0]
     num_blocks = size // height
     body = height * num_blocks
-    # A block is a column: maxima of columns are taken many at a time.
+    # A block is a column, since maxima over columns are vectorised.
     columns = scores[:, :body].view(len(scores), height, num_blocks)
     chosen = columns.amax(1).topk(width, dim=-1, sorted=False).indices
     inside = columns.gather(2, chosen[:, None, :].expand(-1, height, -1)).flatten(1)
-    # What is left over at the end is in no block.
+    # The scores at the end that fill no block are all searched.
     pool = torch.cat([inside, scores[:, body:]], 1)
     values, places = _best(pool, width, blocks[1:])
     in_blocks = chosen.gather(1, places % width) + places // width * num_blocks
@@ -85,7 +87,7 @@ def _best(scores: Tensor, width: int, blocks: tuple[int, ...]) -> tuple[Tensor, 
 
 
 def join_candidates(parts: list[Candidates]) -> Candidates:
-    """One above the other; parts of the same kind."""
+    """The rows of all `parts`, which have the same fields set, in order."""
     columns = [p.best_probability for p in parts if p.best_probability is not None]
     return Candidates(
         scores=torch.cat([part.scores for part in parts]),
@@ -96,7 +98,7 @@ def join_candidates(parts: list[Candidates]) -> Candidates:
 
 
 class CandidateWarpers:
-    """Which of the candidates of n rows are kept, by the rows' own parameters."""
+    """Temperature, top-k, top-p, typical-p and min-p of n rows, applied to their candidates."""
 
     def __init__(self, parameters: NDArray[np.void], device: torch.device) -> None:
         """`parameters` [n] of sequence.PARAMETERS."""
@@ -110,15 +112,15 @@ class CandidateWarpers:
         self._top_p = column("top_p")
         self._typical_p = column("typical_p")
         self._min_p = column("min_p")
-        # What no row asks for would change none.
+        # A filter that no row uses is skipped.
         self._any_top_p = bool((parameters["top_p"] < 1).any())
         self._any_typical = bool((parameters["typical_p"] < 1).any())
         self._any_min_p = bool((parameters["min_p"] > 0).any())
 
     def apply(self, candidates: Candidates) -> tuple[Tensor, Tensor]:
-        """Scores of the candidates [n, W], dropped ones minus infinity, and which rows are settled by them, [n] bool.
+        """Scores of the candidates [n, W], minus infinity for dropped ones, and which rows are complete, [n] bool.
 
-        Without `best_probability` all rows have a top-k, or the candidates are all there is.
+        Without `best_probability`, every row must have a top-k, or the candidates must be the whole vocabulary.
         """
         raw = candidates.scores
         scores = (raw - raw[:, :1]) / self.temperature
@@ -144,7 +146,7 @@ class CandidateWarpers:
         probabilities = scores.softmax(-1)
         mass = self._top_p.double()
         if best_probability is not None:
-            # What part of all probability the candidates have: theirs are relative to each other.
+            # The softmax over candidates is relative to them, so the mass is divided by their share of all probability.
             mass = mass * probabilities[:, :1].double() / best_probability.double()
         weights = fixed_point(probabilities)
         least = threshold_of_sorted(scores, weights, budget(weights, mass))
@@ -159,9 +161,9 @@ class CandidateWarpers:
 
 
 def draw_candidate(candidates: Candidates, scores: Tensor, uniforms: Tensor) -> Tensor:
-    """Place [n] int64 of one candidate a row, by its probability; ids are walked in the vocabulary's order.
+    """Index [n] int64 of one candidate per row, drawn by probability; ids are taken in the vocabulary's order.
 
-    `scores` [n, W] as of `CandidateWarpers.apply`, `uniforms` [n] int64 of UNIFORM_BITS bits.
+    `scores` [n, W] come from `CandidateWarpers.apply`; `uniforms` [n] int64 have UNIFORM_BITS bits.
     """
     order = candidates.ids.argsort(-1)
     weights = fixed_point(scores.softmax(-1)).gather(1, order)
@@ -173,6 +175,6 @@ def _drop(scores: Tensor, dropped: Tensor) -> Tensor:
 
 
 def _is_complete(scores: Tensor, last: Tensor) -> Tensor:
-    """Whether the least of the scores [n, W] that are left is above the `last` candidate's, [n, 1] bool."""
+    """Whether the least kept score of [n, W] is above the `last` candidate's [n, 1]: [n, 1] bool."""
     least = scores.masked_fill(scores == NEGATIVE_INFINITY, torch.inf).amin(-1, keepdim=True)
     return (least > last) | (last == NEGATIVE_INFINITY)

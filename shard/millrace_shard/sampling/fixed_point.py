@@ -1,4 +1,4 @@
-"""Probabilities as integers: their sums are exact in any order, so bits depend on no thread, tile or batch mate."""
+"""Probabilities as integers: sums are exact in any order, so bits do not depend on threads, tiles or other rows."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 SCALE_BITS = 38
-"""A whole distribution times a uniform of 24 bits still fits into 63."""
+"""The sum of a distribution times a uniform of 24 bits fits into 63 bits."""
 BLOCK = 512
 
 
 def fixed_point(values: Tensor) -> Tensor:
-    """[n, V] float32 in [0, 1] to int64 in [0, 2**SCALE_BITS], rounded down."""
+    """Convert [n, V] float32 in [0, 1] to int64 in [0, 2**SCALE_BITS], rounded down."""
     return (values * float(1 << SCALE_BITS)).to(torch.int64)
 
 
@@ -24,10 +24,10 @@ def entropy(probabilities: Tensor, log_probabilities: Tensor) -> Tensor:
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """One index a row, with probability proportional to its weight; indexes without weight are never drawn.
+    """One index per row, drawn with probability proportional to its weight; an index of weight 0 is never drawn.
 
-    `weights` [n, V] int64, `uniforms` [n] int64 of UNIFORM_BITS bits; the cumulative sum runs in
-    index order. A row without any weight yields some index.
+    `weights` [n, V] int64, `uniforms` [n] int64 of UNIFORM_BITS bits; the cumulative sum runs in index order. A row
+    whose weights are all 0 yields an arbitrary index.
     """
     num_rows, size = weights.shape
     padding = -size % BLOCK
@@ -48,9 +48,9 @@ UNIFORM_BITS = 24
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """One integer of `UNIFORM_BITS` bits for each (seed, position): splitmix64's output, its top bits.
+    """One integer of `UNIFORM_BITS` bits for each (seed, position): the top bits of splitmix64's output.
 
-    `positions` are absolute indexes of the tokens to be sampled in their sequences.
+    `positions` are the absolute indexes, in their sequences, of the tokens to be sampled.
     """
     z = seeds + (positions.astype(np.uint64) + np.uint64(1)) * GOLDEN
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,4 +1,4 @@
-"""Changes to scores for what a sequence already holds, and for how short it still is. Exact, row by row."""
+"""Penalties for the tokens that a sequence contains, and forbidden ids. Rows are independent and exact."""
 
 from __future__ import annotations
 
@@ -8,42 +8,42 @@ import torch
 from torch import Tensor
 
 _GENERATED = 1 << 32
-"""Above the count of all a sequence's tokens that are one id, the count of the generated ones."""
+"""One int64 holds two counts of an id: of all tokens in the low half, of generated tokens in the high half."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Penalties:
-    """Columns of n rows on the scores' device, [n, 1] float32; see the wire for their neutral values."""
+    """Penalties of n rows, each [n, 1] float32 on the scores' device."""
 
     repetition: Tensor
     frequency: Tensor
     presence: Tensor
     openai_frequency: Tensor
     uses_counts: bool
-    """Whether any row has another penalty than the one for repetition."""
+    """Whether any row has a penalty that depends on the counts of its tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastTokens:
-    """What n sequences hold: prompt, then generated tokens."""
+    """The tokens of n sequences: the prompt, then the generated tokens."""
 
     ids: Tensor
-    """[n, L] int64; anything at all past a row's length."""
+    """[n, L] int64; undefined past a row's length."""
     lengths: Tensor
     """[n, 1] int64, at least 1."""
     num_prompt: Tensor
-    """[n, 1] int64; tokens from there on are generated ones."""
+    """[n, 1] int64, the length of the prompt."""
 
 
 def penalise(scores: Tensor, rows: Tensor, tokens: PastTokens, penalties: Penalties) -> None:
-    """Apply repetition, frequency, presence and occurrence penalty to n `rows` of scores [R, V] float32, in place.
+    """Apply the repetition, frequency, presence and OpenAI frequency penalties to `rows` [n] of scores [R, V] float32.
 
-    In this order, to the ids that a sequence holds; for others there is nothing to do. Scores are finite where they
-    were, however large a penalty is, and minus infinity where they were that.
+    The order is as named, the change in place, and only ids that a sequence contains change. Finite scores stay finite,
+    however large a penalty is, and minus infinity stays.
     """
     columns = torch.arange(tokens.ids.shape[1], device=scores.device)
     held = columns < tokens.lengths
-    # Where a row has no token its first one stands again, for which the same score is found again.
+    # Padding is replaced by the row's first token: the same value is then written to its score several times.
     ids = torch.where(held, tokens.ids, tokens.ids[:, :1])
     line = scores.view(-1)
     places = rows[:, None] * scores.shape[1] + ids
@@ -64,7 +64,7 @@ def penalise(scores: Tensor, rows: Tensor, tokens: PastTokens, penalties: Penalt
 
 
 def finite(changed: Tensor, before: Tensor) -> Tensor:
-    """`changed` scores without overflow: finite where `before` was, and what `before` was where it was infinite."""
+    """`changed` scores, clamped to finite values, but equal to `before` where that is infinite."""
     limits = torch.finfo(changed.dtype)
     return torch.where(before.isinf(), before, changed.clamp_(limits.min, limits.max))
 
@@ -75,10 +75,10 @@ def forbid(scores: Tensor, rows: Tensor, ids: Tensor) -> None:
 
 
 def forbid_if_others(scores: Tensor, rows: Tensor, ids: Tensor) -> None:
-    """Do as `forbid`, but leave a row alone that would have nothing possible left."""
+    """Forbid `ids` as `forbid` does, except in rows that would have no possible token left."""
     place = (rows[:, None], ids[None, :])
     before = scores[place]
     scores[place] = float("-inf")
     has_others = scores.index_select(0, rows).amax(-1, keepdim=True) > float("-inf")
-    # What is no number stays so, and its row fails.
+    # With a NaN in the row the comparison is false: the scores stay as they are, and the row fails.
     scores[place] = torch.where(has_others, float("-inf"), before)

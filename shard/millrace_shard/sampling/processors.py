@@ -1,6 +1,6 @@
-"""What changes scores before a token is chosen, each for the rows that ask for it, in place and in a fixed order.
+"""Logits processors, applied in place and in a fixed order, each to the rows that use it.
 
-Watermark, penalties, biases, the grammar's mask, and the ban on ending too soon.
+The order is: watermark, penalties, biases, the grammar's mask, and the minimum of new tokens.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from millrace_shard.sampling.sampling_rows import RowGroups, SamplingRows, is_co
 from millrace_shard.sampling.watermark import Watermark
 
 TILE_ELEMENTS = 1 << 19
-"""Scores worked on at a time on CPU, so that what each pass leaves is still in the cache for the next."""
+"""Scores per tile on CPU, so that the result of a pass is still in the cache for the next pass."""
 
 
 class Processors:
-    """Knows the device, the table of token histories [slots, length] int32, and the end-of-sequence ids."""
+    """Logits processors over the token table [slots, length] int32, whose device they work on."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Processors:
         )
 
     def _forbid_ending(self, logits: Tensor, chosen: Ints, masks: RowMasks | None) -> None:
-        """Ban the end, unless a mask allows nothing else."""
+        """Forbid the end-of-sequence ids, except where a mask allows nothing else."""
         is_masked = np.isin(chosen, masks.rows if masks is not None else ())
         if len(free := chosen[~is_masked]):
             forbid(logits, self._upload(free), self._eos)
@@ -103,7 +103,7 @@ class Processors:
             forbid_if_others(logits, self._upload(masked), self._eos)
 
     def _tiles(self, rows: Ints, width: int) -> Iterator[Ints]:
-        """Parts of `rows` of `width` elements each that are worked on together."""
+        """Split `rows`, of `width` elements each, into parts that are processed together."""
         height = max(1, self._tile(len(rows) * width) // width)
         return (rows[start : start + height] for start in range(0, len(rows), height))
 

@@ -1,7 +1,7 @@
-"""From logits to tokens: penalties, warpers and choice, in TGI's order, vectorised over the rows of a step.
+"""From logits to tokens: processors, warpers and choice, in TGI's order, vectorised over the rows of a step.
 
-Which operations a row goes through depends on its own parameters and scores alone, and each of them treats rows
-independently, so a row's token, log probability and candidates are the same bits in any company.
+The operations on a row depend on its own parameters and scores alone, and each operation treats rows independently, so
+the bits of a row's token, log probability and top tokens do not depend on the composition of the batch.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ from millrace_shard.sampling.watermark import Watermark
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """On the device. Rows that failed hold some token within the vocabulary."""
+    """The sampled tokens of R rows, on the device. A failed row has an arbitrary id of the vocabulary."""
 
     ids: Tensor
     """[R] int64."""
     logprobs: Tensor
-    """[R] float32, of the distribution sampled from."""
+    """[R] float32, in the distribution that was sampled from."""
     failed: Tensor
-    """[R] bool: logits, or what the parameters made of them, were not finite."""
+    """[R] bool: the logits, or the processed scores, were not finite."""
     top: tuple[TopTokens, ...]
-    """Candidates of the rows that asked for some."""
+    """Top tokens of the rows that request them."""
 
 
 class Sampler:
-    """Knows the device, the table of token histories [slots, length] int32, and the end-of-sequence ids."""
+    """Samples rows over the token table [slots, length] int32, whose device it works on."""
 
     def __init__(
         self,
@@ -70,14 +70,14 @@ class Sampler:
     ) -> None:
         self._device = token_table.device
         self.biases = BiasTable(token_table.device)
-        """To be told of the biases of each sequence that has some, when it is admitted and when it is dropped."""
+        """Biases by slot; the caller adds them when a sequence is admitted, and removes them with the sequence."""
         self._last: tuple[NDArray[np.void], RowGroups] | None = None
         self._processors = Processors(
             token_table, eos_token_ids, self.biases, watermark or Watermark()
         )
 
     def sample(self, logits: Tensor, rows: SamplingRows, masks: RowMasks | None = None) -> Sampled:
-        """Choose one token a row from `logits` [R, V] float32, contiguous, which this overwrites."""
+        """Choose one token per row from `logits` [R, V] float32, contiguous, which are overwritten."""
         groups = self._groups_of(rows.parameters)
         self._processors.apply(logits, rows, groups, masks)
         if groups.all_greedy:
@@ -100,7 +100,7 @@ class Sampler:
         return _join(parts, self._device)
 
     def _groups_of(self, parameters: NDArray[np.void]) -> RowGroups:
-        """Those of the last step where its rows run again, which share their column."""
+        """The groups of the rows; cached, since a step with the same rows has the same `parameters` object."""
         if self._last is None or self._last[0] is not parameters:
             self._last = (parameters, RowGroups.of(parameters, num_candidates=NUM_CANDIDATES))
         return self._last[1]
@@ -108,7 +108,7 @@ class Sampler:
     def _sample_narrow(
         self, logits: Tensor, rows: SamplingRows, chosen: Ints
     ) -> tuple[Ints, Sampled]:
-        """Those of the `chosen` rows that their likeliest tokens settle, and what they yield."""
+        """Sample those of the `chosen` rows that are complete; returns these rows and their tokens."""
         warpers = CandidateWarpers(rows.parameters[chosen], self._device)
         has_top_k = bool(rows.parameters["top_k"][chosen[0]] > 0)
         tiles = []
@@ -143,7 +143,7 @@ class Sampler:
         )
 
     def _sample_whole(self, scores: Tensor, rows: SamplingRows) -> Sampled:
-        """From the scores [n, V] of rows that may keep any number of tokens."""
+        """Sample from the scores [n, V] of rows that may keep any number of tokens."""
         p = rows.parameters
         scores = self._warp(apply_temperature(scores, self._column(p["temperature"])), p)
         logprobs = scores.log_softmax(-1)
@@ -165,7 +165,7 @@ class Sampler:
         return Sampled(ids=ids, logprobs=chosen_logprobs, failed=failed, top=top)
 
     def _warp(self, scores: Tensor, p: NDArray[np.void]) -> Tensor:
-        """Scores [n, V] with what is dropped at minus infinity."""
+        """Scores [n, V], with dropped tokens at minus infinity."""
         if len(chosen := np.flatnonzero(p["top_k"] > 0)):
             k = p["top_k"][chosen]
             ks, largest = self._column(k), int(k.max())
@@ -183,21 +183,21 @@ class Sampler:
     def _change_rows(
         self, scores: Tensor, rows: Ints, change: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """`scores` with `change` applied to some rows; the rows are few or all."""
+        """`scores` with `change` applied to `rows`, which are few or all."""
         if len(rows) == len(scores):
             return change(scores)
         index = self._index(rows)
         return scores.index_copy_(0, index, change(scores[index]))
 
     def _select_rows(self, logits: Tensor, rows: Ints) -> Tensor:
-        """The `rows`, which ascend, to be read only: no copy where they follow each other."""
+        """The `rows`, which ascend, for reading only: a view where they are consecutive."""
         first, last = int(rows[0]), int(rows[-1])
         if last - first + 1 == len(rows):
             return logits[first : last + 1]
         return logits[self._index(rows)]
 
     def _tiles(self, rows: Ints, size: int) -> Iterator[Ints]:
-        """Parts of `rows` that are worked on together: all of them, but on CPU."""
+        """Split `rows` into parts that are processed together: tiles on CPU, one part elsewhere."""
         whole = TILE_ELEMENTS // size if self._device.type == "cpu" else len(rows)
         height = max(1, whole)
         return (rows[start : start + height] for start in range(0, len(rows), height))
@@ -217,9 +217,9 @@ def _keep(keep: Callable[[Tensor, Tensor], Tensor], column: Tensor, scores: Tens
 
 
 def _join(parts: list[tuple[Ints, Sampled]], device: torch.device) -> Sampled:
-    """What parts of the rows yield, in the rows' order."""
+    """Concatenate the tokens of `parts` in the order of the rows."""
     sampled = [part for _, part in parts]
-    # Candidates go by the rows' own numbers from here on.
+    # The row numbers of top tokens become those of the whole step.
     tops = tuple(replace(top, rows=rows[top.rows]) for rows, part in parts for top in part.top)
     if len(parts) == 1:
         return replace(sampled[0], top=tops)

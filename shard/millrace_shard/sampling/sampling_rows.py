@@ -1,4 +1,4 @@
-"""The rows of a step that are to be sampled, as the host knows them before the forward pass ends."""
+"""The rows of a step to sample; all of it is known on the host before the forward pass ends."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SamplingRows:
-    """R rows. A sequence that may go on by several tokens has a row for each, at consecutive positions."""
+    """R rows. A sequence of a multi-token step has several rows, at consecutive positions."""
 
     parameters: NDArray[np.void]
     """[R] of sequence.PARAMETERS."""
     positions: Ints
-    """[R], index of the token to be sampled in its sequence: the number of tokens before it."""
+    """[R], index in its sequence of the token to be sampled, which is the number of tokens before it."""
     table_rows: Ints
-    """[R], row of the history table, which is the sequence's slot."""
+    """[R], row of the token table, which is the sequence's slot."""
 
     def select(self, rows: Ints) -> SamplingRows:
         """Some of the rows."""
@@ -33,7 +33,7 @@ class SamplingRows:
 
 
 def is_greedy(p: NDArray[np.void]) -> Mask:
-    """Whether the greatest score is the answer, and its log probability all that is asked for; `p` of PARAMETERS."""
+    """Which rows take the best token and report nothing but its log probability; `p` has dtype PARAMETERS."""
     greedy: Mask = (
         ~p["do_sample"]
         & (p["temperature"] == 1)
@@ -47,7 +47,7 @@ def is_greedy(p: NDArray[np.void]) -> Mask:
 
 
 def is_narrow(p: NDArray[np.void], num_candidates: int) -> Mask:
-    """Whether a row usually keeps few tokens, by a threshold on the scores or by a top-k below `num_candidates`."""
+    """Which rows usually keep few tokens, by a threshold on probability or by a top-k below `num_candidates`."""
     narrow_by_top_k = (p["top_k"] > 0) & (p["top_k"] < num_candidates)
     narrow_by_probability = (p["top_k"] == 0) & (
         (p["top_p"] < 1) | ((p["min_p"] > 0) & (p["typical_p"] >= 1))
@@ -57,13 +57,13 @@ def is_narrow(p: NDArray[np.void], num_candidates: int) -> Mask:
 
 
 def is_penalised(p: NDArray[np.void]) -> Mask:
-    """Whether a row's scores depend on the tokens before it by a penalty."""
+    """Which rows have a penalty."""
     penalised: Mask = (p["repetition_penalty"] != 1) | is_counted(p)
     return penalised
 
 
 def is_counted(p: NDArray[np.void]) -> Mask:
-    """Whether it matters how often the tokens before it occur."""
+    """Which rows have a penalty that depends on the counts of their tokens."""
     counted: Mask = (
         (p["frequency_penalty"] != 0)
         | (p["presence_penalty"] != 0)
@@ -73,7 +73,7 @@ def is_counted(p: NDArray[np.void]) -> Mask:
 
 
 def is_too_short(rows: SamplingRows) -> Mask:
-    """Whether fewer tokens than `min_new_tokens` are generated yet."""
+    """Which rows have generated fewer than `min_new_tokens` tokens."""
     p = rows.parameters
     short: Mask = rows.positions - p["num_prompt"] < p["min_new_tokens"]
     return short
@@ -81,24 +81,24 @@ def is_too_short(rows: SamplingRows) -> Mask:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowGroups:
-    """Places among R rows, ascending. The same for as long as the same rows run."""
+    """Indexes of R rows by the operations that they need, ascending; they depend on the parameters alone."""
 
     watermarked: Ints
     penalised: Ints
     biased: Ints
     has_minimum: bool
-    """Whether any row is to have some number of tokens before it may end."""
+    """Whether any row has a minimum of new tokens."""
     is_greedy: Mask
     """[R]."""
     all_greedy: bool
     narrow_by_top_k: Ints
-    """Drawn from few tokens, as a rule: by top-k."""
+    """Rows that keep few tokens by a top-k."""
     narrow_by_probability: Ints
-    """The same, by a threshold on the scores."""
+    """Rows that usually keep few tokens by a threshold on probability."""
 
     @classmethod
     def of(cls, p: NDArray[np.void], *, num_candidates: int) -> RowGroups:
-        """`p` [R] of PARAMETERS; rows of a top-k of less than `num_candidates` are drawn from few tokens."""
+        """Group rows by their parameters `p` [R], of dtype PARAMETERS; a top-k below `num_candidates` is narrow."""
         greedy, narrow = is_greedy(p), is_narrow(p, num_candidates)
         return cls(
             watermarked=np.flatnonzero(p["watermark"]),

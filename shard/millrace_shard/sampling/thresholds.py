@@ -1,6 +1,6 @@
-"""Where a row is cut: the smallest key to be kept, so that those above it weigh less than a budget.
+"""The threshold of a row: the smallest key to keep, such that the keys above it weigh less than a budget.
 
-Weights are integers, whose sums are exact in any order: each of the ways to find the cut finds the same one.
+Weights are integers, whose sums are exact in any order, so all implementations find the same threshold.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from millrace_shard.device import transfers
 
 NUM_BUCKETS = 4096
 BUCKETS_PER_UNIT = 64
-"""Keys are logarithms of probabilities, give or take: 64 units below the best, nothing has any weight."""
+"""Keys are roughly logarithms of probabilities: 64 units below the best key, all weights are 0."""
 MOST_SORTED = 2048
-"""Keys of a row that are sorted on CPU too, where more than that are put into buckets."""
+"""On CPU, rows of up to this many keys are sorted; longer rows are put into buckets."""
 
 
 def find_threshold(keys: Tensor, weights: Tensor, budget: Tensor) -> Tensor:
-    """The smallest key to be kept of each row, [n, 1]; where the budget is not reached, one that keeps all.
+    """The smallest key to keep of each row, [n, 1]; a key that keeps all where the budget is not reached.
 
-    `keys` [n, V] float32 without NaN; `weights` [n, V] int64 of at least 0, less than 2**53 together; `budget` [n, 1]
-    int64 of at least 1. Equal keys are kept or dropped together. For rows that break these rules it yields something,
-    and does not raise.
+    `keys` [n, V] float32 without NaN; `weights` [n, V] int64, at least 0, with a sum below 2**53; `budget` [n, 1]
+    int64, at least 1. Equal keys are kept or dropped together. For rows that break these rules the result is
+    undefined, but nothing is raised.
     """
     if keys.shape[1] > MOST_SORTED and transfers.is_synchronous(keys.device):
         return threshold_by_buckets(keys, weights, budget)
@@ -31,26 +31,26 @@ def find_threshold(keys: Tensor, weights: Tensor, budget: Tensor) -> Tensor:
 
 
 def threshold_by_sorting(keys: Tensor, weights: Tensor, budget: Tensor) -> Tensor:
-    """As `find_threshold`, of few keys, or where sorting many is cheap."""
+    """The threshold by a sort: for few keys, and for devices that sort fast."""
     best = keys.sort(dim=-1, descending=True)
     return threshold_of_sorted(best.values, weights.gather(1, best.indices), budget)
 
 
 def threshold_of_sorted(keys: Tensor, weights: Tensor, budget: Tensor) -> Tensor:
-    """As `find_threshold`, of keys that descend already."""
+    """The threshold of keys that are in descending order."""
     num_kept = (weights.cumsum(-1) - weights < budget).sum(-1, keepdim=True)
     return keys.gather(1, (num_kept - 1).clamp_(min=0))
 
 
 def threshold_by_buckets(keys: Tensor, weights: Tensor, budget: Tensor) -> Tensor:
-    """As `find_threshold`, on CPU: weigh buckets of keys, then sort the one of each row in which the budget is reached.
+    """The threshold on CPU: weigh buckets of keys, then sort the bucket of each row in which the budget is reached.
 
-    Weights of a row add up to less than 2**53, so that their sums are exact in float64.
+    The weights of a row sum to less than 2**53, so sums are exact in float64.
     """
     values, loads, limits = keys.numpy(), weights.numpy(), budget.numpy()
     num_rows = len(values)
     with np.errstate(invalid="ignore", over="ignore"):
-        # The greater a key, the lower its bucket: each operation keeps the order, and equals together.
+        # A greater key has a lower bucket: each operation preserves the order, and equal keys share a bucket.
         depths = (values.max(-1, keepdims=True) - values) * np.float32(BUCKETS_PER_UNIT)
         buckets = np.fmin(depths, np.float32(NUM_BUCKETS - 1)).astype(np.int64)
     buckets += np.arange(num_rows)[:, None] * NUM_BUCKETS

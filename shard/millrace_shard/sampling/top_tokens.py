@@ -1,7 +1,7 @@
-"""The likeliest tokens of rows that ask for some: a fixed number on the device, cut to the right one on the host.
+"""The top tokens of rows that request them: a fixed number on the device, reduced to the right number on the host.
 
-How many tokens tie at the last place is known to the device alone, and nobody waits for it there: it yields a few
-more than were asked for, and the host looks at the whole row in the rare case that those tie too.
+Only the device knows how many tokens tie at the last place, and the host must not wait for it. The device therefore
+returns a few tokens more than requested; the host reads the whole row in the rare case that all of these tie.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from millrace_shard.arrays import Floats, Ints
 from millrace_shard.device.transfers import download_on_side_stream
 
 TIE_ROOM = 16
-"""Tokens beyond those asked for that may tie with the last one before the whole row is needed."""
+"""Tokens beyond the requested ones that may tie with the last one before the whole row is read."""
 LEAST = np.finfo(np.float32).min
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TopTokens:
-    """Candidates of n rows, W of each."""
+    """The W best tokens of each of n rows."""
 
     rows: Ints
     """[n]."""
     wanted: Ints
     """[n], at least 1 and at most V."""
     best: Tensor
-    """[2, n, W] int32: ids and bits of log probabilities, the likeliest first."""
+    """[2, n, W] int32: ids and bits of log probabilities, the most likely first."""
     logprobs: Tensor
-    """[n, V] float32, or [n, W] where all possible tokens are among the best."""
+    """[n, V] float32, or [n, W] where `best` holds all possible tokens."""
 
     @classmethod
     def of(cls, logprobs: Tensor, rows: Ints, wanted: Ints) -> TopTokens:
-        """Those of `logprobs` [n, V] float32, without waiting for it; at most V of the `wanted` are given."""
+        """The top tokens of `logprobs` [n, V] float32, without a wait for the device; `wanted` is limited to V."""
         wanted = np.minimum(wanted, logprobs.shape[1])
         width = min(logprobs.shape[1], int(wanted.max()) + TIE_ROOM)
         values, ids = logprobs.topk(width, dim=-1)
@@ -44,7 +44,7 @@ class TopTokens:
 
     @classmethod
     def among(cls, ids: Tensor, logprobs: Tensor, rows: Ints, wanted: Ints) -> TopTokens:
-        """Those of `ids` [n, W] int64 with `logprobs` [n, W] float32, which are all the possible tokens of a row."""
+        """The top tokens among `ids` [n, W] int64 with `logprobs` [n, W] float32, all possible tokens of each row."""
         ordered = logprobs.sort(dim=-1, descending=True)
         ids = ids.gather(1, ordered.indices).to(torch.int32)
         best = torch.stack([ids, ordered.values.view(torch.int32)])
@@ -52,9 +52,9 @@ class TopTokens:
         return cls(rows=rows, wanted=wanted, best=best, logprobs=ordered.values)
 
     def chosen(self, best: Tensor) -> tuple[Ints, Ints, Floats]:
-        """Row, id and log probability of the likeliest `wanted` of each row and of all that tie with the last of them.
+        """Row, id and log probability of the `wanted` best tokens of each row, and of all that tie with the last one.
 
-        Impossible tokens are never among them. `best` is the field of this name on the host, once its work is done.
+        Impossible tokens are excluded. `best` is the host copy of the field of this name.
         """
         ids, bits = best.numpy()
         values = bits.view(np.float32)

@@ -1,6 +1,6 @@
-"""Temperature, top-k, top-p, typical-p and min-p over rows of scores [n, V] float32: dropped tokens become -infinity.
+"""Temperature, top-k, top-p, typical-p and min-p over rows of scores [n, V] float32: dropped tokens get minus infinity.
 
-Each is a threshold that keeps all its ties, so no result depends on how a library orders equal ones.
+Each filter is a threshold that keeps all ties, so no result depends on how a library orders equal values.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from millrace_shard.sampling.thresholds import find_threshold
 
 NEGATIVE_INFINITY = float("-inf")
 MOST_BY_SORTING = 1024
-"""The largest k for which the best k are looked up as such."""
+"""The largest k for which `topk` is used."""
 
 
 def apply_temperature(scores: Tensor, temperature: Tensor) -> Tensor:
-    """Divide by `temperature` [n, 1]; the best score becomes 0 first, so that nothing overflows upwards."""
+    """Divide by `temperature` [n, 1], after a shift of the best score to 0, so that no score overflows to infinity."""
     return (scores - scores.amax(-1, keepdim=True)).div_(temperature)
 
 
 def keep_top_k(scores: Tensor, k: Tensor, largest_k: int) -> Tensor:
-    """Drop what is below the k-th score; `k` [n, 1] int64 of 1 to `largest_k`, clamped to the vocabulary."""
+    """Drop tokens below the k-th score; `k` [n, 1] int64 from 1 to `largest_k`, clamped to the vocabulary."""
     size = scores.shape[1]
     if largest_k <= MOST_BY_SORTING:
         best = scores.topk(min(largest_k, size), dim=-1).values
@@ -34,13 +34,13 @@ def keep_top_k(scores: Tensor, k: Tensor, largest_k: int) -> Tensor:
 
 
 def keep_top_p(scores: Tensor, mass: Tensor) -> Tensor:
-    """Keep the likeliest tokens until `mass` [n, 1] of probability is reached, at least one."""
+    """Keep the most likely tokens until the probability `mass` [n, 1] is reached, at least one token."""
     weights = fixed_point(scores.softmax(-1))
     return drop_below(scores, find_threshold(scores, weights, budget(weights, mass)))
 
 
 def keep_typical(scores: Tensor, mass: Tensor) -> Tensor:
-    """Keep the tokens whose surprise is nearest to the entropy until `mass` [n, 1] is reached, at least one.
+    """Keep the tokens whose surprise is nearest to the entropy until `mass` [n, 1] is reached, at least one token.
 
     Meister et al. 2022 (arXiv 2202.00666).
     """
@@ -54,7 +54,7 @@ def keep_typical(scores: Tensor, mass: Tensor) -> Tensor:
 
 
 def keep_min_p(scores: Tensor, share: Tensor) -> Tensor:
-    """Drop what is less likely than `share` [n, 1] of the likeliest token's probability.
+    """Drop tokens less likely than `share` [n, 1] times the best token's probability.
 
     Nguyen et al. 2024 (arXiv 2407.01082).
     """
@@ -64,10 +64,10 @@ def keep_min_p(scores: Tensor, share: Tensor) -> Tensor:
 
 
 def drop_below(scores: Tensor, least: Tensor) -> Tensor:
-    """Scores [n, V] with those below `least` [n, 1] at minus infinity."""
+    """Set scores [n, V] below `least` [n, 1] to minus infinity; returns new scores."""
     if not transfers.is_synchronous(scores.device):
         return scores.masked_fill(scores < least, NEGATIVE_INFINITY)
-    # Row by row a comparison with a number, which takes an eighth of the time of a mask.
+    # A comparison of each row with a number takes an eighth of the time of a mask.
     limits = torch.nextafter(least, torch.full_like(least, NEGATIVE_INFINITY))
     kept = torch.empty_like(scores)
     for row, limit in enumerate(limits.squeeze(1).tolist()):
@@ -76,11 +76,11 @@ def drop_below(scores: Tensor, least: Tensor) -> Tensor:
 
 
 def surprise(probabilities: Tensor, log_probabilities: Tensor) -> Tensor:
-    """Keys of typical sampling: the greater, the nearer a token's surprise is to the entropy."""
+    """Keys of typical sampling: a greater key means that a token's surprise is nearer to the entropy."""
     return -(log_probabilities + entropy(probabilities, log_probabilities)).abs()
 
 
 def budget(weights: Tensor, mass: Tensor) -> Tensor:
-    """The part `mass` [n, 1] float of the weights [n, V] int64 of each row, at least 1, rounded up, [n, 1] int64."""
+    """The share `mass` [n, 1] of the sum of each row's weights [n, V] int64: [n, 1] int64, rounded up, at least 1."""
     total = weights.sum(-1, keepdim=True)
     return (mass.double() * total.double()).ceil().to(torch.int64).clamp_(min=1)

@@ -1,12 +1,12 @@
-"""A watermark in the choice of tokens: the soft one of Kirchenbauer et al. 2023 (arXiv 2301.10226).
+"""The soft watermark of Kirchenbauer et al. 2023 (arXiv 2301.10226).
 
-The token before decides which ids are green, and their scores are raised. TGI takes the green ids from a generator's
-permutation, which is another on every kind of device. Here a hash of the two ids says whether one is green: the same
-everywhere, whatever else is in the batch, and known to whoever looks for the watermark without a model:
+The previous token determines which ids are green, and the scores of green ids are raised. TGI takes the green ids from
+a random permutation, which differs between kinds of devices. Here a hash of the two ids determines whether an id is
+green. The hash is the same on every device and in every batch, and a detector needs no model:
 
     green(previous, id) = mix(mix(id) ^ mix(15485863 * previous mod 2**32)) >> 8 < gamma * 2**24
 
-where `mix` is the finaliser of MurmurHash3 on 32 bits.
+`mix` is the finaliser of MurmurHash3 on 32 bits.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _WORD = 1 << 32
 
 @dataclass(frozen=True, slots=True)
 class Watermark:
-    """How many ids are green, and by how much that raises their scores; the defaults are TGI's."""
+    """The share of green ids, `gamma`, and the value added to their scores, `delta`; the defaults are TGI's."""
 
     gamma: float = 0.5
-    """Share of the vocabulary, 0 to 1: each id is green with this probability."""
+    """From 0 to 1: the probability that an id is green."""
     delta: float = 2.0
 
     def apply(self, scores: Tensor, previous: Tensor) -> Tensor:
-        """Scores [n, V] float32 after raising the green ones; `previous` [n] int64 are the tokens before."""
-        # Minus one where an id is green, and zero elsewhere.
+        """Scores [n, V] float32 with those of green ids raised; `previous` [n] int64 are the previous tokens."""
+        # -1 where an id is green, 0 elsewhere.
         signs = (_top_bits(previous, scores.shape[1]) - self._limit) >> 31
         return signs.to(torch.float32).mul_(-self.delta).add_(scores)
 
     def green(self, previous: Tensor, vocab_size: int) -> Tensor:
-        """Which ids are green after each of `previous` [n] int64, [n, vocab_size] bool."""
+        """Whether each id is green after each of `previous` [n] int64: [n, vocab_size] bool."""
         return _top_bits(previous, vocab_size) < self._limit
 
     @property
@@ -46,7 +46,7 @@ class Watermark:
 
 
 def _top_bits(previous: Tensor, vocab_size: int) -> Tensor:
-    """HASH_BITS of each id's hash, [n, vocab_size] int32."""
+    """The top HASH_BITS bits of the hash of each id, [n, vocab_size] int32."""
     ids = torch.arange(vocab_size, dtype=torch.int32, device=previous.device)
     keys = _wrapped(previous * PRIME)
     hashes = _mix(_mix(ids)[None, :] ^ _mix(keys)[:, None])
@@ -54,13 +54,13 @@ def _top_bits(previous: Tensor, vocab_size: int) -> Tensor:
 
 
 def _wrapped(values: Tensor) -> Tensor:
-    """The low 32 bits of int64 as int32."""
+    """The low 32 bits of int64 values, as int32."""
     half = _WORD >> 1
     return (((values + half) & (_WORD - 1)) - half).to(torch.int32)
 
 
 def _mix(values: Tensor) -> Tensor:
-    """MurmurHash3's finaliser of int32, which stand for unsigned numbers of 32 bits; products wrap."""
+    """MurmurHash3's finaliser on int32, whose bits are read as unsigned; products wrap."""
     values = values ^ ((values >> 16) & 0xFFFF)
     values = values.mul_(0x85EBCA6B - _WORD)
     values ^= (values >> 13) & 0x7FFFF
