@@ -1,5 +1,5 @@
-"""From a name to a folder, from a folder to this rank's tensors.
+"""Model files: from a name to a local folder, and from a folder to the tensors of one rank.
 
-Entry points: `weights.Weights`, `download`.
+Entry points: `hub.resolve`, `weights.Weights`.
 May import: kernels, device.
 """

@@ -1,4 +1,4 @@
-"""Which files of a model repository are needed to serve it, and whether a folder has them."""
+"""The files of a model repository that serving needs, and a check that a folder has them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 TOKENIZER = "tokenizer.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-# What `transformers` reads to build a fast tokenizer where the repository has no tokenizer.json.
+# The files from which `transformers` builds a fast tokenizer if the repository has no tokenizer.json.
 TOKENIZER_SOURCES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -38,7 +38,7 @@ METADATA = (
 
 
 class PickledWeightsError(ModelError):
-    """The only weights are pickle files, which may run code when they are read."""
+    """The weights exist only as pickle files, which may run code when they are read."""
 
 
 class IncompleteModelError(ModelError):
@@ -47,21 +47,21 @@ class IncompleteModelError(ModelError):
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A file of a repository, by its path there; the size in bytes is 0 when the hub does not say."""
+    """A file of a repository: its path, and its size in bytes, 0 if the hub does not report it."""
 
     path: str
     size: int
 
 
 def metadata_files(files: Iterable[RemoteFile]) -> list[RemoteFile]:
-    """The small files: configuration, tokenizer, chat template and the index of the weights."""
+    """The small files: configuration, tokenizer, chat template and index of the weights."""
     return [file for file in files if _matches(file.path, METADATA)]
 
 
 def weight_files(files: Sequence[RemoteFile], *, index: bytes | None) -> list[RemoteFile]:
-    """The safetensors files of the model itself: what the index names, else the single file, else all of them.
+    """The safetensors files of the model: those that the index names, else the single file, else all of them.
 
-    Raises PickledWeightsError when there are only pickles, IncompleteModelError when there are no weights at all.
+    Raises PickledWeightsError if there are only pickles, and IncompleteModelError if there are no weights.
     """
     if index is not None:
         wanted = indexed_names(index)
@@ -75,9 +75,9 @@ def weight_files(files: Sequence[RemoteFile], *, index: bytes | None) -> list[Re
 
 
 def missing_files(folder: Path) -> list[str]:
-    """What serving needs and this folder lacks; empty when the model is whole.
+    """The names of files that serving needs and `folder` lacks; empty if the model is complete.
 
-    Raises PickledWeightsError where the only weights are pickles.
+    Raises PickledWeightsError if the weights exist only as pickles.
     """
     missing = [] if (folder / "config.json").is_file() else ["config.json"]
     names = [path.name for path in folder.iterdir() if path.is_file()]
@@ -95,7 +95,7 @@ def missing_files(folder: Path) -> list[str]:
 
 
 def indexed_names(index: bytes) -> set[str]:
-    """The files that an index spreads the tensors over."""
+    """The names of the files that an index lists. Raises ModelError for a damaged index."""
     try:
         return set(json.loads(index)["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:

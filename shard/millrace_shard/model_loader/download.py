@@ -1,4 +1,4 @@
-"""Files from the hub into its cache: retried, resumed, with progress as plain lines."""
+"""Downloads from the hub into its cache: retried, resumed, and with progress in the log."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TRIES = 5
 FIRST_WAIT_SECONDS = 1.0
 REPORT_SECONDS = 5.0
 MIB = 1024 * 1024
-# The hub client's own HTTP library is whatever its error derives from; all of its failures may pass.
+# All errors of the hub client's HTTP library, found through the bases of its error, may be temporary.
 TRANSIENT: tuple[type[Exception], ...] = (OSError, *HfHubHTTPError.__bases__)
 FINAL_STATUSES = frozenset({400, 401, 403, 404, 410, 451})
 
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubAccess:
-    """Where the hub is, who asks, and where files are kept."""
+    """The endpoint, token and cache folder of the hub, and the function that waits between attempts."""
 
     endpoint: str
     token: str | None
@@ -51,10 +51,10 @@ class HubAccess:
 
 
 def download_snapshot(model_id: str, *, revision: str | None, access: HubAccess) -> Path:
-    """Fetch what is missing of one commit and return its snapshot folder.
+    """Download the missing files of one commit, and return its snapshot folder.
 
-    Small files come before weights, so a snapshot with weights has all the rest. Raises the hub client's errors
-    once `TRIES` attempts at a file have failed, or at once for those that no retry can mend.
+    Weights are downloaded last, so a snapshot with weights is complete. Raises the hub client's errors after `TRIES`
+    attempts at a file, or at once for errors that a retry cannot fix.
     """
     api = HfApi(endpoint=access.endpoint, token=access.token)
     info = _retried(
@@ -78,7 +78,7 @@ def download_snapshot(model_id: str, *, revision: str | None, access: HubAccess)
 def download_file(
     model_id: str, file: RemoteFile, *, revision: str | None, access: HubAccess
 ) -> Path:
-    """One file, by revision name, so that the cache also learns which commit the name stands for."""
+    """Download one file. It is requested by revision name, so that the cache maps the name to its commit."""
     return Path(
         _retried(
             lambda: hf_hub_download(
@@ -96,7 +96,7 @@ def download_file(
 
 
 def _retried(attempt: Callable[[], T], *, what: str, wait: Callable[[float], None]) -> T:
-    """Call until it succeeds, waiting twice as long each time; the last failure is raised."""
+    """Call `attempt` until it succeeds, with doubled waits in between; the last error is raised."""
     for number in range(1, TRIES):
         try:
             return attempt()
@@ -112,7 +112,7 @@ def _retried(attempt: Callable[[], T], *, what: str, wait: Callable[[float], Non
 
 
 def first_line(error: BaseException) -> str:
-    """The hub client's messages go on with advice for Python programmers."""
+    """The first line of an error's text; the hub client adds advice for Python programmers below it."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
@@ -126,13 +126,13 @@ def _is_final(error: BaseException) -> bool:
 
 
 def progress_line(there: int, total: int, *, new: int, seconds: float) -> str:
-    """Bytes `there` of `total`, and how long the rest takes at the rate of the `new` ones in `seconds`."""
+    """A log line: `there` of `total` bytes, and the time left at the rate of `new` bytes in `seconds`."""
     left = f"{(total - there) * seconds / new:.0f} s left" if new > 0 else "waiting for data"
     return f"downloaded {there / MIB:.0f} of {total / MIB:.0f} MiB, {left}"
 
 
 class _Progress:
-    """Logs files, bytes and seconds left while the cache's blobs grow; a context manager around the download."""
+    """A context manager around the download that logs files, bytes and seconds left, from the size of the blobs."""
 
     def __init__(self, files: Sequence[RemoteFile], blobs: Path) -> None:
         self._files = files
@@ -161,12 +161,12 @@ class _Progress:
             )
 
     def _bytes(self) -> int:
-        """Bytes of the weights on disk, unfinished files included; small files are not worth telling apart."""
+        """Bytes of all blobs on disk, unfinished ones included; the small files are negligible."""
         total = 0
         for path in self._blobs.glob("*"):
             try:
                 total += path.stat().st_size
             except FileNotFoundError:
-                # It was renamed between listing and asking.
+                # The file was renamed after it was listed.
                 continue
         return total

@@ -1,4 +1,4 @@
-"""tokenizer.json for models that come without one; apart because `transformers` takes seconds to import."""
+"""Builds tokenizer.json for models without one. A module of its own, since `transformers` takes seconds to import."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from millrace_shard.model_loader.checkpoint_files import TOKENIZER
 
 
 def with_fast_tokenizer(folder: Path, *, side_root: Path) -> Path:
-    """A folder beside `folder`, linking all its files, plus the tokenizer.json that `transformers` builds.
+    """A folder below `side_root` with links to the files of `folder` and the tokenizer.json that `transformers` builds.
 
-    The folder itself may be read-only and is left alone. Raises ModelError when no fast tokenizer can be built.
+    `folder` may be read-only and does not change. Raises ModelError if no fast tokenizer can be built.
     """
     target = side_root / f"{folder.resolve().name}-{_digest(folder)}"
     if (target / TOKENIZER).is_file():
@@ -30,7 +30,7 @@ def with_fast_tokenizer(folder: Path, *, side_root: Path) -> Path:
         try:
             building.rename(target)
         except OSError:
-            # Another process was first; both made the same.
+            # Another process was faster, and its folder has the same contents.
             if not (target / TOKENIZER).is_file():
                 raise
     finally:
@@ -46,14 +46,14 @@ def _save(folder: Path, path: Path) -> None:
         backend = tokenizer.backend_tokenizer
     except (AttributeError, ImportError, OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(
-            f"{folder} has no {TOKENIZER} and none can be built from its tokenizer files ({error});"
+            f"{folder} has no {TOKENIZER}, and none can be built from its tokenizer files ({error});"
             f" put a {TOKENIZER} into the folder"
         ) from error
     backend.save(str(path))
 
 
 def _digest(folder: Path) -> str:
-    """Changes when any file of the folder is replaced."""
+    """A digest that changes when any file of the folder is replaced."""
     state = [str(folder.resolve())]
     for path in sorted(folder.iterdir()):
         stat = path.stat()

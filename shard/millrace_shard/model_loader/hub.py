@@ -1,4 +1,4 @@
-"""From a model's name to one local folder that router and shards can both read, offline first."""
+"""From a model's name to a local folder that router and shards can read; local files are preferred."""
 
 from __future__ import annotations
 
@@ -42,23 +42,23 @@ log = logging.getLogger(__name__)
 
 
 class HubError(ModelError):
-    """No local folder for the model; the message names the remedy."""
+    """The model has no local folder; the message names the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubSettings:
-    """What the environment says about the hub, in the variables that its own tools and TGI read."""
+    """Settings of the hub, from the environment variables that the hub's tools and TGI read."""
 
     access: HubAccess
     offline: bool
     side_root: Path
-    """Writable folder for what has to be added to a model."""
+    """A writable folder for files that are added to a model."""
     weights_override: Path | None = None
-    """Folder to take the model from instead of the cache."""
+    """The folder that holds the model, instead of the cache."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> HubSettings:
-        """Empty variables count as absent."""
+        """Read the variables in `environ`; empty ones count as absent."""
         given = {name: value for name, value in environ.items() if value}
         data_home = Path(given.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
         home = Path(given.get("HF_HOME", data_home / "huggingface")).expanduser()
@@ -85,9 +85,9 @@ class HubSettings:
 
 
 def resolve(model_id: str, *, revision: str | None, settings: HubSettings) -> Path:
-    """The local folder with config, safetensors and tokenizer.json of a model: a folder's path or a hub name.
+    """The local folder with config, safetensors and tokenizer.json of `model_id`, a path or a name on the hub.
 
-    Raises ModelError with the remedy in its text.
+    The model is downloaded if the cache lacks it. Raises ModelError, whose text names the remedy.
     """
     if settings.weights_override is not None:
         return _with_tokenizer(_local(settings.weights_override), settings)
@@ -118,9 +118,9 @@ def _from_hub(model_id: str, *, revision: str | None, settings: HubSettings) -> 
         return cached
     if settings.offline:
         at = f" at revision {revision}" if revision else ""
-        what = f"without {', '.join(missing)}" if cached is not None else "not there"
+        what = f"lacks {', '.join(missing)}" if cached is not None else "is not"
         raise HubError(
-            f"{model_id}{at} was looked for in {settings.access.cache} and is {what}; HF_HUB_OFFLINE forbids the"
+            f"{model_id}{at} {what} in the cache {settings.access.cache}; HF_HUB_OFFLINE forbids the"
             " download: unset it, or point HUGGINGFACE_HUB_CACHE or HF_HOME at the cache that has the model"
         )
     try:
@@ -134,7 +134,7 @@ def _from_hub(model_id: str, *, revision: str | None, settings: HubSettings) -> 
 
 
 def _cached(model_id: str, *, revision: str | None, cache: Path) -> tuple[Path | None, list[str]]:
-    """The cached snapshot, if any, and what it lacks."""
+    """The cached snapshot, if any, and the names of the files that it lacks."""
     config = cached_file(model_id, "config.json", revision=revision, cache=cache)
     if config is None:
         return None, []
@@ -146,7 +146,7 @@ def _cached(model_id: str, *, revision: str | None, cache: Path) -> tuple[Path |
 
 
 def cached_file(model_id: str, name: str, *, revision: str | None, cache: Path) -> Path | None:
-    """A file of a repository that was downloaded before, if it was."""
+    """The cached file `name` of a repository, if any."""
     try:
         found = try_to_load_from_cache(model_id, name, revision=revision, cache_dir=cache)
     except HFValidationError:
@@ -157,7 +157,7 @@ def cached_file(model_id: str, name: str, *, revision: str | None, cache: Path) 
 def explain(
     error: BaseException, model_id: str, *, revision: str | None, settings: HubSettings
 ) -> str:
-    """The sentence that tells the user what to do about a failed download."""
+    """The error text for a failed download, with the remedy."""
     token = (
         "set HF_TOKEN to a token that may read it"
         if settings.access.token is None
@@ -186,7 +186,7 @@ def explain(
     access = settings.access
     return (
         f"{model_id} could not be downloaded from {access.endpoint} to {access.cache}: {first_line(error)};"
-        " what has arrived is kept, start again to go on"
+        " the partial download is kept, start again to resume it"
     )
 
 
@@ -196,7 +196,7 @@ def _with_tokenizer(folder: Path, settings: HubSettings) -> Path:
     # Most models need no conversion, and this import takes seconds.
     from millrace_shard.model_loader.fast_tokenizer import with_fast_tokenizer  # noqa: PLC0415
 
-    log.info("building tokenizer.json, which %s does not have", folder)
+    log.info("building tokenizer.json, which %s lacks", folder)
     try:
         return with_fast_tokenizer(folder, side_root=settings.side_root)
     except PermissionError:
@@ -204,11 +204,11 @@ def _with_tokenizer(folder: Path, settings: HubSettings) -> Path:
 
 
 def private_folder(shared: Path) -> Path:
-    """A folder in `shared`, the same at each start, that no other user writes to. Raises HubError for any other."""
+    """A folder in `shared`, the same at each start, that only this user can write to. Raises HubError otherwise."""
     path = shared / f"millrace-{os.geteuid()}"
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
-    # Others can guess the names in it; a model found there under such a name would be theirs.
+    # File names in the folder are predictable, so another user could plant a model there.
     status = path.lstat()
     mine = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
     if not mine or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

@@ -1,4 +1,4 @@
-"""How far a long loading is, told now and then."""
+"""Progress of loading, logged at intervals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class LoadProgress:
-    """Bytes of a checkpoint that have been read, logged whenever another interval is over."""
+    """Counts the bytes of a checkpoint that have been read, and logs them every INTERVAL_SECONDS."""
 
     def __init__(self, total_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._total_bytes = total_bytes
@@ -21,7 +21,7 @@ class LoadProgress:
         self._logged_at = clock()
 
     def add(self, num_bytes: int) -> None:
-        """So many more have been read."""
+        """Count `num_bytes` more bytes."""
         self._num_bytes += num_bytes
         now = self._clock()
         if now - self._logged_at >= INTERVAL_SECONDS:
@@ -32,5 +32,5 @@ class LoadProgress:
 
 
 def readable_size(num_bytes: int) -> str:
-    """In GB, or in MB below one."""
+    """A size in GB, or in MB below 1 GB."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"

@@ -1,4 +1,4 @@
-"""Which tensors lie in mapped files."""
+"""Tensors in memory-mapped files: recognising them, and releasing their pages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAPS = Path("/proc/self/maps")
 
 
 class MappedFiles:
-    """The places where this process has files mapped now (proc_pid_maps(5))."""
+    """The address ranges at which this process has `paths` mapped at construction (proc_pid_maps(5))."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         names = {str(path.resolve()) for path in paths}
@@ -29,7 +29,7 @@ class MappedFiles:
         ]
 
     def contains(self, tensor: Tensor) -> bool:
-        """Whether `tensor` lies in one of them; elsewhere than on Linux, where nobody knows, it may."""
+        """Whether `tensor` lies in a mapped file; outside Linux, true for every tensor on CPU, which may be mapped."""
         if not ON_LINUX:
             return tensor.device.type == "cpu"
         address = tensor.data_ptr()
@@ -37,10 +37,10 @@ class MappedFiles:
 
 
 def release_pages(found: Tensor) -> None:
-    """Let the system take back the pages under `found`, a view into a mapped file that is not needed any more.
+    """Return the pages under `found`, a view into a mapped file, to the system.
 
-    They stay in the page cache, and are read again if they are needed after all; until then they do not count as this
-    process's. Without it, a checkpoint is resident twice while it is loaded. Elsewhere than on Linux, nothing happens.
+    The pages stay in the page cache and are mapped again at the next access, but do not count as resident memory of
+    this process. Otherwise a checkpoint would be resident twice while it is loaded. No effect outside Linux.
     """
     if not ON_LINUX or found.numel() == 0:
         return

@@ -1,4 +1,4 @@
-"""Has the system read files into its page cache before somebody reads their mapping."""
+"""Prefetches files into the page cache before their mapping is read."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from threading import Condition, Thread
 from millrace_shard.device.resources import available_memory
 
 CHUNK = 8 << 20
-"""Bytes asked for at a time."""
+"""Bytes per request to the system."""
 MEMORY_SHARE = 0.25
-"""Of what is available: pages that were read too early are dropped again."""
+"""Share of the available memory to prefetch: pages that are read too early would be dropped again."""
 
 
 class ReadAhead:
-    """Asks for the bytes of `paths` in order, at most `max_bytes` of them before `used` says that others are done with.
+    """Prefetches `paths` in order, at most `max_bytes` ahead of the bytes reported to `used`.
 
-    A mapping is read 128 KiB at a time, when somebody waits for them, and a disk has nothing to do in between: asked
-    for early, files that were not cached came 1.6 to 2.6 times as fast. What cannot be asked for is read all the same.
+    A mapping is read 128 KiB at a time, on demand, and the disk is idle in between: prefetched, uncached files are read
+    1.6 to 2.6 times as fast. A file that cannot be prefetched is read on demand.
     """
 
     def __init__(self, paths: Sequence[Path], *, max_bytes: int | None = None) -> None:
-        """Begins at once."""
+        """Start prefetching."""
         self._allowed = int(available_memory() * MEMORY_SHARE) if max_bytes is None else max_bytes
         self._is_closed = False
         self._changed = Condition()
@@ -32,7 +32,7 @@ class ReadAhead:
         self._thread.start()
 
     def used(self, num_bytes: int) -> None:
-        """So many more may be asked for."""
+        """Report `num_bytes` more bytes as read, so that as many may be prefetched."""
         with self._changed:
             self._allowed += num_bytes
             self._changed.notify()
@@ -44,7 +44,7 @@ class ReadAhead:
         self.close()
 
     def close(self) -> None:
-        """Ask for no more."""
+        """Stop prefetching."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -52,7 +52,7 @@ class ReadAhead:
 
     def _prefetch(self, paths: Sequence[Path]) -> None:
         prefetched = 0
-        # Some file systems, and all of macOS, cannot be asked.
+        # Some file systems do not support this, and macOS lacks the call.
         with suppress(OSError, AttributeError):
             for path in paths:
                 with path.open("rb") as file:

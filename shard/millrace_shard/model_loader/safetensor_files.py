@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint, single or sharded, opened as they are needed."""
+"""The safetensors files of a checkpoint, single or sharded, opened on demand."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ PREFIX = "model."
 
 
 class SafetensorFiles:
-    """Which file holds which tensor. Raises WeightsError for files that are missing or damaged, naming them."""
+    """The map of tensors to files. Methods raise WeightsError, naming the file, for missing or damaged files."""
 
     def __init__(self, folder: Path, single: str = SINGLE) -> None:
-        """Of an index, of files of a model beside each other, or of one file that is called otherwise, `single`."""
+        """The files of the model in `folder`, by its index or by their names, or the one file named `single`."""
         self._open: dict[Path, Any] = {}
         self._paths = self._find(folder) if single == SINGLE else self._names([folder / single])
 
@@ -28,25 +28,25 @@ class SafetensorFiles:
         return self._stored_name(name) is not None
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The whole tensor's."""
+        """The shape of the whole tensor."""
         return tuple(self._slice(name).get_shape())
 
     def read(self, name: str, *, dim: int, span: tuple[int, int]) -> Tensor:
-        """Rows (dim 0) or columns (dim 1) `span` of a tensor, in the dtype of the file."""
+        """Rows (dim 0) or columns (dim 1) `span` of a tensor, in the dtype of the file; a view of the mapped file."""
         rows = slice(*span)
         found: Tensor = self._slice(name)[rows if dim == 0 else (slice(None), rows)]
         return found
 
     def paths(self) -> list[Path]:
-        """Of all files that are there, in the order of their names."""
+        """The paths of all existing files, in the order of their names."""
         return sorted(path for path in set(self._paths.values()) if path.is_file())
 
     def num_bytes(self) -> int:
-        """Of all files that are there."""
+        """The total size of all existing files."""
         return sum(path.stat().st_size for path in self.paths())
 
     def close(self) -> None:
-        """Forget the open files; they are unmapped once nothing read from them is left."""
+        """Drop the open files; a file is unmapped when no tensor refers to it."""
         self._open.clear()
 
     def _slice(self, name: str) -> Any:  # noqa: ANN401

@@ -1,4 +1,4 @@
-"""Takes a model's tensors out of the mapped files that `transformers` leaves them in."""
+"""Copies a model's tensors out of the mapped files in which `transformers` leaves them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from millrace_shard.model_loader.read_ahead import ReadAhead
 
 
 class TensorUnmapper:
-    """Brings a model that was just read to `device`, tells progress, and leaves nothing of `files` resident.
+    """Moves a model that was just read to `device`, logs progress, and releases the pages of `files`.
 
-    What `transformers` need not convert it leaves where the file is mapped, so that a checkpoint written anew would
-    change the answers of a model that runs, or end it.
+    `transformers` leaves tensors that need no conversion in the mapped file. If the checkpoint were overwritten, the
+    outputs of the running model would change, or its process would crash.
     """
 
     def __init__(
@@ -31,15 +31,15 @@ class TensorUnmapper:
         self._ahead = ahead
         self._progress = LoadProgress(sum(tensor.nbytes for tensor in self._tensors()))
         self._used: set[int] = set()
-        """Addresses: a tied weight is used twice, and what is owned may be used once more."""
+        """Addresses of counted tensors: a tied weight is read twice, and an unmapped tensor may be read again."""
 
     def is_unmapped(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is where it has to be."""
+        """Whether `tensor` is on the device and outside the mapped files."""
         return tensor.device.type == self.device.type and not self._mapped.contains(tensor)
 
     @contextmanager
     def releasing(self, tensor: Tensor) -> Iterator[None]:
-        """Afterwards `tensor` is not read any more, or may be read again at the price of the first time."""
+        """Read `tensor` inside; afterwards its pages are released, and another read costs as much as the first."""
         yield
         if self._mapped.contains(tensor):
             release_pages(tensor)
@@ -49,7 +49,7 @@ class TensorUnmapper:
             self._progress.add(tensor.nbytes)
 
     def unmap_rest(self) -> None:
-        """Have all that is left of the model in memory of its own."""
+        """Copy all tensors that are still mapped or elsewhere into memory of the device."""
         for tensor in self._tensors():
             found = tensor.data
             with self.releasing(found):

@@ -1,4 +1,4 @@
-"""A checkpoint's safetensors, read straight into one rank's slices: never a whole tensor where a part is wanted."""
+"""The tensors of one rank, read from a checkpoint's safetensors; of a split tensor only the rank's part is read."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from millrace_shard.model_loader.safetensor_files import SINGLE, SafetensorFiles
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Outputs of one projection: `units` of `unit_size` rows of its weight, dealt out to the ranks.
+    """Outputs of one projection: `units` of `unit_size` rows of its weight, split over the ranks by units.
 
-    Fewer units than ranks are shared: neighbouring ranks hold the same one.
+    If there are fewer units than ranks, neighbouring ranks hold the same unit.
     """
 
     name: str
@@ -36,17 +36,17 @@ class Columns:
         return self.units * self.unit_size
 
     def span(self, rank: int, world_size: int) -> tuple[int, int]:
-        """First and last row (exclusive) of one rank."""
+        """The half-open range of rows of one rank."""
         count = max(1, self.units // world_size)
         first = rank * self.units // world_size
         return first * self.unit_size, (first + count) * self.unit_size
 
 
 class Weights:
-    """Tensors by name, in `dtype` on `device`, cut for this rank.
+    """Tensors by name, in `dtype` on `device`, sliced for this rank.
 
-    Names are those of the transformers class (`model.layers.0…`); files that leave the leading `model.` out are read
-    all the same. `shape` is the whole tensor's and is checked. Methods raise WeightsError, naming tensor or file.
+    Names are those of the transformers class (`model.layers.0…`); files without the leading `model.` are supported.
+    `shape` is the whole tensor's and is checked. Methods raise WeightsError, naming the tensor or the file.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Weights:
         group: ProcessGroup,
         file: str = SINGLE,
     ) -> None:
-        """Of the checkpoint in `folder`, or of one `file` in it that is called otherwise than a model's."""
+        """Open the checkpoint in `folder`, or only `file` in it."""
         self._files = SafetensorFiles(folder, file)
         self._ahead = ReadAhead(self._files.paths())
         self._progress = LoadProgress(self._files.num_bytes())
@@ -72,7 +72,7 @@ class Weights:
         return name in self._files
 
     def close(self) -> None:
-        """Give the files back."""
+        """Close the files."""
         self._ahead.close()
         self._views.clear()
         self._files.close()
@@ -84,7 +84,7 @@ class Weights:
         return out
 
     def columns(self, parts: Sequence[Columns], inputs: int) -> StoredWeight:
-        """The rank's outputs of all `parts`, each [size, inputs], until `release`."""
+        """The rank's outputs of all `parts`, each [size, inputs]; valid until `release`."""
         found = [
             self._view(part.name, (part.size, inputs), dim=0, span=self._span(part))
             for part in parts
@@ -101,14 +101,14 @@ class Weights:
         return out
 
     def rows(self, name: str, outputs: int, inputs: int) -> StoredWeight:
-        """The rank's inputs, [outputs, inputs / world_size], until `release`."""
+        """The rank's inputs, [outputs, inputs / world_size]; valid until `release`."""
         share = inputs // self._world_size
         span = (self._rank * share, (self._rank + 1) * share)
         part = self._view(name, (outputs, inputs), dim=1, span=span)
         return StoredWeight((part,), self._dtype, self._device)
 
     def vocabulary(self, name: str, vocab_size: int, hidden_size: int) -> Tensor:
-        """The rank's ids: [ceil(vocab_size / world_size), hidden_size], zeros past the last id."""
+        """The rank's rows of the vocabulary, [ceil(vocab_size / world_size), hidden_size]; zeros past the last id."""
         share = -(-vocab_size // self._world_size)
         start = min(self._rank * share, vocab_size)
         end = min(start + share, vocab_size)
@@ -118,7 +118,7 @@ class Weights:
         return out
 
     def release(self) -> None:
-        """Stored weights that were handed out have been packed or copied: their pages need not stay."""
+        """Release the pages of all stored weights, which must have been packed or copied."""
         for values, num_bytes in self._views:
             self._release_view(values, num_bytes)
         self._views.clear()
@@ -130,7 +130,7 @@ class Weights:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
 
     def _fill(self, out: Tensor, name: str, shape: tuple[int, ...], span: tuple[int, int]) -> None:
-        """Copy rows `span` of a tensor, perhaps none, into `out`."""
+        """Copy the rows `span` of a tensor into `out`; the range may be empty."""
         if span[0] < span[1]:
             values = self._read(name, shape, dim=0, span=span)
             out.copy_(values)
@@ -165,5 +165,5 @@ class Weights:
 
 
 def _whole_bytes(values: Tensor, shape: tuple[int, ...]) -> int:
-    """Of all of a tensor, however little of it is this rank's, so that every rank ends at the files' size."""
+    """Bytes of the whole tensor, whatever part this rank reads, so that the total is the size of the files."""
     return math.prod(shape) * values.element_size()

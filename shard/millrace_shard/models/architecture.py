@@ -1,4 +1,4 @@
-"""What a Llama-like checkpoint computes, read off its config; what the family file cannot compute is refused here."""
+"""The architecture of a checkpoint of the Llama family, read from its config, which is checked for unknown features."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _WITHOUT_EFFECT = frozenset(
         "eos_token_id",
     )
 )
-# Fields that other code bases give such checkpoints, with the values that change nothing.
+# Fields that other code bases write, with the values that have no effect.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu", "swish"),
     "pretraining_tp": (1, None),
@@ -96,7 +96,7 @@ class Architecture:
 
     @classmethod
     def from_config(cls, config: PlainConfig | PretrainedConfig) -> Architecture:
-        """Read `config`; raises UnsupportedModel, naming the field, for what the decoder cannot do."""
+        """Read `config`. Raises UnsupportedModel, naming the field, for values that the decoder does not support."""
         kind = config.model_type
         if kind not in FAMILY:
             raise UnsupportedModel(f"model_type {kind!r} is not of the family: {', '.join(FAMILY)}")
@@ -122,15 +122,15 @@ class Architecture:
 
     @property
     def window(self) -> int | None:
-        """The window that every layer has, if there is one."""
+        """The attention window of all layers, if they have the same one."""
         return self.windows[0] if len(set(self.windows)) == 1 else None
 
     def kv_heads_per_rank(self, world_size: int) -> int:
-        """Key-value heads on each rank, which are shared by neighbours where there are fewer heads than ranks."""
+        """Key-value heads per rank; with fewer heads than ranks, neighbouring ranks hold the same head."""
         return max(1, self.num_kv_heads // world_size)
 
     def check_split(self, world_size: int) -> None:
-        """Raises UnsupportedModel, naming the numbers of ranks that work, unless `world_size` is one of them."""
+        """Raise UnsupportedModel, naming the possible numbers of ranks, unless `world_size` is one of them."""
         possible = [n for n in range(1, self.num_heads + 1) if self._splits(n)]
         if world_size not in possible:
             raise UnsupportedModel(
@@ -145,7 +145,7 @@ class Architecture:
 
 
 def _refuse_unknown(config: PlainConfig | PretrainedConfig) -> None:
-    """Refuse values that would change the computation in ways the decoder does not know."""
+    """Raise UnsupportedModel for values that would change the computation in ways the decoder does not support."""
     for name, neutral in _NEUTRAL.items():
         value = getattr(config, name, None)
         if value is not None and value not in neutral:
@@ -202,7 +202,7 @@ def _head_dim(config: PlainConfig | PretrainedConfig) -> int:
 
 
 def _windows(config: PlainConfig | PretrainedConfig) -> tuple[int | None, ...]:
-    """Mistral has one window for all layers, Qwen one for those that `layer_types` names; Llama has none."""
+    """The window of each layer: Mistral has one for all layers, Qwen for those in `layer_types`, Llama has none."""
     num_layers = _count(config, "num_hidden_layers")
     if isinstance(config, PlainConfig):
         return (config.window,) * num_layers

@@ -1,8 +1,8 @@
-"""Stand-ins for what in transformers' modules rounds by what else is in the step, on CPU.
+"""Batch-invariant modules: replacements for modules of transformers whose rounding on CPU depends on the whole step.
 
-Beside linears and attention, which are our kernels' already, these are: activation functions and other elementwise ones
-(see kernels/elementwise.py), and a mixture's products, whose number of rows the whole step's routing decides. Norms,
-softmax and top-k work row by row; sums, products and casts of single elements round as IEEE 754 says.
+Linears and attention use our kernels already. What remains are activations and other elementwise functions (see
+kernels/elementwise.py), and the products of a mixture of experts, whose number of rows depends on the routing of the
+whole step. Norms, softmax and top-k work row by row; sums, products and casts of single elements follow IEEE 754.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MIXTURES = ("MixtralSparseMoeBlock", "Qwen2MoeSparseMoeBlock")
 
 
 def make_batch_invariant(model: PreTrainedModel, kernels: Kernels) -> None:
-    """Replace them all in `model`, whose plain projections are `kernels`' already."""
+    """Replace the modules of `model` that are not batch invariant; its plain projections must use `kernels` already."""
     _replace_children(model, kernels)
     cap = getattr(model.config, "final_logit_softcapping", None)
     if cap is not None:
@@ -32,7 +32,7 @@ def make_batch_invariant(model: PreTrainedModel, kernels: Kernels) -> None:
 
 
 def has_own_products(model: nn.Module) -> bool:
-    """Whether matrices are left in `model`, other than of embeddings and norms: its own code multiplies by them."""
+    """Whether `model` has matrices, other than embeddings and norms, by which its own code multiplies."""
     return any(
         parameter.ndim > 1
         for module in model.modules()
@@ -52,14 +52,14 @@ def _replace_children(module: nn.Module, kernels: Kernels) -> None:
 
 
 class Activation(nn.Module):
-    """An activation function whose bits do not depend on an element's place."""
+    """An activation function whose bits do not depend on the place of an element."""
 
     def __init__(self, function: nn.Module) -> None:
         super().__init__()
         self._function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of any shape."""
+        """Apply the function to `x` of any shape."""
         return elementwise(self._function, x)
 
 
@@ -77,10 +77,10 @@ class CappedHead(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Mixtral's and Qwen2-MoE's mixture of experts, by our linears."""
+    """Mixtral's and Qwen2-MoE's mixture of experts, with the linears of our kernels."""
 
     def __init__(self, block: Any, kernels: Kernels) -> None:  # noqa: ANN401
-        """Take over a class's `block`, whose shared expert, where it has one, is invariant already."""
+        """Take over a class's `block`, whose shared expert, if any, is invariant already."""
         super().__init__()
         router = block.gate
         self._router = kernels.linear(router.weight.detach())
@@ -91,7 +91,7 @@ class Mixture(nn.Module):
         self._shared_gate: nn.Module | None = getattr(block, "shared_expert_gate", None)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[1, T, hidden] to the same."""
+        """[1, T, hidden] to [1, T, hidden]."""
         rows = hidden.reshape(-1, hidden.shape[-1])
         out: Tensor = self._experts(rows, *self._route(rows))
         if self._shared is not None and self._shared_gate is not None:
@@ -104,12 +104,12 @@ class Mixture(nn.Module):
         weights, chosen = torch.topk(scores, self._top_k, dim=-1)
         if self._normalised:
             weights = weights / weights.sum(dim=-1, keepdim=True)
-        # Qwen2-MoE, which alone has a shared expert, rounds them.
+        # Qwen2-MoE, the only one with a shared expert, rounds the weights.
         return chosen, weights if self._shared is None else weights.to(rows.dtype)
 
 
 class Experts(nn.Module):
-    """The experts of a mixture, each a gated pair of linears over the rows that chose it."""
+    """The experts of a mixture, each a gated pair of linears over the rows that are routed to it."""
 
     def __init__(self, experts: Any, kernels: Kernels) -> None:  # noqa: ANN401
         """Take over the weights of a class's `experts`: [E, 2 * inter, hidden], gates first, and [E, hidden, inter]."""
@@ -119,7 +119,7 @@ class Experts(nn.Module):
         self._activation = experts.act_fn
 
     def forward(self, rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """`rows` [T, hidden], the experts of each, `chosen` [T, k], and their `weights` [T, k]: [T, hidden]."""
+        """The weighted sum, [T, hidden], of the `chosen` experts [T, k] of `rows` [T, hidden]; `weights` are [T, k]."""
         num_rows, num_choices = chosen.shape
         order = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=len(self._gate_up)).tolist()
@@ -130,14 +130,14 @@ class Experts(nn.Module):
         out[order] = sorted_out
         out = out.view(num_rows, num_choices, -1) * weights.unsqueeze(-1)
         total = out[:, 0].float()
-        # One after another: a reduction would add in an order that depends on the number of rows.
+        # The order is fixed: a reduction would add in an order that depends on the number of rows.
         for choice in range(1, num_choices):
             total = total + out[:, choice]
         return total.to(rows.dtype)
 
 
 def _by_expert(linears: list[Linear], rows: Tensor, counts: list[int]) -> Tensor:
-    """The next `counts[e]` of `rows` through each of the `linears`, one below the other."""
+    """Apply linear e to the next `counts[e]` of `rows`; returns all results, concatenated."""
     parts = [
         linear(part)
         for linear, part in zip(linears, torch.split(rows, counts), strict=True)

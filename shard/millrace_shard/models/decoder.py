@@ -1,4 +1,4 @@
-"""The Llama family: Llama, Mistral, Qwen2 and Qwen3, one decoder over any kernels and any number of ranks."""
+"""The decoder of the Llama family (Llama, Mistral, Qwen2, Qwen3), over any kernels and any number of ranks."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Decoder:
         return self.logits(self.states(batch, cache))
 
     def states(self, batch: RaggedBatch, cache: Sequence[LayerCache]) -> Tensor:
-        """What the head reads of `batch.logit_rows`: hidden states after the last norm, [R, hidden], on every rank."""
+        """Hidden states of `batch.logit_rows` after the last norm, [R, hidden], on every rank."""
         residual = self._embed(batch.ids)
         x = self.run_layers(residual, batch, cache)
         x, residual = batch.logit_states(x), batch.logit_states(residual)
@@ -71,15 +71,15 @@ class Decoder:
         return self._kernels.add_rms_norm(x, residual, self._norm, self._arch.norm_eps)
 
     def logits(self, states: Tensor) -> Tensor:
-        """[R, vocab] float32 of states [R, hidden]."""
+        """Logits [R, vocab] float32 of `states` [R, hidden]."""
         if states.shape[0] == 0:
             return states.new_empty(0, self.info.vocab_size, dtype=torch.float32)
         whole = self._group.all_gather(self._head(states))
-        # The shares of ranks may go beyond the last id; what reads logits takes rows that follow one another.
+        # The parts of ranks may extend past the last id; readers of logits need contiguous rows.
         return whole[:, : self.info.vocab_size].contiguous()
 
     def first_layers(self, count: int) -> Decoder:
-        """As CausalModel says."""
+        """See CausalModel."""
         first = copy.copy(self)
         first.geometry = KVGeometry(self.geometry.layers[:count])
         first.run_layers = self._runner_of(self._layers[:count])
@@ -122,12 +122,12 @@ class LayerLoader:
         return self._weights.vocabulary(name, self._arch.vocab_size, self._arch.hidden_size)
 
     def head(self, embedding: Tensor) -> Linear:
-        """The output head, which is the embedding where the config ties them."""
+        """The output head, which is the embedding if the config ties them."""
         tied = self._arch.tied_head
         return self._kernels.head(embedding if tied else self.vocabulary("lm_head.weight"))
 
     def layer(self, index: int) -> Layer:
-        """All of layer `index`."""
+        """Load layer `index`."""
         prefix = f"model.layers.{index}"
         attention = self._attention(prefix, self._arch.windows[index])
         self._weights.release()
@@ -179,7 +179,7 @@ class LayerLoader:
         )
 
     def norm(self, name: str, size: int) -> Tensor:
-        """A norm's scales."""
+        """The scales of a norm, [size]."""
         return self._weights.replicated(f"{name}.weight", size)
 
     def _columns(self, parts: Sequence[Columns], *, bias: bool) -> LinearWeights:
@@ -192,7 +192,7 @@ class LayerLoader:
         )
 
     def _rows(self, name: str, inputs: int, *, bias: bool) -> LinearWeights:
-        """The ranks' results are summed, so only rank 0 adds the bias."""
+        """A row-parallel linear. The results of the ranks are summed, so only rank 0 adds the bias."""
         hidden = self._arch.hidden_size
         adds = bias and self._group.rank == 0
         return LinearWeights(

@@ -1,4 +1,4 @@
-"""What the engine asks of a model, whichever of the two paths built it."""
+"""The interface between the engine and a model."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class KVGeometry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What the router has to know of a model."""
+    """The properties of a model that the router needs."""
 
     model_type: str
     vocab_size: int
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
     window_size: int | None
-    """Set when every layer has this attention window."""
+    """The attention window of all layers, if they have the same one."""
     batch_invariant: bool = True
-    """Whether the model's own code keeps what deterministic kernels promise: bits independent of batch mates."""
+    """Whether, with deterministic kernels, a row's bits do not depend on the composition of the batch."""
 
 
 class CausalModel(Protocol):
@@ -43,13 +43,14 @@ class CausalModel(Protocol):
         """Logits of `batch.logit_rows` over the whole vocabulary, [R, vocab] float32, contiguous, on every rank."""
 
     def states(self, batch: RaggedBatch, cache: Sequence[LayerCache]) -> Tensor:
-        """`forward` as far as the head: what that reads of `batch.logit_rows`, [R, hidden], on every rank."""
+        """The inputs of the head for `batch.logit_rows`, [R, hidden], on every rank."""
 
     def logits(self, states: Tensor) -> Tensor:
-        """The rest of it, for any of these states [R, hidden]; the same bits."""
+        """Logits of any rows of these states [R, hidden], with the same bits as from `forward`."""
 
     def first_layers(self, count: int) -> CausalModel:
-        """The same weights with at most so many layers, or with all where they cannot be told from one another.
+        """A model over the same weights with the first `count` layers, or with all if layers cannot be separated.
 
-        Layers follow one another in the same memory: a step of two needs about as much beside the cache as one of all.
+        Layers reuse the same memory, so a step of two layers needs about as much of it, beside the cache, as a step of
+        all layers.
         """

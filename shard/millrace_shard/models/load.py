@@ -1,4 +1,4 @@
-"""From a folder to a model that runs: which path serves it, and what the router must know of it."""
+"""Loads a model from a folder, by the decoder of the Llama family or by the transformers backend."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RopeOverride:
-    """`--rope-scaling` and `--rope-factor`: replaces the scaling of the checkpoint."""
+    """The flags `--rope-scaling` and `--rope-factor`, which replace the scaling of the checkpoint."""
 
     kind: str
     """"linear" or "dynamic"."""
@@ -47,16 +47,15 @@ def load_model(
 ) -> CausalModel:
     """Read this rank's part of the checkpoint in `folder` (config.json and safetensors) onto `device`.
 
-    `max_total_tokens` is the longest sequence that will be asked for, when that is known: it bounds the RoPE table and
-    chooses longrope's factors. Raises UnsupportedModel, WeightsError or, for a folder without a readable config,
-    ModelError.
+    `max_total_tokens` is the length of the longest sequence, if known: it bounds the RoPE table and selects longrope's
+    factors. Raises UnsupportedModel, WeightsError or, for a folder without a readable config, ModelError.
     """
     config = read_config(folder) if rope_override is None else read_any_config(folder)
     if rope_override is not None:
         _override_rope(config, rope_override)
     if config.model_type not in FAMILY:
         assert not isinstance(config, PlainConfig)
-        # Takes a second to import, which every start and restart of the family's models is spared.
+        # The import takes a second, and models of the family do not need it.
         from millrace_shard.models.transformers_backend import TransformersModel, check_supported  # noqa: PLC0415
 
         check_supported(config)
@@ -86,15 +85,15 @@ def load_model(
 
 
 def read_config(folder: Path) -> PlainConfig | PretrainedConfig:
-    """The config of the checkpoint in `folder`, by `transformers` where it takes that. Raises as `read_any_config`."""
+    """The config of the checkpoint in `folder`, read by `transformers` only if needed. Raises as `read_any_config`."""
     raw = _read_json(folder / "config.json")
     return (raw and plain_config(raw)) or read_any_config(folder)
 
 
 def read_any_config(folder: Path) -> PretrainedConfig:
-    """The config of the checkpoint in `folder`, as `transformers` understands it; no code of the folder is run.
+    """The config of the checkpoint in `folder`, read by `transformers`; no code from the folder runs.
 
-    Raises UnsupportedModel for kinds it does not know, ModelError where there is none or an invalid one.
+    Raises UnsupportedModel for unknown model types, and ModelError for a missing or invalid config.
     """
     from transformers import CONFIG_MAPPING, AutoConfig  # noqa: PLC0415
 
@@ -123,7 +122,7 @@ def read_any_config(folder: Path) -> PretrainedConfig:
 
 
 def head_dim(folder: Path) -> int:
-    """Channels of one head of the checkpoint in `folder`, of its text model where it has several. Raises as above."""
+    """Head dimension of the text model in `folder`. Raises as `read_any_config`."""
     config = read_config(folder)
     text = config if isinstance(config, PlainConfig) else config.get_text_config()
     own = getattr(text, "head_dim", None)
@@ -131,7 +130,7 @@ def head_dim(folder: Path) -> int:
 
 
 def model_info(folder: Path, config: PlainConfig | PretrainedConfig) -> ModelInfo:
-    """What the router is told of the model; the end-of-sequence ids are generation_config.json's, else the config's."""
+    """The properties of the model; end-of-sequence ids come from generation_config.json, else from the config."""
     generation = _read_json(folder / "generation_config.json") or {}
     eos = generation.get("eos_token_id")
     return ModelInfo(
@@ -152,7 +151,7 @@ def _longest_sequence(config: PlainConfig | PretrainedConfig) -> int:
 
 
 def _override_rope(config: PretrainedConfig, override: RopeOverride) -> None:
-    """As TGI does: the checkpoint's own scaling is replaced, its base and rotated share are kept."""
+    """Replace the scaling of the checkpoint but keep its base and rotary share, as TGI does."""
     if override.kind not in {"linear", "dynamic"}:
         raise UnsupportedModel(f"rope scaling {override.kind!r} is not one of: linear, dynamic")
     if not override.factor >= 1:
@@ -176,7 +175,7 @@ def _ids(eos: object) -> tuple[int, ...]:
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    """The object in `path`; None where there is no such file."""
+    """The JSON object in `path`; None if the file does not exist."""
     try:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -184,5 +183,5 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     except ValueError as error:
         raise ModelError(f"{path} is not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise ModelError(f"{path} holds no object")
+        raise ModelError(f"{path} is not a JSON object")
     return found

@@ -1,4 +1,4 @@
-"""Our paged attention as one of transformers' attention implementations, for the models that run their own code."""
+"""Paged attention as an attention implementation of transformers, for models that run transformers' code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from millrace_shard.kernels.ragged import RaggedBatch
 NAME = "millrace_paged"
 
 _HONOURED = frozenset(("scaling", "sliding_window", "softcap"))
-# Arguments that transformers passes along and that change nothing in a causal forward pass without dropout.
+# Arguments that transformers passes, and that have no effect in a causal forward pass without dropout.
 _WITHOUT_EFFECT = frozenset(
     (
         "dropout",
@@ -39,17 +39,17 @@ _WITHOUT_EFFECT = frozenset(
 
 
 class Attention(Protocol):
-    """What answers a layer's call during one forward pass."""
+    """Computes the attention of the layers during one forward pass."""
 
     def __call__(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, rule: AttentionRule
     ) -> Tensor:
-        """Queries [T, H, D], keys and values [T, K, D]; returns [T, H * D]."""
+        """Attend with queries [T, H, D], keys and values [T, K, D]; returns [T, H * D]."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionRule:
-    """How a layer attends."""
+    """Scale, window and soft cap of a layer's attention."""
 
     scale: float
     window: int | None
@@ -81,7 +81,7 @@ class PagedAttention:
 
 @dataclass(slots=True)
 class ShapeProbe:
-    """Notes the key-value heads and windows of every layer; what it answers means nothing."""
+    """Records the key-value heads and windows of every layer; its outputs are zeros."""
 
     layers: dict[int, tuple[int, int]] = field(default_factory=dict)
     windows: dict[int, int | None] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class ShapeProbe:
     def __call__(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, rule: AttentionRule
     ) -> Tensor:
-        """See Attention. Raises UnsupportedModel for shapes that the kernels have no cache for."""
+        """See Attention. Raises UnsupportedModel for shapes that the paged cache cannot hold."""
         if keys.shape != values.shape or queries.shape[1] % keys.shape[1]:
             shapes = ", ".join(str(list(t.shape[1:])) for t in (queries, keys, values))
             raise UnsupportedModel(
@@ -107,7 +107,7 @@ _current: ContextVar[Attention] = ContextVar("millrace_attention")
 
 @contextmanager
 def attending(attention: Attention) -> Iterator[None]:
-    """Let `attention` answer the layers of forward passes run inside."""
+    """Use `attention` in all forward passes inside."""
     token = _current.set(attention)
     try:
         yield
@@ -123,7 +123,7 @@ def _attend(
     attention_mask: Tensor | None,
     **arguments: Any,  # noqa: ANN401
 ) -> tuple[Tensor, None]:
-    """Answer a layer: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
+    """The function that transformers calls: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
     _refuse_unknown(arguments | {"attention_mask": attention_mask})
     layer = module.layer_idx
     if not isinstance(layer, int):
@@ -132,7 +132,7 @@ def _attend(
     scaling = arguments.get("scaling")
     rule = AttentionRule(
         scale=queries.shape[2] ** -0.5 if scaling is None else float(scaling),
-        # Some classes say it in the mask alone, which there is none of here.
+        # Some classes pass the window only in the mask, which is not built here.
         window=arguments.get("sliding_window", getattr(module, "sliding_window", None)),
         softcap=arguments.get("softcap"),
     )
@@ -141,7 +141,7 @@ def _attend(
 
 
 def _refuse_unknown(arguments: dict[str, object]) -> None:
-    """Raises UnsupportedModel for what the kernels do not compute, such as attention sinks (`s_aux`)."""
+    """Raise UnsupportedModel for arguments that the kernels do not support, such as attention sinks (`s_aux`)."""
     known = _WITHOUT_EFFECT | _HONOURED
     unknown = sorted(
         name for name, value in arguments.items() if value is not None and name not in known
@@ -153,7 +153,7 @@ def _refuse_unknown(arguments: dict[str, object]) -> None:
 
 
 def _no_mask(*_: object, **__: object) -> None:
-    """The ragged batch says what each token sees."""
+    """Build no mask: the ragged batch determines which keys a token sees."""
 
 
 AttentionInterface.register(NAME, _attend)

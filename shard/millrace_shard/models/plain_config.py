@@ -1,7 +1,7 @@
-"""A config.json of the Llama family that says nothing unusual, read without `transformers`.
+"""A usual config.json of the Llama family, read without `transformers`.
 
-Importing its config classes takes a second and a half and 150 MB, which every start and restart of a shard would pay.
-What is accepted here means to `transformers` what it means here; anything else is left to it.
+The import of transformers' config classes would add 1.5 s and 150 MB to every start of a shard. A config is accepted
+only if it has the same meaning in `transformers`; every other config is read by `transformers`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Llama3Rope(_Strict):
 
 
 class PlainConfig(_Strict):
-    """What all four have, under the names that `transformers` gives it; none of consequence may be left out."""
+    """The fields of all four models, under transformers' names; fields that matter are required."""
 
     model_type: str
     architectures: list[str] | None = None
@@ -66,9 +66,9 @@ class PlainConfig(_Strict):
     eos_token_id: int | list[int] | None
     torch_dtype: Literal["bfloat16", "float16", "float32"] | None = None
     head_dim: PositiveInt | None = None
-    """None: hidden_size over heads."""
+    """None stands for hidden_size / num_attention_heads."""
 
-    # Without effect on what is computed.
+    # These fields do not affect the computation.
     attention_dropout: float = 0
     bos_token_id: int | None = None
     initializer_range: Annotated[float, Field(ge=0, le=1), BeforeValidator(_no_integer)] = 0.0
@@ -79,17 +79,17 @@ class PlainConfig(_Strict):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Of the weights, where it is said."""
+        """Dtype of the weights, if given."""
         return self.torch_dtype and getattr(torch, self.torch_dtype)
 
     @property
     def window(self) -> int | None:
-        """Of every layer's attention."""
+        """Attention window of every layer."""
         return None
 
     @property
     def rope_parameters(self) -> dict[str, Any]:
-        """All of one kind of RoPE."""
+        """Parameters of RoPE, under transformers' names."""
         return self.rope.model_dump()
 
     @model_validator(mode="after")
@@ -112,12 +112,12 @@ class _Mistral(PlainConfig):
 
     @property
     def window(self) -> int | None:
-        """Of every layer's attention."""
+        """Attention window of every layer."""
         return self.sliding_window
 
 
 class _Qwen(PlainConfig):
-    """Its window has no effect while it is not used; `layer_types` may then say so for each layer."""
+    """Qwen without a window: `sliding_window` has no effect, and `layer_types` names full attention, if given."""
 
     use_sliding_window: Literal[False]
     sliding_window: int | None = None
@@ -148,7 +148,7 @@ _Any: TypeAdapter[PlainConfig] = TypeAdapter(
 
 
 def plain_config(raw: Mapping[str, Any]) -> PlainConfig | None:
-    """`raw`, an object of a config.json; None for what only `transformers` can tell the meaning of."""
+    """The config in `raw`, the object of a config.json; None if only `transformers` can interpret it."""
     try:
         return _Any.validate_python(_in_one_dialect(raw))
     except ValidationError:
@@ -156,7 +156,7 @@ def plain_config(raw: Mapping[str, Any]) -> PlainConfig | None:
 
 
 def _in_one_dialect(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Versions of `transformers` before 5 write `torch_dtype`, and the rotation at the top level."""
+    """Unify the formats: versions of `transformers` before 5 write `torch_dtype`, and RoPE at the top level."""
     fields = dict(raw)
     if "dtype" in fields and "torch_dtype" not in fields:
         fields["torch_dtype"] = fields.pop("dtype")

@@ -1,4 +1,4 @@
-"""The cosines and sines that rotate queries and keys, for every kind of RoPE that transformers knows."""
+"""Tables of the cosines and sines of rotary position embeddings, for every kind that transformers supports."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ if TYPE_CHECKING:
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 LENGTH_DEPENDENT = ("dynamic", "longrope")
-"""Kinds whose frequencies transformers takes from the longest sequence in the batch."""
+"""Kinds whose frequencies depend, in transformers, on the longest sequence in the batch."""
 POSITIONS_PER_STEP = 8192
 
 
 def rope_table(
     config: PlainConfig | PretrainedConfig, num_positions: int, *, long_context: bool = False
 ) -> Tensor:
-    """[num_positions, rotary_dim] float32 on the CPU: cosines in the first half, sines in the second, both scaled.
+    """A table [num_positions, rotary_dim] float32 on CPU: cosines in the first half, sines in the second, both scaled.
 
-    Two kinds depend on a length. transformers takes the longest one in the batch, so that a sequence's keys change
-    with its company and with how it was cut. Here a row of the table depends on its position alone:
+    Two kinds depend on a length. transformers takes the longest one in the batch, so that the keys of a sequence depend
+    on the other sequences and on its prefill chunks. Here a row of the table depends on its position alone:
 
-    - dynamic: position p is rotated as transformers does in a sequence of p + 1 tokens. That equals `generate` for
-      prompts within `max_position_embeddings`, also where the generation runs past it.
-    - longrope: positions within `original_max_position_embeddings` take the short factors, later ones the long
-      factors, which equals `generate` for prompts within that length. With `long_context` all positions take the
-      long factors, which equals `generate` for prompts beyond it, and is what a server for long prompts wants.
+    - dynamic: position p is rotated as in a sequence of p + 1 tokens. That equals `generate` for prompts within
+      `max_position_embeddings`, even if the generation exceeds it.
+    - longrope: positions within `original_max_position_embeddings` use the short factors, later ones the long factors.
+      That equals `generate` for prompts within that length. With `long_context`, all positions use the long factors.
+      That equals `generate` for longer prompts, and suits a server of long prompts.
 
-    Raises UnsupportedModel for any other kind, and for parameters that differ from layer to layer.
+    Raises UnsupportedModel for any other kind, and for parameters that differ between layers.
     """
     rope_type = rope_kind(config)
     positions = torch.arange(num_positions)
@@ -49,7 +49,7 @@ def rope_table(
 def model_rope_table(
     config: PlainConfig | PretrainedConfig, max_total_tokens: int | None
 ) -> Tensor:
-    """The table for a model that serves sequences of up to `max_total_tokens`, or as long as its encoding goes."""
+    """The table for sequences of up to `max_total_tokens`, or of any length that the model supports."""
     longest = longest_position(config)
     wanted = min(longest, max_total_tokens or longest)
     trained = config.rope_parameters.get("original_max_position_embeddings", longest)
@@ -72,7 +72,7 @@ def rope_kind(config: PlainConfig | PretrainedConfig) -> str:
 
 
 def longest_position(config: PlainConfig | PretrainedConfig) -> int:
-    """How many positions the encoding supports: what was trained, stretched by the scaling."""
+    """The number of positions that the encoding supports: the trained ones, extended by the scaling."""
     kind, trained = rope_kind(config), int(config.max_position_embeddings)
     factor = float(config.rope_parameters.get("factor") or 1.0)
     if kind in {"linear", "dynamic"}:
@@ -95,12 +95,12 @@ def _rotations(
 def _frequencies(
     config: PlainConfig | PretrainedConfig, kind: str, positions: Tensor, *, long_context: bool
 ) -> tuple[Tensor, float]:
-    """Inverse frequencies, one row for all positions or one each, and the scaling of cosines and sines."""
+    """Inverse frequencies, one row for all positions or one per position, and the scaling of cosines and sines."""
     if kind == "default":
         return _default_frequencies(config), 1.0
     if kind == "llama3":
         return _llama3_frequencies(config), 1.0
-    # Takes half a second to import, which the two common kinds are spared.
+    # The import takes half a second, and the two common kinds do not need it.
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: PLC0415
 
     init, cpu = ROPE_INIT_FUNCTIONS[kind], torch.device("cpu")
@@ -126,7 +126,7 @@ def _default_frequencies(config: PlainConfig | PretrainedConfig) -> Tensor:
 
 
 def _llama3_frequencies(config: PlainConfig | PretrainedConfig) -> Tensor:
-    """Llama 3.1's: waves longer than the trained context are stretched, short ones kept, those between interpolated."""
+    """Llama 3.1's: long waves are stretched, short ones kept, and those in between interpolated."""
     parameters, plain = config.rope_parameters, _default_frequencies(config)
     factor, low, high = (
         float(parameters[name]) for name in ("factor", "low_freq_factor", "high_freq_factor")

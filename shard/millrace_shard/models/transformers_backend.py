@@ -1,4 +1,4 @@
-"""Any class of transformers whose attention is pluggable, run on our paged KV cache by its own code."""
+"""Runs the code of transformers' classes on our paged KV cache; their attention must be pluggable."""
 
 from __future__ import annotations
 
@@ -26,15 +26,11 @@ from millrace_shard.model_loader.unmapped_tensors import TensorUnmapper
 from millrace_shard.models.batch_invariant import has_own_products, make_batch_invariant
 from millrace_shard.models.interface import KVGeometry, ModelInfo
 from millrace_shard.models.paged_attention import NAME, PagedAttention, ShapeProbe, attending
-from millrace_shard.models.rope import (
-    LENGTH_DEPENDENT,
-    POSITIONS_PER_STEP,
-    model_rope_table,
-    rope_kind,
-)
+from millrace_shard.models.rope import rope_kind
+from millrace_shard.models.table_rotary import rope_depends_on_length, use_rotary_table
 
 _OWN_ROTARY = ("cohere", "olmo2")
-"""Classes whose rotary embedding is not laid out as Llama's."""
+"""Classes whose rotary embedding has another layout than Llama's."""
 
 SUPPORTED = (
     "cohere",
@@ -53,18 +49,18 @@ SUPPORTED = (
     "stablelm",
     "starcoder2",
 )
-"""Each is checked against its own eager attention, logit by logit; a class that ignores the hook is silently wrong."""
+"""Tests compare the logits of each with eager attention, since a class that ignores the hook is silently wrong."""
 
 
 class TransformersModel:
     """A CausalModel around a transformers class.
 
-    Its projections and attention are our kernels', the rest its own code. On CPU, with deterministic kernels, what of
-    that would round by what else is in the step is replaced; elsewhere the model is not batch invariant.
+    Projections and attention use our kernels, the rest is the class's code. On CPU with deterministic kernels, modules
+    that are not batch invariant are replaced; elsewhere the model is not batch invariant.
     """
 
     def __init__(self, model: PreTrainedModel, info: ModelInfo, kernels: Kernels) -> None:
-        """Take over `model`, whose attention implementation is ours. Raises UnsupportedModel."""
+        """Take over `model`, which must have been built with attention implementation NAME. Raises UnsupportedModel."""
         self._model = model.eval().requires_grad_(requires_grad=False)
         self._kernels = kernels
         shapes = self._probe()
@@ -98,11 +94,11 @@ class TransformersModel:
             model = _read(folder, config, dtype)
             unmapper = TensorUnmapper(model, files.paths(), device, ahead)
             if device.type != "cpu":
-                # Nothing is packed there, so a tied head stays one with the embeddings.
+                # Only CPU packs weights; elsewhere a tied head shares memory with the embeddings.
                 unmapper.unmap_rest()
             _use_linears(model, kernels, unmapper)
             unmapper.unmap_rest()
-        _use_rotary_table(model, info.max_position_embeddings, max_total_tokens)
+        use_rotary_table(model, info.max_position_embeddings, max_total_tokens)
         if _wants_invariance(kernels, device):
             make_batch_invariant(model, kernels)
         return cls(model, info, kernels)
@@ -116,7 +112,7 @@ class TransformersModel:
 
     @torch.inference_mode()
     def states(self, batch: RaggedBatch, cache: Sequence[LayerCache]) -> Tensor:
-        """`forward` as far as the head: what that reads of `batch.logit_rows`, [R, hidden]."""
+        """The inputs of the head for `batch.logit_rows`, [R, hidden]."""
         with attending(PagedAttention(self._kernels, batch, cache)):
             output = self._model.get_decoder()(
                 input_ids=batch.ids.unsqueeze(0),
@@ -127,19 +123,19 @@ class TransformersModel:
 
     @torch.inference_mode()
     def logits(self, states: Tensor) -> Tensor:
-        """[R, vocab] float32 of states [R, hidden], by the class's own code, which may scale or cap them."""
+        """Logits [R, vocab] float32 of `states` [R, hidden], by the class's code, which may scale or cap them."""
         with _bypassing(self._model.get_decoder(), states.unsqueeze(0)):
             output = self._model(inputs_embeds=states.unsqueeze(0), use_cache=False)
         logits: Tensor = output.logits[0]
         return logits.float()
 
     def first_layers(self, count: int) -> TransformersModel:  # noqa: ARG002
-        """All of them: what a class does between its layers is its own."""
+        """The whole model: a class may compute anything between its layers."""
         return self
 
     @torch.inference_mode()
     def _probe(self) -> ShapeProbe:
-        """Run two tokens to learn the shapes; a config may say otherwise than its class does."""
+        """Run two tokens to find the shapes, since a class may differ from its config."""
         probe = ShapeProbe()
         tokens = torch.arange(2, device=self._model.device)
         with attending(probe):
@@ -149,7 +145,7 @@ class TransformersModel:
         return probe
 
     def _run(self, ids: Tensor, positions: Tensor, logit_rows: Tensor | int) -> Tensor:
-        """Logits of `logit_rows`, or of all tokens where that is 0."""
+        """Logits of `logit_rows`, or of all tokens if it is 0."""
         output = self._model(
             input_ids=ids.unsqueeze(0),
             position_ids=positions.unsqueeze(0),
@@ -162,9 +158,9 @@ class TransformersModel:
 
 @contextmanager
 def _bypassing(decoder: nn.Module, states: Tensor) -> Iterator[None]:
-    """Have `decoder` answer with `states` [1, R, hidden], whatever it is given."""
+    """Make `decoder` return `states` [1, R, hidden] inside, whatever its inputs are."""
     output = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=states)
-    # Classes with a mixture of experts pass this on.
+    # Classes with a mixture of experts read this attribute.
     output.router_logits = None
     decoder.forward = lambda *_, **__: output
     try:
@@ -174,7 +170,7 @@ def _bypassing(decoder: nn.Module, states: Tensor) -> Iterator[None]:
 
 
 def check_supported(config: PretrainedConfig) -> None:
-    """Raises UnsupportedModel for architectures, quantised weights and RoPE that this path does not run."""
+    """Raise UnsupportedModel for architectures, quantised weights and kinds of RoPE that are not supported."""
     if config.model_type not in SUPPORTED:
         raise UnsupportedModel(
             f"model_type {config.model_type!r} is not supported; beside the Llama family these are: "
@@ -182,18 +178,14 @@ def check_supported(config: PretrainedConfig) -> None:
         )
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModel(f"quantization_config is not supported for {config.model_type}")
-    if _rope_depends_on_length(config) and config.model_type in _OWN_ROTARY:
+    if rope_depends_on_length(config) and config.model_type in _OWN_ROTARY:
         raise UnsupportedModel(
             f"rope_type {rope_kind(config)!r} is not supported for {config.model_type}"
         )
 
 
-def _rope_depends_on_length(config: PretrainedConfig) -> bool:
-    return bool(getattr(config, "rope_parameters", None)) and rope_kind(config) in LENGTH_DEPENDENT
-
-
 def _check_windows(model: PreTrainedModel, windows: dict[int, int | None]) -> None:
-    """Raises UnsupportedModel where a class keeps to itself what its config says of a layer's window."""
+    """Raise UnsupportedModel if a class does not pass the windows of its config to the attention function."""
     for layer, kind in enumerate(getattr(model.config, "layer_types", None) or ()):
         if kind != ("full_attention" if windows[layer] is None else "sliding_attention"):
             raise UnsupportedModel(
@@ -201,26 +193,8 @@ def _check_windows(model: PreTrainedModel, windows: dict[int, int | None]) -> No
             )
 
 
-class TableRotary(nn.Module):
-    """A class's rotary embedding as a table: a position is rotated alike whatever else is in the step.
-
-    Computed in place, the last bits of cosines would depend on the number of tokens, and with some kinds of RoPE the
-    angles on the longest sequence.
-    """
-
-    def __init__(self, cosines: Tensor, sines: Tensor) -> None:
-        """Both [positions, rotary_dim], laid out as the class wants them."""
-        super().__init__()
-        self._cosines = cosines
-        self._sines = sines
-
-    def forward(self, _: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of `position_ids` [1, T]: [1, T, rotary_dim]."""
-        return self._cosines[position_ids], self._sines[position_ids]
-
-
 class KernelLinear(nn.Module):
-    """A projection of any class, computed by our kernels."""
+    """A projection of a class, computed by our kernels."""
 
     def __init__(self, linear: Linear) -> None:
         super().__init__()
@@ -232,30 +206,12 @@ class KernelLinear(nn.Module):
 
 
 def _wants_invariance(kernels: Kernels, device: torch.device) -> bool:
-    """On CUDA the order of a class's own sums depends on the number of rows."""
+    """Only on CPU: on CUDA the order of a class's own sums depends on the number of rows."""
     return kernels.deterministic and device.type == "cpu"
 
 
-def _use_rotary_table(model: PreTrainedModel, longest: int, max_total_tokens: int | None) -> None:
-    """For sequences of up to `longest` tokens, or `max_total_tokens` where that is less."""
-    rotary = getattr(model.base_model, "rotary_emb", None)
-    if rotary is None:
-        return
-    if _rope_depends_on_length(model.config):
-        table = model_rope_table(model.config, max_total_tokens).to(model.device, model.dtype)
-        cosines, sines = (torch.cat((half, half), dim=-1) for half in table.chunk(2, dim=-1))
-    else:
-        x = torch.empty(0, dtype=model.dtype, device=model.device)
-        positions = torch.arange(min(longest, max_total_tokens or longest), device=model.device)
-        parts = [
-            rotary(x, part.unsqueeze(0)) for part in torch.split(positions, POSITIONS_PER_STEP)
-        ]
-        cosines, sines = (torch.cat([part[i][0] for part in parts]) for i in (0, 1))
-    model.base_model.rotary_emb = TableRotary(cosines, sines)
-
-
 def _read(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The class with its weights, which lie where their file is mapped unless they had to be converted."""
+    """The class with its weights, which stay in the mapped file unless they need conversion."""
     disable_progress_bar()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -282,7 +238,7 @@ def _read(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrai
 
 
 def _use_linears(module: nn.Module, kernels: Kernels, unmapper: TensorUnmapper) -> None:
-    """Hand every plain projection below `module` to the kernels."""
+    """Replace every plain projection below `module` by the kernels' linear."""
     for name, child in list(module.named_children()):
         if type(child) not in {nn.Linear, Conv1D}:
             _use_linears(child, kernels, unmapper)

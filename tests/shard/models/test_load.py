@@ -184,7 +184,7 @@ def test_a_folder_without_config(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ("{", "is not JSON"),
-        ("[1]", "holds no object"),
+        ("[1]", "is not a JSON object"),
         ("{}", "model_type=None"),
         ('{"model_type": "nothing_known"}', "model_type='nothing_known'"),
         ('{"model_type": "llama", "hidden_size": "wide"}', "is not a valid llama config"),

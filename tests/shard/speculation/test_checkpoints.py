@@ -108,7 +108,7 @@ def test_a_draft_model_that_is_not_there_is_named(tmp_path: Path) -> None:
     folder = write(tmp_path / "model", MODEL)
     with pytest.raises(ModelError, match="there is no folder /no/such/draft"):
         find(str(folder), settings(tmp_path), "/no/such/draft")
-    with pytest.raises(ModelError, match="org/other was looked for"):
+    with pytest.raises(ModelError, match="org/other is not in the cache"):
         find(str(folder), settings(tmp_path, offline=True), "org/other")
 
 
