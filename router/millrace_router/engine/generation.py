@@ -180,6 +180,7 @@ class Collected:
     times: Timings
     cached_tokens: int
     sample: int = 0
+    """As in `Generation`; the best of several stands for all."""
     others: tuple[Collected, ...] = ()
     """With `best_of`: the ones that were not the best."""
 

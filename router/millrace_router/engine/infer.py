@@ -1,4 +1,4 @@
-"""Between routes and batcher: permits, validation, one generation or several of one prompt."""
+"""From a request's parameters to generations: permits, validation, and one or several samples of one prompt."""
 
 from __future__ import annotations
 
@@ -23,32 +23,24 @@ from millrace_router.validation.validator import Validated, Validator, check_bes
 
 
 class Batcher(Protocol):
-    """Where valid requests go."""
+    """Queues valid requests."""
 
     def submit(self, request: ValidRequest, /) -> TokenStream:
         """Queue a request; raises RouterError."""
 
     def estimate(self, request: ValidRequest, /) -> Estimate:
-        """What would become of a request that came now; it is not queued."""
+        """Predict what would happen to a request that came now; it is not queued."""
 
     def drain_seconds(self) -> float:
-        """Until there is room for one more request; 0 while nothing is known."""
+        """Predict the time until there is room for one more request, in seconds; 0 while nothing is known."""
 
 
 SHORTEST = ValidRequest(input_ids=(0,), max_new_tokens=1)
-"""The least that anyone may ask for."""
+"""The smallest valid request."""
 
 
-def ignore(_: RouterError) -> None:
-    """Take no notice of a failure."""
-
-
-def _nothing() -> None:
-    pass
-
-
-def _unseen(_: float) -> None:
-    pass
+def noop(*_: object) -> None:
+    """Do nothing."""
 
 
 class Infer:
@@ -60,11 +52,11 @@ class Infer:
         validator: Validator,
         metrics: Metrics,
         *,
-        on_failure: Callable[[RouterError], None] = ignore,
-        on_token: Callable[[], None] = _nothing,
-        on_entry: Callable[[float], None] = _unseen,
+        on_failure: Callable[[RouterError], None] = noop,
+        on_token: Callable[[], None] = noop,
+        on_entry: Callable[[float], None] = noop,
     ) -> None:
-        """`on_entry` is told how many seconds after its arrival a request was queued."""
+        """`on_entry` gets the seconds from a request's arrival until it was queued."""
         self._batcher = batcher
         self._validator = validator
         self._metrics = metrics
@@ -75,7 +67,7 @@ class Infer:
         self.permits = Permits(validator.limits.max_concurrent_requests, batcher.drain_seconds)
 
     def drain(self) -> None:
-        """Accept nothing from now on; what runs goes on."""
+        """Refuse new requests from now on; running ones go on."""
         self._draining = True
 
     @property
@@ -101,10 +93,10 @@ class Infer:
         scheduling: SchedulingParameters = DEFAULT_SCHEDULING,
         add_special_tokens: bool = True,
     ) -> Appraisal:
-        """Tell of one generation of `request` without running it; a full server answers too.
+        """Predict one generation of `request` without running it; a full server answers too.
 
         Raises:
-            RouterError: as for `generate`, but for what does not fit.
+            RouterError: as for `generate`, except that a request which does not fit gets an answer.
 
         """
         if self._draining:
@@ -135,7 +127,7 @@ class Infer:
         scheduling: SchedulingParameters = DEFAULT_SCHEDULING,
         add_special_tokens: bool = True,
     ) -> Generation:
-        """Validate and queue one generation, whose events are read as they come; raises as `start_samples`."""
+        """Validate and queue one generation; raises as `start_samples`."""
         (generation,) = await self.start_samples(
             request, 1, scheduling=scheduling, add_special_tokens=add_special_tokens
         )
@@ -152,8 +144,7 @@ class Infer:
         """Validate once, and queue `count` generations that differ in their seeds alone, or none.
 
         They share the full blocks of their prompt: the first computes them, and the others wait for it in the queue.
-        Only the first tells the prompt's log probabilities.
-        Each holds a permit, and each counts as a request in the metrics.
+        The first alone has the prompt's log probabilities. Each holds a permit, and counts as a request in the metrics.
 
         Raises:
             RouterError: the server drains, is overloaded, or the request is not valid.
@@ -165,6 +156,7 @@ class Infer:
                 request,
                 record,
                 count=count,
+                counted=True,
                 scheduling=scheduling,
                 add_special_tokens=add_special_tokens,
             )
@@ -176,38 +168,37 @@ class Infer:
         scheduling: SchedulingParameters = DEFAULT_SCHEDULING,
         add_special_tokens: bool = True,
     ) -> Collected:
-        """Generate to the end; with `best_of` several times, of which the likeliest wins.
+        """Generate to the end; with `best_of` return the likeliest of several samples.
 
         Raises:
             RouterError: as for `start`, or the generation failed.
 
         """
         best_of = request.parameters.best_of or 1
-        with self._accounted() as record:
-            if best_of == 1:
-                (generation,) = await self._start(
-                    request,
-                    record,
-                    count=1,
-                    scheduling=scheduling,
-                    add_special_tokens=add_special_tokens,
-                )
-                async with generation:
-                    return await generation.collect()
-            check_best_of(request.parameters, self._validator.limits)
-            collected = await self._best_of(
+        with self._accounted() as record, ExitStack() as cleanup:
+            if best_of > 1:
+                check_best_of(request.parameters, self._validator.limits)
+            generations = await self._start(
                 request,
                 record,
-                best_of=best_of,
+                count=best_of,
+                counted=best_of == 1,
                 scheduling=scheduling,
                 add_special_tokens=add_special_tokens,
             )
-            record.succeeded(collected.times, collected.finished.generated_tokens)
-            return collected
+            for generation in generations:
+                cleanup.callback(generation.close)
+            # Tokens of the others wait in their streams.
+            collected = [await generation.collect() for generation in generations]
+            if best_of == 1:
+                return collected[0]
+            best = _best_of(collected)
+            record.succeeded(best.times, best.finished.generated_tokens)
+            return best
 
     @contextmanager
     def _accounted(self) -> Iterator[RequestRecord]:
-        """Count a request from its arrival on, and its end if it ends in here."""
+        """Count a request from its arrival on, and its end if it ends within the block."""
         if self._draining:
             raise ShuttingDown
         record = RequestRecord(self._metrics, self._on_failure, self._on_token)
@@ -226,9 +217,11 @@ class Infer:
         record: RequestRecord,
         *,
         count: int,
+        counted: bool,
         scheduling: SchedulingParameters,
         add_special_tokens: bool,
     ) -> tuple[Generation, ...]:
+        """Queue `count` samples; with `counted` each counts as a request in the metrics."""
         self.permits.take(count)
         with ExitStack() as undo:
             undo.callback(self.permits.give, count)
@@ -239,49 +232,17 @@ class Infer:
             streams = self._submit(samples)
             undo.pop_all()
         self._on_entry(streams[0].queued_at - record.arrived_at)
-        records = (record, *(record.sibling() for _ in samples[1:]))
         return tuple(
             Generation(
                 sample,
                 stream,
                 sample=index,
-                record=own,
-                counted=True,
+                record=record.sibling() if counted and index else record,
+                counted=counted,
                 release=self.permits.give,
             )
-            for index, (sample, stream, own) in enumerate(
-                zip(samples, streams, records, strict=True)
-            )
+            for index, (sample, stream) in enumerate(zip(samples, streams, strict=True))
         )
-
-    async def _best_of(
-        self,
-        request: GenerateRequest,
-        record: RequestRecord,
-        *,
-        best_of: int,
-        scheduling: SchedulingParameters,
-        add_special_tokens: bool,
-    ) -> Collected:
-        """Submit all at once and collect one after the other: tokens of the others wait in their streams."""
-        with ExitStack() as cleanup:
-            self.permits.take(best_of)
-            cleanup.callback(self.permits.give, best_of)
-            validated = await self._validator.validate(
-                request, scheduling=scheduling, add_special_tokens=add_special_tokens
-            )
-            samples = _samples_of(validated, best_of)
-            generations = [
-                Generation(sample, stream, record=record, counted=False, release=_nothing)
-                for sample, stream in zip(samples, self._submit(samples), strict=True)
-            ]
-            for generation in generations:
-                cleanup.callback(generation.close)
-            first, *rest = [await generation.collect() for generation in generations]
-            collected = [first, *(replace(one, prompt=first.prompt) for one in rest)]
-        best = max(collected, key=lambda one: one.mean_logprob)
-        others = tuple(one for one in collected if one is not best)
-        return replace(best, others=others)
 
     def _submit(self, samples: Sequence[Validated]) -> list[TokenStream]:
         """Queue all of them, or none; raises RouterError."""
@@ -295,10 +256,18 @@ class Infer:
         return streams
 
 
-def _samples_of(validated: Validated, count: int) -> list[Validated]:
-    """The same request as often as it is to be sampled, each time with a seed of its own.
+def _best_of(collected: Sequence[Collected]) -> Collected:
+    """Return the likeliest sample, with the others beside it; all get the prompt's scores of the first."""
+    scored = [replace(one, prompt=collected[0].prompt) for one in collected]
+    best = max(scored, key=lambda one: one.mean_logprob)
+    return replace(best, others=tuple(one for one in scored if one is not best))
 
-    Only the first has the prompt scored, which is the same for all and would take each of them the whole prompt.
+
+def _samples_of(validated: Validated, count: int) -> list[Validated]:
+    """Copy the request `count` times, each copy with a seed of its own.
+
+    The first copy alone asks for the prompt's log probabilities: they are the same for all, and need the whole prompt
+    computed.
     """
     if count == 1:
         return [validated]

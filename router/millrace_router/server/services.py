@@ -1,4 +1,4 @@
-"""What the HTTP handlers work with, put together once the shards have warmed up."""
+"""The parts that HTTP handlers use, assembled once the shards have warmed up."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ KEEP_ALIVE_SECONDS = 15.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Services:
-    """Everything an application is made of."""
+    """The parts of an application."""
 
     config: RouterConfig
     shard: ShardInfo
     capacity: Capacity
     limits: Limits
     max_batch_prefill_tokens: int
-    """Resolved: what the flag says, or what fits."""
+    """The flag's value, or the largest that fits."""
     tokenizer: Tokenizer
     template: ChatTemplate
     tool_format: ToolFormat
@@ -46,7 +46,6 @@ class Services:
     request_log: RequestLog | None = None
     cost: CostModel | None = None
     late: LatePlanning | None = None
-    pipeline_tag: str | None = "text-generation"
     compute_type: str = "gpu+optimized"
     """Value of the `x-compute-type` header."""
     keep_alive_seconds: float = KEEP_ALIVE_SECONDS

@@ -6,6 +6,9 @@ from typing import NotRequired
 
 from typing_extensions import TypedDict
 
+from millrace_router.server.services import Services
+from millrace_router.version import VERSION
+
 
 class ErrorResponseJson(TypedDict):
     """A failure, as TGI's clients read it."""
@@ -22,8 +25,8 @@ class QuarantineJson(TypedDict):
     quarantined: list[dict[str, object]]
 
 
-class InfoJson(TypedDict):
-    """Answer of `/info`."""
+class LimitsJson(TypedDict):
+    """The model, and what one request may ask for."""
 
     model_id: str
     model_sha: str | None
@@ -45,6 +48,11 @@ class InfoJson(TypedDict):
     max_batch_size: int | None
     validation_workers: int
     max_client_batch_size: int
+
+
+class SchedulerJson(TypedDict):
+    """Settings of the scheduler, and the costs that it has measured: the input of a simulation."""
+
     prefill_chunking: str
     prefix_caching: str
     kv_reservation: str
@@ -62,6 +70,11 @@ class InfoJson(TypedDict):
     step_ratios: list[float]
     entry_seconds: float
     turn_seconds: float
+
+
+class InfoJson(LimitsJson, SchedulerJson):
+    """Answer of `/info`."""
+
     attention: str
     deterministic: bool
     speculate: int
@@ -71,3 +84,70 @@ class InfoJson(TypedDict):
     version: str
     sha: str | None
     docker_label: str | None
+
+
+def info_json(services: Services) -> InfoJson:
+    """Describe the server."""
+    shard = services.shard
+    return {
+        **_limits(services),
+        **_scheduler(services),
+        "attention": shard.attention,
+        "deterministic": shard.deterministic,
+        "speculate": shard.speculate,
+        "grammars": services.limits.grammars,
+        "num_shard": shard.world_size,
+        "router": "text-generation-router",
+        "version": VERSION,
+        "sha": None,
+        "docker_label": None,
+    }
+
+
+def _limits(services: Services) -> LimitsJson:
+    config, shard, limits = services.config, services.shard, services.limits
+    return {
+        "model_id": config.model_id,
+        "model_sha": config.revision,
+        "model_dtype": shard.dtype,
+        "model_device_type": shard.device_type,
+        "model_pipeline_tag": "text-generation",
+        "max_concurrent_requests": limits.max_concurrent_requests,
+        "max_best_of": limits.max_best_of,
+        "max_n": limits.max_n,
+        "max_stop_sequences": limits.max_stop_sequences,
+        "max_top_n_tokens": limits.max_top_n_tokens,
+        "max_input_tokens": limits.max_input_tokens,
+        "max_input_length": limits.max_input_tokens,
+        "max_total_tokens": limits.max_total_tokens,
+        "waiting_served_ratio": config.waiting_served_ratio,
+        "max_batch_prefill_tokens": services.max_batch_prefill_tokens,
+        "max_batch_total_tokens": services.capacity.max_batch_total_tokens,
+        "max_waiting_tokens": config.max_waiting_tokens,
+        "max_batch_size": config.max_batch_size,
+        "validation_workers": config.validation_workers,
+        "max_client_batch_size": limits.max_client_batch_size,
+    }
+
+
+def _scheduler(services: Services) -> SchedulerJson:
+    config, cost = services.config, services.cost
+    return {
+        "prefill_chunking": config.prefill_chunking,
+        "prefix_caching": config.prefix_caching,
+        "kv_reservation": config.kv_reservation,
+        "target_inter_token_latency": config.target_inter_token_latency,
+        "fairness": config.fairness,
+        "priority_ageing": config.priority_ageing,
+        "max_queue_size": config.max_queue_size,
+        "max_queue_wait": config.max_queue_wait,
+        "steps_in_flight": config.steps_in_flight,
+        "late_planning": config.late_planning,
+        "late_planning_share": 0.0 if services.late is None else round(services.late.share, 4),
+        "block_size": services.shard.block_size,
+        "num_blocks": services.capacity.num_blocks,
+        "cost_model": {} if cost is None else cost.to_json(),
+        "step_ratios": [] if cost is None else [round(r, 4) for r in cost.variation.ratios()],
+        "entry_seconds": 0.0 if cost is None else round(cost.variation.entry_seconds, 6),
+        "turn_seconds": 0.0 if cost is None else round(cost.variation.turn_seconds, 6),
+    }

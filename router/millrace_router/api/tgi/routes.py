@@ -57,10 +57,8 @@ async def generate_stream(request: web.Request) -> web.StreamResponse:
 async def compat_generate(request: web.Request) -> web.StreamResponse:
     """`POST /`: either of the two; an answer in one piece comes as a list of one."""
     body = await read_model(request, CompatGenerateRequest)
-    services = request.app[SERVICES]
     if body.parameters.return_full_text is None:
-        full_text = services.pipeline_tag in {None, "text-generation"}
-        parameters = body.parameters.model_copy(update={"return_full_text": full_text})
+        parameters = body.parameters.model_copy(update={"return_full_text": True})
         body = body.model_copy(update={"parameters": parameters})
     if body.stream:
         return await _stream(request, body)
