@@ -9,7 +9,8 @@ import pytest
 
 from millrace_launcher.settings import checks
 from millrace_launcher.settings.flags import all_flags, option_name
-from millrace_router.telemetry.metrics import Family, Metrics
+from millrace_router.telemetry.instruments import Family
+from millrace_router.telemetry.metrics import Metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "from-tgi.md").read_text()

@@ -320,7 +320,7 @@ def assemble(  # noqa: PLR0913
         late=late,
         supervisor=supervisor or LauncherChannel(None),
     )
-    metrics.show_survival()
+    metrics.show_recoveries()
     health = Health(batcher.recovery, batcher, grace_seconds=config.recovery_grace)
     grammars = Grammars(shards, batcher.recovery, metrics, grace_seconds=config.recovery_grace)
     validator = Validator(tokenizer, limits, metrics, grammars)

@@ -9,7 +9,8 @@ from typing import Any
 
 import yaml
 
-from millrace_router.telemetry.metrics import Family, Metrics
+from millrace_router.telemetry.instruments import Family
+from millrace_router.telemetry.metrics import Metrics
 from millrace_testing.contract.tgi_series import SERIES
 
 DEPLOY = Path(__file__).parent.parent.parent / "deploy"
@@ -46,7 +47,7 @@ def test_tgi_s_dashboard_finds_its_series() -> None:
 
 def test_every_alert_watches_what_is_there_from_the_start() -> None:
     metrics = Metrics(max_input_tokens=10, max_total_tokens=20)
-    metrics.show_survival()
+    metrics.show_recoveries()
     shown = {metric.name for metric in metrics.registry.collect()}
     rules = [
         rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]

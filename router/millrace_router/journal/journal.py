@@ -13,7 +13,7 @@ from millrace_proto import generate_pb2 as pb
 from millrace_router.journal.records import Kind
 from millrace_router.journal.shard_state import ShardState
 from millrace_router.journal.writer import Item, JournalWriter, Page
-from millrace_router.telemetry.metrics import Counter
+from millrace_router.telemetry.instruments import Counter
 
 MOST_WAITING = 8192
 """Records that wait to be written; further ones are dropped."""

@@ -1,6 +1,6 @@
 """Prometheus text format 0.0.4 with TGI's names: counters keep theirs, without `_total` and `_created`.
 
-The client library's own writer cannot leave the suffix away, and the dashboards ask for the bare names.
+The client library's own writer always adds the suffix, but TGI's dashboards query the bare names.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from millrace_router.telemetry.metrics import format_number
+from millrace_router.telemetry.instruments import format_number
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

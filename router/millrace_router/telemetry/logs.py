@@ -1,4 +1,4 @@
-"""The router's log lines: for people, or as JSON in the shape of TGI's; other libraries' lines included."""
+"""The router's log lines, as text or as JSON in TGI's shape, with the lines of other libraries."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOISY_LIBRARIES = ("asyncio", "aiohttp.access", "aiohttp.server")
 CONTROL_CHARACTERS = {
     code: f"\\u{code:04x}" for code in (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029)
 }
-"""Nobody else may start a line or move the cursor."""
+"""Escapes, so that logged text cannot start a line or move the cursor."""
 
 EventDict = MutableMapping[str, Any]
 
@@ -47,7 +47,7 @@ class LineLogger:
 
 
 class RelayHandler(logging.Handler):
-    """Passes on what other libraries log."""
+    """Logs the records of other libraries."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Log the record under its own logger's name."""
@@ -56,7 +56,7 @@ class RelayHandler(logging.Handler):
             # Its messages and errors quote what clients sent.
             kind = record.exc_info[0] if record.exc_info else None
             error = kind.__name__ if kind else None
-            # A client that has gone, been cut off, or does not speak HTTP is no mistake of ours.
+            # A client that has gone, was cut off, or does not speak HTTP is not an error of the server.
             theirs = kind is not None and issubclass(kind, (ConnectionError, HttpProcessingError))
             level = logging.DEBUG if theirs else record.levelno
             logger.log(level, "an HTTP connection failed", error=error)
@@ -89,7 +89,7 @@ def configure(level: str, *, json_output: bool, file: BinaryIO | None = None) ->
 
 
 def _format_exception(exc_info: ExcInfo) -> str:
-    """Plain, because local variables may hold prompts and keys."""
+    """Render without local variables, which may hold prompts and keys."""
     return "".join(traceback.format_exception(*exc_info)).rstrip("\n")
 
 
@@ -103,7 +103,7 @@ def _render_json(_: LineLogger, __: str, event: EventDict) -> bytes:
 
 
 def json_line(event: EventDict) -> bytes:
-    """Render one line, without its end; takes `event` to pieces."""
+    """Render one line without its end; removes keys of `event`."""
     level = event.pop("level")
     line = {
         "timestamp": event.pop("timestamp"),

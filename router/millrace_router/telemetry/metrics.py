@@ -1,21 +1,14 @@
-"""Everything the router counts, under TGI's names and buckets.
-
-The instruments are ours because the library's keep a lock and walk every bucket on each observation, and show
-series that were never touched. They are collectors of an ordinary `CollectorRegistry`, so library collectors
-can be registered beside them. All updates happen on the event loop's thread.
-"""
+"""The router's metrics, with TGI's names and buckets where TGI has the metric."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import ClassVar, Generic, TypeVar
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
+
+from millrace_router.telemetry.instruments import Counter, Family, Gauge, Histogram, Instrument
 
 DURATION_BUCKETS: tuple[float, ...] = tuple(
     accumulate(range(34), lambda bound, _: bound * 1.5, initial=0.0001 * 1.5)
@@ -28,147 +21,8 @@ RECOVERY_REASONS = ("lost", "hung", "failed", "out_of_memory", "planned")
 
 
 def length_buckets(limit: int) -> tuple[float, ...]:
-    """Split 0 … `limit` tokens into 100 equal buckets."""
+    """Split 0 to `limit` tokens into 100 equal buckets."""
     return tuple(limit / 100.0 * step for step in range(1, 101))
-
-
-class Counter:
-    """A number that only grows."""
-
-    kind: ClassVar[str] = "counter"
-    __slots__ = ("touched", "value")
-
-    def __init__(self) -> None:
-        self.touched = False
-        self.value = 0.0
-
-    def inc(self, amount: float = 1.0) -> None:
-        """Add `amount`, which must not be negative."""
-        self.touched = True
-        self.value += amount
-
-    def samples(self) -> Iterator[tuple[str, str | None, float]]:
-        """Yield (name suffix, bucket bound, value)."""
-        yield "", None, self.value
-
-
-class Gauge:
-    """A number that goes up and down."""
-
-    kind: ClassVar[str] = "gauge"
-    __slots__ = ("_read", "_value", "touched")
-
-    def __init__(self) -> None:
-        self.touched = False
-        self._value = 0.0
-        self._read: Callable[[], float] | None = None
-
-    @property
-    def value(self) -> float:
-        """The number now."""
-        return self._value if self._read is None else self._read()
-
-    def follow(self, read: Callable[[], float]) -> None:
-        """Show what `read` returns at the moment of asking, from now on."""
-        self.touched = True
-        self._read = read
-
-    def inc(self, amount: float = 1.0) -> None:
-        """Add `amount`."""
-        self.touched = True
-        self._value += amount
-
-    def dec(self, amount: float = 1.0) -> None:
-        """Subtract `amount`."""
-        self.inc(-amount)
-
-    def set(self, value: float) -> None:
-        """Replace the value."""
-        self.touched = True
-        self._value = value
-
-    def samples(self) -> Iterator[tuple[str, str | None, float]]:
-        """Yield (name suffix, bucket bound, value)."""
-        yield "", None, self.value
-
-
-class Histogram:
-    """Counts of observations by bucket; an observation equal to a bound belongs to that bound."""
-
-    kind: ClassVar[str] = "histogram"
-    __slots__ = ("bounds", "counts", "total", "touched")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.touched = False
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float, *, times: int = 1) -> None:
-        """Count an observation, or several of the same value."""
-        self.touched = True
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.total += value * times
-
-    def samples(self) -> Iterator[tuple[str, str | None, float]]:
-        """Yield (name suffix, bucket bound, value); bucket values are cumulative."""
-        bounds = [*map(format_number, self.bounds), "+Inf"]
-        for bound, cumulative in zip(bounds, accumulate(self.counts), strict=True):
-            yield "_bucket", bound, cumulative
-        yield "_sum", None, self.total
-        yield "_count", None, sum(self.counts)
-
-
-def format_number(value: float) -> str:
-    """Render as the fewest digits that read back to the same double, integers without a point."""
-    return str(int(value)) if value.is_integer() else repr(value)
-
-
-Instrument = TypeVar("Instrument", Counter, Gauge, Histogram)
-
-
-class Family(Collector, Generic[Instrument]):
-    """All series of one metric name; a series is shown from its first update on."""
-
-    def __init__(
-        self,
-        name: str,
-        documentation: str,
-        make: Callable[[], Instrument],
-        *,
-        labels: tuple[str, ...] = (),
-    ) -> None:
-        self.name = name
-        self.documentation = documentation
-        self.kind = make().kind
-        self._make: Callable[[], Instrument] = make
-        self._label_names = labels
-        self._series: dict[tuple[str, ...], Instrument] = {}
-
-    def labels(self, **labels: str) -> Instrument:
-        """Return the series of these label values; KeyError if one is missing."""
-        key = tuple([labels[name] for name in self._label_names])
-        series = self._series.get(key)
-        if series is None:
-            series = self._series[key] = self._make()
-        return series
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the metric if any of its series has been updated."""
-        metric = Metric(self.name, self.documentation, self.kind)
-        for values, series in self._series.items():
-            if not series.touched:
-                continue
-            labels = dict(zip(self._label_names, values, strict=True))
-            for suffix, bound, value in series.samples():
-                extra = {} if bound is None else {"le": bound}
-                metric.add_sample(self.name + suffix, labels | extra, value)
-        if metric.samples:
-            yield metric
-
-    def describe(self) -> Iterator[Metric]:
-        """Name the metric, used or not, so that the registry notices a duplicate."""
-        yield Metric(self.name, self.documentation, self.kind)
 
 
 class Metrics:
@@ -180,7 +34,7 @@ class Metrics:
         self._requests(inputs=length_buckets(max_input_tokens), generated=generated)
         self._batches()
         self._additions()
-        self._survival()
+        self._recoveries()
 
     def _requests(self, *, inputs: Sequence[float], generated: Sequence[float]) -> None:
         counter, histogram, duration = self._counter, self._histogram, self._duration
@@ -261,7 +115,7 @@ class Metrics:
             "millrace_inter_token_latency_seconds", "Time between tokens of one request"
         )
         self.kv_blocks_in_use = gauge("millrace_kv_blocks_in_use", "KV blocks owned by sequences")
-        self.kv_blocks = gauge("millrace_kv_blocks", "KV blocks there are")
+        self.kv_blocks = gauge("millrace_kv_blocks", "KV blocks in all")
         self.kv_blocks_cached = gauge(
             "millrace_kv_blocks_cached", "KV blocks kept for a later prefix hit, free on demand"
         )
@@ -275,10 +129,10 @@ class Metrics:
             "millrace_preemptions_total", "Sequences paused because KV blocks ran out"
         )
         self.speculation_drafted_tokens = self._counter(
-            "millrace_speculation_drafted_tokens_total", "Tokens that were guessed"
+            "millrace_speculation_drafted_tokens_total", "Draft tokens that were verified"
         )
         self.speculation_accepted_tokens = self._counter(
-            "millrace_speculation_accepted_tokens_total", "Guesses that were right"
+            "millrace_speculation_accepted_tokens_total", "Draft tokens that were accepted"
         )
         self.prediction_error = self._family(
             "millrace_prediction_error_seconds",
@@ -288,10 +142,10 @@ class Metrics:
             "percentile",
         )
         self.grammars = self._family(
-            "millrace_grammars_total", "Grammars that the shards were asked for", Counter, "outcome"
+            "millrace_grammars_total", "Grammars sent to the shards", Counter, "outcome"
         )
         self.grammar_seconds = duration(
-            "millrace_grammar_duration_seconds", "Until it was known whether a grammar can be had"
+            "millrace_grammar_duration_seconds", "Until a grammar was compiled or refused"
         )
         self.journal_dropped_records = self._counter(
             "millrace_journal_dropped_records_total", "Records that --journal could not keep"
@@ -303,7 +157,7 @@ class Metrics:
         self.requests_running = gauge("millrace_requests_running", "Requests in the batch")
         self.requests_waiting = gauge("millrace_requests_waiting", "Requests in the queue")
 
-    def _survival(self) -> None:
+    def _recoveries(self) -> None:
         self.recoveries = self._family(
             "millrace_recoveries_total", "Times the shards stopped serving", Counter, "reason"
         )
@@ -315,11 +169,12 @@ class Metrics:
             "millrace_requests_replayed_total", "Requests that were computed again after a failure"
         )
         self.requests_quarantined = self._counter(
-            "millrace_requests_quarantined_total", "Requests refused because they break the shards"
+            "millrace_requests_quarantined_total",
+            "Requests that ended because they break the shards",
         )
 
-    def show_survival(self) -> None:
-        """Show at zero what alerts watch: to Prometheus a series that begins at 1 has not increased."""
+    def show_recoveries(self) -> None:
+        """Show metrics of alerts at zero: to Prometheus a series that begins at 1 has not increased."""
         for reason in RECOVERY_REASONS:
             self.recoveries.labels(reason=reason).inc(0)
         self.recovering.set(0)

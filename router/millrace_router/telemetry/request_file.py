@@ -1,4 +1,4 @@
-"""The file of `--log-requests`: rotated by size, or by somebody else."""
+"""The file of `--log-requests`, rotated by size here or by another program."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import structlog
 
 MODE = 0o600
 NUM_FULL_FILES = 5
-"""How many are kept beside the one that is written; `PATH.1` is the newest of them."""
+"""Full files that are kept; `PATH.1` is the newest."""
 
 log = structlog.get_logger(__name__)
 
 
 class RequestFile(RotatingFileHandler):
-    """Follows its path: a file that has been moved away is left alone from the next line on.
+    """Writes to whatever file is at its path: after a rename, the next line opens a new file.
 
-    A line that cannot be written is lost, and the next one is tried anew.
+    A line that cannot be written is lost, and the next one is tried again.
     """
 
     def __init__(self, path: Path, *, max_bytes: int) -> None:
-        """Open it; with `max_bytes` of 0 it is never rotated. Raises OSError."""
+        """Open the file; it is rotated after `max_bytes`, or never for 0. Raises OSError."""
         self.num_lost = 0
         self._is_failing = False
         super().__init__(path, maxBytes=max_bytes, backupCount=NUM_FULL_FILES, encoding="utf-8")
@@ -35,10 +35,10 @@ class RequestFile(RotatingFileHandler):
         """Write a line; raises nothing."""
         num_lost, was_failing = self.num_lost, self._is_failing
         if was_failing:
-            # The file may end in a part of what could not be written.
+            # The file may end in a part of the line that could not be written.
             record.msg = f"\n{record.msg}"
         try:
-            self._follow()
+            self._close_if_moved()
         except OSError:
             self.handleError(record)
             return
@@ -48,30 +48,30 @@ class RequestFile(RotatingFileHandler):
             log.info("the request log is written again", num_lost=self.num_lost)
 
     def handleError(self, record: LogRecord) -> None:  # noqa: ARG002, N802
-        """Count the line as lost; `logging` calls it where an exception is handled."""
+        """Count the line as lost; `logging` calls this method in an except block."""
         self.num_lost += 1
         if not self._is_failing:
             self._is_failing = True
             log.error("the request log cannot be written", error=str(sys.exc_info()[1]))
-        self._let_go()
+        self._drop()
 
     def abandon(self) -> None:
-        """Let the process end while another thread's write hangs: at its exit, `logging` would wait for both."""
+        """Let the process end while another thread's write hangs, for whose lock `logging` would wait at exit."""
         self.createLock()
         self.stream = None
 
-    def _follow(self) -> None:
-        """Let a file go that is not at the path any more; raises OSError."""
+    def _close_if_moved(self) -> None:
+        """Close the file if another one, or none, is at the path now; raises OSError."""
         if self.stream is None:
             return
         with suppress(FileNotFoundError):
             there = Path(self.baseFilename).stat()
             if os.path.samestat(there, os.fstat(self.stream.fileno())):
                 return
-        self._let_go()
+        self._drop()
 
-    def _let_go(self) -> None:
-        """Close it with what could not be written; the next line opens it again."""
+    def _drop(self) -> None:
+        """Close the file and drop what is in its buffer; the next line opens it again."""
         with suppress(OSError):
             self.close()
 

@@ -1,4 +1,4 @@
-"""A line of JSON for each request in a file of their own, written by a thread, so that nobody waits for a disk."""
+"""A line of JSON for each request in a separate file, written by a thread, so that no request waits for the disk."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from logging import makeLogRecord
 from queue import Full, Queue
 from threading import Thread
 
+from millrace_router.telemetry.instruments import Counter
 from millrace_router.telemetry.logs import json_line
-from millrace_router.telemetry.metrics import Counter
 from millrace_router.telemetry.request_file import RequestFile
 
 MAX_WAITING_LINES = 10_000
-"""Some 5 MB."""
+"""About 5 MB."""
 CLOSE_SECONDS = 5.0
 TARGET = "millrace_router.server.access_log"
 
 
 class RequestLog:
-    """Takes lines from the event loop; those that cannot be kept are counted, and nothing else comes of it."""
+    """Takes lines from the event loop; lines that cannot be written are counted and have no other effect."""
 
     def __init__(self, file: RequestFile, lost: Counter) -> None:
-        """Begin to write; `lost` is brought up to date with every line."""
+        """Start the thread; `lost` is updated with every line."""
         self._file = file
         self._lost = lost
         self._num_refused = 0
@@ -32,7 +32,7 @@ class RequestLog:
         self._thread.start()
 
     def write(self, fields: Mapping[str, object]) -> None:
-        """Take one request's fields; their line has the shape of the JSON log's."""
+        """Write one request's fields as a line of the JSON log."""
         line = json_line(
             {
                 "timestamp": datetime.now(UTC).isoformat().replace("+00:00", "Z"),
@@ -49,7 +49,7 @@ class RequestLog:
         self._lost.inc(self._num_refused + self._file.num_lost - self._lost.value)
 
     def close(self) -> None:
-        """Write what waits, as far as the disk takes it in `CLOSE_SECONDS`."""
+        """Write the lines that wait, as many as the disk takes in `CLOSE_SECONDS`."""
         with suppress(Full):
             self._waiting.put_nowait(None)
         self._thread.join(CLOSE_SECONDS)

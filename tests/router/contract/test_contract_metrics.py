@@ -10,7 +10,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from millrace_router.telemetry.exposition import render
-from millrace_router.telemetry.metrics import Family, Metrics
+from millrace_router.telemetry.instruments import Family
+from millrace_router.telemetry.metrics import Metrics
 from millrace_testing.contract.contract import COLUMNS, Held, Reply, Rule
 from millrace_testing.router.edge import limits_with
 

@@ -33,7 +33,7 @@ from millrace_router.journal.rotation import Folder, journal_files
 from millrace_router.journal.shard_state import ShardState
 from millrace_router.journal.writer import JournalWriter
 from millrace_router.request.request import Grammar, GrammarKind, SamplingParameters, ValidRequest
-from millrace_router.telemetry.metrics import Counter
+from millrace_router.telemetry.instruments import Counter
 from millrace_testing.router.journals import (
     BUDGETS,
     RecordedDriver,

@@ -25,7 +25,7 @@ from millrace_router.journal.writer import JournalWriter
 from millrace_router.scheduler.budgets import Budgets
 from millrace_router.shards.group import ShardedClient
 from millrace_router.shards.wire import open_to_pb
-from millrace_router.telemetry.metrics import Counter
+from millrace_router.telemetry.instruments import Counter
 from millrace_testing.router.fake_router import collect, ids_of, new_batcher, request, running
 from millrace_testing.router.journals import (
     BUDGETS,

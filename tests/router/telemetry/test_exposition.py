@@ -105,7 +105,7 @@ def test_the_clients_own_parser_reads_it_back() -> None:
 
 def test_what_alerts_watch_is_there_from_the_start() -> None:
     metrics = new_metrics()
-    metrics.show_survival()
+    metrics.show_recoveries()
     metrics.recoveries.labels(reason="hung").inc()
     metrics.recovery_seconds.observe(2.0)
     lines = render(metrics.registry).decode().splitlines()

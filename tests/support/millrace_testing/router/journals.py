@@ -21,7 +21,7 @@ from millrace_router.scheduler.step_plan import StepPlan
 from millrace_router.shards.errors import StepFailed
 from millrace_router.shards.group import ShardedClient
 from millrace_router.shards.wire import Capacity, ShardInfo, open_to_pb
-from millrace_router.telemetry.metrics import Counter
+from millrace_router.telemetry.instruments import Counter
 from millrace_testing.schedules.driver import ScheduleDriver
 from millrace_testing.shards.fake_shard import VOCAB_SIZE
 from millrace_testing.shards.hash_choices import Choices, RandomLengths
