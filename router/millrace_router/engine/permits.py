@@ -1,4 +1,4 @@
-"""How many generations are let in at once."""
+"""A limit to the generations that run at once."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from millrace_router.errors import Overloaded
 
 
 class Permits:
-    """How many generations may be in the house at once; nobody waits for one."""
+    """Counts the permits for generations; a request without one is refused at once."""
 
     def __init__(self, total: int, drain_seconds: Callable[[], float]) -> None:
-        """`drain_seconds` says after how long one who is refused may come again."""
+        """`drain_seconds` predicts when a refused client may try again."""
         self.free = total
         self._total = total
         self._drain_seconds = drain_seconds
@@ -35,9 +35,9 @@ class Permits:
 
     @property
     def taken(self) -> int:
-        """How many generations are in the house."""
+        """Number of permits taken."""
         return self._total - self.free
 
     async def all_free(self) -> None:
-        """Wait until nothing runs."""
+        """Wait until no permit is taken."""
         await self._all_free.wait()

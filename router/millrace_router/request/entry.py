@@ -1,4 +1,4 @@
-"""A request inside the router, and the stream that carries its tokens home."""
+"""An accepted request inside the router."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from millrace_router.text.stopping import StopMatcher
 from millrace_router.text.tokenizer import Tokenizer
 
 MAX_JUMP_FORWARD_TOKENS = 16
-"""Tokens forced by a grammar that one step computes beside a sampled one: as many as a block has positions."""
+"""Most tokens forced by a grammar that one step computes beside a sampled one."""
 
 
 class Entry(SchedulableRequest):
-    """One accepted request: what was asked, what has been generated, where the news goes.
+    """One accepted request: its parameters, its tokens so far, and the stream that they go to.
 
-    Prompt and generated ids are kept, so that a sequence can be admitted again as a prompt of everything so far.
+    Prompt and generated ids are kept, so that the scheduler can admit the request again with all of them as prompt.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Entry(SchedulableRequest):
         )
         self.request = request
         self.accounted = False
-        """Whether the scheduler has taken note of its end."""
+        """Whether the scheduler has accounted for its end."""
         self.generated_ids: list[int] = []
         self._tokenizer = tokenizer
         self._eos_token_ids = frozenset() if request.ignore_eos else eos_token_ids
@@ -63,22 +63,22 @@ class Entry(SchedulableRequest):
 
     @property
     def closed(self) -> bool:
-        """Whether its reader has left."""
+        """Whether its client has left."""
         return self.stream.closed
 
     def block_keys(self, count: int) -> Sequence[bytes]:
-        """Keys of the first `count` full blocks of prompt and generated tokens."""
+        """Return the keys of the first `count` full blocks of prompt and generated tokens."""
         return self._block_keys.first(count, self.request.input_ids, self.generated_ids)
 
     def admitted(self, now: float, num_cached: int) -> None:
-        """Take note of joining the batch, for the first time or again, with so many tokens cached."""
+        """Record an admission to the batch, the first or a later one, with `num_cached` tokens in the prefix cache."""
         if self.stream.batched_at is None:
             self.stream.batched_at = now
             self.stream.cached_tokens = num_cached
         self._forget_prompt_logprobs()
 
     def accept_prompt_logprobs(self, chunk: PromptChunk) -> None:
-        """Collect a chunk's log probabilities; publish them once the prompt is complete."""
+        """Add a chunk's log probabilities; hand them to the stream once the prompt is complete."""
         self._prompt_logprobs.extend(chunk.logprobs)
         candidate_ids, candidate_logprobs = self._prompt_candidates
         candidate_ids.extend(chunk.candidate_ids)
@@ -95,7 +95,7 @@ class Entry(SchedulableRequest):
         self._prompt_candidates = array("I"), array("f")
 
     def accept(self, token_id: int, logprob: float, top: Sequence[tuple[int, float]]) -> bool:
-        """Take the next token, send its event, and say whether the generation has ended with it."""
+        """Send the next token to the stream; return whether it is the last one."""
         self.generated_ids.append(token_id)
         self.num_generated = count = len(self.generated_ids)
         text = self._text.step(token_id)
@@ -111,7 +111,7 @@ class Entry(SchedulableRequest):
         return finished is not None
 
     def _finish_reason(self, token_id: int, text: str) -> FinishReason | None:
-        """TGI's order: length before end of sequence before stop sequence."""
+        """Find the reason in TGI's order: length, end of sequence, stop sequence."""
         matched = self._stop is not None and self._stop.push(text) is not None
         if self.num_generated >= self.request.max_new_tokens:
             return FinishReason.LENGTH

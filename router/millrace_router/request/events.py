@@ -13,7 +13,7 @@ from millrace_router.request.request import FinishReason
 
 @dataclass(slots=True)
 class Token:
-    """One token with its log probability and the text it adds."""
+    """One token with its log probability and the text that it adds."""
 
     id: int
     text: str
@@ -23,9 +23,10 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class PromptChunk:
-    """Log probabilities of consecutive tokens of a prompt, whose first one has NaN.
+    """Log probabilities of consecutive tokens of a prompt; the first token of a prompt has NaN.
 
-    Beside each token stand as many candidates, the likeliest in its place, most likely first; in one column for all.
+    Each token has the same number of candidates, the likeliest tokens in its place, most likely first. The candidates
+    of all tokens are in one flat column.
     """
 
     logprobs: Sequence[float]
@@ -35,7 +36,7 @@ class PromptChunk:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """`PromptChunk` of a whole prompt; sent once, before the first token."""
+    """`PromptChunk` of a whole prompt."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -43,7 +44,7 @@ class PromptLogprobs:
     candidate_logprobs: Sequence[float] = ()
 
     def candidates(self, index: int) -> Iterator[tuple[int, float]]:
-        """Ids and log probabilities of the candidates beside one token."""
+        """Return ids and log probabilities of the candidates of one token."""
         count = len(self.candidate_ids) // len(self.ids)
         part = slice(index * count, (index + 1) * count)
         return zip(self.candidate_ids[part], self.candidate_logprobs[part], strict=True)
@@ -51,14 +52,14 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """How a generation that did not fail has ended."""
+    """The normal end of a generation."""
 
     finish_reason: FinishReason
     generated_text: str
-    """Special tokens left out, a matched stop sequence kept."""
+    """Without special tokens, with a matched stop sequence."""
     generated_tokens: int
     seed: int | None
-    """Set when the generation sampled."""
+    """The seed, if the generation sampled."""
 
 
 @dataclass(slots=True)
@@ -69,4 +70,4 @@ class TokenEvent:
     token: Token
     top_tokens: tuple[Token, ...] = ()
     finished: Finished | None = None
-    """Set with the last token, and there always."""
+    """Set with the last token alone, and always there."""

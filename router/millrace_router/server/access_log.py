@@ -1,4 +1,4 @@
-"""One log line per request: what was asked of which route, how it ended, and where its time went; never its text."""
+"""One log line per request: route, end and durations; never its text."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ REQUEST_ID_HEADER = "x-request-id"
 MAX_REQUEST_ID_LENGTH = 128
 MAX_TENANT_LENGTH = 128
 CLIENT_GONE = 499
-"""nginx's number for a client that did not wait; only ever logged."""
+"""nginx's status for a client that closed the connection; it is only logged."""
 PROBED_PATHS = frozenset({"/", "/health", "/ping", "/livez", "/readyz", "/metrics"})
 
 REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
 _GENERATIONS: web.RequestKey[list[Generation | Collected]] = web.RequestKey("generations", list)
 _SALT = secrets.token_bytes(16)
-"""So that what stands for a key in the log is no help in guessing it."""
+"""Makes the hash of a key in the log useless for guessing the key."""
 
 Line = dict[str, str | float | int | bool]
 
@@ -38,13 +38,13 @@ log = structlog.get_logger(__name__)
 
 
 def watch(request: web.Request, *generations: Generation | Collected) -> None:
-    """Have the request's line tell of these generations."""
+    """Add generations to the request's line."""
     request[_GENERATIONS].extend(generations)
 
 
 @web.middleware
 async def access_log(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Name the request, and log it when it has ended, however it ended."""
+    """Give the request an id, and log it when it has ended, however it ended."""
     started_at = time.monotonic()
     request[REQUEST_ID] = _request_id(request.headers.get(REQUEST_ID_HEADER))
     request[_GENERATIONS] = []
@@ -62,7 +62,7 @@ async def access_log(request: web.Request, handler: Handler) -> web.StreamRespon
 
 
 async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
-    """Tell the client its request's name; a hook of `on_response_prepare`."""
+    """Send the request's id to the client; a hook of `on_response_prepare`."""
     request_id = request.get(REQUEST_ID)
     if request_id is not None:
         response.headers[REQUEST_ID_HEADER] = request_id
@@ -77,7 +77,7 @@ def _request_id(given: str | None) -> str:
 def _log(
     request: web.Request, response: web.StreamResponse | None, names: dict[str, str], seconds: float
 ) -> None:
-    """Write the line; without a response the client has gone."""
+    """Write the line; without a response the client has left."""
     line = _line(request, response, seconds)
     if request.method == "GET" and request.path in PROBED_PATHS and line["status"] == HTTPStatus.OK:
         log.debug("request", **line)
@@ -104,13 +104,13 @@ def _line(request: web.Request, response: web.StreamResponse | None, seconds: fl
         line["model"] = request.app[SERVICES].config.model_id
         if response is not None:
             line["stream"] = not isinstance(response, web.Response)
-        line |= _told_by(generations)
+        line |= _counts_of(generations)
         if tenant := _tenant(request, generations[0]):
             line["tenant"] = tenant
     return line
 
 
-def _told_by(generations: Sequence[Generation | Collected]) -> Line:
+def _counts_of(generations: Sequence[Generation | Collected]) -> Line:
     times = sum_of_times(generations)
     line: Line = {
         "prompt_tokens": sum(len(one.valid.input_ids) for one in generations),
@@ -135,10 +135,10 @@ def _told_by(generations: Sequence[Generation | Collected]) -> Line:
 
 
 def _tenant(request: web.Request, generation: Generation | Collected) -> str:
-    """Who asked, where that counts: the name that was given, or what tells keys apart until the next start."""
+    """Name the tenant, if tenants count: by the name that was given, or by a hash of the key that a restart changes."""
     tenant = generation.valid.scheduling.tenant
     if not tenant or tenant == request.headers.get(TENANT_HEADER):
-        # Bytes that are no UTF-8 have no place in JSON.
+        # JSON has no place for bytes that are not UTF-8.
         return tenant[:MAX_TENANT_LENGTH].encode(errors="backslashreplace").decode()
     return blake2b(tenant.encode(), key=_SALT, digest_size=8).hexdigest()
 
@@ -152,9 +152,9 @@ _NO_PARENT = "0" * 16
 
 
 def trace_id_of(given: Sequence[str]) -> str | None:
-    """The trace that the values of the header name; None unless there is one value, and valid.
+    """Return the trace id in the values of the header; None unless there is exactly one value, and it is valid.
 
-    A version above 00 may say more at its end, which is not looked at.
+    A version above 00 may have more fields at its end, which are ignored.
     """
     if len(given) != 1:
         return None

@@ -1,6 +1,6 @@
 """JSON in and out of HTTP bodies.
 
-Of a key that an object has twice the last value counts, as in most parsers.
+The last value counts if an object has a key twice, as in most parsers.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from millrace_router.errors import (
 )
 
 MAX_DEPTH = 200
-"""Levels of arrays and objects in a body; what is parsed may have to be rendered again, and orjson renders 254."""
+"""Most levels of arrays and objects in a body. orjson, which may render them again, has a limit of 254."""
 MAX_CONTAINERS = 20_000
-"""Arrays and objects in a body: read 20 times as slowly as numbers and texts, with nobody else running."""
+"""Most arrays and objects in a body: they take 20 times as long to read as numbers and texts, and block the loop."""
 BODY_SECONDS = 120.0
-"""How long a body may take to come. aiohttp waits for ever for the rest of one whose chunks are malformed."""
+"""Time limit for a body to arrive. aiohttp waits forever for the rest of a body with malformed chunks."""
 ENCODINGS = frozenset({"", "identity", "gzip", "deflate"})
 
 _NO_BRACKETS = bytes(set(range(256)) - set(b'[]{}"'))
-"""Whatever is neither a bracket nor the beginning or the end of a string."""
+"""All bytes except brackets and quotes."""
 _LEVELS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
 ERROR_TYPE: web.ResponseKey[str] = web.ResponseKey("error_type", str)
-"""What the log is to call a failure."""
+"""Type of a failure, for the log."""
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -50,8 +50,8 @@ async def read_body(request: web.Request) -> bytes:
     """Read the body, which the request keeps: reading it again costs nothing.
 
     Raises:
-        BodySizeError: it is longer than the application's limit.
-        BodyTimeout: it is not there in time.
+        BodySizeError: the body is longer than the application's limit.
+        BodyTimeout: it does not arrive in time.
 
     """
     try:
@@ -64,11 +64,11 @@ async def read_body(request: web.Request) -> bytes:
 
 
 async def read_json(request: web.Request) -> object:
-    """Parse the body; raises as `read_body`, besides.
+    """Parse the body; raises as `read_body`, and what follows.
 
     Raises:
-        MediaTypeError: the body does not claim to be JSON.
-        EncodingError: it is compressed in an unknown way.
+        MediaTypeError: the content type is not JSON.
+        EncodingError: the body is compressed in an unknown way.
         BodySizeError: it is longer than the limit once it is decompressed.
         BodyError: it cannot be decompressed, is not JSON, nested too deeply, or in too many parts.
 
@@ -88,7 +88,7 @@ async def read_json(request: web.Request) -> object:
 
 
 def check_structure(body: bytes) -> None:
-    """Raise BodyError for JSON with too many levels or containers; whether it is JSON at all is not looked at."""
+    """Raise BodyError for JSON with too many levels or containers; other mistakes are not looked for."""
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return
     brackets = _brackets_of(body)
@@ -104,9 +104,9 @@ def check_structure(body: bytes) -> None:
 
 
 def _brackets_of(body: bytes) -> bytes:
-    """The brackets outside strings, found by methods in C: there may be megabytes."""
+    """Return the brackets outside strings, by methods in C: there may be megabytes."""
     quotes = body.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _NO_BRACKETS)
-    # Few strings have brackets. Two quotes side by side end one and begin another, or have nothing between them.
+    # Few strings have brackets. Two adjacent quotes are an empty string, or end one string and begin another.
     return b"".join(quotes.replace(b'""', b"").split(b'"')[::2])
 
 
@@ -142,7 +142,7 @@ def to_model(parsed: object, model: type[Model]) -> Model:
 
 
 def shape_message(error: ShapeError) -> str:
-    """Say where the body differs from what was expected, and how; the first difference only."""
+    """Describe where and how the body differs from the model; the first difference only."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     path = ""
     for step in first["loc"]:
@@ -154,14 +154,14 @@ def shape_message(error: ShapeError) -> str:
 def json_response(
     body: object, *, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> web.Response:
-    """Render `body`, which must be made of what orjson knows."""
+    """Render `body`, whose types orjson must know."""
     return web.Response(
         body=orjson.dumps(body), status=status, headers=headers, content_type="application/json"
     )
 
 
 def error_body(error: RouterError) -> bytes:
-    """Render TGI's error envelope; ill health has its reason beside it."""
+    """Render TGI's error envelope; `Unhealthy` has its reason in it."""
     body = {"error": str(error), "error_type": error.error_type}
     if isinstance(error, Unhealthy) and error.reason is not None:
         body["reason"] = error.reason
@@ -180,7 +180,7 @@ def error_response(error: RouterError) -> web.Response:
 
 
 def plain_response(error: RouterError) -> web.Response:
-    """Render an error as TGI does where a body cannot be read: its message alone, as text."""
+    """Render an error as TGI does for a body that cannot be read: its message alone, as text."""
     response = web.Response(text=str(error), status=error.status)
     response[ERROR_TYPE] = error.error_type
     return response

@@ -1,4 +1,4 @@
-"""TGI's response headers: what was computed, and where the time went."""
+"""TGI's response headers: counts and durations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from millrace_router.server.services import Services
 
 
 def milliseconds(seconds: float) -> str:
-    """Write whole milliseconds, cut off as TGI does."""
+    """Write whole milliseconds, rounded down as in TGI."""
     return str(int(seconds * 1000))
 
 

@@ -26,7 +26,7 @@ from millrace_router.errors import GenerationError, RouterError
 from millrace_router.tool_calls.tool import CallDelta
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-"""By the reason that OpenAI's clients are given."""
+"""By OpenAI's finish reason."""
 NO_END: MessageEndJson = {"stop_reason": None, "stop_sequence": None}
 CLIENTS_FAULT = "invalid_request_error"
 ERROR_TYPES = {
@@ -37,12 +37,12 @@ ERROR_TYPES = {
     HTTPStatus.INTERNAL_SERVER_ERROR: "api_error",
     HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
 }
-"""Types by status; every other is `invalid_request_error`, as Anthropic has it."""
+"""Types by status; every other status is `invalid_request_error`, as in Anthropic's API."""
 STATUSES = {
     HTTPStatus.UNPROCESSABLE_ENTITY: HTTPStatus.BAD_REQUEST,
     HTTPStatus.FAILED_DEPENDENCY: HTTPStatus.INTERNAL_SERVER_ERROR,
 }
-"""What Anthropic says instead of statuses that it does not use."""
+"""Anthropic's statuses in place of those that its API does not have."""
 
 
 def status_of(error: RouterError) -> HTTPStatus:
@@ -52,7 +52,7 @@ def status_of(error: RouterError) -> HTTPStatus:
 
 
 def may_be_retried(error: RouterError) -> bool:
-    """Whether clients may send the request again unasked; 500 alone would make them, whatever it was."""
+    """Whether clients may repeat the request; without this word they repeat every request that was answered 500."""
     return not isinstance(error, GenerationError)
 
 
@@ -68,7 +68,7 @@ def error_answer(status: HTTPStatus, message: str, request_id: str) -> MessagesE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageHead:
-    """What is known of a message before its first token."""
+    """The parts of a message that are known before its first token."""
 
     model: str
     id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
@@ -79,7 +79,7 @@ class MessageHead:
         content: Sequence[BlockJson] = (),
         end: MessageEndJson = NO_END,
     ) -> MessagesAnswerJson:
-        """Render the message as far as it has come."""
+        """Render the message so far."""
         return {
             "id": self.id,
             "type": "message",
@@ -103,17 +103,17 @@ def usage_json(usage: Usage) -> MessagesUsageJson:
 
 
 def end_json(finish_reason: str, stop: str | None) -> MessageEndJson:
-    """Say why a message ended; calls count for more than the stop sequence `stop` after them."""
+    """Render why a message ended; calls take precedence over the stop sequence `stop` after them."""
     if stop is None or finish_reason == "tool_calls":
         return {"stop_reason": STOP_REASONS[finish_reason], "stop_sequence": None}
     return {"stop_reason": "stop_sequence", "stop_sequence": stop}
 
 
 def blocks_of(pieces: Sequence[ChatDelta]) -> list[BlockJson]:
-    """Put the blocks of a whole message together."""
+    """Make the blocks of a whole message."""
     blocks: list[BlockJson] = []
     arguments: dict[int, str] = {}
-    """By the place of the block."""
+    """By the index of the block."""
     for part in chain.from_iterable(map(parts_of, pieces)):
         last = blocks[-1] if blocks else None
         if isinstance(part, CallDelta):
@@ -133,7 +133,7 @@ def blocks_of(pieces: Sequence[ChatDelta]) -> list[BlockJson]:
 
 
 def tool_use_block(first: CallDelta) -> MessagesToolUseJson:
-    """Render the beginning of a call, without arguments."""
+    """Render a call without its arguments."""
     return {
         "type": "tool_use",
         "id": tool_use_id(first.id or ""),
@@ -143,7 +143,7 @@ def tool_use_block(first: CallDelta) -> MessagesToolUseJson:
 
 
 def input_of(arguments: str) -> dict[str, Any]:
-    """Read the arguments of a call; of those that were cut short, what is there, as Anthropic's client does."""
+    """Parse the arguments of a call; if they were cut short, the part there is, as Anthropic's client does."""
     try:
         parsed = from_json(arguments or "{}", allow_partial="trailing-strings")
     except ValueError:

@@ -1,4 +1,4 @@
-"""What Anthropic's routes share: the key's other header, the name of a request, errors in their envelope."""
+"""Parts of all of Anthropic's routes: the header of the request id, and the error envelope."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ MESSAGES = "/v1/messages"
 COUNT_TOKENS = "/v1/messages/count_tokens"
 REQUEST_ID_HEADER = "request-id"
 SHOULD_RETRY_HEADER = "x-should-retry"
-"""Tells Anthropic's clients, which would go by the status."""
+"""Takes precedence over the status in Anthropic's clients."""
 
 
 def is_of_messages(request: web.Request) -> bool:
-    """Whether a request is for one of these routes, or for one that Anthropic has beneath them."""
+    """Whether a request is for one of these routes, or for a path below them."""
     return f"{request.path}/".startswith(f"{MESSAGES}/")
 
 
 async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
-    """Tell the client its request's name in the header that it looks at; a hook of `on_response_prepare`."""
+    """Send the request's id in the header that Anthropic's clients read; a hook of `on_response_prepare`."""
     if is_of_messages(request) and REQUEST_ID in request:
         response.headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
 
 
 def messages_errors(handler: Handler) -> Handler:
-    """Answer what `handler` raises before its first byte in Anthropic's envelope."""
+    """Wrap `handler`, so that errors before the first byte have Anthropic's envelope."""
 
     @wraps(handler)
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -65,6 +65,6 @@ def unauthorized(request: web.Request) -> web.Response:
 
 
 def error_event(error: RouterError, request_id: str) -> bytes:
-    """Frame a failure in mid-stream, which ends it."""
+    """Frame a failure in mid-stream."""
     answer = error_answer(status_of(error), str(error), request_id)
     return named_event("error", orjson.dumps(answer))

@@ -1,4 +1,4 @@
-"""The events of a message that is streamed, in Anthropic's order."""
+"""The events of a streamed message, in Anthropic's order."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from millrace_router.tool_calls.tool import CallDelta
 NamedJson = tuple[str, bytes]
 """Name of an event, and its data."""
 TEXT = -1
-"""The block that is open, where it is not the call of this index."""
+"""Stands for the text block, where calls have their index."""
 
 
 class MessageEvents:
-    """Tells a message piece by piece; blocks of it are open one at a time."""
+    """Renders a message delta by delta; one block is open at a time."""
 
     def __init__(self, head: MessageHead) -> None:
         self._head = head
@@ -29,12 +29,12 @@ class MessageEvents:
         self._text: ChunkTemplate
 
     def start(self, usage: Usage) -> Iterator[NamedJson]:
-        """Yield what comes before everything else; `usage` has the prompt's tokens."""
+        """Yield the first events; `usage` has the prompt's tokens."""
         yield _named({"type": "message_start", "message": self._head.json(usage)})
         yield _named({"type": "ping"})
 
     def push(self, piece: ChatDelta) -> Iterator[NamedJson]:
-        """Yield what one token adds, if it adds anything."""
+        """Yield what one token adds, if anything."""
         for part in parts_of(piece):
             if isinstance(part, CallDelta):
                 yield from self._push_call(part)
@@ -42,7 +42,7 @@ class MessageEvents:
                 yield from self._push_text(part)
 
     def finish(self, finish_reason: str, stop: str | None, usage: Usage) -> Iterator[NamedJson]:
-        """Yield the end, after the last piece was pushed."""
+        """Yield the last events, after the last delta was pushed."""
         yield from self._close()
         end = end_json(finish_reason, stop)
         yield _named({"type": "message_delta", "delta": end, "usage": usage_json(usage)})

@@ -1,4 +1,4 @@
-"""A prompt as a text completion gives it back."""
+"""The prompt at the beginning of a text completion's answer."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from millrace_router.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """The text, and where in it each of the prompt's tokens begins."""
+    """The text of a prompt, and the position in it where each token begins."""
 
     text: str
     starts: Sequence[int]
 
 
 async def echo_of(tokenizer: Tokenizer, prompt: str | tuple[int, ...]) -> Echo:
-    """Spell out `prompt`, which is a text itself or made of token ids, off the event loop; raises TokenizerError."""
+    """Make the text of a prompt, which is a text or token ids, off the event loop; raises TokenizerError."""
     if isinstance(prompt, str):
         pairs = await tokenizer.in_thread(lambda: tokenizer.encode_with_starts(prompt))
         return Echo(prompt, [start for _, start in pairs])
@@ -26,7 +26,7 @@ async def echo_of(tokenizer: Tokenizer, prompt: str | tuple[int, ...]) -> Echo:
 
 
 def _spelled(tokenizer: Tokenizer, ids: tuple[int, ...]) -> Echo:
-    """The text of `ids`, special tokens left out as in what is generated."""
+    """Decode `ids` without special tokens, as in generated text."""
     detokenizer = IncrementalDetokenizer(tokenizer, ())
     texts, starts, length = [], [], 0
     for id_ in ids:

@@ -15,10 +15,10 @@ from millrace_router.text.tokenizer import Tokenizer
 
 
 class CompletionLogprobs:
-    """Renders tokens with `num_candidates` each; of candidates that tie for the last place some are left out.
+    """Renders tokens with `num_candidates` each; candidates that tie for the last place may be missing.
 
-    A token is called by its text, and by its bytes where they are no whole characters. Of tokens that are called alike
-    the likeliest stands in the map.
+    A token is named by its text, or by its bytes if they are not whole characters. If several tokens have one name,
+    the map has the likeliest.
     """
 
     def __init__(self, tokenizer: Tokenizer, num_candidates: int) -> None:
@@ -27,11 +27,11 @@ class CompletionLogprobs:
         self._num_candidates = num_candidates
 
     def offsets(self, start: int) -> CompletionOffsets:
-        """Places of the tokens of a choice whose generated text begins at `start`."""
+        """Make the offsets of a choice whose generated text begins at `start`."""
         return CompletionOffsets(self._tokenizer, start)
 
     def prompt(self, prompt: PromptLogprobs, echo: Echo) -> CompletionLogprobsJson:
-        """Columns of a whole prompt, whose first token has no log probability."""
+        """Render the columns of a whole prompt, whose first token has no log probability."""
         columns = no_logprobs()
         for index, (id_, start) in enumerate(zip(prompt.ids, echo.starts, strict=True)):
             columns["tokens"].append(self._name(id_))
@@ -46,7 +46,7 @@ class CompletionLogprobs:
         return columns
 
     def token(self, event: TokenEvent, offset: int) -> CompletionLogprobsJson:
-        """Columns of one generated token that begins at `offset`."""
+        """Render the columns of one generated token that begins at `offset`."""
         token = event.token
         top = ((candidate.id, candidate.logprob) for candidate in event.top_tokens)
         return {
@@ -72,12 +72,12 @@ class CompletionLogprobs:
 
 
 def no_logprobs() -> CompletionLogprobsJson:
-    """Columns of no token."""
+    """Make empty columns."""
     return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
 
 def join(parts: Iterable[CompletionLogprobsJson]) -> CompletionLogprobsJson:
-    """Columns below one another."""
+    """Concatenate columns."""
     columns = no_logprobs()
     for part in parts:
         columns["tokens"] += part["tokens"]

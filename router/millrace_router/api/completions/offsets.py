@@ -1,4 +1,4 @@
-"""Where the text of each token of a text completion begins."""
+"""Positions of tokens in the text of a completion."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 class CompletionOffsets:
     """Follows the text of one choice.
 
-    All tokens of a character have its place. A character that stays unfinished is told with the token after it, whose
-    own text begins one further on.
+    All tokens of one character have its position. A character that stays unfinished appears with the next token,
+    whose own text begins one position later.
     """
 
     def __init__(self, tokenizer: Tokenizer, start: int) -> None:
@@ -24,7 +24,7 @@ class CompletionOffsets:
         self._utf8 = _Utf8Decoder(errors="replace")
 
     def push(self, token: Token, text: str) -> int:
-        """Take the next token and the text told with it; return where its own begins."""
+        """Take the next token and the text sent with it; return the position of the token's own text."""
         start = self._end
         self._end += len(text)
         if not self._tokenizer.has_pieces:
@@ -42,7 +42,7 @@ class CompletionOffsets:
 
 
 def _is_continued(unfinished: bytes, byte: bytes) -> bool:
-    """Whether a character goes on so, or none is unfinished."""
+    """Whether `byte` continues the unfinished character, if there is one."""
     if not unfinished:
         return True
     try:

@@ -1,4 +1,4 @@
-"""What OpenAI's answers have in common, as plain dictionaries for the JSON writer, in TGI's key order."""
+"""Parts of all of OpenAI's answers, as plain dictionaries for the JSON writer, in TGI's key order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def usage_json(usage: Usage) -> UsageJson:
 
 
 class AnswerHead:
-    """The keys that every answer and chunk of one request begins with."""
+    """The first keys of every answer and chunk of one request."""
 
     def __init__(
         self, kind: str, id_prefix: str, *, model: str, fingerprint: str, anonymous: bool = False
@@ -49,7 +49,7 @@ class AnswerHead:
 
 
 class ChunkTemplate:
-    """A chunk that is rendered once, with room for the text that changes from token to token."""
+    """A chunk that is rendered once, with a gap for the text of each token."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class ChunkTemplate:
         *,
         frame: Callable[[bytes], bytes] = bytes,
     ) -> None:
-        """`frame` puts around the rendered chunk what belongs there."""
+        """`frame` adds the framing around the rendered chunk."""
         mark = uuid.uuid4().hex
         framed = frame(orjson.dumps(render(mark)))
         self._before, self._after = framed.split(orjson.dumps(mark))
@@ -68,7 +68,7 @@ class ChunkTemplate:
 
 
 def error_answer(error: RouterError) -> OpenAIErrorResponseJson:
-    """Render a failure that comes before the first byte."""
+    """Render a failure before the first byte."""
     return {
         "error": {**error_detail(error), "param": None, "code": None},
         "error_type": error.error_type,
@@ -76,7 +76,7 @@ def error_answer(error: RouterError) -> OpenAIErrorResponseJson:
 
 
 def error_detail(error: RouterError) -> StreamFailureJson:
-    """Render a failure for the middle of a stream."""
+    """Render a failure in mid-stream."""
     return {
         "message": str(error),
         "type": error.error_type,

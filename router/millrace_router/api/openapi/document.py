@@ -1,6 +1,6 @@
-"""The OpenAPI document: the table of routes, with the schemas of the very types that validate and answer.
+"""The OpenAPI document: the table of routes, with the schemas of the types that validate requests and make answers.
 
-Limits that depend on flags, and those that only some of the routes check, are in no schema: they are answered with 422.
+Limits that depend on flags, and limits that only some routes check, are in no schema; their violation is a 422.
 """
 
 from __future__ import annotations
@@ -58,31 +58,31 @@ NAMES = {
     "ToolChoiceField": "ToolChoice",
     "ToolDefinition": "Tool",
 }
-"""Schemas by type, so that TGI's have TGI's names; of all others the name is the type's."""
+"""TGI's names of its schemas by type; all other schemas have the type's name."""
 SECURITY_SCHEMES = {
     "ApiKey": {"type": "http", "scheme": "bearer"},
     "ApiKeyHeader": {"type": "apiKey", "in": "header", "name": API_KEY_HEADER},
 }
 HEADERS: dict[str, dict[str, object]] = {
     PRIORITY_HEADER: {
-        "description": "How much sooner than others; `priority` in the body beats it",
+        "description": "Priority over other requests; `priority` in the body takes precedence",
         "schema": {"type": "integer", "minimum": -MAX_PRIORITY, "maximum": MAX_PRIORITY},
     },
     TENANT_HEADER: {
-        "description": "Among whom the server is shared out, where it is",
+        "description": "Tenant, for servers that share tokens between tenants",
         "schema": {"type": "string"},
     },
     MAX_QUEUE_HEADER: {
-        "description": "Milliseconds that the request may wait, and is refused with 429 rather than wait longer",
+        "description": "Milliseconds that the request may wait in the queue before it is answered 429",
         "schema": {"type": "integer", "minimum": 1, "maximum": MAX_QUEUE_MS},
     },
     KEY_HEADER: {
-        "description": "Names a request that may be sent again: it is answered once, by what runs already",
+        "description": "Key of a request that may be repeated: repetitions get the answer of the first one",
         "schema": {"type": "string", "minLength": 1, "maxLength": MAX_KEY_LENGTH},
     },
     LAST_EVENT_HEADER: {
         "description": f"`id` of the last event that was read, from 1 to {MAX_LAST_EVENT}: the stream goes on "
-        f"after it, or is 410. Ignored without `{KEY_HEADER}`, and so any text there",
+        f"after it, or is 410. Ignored without `{KEY_HEADER}`",
         "schema": {"type": "string"},
     },
 }
@@ -104,7 +104,7 @@ def openapi_json() -> bytes:
 
 
 def openapi() -> dict[str, Any]:
-    """Put the document together."""
+    """Make the document."""
     schemas = _Schemas()
     paths: dict[str, dict[str, Any]] = {}
     for operation in OPERATIONS:
@@ -113,7 +113,7 @@ def openapi() -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {
             "title": "Millrace",
-            "description": "Text generation, as TGI, OpenAI and Anthropic speak of it",
+            "description": "Text generation with the APIs of TGI, OpenAI and Anthropic",
             "license": {"name": "Apache 2.0", "identifier": "Apache-2.0"},
             "version": VERSION,
         },
@@ -127,20 +127,20 @@ def openapi() -> dict[str, Any]:
 
 
 class _Schema(GenerateJsonSchema):
-    """Without the titles that pydantic makes of names."""
+    """Leaves out the titles that pydantic makes of names."""
 
     def field_title_should_be_set(self, schema: object) -> bool:  # noqa: ARG002
         return False
 
 
 class _Schemas:
-    """Schemas by type, and what they refer to."""
+    """Collects schemas and the schemas that they refer to."""
 
     def __init__(self) -> None:
         self.components: dict[str, Any] = {}
 
     def of(self, type_: TypeForm[Any]) -> dict[str, Any]:
-        """Schema of a type, references and all."""
+        """Return the schema of a type, and collect those it refers to."""
         generated = TypeAdapter(type_).json_schema(
             ref_template=REFERENCE + "{model}", schema_generator=_Schema
         )
@@ -149,7 +149,7 @@ class _Schemas:
         )
         for name, component in schema.pop("$defs", {}).items():
             self._add(name, component)
-        # An alias is inlined where it is all there is, and has a name all the same.
+        # pydantic inlines an alias at the top; it gets its name here.
         alias: object = type_
         name = alias.__name__ if isinstance(alias, TypeAliasType) else schema.get("title")
         return schema if name is None else self._add(name, schema)
@@ -190,7 +190,7 @@ def _operation(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
             "content": {JSON: {"schema": schemas.of(operation.body)}},
         }
     if not operation.is_open:
-        # Only a server that was started with a key asks for one.
+        # A server without `--api-key` needs none.
         described["security"] = [{}, *({name: []} for name in SECURITY_SCHEMES)]
     return described
 
@@ -214,12 +214,12 @@ def _responses(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
 
 
 class _Failures(NamedTuple):
-    """How failures are told."""
+    """Types of failures."""
 
     whole: Any
     """Before the first byte."""
     event: Any
-    """In the middle of a stream."""
+    """In mid-stream."""
 
 
 def _failures(operation: Operation) -> _Failures:

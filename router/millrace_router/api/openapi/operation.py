@@ -1,4 +1,4 @@
-"""What the OpenAPI document tells of one route."""
+"""The description of one route."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ READING = (
     HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
     HTTPStatus.UNPROCESSABLE_ENTITY,
 )
-"""How a body can be refused."""
+"""Statuses of a refused body."""
 ADMITTING = (*READING, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
-"""How anything that takes a permit can fail."""
+"""Statuses of failures on routes that take a permit."""
 GENERATING = (
     *ADMITTING,
     HTTPStatus.GONE,
     HTTPStatus.FAILED_DEPENDENCY,
     HTTPStatus.INTERNAL_SERVER_ERROR,
 )
-"""How a generation can fail."""
+"""Statuses of a failed generation."""
 PREDICTING = (*ADMITTING, HTTPStatus.FAILED_DEPENDENCY, HTTPStatus.INTERNAL_SERVER_ERROR)
-"""How a generation can fail that has no key, and so cannot be gone on with."""
+"""Statuses of a failed generation without an idempotency key, which cannot be resumed."""
 MESSAGING = (
     HTTPStatus.BAD_REQUEST,
     HTTPStatus.REQUEST_TIMEOUT,
@@ -37,38 +37,38 @@ MESSAGING = (
     HTTPStatus.TOO_MANY_REQUESTS,
     HTTPStatus.SERVICE_UNAVAILABLE,
 )
-"""`ADMITTING` with the statuses that Anthropic has."""
+"""`ADMITTING` in the statuses of Anthropic's API."""
 
 SCHEDULING = (PRIORITY_HEADER, TENANT_HEADER, MAX_QUEUE_HEADER)
 """Headers of the scheduling parameters."""
-KEYED = (*SCHEDULING, KEY_HEADER, LAST_EVENT_HEADER)
-"""What a request that may be sent again can say, besides."""
+IDEMPOTENT = (*SCHEDULING, KEY_HEADER, LAST_EVENT_HEADER)
+"""Headers of the scheduling parameters and of idempotency."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One method of one path; bodies and answers are types that pydantic knows a JSON schema of."""
+    """One method of one path; bodies and answers are types for which pydantic makes a JSON schema."""
 
     method: str
     path: str
     id: str
-    """TGI's name, where it has the route."""
+    """TGI's name, if it has the route."""
     summary: str
     body: Any = None
     answer: Any = None
-    """None for an empty one, bytes for text."""
+    """None for an empty answer, bytes for text."""
     text_type: str = PLAIN
     """Media type of text."""
     event: Any = None
     """The JSON of one event of a stream."""
     failures: tuple[HTTPStatus, ...] = ()
     is_open: bool = False
-    """Nobody is asked for a key."""
+    """Needs no API key."""
     openai: bool = False
-    """Failures come in OpenAI's envelope."""
+    """Failures have OpenAI's envelope."""
     either: bool = False
-    """Failures come in TGI's envelope or in OpenAI's, as the body is of the one or the other."""
+    """Failures have TGI's envelope or OpenAI's, depending on the body."""
     anthropic: bool = False
-    """Failures come in Anthropic's envelope."""
+    """Failures have Anthropic's envelope."""
     headers: tuple[str, ...] = ()
-    """Headers of the request that are read."""
+    """Request headers that the route reads."""

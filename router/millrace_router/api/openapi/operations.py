@@ -26,7 +26,7 @@ from millrace_router.api.openai.protocol import (
 from millrace_router.api.openapi.operation import (
     ADMITTING,
     GENERATING,
-    KEYED,
+    IDEMPOTENT,
     MESSAGING,
     READING,
     SCHEDULING,
@@ -60,7 +60,7 @@ OPERATIONS = (
         answer=list[GenerateResponse],
         event=StreamResponse,
         failures=GENERATING,
-        headers=KEYED,
+        headers=IDEMPOTENT,
     ),
     Operation(
         method="post",
@@ -70,7 +70,7 @@ OPERATIONS = (
         body=GenerateRequest,
         answer=GenerateResponse,
         failures=GENERATING,
-        headers=KEYED,
+        headers=IDEMPOTENT,
     ),
     Operation(
         method="post",
@@ -80,7 +80,7 @@ OPERATIONS = (
         body=GenerateRequest,
         event=StreamResponse,
         failures=GENERATING,
-        headers=KEYED,
+        headers=IDEMPOTENT,
     ),
     Operation(
         method="post",
@@ -126,7 +126,7 @@ OPERATIONS = (
         event=ChatCompletionChunkJson,
         failures=GENERATING,
         openai=True,
-        headers=KEYED,
+        headers=IDEMPOTENT,
     ),
     Operation(
         method="post",
@@ -138,7 +138,7 @@ OPERATIONS = (
         event=Completion,
         failures=GENERATING,
         openai=True,
-        headers=KEYED,
+        headers=IDEMPOTENT,
     ),
     Operation(
         method="post",
@@ -150,7 +150,7 @@ OPERATIONS = (
         event=ResponseEventJson,
         failures=GENERATING,
         openai=True,
-        headers=KEYED,
+        headers=IDEMPOTENT,
     ),
     Operation(
         method="post",
@@ -183,7 +183,7 @@ OPERATIONS = (
         event=MessageEventJson,
         failures=(*MESSAGING, HTTPStatus.GONE, HTTPStatus.INTERNAL_SERVER_ERROR),
         anthropic=True,
-        headers=KEYED,
+        headers=IDEMPOTENT,
     ),
     Operation(
         method="post",

@@ -1,4 +1,4 @@
-"""The routes that platforms want, for the OpenAPI document."""
+"""The table of the platforms' routes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from millrace_router.api.openapi.operation import (
     GENERATING,
-    KEYED,
+    IDEMPOTENT,
     PREDICTING,
     SCHEDULING,
     Operation,
@@ -32,8 +32,8 @@ VERSION = MODEL + "/versions/{model_version}"
 UNAVAILABLE = (HTTPStatus.SERVICE_UNAVAILABLE,)
 
 
-def _told(path: str, id_: str, summary: str, answer: Any, *, may_be_ill: bool = False) -> Operation:  # noqa: ANN401
-    failures = UNAVAILABLE if may_be_ill else ()
+def _get(path: str, id_: str, summary: str, answer: Any, *, may_fail: bool = False) -> Operation:  # noqa: ANN401
+    failures = UNAVAILABLE if may_fail else ()
     return Operation(
         method="get",
         path=path,
@@ -45,7 +45,7 @@ def _told(path: str, id_: str, summary: str, answer: Any, *, may_be_ill: bool = 
     )
 
 
-def _inferred(path: str, id_: str) -> Operation:
+def _infer(path: str, id_: str) -> Operation:
     return Operation(
         method="post",
         path=path,
@@ -63,13 +63,13 @@ PLATFORM_OPERATIONS = (
         method="post",
         path="/invocations",
         id="sagemaker_compatibility",
-        summary="Generate, chat or complete, as the body has it; for SageMaker",
+        summary="Generate, chat or complete, depending on the body; for SageMaker",
         body=SagemakerRequest,
         answer=SagemakerResponse,
         event=SagemakerStreamResponse,
         failures=GENERATING,
         either=True,
-        headers=KEYED,
+        headers=IDEMPOTENT,
     ),
     Operation(
         method="post",
@@ -81,31 +81,31 @@ PLATFORM_OPERATIONS = (
         failures=PREDICTING,
         headers=SCHEDULING,
     ),
-    _told("/v2", "kserve_server_metadata", "What this server is, for KServe", KserveServerJson),
-    _told("/v2/health/live", "kserve_health_live", "Whether the router runs", KserveLiveJson),
-    _told(
+    _get("/v2", "kserve_server_metadata", "Describe the server, for KServe", KserveServerJson),
+    _get("/v2/health/live", "kserve_health_live", "Whether the router runs", KserveLiveJson),
+    _get(
         "/v2/health/ready",
         "kserve_health_ready",
         "Whether a request would run at once",
         KserveReadyJson,
-        may_be_ill=True,
+        may_fail=True,
     ),
-    _told(MODEL, "kserve_model", "What a model takes and gives", KserveModelJson),
-    _told(VERSION, "kserve_model_metadata", "What a model takes and gives", KserveModelJson),
-    _told(
+    _get(MODEL, "kserve_model", "Describe the tensors of a model", KserveModelJson),
+    _get(VERSION, "kserve_model_metadata", "Describe the tensors of a model", KserveModelJson),
+    _get(
         f"{MODEL}/ready",
         "kserve_model_ready",
         "Whether a request would run at once",
         KserveReadyJson,
-        may_be_ill=True,
+        may_fail=True,
     ),
-    _told(
+    _get(
         f"{VERSION}/ready",
         "kserve_model_metadata_ready",
         "Whether a request would run at once",
         KserveReadyJson,
-        may_be_ill=True,
+        may_fail=True,
     ),
-    _inferred(f"{MODEL}/infer", "kserve_infer"),
-    _inferred(f"{VERSION}/infer", "kserve_model_infer"),
+    _infer(f"{MODEL}/infer", "kserve_infer"),
+    _infer(f"{VERSION}/infer", "kserve_model_infer"),
 )

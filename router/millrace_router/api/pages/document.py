@@ -1,4 +1,4 @@
-"""One HTML document from its sources, and the policy under which a browser runs no other script."""
+"""One HTML document from its sources, and the policy that forbids a browser all other scripts."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _POLICY = (
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A page as it is sent."""
+    """A page, ready to send."""
 
     body: bytes
     policy: str
-    """`Content-Security-Policy`: these scripts and styles, requests to this server, and nothing else."""
+    """`Content-Security-Policy`, which allows these scripts and styles, and requests to this server."""
 
     @property
     def digest(self) -> str:
-        """What tells it from other versions of itself."""
+        """Hash of the body."""
         return sha256(self.body).hexdigest()[:32]
 
 
 def load(name: str) -> Document:
-    """Read `<name>.html` from this folder, with the styles and scripts that it names in their places."""
+    """Read `<name>.html` from this folder, and put its styles and scripts into it."""
     source = _read(f"{name}.html")
     styles = [_read(file) for file in _STYLE.findall(source)]
     scripts = [_read(file) for file in _SCRIPT.findall(source)]

@@ -1,4 +1,4 @@
-"""Pages for people with a browser: a chat at `/`, the documentation of the API at `/docs`."""
+"""Pages for browsers: a chat at `/`, the documentation of the API at `/docs`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from millrace_router.api.tgi.probes import health
 from millrace_router.errors import RouterError
 
 PATHS = ("/docs", "/docs/")
-"""Of the documentation, which is open to everybody."""
+"""Paths of the documentation, which needs no API key."""
 
 
 def register(app: web.Application) -> None:
@@ -22,7 +22,7 @@ def register(app: web.Application) -> None:
 
 
 async def root(request: web.Request) -> web.StreamResponse:
-    """`GET /`: what `GET /health` answers, and for a browser the chat page with the same status."""
+    """`GET /`: the answer of `GET /health`, and for a browser the chat page with the same status."""
     if not prefers_html(request.headers.get("accept", "")):
         answer = await health(request)
         answer.headers["vary"] = "accept"
@@ -36,7 +36,7 @@ async def root(request: web.Request) -> web.StreamResponse:
 
 
 async def docs(request: web.Request) -> web.StreamResponse:
-    """`GET /docs`: `/openapi.json` to read and to try."""
+    """`GET /docs`: `/openapi.json` as a page."""
     return _answer(request, page("docs"))
 
 
@@ -47,7 +47,7 @@ def page(name: str) -> Document:
 
 
 def prefers_html(accept: str) -> bool:
-    """Whether nothing else is wanted more than `text/html`; `*/*`, as probes and clients say it, is no such wish."""
+    """Whether `text/html` is the first of the best media ranges; `*/*`, which probes send, does not count."""
     ranges = [_range(part) for part in accept.split(",")]
     best = max((quality for _, quality in ranges), default=0.0)
     first = next((kind for kind, quality in ranges if quality == best), None)
@@ -55,7 +55,7 @@ def prefers_html(accept: str) -> bool:
 
 
 def _range(part: str) -> tuple[str, float]:
-    """A media range and its quality, which is 0 for what is none."""
+    """Parse a media range; its quality is 0 if it is malformed."""
     kind, *parameters = (word.strip().lower() for word in part.split(";"))
     quality = 1.0
     for parameter in parameters:
@@ -82,7 +82,7 @@ def _answer(
     answer.headers["content-security-policy"] = document.policy
     answer.headers["x-content-type-options"] = "nosniff"
     answer.headers["referrer-policy"] = "no-referrer"
-    # Asked again each time, and told that nothing has changed.
+    # Browsers ask each time, and get a 304 if the page has not changed.
     answer.headers["cache-control"] = "no-cache" if status == 200 else "no-store"
     answer.etag = tag
     if vary is not None:

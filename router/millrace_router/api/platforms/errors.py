@@ -1,4 +1,4 @@
-"""What platforms are told in words of their own: KServe everywhere, Vertex AI where TGI is followed strictly.
+"""Errors with the platforms' own types: KServe's always, Vertex AI's with `--strict-tgi`.
 
 RouterError
 ├── NotUtf8                422  utf8                      (KServe)
@@ -13,7 +13,7 @@ from millrace_router.errors import RouterError
 
 
 class NotUtf8(RouterError):
-    """The bytes of a tensor are no text."""
+    """The bytes of a tensor are not UTF-8."""
 
     status = 422
     error_type = "utf8"
@@ -21,7 +21,7 @@ class NotUtf8(RouterError):
 
 
 class LengthMismatch(RouterError):
-    """There are not as many names for the answers as there are questions."""
+    """The numbers of inputs and outputs differ."""
 
     status = 422
     error_type = "length mismatch"
@@ -32,7 +32,7 @@ class LengthMismatch(RouterError):
 
 
 class NoInstances(RouterError):
-    """There is nothing to predict, in TGI's words for Vertex AI."""
+    """The request has no instances, in TGI's words for Vertex AI."""
 
     status = 422
     error_type = "Input validation error"
@@ -43,7 +43,7 @@ class NoInstances(RouterError):
 
 
 class IncompletePrediction(RouterError):
-    """What TGI tells platforms of whatever has failed, which has been counted for what it is."""
+    """TGI's error for any failure; the failure itself has been counted under its own type."""
 
     error_type = "Incomplete generation"
 

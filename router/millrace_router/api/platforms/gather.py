@@ -1,4 +1,4 @@
-"""Several generations that one request asks for, each on its own."""
+"""Runs the several generations of one request at once."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Result = TypeVar("Result")
 
 
 def check_count(count: int, limits: Limits) -> None:
-    """Refuse what could never run together, since each takes a permit; raises BatchSizeExceeded."""
+    """Refuse more generations than there are permits; raises BatchSizeExceeded."""
     if count > limits.max_concurrent_requests:
         raise BatchSizeExceeded(limits.max_concurrent_requests)
 
 
 async def together(works: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Do all at once; the first failure ends the others and is raised as it is."""
+    """Run all at once; the first failure cancels the others and is raised."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(work) for work in works]

@@ -1,4 +1,4 @@
-"""Builds OpenAI's responses: what is known of one before its first token, and what comes of its tokens."""
+"""Builds OpenAI's responses from their requests and their tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from millrace_router.request.float32 import shortest
 
 
 class ResponseHead:
-    """What is known of a response before its first token: an id, and what was asked, defaults filled in."""
+    """The parts of a response that are known before its first token: its id, and the request with its defaults."""
 
     def __init__(self, body: ResponsesRequest, *, model: str) -> None:
         """`model` is the name to answer with."""
@@ -64,7 +64,7 @@ class ResponseHead:
     def ended(
         self, output: list[ResponseItemJson], usage: Usage, finish_reason: str
     ) -> ResponseJson:
-        """Render the whole response, which is incomplete if it was cut."""
+        """Render the whole response, which is incomplete if it was cut off."""
         incomplete = is_cut(finish_reason)
         return {
             **self._json,
@@ -76,17 +76,17 @@ class ResponseHead:
         }
 
     def failed(self, output: list[ResponseItemJson], error: RouterError) -> ResponseJson:
-        """Render a response that has come no further."""
+        """Render a response that failed, with its items so far."""
         return {**self._json, "status": "failed", "output": output, "error": _error(error)}
 
 
 def is_cut(finish_reason: str) -> bool:
-    """Whether an answer that ended for this reason would have gone on."""
+    """Whether a limit of tokens ended the answer."""
     return finish_reason == "length"
 
 
 def usage_json(usage: Usage) -> ResponseUsageJson:
-    """Render token counts; what the prompt cache was written is not counted apart."""
+    """Render token counts; writes to the prefix cache are not counted."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
@@ -105,7 +105,7 @@ def _error(error: RouterError) -> ResponseErrorJson:
 
 
 def _number(given: float | None) -> float:
-    """What was asked, as it was written; neither restricts anything by default."""
+    """Render a number as the client wrote it; 1 by default, which restricts nothing."""
     return 1.0 if given is None else shortest(given) or 0.0
 
 

@@ -1,4 +1,4 @@
-"""A response as its tokens come: its items so far, and the events that tell of them in OpenAI's order."""
+"""The events of a streamed response, in OpenAI's order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ResponseEvent = dict[str, Any]
 
 
 class ResponseEvents:
-    """Puts a response together, one item after the other; what each step yields has to be read."""
+    """Builds a response, one item after the other; callers must exhaust the iterator of each call."""
 
     def __init__(self, head: ResponseHead) -> None:
         self._head = head
@@ -28,7 +28,7 @@ class ResponseEvents:
         """Items that have ended."""
         self._open: GrowingMessage | GrowingCall | None = None
         self._logprobs: list[ChatCompletionLogprobJson] = []
-        """Of tokens whose text has not come yet."""
+        """Log probabilities of tokens whose text has not come yet."""
 
     @property
     def has_begun(self) -> bool:
@@ -36,13 +36,13 @@ class ResponseEvents:
         return self._num_events > 0
 
     def begin(self) -> Iterator[ResponseEvent]:
-        """Say that there is a response."""
+        """Yield the first events."""
         response = self._head.begun()
         yield self._event("response.created", response=response)
         yield self._event("response.in_progress", response=response)
 
     def push(self, piece: ChatDelta) -> Iterator[ResponseEvent]:
-        """Take what one token adds."""
+        """Yield what one token adds."""
         if piece.logprobs is not None:
             self._logprobs.append(piece.logprobs)
         for part in parts_of(piece):
@@ -52,7 +52,7 @@ class ResponseEvents:
                 yield from self._push_text(part)
 
     def end(self, usage: Usage, finish_reason: str) -> Iterator[ResponseEvent]:
-        """Tell the whole response; an answer of nothing is an empty message."""
+        """Yield the last events; a response without items gets an empty message."""
         if self._open is None:
             yield from self._open_message()
         incomplete = is_cut(finish_reason)
@@ -62,7 +62,7 @@ class ResponseEvents:
         yield self._event(name, response=response)
 
     def fail(self, error: RouterError) -> Iterator[ResponseEvent]:
-        """Say that no more will come, and why."""
+        """Yield the events of a failure."""
         if not self.has_begun:
             yield from self.begin()
         yield self._event("error", code=error.error_type, message=str(error), param=None)
@@ -96,7 +96,7 @@ class ResponseEvents:
         yield self._of_text("response.content_part.added", part=message.part())
 
     def _close(self, status: Literal["completed", "incomplete"]) -> Iterator[ResponseEvent]:
-        """End the item that is open, if one is."""
+        """End the open item, if there is one."""
         if self._open is None:
             return
         item = self._item(status)
@@ -115,7 +115,7 @@ class ResponseEvents:
         self._open = None
 
     def _item(self, status: Literal["in_progress", "completed", "incomplete"]) -> ResponseItemJson:
-        """Render the item that is open."""
+        """Render the open item."""
         assert self._open is not None
         if isinstance(self._open, GrowingMessage):
             return self._open.json(status, (self._open.part(),))

@@ -16,17 +16,17 @@ from millrace_router.api.responses.protocol import (
 )
 
 NUM_ID_BYTES = 24
-"""As many as in OpenAI's own."""
+"""The same number as in OpenAI's ids."""
 
 
 def new_id(prefix: Literal["resp", "msg", "fc"]) -> str:
-    """Make a name that nothing else has."""
+    """Make a unique id."""
     return f"{prefix}_{secrets.token_hex(NUM_ID_BYTES)}"
 
 
 @dataclass(slots=True)
 class GrowingMessage:
-    """What the assistant says: one text."""
+    """The assistant's text."""
 
     id: str = field(default_factory=lambda: new_id("msg"))
     texts: list[str] = field(default_factory=list)
@@ -56,7 +56,7 @@ class GrowingMessage:
 
 @dataclass(slots=True)
 class GrowingCall:
-    """A call that the assistant makes."""
+    """A call by the assistant."""
 
     call_id: str
     name: str

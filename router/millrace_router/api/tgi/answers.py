@@ -1,4 +1,4 @@
-"""TGI's own JSON: requests as strict models, answers as plain dictionaries for the JSON writer."""
+"""Answers of TGI's own routes, as plain dictionaries for the JSON writer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TokenJson(PrefillTokenJson):
 
 
 class SequenceJson(TypedDict):
-    """What is told of any finished sequence."""
+    """The details of any finished sequence."""
 
     finish_reason: FinishReason
     generated_tokens: int
@@ -37,7 +37,7 @@ class SequenceJson(TypedDict):
     tokens: list[TokenJson]
     top_tokens: NotRequired[list[list[TokenJson]]]
     cached_tokens: int
-    """Not in TGI: tokens of the prompt that were found computed."""
+    """Not in TGI: tokens of the prompt found in the prefix cache."""
 
 
 class BestOfSequenceJson(SequenceJson):
@@ -91,7 +91,7 @@ def token_json(token: Token) -> TokenJson:
 
 
 def prefill_json(prompt: PromptLogprobs | None, texts: Iterable[str]) -> list[PrefillTokenJson]:
-    """Render the prompt's log probabilities; empty when they were not asked for."""
+    """Render the prompt's log probabilities; empty if the request did not ask for them."""
     if prompt is None:
         return []
     return [
@@ -107,7 +107,7 @@ def sequence_json(
     prefill: list[PrefillTokenJson],
     cached_tokens: int,
 ) -> SequenceJson:
-    """Render a finished sequence, `cached_tokens` of whose prompt were found computed."""
+    """Render a finished sequence; `cached_tokens` of its prompt were found in the prefix cache."""
     sequence: SequenceJson = {
         "finish_reason": finished.finish_reason,
         "generated_tokens": finished.generated_tokens,
@@ -130,7 +130,7 @@ _PLAIN_EVENT = (
 
 
 def plain_event(event: TokenEvent) -> bytes:
-    """`stream_json` as text, for an event with nothing but its token: three times as fast, and nearly all are such."""
+    """Render `stream_json` as text, for an event with nothing but its token: the usual case, three times as fast."""
     token = event.token
     return _PLAIN_EVENT % (
         event.index,

@@ -17,7 +17,7 @@ class PredictedJson(TypedDict):
 
 
 class EstimateJson(TypedDict):
-    """What is told of a request that does not run."""
+    """The prediction for a request that does not run."""
 
     prompt_tokens: int
     max_new_tokens: int
@@ -25,9 +25,9 @@ class EstimateJson(TypedDict):
     reason: str | None
     """Why it does not fit."""
     cached_tokens: int
-    """Of the prompt, in the prefix cache now; 0 where it does not fit."""
+    """Tokens of the prompt in the prefix cache now; 0 for a request that does not fit."""
     predicted: PredictedJson | None
-    """None where nothing is predicted, and for a request that does not fit."""
+    """None if nothing can be predicted, and for a request that does not fit."""
     waiting: int
     running: int
 

@@ -1,4 +1,4 @@
-"""vLLM's routes for those who have a server and no tokenizer's files, as lm-eval with its remote tokenizer."""
+"""vLLM's routes for clients without the tokenizer's files, such as lm-eval with a remote tokenizer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def register(app: web.Application) -> None:
 
 
 async def tokenizer_info(request: web.Request) -> web.StreamResponse:
-    """`GET /tokenizer_info`: special tokens, and the template of chats."""
+    """`GET /tokenizer_info`: special tokens, and the chat template."""
     services = request.app[SERVICES]
     tokens = services.template.special_tokens
     answer: TokenizerInfoJson = {
@@ -50,7 +50,7 @@ async def detokenize(request: web.Request) -> web.StreamResponse:
 
 
 def names_prompt(body: object) -> bool:
-    """Whether a body of `/tokenize` is of vLLM's form."""
+    """Whether a body of `/tokenize` has vLLM's form."""
     return isinstance(body, dict) and "prompt" in body and "inputs" not in body
 
 
