@@ -12,7 +12,7 @@ from millrace_router.prediction.late_planning import LatePlanning
 from millrace_router.recovery.launcher_channel import LauncherChannel
 from millrace_router.recovery.shard_status import Timeouts
 from millrace_router.scheduler.budgets import Budgets
-from millrace_router.scheduler.draft_length import Speculator
+from millrace_router.scheduler.draft_length import AdaptiveDraftLength
 from millrace_router.scheduler.factory import forecaster_from, planner_from, queue_from
 from millrace_router.shards.group import ShardedClient
 from millrace_router.shards.wire import Capacity, ShardInfo
@@ -46,7 +46,9 @@ def batcher_from(  # noqa: PLR0913
             num_blocks=capacity.num_blocks,
             block_size=info.block_size,
             prefix_caching=config.prefix_caching == "on",
-            guesses=Speculator(cost, most=budgets.speculate) if budgets.speculate else None,
+            drafts=AdaptiveDraftLength(cost, max_draft_tokens=budgets.max_draft_tokens)
+            if budgets.max_draft_tokens
+            else None,
         ),
         waiting=queue_from(config),
         prospects=LatencyPredictor(cost, forecaster, metrics, max_queue_size=config.max_queue_size),

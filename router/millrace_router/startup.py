@@ -278,7 +278,7 @@ def _budgets(config: RouterConfig, info: ShardInfo, capacity: Capacity) -> Budge
         config,
         prefill_tokens=prefill_tokens(config, info, capacity),
         batch_size=batch_size(config),
-        speculate=info.speculate,
+        max_draft_tokens=info.speculate,
     )
 
 

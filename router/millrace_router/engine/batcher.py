@@ -320,7 +320,7 @@ class Batcher:
         if plan.has_forward:
             seconds = answered_at - flight.began_at(self._answered_at)
             if progress is not None:
-                self._planner.paid(progress, seconds)
+                self._planner.step_took(progress, seconds)
             self._prospects.observe(plan.load if progress is None else progress.load, seconds)
             self._lifeline.served(computed=True)
         self._last_answered, self._answered_at = result.number, answered_at

@@ -87,12 +87,12 @@ class RecoveryPolicy:
     def next_epoch(self) -> int:
         """Put an empty planner in the place of the one there is; how many entries it is going to replay."""
         old, self.planner = self.planner, self._new_planner()
-        entries = sorted([*old.surrender(), *self._held], key=lambda held: held[0])
+        entries = sorted([*old.take_all(), *self._held], key=lambda held: held[0])
         entries = [held for held in entries if not entry_of(held[1]).stream.ended]
         group = self._suspects.group
         running = [held for held in entries if not group or held[1].request_id in group]
         self._held = [held for held in entries if group and held[1].request_id not in group]
-        self.planner.succeed(old, running)
+        self.planner.take_over(old, running)
         self.planner.limit(self._pressure.budgets)
         self.must_regroup = False
         return len(running)
@@ -113,7 +113,7 @@ class RecoveryPolicy:
 
     def surrender(self) -> list[SchedulableRequest]:
         """Give up, and return, every entry that was ever admitted."""
-        entries = [entry for _, entry in (*self.planner.surrender(), *self._held)]
+        entries = [entry for _, entry in (*self.planner.take_all(), *self._held)]
         self._held.clear()
         return entries
 

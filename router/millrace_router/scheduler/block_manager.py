@@ -1,4 +1,4 @@
-"""Which sequence owns which KV blocks. Pure bookkeeping: the shards only obey it."""
+"""Which sequence owns which KV blocks. Pure bookkeeping; the shards use the blocks that a step names."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from millrace_router.scheduler.row import Row
 
 @dataclass(slots=True, eq=False)
 class _Holding:
-    """What one slot holds."""
+    """The blocks of one slot."""
 
     blocks: list[int] = field(default_factory=list)
     """In table order."""
     pins: list[CachedBlock] = field(default_factory=list)
-    """The first of them that are in the cache."""
+    """The first of those blocks, as far as they are in the cache."""
     keys: Sequence[bytes] = ()
-    """Of the prompt's full blocks; the cache expects those after `num_computed`."""
+    """Keys of the prompt's full blocks; the cache expects those after `num_computed`."""
     num_computed: int = 0
     num_promised: int = 0
 
     def private(self) -> list[int]:
-        """Blocks that are nobody else's and not in the cache."""
+        """Blocks that no other slot holds, and that are not in the cache."""
         return self.blocks[len(self.pins) :]
 
 
 class BlockManager:
-    """Fixed-size KV blocks: handed out one by one, shared through the prefix cache, taken back at the end.
+    """Hands out fixed-size KV blocks one by one, shares them through the prefix cache, and takes them back.
 
-    Invariant: free + cached + owned = num_blocks - 1 (block 0 is the shards' scrap block and never handed out), and
-    free and cached blocks together always cover every promise, so growing within a promise cannot fail.
+    Invariant: free + cached + owned = num_blocks - 1 (block 0 is the shards' scratch block and is never handed out).
+    Free and cached blocks together always cover every promise, so growing within a promise cannot fail.
     """
 
     def __init__(self, num_blocks: int, block_size: int, cache: PrefixCache | None = None) -> None:
@@ -46,17 +46,17 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """Blocks that hold nothing."""
+        """Blocks without content."""
         return len(self._free)
 
     @property
     def num_cached(self) -> int:
-        """Blocks that no sequence holds, kept because their content may be asked for again."""
+        """Blocks that no sequence holds, kept because another request may need their content."""
         return self.cache.num_idle if self.cache is not None else 0
 
     @property
     def num_owned(self) -> int:
-        """Blocks that one sequence or several hold."""
+        """Blocks that at least one sequence holds."""
         return self.num_blocks - self.num_free - self.num_cached
 
     @property
@@ -66,21 +66,21 @@ class BlockManager:
 
     @property
     def num_reserved_tokens(self) -> int:
-        """Positions that those have."""
+        """KV positions of the reserved blocks."""
         return self.num_reserved * self.block_size
 
     @property
     def num_available(self) -> int:
         """Blocks that are neither owned nor promised."""
-        # Asked for in every step, hence not by way of `num_reserved`.
+        # Runs in every step, hence without `num_reserved`.
         return len(self._free) + self.num_cached - self._num_promised
 
     def count(self, num_tokens: int) -> int:
-        """Blocks that `num_tokens` positions take."""
+        """The number of blocks for `num_tokens` positions."""
         return -(-num_tokens // self.block_size)
 
     def find(self, keys: Sequence[bytes]) -> list[CachedBlock]:
-        """Return what the cache has of the chain `keys`, from its beginning."""
+        """The cached blocks at the beginning of the chain `keys`."""
         return self.cache.find(keys) if self.cache is not None else []
 
     def expects(self, key: bytes) -> bool:
@@ -88,7 +88,7 @@ class BlockManager:
         return self.cache is not None and self.cache.expects(key)
 
     def shortage(self, num_tokens: int, hits: Sequence[CachedBlock] = ()) -> int:
-        """Blocks that are missing to admit a sequence with a promise of `num_tokens`; negative when some remain."""
+        """Blocks that are missing for a promise of `num_tokens`; negative if some remain."""
         revived = sum(not hit.num_pins for hit in hits)
         return self.count(num_tokens) - len(hits) + revived - self.num_available
 
@@ -100,12 +100,12 @@ class BlockManager:
         hits: Sequence[CachedBlock] = (),
         keys: Sequence[bytes] = (),
     ) -> list[int]:
-        """Begin a table with the cached blocks `hits`, which it returns, and promise the rest of `num_tokens`.
+        """Begin a table with the cached blocks `hits`, and promise the other blocks for `num_tokens` positions.
 
-        `keys` name the full blocks of the prompt, those of `hits` included.
+        `keys` name the full blocks of the prompt, those of `hits` included. Returns the blocks in the table.
 
         Raises:
-            ValueError: the slot is in use, or the blocks are not there.
+            ValueError: the slot is in use, or blocks are missing.
 
         """
         if slot in self._holdings or self.shortage(num_tokens, hits) > 0:
@@ -120,7 +120,7 @@ class BlockManager:
         return list(holding.blocks)
 
     def grow(self, slot: int, num_tokens: int) -> list[int] | None:
-        """Hand out what `slot` still lacks for `num_tokens` positions, in table order; None if that is not there."""
+        """Hand out the blocks that `slot` lacks for `num_tokens` positions, in order; None if too few are free."""
         holding = self._holdings[slot]
         missing = self.count(num_tokens) - len(holding.blocks)
         if missing <= 0:
@@ -138,8 +138,9 @@ class BlockManager:
     def enter(self, slot: int, keys: Sequence[bytes]) -> None:
         """Make the first blocks of `slot`, whose KV is computed, findable by `keys`.
 
-        An equal block that nobody holds gives way. One that is held does not, and neither can be held in addition,
-        for that would take a block nobody was promised: what comes after it is not entered as long as it is there.
+        An idle block with the same key is dropped in favour of the new one. A held block with the same key stays.
+        The slot cannot hold that block too, because this would take a block that was not promised: later blocks of the
+        slot are not entered as long as it is there.
         """
         if self.cache is None:
             return
@@ -159,7 +160,7 @@ class BlockManager:
             pins.append(pin)
 
     def forget(self, slot: int) -> None:
-        """Make unfindable what `slot` holds: values turned out not to be finite, and any of it may be the cause."""
+        """Remove the blocks of `slot` from the index: a value was not finite, and any of them may be the cause."""
         if self.cache is not None:
             for pin in self._holdings[slot].pins:
                 self.cache.forget(pin)
@@ -170,12 +171,8 @@ class BlockManager:
         last_pins = sum(pin.num_pins == 1 for pin in holding.pins)
         return len(holding.private()) + last_pins + holding.num_promised
 
-    def num_owned_by(self, slot: int) -> int:
-        """Blocks in the table of `slot`."""
-        return len(self._holdings[slot].blocks)
-
     def release(self, slot: int) -> None:
-        """Take back everything `slot` holds or was promised; what is in the cache stays findable."""
+        """Take back all blocks and promises of `slot`; its cached blocks stay findable."""
         holding = self._holdings.pop(slot)
         self._num_promised -= holding.num_promised
         self._free.extend(reversed(holding.private()))
@@ -189,20 +186,30 @@ class BlockManager:
         return self._free.pop()
 
 
+def grow(row: Row, blocks: BlockManager, grown: list[tuple[int, int]]) -> bool:
+    """Give `row` the blocks for its planned positions, and add them to `grown`; False if too few are free."""
+    new = blocks.grow(row.slot, row.num_kv_tokens)
+    if new is None:
+        return False
+    grown += [(row.slot, block) for block in new]
+    row.num_kv_owned += len(new) * blocks.block_size
+    return True
+
+
 def advance(
     filled: Iterable[tuple[int, int]],
     rows: tuple[Mapping[int, Row], Mapping[int, Row]],
     blocks: BlockManager,
     failed_slots: Container[int],
 ) -> None:
-    """Count positions, by (slot, how many more), of whichever of `rows` has the slot.
+    """Count the filled positions, given as (slot, number), for the row of each slot, and enter full blocks.
 
-    Of rows in `failed_slots` nothing is shared any more.
+    A slot is in at most one of the two mappings. The blocks of `failed_slots` are removed from the cache.
     """
     running, preempted = rows
     size, is_caching = blocks.block_size, blocks.cache is not None
     for slot, num_tokens in filled:
-        # Runs for every token there is, hence few calls.
+        # Runs for every generated token, hence few calls.
         row = running.get(slot) or preempted.get(slot)
         if row is None:
             continue
@@ -213,8 +220,8 @@ def advance(
             blocks.forget(slot)
         elif row.num_computed >= row.num_entered + size:
             num_full = row.num_computed // size
-            if row.is_flexible:
-                # The tokens of guesses that were right are not delivered yet.
+            if row.is_multi_token:
+                # Accepted draft tokens are not delivered yet.
                 num_full = min(row.num_computed, row.entry.num_inputs) // size
             blocks.enter(slot, row.entry.block_keys(num_full))
             row.num_entered = num_full * size

@@ -1,4 +1,4 @@
-"""What bounds a step and the batch, and which policies fill them."""
+"""Limits of a step and of the batch, and the policies that fill them."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ class Budgets:
     """Limits of one step and of the batch, in TGI's names, and the policies of admission."""
 
     max_batch_prefill_tokens: int
-    """Tokens a step that computes prompt may hold, its decodes included."""
+    """Most tokens of a step that computes prompts, its decodes included."""
     max_batch_size: int
-    """Sequences running at once."""
+    """Most sequences that run at once."""
     spare_slots: int = 0
-    """Slots beyond those, so that nobody waits for one that steps in flight still name."""
+    """Further slots, so that admission does not wait for a slot that a step in flight still names."""
     reserve_all: bool = False
-    """Admit only what has blocks until its last token (TGI's rule), instead of growing and preempting."""
+    """Admit a request only with blocks up to its last token (TGI's rule), instead of growing and preempting."""
     prefill_chunking: bool = True
-    """Compute prompts in pieces beside decodes, instead of whole prompts while decodes pause (TGI's older rule)."""
+    """Compute prompts in chunks beside decodes, instead of whole prompts while decodes pause (TGI's older rule)."""
     target_inter_token_latency: float | None = None
-    """Seconds that a step with decodes should not exceed for the sake of prompts."""
+    """Seconds that a step with decodes should take at most when prompts are added to it."""
     waiting_served_ratio: float = 0.3
-    """Without chunking: prompts wait until they are this many, by the size of the batch …"""
+    """Without chunking: prompts pause decodes once their number is this share of the running rows …"""
     max_waiting_tokens: int = 20
-    """… or until this many steps of decodes have passed since the last prefill."""
+    """… or after this many steps of decodes since the last prefill."""
     share_slots: bool = False
-    """Preempt rows of the tenant that has most for the head of the queue, if its own tenant has fewer."""
-    speculate: int = 0
-    """Tokens that may be guessed ahead for one sequence in one step."""
+    """Preempt a row of the tenant with most rows for the head of the queue, if the head's tenant has fewer."""
+    max_draft_tokens: int = 0
+    """Most draft tokens of one sequence in one step."""
     max_preemptions: int = 3
-    """After so many an entry is admitted only with all the blocks it can ever need."""
+    """After so many preemptions a request is admitted only with all the blocks that it can ever need."""
 
     @property
     def num_slots(self) -> int:

@@ -1,4 +1,4 @@
-"""Budgets, queue, planner and forecaster as the flags say, for entries of any kind: the router's or the simulator's."""
+"""Makes budgets, queue, planner and forecaster from the flags, for the router and the simulator."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from millrace_router.prediction.forecast import Forecaster
 from millrace_router.prediction.late_planning import MOST, LatePlanning
 from millrace_router.scheduler.block_manager import BlockManager
 from millrace_router.scheduler.budgets import Budgets
-from millrace_router.scheduler.draft_length import LengthPolicy
+from millrace_router.scheduler.draft_length import DraftPolicy
 from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.prefix_cache import PrefixCache
 from millrace_router.scheduler.tenants import RequestQueue, TenantQueue
 from millrace_router.scheduler.waiting import WaitingQueue
 
 DEFAULT_PREFILL_TOKENS = 4096
-"""Of one step, where nothing is said and there is room."""
+"""Prefill tokens of one step, by default and if they fit."""
 QUANTUM = 64
-"""Tokens a tenant gets in a round: fewer than most requests take, so that tenants alternate as finely as they can."""
+"""Tokens that a tenant gets in a round: fewer than most requests take, so that tenants alternate often."""
 
 
 class Flags(Protocol):
-    """The flags that decide how requests are scheduled, as `RouterConfig` has them."""
+    """The flags of scheduling, under their names in `RouterConfig`."""
 
     @property
     def kv_reservation(self) -> str:
@@ -38,7 +38,7 @@ class Flags(Protocol):
 
     @property
     def waiting_served_ratio(self) -> float:
-        """Waiting prompts for each running request."""
+        """Waiting prompts per running request."""
 
     @property
     def max_waiting_tokens(self) -> int:
@@ -66,14 +66,14 @@ class Flags(Protocol):
 
 
 def spare_slots(batch_size: int) -> int:
-    """A quarter more: as many as may end in the steps in flight, unless all answers are of one length."""
+    """A quarter of the batch: most rows that end within the steps in flight, unless all answers are equally long."""
     return max(2, batch_size // 4)
 
 
 def budgets_from(
-    flags: Flags, *, prefill_tokens: int, batch_size: int, speculate: int = 0
+    flags: Flags, *, prefill_tokens: int, batch_size: int, max_draft_tokens: int = 0
 ) -> Budgets:
-    """What the flags say of a step and the batch; `speculate` is what the shards can guess ahead."""
+    """The budgets by the flags; the shards can make `max_draft_tokens` per row and step."""
     target = flags.target_inter_token_latency
     return Budgets(
         max_batch_prefill_tokens=prefill_tokens,
@@ -85,12 +85,12 @@ def budgets_from(
         waiting_served_ratio=flags.waiting_served_ratio,
         max_waiting_tokens=flags.max_waiting_tokens,
         share_slots=flags.fairness == "tenant",
-        speculate=speculate,
+        max_draft_tokens=max_draft_tokens,
     )
 
 
 def queue_from(flags: Flags) -> RequestQueue:
-    """The order of service that the flags ask for."""
+    """The queue with the order of service of the flags."""
     if flags.fairness == "tenant":
         return TenantQueue(
             quantum=QUANTUM,
@@ -107,15 +107,15 @@ def planner_from(
     num_blocks: int,
     block_size: int,
     prefix_caching: bool,
-    guesses: LengthPolicy | None = None,
+    drafts: DraftPolicy | None = None,
 ) -> Planner:
-    """A planner with nothing running; block 0 is one of `num_blocks`."""
+    """A planner without rows; block 0 is one of `num_blocks`."""
     cache = PrefixCache() if prefix_caching else None
-    return Planner(budgets, BlockManager(num_blocks, block_size, cache), cost, guesses)
+    return Planner(budgets, BlockManager(num_blocks, block_size, cache), cost, drafts)
 
 
 def late_planning_from(flags: Flags, cost: CostModel, *, most: float = MOST) -> LatePlanning:
-    """When a step is planned beside one in flight: after at most a share `most` of that."""
+    """Plans a step beside one in flight after at most a share `most` of that."""
     is_late = flags.late_planning == "on" and flags.steps_in_flight > 1
     return LatePlanning(cost, most=most if is_late else 0.0)
 
@@ -129,7 +129,7 @@ def forecaster_from(
     block_size: int,
     num_blocks: int,
 ) -> Forecaster:
-    """A forecaster of this batch; block 0 is not one of `num_blocks`."""
+    """A forecaster for this batch; block 0 is not one of `num_blocks`."""
     return Forecaster(
         cost,
         max_batch_size=budgets.max_batch_size,

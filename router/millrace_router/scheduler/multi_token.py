@@ -1,4 +1,4 @@
-"""Decodes of more than one KV position: what each may fill, and what it has filled once that is known."""
+"""Decodes that may fill more than one KV position: their limits, and their results."""
 
 from __future__ import annotations
 
@@ -6,103 +6,98 @@ from collections.abc import Callable, Collection, Container, Iterable, Mapping, 
 from dataclasses import dataclass, field
 
 from millrace_router.prediction.step_load import StepLoad
-from millrace_router.scheduler.block_manager import BlockManager
-from millrace_router.scheduler.draft_length import LengthPolicy
+from millrace_router.scheduler.block_manager import BlockManager, grow
+from millrace_router.scheduler.draft_length import DraftPolicy
 from millrace_router.scheduler.preemption import LOOKAHEAD
 from millrace_router.scheduler.row import Row
 from millrace_router.scheduler.step_plan import StepPlan
 
 _SHARE_RATE = 1 / 16
-"""How far one step moves what is known of the positions that are used."""
+"""Weight of one step in the mean share of allowed positions that are computed."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """What became of a step with flexible rows."""
+    """The results of a step with multi-token rows."""
 
     load: StepLoad
-    """Of what it has really computed."""
+    """The load that was computed."""
     advances: list[int] = field(default_factory=list)
-    """KV positions that each of its decodes has filled; empty: one each."""
+    """KV positions that each decode has filled; empty if each has filled one."""
     drafted: int = 0
-    """Guesses."""
+    """Draft tokens that were verified."""
     accepted: int = 0
-    """Those that were right."""
+    """Draft tokens that were accepted."""
     num_rows: int = 0
-    """Flexible rows that have not ended and may have yielded tokens."""
+    """Multi-token rows that are still running."""
     num_tokens: int = 0
-    """What they have yielded."""
-
-
-def grow(row: Row, blocks: BlockManager, plan: StepPlan) -> bool:
-    """Give `row` the blocks for what is planned; whether they were there."""
-    grown = blocks.grow(row.slot, row.num_kv_tokens)
-    if grown is None:
-        return False
-    plan.grown += [(row.slot, block) for block in grown]
-    row.num_kv_owned += len(grown) * blocks.block_size
-    return True
+    """New tokens of those rows."""
 
 
 class MultiTokenRows:
-    """Allows decodes more than the one position that each needs: for tokens a grammar has forced, and for guesses.
+    """Allows decodes more than one position: for tokens that a grammar forces, and for draft tokens.
 
-    The shards decide what a decode computes, and the next step is sent before they have said so. Hence the positions
-    of a row are bounded from above: by those that the last answer told, and all that steps in flight may fill. Blocks
-    are there up to the bound, and each answer lowers it. The bound never exceeds what the row can ever need, so that
-    no promise of blocks is exceeded; and because each allowance leaves a position for the next step where there is
-    one, a row close to its end waits for no answer.
+    The shards decide how many positions a decode fills, and the router sends the next step before it knows. So the
+    positions of a row are bounded from above: by those in the last answer, and all that the steps in flight may fill.
+    The row owns blocks up to the bound, and each answer lowers the bound. It never exceeds what the row can ever need,
+    so no promise of blocks is exceeded. Each step leaves one position for the next step where there is one, so a row
+    close to its end does not wait for an answer.
     """
 
-    def __init__(self, blocks: BlockManager, policy: LengthPolicy | None) -> None:
-        """Without a policy nothing is guessed."""
+    def __init__(self, blocks: BlockManager, policy: DraftPolicy | None) -> None:
+        """Without a policy there are no draft tokens."""
+        self.slots: set[int] = set()
+        """Slots of the running multi-token rows."""
         self._blocks = blocks
         self._policy = policy
-        self._share = 1.0
-        """Extra positions that were computed, of those allowed: chains and guesses may be few."""
+        self._computed_share = 1.0
+        """Mean share of the allowed extra positions that were computed."""
 
-    def expected(self, load: StepLoad) -> StepLoad:
-        """What a step of the planned `load` is going to compute, as steps went before."""
-        return load.with_extra(round(self._share * load.extra_positions))
+    def expected_load(self, load: StepLoad) -> StepLoad:
+        """The load that a step of the planned `load` is expected to compute, judging by earlier steps."""
+        return load.with_extra(round(self._computed_share * load.extra_positions))
 
     def plan_decodes(self, rows: Collection[Row], plan: StepPlan, *, most: int) -> None:
-        """Let those of `rows` decode that can, at a position each, and allow them more up to `most` in all.
+        """Decode each of `rows` that can, and allow the step up to `most` positions in all.
 
-        If those are too few, guesses go without first. Blocks that rows may need for the next steps are left to them.
+        Draft tokens give way first. The blocks that rows may need for the next steps are left free.
         """
-        flexible: dict[int, Row] = {}
+        multi_token: dict[int, Row] = {}
         context = 0
         for row in rows:
-            # Runs for every token there is, hence few calls.
+            # Runs for every generated token, hence few calls.
             if 0 < row.num_tokens_planned < row.max_tokens:
-                if row.is_flexible and row.num_room <= 0:
+                if row.is_multi_token and row.num_room <= 0:
                     continue
                 row.num_kv_tokens += 1
-                if row.num_kv_tokens > row.num_kv_owned and not grow(row, self._blocks, plan):
+                if row.num_kv_tokens > row.num_kv_owned and not grow(row, self._blocks, plan.grown):
                     row.num_kv_tokens -= 1
                     continue
                 row.num_tokens_planned += 1
                 context += row.num_kv_tokens
-                if row.is_flexible:
-                    flexible[len(plan.decodes)] = row
+                if row.is_multi_token:
+                    multi_token[len(plan.decodes)] = row
                 plan.decodes.append(row.slot)
-        plan.flexible = [row.slot for row in flexible.values()]
+        plan.multi_token_slots = [row.slot for row in multi_token.values()]
         plan.load.decodes, plan.load.context = len(plan.decodes), context
-        self._widen(flexible, plan, most=most - len(plan.decodes), spare=LOOKAHEAD * len(rows))
+        most -= len(plan.decodes)
+        self._allow_extra(multi_token, plan, most=most, spare=LOOKAHEAD * len(rows))
 
-    def _widen(self, flexible: Mapping[int, Row], plan: StepPlan, *, most: int, spare: int) -> None:
-        """Allow rows, by their place among the decodes, up to `most` further positions, and leave `spare` blocks."""
-        rows = list(flexible.values())
+    def _allow_extra(
+        self, multi_token: Mapping[int, Row], plan: StepPlan, *, most: int, spare: int
+    ) -> None:
+        """Allow rows, by their index in `plan.decodes`, up to `most` extra positions; leave `spare` blocks free."""
+        rows = list(multi_token.values())
         extras, left = [], max(0, most)
         for row in rows:
             extra = min(row.entry.max_jump_forward_tokens, left)
             extras.append(extra)
             left -= extra
-        guesses: Sequence[int] = [0] * len(rows)
+        drafts: Sequence[int] = [0] * len(rows)
         if self._policy is not None:
             known = [(row.entry.acceptance, row.num_kv_tokens) for row in rows]
-            guesses = self._policy.lengths(known, plan.load)
-            for place, length in enumerate(guesses):
+            drafts = self._policy.lengths(known, plan.load)
+            for place, length in enumerate(drafts):
                 more = min(length - extras[place], left)
                 if more > 0:
                     extras[place] += more
@@ -116,13 +111,13 @@ class MultiTokenRows:
         if any(extras):
             plan.decode_tokens = [1] * len(plan.decodes)
             plan.draft_tokens = [0] * len(plan.decodes)
-            for place, extra, length in zip(flexible, extras, guesses, strict=True):
+            for place, extra, length in zip(multi_token, extras, drafts, strict=True):
                 if extra:
-                    plan.wide.append(place)
+                    plan.multi_position.append(place)
                     plan.decode_tokens[place] += extra
                     plan.draft_tokens[place] = min(length, extra)
 
-    def settle(
+    def verify(
         self,
         plan: StepPlan,
         row_of: Callable[[int], Row | None],
@@ -131,32 +126,28 @@ class MultiTokenRows:
         computed: Iterable[tuple[int, int, int]],
         failed_slots: Container[int],
     ) -> Progress:
-        """Correct what was assumed of flexible rows by what the answer to `plan` says, before its tokens are delivered.
+        """Correct the counts of multi-token rows by the answer to `plan`, before its tokens are delivered.
 
-        `counts` and `computed` are as in `wire.StepResult`. The caller adds what rows have advanced by.
+        `counts` and `computed` are as in `wire.StepResult`. The caller adds the advances to the rows' positions.
 
         Raises:
-            ValueError: a row has filled other positions than it was allowed.
+            ValueError: a row has filled no position, or more than it was allowed.
 
         """
         num_tokens, progress = dict(counts), Progress(plan.load)
-        for slot in plan.flexible:
+        for slot in plan.multi_token_slots:
             if (row := row_of(slot)) is not None:
                 found = num_tokens.get(slot, 0)
                 row.num_tokens_planned += found - 1
                 progress.num_rows += 1
                 progress.num_tokens += found
-        if not plan.wide:
+        if not plan.multi_position:
             return progress
         answers = {slot: (positions, drafted) for slot, positions, drafted in computed}
         num_extra = 0
         progress.advances = [1] * len(plan.decodes)
-        for place in plan.wide:
-            slot, allowed, guesses = (
-                plan.decodes[place],
-                plan.decode_tokens[place],
-                plan.draft_tokens[place],
-            )
+        for place in plan.multi_position:
+            slot, allowed = plan.decodes[place], plan.decode_tokens[place]
             positions, drafted = answers.get(slot, (-1, 0))
             progress.drafted += drafted
             num_extra += drafted
@@ -168,19 +159,21 @@ class MultiTokenRows:
                 accepted = advance - pending
                 progress.accepted += accepted
                 num_extra += pending - 1
-                # After a chain that a grammar forced, guesses were no use, whatever they were.
-                if guesses and num_tokens.get(slot) == 1 + accepted:
-                    self._learn(row, allowed=guesses, drafted=drafted, accepted=accepted)
+                # After tokens that a grammar forced, the draft tokens could not be accepted.
+                drafts = plan.draft_tokens[place]
+                if drafts and num_tokens.get(slot) == 1 + accepted:
+                    self._learn(row, allowed=drafts, drafted=drafted, accepted=accepted)
             row.num_kv_tokens -= allowed - advance
             progress.advances[place] = advance
         progress.load = plan.load.with_extra(num_extra)
-        self._share += _SHARE_RATE * (num_extra / plan.load.extra_positions - self._share)
+        share = num_extra / plan.load.extra_positions
+        self._computed_share += _SHARE_RATE * (share - self._computed_share)
         return progress
 
-    def paid(self, progress: Progress, seconds: float) -> None:
-        """Take note of what a step has taken."""
+    def step_took(self, progress: Progress, seconds: float) -> None:
+        """Learn the duration of the step with these results."""
         if self._policy is not None:
-            self._policy.paid(progress.load, seconds, accepted=progress.accepted)
+            self._policy.step_took(progress.load, seconds, accepted=progress.accepted)
 
     def _learn(self, row: Row, *, allowed: int, drafted: int, accepted: int) -> None:
         if self._policy is not None:
@@ -188,7 +181,7 @@ class MultiTokenRows:
             self._policy.observe(history, allowed=allowed, drafted=drafted, accepted=accepted)
 
     def _extend(self, row: Row, extra: int, plan: StepPlan, spare: int) -> int:
-        """Allow `row` up to `extra` further positions, as far as it has room; how many."""
+        """Allow `row` up to `extra` more positions, as far as it has room; return how many."""
         extra = min(extra, row.num_room - 1)
         lacking = row.num_kv_tokens + extra - row.num_kv_owned
         if lacking > 0 and not row.promised:
@@ -201,16 +194,16 @@ class MultiTokenRows:
         plan.load.context += extra * row.num_kv_tokens + extra * (extra + 1) // 2
         row.num_kv_tokens += extra
         if row.num_kv_tokens > row.num_kv_owned:
-            grow(row, self._blocks, plan)
+            grow(row, self._blocks, plan.grown)
         return extra
 
 
 def _advance(row: Row, allowed: int, positions: int) -> tuple[int, int]:
-    """How many positions `row` has filled, and how many of those are not guesses.
+    """The number of positions that `row` has filled, and how many of them are not draft tokens.
 
-    A shard lets tokens of a chain wait where they would lengthen the step for everybody, but for one.
+    A shard may postpone all but one of the forced tokens where they would make the step longer for all rows.
     """
     advance = positions - row.num_computed
     if not 1 <= advance <= allowed:
-        raise ValueError(f"a shard filled {advance} positions where 1 to {allowed} were to be")
+        raise ValueError(f"a shard filled {advance} positions where 1 to {allowed} were allowed")
     return advance, min(row.entry.num_inputs - row.num_computed, advance)

@@ -1,4 +1,4 @@
-"""What the next step computes. Pure decisions over entries, slots and blocks; no I/O, no clock."""
+"""The work of the next step. Pure decisions over requests, slots and blocks; no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from itertools import chain, repeat
 from millrace_router.prediction.cost import CostModel
 from millrace_router.request.schedulable import SchedulableRequest
 from millrace_router.scheduler.admission import Admission
-from millrace_router.scheduler.block_manager import BlockManager, advance
+from millrace_router.scheduler.block_manager import BlockManager, advance, grow
 from millrace_router.scheduler.budgets import Budgets
-from millrace_router.scheduler.draft_length import LengthPolicy, Longest
-from millrace_router.scheduler.multi_token import MultiTokenRows, Progress, grow
+from millrace_router.scheduler.draft_length import DraftPolicy, FixedDraftLength
+from millrace_router.scheduler.multi_token import MultiTokenRows, Progress
 from millrace_router.scheduler.preemption import row_to_yield, rows_to_preempt
+from millrace_router.scheduler.prefill import ChunkedPrefill, WholePrefill
 from millrace_router.scheduler.row import Row
 from millrace_router.scheduler.step_plan import StepPlan
 from millrace_router.scheduler.tenants import RequestQueue
 
 
 class Planner:
-    """Decides chunks, decodes, preemption and drops, and with `Admission` who joins; owns rows and blocks.
+    """Plans steps; owns rows and blocks.
 
-    A step decodes every row that can, then spends what is left of the prefill budget on prompts: first those
-    already admitted, the most senior first, then new ones while slots and blocks last.
+    `Admission` decides which request joins, and a `PrefillPolicy` divides a step between prompts and decodes: first
+    the prompts of admitted rows, the most senior first, then new ones while slots and blocks last.
 
-    Rows grow block by block. When blocks run short the most junior row is preempted: it is dropped, its tokens in
-    flight still count, and it is admitted again as a prompt of everything so far. So the most senior row always
-    goes on. A slot and its blocks are reused only once every step that named them is answered.
+    Rows grow block by block. When blocks run short, the most junior row is preempted: it is dropped, its tokens in
+    flight still count, and its request is admitted again with a prompt of all its tokens. So the most senior row
+    always goes on. A slot and its blocks are reused only once every step that named them is answered.
     """
 
     def __init__(
@@ -35,82 +36,89 @@ class Planner:
         budgets: Budgets,
         blocks: BlockManager,
         cost: CostModel | None = None,
-        guesses: LengthPolicy | None = None,
+        drafts: DraftPolicy | None = None,
     ) -> None:
-        """Where the shards can guess, `guesses` says how many tokens ahead; without it as many as they can."""
-        if guesses is None and budgets.speculate:
-            guesses = Longest(budgets.speculate)
+        """`drafts` chooses the number of draft tokens; without it there are always as many as possible."""
+        if drafts is None and budgets.max_draft_tokens:
+            drafts = FixedDraftLength(budgets.max_draft_tokens)
         self.budgets = budgets
         self.blocks = blocks
         self.rows: dict[int, Row] = {}
-        self._cost = cost
-        self._allowances = MultiTokenRows(blocks, guesses)
-        self._flexible: set[int] = set()
-        """Slots of flexible rows."""
-        self._admission = Admission(budgets, blocks)
+        """The running rows by slot."""
         self._preempted: dict[int, Row] = {}
+        """Rows that were preempted and are in steps in flight, by slot."""
         self._yielded: list[Row] = []
-        """Rows that yielded to another tenant, on their way back into the queue."""
+        """Rows that were preempted for another tenant, and go back into the waiting queue."""
         self._to_drop: list[Row] = []
         self._retired: deque[tuple[int, int]] = deque()
-        self._least_chunk = min(blocks.block_size, budgets.max_batch_prefill_tokens)
-        self._decodes_since_prefill = 0
-        self._owes_decode = False
+        """(last step that may name it, slot)."""
+        self._multi_token = MultiTokenRows(blocks, drafts)
+        self._admission = Admission(budgets, blocks)
+        prefill = ChunkedPrefill if budgets.prefill_chunking else WholePrefill
+        self._prefill = prefill(
+            budgets,
+            self.rows,
+            self._preempted,
+            blocks=blocks,
+            admission=self._admission,
+            multi_token=self._multi_token,
+            cost=cost,
+        )
 
     @property
     def num_paused(self) -> int:
-        """Preempted entries, to be admitted again."""
+        """Preempted requests, which will be admitted again."""
         return len(self._preempted) + len(self._yielded) + self._admission.num_paused
 
     @property
     def num_paused_tokens(self) -> int:
-        """Tokens of those so far, which are to be computed again or found cached."""
+        """Prompt and generated tokens of preempted requests, which will be computed again or found in the cache."""
         tokens = sum(row.entry.num_inputs for row in self._preempted.values())
         return tokens + self._admission.num_paused_tokens
 
     @property
     def running(self) -> list[Row]:
-        """Rows that a step in flight may name, those preempted since included."""
+        """Rows that a step in flight may name, preempted ones included."""
         return [*self.rows.values(), *self._preempted.values()]
 
-    def num_cached(self, entry: SchedulableRequest) -> int:
-        """Input tokens of `entry` that are cached now."""
-        return self._admission.num_cached(entry)
+    def num_cached(self, request: SchedulableRequest) -> int:
+        """Input tokens of `request` that are cached now."""
+        return self._admission.num_cached(request)
 
-    def surrender(self) -> list[tuple[int, SchedulableRequest]]:
-        """Give up, and return, every entry that was admitted and is still read, with its seniority, in that order."""
+    def take_all(self) -> list[tuple[int, SchedulableRequest]]:
+        """Remove and return every admitted request whose client has not left, with its seniority, in that order."""
         rows = [*self.running, *self._yielded]
-        entries = [(row.seniority, row.entry) for row in rows] + self._admission.surrender()
+        requests = [(row.seniority, row.entry) for row in rows] + self._admission.take_all()
         self.rows.clear()
-        self._flexible.clear()
+        self._multi_token.slots.clear()
         self._preempted.clear()
         self._yielded.clear()
-        return sorted((e for e in entries if not e[1].closed), key=lambda e: e[0])
+        return sorted((each for each in requests if not each[1].closed), key=lambda each: each[0])
 
-    def succeed(self, other: Planner, entries: Iterable[tuple[int, SchedulableRequest]]) -> None:
-        """Take the place of `other`, some of whose surrendered `entries` are to be admitted here, by replay."""
-        self._admission.succeed(other._admission)
-        self.readmit(entries)
+    def take_over(self, other: Planner, requests: Iterable[tuple[int, SchedulableRequest]]) -> None:
+        """Replace `other`, and admit `requests`, which `other.take_all` returned, again by replay."""
+        self._admission.take_over(other._admission)
+        self.readmit(requests)
 
-    def readmit(self, entries: Iterable[tuple[int, SchedulableRequest]]) -> None:
-        """Admit entries that were admitted before, each with its seniority, by replay."""
-        for seniority, entry in entries:
-            self._admission.readmit(seniority, entry)
+    def readmit(self, requests: Iterable[tuple[int, SchedulableRequest]]) -> None:
+        """Admit requests that were admitted before, each with its seniority, again by replay."""
+        for seniority, request in requests:
+            self._admission.readmit(seniority, request)
 
     def limit(self, budgets: Budgets) -> None:
-        """Plan within `budgets` from now on; there are as many slots as before."""
-        self.budgets = budgets
+        """Replace the budgets; the number of slots stays."""
+        self.budgets = self._prefill.budgets = budgets
         self._admission.limit(budgets)
 
     def row(self, slot: int) -> Row | None:
-        """The row in `slot` whose tokens count: one that runs, or was preempted with steps in flight."""
+        """The row in `slot` whose tokens count: a running one, or a preempted one with steps in flight."""
         return self.rows.get(slot) or self._preempted.get(slot)
 
     def drop(self, row: Row) -> None:
-        """Take `row` out of the batch for good; the shards hear of it with the next step."""
+        """Remove `row` for good; the next step drops its sequence."""
         if self.rows.get(row.slot) is row:
             del self.rows[row.slot]
-            self._flexible.discard(row.slot)
+            self._multi_token.slots.discard(row.slot)
             self._to_drop.append(row)
         elif self._preempted.get(row.slot) is row:
             del self._preempted[row.slot]
@@ -123,10 +131,10 @@ class Planner:
         counts: Iterable[tuple[int, int]] = (),
         computed: Iterable[tuple[int, int, int]] = (),
     ) -> Progress | None:
-        """Take note that `plan` has run, before its tokens are delivered: full blocks may be shared from now on.
+        """Register that `plan` has run, before its tokens are delivered: its full blocks may be shared from now on.
 
-        Of rows in `failed_slots`, whose values are not finite, nothing is shared any more. `counts` and `computed`,
-        as in `wire.StepResult`, tell of flexible rows; what became of those is returned, None where there are none.
+        The values of `failed_slots` are not finite, and their blocks are not shared. `counts` and `computed` are as in
+        `wire.StepResult`. Returns the results of multi-token rows; None if the plan has no such rows.
 
         Raises:
             ValueError: the answer contradicts the plan.
@@ -134,8 +142,8 @@ class Planner:
         """
         progress: Progress | None = None
         advances: Iterator[int] = repeat(1)
-        if plan.flexible:
-            progress = self._allowances.settle(
+        if plan.multi_token_slots:
+            progress = self._multi_token.verify(
                 plan, self.row, counts=counts, computed=computed, failed_slots=failed_slots
             )
             advances = iter(progress.advances) if progress.advances else advances
@@ -143,12 +151,12 @@ class Planner:
         advance(filled, (self.rows, self._preempted), self.blocks, failed_slots)
         return progress
 
-    def paid(self, progress: Progress, seconds: float) -> None:
-        """Take note of what the step that made `progress` has taken."""
-        self._allowances.paid(progress, seconds)
+    def step_took(self, progress: Progress, seconds: float) -> None:
+        """Learn the duration of the step that returned `progress`."""
+        self._multi_token.step_took(progress, seconds)
 
     def answered(self, number: int) -> None:
-        """Reuse what no step after `number` can still name."""
+        """Reuse the slots that no step after `number` can name."""
         while self._retired and self._retired[0][0] <= number:
             _, slot = self._retired.popleft()
             self.blocks.release(slot)
@@ -157,36 +165,35 @@ class Planner:
             if row is not None and row.has_yielded:
                 self._yielded.append(row)
             elif row is not None:
-                self._admission.resume(row)
+                self._admission.readmit(row.seniority, row.entry)
 
     @property
     def only_decodes(self) -> bool:
-        """Whether all rows have got their first token, none is leaving, and none was preempted or is flexible."""
-        leaving = self._to_drop or self._retired or self.num_paused or self._flexible
+        """Whether all rows have a planned token, and none is leaving, preempted or multi-token."""
+        leaving = self._to_drop or self._retired or self.num_paused or self._multi_token.slots
         return not leaving and all(row.num_tokens_planned for row in self.rows.values())
 
     def lacks_room(self, waiting: RequestQueue) -> bool:
-        """Whether the head of the queue finds no slot, or too few blocks, as long as nobody leaves."""
+        """Whether the head of the queue finds no slot, or too few blocks, as long as no row leaves."""
         return self._admission.lacks_room(waiting, self.rows.values())
 
-    def decode_on(self, *, num_planned: int, num_computed: int) -> None:
-        """Take note of so many steps at once that each decoded every row, as `plan` and `computed` would one by one.
+    def decode_steps(self, *, num_planned: int, num_computed: int) -> None:
+        """Plan and compute several steps at once, each of which decodes every row.
 
-        For a simulator: there are to be blocks enough, nobody else may wait, and no row may end with them.
+        For the simulator's fast-forward: blocks must suffice, no request may join, and no row may end meanwhile.
         """
-        plan = StepPlan()
+        grown: list[tuple[int, int]] = []
         for row in self.rows.values():
             row.num_tokens_planned += num_planned
             row.num_kv_tokens += num_planned
             if row.num_kv_tokens > row.num_kv_owned:
-                self._grow(row, plan)
+                grow(row, self.blocks, grown)
         filled = zip(self.rows, repeat(num_computed), strict=False)
         advance(filled, (self.rows, self._preempted), self.blocks, ())
-        self._decodes_since_prefill += num_planned
-        self._owes_decode = False
+        self._prefill.decoded(num_planned)
 
     def plan(self, waiting: RequestQueue, *, last_sent: int, last_answered: int) -> StepPlan | None:
-        """The next step, or None when there is nothing to do. The plan counts as sent from here on."""
+        """The next step, or None if there is no work. From here on the plan counts as sent."""
         plan = StepPlan()
         for row in [row for row in self.rows.values() if row.entry.closed]:
             self.drop(row)
@@ -203,11 +210,7 @@ class Planner:
         if self.budgets.share_slots:
             self._preempt_for_tenants(waiting, plan)
         self._retire(plan, last_sent)
-        if self.budgets.prefill_chunking:
-            self._plan_decodes(plan)
-            self._plan_chunks(waiting, plan)
-        else:
-            self._plan_prompts_or_decodes(waiting, plan)
+        self._prefill.plan(waiting, plan)
         return plan if plan.dropped or plan.has_forward else None
 
     def _retire(self, plan: StepPlan, last_sent: int) -> None:
@@ -218,12 +221,12 @@ class Planner:
         self._to_drop.clear()
 
     def _preempt_for_tenants(self, waiting: RequestQueue, plan: StepPlan) -> None:
-        """If the head of the queue finds no room, and its tenant has less of it than another, make that one yield."""
+        """Preempt a row of another tenant if the head of the queue finds no room and its tenant has fewer rows."""
         if plan.num_preempted or not len(waiting):
             return
         is_full = len(self.rows) >= self.budgets.max_batch_size
         if self._retired and not (is_full and self._admission.has_free_slot):
-            # What others have left behind may be room enough.
+            # The retired slots may soon give room enough.
             return
         if not self.lacks_room(waiting):
             return
@@ -238,137 +241,3 @@ class Planner:
         plan.num_preempted += 1
         self.drop(row)
         self._preempted[row.slot] = row
-
-    def _plan_decodes(self, plan: StepPlan) -> None:
-        if self._flexible:
-            most = self.budgets.max_batch_prefill_tokens - self._least_chunk
-            self._allowances.plan_decodes(self.rows.values(), plan, most=most)
-            return
-        context = 0
-        for slot, row in self.rows.items():
-            # Runs for every token there is, hence few calls.
-            if 0 < row.num_tokens_planned < row.max_tokens:
-                row.num_kv_tokens += 1
-                if row.num_kv_tokens > row.num_kv_owned and not self._grow(row, plan):
-                    row.num_kv_tokens -= 1
-                    continue
-                row.num_tokens_planned += 1
-                context += row.num_kv_tokens
-                plan.decodes.append(slot)
-        plan.load.decodes = len(plan.decodes)
-        plan.load.context = context
-
-    def _plan_chunks(self, waiting: RequestQueue, plan: StepPlan) -> None:
-        """Spend what the decodes leave of the budget on prompts."""
-        unfinished = self._unfinished()
-        if not (unfinished or len(waiting) or self._admission.num_paused):
-            return
-        budget = self._chunk_budget(plan, unfinished)
-        for row in unfinished:
-            # Decodes may take the whole budget, but what has been admitted must go on.
-            least = self._least_chunk if row is unfinished[0] else 0
-            budget -= self._chunk(row, max(budget, least), plan)
-            if budget <= 0:
-                return
-        self._admit(waiting, plan, budget, reason="chunking")
-
-    def _chunk_budget(self, plan: StepPlan, unfinished: list[Row]) -> int:
-        target, load = self.budgets.target_inter_token_latency, plan.load
-        budget = self.budgets.max_batch_prefill_tokens - load.decodes - load.extra_positions
-        if target is None or self._cost is None or not load.decodes or budget < self._least_chunk:
-            return budget
-        load = self._allowances.expected(load)
-        return self._cost.prefill_tokens_within(
-            target,
-            decodes=load.decodes,
-            context=load.context,
-            extra_positions=load.extra_positions,
-            start=unfinished[0].num_prompt_planned if unfinished else 0,
-            least=self._least_chunk,
-            most=budget,
-        )
-
-    def _plan_prompts_or_decodes(self, waiting: RequestQueue, plan: StepPlan) -> None:
-        """TGI's rule without chunking: a step computes whole prompts while decodes pause, or it decodes.
-
-        Between two pauses there is at least one step of decodes.
-        """
-        num_running, unfinished = len(self.rows), self._unfinished()
-        budget = self.blocks.count(self.budgets.max_batch_prefill_tokens) * self.blocks.block_size
-        if unfinished:
-            # A replay may be longer than any prompt, and is computed in parts.
-            self._chunk(unfinished[0], budget, plan)
-        elif not (num_running and self._owes_decode):
-            self._admit_by_ratio(waiting, plan, budget)
-        if plan.chunks:
-            self._decodes_since_prefill = 1
-            self._owes_decode = num_running > 0
-        else:
-            self._plan_decodes(plan)
-            self._decodes_since_prefill += bool(plan.decodes)
-            self._owes_decode = False
-
-    def _admit_by_ratio(self, waiting: RequestQueue, plan: StepPlan, budget: int) -> None:
-        budgets = self.budgets
-        if not self.rows or self._decodes_since_prefill >= budgets.max_waiting_tokens:
-            self._admit(waiting, plan, budget, reason="wait_exceeded", whole=True)
-            return
-        least = int(len(self.rows) * budgets.waiting_served_ratio)
-        most = min(least, budgets.max_batch_size - len(self.rows))
-        if self._admission.num_fitting(waiting, most=most, budget=budget) >= least:
-            self._admit(waiting, plan, budget, reason="backpressure", whole=True)
-
-    def _unfinished(self) -> list[Row]:
-        rows = [row for row in self.rows.values() if not row.num_tokens_planned]
-        return sorted(rows, key=lambda row: row.seniority)
-
-    def _admit(
-        self,
-        waiting: RequestQueue,
-        plan: StepPlan,
-        budget: int,
-        *,
-        reason: str,
-        whole: bool = False,
-    ) -> None:
-        """Admit entries and compute their prompts while the budget lasts; `whole` ones, or cut at its end."""
-        preempted = self._preempted.values()
-        if preempted and any(not (row.has_yielded or row.entry.closed) for row in preempted):
-            # They come first, once their steps in flight are answered.
-            return
-        num_running = len(self.rows)
-        while budget > 0:
-            # What is longer than the whole budget, as a replay may be, goes alone.
-            limit = budget if whole and plan.admitted else None
-            admitted = self._admission.admit(waiting, self.rows.values(), whole=limit)
-            if admitted is None:
-                break
-            row, cached = admitted
-            self.rows[row.slot] = row
-            if row.is_flexible:
-                self._flexible.add(row.slot)
-            plan.admitted.append(row)
-            plan.grown.extend((row.slot, block) for block in cached)
-            budget -= self._chunk(row, budget, plan)
-        if plan.admitted and num_running:
-            plan.concat_reason = reason
-
-    def _chunk(self, row: Row, budget: int, plan: StepPlan) -> int:
-        """Plan up to `budget` input tokens of `row`; how many it took."""
-        num_tokens, start = min(row.num_prompt_left, budget), row.num_prompt_planned
-        if num_tokens <= 0:
-            return 0
-        row.num_prompt_planned = row.num_kv_tokens = start + num_tokens
-        if row.num_prompt_left == 0:
-            row.num_tokens_planned = 1
-            if row.is_flexible:
-                plan.flexible.append(row.slot)
-        self._grow(row, plan)
-        plan.chunks.append((row.slot, num_tokens))
-        plan.load.num_chunks += 1
-        plan.load.prefill_tokens += num_tokens
-        plan.load.prefill_pairs += num_tokens * start + num_tokens * (num_tokens + 1) // 2
-        return num_tokens
-
-    def _grow(self, row: Row, plan: StepPlan) -> bool:
-        return grow(row, self.blocks, plan)

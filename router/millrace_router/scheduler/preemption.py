@@ -1,4 +1,4 @@
-"""Who is preempted: for blocks, and for the sake of other tenants. Pure choices; the planner carries them out."""
+"""Which rows are preempted: for blocks, and for other tenants. Pure choices; the planner carries them out."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from millrace_router.scheduler.block_manager import BlockManager
 from millrace_router.scheduler.row import Row
 
 LOOKAHEAD = 2
-"""Steps that blocks are counted ahead: those of a preempted row come back when the steps in flight are answered."""
+"""Steps for which blocks are counted in advance; a preempted row returns its blocks once its steps are answered."""
 
 
 def rows_to_preempt(
     rows: Collection[Row], blocks: BlockManager, retired: Iterable[int]
 ) -> list[Row]:
-    """The most junior rows, as many as it takes for the others to grow for some steps.
+    """The most junior rows, as many as are necessary for the others to grow for `LOOKAHEAD` steps.
 
-    Blocks on their way are counted: those of `retired` slots and of rows whose last token is planned. One row is always
-    left, and so are those to which all their blocks are promised.
+    Blocks that will soon be free count as free: those of `retired` slots and of rows whose last token is planned. One
+    row always stays, and so do rows to which all their blocks are promised.
     """
     if blocks.num_available >= LOOKAHEAD * len(rows):
         return []
@@ -38,7 +38,7 @@ def rows_to_preempt(
 
 
 def _need(row: Row, blocks: BlockManager) -> int:
-    """Blocks beyond what it was promised that `row` lacks for the next steps."""
+    """Blocks that `row` lacks for the next `LOOKAHEAD` steps; 0 if they are promised."""
     if row.promised or row.num_prompt_left:
         return 0
     num_tokens = min(row.num_kv_tokens + LOOKAHEAD, row.num_inputs + row.max_tokens - 1)
@@ -46,9 +46,9 @@ def _need(row: Row, blocks: BlockManager) -> int:
 
 
 def row_to_yield(rows: Collection[Row], tenant: str) -> Row | None:
-    """The row to preempt for an entry of `tenant`: the most junior of the tenant that has most (max-min fairness).
+    """The row to preempt for a request of `tenant`: the most junior of the tenant with most rows (max-min fairness).
 
-    None unless that brings the two closer together. Rows that may not be preempted count, but do not yield.
+    None unless this makes the two tenants more equal. Rows that may not be preempted count, but are not returned.
     """
     sizes = Counter(row.entry.tenant for row in rows)
     movable = (

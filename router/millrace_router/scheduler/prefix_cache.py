@@ -1,4 +1,4 @@
-"""Computed KV blocks by what they hold, shared by reference count and evicted least recently used, leaves first."""
+"""Computed KV blocks by their content: reference counted, evicted least recently used, ends of chains first."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 
 class CachedBlock:
-    """A block whose KV is computed and will not change."""
+    """A block whose KV values are computed and final."""
 
     __slots__ = ("block", "forgotten", "key", "num_pins")
 
@@ -22,8 +22,8 @@ class CachedBlock:
 class PrefixCache:
     """Index from block keys to computed blocks.
 
-    A sequence pins whole chains from the root on and unpins them from their end. So a block is never idle while one
-    after it is pinned, and the order in which blocks became idle is already leaves before parents.
+    A sequence pins a whole chain from its beginning, and unpins it from its end. So a block is never idle while a later
+    block of its chain is pinned, and blocks become idle in the order from the ends of chains to their beginnings.
     """
 
     def __init__(self) -> None:
@@ -33,11 +33,11 @@ class PrefixCache:
 
     @property
     def num_idle(self) -> int:
-        """Blocks that no sequence holds: kept for a later hit, or to be evicted."""
+        """Blocks that no sequence holds: kept for a later hit, or evicted."""
         return len(self._idle)
 
     def find(self, keys: Sequence[bytes]) -> list[CachedBlock]:
-        """Return the cached blocks of the longest known beginning of the chain `keys`."""
+        """The cached blocks of the longest known beginning of the chain `keys`."""
         found = []
         for key in keys:
             block = self._blocks.get(key)
@@ -47,14 +47,14 @@ class PrefixCache:
         return found
 
     def pin(self, blocks: Iterable[CachedBlock]) -> None:
-        """Keep `blocks`, a chain from the root on, from eviction."""
+        """Protect `blocks`, the beginning of a chain, from eviction."""
         for block in blocks:
             if not block.num_pins:
                 self._idle.pop(block.key, None)
             block.num_pins += 1
 
     def unpin(self, blocks: Sequence[CachedBlock]) -> list[int]:
-        """Let a pinned chain go; returns the blocks that are free now, because they were forgotten."""
+        """Release a pinned chain; return the blocks that are free now, because they were forgotten."""
         freed = []
         for block in reversed(blocks):
             block.num_pins -= 1
@@ -67,7 +67,7 @@ class PrefixCache:
         return freed
 
     def enter(self, key: bytes, block: int) -> CachedBlock | None:
-        """Make a computed block findable, and pin it; None if another one of this key is findable."""
+        """Make a computed block findable, and pin it; None if the key has a block already."""
         if key in self._blocks:
             return None
         cached = self._blocks[key] = CachedBlock(key, block)
@@ -75,7 +75,7 @@ class PrefixCache:
         return cached
 
     def give_up(self, key: bytes) -> int | None:
-        """Drop the block of this key, and return it, if it is idle."""
+        """Drop the block of this key if it is idle, and return it."""
         cached = self._idle.pop(key, None)
         if cached is None:
             return None
@@ -89,13 +89,13 @@ class PrefixCache:
         return cached.block
 
     def forget(self, cached: CachedBlock) -> None:
-        """Make a pinned block unfindable; it is free once nobody holds it."""
+        """Remove a pinned block from the index; it is free once no sequence holds it."""
         cached.forgotten = True
         if self._blocks.get(cached.key) is cached:
             del self._blocks[cached.key]
 
     def expect(self, keys: Iterable[bytes]) -> None:
-        """Note that a sequence is going to compute `keys`."""
+        """Register that a sequence is going to compute `keys`."""
         expected = self._expected
         for key in keys:
             expected[key] = expected.get(key, 0) + 1
@@ -105,7 +105,7 @@ class PrefixCache:
         return key in self._expected
 
     def unexpect(self, keys: Iterable[bytes]) -> None:
-        """Take back `expect`: they are computed, or their sequence is gone."""
+        """Undo `expect`: the blocks are computed, or their sequence has ended."""
         expected = self._expected
         for key in keys:
             num_left = expected.pop(key) - 1

@@ -1,4 +1,4 @@
-"""What one step is to do."""
+"""The work of one step."""
 
 from __future__ import annotations
 
@@ -16,23 +16,25 @@ class StepPlan:
     """One step. Without chunks and decodes it only drops sequences."""
 
     dropped: list[int] = field(default_factory=list)
+    """Slots whose sequences end or are preempted."""
     admitted: list[Row] = field(default_factory=list)
     grown: list[tuple[int, int]] = field(default_factory=list)
     """(slot, block), in table order."""
     chunks: list[tuple[int, int]] = field(default_factory=list)
     """(slot, prompt tokens to compute)."""
     decodes: list[int] = field(default_factory=list)
+    """Slots that decode."""
     decode_tokens: list[int] = field(default_factory=list)
-    """KV positions each decode may fill; empty: one each."""
+    """Most KV positions that each decode may fill; empty if each fills one."""
     draft_tokens: list[int] = field(default_factory=list)
-    """How many of them may be guesses; empty where the above is."""
-    wide: list[int] = field(default_factory=list)
-    """Places of those decodes that may fill more than one."""
-    flexible: list[int] = field(default_factory=list)
-    """Slots of which only the answer tells how many tokens they yield; one is counted until then."""
+    """How many of those may be draft tokens; empty where `decode_tokens` is."""
+    multi_position: list[int] = field(default_factory=list)
+    """Indices in `decodes` of those that may fill more than one position."""
+    multi_token_slots: list[int] = field(default_factory=list)
+    """Slots of the multi-token rows, whose number of new tokens only the answer tells; one is assumed until then."""
     num_preempted: int = 0
     concat_reason: str | None = None
-    """TGI's word for why entries join a running batch now; None when none do."""
+    """TGI's word for the reason why requests join a running batch; None if none joins."""
     load: StepLoad = field(default_factory=StepLoad)
 
     @property

@@ -151,7 +151,7 @@ class Engine:
         self._inter_token.steps(later, decoded=len(plan.decodes))
         if later:
             self.now = self._decoded_at = later[-1]
-        planner.decode_on(num_planned=len(sent), num_computed=len(later))
+        planner.decode_steps(num_planned=len(sent), num_computed=len(later))
         if pipeline.last_sent >= ends_at:
             flight = pipeline.flights[ends_at - pipeline.last_sent - 1]
             flight.ended = self._may_end.pop(ends_at)

@@ -150,14 +150,14 @@ def test_the_ledger_knows_what_the_shard_holds(
         num_blocks=20,
         block_size=4,
         max_batch_size=budgets.num_slots,
-        speculate=budgets.speculate,
+        speculate=budgets.max_draft_tokens,
         choices=Choices(seed),
     )
     tap = Tap(shard)
     shard.step = tap.step  # type: ignore[method-assign]
     longest = 24 if budgets.prefill_chunking else min(24, budgets.max_batch_prefill_tokens)
-    most = budgets.speculate
-    driver = ScheduleDriver(budgets, shard, guesses=RandomLengths(seed, most) if most else None)
+    most = budgets.max_draft_tokens
+    driver = ScheduleDriver(budgets, shard, drafts=RandomLengths(seed, most) if most else None)
     for _ in range(data.draw(st.integers(1, 6))):
         driver.submit(data.draw(valid_requests(longest=longest, capacity=76, eos_every=0)))
         driver.turn()

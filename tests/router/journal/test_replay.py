@@ -87,7 +87,9 @@ def _anonymous(step: pb.StepRequest) -> bytes:
 
 
 async def test_rows_of_several_tokens_are_the_same_too(tmp_path: Path) -> None:
-    budgets = Budgets(max_batch_prefill_tokens=30, max_batch_size=6, spare_slots=2, speculate=3)
+    budgets = Budgets(
+        max_batch_prefill_tokens=30, max_batch_size=6, spare_slots=2, max_draft_tokens=3
+    )
     driver = record(tmp_path, budgets=budgets, speculate=3)
     assert any(step.decode.draft_tokens for step in driver.shard.steps)
     (outcome,) = await replayed(tmp_path, new_shard(speculate=3))

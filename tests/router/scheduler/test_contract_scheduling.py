@@ -39,7 +39,7 @@ def new_driver(
         prefill_chunking=prefill_chunking,
         waiting_served_ratio=waiting_served_ratio,
         max_waiting_tokens=max_waiting_tokens,
-        speculate=speculate,
+        max_draft_tokens=speculate,
     )
     shard = HashShard(
         num_blocks=num_tokens // block_size + 1,

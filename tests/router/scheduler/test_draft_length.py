@@ -14,7 +14,11 @@ from hypothesis import strategies as st
 from millrace_router.prediction.cost import COEFFICIENTS, EXTRA_COEFFICIENTS, CostModel
 from millrace_router.prediction.step_load import StepLoad
 from millrace_router.request.schedulable import Acceptance
-from millrace_router.scheduler.draft_length import LengthPolicy, Longest, Speculator
+from millrace_router.scheduler.draft_length import (
+    AdaptiveDraftLength,
+    DraftPolicy,
+    FixedDraftLength,
+)
 
 STEP, ROW, CONTEXT = 0.01, 0.0004, 1e-7
 MOST = 4
@@ -69,7 +73,9 @@ def test_no_other_lengths_yield_more_tokens_per_second(
     cost = cost_model(once=once, each=each)
     known = [(history(*rates), context) for rates, context in rows]
     # Without the credit that probes need.
-    found = rate_of(cost, known, Speculator(cost, most=3).lengths(known, load_of(known)))
+    found = rate_of(
+        cost, known, AdaptiveDraftLength(cost, max_draft_tokens=3).lengths(known, load_of(known))
+    )
     best = max(rate_of(cost, known, ls) for ls in product(range(4), repeat=len(rows)))
     # Guesses that are worth hardly more than their cost are not made.
     assert found >= best / 1.05
@@ -82,7 +88,7 @@ def test_lengths_follow_the_formula_for_one_rate(rate: float) -> None:
     cost = cost_model(row=0.0, each=each)
     rows = [(history(*[rate] * 8), 0)]
     walltime = [(1 - rate ** (k + 1)) / (1 - rate) / (1 + k * each / STEP) for k in range(9)]
-    (length,) = Speculator(cost, most=8).lengths(rows, load_of(rows))
+    (length,) = AdaptiveDraftLength(cost, max_draft_tokens=8).lengths(rows, load_of(rows))
     assert length == walltime.index(max(walltime))
 
 
@@ -90,7 +96,13 @@ def test_a_full_batch_guesses_less_than_one_row() -> None:
     lengths = []
     for count in (1, 32, 512):
         rows = [(history(0.6, 0.6, 0.6, 0.6), 100) for _ in range(count)]
-        lengths.append(max(Speculator(cost_model(), most=MOST).lengths(rows, load_of(rows))))
+        lengths.append(
+            max(
+                AdaptiveDraftLength(cost_model(), max_draft_tokens=MOST).lengths(
+                    rows, load_of(rows)
+                )
+            )
+        )
     assert lengths[0] == MOST
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[-1] <= 1
@@ -98,7 +110,7 @@ def test_a_full_batch_guesses_less_than_one_row() -> None:
 
 def test_rows_that_are_likely_to_guess_right_guess_alone() -> None:
     rows = [(history(*[rate] * 4), 100) for rate in (0.99, 0.05) * 32]
-    lengths = Speculator(cost_model(), most=MOST).lengths(rows, load_of(rows))
+    lengths = AdaptiveDraftLength(cost_model(), max_draft_tokens=MOST).lengths(rows, load_of(rows))
     assert set(lengths[::2]) == {MOST}
     assert set(lengths[1::2]) == {0}
 
@@ -108,18 +120,20 @@ def test_what_a_wide_step_costs_at_all_is_paid_by_all_rows_together() -> None:
     cost = cost_model(once=STEP)
     for num_good, guesses in ((1, False), (16, True)):
         rows = [(history(*[0.85 * (place < num_good)] * 4), 10) for place in range(16)]
-        lengths = Speculator(cost, most=MOST).lengths(rows, load_of(rows))
+        lengths = AdaptiveDraftLength(cost, max_draft_tokens=MOST).lengths(rows, load_of(rows))
         assert (lengths[0] > 1) is guesses, num_good
 
 
 def test_nobody_guesses_while_nothing_is_known_of_costs() -> None:
     rows = [(history(1.0, 1.0, 1.0, 1.0), 10)]
-    assert Speculator(CostModel(), most=MOST).lengths(rows, load_of(rows)) == [0]
-    assert Longest(MOST).lengths(rows, load_of(rows)) == [MOST]
+    assert AdaptiveDraftLength(CostModel(), max_draft_tokens=MOST).lengths(rows, load_of(rows)) == [
+        0
+    ]
+    assert FixedDraftLength(MOST).lengths(rows, load_of(rows)) == [MOST]
 
 
 def test_new_rows_begin_with_what_became_of_others() -> None:
-    speculator = Speculator(cost_model(), most=MOST)
+    speculator = AdaptiveDraftLength(cost_model(), max_draft_tokens=MOST)
     old, new = Acceptance(), Acceptance()
     for _ in range(300):
         speculator.observe(old, allowed=MOST, drafted=MOST, accepted=0)
@@ -129,7 +143,10 @@ def test_new_rows_begin_with_what_became_of_others() -> None:
 
 
 def test_guesses_after_a_wrong_one_say_nothing() -> None:
-    speculator, row = Speculator(cost_model(), most=MOST), history(0.5, 0.5, 0.5, 0.5)
+    speculator, row = (
+        AdaptiveDraftLength(cost_model(), max_draft_tokens=MOST),
+        history(0.5, 0.5, 0.5, 0.5),
+    )
     speculator.observe(row, allowed=4, drafted=4, accepted=1)
     assert row.rates[0] > 0.5 > row.rates[1]
     assert row.rates[2:] == [0.5, 0.5]
@@ -141,20 +158,20 @@ def test_guesses_after_a_wrong_one_say_nothing() -> None:
 def test_while_guesses_have_cost_more_than_they_won_there_are_none() -> None:
     """Whatever is expected of them, and be they right; a fiftieth of the time pays it off."""
     cost = cost_model()
-    speculator = Speculator(cost, most=MOST)
+    speculator = AdaptiveDraftLength(cost, max_draft_tokens=MOST)
     rows = [(history(1.0, 1.0, 1.0, 1.0), 10)]
     load = load_of(rows)
     assert speculator.lengths(rows, load) == [MOST]
     seconds = cost.seconds(load) or 0.0
     wide = StepLoad(decodes=1, context=50, extra_positions=4)
-    speculator.paid(wide, 3 * seconds, accepted=1)
-    speculator.paid(wide, 3 * seconds, accepted=1)
+    speculator.step_took(wide, 3 * seconds, accepted=1)
+    speculator.step_took(wide, 3 * seconds, accepted=1)
     off = 0
     while speculator.lengths(rows, load) == [0]:
-        speculator.paid(load, seconds, accepted=0)
+        speculator.step_took(load, seconds, accepted=0)
         off += 1
     assert off == pytest.approx(2 / 0.02, rel=0.1)
-    speculator.paid(wide, 1000 * seconds, accepted=4)
+    speculator.step_took(wide, 1000 * seconds, accepted=4)
     assert speculator.lengths(rows, load) == [MOST], "it was a neighbour"
 
 
@@ -163,7 +180,7 @@ class Machine:
     """A batch on a virtual clock; what steps really cost need not be what the speculator believes."""
 
     cost: CostModel
-    speculator: LengthPolicy | None
+    speculator: DraftPolicy | None
     is_right: Callable[[int, int], float]
     """Probability that a guess of this row is right in this step."""
     supply: float = 1.0
@@ -209,7 +226,7 @@ class Machine:
         self.was_wide = load.extra_positions > 0
         self.seconds += seconds
         if self.speculator is not None:
-            self.speculator.paid(load, seconds, accepted=num_right)
+            self.speculator.step_took(load, seconds, accepted=num_right)
         if self.learns is not None:
             self.learns.observe(load, seconds)
 
@@ -230,7 +247,7 @@ def test_never_slower_than_95_percent_of_plain(
     true = cost_model(once=once, each=each)
     learns = CostModel()
     plain = Machine(true, None, lambda *_: rate, num_rows=num_rows, learns=learns).run(100)
-    speculator = Speculator(learns, most=MOST)
+    speculator = AdaptiveDraftLength(learns, max_draft_tokens=MOST)
     machine = Machine(
         true,
         speculator,
@@ -252,7 +269,7 @@ def test_what_guesses_leave_to_the_next_step_is_a_cost_of_theirs(
     """Were it taken for the cost of plain steps, guesses would seem to be had for nothing."""
     true, learns = cost_model(once=0.002), CostModel()
     plain = Machine(true, None, lambda *_: rate, learns=learns).run(100)
-    speculator = Speculator(learns, most=MOST)
+    speculator = AdaptiveDraftLength(learns, max_draft_tokens=MOST)
     machine = Machine(true, speculator, lambda *_: rate, supply, learns=learns, after=after)
     assert machine.run(1500) >= 0.95 * plain
 
@@ -262,9 +279,9 @@ def test_what_guesses_leave_to_the_next_step_is_a_cost_of_theirs(
 def test_as_good_as_the_best_fixed_length(num_rows: int, rate: float) -> None:
     """Though the rate has to be learned, row by row."""
     cost = cost_model()
-    policies: list[LengthPolicy] = [
-        Speculator(cost, most=MOST),
-        *(Longest(length) for length in range(MOST + 1)),
+    policies: list[DraftPolicy] = [
+        AdaptiveDraftLength(cost, max_draft_tokens=MOST),
+        *(FixedDraftLength(length) for length in range(MOST + 1)),
     ]
     found, *fixed = [
         Machine(cost, policy, lambda *_: rate, num_rows=num_rows).run(400) for policy in policies
@@ -277,7 +294,10 @@ def test_guesses_come_back_when_repetition_begins() -> None:
     """Within some probes, though nothing was expected for hundreds of steps."""
     cost = cost_model()
     machine = Machine(
-        cost, Speculator(cost, most=MOST), lambda _, step: float(step >= 500), num_rows=16
+        cost,
+        AdaptiveDraftLength(cost, max_draft_tokens=MOST),
+        lambda _, step: float(step >= 500),
+        num_rows=16,
     )
     machine.run(700)
     before = [sum(lengths) for lengths in machine.lengths[200:500]]
@@ -288,7 +308,10 @@ def test_guesses_come_back_when_repetition_begins() -> None:
 def test_one_row_that_repeats_itself_guesses_beside_others_that_do_not() -> None:
     cost = cost_model()
     machine = Machine(
-        cost, Speculator(cost, most=MOST), lambda row, _: float(row == 3), num_rows=32
+        cost,
+        AdaptiveDraftLength(cost, max_draft_tokens=MOST),
+        lambda row, _: float(row == 3),
+        num_rows=32,
     )
     machine.run(400)
     late = machine.lengths[200:]

@@ -52,7 +52,7 @@ class SchedulingMachine(RuleBasedStateMachine):
             block_size=block_size,
             max_batch_size=budgets.num_slots,
             eos_every=eos_every,
-            speculate=budgets.speculate,
+            speculate=budgets.max_draft_tokens,
             choices=Choices(seed),
         )
         self.driver = ScheduleDriver(
@@ -60,7 +60,9 @@ class SchedulingMachine(RuleBasedStateMachine):
             shard,
             prefix_caching=prefix_caching,
             depth=depth,
-            guesses=RandomLengths(seed, budgets.speculate) if budgets.speculate else None,
+            drafts=RandomLengths(seed, budgets.max_draft_tokens)
+            if budgets.max_draft_tokens
+            else None,
         )
         self.capacity = (shard.num_blocks - 1) * block_size
         self.longest = min(MAX_PROMPT, self.capacity)

@@ -36,7 +36,7 @@ class Lengths:
     def observe(self, row: Acceptance, *, allowed: int, drafted: int, accepted: int) -> None:
         self.observed.append((allowed, drafted, accepted))
 
-    def paid(self, load: StepLoad, seconds: float, *, accepted: int) -> None:
+    def step_took(self, load: StepLoad, seconds: float, *, accepted: int) -> None:
         pass
 
 
@@ -73,7 +73,7 @@ def new_driver(
     budgets = Budgets(
         max_batch_prefill_tokens=prefill,
         max_batch_size=rows,
-        speculate=speculate,
+        max_draft_tokens=speculate,
         reserve_all=reserve_all,
     )
     shard = HashShard(
@@ -84,7 +84,7 @@ def new_driver(
         choices=choices or Always(),
     )
     return ScheduleDriver(
-        budgets, shard, prefix_caching=prefix_caching, depth=depth, guesses=lengths
+        budgets, shard, prefix_caching=prefix_caching, depth=depth, drafts=lengths
     )
 
 
@@ -129,7 +129,7 @@ def test_plain_rows_are_on_the_wire_as_ever() -> None:
     submit(driver, (4, 6), (3, 6))
     sent(driver)
     plan = sent(driver)
-    assert (plan.decode_tokens, plan.draft_tokens, plan.flexible) == ([], [], [])
+    assert (plan.decode_tokens, plan.draft_tokens, plan.multi_token_slots) == ([], [], [])
     assert plan_to_pb(plan, epoch=1, number=1, batch_id=0).decode == pb.Decode(
         decode_slots=plan.decodes,
         change=pb.BatchChange(
@@ -269,7 +269,7 @@ def test_when_the_budget_is_tight_guesses_go_first_and_no_row_is_left_out() -> N
     assert (plan.decode_tokens, plan.draft_tokens) == ([5, 1 + MAX_JUMP_FORWARD_TOKENS], [4, 4])
     for prefill, tokens in ((24, [3, 17]), (22, [1, 17]), (12, [1, 7]), (6, []), (1, [])):
         driver.planner.limit(
-            Budgets(max_batch_prefill_tokens=prefill, max_batch_size=4, speculate=4)
+            Budgets(max_batch_prefill_tokens=prefill, max_batch_size=4, max_draft_tokens=4)
         )
         driver.budgets = driver.planner.budgets
         driver.receive()

@@ -116,7 +116,7 @@ def new_batcher(
     budgets = budgets or Budgets(
         max_batch_prefill_tokens=max_batch_prefill_tokens,
         max_batch_size=max_batch_size or shard.max_batch_size,
-        speculate=speculate,
+        max_draft_tokens=speculate,
     )
     metrics, cost = Metrics(max_input_tokens=1000, max_total_tokens=1000), CostModel()
     forecaster = Forecaster(

@@ -105,9 +105,9 @@ class RecordedDriver(ScheduleDriver):
         self, budgets: Budgets, shard: HashShard, journal: Journal, *, depth: int = 2
     ) -> None:
         self.journal = journal
-        most = budgets.speculate
-        guesses = RandomLengths(1, most) if most else None
-        super().__init__(budgets, shard, guesses=guesses, depth=depth)
+        most = budgets.max_draft_tokens
+        drafts = RandomLengths(1, most) if most else None
+        super().__init__(budgets, shard, drafts=drafts, depth=depth)
 
     def _open(self) -> None:
         super()._open()

@@ -12,7 +12,7 @@ from millrace_router.request.entry import Entry, entry_of
 from millrace_router.request.request import ValidRequest
 from millrace_router.scheduler.block_manager import BlockManager
 from millrace_router.scheduler.budgets import Budgets
-from millrace_router.scheduler.draft_length import LengthPolicy
+from millrace_router.scheduler.draft_length import DraftPolicy
 from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.prefix_cache import PrefixCache
 from millrace_router.scheduler.row import Row
@@ -46,10 +46,10 @@ class ScheduleDriver:
         *,
         prefix_caching: bool = True,
         depth: int = 2,
-        guesses: LengthPolicy | None = None,
+        drafts: DraftPolicy | None = None,
     ) -> None:
         self.budgets = budgets
-        self.guesses = guesses
+        self.drafts = drafts
         self.shard = shard
         self.depth = depth
         self.prefix_caching = prefix_caching
@@ -70,7 +70,7 @@ class ScheduleDriver:
     def _new_planner(self) -> Planner:
         cache = PrefixCache() if self.prefix_caching else None
         blocks = BlockManager(self.shard.num_blocks, self.shard.block_size, cache)
-        return Planner(self.budgets, blocks, guesses=self.guesses)
+        return Planner(self.budgets, blocks, drafts=self.drafts)
 
     def _open(self) -> None:
         self._epoch += 1
@@ -194,7 +194,7 @@ class ScheduleDriver:
 
     def _recover(self) -> None:
         failed, self.planner = self.planner, self._new_planner()
-        self.planner.succeed(failed, failed.surrender())
+        self.planner.take_over(failed, failed.take_all())
         self.flights.clear()
         self._open()
 

@@ -32,7 +32,7 @@ policies = st.builds(
     max_waiting_tokens=st.integers(0, 6),
     max_preemptions=st.integers(0, 3),
     share_slots=st.sampled_from([False, False, True]),
-    speculate=st.sampled_from([0, 0, 1, 4]),
+    max_draft_tokens=st.sampled_from([0, 0, 1, 4]),
 )
 
 

@@ -54,7 +54,7 @@ class RandomLengths:
         self._most = most
 
     def lengths(self, rows: Sequence[tuple[Acceptance, int]], load: StepLoad) -> Sequence[int]:
-        """As `LengthPolicy`."""
+        """As `DraftPolicy`."""
         assert load.decodes == len(rows)
         return [self._random.choice([0, self._random.randint(0, self._most)]) for _ in rows]
 
@@ -63,7 +63,7 @@ class RandomLengths:
         assert 0 <= accepted <= drafted <= allowed <= self._most
         row.silent += 1
 
-    def paid(self, load: StepLoad, seconds: float, *, accepted: int) -> None:
+    def step_took(self, load: StepLoad, seconds: float, *, accepted: int) -> None:
         """Nothing of it depends on time."""
 
 
