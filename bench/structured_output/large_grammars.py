@@ -9,8 +9,8 @@ from typing import Any
 
 import orjson
 
-from millrace_router.request.grammar import JsonGrammar
-from millrace_router.request.request import Grammar
+from millrace_router.request.grammar import RawGrammar
+from millrace_router.request.request import Grammar, GrammarKind
 from millrace_router.tool_calls.formats import format_of
 from millrace_router.tool_calls.grammar import chat_grammar
 from millrace_router.tool_calls.tool import Tool, ToolChoice
@@ -85,10 +85,9 @@ def tools() -> list[Tool]:
 
 def request_of_schema(schema: Schema) -> LargeRequest:
     """A request for a short answer that must be JSON of `schema`."""
-    grammar = JsonGrammar(type="json", value=schema)
-    parameters = {"max_new_tokens": NEW_TOKENS, "grammar": grammar.model_dump()}
+    parameters = {"max_new_tokens": NEW_TOKENS, "grammar": {"type": "json", "value": schema}}
     body = orjson.dumps({"inputs": "Say it:", "parameters": parameters})
-    return LargeRequest("/generate", body, grammar.resolved)
+    return LargeRequest("/generate", body, RawGrammar(GrammarKind.JSON_SCHEMA, schema).read)
 
 
 def request_of_little() -> LargeRequest:

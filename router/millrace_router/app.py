@@ -92,8 +92,8 @@ async def describe_errors(request: web.Request, handler: Handler) -> web.StreamR
     try:
         return await handler(request)
     except BodyError as error:
-        strict = request.app[SERVICES].config.strict_tgi
-        return plain_response(error) if strict else error_response(error)
+        is_plain = request.app[SERVICES].dialect.has_tgi_errors
+        return plain_response(error) if is_plain else error_response(error)
     except RouterError as error:
         return error_response(error)
     except web.HTTPException as error:
@@ -130,8 +130,8 @@ def _in_envelope_of_path(request: web.Request, error: RouterError) -> web.Respon
 
 
 def _is_openais(request: web.Request) -> bool:
-    strict = request.app[SERVICES].config.strict_tgi
-    return request.path.startswith(OPENAI_PREFIX) and not strict
+    has_tgi_errors = request.app[SERVICES].dialect.has_tgi_errors
+    return request.path.startswith(OPENAI_PREFIX) and not has_tgi_errors
 
 
 @web.middleware

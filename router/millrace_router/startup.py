@@ -21,6 +21,7 @@ from millrace_router.journal.journal import Journal
 from millrace_router.journal_start import journal_folder, open_journal
 from millrace_router.prediction.cost import CostModel
 from millrace_router.recovery.launcher_channel import LauncherChannel
+from millrace_router.request.dialect import dialect_of
 from millrace_router.request.limits import Limits
 from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.factory import (
@@ -372,5 +373,5 @@ def limits_from(config: RouterConfig, info: ShardInfo, capacity: Capacity) -> Li
         max_client_batch_size=config.max_client_batch_size,
         prefill_logprobs=info.prefill_logprobs,
         grammars=info.grammars and not config.disable_grammar_support,
-        strict_tgi=config.strict_tgi,
+        dialect=dialect_of(strict_tgi=config.strict_tgi),
     )

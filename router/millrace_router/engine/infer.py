@@ -13,13 +13,13 @@ from millrace_router.engine.permits import Permits
 from millrace_router.engine.request_record import RequestRecord
 from millrace_router.errors import RouterError, ShuttingDown, SizeError
 from millrace_router.prediction.estimate import Appraisal, Estimate
-from millrace_router.request.parameters import GenerateRequest
-from millrace_router.request.request import SchedulingParameters, ValidRequest
-from millrace_router.request.scheduling import DEFAULT_SCHEDULING
+from millrace_router.request.generation_request import GenerationRequest
+from millrace_router.request.request import ValidRequest
 from millrace_router.request.seeds import seed_of_sample
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.telemetry.metrics import Metrics
-from millrace_router.validation.validator import Validated, Validator, check_best_of, check_stream
+from millrace_router.validation.rules import check_best_of, check_stream
+from millrace_router.validation.validator import Validated, Validator
 
 
 class Batcher(Protocol):
@@ -86,13 +86,7 @@ class Infer:
         finally:
             self.permits.give()
 
-    async def estimate(
-        self,
-        request: GenerateRequest,
-        *,
-        scheduling: SchedulingParameters = DEFAULT_SCHEDULING,
-        add_special_tokens: bool = True,
-    ) -> Appraisal:
+    async def estimate(self, request: GenerationRequest) -> Appraisal:
         """Predict one generation of `request` without running it; a full server answers too.
 
         Raises:
@@ -101,17 +95,15 @@ class Infer:
         """
         if self._draining:
             raise ShuttingDown
-        check_best_of(request.parameters, self._validator.limits)
+        check_best_of(request, self._validator.limits)
         try:
-            validated = await self._validator.check(
-                request, scheduling=scheduling, add_special_tokens=add_special_tokens
-            )
+            validated = await self._validator.check(request)
         except SizeError as error:
             return Appraisal(
                 num_prompt_tokens=error.num_prompt_tokens,
                 max_new_tokens=error.max_new_tokens,
                 refusal=str(error),
-                estimate=self._batcher.estimate(replace(SHORTEST, scheduling=scheduling)),
+                estimate=self._batcher.estimate(replace(SHORTEST, scheduling=request.scheduling)),
             )
         return Appraisal(
             num_prompt_tokens=len(validated.request.input_ids),
@@ -120,27 +112,12 @@ class Infer:
             estimate=self._batcher.estimate(validated.request),
         )
 
-    async def start(
-        self,
-        request: GenerateRequest,
-        *,
-        scheduling: SchedulingParameters = DEFAULT_SCHEDULING,
-        add_special_tokens: bool = True,
-    ) -> Generation:
+    async def start(self, request: GenerationRequest) -> Generation:
         """Validate and queue one generation; raises as `start_samples`."""
-        (generation,) = await self.start_samples(
-            request, 1, scheduling=scheduling, add_special_tokens=add_special_tokens
-        )
+        (generation,) = await self.start_samples(request, 1)
         return generation
 
-    async def start_samples(
-        self,
-        request: GenerateRequest,
-        count: int,
-        *,
-        scheduling: SchedulingParameters = DEFAULT_SCHEDULING,
-        add_special_tokens: bool = True,
-    ) -> tuple[Generation, ...]:
+    async def start_samples(self, request: GenerationRequest, count: int) -> tuple[Generation, ...]:
         """Validate once, and queue `count` generations that differ in their seeds alone, or none.
 
         They share the full blocks of their prompt: the first computes them, and the others wait for it in the queue.
@@ -151,41 +128,21 @@ class Infer:
 
         """
         with self._accounted() as record:
-            check_stream(request.parameters)
-            return await self._start(
-                request,
-                record,
-                count=count,
-                counted=True,
-                scheduling=scheduling,
-                add_special_tokens=add_special_tokens,
-            )
+            check_stream(request)
+            return await self._start(request, record, count=count, counted=True)
 
-    async def generate(
-        self,
-        request: GenerateRequest,
-        *,
-        scheduling: SchedulingParameters = DEFAULT_SCHEDULING,
-        add_special_tokens: bool = True,
-    ) -> Collected:
+    async def generate(self, request: GenerationRequest) -> Collected:
         """Generate to the end; with `best_of` return the likeliest of several samples.
 
         Raises:
             RouterError: as for `start`, or the generation failed.
 
         """
-        best_of = request.parameters.best_of or 1
+        best_of = request.best_of or 1
         with self._accounted() as record, ExitStack() as cleanup:
             if best_of > 1:
-                check_best_of(request.parameters, self._validator.limits)
-            generations = await self._start(
-                request,
-                record,
-                count=best_of,
-                counted=best_of == 1,
-                scheduling=scheduling,
-                add_special_tokens=add_special_tokens,
-            )
+                check_best_of(request, self._validator.limits)
+            generations = await self._start(request, record, count=best_of, counted=best_of == 1)
             for generation in generations:
                 cleanup.callback(generation.close)
             # Tokens of the others wait in their streams.
@@ -212,22 +169,13 @@ class Infer:
             raise
 
     async def _start(
-        self,
-        request: GenerateRequest,
-        record: RequestRecord,
-        *,
-        count: int,
-        counted: bool,
-        scheduling: SchedulingParameters,
-        add_special_tokens: bool,
+        self, request: GenerationRequest, record: RequestRecord, *, count: int, counted: bool
     ) -> tuple[Generation, ...]:
         """Queue `count` samples; with `counted` each counts as a request in the metrics."""
         self.permits.take(count)
         with ExitStack() as undo:
             undo.callback(self.permits.give, count)
-            validated = await self._validator.validate(
-                request, scheduling=scheduling, add_special_tokens=add_special_tokens
-            )
+            validated = await self._validator.validate(request)
             samples = _samples_of(validated, count)
             streams = self._submit(samples)
             undo.pop_all()

@@ -1,20 +1,15 @@
-"""What the answer has to match, in TGI's forms and OpenAI's; each is one of the three languages of the wire.
-
-Wider than TGI: a schema needs no `properties` at its top, `json_object` needs no schema, and there is `lark`.
-"""
+"""Reads grammars as clients write them into the languages of the wire; the checks take no compiler."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import orjson
-from pydantic import Field, model_validator
-from typing_extensions import TypeAliasType
 
 from millrace_router.errors import ValidationError
-from millrace_router.request.fields import RequestModel
 from millrace_router.request.implied_types import with_implied_types
 from millrace_router.request.request import Grammar, GrammarKind
 
@@ -24,152 +19,41 @@ MAX_PARTS = 20_000
 """Arrays and objects in the text of a schema, pairs of brackets in any other grammar: reading more takes too long."""
 MAX_LEVELS = 128
 """Levels of arrays and objects in a schema, of brackets in any other grammar."""
-ANY_OBJECT = '{"type":"object"}'
-"""The schema that stands in for none."""
 
 _LEVELS = {ord("("): 1, ord("["): 1, ord("{"): 1, ord(")"): -1, ord("]"): -1, ord("}"): -1}
 _CONTAINERS = (dict, list)
 _NO_BRACKETS = bytes(set(range(256)) - _LEVELS.keys())
 
 
-class JsonGrammar(RequestModel):
-    """JSON as a schema describes it; the schema is an object or the text of one."""
+@dataclass(frozen=True, slots=True)
+class RawGrammar:
+    """A grammar as a client wrote it, unchecked; a schema is an object or the JSON text of one."""
 
-    type: Literal["json", "json_object"]
-    value: Any = None
-    """None stands for any object, if that is what `type` says."""
+    kind: GrammarKind
+    value: Any
 
-    def resolved(self) -> Grammar:
-        """Raise ValidationError if there is no schema in it."""
-        if self.value is None and self.type == "json_object":
-            return Grammar(GrammarKind.JSON_SCHEMA, ANY_OBJECT)
-        return _of_schema(self.value)
+    def read(self) -> Grammar:
+        """Check the grammar, and write a schema without blanks and with implied types; raises ValidationError."""
+        if self.kind is GrammarKind.JSON_SCHEMA:
+            return _read_schema(self.value)
+        return read_text(self.kind, self.value)
 
-
-class JsonSchemaConfig(RequestModel):
-    """A schema that may have a name, which changes nothing."""
-
-    name: str | None = None
-    schema_: Any = Field(alias="schema")
-
-
-class JsonSchemaGrammar(RequestModel):
-    """JSON as a schema describes it."""
-
-    type: Literal["json_schema"]
-    value: JsonSchemaConfig
-
-    def resolved(self) -> Grammar:
-        """Raise ValidationError if it is no schema."""
-        return _of_schema(self.value.schema_)
+    def check_as_tgi(self) -> None:
+        """Raise ValidationError for a schema without `properties` at its top, as TGI does."""
+        schema = self.value
+        if self.kind is not GrammarKind.JSON_SCHEMA:
+            return
+        if isinstance(schema, str):
+            try:
+                schema = orjson.loads(schema)
+            except orjson.JSONDecodeError:
+                return  # `read` refuses it, with the reason.
+        if isinstance(schema, dict) and "properties" not in schema:
+            raise _invalid("Grammar must have a 'properties' field")
 
 
-class RegexGrammar(RequestModel):
-    """A regular expression that the whole text matches."""
-
-    type: Literal["regex"]
-    value: str
-
-    def resolved(self) -> Grammar:
-        """Raise ValidationError if it is too long or nested too deeply."""
-        return _of_text(GrammarKind.REGEX, self.value)
-
-
-class LarkGrammar(RequestModel):
-    """A context-free grammar in Lark's syntax; not in TGI."""
-
-    type: Literal["lark", "ebnf"]
-    value: str
-
-    def resolved(self) -> Grammar:
-        """Raise ValidationError if it is too long or nested too deeply."""
-        return _of_text(GrammarKind.LARK, self.value)
-
-
-GrammarType = TypeAliasType(
-    "GrammarType",
-    Annotated[
-        JsonGrammar | JsonSchemaGrammar | RegexGrammar | LarkGrammar, Field(discriminator="type")
-    ],
-)
-"""`grammar` of the native routes."""
-
-
-class TextFormat(RequestModel):
-    """Any text."""
-
-    type: Literal["text"]
-
-
-class ResponseJsonSchema(RequestModel):
-    """A schema as OpenAI has it; with or without `strict`, what is generated is valid."""
-
-    name: str | None = None
-    description: str | None = None
-    strict: bool | None = None
-    schema_: Any = Field(alias="schema", default=None)
-    """None stands for any object."""
-
-
-class SchemaFormat(RequestModel):
-    """A schema in OpenAI's place, `json_schema`, or in TGI's, `value`."""
-
-    type: Literal["json_schema"]
-    json_schema: ResponseJsonSchema | None = None
-    value: JsonSchemaConfig | None = None
-
-    @model_validator(mode="after")
-    def _has_schema(self) -> SchemaFormat:
-        if self.json_schema is None and self.value is None:
-            raise ValueError("`json_schema` is needed")
-        return self
-
-    def as_grammar(self) -> JsonGrammar:
-        """Translate; OpenAI's place beats TGI's."""
-        config = self.json_schema or self.value
-        assert config is not None
-        return JsonGrammar(type="json_object", value=config.schema_)
-
-
-ResponseFormat = TypeAliasType(
-    "ResponseFormat",
-    Annotated[
-        TextFormat | JsonGrammar | SchemaFormat | RegexGrammar | LarkGrammar,
-        Field(discriminator="type"),
-    ],
-)
-"""`response_format` of the OpenAI routes."""
-
-
-def grammar_of(response_format: ResponseFormat | None) -> GrammarType | None:
-    """What a response format means as the `grammar` of a native request."""
-    if response_format is None or isinstance(response_format, TextFormat):
-        return None
-    if isinstance(response_format, SchemaFormat):
-        return response_format.as_grammar()
-    return response_format
-
-
-def grammar_type(grammar: Grammar) -> GrammarType:
-    """Write a grammar in TGI's form."""
-    match grammar.kind:
-        case GrammarKind.JSON_SCHEMA:
-            return JsonGrammar(type="json", value=grammar.source)
-        case GrammarKind.REGEX:
-            return RegexGrammar(type="regex", value=grammar.source)
-        case GrammarKind.LARK:
-            return LarkGrammar(type="lark", value=grammar.source)
-
-
-def check_as_tgi(grammar: GrammarType) -> None:
-    """Raise ValidationError for a schema that TGI would refuse: it wants `properties` at the top.
-
-    What is no schema at all is left to be told by `resolved`, which takes too long here.
-    """
-    if not isinstance(grammar, JsonGrammar | JsonSchemaGrammar):
-        return
-    if _lacks_properties(grammar):
-        raise _invalid("Grammar must have a 'properties' field")
+ANY_OBJECT = RawGrammar(GrammarKind.JSON_SCHEMA, {"type": "object"})
+"""Any JSON object."""
 
 
 def check_schemas(schemas: Sequence[dict[str, Any]]) -> None:
@@ -188,20 +72,16 @@ def checked_schema(schema: dict[str, Any]) -> dict[str, Any]:
     return with_implied_types(schema)
 
 
-def _lacks_properties(grammar: JsonGrammar | JsonSchemaGrammar) -> bool:
-    value = grammar.value.schema_ if isinstance(grammar, JsonSchemaGrammar) else grammar.value
-    if value is None:
-        return grammar.type == "json_object"
-    if isinstance(value, str):
-        try:
-            value = orjson.loads(value)
-        except orjson.JSONDecodeError:
-            return False
-    return isinstance(value, dict) and "properties" not in value
+def read_text(kind: GrammarKind, source: str) -> Grammar:
+    """Check a grammar that is no schema; raises ValidationError."""
+    _check_size(source)
+    brackets = _brackets_of(source)
+    _check_parts(len(brackets) // 2)
+    _check_levels(max(accumulate(map(_LEVELS.__getitem__, brackets)), default=0))
+    return Grammar(kind, source)
 
 
-def _of_schema(value: object) -> Grammar:
-    """Read a schema, which is an object or the text of one; raises ValidationError, in TGI's words where it has any."""
+def _read_schema(value: object) -> Grammar:
     if isinstance(value, str):
         _check_size(value)
         _check_parts(value.count("[") + value.count("{"))
@@ -216,14 +96,6 @@ def _of_schema(value: object) -> Grammar:
     source = orjson.dumps(checked_schema(value)).decode()
     _check_size(source)
     return Grammar(GrammarKind.JSON_SCHEMA, source)
-
-
-def _of_text(kind: GrammarKind, source: str) -> Grammar:
-    _check_size(source)
-    brackets = _brackets_of(source)
-    _check_parts(len(brackets) // 2)
-    _check_levels(max(accumulate(map(_LEVELS.__getitem__, brackets)), default=0))
-    return Grammar(kind, source)
 
 
 def _brackets_of(source: str) -> bytes:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from millrace_router.request.dialect import MILLRACE, Dialect
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -24,5 +26,4 @@ class Limits:
     """Whether the shards report log probabilities of prompts."""
     grammars: bool = False
     """Whether the shards can guide a generation, and may."""
-    strict_tgi: bool = False
-    """What TGI refuses is refused, and what it ignores is ignored."""
+    dialect: Dialect = MILLRACE

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from aiohttp import web
 
 from millrace_router.errors import RouterError
-from millrace_router.request.parameters import GenerateParameters
 from millrace_router.request.request import SchedulingParameters
 from millrace_router.request.scheduling import scheduling_from
 from millrace_router.server.services import SERVICES
@@ -27,12 +26,12 @@ def counting_refusals(metrics: Metrics) -> Iterator[None]:
         raise
 
 
-def scheduling_of(request: web.Request, parameters: GenerateParameters) -> SchedulingParameters:
-    """Read the scheduling parameters; raises ValidationError."""
+def scheduling_of(request: web.Request, priority: int | None) -> SchedulingParameters:
+    """Read the scheduling parameters, where `priority` is the body's; raises ValidationError."""
     config = request.app[SERVICES].config
     return scheduling_from(
         request.headers,
-        parameters.priority,
+        priority,
         by_tenant=config.fairness == "tenant",
         max_queue_seconds=config.max_queue_wait,
     )

@@ -12,6 +12,7 @@ from millrace_router.engine.infer import Infer
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.late_planning import LatePlanning
 from millrace_router.recovery.quarantine import Quarantine
+from millrace_router.request.dialect import Dialect
 from millrace_router.request.limits import Limits
 from millrace_router.shards.wire import Capacity, ShardInfo
 from millrace_router.telemetry.metrics import Metrics
@@ -50,6 +51,11 @@ class Services:
     """Value of the `x-compute-type` header."""
     keep_alive_seconds: float = KEEP_ALIVE_SECONDS
     """Silence after which a stream sends a comment."""
+
+    @property
+    def dialect(self) -> Dialect:
+        """The dialect that this server speaks."""
+        return self.limits.dialect
 
 
 SERVICES: web.AppKey[Services] = web.AppKey("services", Services)

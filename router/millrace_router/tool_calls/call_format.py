@@ -10,8 +10,8 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from millrace_router.errors import ToolError
-from millrace_router.request.grammar import LarkGrammar, check_schemas
-from millrace_router.request.request import Grammar
+from millrace_router.request.grammar import check_schemas, read_text
+from millrace_router.request.request import Grammar, GrammarKind
 from millrace_router.tool_calls.arguments_schema import arguments_schema
 from millrace_router.tool_calls.call_parser import CallParser
 from millrace_router.tool_calls.lark import json_value, literal, token_or_literal
@@ -48,7 +48,7 @@ class CallFormat(ABC):
         rules["call"] = " | ".join(f"call_{index}" for index in range(len(calls)))
         rules |= {f"call_{index}": call for index, call in enumerate(calls)}
         source = "".join(f"{name}: {rule}\n" for name, rule in rules.items())
-        return LarkGrammar(type="lark", value=source).resolved()
+        return read_text(GrammarKind.LARK, source)
 
     def parser(self, tools: Sequence[Tool], choice: ToolChoice) -> ToolParser:
         """Return a parser for one answer."""

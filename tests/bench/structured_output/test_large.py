@@ -21,8 +21,8 @@ from bench.structured_output import batch_composition, large, large_grammars
 from pydantic import BaseModel
 
 from millrace_router.api.openai.chat_request import ChatCompletionRequest
+from millrace_router.api.tgi.request import GenerateRequest
 from millrace_router.request.grammar import MAX_SOURCE_BYTES
-from millrace_router.request.parameters import GenerateRequest
 from millrace_router.server.bodies import check_structure
 from millrace_testing.router.sse import FakeServer, served_application, whole_stream
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
+from typing import Any
 
 import pytest
 
@@ -20,7 +22,7 @@ from millrace_router.errors import (
     ValidationError,
 )
 from millrace_router.request.events import TokenEvent
-from millrace_router.request.parameters import GenerateParameters, GenerateRequest
+from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.request import SchedulingParameters, ValidRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.telemetry.metrics import Metrics
@@ -44,8 +46,8 @@ from millrace_testing.shards.hash_shard import HashShard
 ASKED = {"inputs": "a", "parameters": {"max_new_tokens": 2}}
 
 
-def request(**parameters: object) -> GenerateRequest:
-    return GenerateRequest(inputs="a", parameters=GenerateParameters.model_validate(parameters))
+def request(**fields: Any) -> GenerationRequest:
+    return GenerationRequest(prompt="a", **fields)
 
 
 def new_infer(batcher: FakeBatcher, total: int = 2) -> Infer:
@@ -132,7 +134,7 @@ async def test_the_samples_of_best_of_compute_one_prompt() -> None:
     infer = Infer(batcher, validator, metrics)
     asked = request(best_of=2, do_sample=True, max_new_tokens=3)
     async with running(batcher):
-        best = await infer.generate(asked.model_copy(update={"inputs": " w5" * 11}))
+        best = await infer.generate(replace(asked, prompt=" w5" * 11))
     cached = [best.cached_tokens, *(other.cached_tokens for other in best.others)]
     assert sorted(cached) == [0, 8], "all but the last, partial block is found computed"
 
@@ -352,15 +354,13 @@ async def test_retry_after_is_when_the_batcher_will_have_room(drains_in: float, 
         await first
 
 
-async def test_terms_reach_the_batcher() -> None:
-    batcher, scheduling = (
-        FakeBatcher(echo),
-        SchedulingParameters(priority=3, tenant="t", max_queue_seconds=2.0),
-    )
+async def test_scheduling_parameters_reach_the_batcher() -> None:
+    batcher = FakeBatcher(echo)
+    scheduling = SchedulingParameters(priority=3, tenant="t", max_queue_seconds=2.0)
     infer = new_infer(batcher)
-    await infer.generate(request(), scheduling=scheduling)
-    await infer.generate(request(best_of=2, do_sample=True), scheduling=scheduling)
-    async with await infer.start(request(), scheduling=scheduling):
+    await infer.generate(request(scheduling=scheduling))
+    await infer.generate(request(best_of=2, do_sample=True, scheduling=scheduling))
+    async with await infer.start(request(scheduling=scheduling)):
         pass
     await infer.generate(request())
     assert [asked.scheduling for asked in batcher.requests] == [scheduling] * 4 + [
@@ -371,11 +371,11 @@ async def test_terms_reach_the_batcher() -> None:
 async def test_only_what_waits_with_a_deadline_may_expire() -> None:
     infer = new_infer(batcher := FakeBatcher())
     scheduling = SchedulingParameters(max_queue_seconds=2.0)
-    async with await infer.start(request(), scheduling=scheduling) as generation:
+    async with await infer.start(request(scheduling=scheduling)) as generation:
         waiting = generation.may_expire
         batcher.streams[0].batched_at = 1.0
         assert (waiting, generation.may_expire) == (True, False)
-    async with await infer.start(request(), scheduling=scheduling) as generation:
+    async with await infer.start(request(scheduling=scheduling)) as generation:
         batcher.streams[1].fail(QueueExpired(retry_after_seconds=1.0))
         assert not generation.may_expire
     async with await infer.start(request()) as generation:

@@ -13,29 +13,36 @@ from pydantic import ValidationError as ShapeError
 
 from millrace_router.api.completions.request import CompletionRequest
 from millrace_router.api.openai.chat_request import ChatCompletionRequest
+from millrace_router.api.tgi.request import GenerateParameters
 from millrace_router.errors import ValidationError
-from millrace_router.request.grammar import ANY_OBJECT, MAX_LEVELS, MAX_PARTS, MAX_SOURCE_BYTES
-from millrace_router.request.parameters import GenerateParameters
+from millrace_router.request.dialect import MILLRACE
+from millrace_router.request.grammar import (
+    ANY_OBJECT,
+    MAX_LEVELS,
+    MAX_PARTS,
+    MAX_SOURCE_BYTES,
+    RawGrammar,
+)
 from millrace_router.request.request import Grammar, GrammarKind
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"enum": ["ü", None]}}}
 TEXT = '{"type":"object","properties":{"b":{"type":"integer"},"a":{"enum":["ü",null]}}}'
 OF_SCHEMA = Grammar(GrammarKind.JSON_SCHEMA, TEXT)
-ANY = Grammar(GrammarKind.JSON_SCHEMA, ANY_OBJECT)
+ANY = ANY_OBJECT.read()
 
 
 def native(grammar: object) -> Grammar:
     parameters = GenerateParameters.model_validate({"grammar": grammar})
     assert parameters.grammar is not None
-    return parameters.grammar.resolved()
+    return parameters.grammar.raw().read()
 
 
 def openai(response_format: object) -> Grammar | None:
     asked = {"messages": [{"role": "user", "content": "a"}], "response_format": response_format}
-    chat = ChatCompletionRequest.model_validate(asked).parameters().grammar
+    chat = ChatCompletionRequest.model_validate(asked).generation(MILLRACE).grammar
     completion = {"prompt": "a", "response_format": response_format}
-    assert CompletionRequest.model_validate(completion).parameters().grammar == chat
-    return None if chat is None else chat.resolved()
+    assert CompletionRequest.model_validate(completion).generation(MILLRACE).grammar == chat
+    return chat.read() if isinstance(chat, RawGrammar) else chat
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace_router.request.grammar import JsonGrammar
+from millrace_router.request.grammar import RawGrammar
 from millrace_router.request.implied_types import with_implied_types
+from millrace_router.request.request import GrammarKind
 
 NAME = {"properties": {"name": {"type": "string"}}}
 OBJECT = {"type": "object", **NAME}
 
 
 def test_properties_make_an_object() -> None:
-    grammar = JsonGrammar(type="json", value=NAME).resolved()
+    grammar = RawGrammar(GrammarKind.JSON_SCHEMA, NAME).read()
     assert json.loads(grammar.source) == OBJECT
 
 

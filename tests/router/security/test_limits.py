@@ -15,17 +15,19 @@ from hypothesis import strategies as st
 from pydantic import ValidationError as ShapeError
 
 from millrace_router.api.completions.request import CompletionRequest
+from millrace_router.api.fields import RequestModel
 from millrace_router.api.openai.chat_request import ChatCompletionRequest
 from millrace_router.api.platforms.kserve import KserveRequest
 from millrace_router.api.platforms.vertex import VertexRequest
+from millrace_router.api.tgi.request import GenerateRequest
 from millrace_router.errors import BodyError, SizeError, TemplateError, ValidationError
-from millrace_router.request.fields import RequestModel
-from millrace_router.request.parameters import GenerateParameters, GenerateRequest
+from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.server.bodies import MAX_CONTAINERS, MAX_DEPTH, check_structure
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.text.chat_template import ChatTemplate
 from millrace_router.text.tokenizer import Tokenizer
-from millrace_router.validation.validator import MAX_STOP_CHARS, Validator
+from millrace_router.validation.rules import MAX_STOP_CHARS
+from millrace_router.validation.validator import Validator
 from millrace_testing.router.edge import LIMITS, grammars_of, serving, word_tokenizer
 from millrace_testing.text.texts import byte_level, tokenizer
 
@@ -153,9 +155,7 @@ def validator(of: Tokenizer) -> Validator:
 
 
 async def check(of: Tokenizer, inputs: str, **parameters: Any) -> None:
-    asked = GenerateRequest(
-        inputs=inputs, parameters=GenerateParameters(max_new_tokens=1, **parameters)
-    )
+    asked = GenerationRequest(prompt=inputs, max_new_tokens=1, **parameters)
     await validator(of).check(asked)
 
 

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError as ShapeError
 
-from millrace_router.request.fields import UINT32_MAX
-from millrace_router.request.parameters import CompatGenerateRequest, GenerateParameters
+from millrace_router.api.fields import UINT32_MAX
+from millrace_router.api.tgi.request import CompatGenerateRequest, GenerateParameters
 from millrace_router.server import bodies
 from millrace_router.server.bodies import shape_message
 from millrace_testing.router.edge import serving

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
 import pytest
 
+from millrace_router.api.tgi.request import GenerateParameters
 from millrace_router.errors import SizeError, ValidationError
+from millrace_router.request.dialect import TGI
+from millrace_router.request.generation_request import GenerationRequest
+from millrace_router.request.grammar import RawGrammar
 from millrace_router.request.limits import Limits
-from millrace_router.request.parameters import GenerateParameters, GenerateRequest, OpenAIParameters
 from millrace_router.request.request import Grammar, GrammarKind, SchedulingParameters
 from millrace_router.telemetry.metrics import Metrics
-from millrace_router.validation.validator import Validator, check_best_of, check_stream
+from millrace_router.validation.rules import check_best_of, check_stream
+from millrace_router.validation.validator import Validator
 from millrace_testing.router.edge import (
     LIMITS,
     FakeCompiler,
@@ -33,7 +38,7 @@ def new_validator(limits: Limits = LIMITS, compiler: FakeCompiler | None = None)
 
 
 async def refusal(inputs: str, limits: Limits = LIMITS, **parameters: Any) -> str:
-    request = GenerateRequest(inputs=inputs, parameters=GenerateParameters(**parameters))
+    request = GenerateParameters(**parameters).generation(inputs)
     with pytest.raises(ValidationError) as caught:
         await new_validator(limits).validate(request)
     assert (caught.value.status, caught.value.error_type) == (422, "validation")
@@ -124,14 +129,13 @@ async def test_the_earlier_rule_wins(
     [(None, 1992), (1, 1), (1024, 1024), (1992, 1992), (1993, 1992), (9**9, 1992)],
 )
 async def test_strict_tgi_generates_what_fits(asked: int | None, given: int) -> None:
-    validator = new_validator(limits_with(max_total_tokens=2000, strict_tgi=True))
-    parameters = GenerateParameters(max_new_tokens=asked)
-    request = GenerateRequest(inputs=EIGHT, parameters=parameters)
+    validator = new_validator(limits_with(max_total_tokens=2000, dialect=TGI))
+    request = GenerationRequest(prompt=EIGHT, max_new_tokens=asked)
     assert (await validator.validate(request)).request.max_new_tokens == given
 
 
 async def test_strict_tgi_counts_1024_new_tokens() -> None:
-    limits = limits_with(max_total_tokens=1031, strict_tgi=True)
+    limits = limits_with(max_total_tokens=1031, dialect=TGI)
     expected = (
         "`inputs` tokens + `max_new_tokens` must be <= 1031. "
         "Given: 8 `inputs` tokens and 1024 `max_new_tokens`"
@@ -156,7 +160,7 @@ async def test_strict_tgi_counts_1024_new_tokens() -> None:
 )
 def test_best_of_of_an_answer(parameters: dict[str, Any], limits: Limits, message: str) -> None:
     with pytest.raises(ValidationError, match="best_of") as caught:
-        check_best_of(GenerateParameters(**parameters), limits)
+        check_best_of(GenerationRequest(**parameters), limits)
     assert str(caught.value) == f"Input validation error: {message}"
 
 
@@ -176,10 +180,10 @@ def test_best_of_of_an_answer(parameters: dict[str, Any], limits: Limits, messag
 )
 def test_what_a_stream_cannot_do(parameters: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError) as caught:
-        check_stream(GenerateParameters(**parameters))
+        check_stream(GenerationRequest(**parameters))
     assert str(caught.value) == f"Input validation error: {message}"
-    check_stream(GenerateParameters(best_of=1))
-    check_stream(GenerateParameters())
+    check_stream(GenerationRequest(best_of=1))
+    check_stream(GenerationRequest())
 
 
 @pytest.mark.parametrize(
@@ -203,12 +207,12 @@ def test_what_a_stream_cannot_do(parameters: dict[str, Any], message: str) -> No
     ],
 )
 async def test_the_bounds_themselves_are_allowed(parameters: dict[str, Any]) -> None:
-    request = GenerateRequest(inputs="a", parameters=GenerateParameters(**parameters))
+    request = GenerationRequest(prompt="a", **parameters)
     await new_validator().validate(request)
 
 
 async def test_defaults_are_neutral() -> None:
-    request = GenerateRequest(inputs="a b", parameters=GenerateParameters())
+    request = GenerationRequest(prompt="a b")
     valid = (await new_validator().validate(request)).request
     assert valid.max_new_tokens == 14
     assert not valid.sampling.samples
@@ -218,7 +222,8 @@ async def test_defaults_are_neutral() -> None:
 
 
 async def test_values_are_passed_on() -> None:
-    parameters = OpenAIParameters(
+    request = GenerationRequest(
+        prompt="a",
         temperature=0.5,
         top_k=7,
         top_p=0.25,
@@ -231,13 +236,12 @@ async def test_values_are_passed_on() -> None:
         min_p=0.03125,
         watermark=True,
         logit_bias=((7, -100.0), (0, 0.5)),
-        stop=["x"],
+        stop=("x",),
         ignore_eos=True,
         decoder_input_details=True,
         top_n_tokens=2,
     )
     validator = new_validator(limits_with(prefill_logprobs=True))
-    request = GenerateRequest(inputs="a", parameters=parameters)
     valid = (await validator.validate(request)).request
     sampling = valid.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.5, 7, 0.25)
@@ -256,7 +260,7 @@ async def test_values_are_passed_on() -> None:
 
 
 async def test_seeds_are_drawn_anew() -> None:
-    request = GenerateRequest(inputs="a", parameters=GenerateParameters(do_sample=True))
+    request = GenerationRequest(prompt="a", do_sample=True)
     validator = new_validator()
     seeds = {(await validator.validate(request)).request.sampling.seed for _ in range(8)}
     assert len(seeds) == 8
@@ -266,7 +270,7 @@ async def test_seeds_are_drawn_anew() -> None:
 async def test_truncated_prompts_count_by_what_is_left() -> None:
     long = " ".join(["b"] * 500 + ["hello", "a"])
     validator = new_validator()
-    request = GenerateRequest(inputs=long, parameters=GenerateParameters(truncate=2))
+    request = GenerationRequest(prompt=long, truncate=2)
     validated = await validator.validate(request)
     assert validated.inputs == long
     assert validated.request.input_ids == word_tokenizer().encode("hello a")
@@ -275,16 +279,17 @@ async def test_truncated_prompts_count_by_what_is_left() -> None:
 
 async def test_a_check_trusts_and_refuses_as_a_validation_does() -> None:
     scheduling = SchedulingParameters(priority=1)
-    request = GenerateRequest(inputs="a b", parameters=GenerateParameters(seed=1))
+    plain = GenerationRequest(prompt="a b", seed=1)
+    request = replace(plain, scheduling=scheduling)
     validator = new_validator()
-    checked = await validator.check(request, scheduling=scheduling)
-    assert checked == await validator.validate(request, scheduling=scheduling)
+    checked = await validator.check(request)
+    assert checked == await validator.validate(request)
     assert checked.request.scheduling == scheduling
-    assert (await validator.validate(request)).request.scheduling == SchedulingParameters()
+    assert (await validator.validate(plain)).request.scheduling == SchedulingParameters()
     for broken, message in RULES:
         inputs, parameters = str(broken.get("inputs", "hello")), dict(broken)
         parameters.pop("inputs", None)
-        request = GenerateRequest(inputs=inputs, parameters=GenerateParameters(**parameters))
+        request = GenerateParameters(**parameters).generation(inputs)
         with pytest.raises(ValidationError) as caught:
             await validator.check(request)
         assert str(caught.value) == f"Input validation error: {message}"
@@ -297,8 +302,7 @@ async def test_a_check_trusts_and_refuses_as_a_validation_does() -> None:
 async def test_what_is_too_long_tells_how_long_it_is(
     words: int, max_new_tokens: int | None, counted: int
 ) -> None:
-    parameters = GenerateParameters(max_new_tokens=max_new_tokens)
-    request = GenerateRequest(inputs="a " * words, parameters=parameters)
+    request = GenerationRequest(prompt="a " * words, max_new_tokens=max_new_tokens)
     with pytest.raises(SizeError) as caught:
         await new_validator().check(request)
     assert (caught.value.num_prompt_tokens, caught.value.max_new_tokens) == (words, counted)
@@ -318,7 +322,7 @@ async def test_only_what_is_to_be_generated_is_counted(
 ) -> None:
     metrics = Metrics(max_input_tokens=8, max_total_tokens=16)
     validator = Validator(word_tokenizer(), LIMITS, metrics, grammars_of())
-    request = GenerateRequest(inputs=inputs, parameters=GenerateParameters(**parameters))
+    request = GenerationRequest(prompt=inputs, **parameters)
     histograms = (metrics.request_input_length, metrics.request_max_new_tokens)
     with suppress(ValidationError):
         await validator.check(request)
@@ -329,14 +333,14 @@ async def test_only_what_is_to_be_generated_is_counted(
 
 
 async def test_tokenizer_failures_are_told() -> None:
-    request = GenerateRequest(inputs="\ud800", parameters=GenerateParameters())
+    request = GenerationRequest(prompt="\ud800")
     with pytest.raises(ValidationError, match=r"^Input validation error: tokenizer error "):
         await new_validator().validate(request)
 
 
 async def test_ids_that_the_model_does_not_know() -> None:
     # The tokenizer's last word has id 7.
-    assert (await new_validator().validate(GenerateRequest(inputs="b"))).request.input_ids == (7,)
+    assert (await new_validator().validate(GenerationRequest(prompt="b"))).request.input_ids == (7,)
     message = await refusal("a b a", limits_with(vocab_size=7))
     assert message == "`inputs` contains token id 7, but the model knows only 7"
 
@@ -344,8 +348,8 @@ async def test_ids_that_the_model_does_not_know() -> None:
 async def test_biased_tokens_that_the_model_does_not_know() -> None:
     validator = new_validator()
     for id_, known in ((7, True), (8, False), (2**40, False)):
-        parameters = OpenAIParameters(logit_bias=((1, 1.0), (id_, 1.0)))
-        validating = validator.validate(GenerateRequest(inputs="a", parameters=parameters))
+        request = GenerationRequest(prompt="a", logit_bias=((1, 1.0), (id_, 1.0)))
+        validating = validator.validate(request)
         if known:
             await validating
             continue
@@ -357,15 +361,14 @@ async def test_biased_tokens_that_the_model_does_not_know() -> None:
         )
 
 
-def guided(value: str = "a+") -> GenerateRequest:
-    parameters = GenerateParameters.model_validate({"grammar": {"type": "regex", "value": value}})
-    return GenerateRequest(inputs="a", parameters=parameters)
+def guided(value: str = "a+") -> GenerationRequest:
+    return GenerationRequest(prompt="a", grammar=RawGrammar(GrammarKind.REGEX, value))
 
 
 async def test_a_grammar_is_passed_on() -> None:
     valid = (await new_validator().validate(guided())).request
     assert valid.grammar == Grammar(GrammarKind.REGEX, "a+")
-    assert (await new_validator().validate(GenerateRequest(inputs="a"))).request.grammar is None
+    assert (await new_validator().validate(GenerationRequest(prompt="a"))).request.grammar is None
 
 
 async def test_grammars_are_refused_where_they_are_off() -> None:
@@ -391,16 +394,12 @@ async def test_what_is_only_checked_is_not_compiled() -> None:
 
 async def test_what_is_refused_for_another_reason_is_not_compiled() -> None:
     compiler = FakeCompiler()
-    request = guided()
-    parameters = request.parameters.model_copy(update={"adapter_id": "mine"})
+    request = replace(guided(), adapter_id="mine")
     with pytest.raises(ValidationError, match="adapter_id"):
-        await new_validator(compiler=compiler).validate(
-            GenerateRequest(inputs="a", parameters=parameters)
-        )
+        await new_validator(compiler=compiler).validate(request)
     assert compiler.asked == []
 
 
 async def test_the_native_routes_can_ask_for_the_least_number_of_tokens() -> None:
-    parameters = GenerateParameters.model_validate({"min_new_tokens": 2, "max_new_tokens": 2})
-    request = GenerateRequest(inputs="a", parameters=parameters)
+    request = GenerationRequest(prompt="a", min_new_tokens=2, max_new_tokens=2)
     assert (await new_validator().validate(request)).request.min_new_tokens == 2

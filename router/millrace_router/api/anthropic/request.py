@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from millrace_router.api.openai.common_request import Items
-from millrace_router.request.fields import UINT32_MAX, Float32, Int32, RequestModel
+from millrace_router.api.fields import UINT32_MAX, Float32, Int32, Items, RequestModel
 
 
 def _as_blocks(content: object) -> object:

@@ -18,13 +18,12 @@ from millrace_router.api.anthropic.errors import (
 from millrace_router.api.anthropic.protocol import CountTokensJson
 from millrace_router.api.anthropic.request import CountTokensRequest, MessagesRequest
 from millrace_router.api.anthropic.stream import MessageStream
-from millrace_router.api.anthropic.to_chat import chat_body
-from millrace_router.api.openai.chat_request import ChatCompletionRequest
+from millrace_router.api.anthropic.to_chat import chat_of
 from millrace_router.api.openai.errors import deltas_of, model_name
 from millrace_router.api.openai.prepare import PreparedChat, prepare_chat
 from millrace_router.engine.generation import Generation
 from millrace_router.server.access_log import REQUEST_ID, watch
-from millrace_router.server.bodies import json_response, read_model, to_model
+from millrace_router.server.bodies import json_response, read_model
 from millrace_router.server.headers import answer_headers, sse_options
 from millrace_router.server.idempotent_route import idempotent
 from millrace_router.server.request_start import counting_refusals, scheduling_of
@@ -44,8 +43,8 @@ async def count_tokens(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     body = await read_model(request, CountTokensRequest)
     with services.infer.permit():
-        turn = await _turn_of(services, body)
-        count = await services.validator.count(turn.asked.inputs, add_special_tokens=False)
+        turn = await prepare_chat(services, chat_of(body, services.dialect))
+        count = await services.validator.count(turn.request)
     answer: CountTokensJson = {"input_tokens": count}
     return json_response(answer)
 
@@ -55,11 +54,11 @@ async def messages(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     body = await read_model(request, MessagesRequest)
     with counting_refusals(services.metrics):
-        turn = await _turn_of(services, body)
-        scheduling = scheduling_of(request, turn.asked.parameters)
+        turn = await prepare_chat(services, chat_of(body, services.dialect))
+        scheduling = scheduling_of(request, None)
     head = MessageHead(model=model_name(services, body.model))
     async with await services.infer.start(
-        turn.asked, scheduling=scheduling, add_special_tokens=False
+        replace(turn.request, scheduling=scheduling)
     ) as generation:
         watch(request, generation)
         if not body.stream:
@@ -68,12 +67,6 @@ async def messages(request: web.Request) -> web.StreamResponse:
         options = sse_options(services, [generation], on_error)
         stream = MessageStream(generation, turn.text(), head)
         return await respond(request, [stream], options)
-
-
-async def _turn_of(services: Services, body: CountTokensRequest) -> PreparedChat:
-    """The chat that a body means, in which a stop sequence is cut even where TGI keeps it; raises RouterError."""
-    turn = await prepare_chat(services, to_model(chat_body(body), ChatCompletionRequest))
-    return replace(turn, keeps_stops=False)
 
 
 async def _answer(

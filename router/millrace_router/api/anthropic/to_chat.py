@@ -1,10 +1,9 @@
-"""Anthropic's request in the words of OpenAI's chat, which is what templates and tools are written for."""
+"""Makes a chat of Anthropic's request for a message."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Any
 
 import orjson
 
@@ -12,25 +11,47 @@ from millrace_router.api.anthropic.request import (
     Block,
     CountTokensRequest,
     MessagesRequest,
-    MessagesTool,
-    MessagesToolChoice,
     MessagesTurn,
     TextBlock,
     ToolResultBlock,
     ToolUseBlock,
 )
+from millrace_router.api.grammars import raw_schema
+from millrace_router.api.openai.chat import Chat, check_exclusive
+from millrace_router.api.openai.chat_messages import called
+from millrace_router.api.openai.chat_tools import choose_by_word, choose_named, new_tool
+from millrace_router.api.openai.sampling import openai_generation
 from millrace_router.errors import ValidationError
+from millrace_router.request.dialect import Dialect
+from millrace_router.request.generation_request import FieldNames, GenerationRequest
+from millrace_router.text.template_messages import Message
+from millrace_router.tool_calls.tool import Tool, ToolChoice
 
-CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+NAMES = FieldNames(prompt="messages", max_new_tokens="max_tokens", stop="stop_sequences")
 ID_PREFIX = "toolu_"
-"""What ids of calls begin with for Anthropic's clients; templates that want ids of a length do not expect it."""
+"""Prefix of the ids of calls for Anthropic's clients; templates that want ids of a length do not expect it."""
 ERROR = "Error"
-"""What the result of a call that failed begins with: templates know no other way to say so."""
+"""Beginning of the result of a call that failed: templates have no field for it."""
 
 
-def chat_body(body: CountTokensRequest) -> dict[str, Any]:
-    """Translate; raises ValidationError for calls at the end, which lack their results."""
-    return {**_prompt(body), **_parameters(body)}
+def chat_of(body: CountTokensRequest, dialect: Dialect) -> Chat:
+    """Translate; raises ValidationError for calls at the end, which lack their results, and ToolError."""
+    last = body.messages[-1].content
+    if any(isinstance(block, ToolUseBlock) for block in last):
+        raise ValidationError("`tool_use` at the end of `messages` has no `tool_result` after it")
+    messages = list(_turns(body.messages))
+    if body.system:
+        messages.insert(0, {"role": "system", "content": _joined(body.system)})
+    request = _generation(body, dialect)
+    check_exclusive(body.tools or None, request, dialect)
+    tools, choice = _tools(body)
+    return Chat(
+        request=request,
+        messages=messages,
+        tools=tools,
+        choice=choice,
+        template_variables={"enable_thinking": False} if body.thinking else None,
+    )
 
 
 def tool_use_id(call_id: str) -> str:
@@ -43,60 +64,39 @@ def call_id(tool_use_id: str) -> str:
     return tool_use_id.removeprefix(ID_PREFIX)
 
 
-def _prompt(body: CountTokensRequest) -> dict[str, Any]:
-    last = body.messages[-1].content
-    if any(isinstance(block, ToolUseBlock) for block in last):
-        raise ValidationError("`tool_use` at the end of `messages` has no `tool_result` after it")
-    messages = list(_turns(body.messages))
-    if body.system:
-        messages.insert(0, {"role": "system", "content": _joined(body.system)})
-    return {
-        "model": body.model,
-        "messages": messages,
-        "tools": [_tool(tool) for tool in body.tools or ()] or None,
-        **_choice(body.tool_choice),
-        "chat_template_kwargs": body.thinking and {"enable_thinking": False},
-    }
-
-
-def _parameters(body: CountTokensRequest) -> dict[str, Any]:
+def _generation(body: CountTokensRequest, dialect: Dialect) -> GenerationRequest:
     if not isinstance(body, MessagesRequest):
-        return {}
+        return GenerationRequest(names=NAMES)
     output = body.output_config.format if body.output_config else None
-    schema = {"name": "output", "schema": output.schema_, "strict": True} if output else None
-    return {
-        "max_tokens": body.max_tokens,
-        "stop": body.stop_sequences,
-        "stream": body.stream,
-        "temperature": body.temperature,
-        "top_p": None if body.top_p == 1 else body.top_p,
-        "top_k": body.top_k,
-        "response_format": schema and {"type": "json_schema", "json_schema": schema},
-    }
+    request = GenerationRequest(
+        max_new_tokens=body.max_tokens,
+        stop=tuple(stop for stop in body.stop_sequences or () if stop),
+        temperature=body.temperature,
+        top_p=None if body.top_p == 1 else body.top_p,
+        top_k=body.top_k,
+        grammar=None if output is None else raw_schema(output.schema_),
+        names=NAMES,
+    )
+    return openai_generation(request, dialect)
 
 
-def _tool(tool: MessagesTool) -> dict[str, Any]:
-    function = {
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": tool.input_schema,
-        "strict": tool.strict,
-    }
-    return {"type": "function", "function": function}
-
-
-def _choice(choice: MessagesToolChoice | None) -> dict[str, Any]:
+def _tools(body: CountTokensRequest) -> tuple[tuple[Tool, ...], ToolChoice]:
+    tools = tuple(
+        new_tool(tool.name, tool.description, tool.input_schema, strict=tool.strict)
+        for tool in body.tools or ()
+    )
+    choice = body.tool_choice
     if choice is None:
-        return {}
-    named = {"type": "function", "function": {"name": choice.name}}
-    return {
-        "tool_choice": CHOICES.get(choice.type, named),
-        "parallel_tool_calls": not choice.disable_parallel_tool_use,
-    }
+        return tools, ToolChoice("auto")
+    parallel = not choice.disable_parallel_tool_use
+    if choice.type == "tool":
+        return choose_named(tools, choice.name or "", parallel=parallel)
+    word = "required" if choice.type == "any" else choice.type
+    return choose_by_word(tools, word, parallel=parallel)
 
 
-def _turns(turns: Sequence[MessagesTurn]) -> Iterator[dict[str, Any]]:
-    """Turns of one role that follow one another become one, as Anthropic has it."""
+def _turns(turns: Sequence[MessagesTurn]) -> Iterator[Message]:
+    """Join successive turns of one role into one, as Anthropic does."""
     names: dict[str, str] = {}
     for role, group in groupby(turns, key=lambda turn: turn.role):
         blocks = [block for turn in group for block in turn.content]
@@ -108,24 +108,18 @@ def _turns(turns: Sequence[MessagesTurn]) -> Iterator[dict[str, Any]]:
             yield from _others(role, blocks, names)
 
 
-def _assistant(blocks: Sequence[Block], calls: Sequence[ToolUseBlock]) -> dict[str, Any]:
+def _assistant(blocks: Sequence[Block], calls: Sequence[ToolUseBlock]) -> Message:
     text = _joined(blocks)
     if not calls:
         return {"role": "assistant", "content": text}
-    return {"role": "assistant", "content": text or None, "tool_calls": list(map(_call, calls))}
+    made = [
+        called(call_id(call.id), call.name, orjson.dumps(call.input).decode()) for call in calls
+    ]
+    return {"role": "assistant", "content": text or None, "tool_calls": made}
 
 
-def _call(call: ToolUseBlock) -> dict[str, Any]:
-    arguments = orjson.dumps(call.input).decode()
-    return {
-        "id": call_id(call.id),
-        "type": "function",
-        "function": {"name": call.name, "arguments": arguments},
-    }
-
-
-def _others(role: str, blocks: Sequence[Block], names: dict[str, str]) -> Iterator[dict[str, Any]]:
-    """Results become messages of their own, where they stand; the text between them stays `role`'s."""
+def _others(role: str, blocks: Sequence[Block], names: dict[str, str]) -> Iterator[Message]:
+    """Make messages of their own of the results, where they stand; the text between them stays `role`'s."""
     if not blocks:
         yield {"role": role, "content": ""}
     for is_result, group in groupby(blocks, key=lambda block: isinstance(block, ToolResultBlock)):
@@ -134,12 +128,9 @@ def _others(role: str, blocks: Sequence[Block], names: dict[str, str]) -> Iterat
             continue
         for block in group:
             assert isinstance(block, ToolResultBlock)
-            yield {
-                "role": "tool",
-                "tool_call_id": call_id(block.tool_use_id),
-                "name": names.get(block.tool_use_id),
-                "content": _result(block),
-            }
+            id_, name = call_id(block.tool_use_id), names.get(block.tool_use_id)
+            result = {"role": "tool", "content": _result(block), "tool_call_id": id_}
+            yield result if name is None else {**result, "name": name}
 
 
 def _result(block: ToolResultBlock) -> str:
@@ -150,5 +141,5 @@ def _result(block: ToolResultBlock) -> str:
 
 
 def _joined(blocks: Iterable[Block]) -> str:
-    """Texts of one turn, each on a line of its own; what was thought is left out."""
+    """Return the texts of one turn, each on a line of its own, without the assistant's thoughts."""
     return "\n".join(block.text for block in blocks if isinstance(block, TextBlock))

@@ -13,6 +13,7 @@ from millrace_router.api.completions.protocol import (
 from millrace_router.api.completions.text import CompletionDelta
 from millrace_router.api.openai.answers import AnswerHead, usage_json
 from millrace_router.engine.usage import Usage
+from millrace_router.request.dialect import Dialect
 
 
 def completion_choice(index: int, pieces: Sequence[CompletionDelta]) -> CompletionCompleteJson:
@@ -39,12 +40,12 @@ class CompletionChunks:
         *,
         includes_usage: bool,
         tells_usage_always: bool,
-        strict_tgi: bool,
+        dialect: Dialect,
     ) -> None:
         self.includes_usage = includes_usage
         self.tells_usage_always = tells_usage_always
         self._head = head
-        self._no_reason = "" if strict_tgi else None
+        self._no_reason = "" if dialect.has_tgi_reasons else None
 
     def text_chunk(self, index: int, text: str) -> ChunkJson:
         """A piece of the choice `index` that is nothing but text."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 from pydantic import Discriminator, Field, Tag
 from typing_extensions import TypeAliasType
 
+from millrace_router.api.fields import UInt32
 from millrace_router.api.openai.common_request import CommonRequest
 from millrace_router.errors import SuffixNotSupported, ValidationError
-from millrace_router.request.fields import UInt32
+from millrace_router.request.dialect import Dialect
+from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.limits import Limits
-from millrace_router.request.parameters import OpenAIParameters
 
 Ids = Annotated[list[UInt32], Field(min_length=1, fail_fast=True)]
 Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
@@ -77,20 +79,14 @@ class CompletionRequest(CommonRequest):
         """Whether nothing is to be generated."""
         return self.max_tokens == 0
 
-    def parameters(
-        self, *, top_n_tokens: int | None = None, strict_tgi: bool = False
-    ) -> OpenAIParameters:
-        """Translate; raises ValidationError. What only scores a prompt samples one token, which nobody is shown."""
-        parameters = super().parameters(
-            top_n_tokens=self.logprobs if top_n_tokens is None else top_n_tokens,
-            strict_tgi=strict_tgi,
-        )
-        changes: dict[str, object] = {}
+    def generation(self, dialect: Dialect) -> GenerationRequest:
+        """Translate, without a prompt; a request that only scores its prompt samples one token, which is not shown."""
+        request = replace(super().generation(dialect), top_n_tokens=self.logprobs)
         if self.only_scores:
-            changes |= {"max_new_tokens": 1, "min_new_tokens": None}
+            request = replace(request, max_new_tokens=1, min_new_tokens=None)
         if self.echo and self.logprobs is not None:
-            changes |= {"prompt_logprobs": True, "prompt_top_n_tokens": self.logprobs}
-        return parameters.model_copy(update=changes)
+            request = replace(request, prompt_logprobs=True, prompt_top_n_tokens=self.logprobs)
+        return request
 
     def check(self, limits: Limits) -> None:
         """Check what only this route has; raises RouterError."""

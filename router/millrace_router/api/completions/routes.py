@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 from aiohttp import web
 
@@ -16,12 +17,11 @@ from millrace_router.api.completions.stream import Sample, completion_streams
 from millrace_router.api.completions.text import CompletionDelta, CompletionText, Style
 from millrace_router.api.openai.answers import AnswerHead, usage_json
 from millrace_router.api.openai.errors import fingerprint, model_name
-from millrace_router.api.openai.strict_tgi import openai_route, stream_errors
+from millrace_router.api.openai.route_wrappers import openai_route, stream_errors
 from millrace_router.engine.generation import Generation
 from millrace_router.engine.usage import Usage
 from millrace_router.errors import BatchSizeExceeded
 from millrace_router.request.events import TokenEvent
-from millrace_router.request.prompt import PromptRequest
 from millrace_router.request.token_stream import read_tokens
 from millrace_router.server.access_log import watch
 from millrace_router.server.bodies import json_response, read_model
@@ -40,27 +40,25 @@ async def completions(request: web.Request) -> web.StreamResponse:
     """`POST /v1/completions`."""
     services = request.app[SERVICES]
     body = await read_model(request, CompletionRequest)
-    strict_tgi = services.config.strict_tgi
     with counting_refusals(services.metrics):
         body.check(services.limits)
         if len(body.prompts) > services.limits.max_client_batch_size:
             raise BatchSizeExceeded(services.limits.max_client_batch_size)
-        parameters = body.parameters(strict_tgi=strict_tgi)
-        scheduling = scheduling_of(request, parameters)
+        asked = body.generation(services.dialect)
+        asked = replace(asked, scheduling=scheduling_of(request, body.priority))
     head = AnswerHead(
         "text_completion",
         "cmpl",
         model=model_name(services, body.model),
         fingerprint=fingerprint(services),
-        anonymous=strict_tgi,
+        anonymous=services.dialect.hides_ids,
     )
     style = _style(services, body)
     with ExitStack() as cleanup:
         samples: list[Sample] = []
         for prompt in body.prompts:
-            asked = PromptRequest.of(prompt, parameters)
             generations = await services.infer.start_samples(
-                asked, body.num_samples, scheduling=scheduling
+                replace(asked, prompt=prompt), body.num_samples
             )
             for generation in generations:
                 cleanup.callback(generation.close)
@@ -81,7 +79,7 @@ async def _stream(
         head,
         includes_usage=body.includes_usage,
         tells_usage_always=body.tells_usage_always,
-        strict_tgi=services.config.strict_tgi,
+        dialect=services.dialect,
     )
     return await respond(request, completion_streams(samples, body.num_samples, chunks), options)
 
@@ -98,7 +96,7 @@ def _style(services: Services, body: CompletionRequest) -> Style:
         stop_sequences=body.stop_sequences,
         logprobs=logprobs,
         only_scores=body.only_scores,
-        strict_tgi=services.config.strict_tgi,
+        dialect=services.dialect,
         streams=bool(body.stream),
     )
 

@@ -9,6 +9,7 @@ from millrace_router.api.completions.echo import Echo
 from millrace_router.api.completions.logprobs import CompletionLogprobs, no_logprobs
 from millrace_router.api.completions.protocol import CompletionLogprobsJson
 from millrace_router.api.openai.choice import ChoiceDelta, TrimmedText
+from millrace_router.request.dialect import MILLRACE, Dialect
 from millrace_router.request.events import PromptLogprobs, TokenEvent
 from millrace_router.request.request import FinishReason
 
@@ -24,8 +25,7 @@ class Style:
     logprobs: CompletionLogprobs | None = None
     only_scores: bool = False
     """The one token that is generated is not shown."""
-    strict_tgi: bool = False
-    """Stop strings stay in the text, and TGI's words say how it has ended."""
+    dialect: Dialect = MILLRACE
     streams: bool = False
     """TGI shows special tokens, and its own word for their end, in streams alone."""
 
@@ -34,7 +34,7 @@ class CompletionText(TrimmedText):
     """One choice: first the echo, then a delta for each token, until one has a finish reason."""
 
     def __init__(self, style: Style, echo: Echo | None = None) -> None:
-        super().__init__([] if style.strict_tgi else style.stop_sequences)
+        super().__init__([] if style.dialect.keeps_stops else style.stop_sequences)
         self._style = style
         self._echo = echo
         start = 0 if echo is None else len(echo.text)
@@ -73,10 +73,12 @@ class CompletionText(TrimmedText):
 
     def _text(self, event: TokenEvent) -> str:
         token, style = event.token, self._style
-        is_shown = not token.special or (style.strict_tgi and style.streams)
+        is_shown = not token.special or (style.dialect.shows_special_tokens and style.streams)
         return token.text if is_shown else ""
 
     def _reason(self, reason: FinishReason) -> str:
-        if self._style.strict_tgi and (self._style.streams or reason is FinishReason.STOP_SEQUENCE):
+        if self._style.dialect.has_tgi_reasons and (
+            self._style.streams or reason is FinishReason.STOP_SEQUENCE
+        ):
             return str(reason)
         return super()._reason(reason)

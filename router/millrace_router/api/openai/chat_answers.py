@@ -20,6 +20,7 @@ from millrace_router.api.openai.protocol import (
     ToolCallDeltaJson,
 )
 from millrace_router.engine.usage import Usage
+from millrace_router.request.dialect import MILLRACE, Dialect
 from millrace_router.tool_calls.tool import CallDelta
 
 CHUNK = "chat.completion.chunk"
@@ -27,19 +28,15 @@ ROLE = "assistant"
 
 
 class ChatAnswers:
-    """Renders what one request is answered with.
+    """Renders the answer to one request, as its dialect has it."""
 
-    With `strict_tgi` the role is in every chunk instead of one before the others, calls are numbered instead of
-    having unique ids, and the finish reason says nothing of them.
-    """
-
-    def __init__(self, head: AnswerHead, *, strict_tgi: bool = False) -> None:
+    def __init__(self, head: AnswerHead, dialect: Dialect = MILLRACE) -> None:
         self._head = head
-        self._strict_tgi = strict_tgi
+        self._dialect = dialect
 
     def opening(self, index: int) -> ChatCompletionChunkJson | None:
         """Render what precedes the first chunk of the choice `index`."""
-        if self._strict_tgi:
+        if self._dialect.repeats_role:
             return None
         return self._chunk(index, {"role": ROLE, "content": ""})
 
@@ -56,7 +53,7 @@ class ChatAnswers:
         """
         deltas = self._deltas(piece)
         if piece.finish_reason is not None and (piece.calls or not deltas):
-            is_call = piece.finish_reason == TOOL_CALLS and not self._strict_tgi
+            is_call = piece.finish_reason == TOOL_CALLS and not self._dialect.stops_after_calls
             deltas.append({} if is_call else self._said(""))
         if not deltas and (piece.logprobs is not None or usage is not None):
             deltas.append(self._said(""))
@@ -113,16 +110,16 @@ class ChatAnswers:
         }
 
     def _reason(self, reason: str | None) -> str | None:
-        return STOP if reason == TOOL_CALLS and self._strict_tgi else reason
+        return STOP if reason == TOOL_CALLS and self._dialect.stops_after_calls else reason
 
     def _said(self, text: str) -> TextDeltaJson:
-        return {"role": ROLE, "content": text} if self._strict_tgi else {"content": text}
+        return {"role": ROLE, "content": text} if self._dialect.repeats_role else {"content": text}
 
     def _deltas(self, piece: ChatDelta) -> list[ChatCompletionDeltaJson]:
         deltas: list[ChatCompletionDeltaJson] = [self._said(piece.text)] if piece.text else []
         for call in _joined(piece.calls):
             called: ToolCallDeltaJson = {"tool_calls": [self._called(call)]}
-            deltas.append({"role": ROLE, **called} if self._strict_tgi else called)
+            deltas.append({"role": ROLE, **called} if self._dialect.repeats_role else called)
         return deltas
 
     def _called(self, call: CallDelta) -> DeltaToolCallJson:
@@ -136,7 +133,7 @@ class ChatAnswers:
         }
 
     def _id(self, call: CallDelta) -> str:
-        return str(call.index) if self._strict_tgi else call.id or ""
+        return str(call.index) if self._dialect.numbers_calls else call.id or ""
 
     def _message(self, pieces: Sequence[ChatDelta]) -> OutputMessageJson:
         text = "".join(piece.text for piece in pieces)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Discriminator, Field, Tag, model_validator
 from typing_extensions import TypeAliasType
 
+from millrace_router.api.fields import Items, RequestModel
 from millrace_router.api.openai.chat_tools import without_functions
-from millrace_router.api.openai.common_request import Items
 from millrace_router.errors import ValidationError
-from millrace_router.request.fields import RequestModel
+from millrace_router.request.dialect import Dialect
+from millrace_router.text.template_messages import Message
 
 
 class TextPart(RequestModel):
@@ -52,7 +52,7 @@ class ImagePart(RequestModel):
 
 
 class MediaPart(RequestModel):
-    """What no model here can read."""
+    """A kind of content that no model here reads."""
 
     type: Literal["input_image", "input_audio", "input_file", "file", "audio_url", "video_url"]
 
@@ -74,7 +74,7 @@ MessageContent = TypeAliasType(
         Discriminator(_kind_of_content),
     ],
 )
-"""Told apart by what is there, so that a mistake in a part is told as one."""
+"""The union is discriminated by the type of the JSON value, so that an error names the wrong part."""
 
 
 class CalledFunction(RequestModel):
@@ -102,7 +102,7 @@ class ChatMessage(RequestModel):
     tool_call_id: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    """Not in either contract: what the assistant thought, for templates that ask for it."""
+    """Not in either contract: the assistant's thoughts, for templates that ask for them."""
 
     @model_validator(mode="before")
     @classmethod
@@ -117,19 +117,17 @@ class ChatMessage(RequestModel):
             raise ValueError("a message needs `content` or `tool_calls`")
         return self
 
-    def for_template(self, *, images: bool = False) -> dict[str, Any]:
-        """Render with its structure; with `images` each is TGI's markdown, without they are refused.
-
-        Raises:
-            ValidationError: a part is no text.
-
-        """
-        content: Any = self.content
-        if isinstance(content, list):
-            content = [{"type": "text", "text": text} for text in _texts(content, images=images)]
-        given: dict[str, Any] = {"role": self.role, "content": content}
+    def for_template(self, dialect: Dialect) -> Message:
+        """Translate, with the structure of the content; raises ValidationError for a part that is no text."""
+        content = None if self.content is None else template_content(self.content, dialect)
+        given: Message = {"role": self.role, "content": content}
         if self.tool_calls:
-            given["tool_calls"] = [_called(call) for call in self.tool_calls]
+            given["tool_calls"] = [
+                called(
+                    call.id, call.function.name, call.function.arguments, call.type or "function"
+                )
+                for call in self.tool_calls
+            ]
         for key in ("tool_call_id", "name", "reasoning_content"):
             value = getattr(self, key)
             if value is not None:
@@ -137,19 +135,21 @@ class ChatMessage(RequestModel):
         return given
 
 
-def _texts(parts: list[ContentPart], *, images: bool) -> Iterator[str]:
-    for part in parts:
-        if isinstance(part, MediaPart) or (isinstance(part, ImagePart) and not images):
-            raise ValidationError(
-                f"content of type `{part.type}` is not supported: this model reads text alone"
-            )
-        yield part.text
+def template_content(content: MessageContent, dialect: Dialect) -> str | list[dict[str, str]]:
+    """Return text, or parts of text, for a template; raises ValidationError for a part that is no text."""
+    if isinstance(content, str):
+        return content
+    return [{"type": "text", "text": _text_of(part, dialect)} for part in content]
 
 
-def _called(call: ToolCall) -> dict[str, Any]:
-    function = call.function
-    return {
-        "id": call.id,
-        "type": call.type or "function",
-        "function": {"name": function.name, "arguments": function.arguments},
-    }
+def _text_of(part: ContentPart, dialect: Dialect) -> str:
+    if isinstance(part, MediaPart) or (isinstance(part, ImagePart) and not dialect.takes_images):
+        raise ValidationError(
+            f"content of type `{part.type}` is not supported: this model reads text alone"
+        )
+    return part.text
+
+
+def called(id_: str | None, name: str, arguments: object, kind: str = "function") -> dict[str, Any]:
+    """Return a call as templates take it; `arguments` are JSON text or the object itself."""
+    return {"id": id_, "type": kind, "function": {"name": name, "arguments": arguments}}

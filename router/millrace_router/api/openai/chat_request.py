@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from pydantic import Field, model_validator
 
+from millrace_router.api.fields import Items, UInt32
+from millrace_router.api.openai.chat import Chat, check_exclusive
 from millrace_router.api.openai.chat_messages import ChatMessage
 from millrace_router.api.openai.chat_tools import (
     ToolChoiceField,
@@ -13,12 +16,11 @@ from millrace_router.api.openai.chat_tools import (
     choose,
     without_functions,
 )
-from millrace_router.api.openai.common_request import CommonRequest, Items
+from millrace_router.api.openai.common_request import CommonRequest
 from millrace_router.errors import ValidationError
-from millrace_router.request.fields import UInt32
+from millrace_router.request.dialect import Dialect
+from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.limits import Limits
-from millrace_router.request.parameters import OpenAIParameters
-from millrace_router.tool_calls.tool import Tool, ToolChoice
 
 
 class ChatCompletionRequest(CommonRequest):
@@ -26,17 +28,18 @@ class ChatCompletionRequest(CommonRequest):
 
     messages: Items[ChatMessage] = Field(min_length=1)
     max_completion_tokens: UInt32 | None = None
+    """The newer name of `max_tokens`, which it beats."""
     logprobs: bool | None = None
     top_logprobs: UInt32 | None = None
     tools: Items[ToolDefinition] | None = None
     tool_choice: ToolChoiceField | None = None
     parallel_tool_calls: bool | None = None
     tool_prompt: str | None = None
-    """TGI's: what follows the last message if there are tools; none does if the template tells of them itself."""
+    """TGI's: what follows the last message if there are tools; none does if the template lists them itself."""
     add_generation_prompt: bool | None = None
     """Not in either contract: whether the prompt ends with the beginning of the assistant's turn."""
     continue_final_message: bool | None = None
-    """Not in either contract: whether the last turn is to be continued. As in TGI it is if it is the assistant's."""
+    """Not in either contract: whether the last turn is continued. As in TGI it is if it is the assistant's."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Not in either contract: further variables for the template, such as `enable_thinking`."""
 
@@ -45,27 +48,39 @@ class ChatCompletionRequest(CommonRequest):
     def _has_no_functions(cls, value: object) -> object:
         return without_functions(value, functions="tools", function_call="tool_choice")
 
-    def tool_use(self) -> tuple[tuple[Tool, ...], ToolChoice]:
-        """Tools that the model may call, and the choice among them; raises ToolError."""
-        tools = tuple(tool.as_tool() for tool in self.tools or ())
-        return choose(tools, self.tool_choice, parallel=self.parallel_tool_calls is not False)
-
     def check(self, limits: Limits) -> None:
-        """Check what only this route has; raises RouterError."""
+        """Check the fields that TGI ignores; raises RouterError."""
         super().check(limits)
         if self.continue_final_message and self.add_generation_prompt:
             raise ValidationError(
                 "`continue_final_message` and `add_generation_prompt` are mutually exclusive"
             )
 
-    def parameters(
-        self, *, top_n_tokens: int | None = None, strict_tgi: bool = False
-    ) -> OpenAIParameters:
-        """Translate; `max_completion_tokens` is the newer name of `max_tokens` and beats it."""
-        parameters = super().parameters(
-            top_n_tokens=self.top_logprobs if self.logprobs else top_n_tokens,
-            strict_tgi=strict_tgi,
+    def generation(self, dialect: Dialect) -> GenerationRequest:
+        """Translate, without a prompt; raises ValidationError."""
+        request = super().generation(dialect)
+        if self.max_completion_tokens is not None:
+            request = replace(request, max_new_tokens=self.max_completion_tokens)
+        return replace(request, top_n_tokens=self.top_logprobs if self.logprobs else None)
+
+    def chat(self, limits: Limits) -> Chat:
+        """Check, and translate; raises RouterError."""
+        self.check(limits)
+        dialect = limits.dialect
+        request = self.generation(dialect)
+        check_exclusive(self.tools, request, dialect)
+        tools = tuple(tool.as_tool() for tool in self.tools or ())
+        parallel = self.parallel_tool_calls is not False
+        tools, choice = choose(tools, self.tool_choice, parallel=parallel)
+        return Chat(
+            request=request,
+            messages=[message.for_template(dialect) for message in self.messages],
+            tools=tools,
+            choice=choice,
+            tool_prompt=self.tool_prompt,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            template_variables=self.chat_template_kwargs,
+            num_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            keeps_stops=dialect.keeps_stops,
         )
-        if self.max_completion_tokens is None:
-            return parameters
-        return parameters.model_copy(update={"max_new_tokens": self.max_completion_tokens})

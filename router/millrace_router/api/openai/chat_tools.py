@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import AliasChoices, Field
 from typing_extensions import TypeAliasType
 
-from millrace_router.api.openai.common_request import Items
+from millrace_router.api.fields import Items, RequestModel
 from millrace_router.errors import ToolError
-from millrace_router.request.fields import RequestModel
 from millrace_router.tool_calls.tool import Tool, ToolChoice
 
 MAX_TOLD_CHARS = 100
-"""Of a name that is not known."""
+"""Characters of an unknown name in a message."""
+Word = Literal["auto", "none", "required"]
+WORDS: Mapping[str, Word] = {"auto": "auto", "none": "none", "required": "required"}
 
 
 class FunctionDefinition(RequestModel):
@@ -31,12 +32,7 @@ class FunctionDefinition(RequestModel):
 
     def as_tool(self) -> Tool:
         """Translate."""
-        return Tool(
-            name=self.name,
-            description=self.description,
-            parameters=self.parameters or {"type": "object", "properties": {}},
-            strict=bool(self.strict),
-        )
+        return new_tool(self.name, self.description, self.parameters, strict=self.strict)
 
 
 class ToolDefinition(RequestModel):
@@ -94,28 +90,53 @@ ToolChoiceField = TypeAliasType("ToolChoiceField", str | NamedTool | AllowedTool
 """A word, or a function: by its bare name as in TGI, or in OpenAI's form."""
 
 
+def new_tool(
+    name: str, description: str | None, parameters: dict[str, Any] | None, *, strict: bool | None
+) -> Tool:
+    """Return a tool, with the defaults of OpenAI's API."""
+    return Tool(
+        name=name,
+        description=description,
+        parameters=parameters or {"type": "object", "properties": {}},
+        strict=bool(strict),
+    )
+
+
 def choose(
     tools: tuple[Tool, ...], choice: ToolChoiceField | None, *, parallel: bool
 ) -> tuple[tuple[Tool, ...], ToolChoice]:
-    """Tools that may be called, and the choice among them; raises ToolError for one that is not there."""
+    """Return the tools that may be called, and the choice among them; raises ToolError."""
     if isinstance(choice, AllowedToolsChoice):
         allowed = choice.allowed_tools
-        tools = _named(tools, [named.function.name for named in allowed.tools])
-        return tools, ToolChoice(allowed.mode, None, parallel)
-    if choice is None or choice == "auto":
-        return tools, ToolChoice("auto", None, parallel)
-    if choice == "none":
-        return tools, ToolChoice("none", None, parallel)
-    if choice == "required":
-        if not tools:
-            raise ToolError("a call is `required`, but there are no `tools`")
-        return tools, ToolChoice("required", None, parallel)
-    (tool,) = _named(tools, [choice if isinstance(choice, str) else choice.function.name])
-    return tools, ToolChoice("named", tool.name, parallel)
+        names = [named.function.name for named in allowed.tools]
+        return only(tools, names), ToolChoice(allowed.mode, None, parallel)
+    if isinstance(choice, NamedTool):
+        return choose_named(tools, choice.function.name, parallel=parallel)
+    name = "auto" if choice is None else choice
+    if name in WORDS:
+        return choose_by_word(tools, WORDS[name], parallel=parallel)
+    return choose_named(tools, name, parallel=parallel)
 
 
-def _named(tools: tuple[Tool, ...], names: Sequence[str]) -> tuple[Tool, ...]:
-    """The tools of those names, each once; raises ToolError."""
+def choose_by_word(
+    tools: tuple[Tool, ...], word: Word, *, parallel: bool
+) -> tuple[tuple[Tool, ...], ToolChoice]:
+    """Return all tools and the choice; raises ToolError where a call is required and there is no tool."""
+    if word == "required" and not tools:
+        raise ToolError("a call is `required`, but there are no `tools`")
+    return tools, ToolChoice(word, None, parallel)
+
+
+def choose_named(
+    tools: tuple[Tool, ...], name: str, *, parallel: bool
+) -> tuple[tuple[Tool, ...], ToolChoice]:
+    """Return the tool with the name, and the choice; raises ToolError if there is none."""
+    (chosen,) = only(tools, [name])
+    return tools, ToolChoice("named", chosen.name, parallel)
+
+
+def only(tools: tuple[Tool, ...], names: Sequence[str]) -> tuple[Tool, ...]:
+    """Return the tools with the names, each once; raises ToolError for a name that no tool has."""
     known = {tool.name: tool for tool in tools}
     for name in names:
         if name not in known:

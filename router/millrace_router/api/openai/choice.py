@@ -104,7 +104,7 @@ class ChoiceText(TrimmedText):
 
     def __init__(
         self,
-        stop_sequences: list[str],
+        stop_sequences: Sequence[str],
         *,
         logprobs: TokenLogprobs | None = None,
         parser: ToolParser | None = None,

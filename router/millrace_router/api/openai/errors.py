@@ -41,7 +41,7 @@ def openai_errors(handler: Handler, *, is_tgi_s: bool = True) -> Handler:
         try:
             return await handler(request)
         except RouterError as error:
-            if is_tgi_s and request.app[SERVICES].config.strict_tgi:
+            if is_tgi_s and request.app[SERVICES].dialect.has_tgi_errors:
                 raise
             response = error_response(error)
             response.body = orjson.dumps(error_answer(error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 import orjson
 from aiohttp import web
@@ -21,7 +22,7 @@ from millrace_router.api.openai.errors import (
 )
 from millrace_router.api.openai.prepare import PreparedChat, prepare_chat
 from millrace_router.api.openai.protocol import ChatCompletionCompleteJson, ModelInfoJson, ModelJson
-from millrace_router.api.openai.strict_tgi import counted_again, openai_route, stream_errors
+from millrace_router.api.openai.route_wrappers import counted_again, openai_route, stream_errors
 from millrace_router.engine.generation import Generation
 from millrace_router.engine.usage import Usage
 from millrace_router.errors import UnknownModel
@@ -66,8 +67,9 @@ async def chat_tokenize(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     body = await read_model(request, ChatCompletionRequest)
     with services.infer.permit():
-        prompt = (await prepare_chat(services, body)).asked.inputs
-        tokens = await services.validator.tokenize(prompt, add_special_tokens=False)
+        chat = await prepare_chat(services, body.chat(services.limits))
+        prompt = chat.request.text
+        tokens = await services.validator.tokenize(prompt, adds_special_tokens=False)
     return json_response({"tokenize_response": orjson.Fragment(tokens), "templated_text": prompt})
 
 
@@ -76,12 +78,12 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     body = await read_model(request, ChatCompletionRequest)
     with counting_refusals(services.metrics):
-        turn = await prepare_chat(services, body)
-        scheduling = scheduling_of(request, turn.asked.parameters)
+        turn = await prepare_chat(services, body.chat(services.limits))
+        scheduling = scheduling_of(request, body.priority)
     answers = _answers(services, body)
     with ExitStack() as cleanup:
         generations = await services.infer.start_samples(
-            turn.asked, body.num_choices, scheduling=scheduling, add_special_tokens=False
+            replace(turn.request, scheduling=scheduling), body.num_choices
         )
         for generation in generations:
             cleanup.callback(generation.close)
@@ -108,15 +110,15 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 
 
 def _answers(services: Services, body: ChatCompletionRequest) -> ChatAnswers:
-    strict_tgi = services.config.strict_tgi
+    dialect = services.dialect
     head = AnswerHead(
         "chat.completion",
         "chatcmpl",
         model=model_name(services, body.model),
         fingerprint=fingerprint(services),
-        anonymous=strict_tgi,
+        anonymous=dialect.hides_ids,
     )
-    return ChatAnswers(head, strict_tgi=strict_tgi)
+    return ChatAnswers(head, dialect)
 
 
 async def _answer(

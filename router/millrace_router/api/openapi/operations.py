@@ -38,6 +38,7 @@ from millrace_router.api.responses.request import ResponsesRequest
 from millrace_router.api.tgi.answers import GenerateResponse, StreamResponse
 from millrace_router.api.tgi.estimate import EstimateJson
 from millrace_router.api.tgi.info import InfoJson, QuarantineJson
+from millrace_router.api.tgi.request import CompatGenerateRequest, GenerateRequest
 from millrace_router.api.tgi.tokenizer_info import (
     DetokenizeJson,
     DetokenizeRequest,
@@ -45,7 +46,6 @@ from millrace_router.api.tgi.tokenizer_info import (
     TokenizePromptRequest,
     TokenizerInfoJson,
 )
-from millrace_router.request.parameters import CompatGenerateRequest, GenerateRequest
 from millrace_router.text.tokenizer import TokenSpan
 
 TokenizeResponse = TypeAliasType("TokenizeResponse", list[TokenSpan])

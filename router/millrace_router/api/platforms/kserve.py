@@ -8,9 +8,9 @@ from typing import Annotated, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from millrace_router.api.fields import NullIs, RequestModel
 from millrace_router.api.platforms.errors import NotUtf8
-from millrace_router.request.fields import NullIs, RequestModel
-from millrace_router.request.parameters import GenerateParameters, sampling_parameters
+from millrace_router.api.tgi.request import GenerateParameters, sampling_parameters
 
 BYTES = "BYTES"
 Byte = Annotated[int, Field(ge=0, le=255)]

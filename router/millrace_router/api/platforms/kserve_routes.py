@@ -17,9 +17,9 @@ from millrace_router.api.platforms.kserve import (
     KserveServerJson,
 )
 from millrace_router.api.tgi.probes import readyz
+from millrace_router.api.tgi.request import GenerateParameters, GenerateRequest
 from millrace_router.api.tgi.routes import generated
 from millrace_router.errors import RouterError
-from millrace_router.request.parameters import GenerateParameters, GenerateRequest
 from millrace_router.server.bodies import json_response, read_model
 from millrace_router.server.request_start import counting_refusals, scheduling_of
 from millrace_router.server.services import SERVICES, Services
@@ -90,7 +90,7 @@ async def infer(request: web.Request) -> web.StreamResponse:
     with counting_refusals(services.metrics):
         texts = _texts(body, services)
         # Where there is no prompt, nobody else looks at them.
-        scheduling_of(request, body.parameters)
+        scheduling_of(request, body.parameters.priority)
     prompts = [text for tensor in texts for text in tensor]
     answers = iter(await together([_answer(request, text, body.parameters) for text in prompts]))
     outputs = [
@@ -113,7 +113,7 @@ async def _answer(request: web.Request, text: str, parameters: GenerateParameter
     try:
         answer, _ = await generated(request, GenerateRequest(inputs=text, parameters=parameters))
     except RouterError as error:
-        if request.app[SERVICES].config.strict_tgi:
+        if request.app[SERVICES].dialect.hides_platform_errors:
             raise IncompletePrediction from error
         raise
     return answer["generated_text"]

@@ -9,7 +9,7 @@ from millrace_router.api.completions.request import CompletionRequest
 from millrace_router.api.openai.chat_request import ChatCompletionRequest
 from millrace_router.api.openai.protocol import ChatCompletionChunkJson, ChatCompletionJson
 from millrace_router.api.tgi.answers import GenerateResponse, StreamResponse
-from millrace_router.request.parameters import CompatGenerateRequest
+from millrace_router.api.tgi.request import CompatGenerateRequest
 
 SagemakerRequest = TypeAliasType(
     "SagemakerRequest", CompatGenerateRequest | ChatCompletionRequest | CompletionRequest

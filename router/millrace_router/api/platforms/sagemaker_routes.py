@@ -11,11 +11,11 @@ from pydantic import BaseModel
 from millrace_router.api.completions.request import CompletionRequest
 from millrace_router.api.completions.routes import completions
 from millrace_router.api.openai.chat_request import ChatCompletionRequest
+from millrace_router.api.openai.route_wrappers import openai_route
 from millrace_router.api.openai.routes import chat_completions
-from millrace_router.api.openai.strict_tgi import openai_route
+from millrace_router.api.tgi.request import CompatGenerateRequest
 from millrace_router.api.tgi.routes import compat
 from millrace_router.errors import BodyShapeError
-from millrace_router.request.parameters import CompatGenerateRequest
 from millrace_router.server.bodies import read_json, to_model
 
 

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 from pydantic import Discriminator, Field, Tag
 from typing_extensions import TypedDict
 
+from millrace_router.api.fields import NullIs, RequestModel
 from millrace_router.api.openai.chat_request import ChatCompletionRequest
-from millrace_router.request.fields import NullIs, RequestModel
-from millrace_router.request.parameters import GenerateParameters, sampling_parameters
+from millrace_router.api.tgi.request import GenerateParameters, sampling_parameters
 
 
 class GenerateVertexInstance(RequestModel):

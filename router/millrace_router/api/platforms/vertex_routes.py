@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import orjson
@@ -12,7 +13,7 @@ from millrace_router.api.openai.chat_answers import ChatAnswers
 from millrace_router.api.openai.chat_request import ChatCompletionRequest
 from millrace_router.api.openai.errors import deltas_of, fingerprint, model_name
 from millrace_router.api.openai.prepare import PreparedChat, prepare_chat
-from millrace_router.api.openai.strict_tgi import counted_again
+from millrace_router.api.openai.route_wrappers import counted_again
 from millrace_router.api.platforms.errors import IncompletePrediction, NoInstances
 from millrace_router.api.platforms.gather import check_count, together
 from millrace_router.api.platforms.vertex import (
@@ -22,9 +23,9 @@ from millrace_router.api.platforms.vertex import (
     VertexResponse,
 )
 from millrace_router.api.tgi.probes import health
+from millrace_router.api.tgi.request import GenerateParameters, GenerateRequest
 from millrace_router.api.tgi.routes import generated
 from millrace_router.errors import RouterError, ValidationError
-from millrace_router.request.parameters import GenerateParameters, GenerateRequest
 from millrace_router.request.request import SchedulingParameters
 from millrace_router.server.access_log import watch
 from millrace_router.server.bodies import json_response, read_model
@@ -66,7 +67,7 @@ def _is_new(app: web.Application, method: str, path: str) -> bool:
 
 def _check(body: VertexRequest, services: Services) -> None:
     if not body.instances:
-        if services.config.strict_tgi:
+        if services.dialect.hides_platform_errors:
             raise NoInstances
         raise ValidationError("`instances` cannot be empty")
     check_count(len(body.instances), services.limits)
@@ -77,22 +78,22 @@ async def _predict(request: web.Request, instance: VertexInstance) -> str:
     services = request.app[SERVICES]
     if isinstance(instance, ChatCompletionRequest):
         with counting_refusals(services.metrics):
-            turn = await prepare_chat(services, instance)
-            scheduling = scheduling_of(request, turn.asked.parameters)
+            turn = await prepare_chat(services, instance.chat(services.limits))
+            scheduling = scheduling_of(request, instance.priority)
         predicting = _chat(request, instance, turn, scheduling)
     else:
         predicting = _text(request, instance)
     try:
         return await predicting
     except RouterError as error:
-        if services.config.strict_tgi:
+        if services.dialect.hides_platform_errors:
             raise IncompletePrediction from error
         raise
 
 
 async def _text(request: web.Request, instance: GenerateVertexInstance) -> str:
     parameters = instance.parameters
-    if request.app[SERVICES].config.strict_tgi:
+    if request.app[SERVICES].dialect.limits_vertex_parameters:
         parameters = GenerateParameters(
             do_sample=True, max_new_tokens=parameters.max_new_tokens, seed=parameters.seed
         )
@@ -111,7 +112,7 @@ async def _chat(
     """What the assistant says; calls of tools, which are no text, as the JSON of the whole message."""
     services = request.app[SERVICES]
     async with await services.infer.start(
-        turn.asked, scheduling=scheduling, add_special_tokens=False
+        replace(turn.request, scheduling=scheduling)
     ) as generation:
         watch(request, generation)
         pieces = await deltas_of(generation, turn.text())
@@ -121,7 +122,7 @@ async def _chat(
         model=model_name(services, body.model),
         fingerprint=fingerprint(services),
     )
-    answers = ChatAnswers(head, strict_tgi=services.config.strict_tgi)
+    answers = ChatAnswers(head, services.dialect)
     message = answers.choice(0, pieces)["message"]
     if any(piece.calls for piece in pieces):
         return orjson.dumps(message).decode()

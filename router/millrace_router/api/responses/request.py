@@ -6,11 +6,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from millrace_router.api.openai.common_request import Items, Seed
+from millrace_router.api.fields import Items, RequestModel, UInt32
+from millrace_router.api.grammars import (
+    JsonGrammar,
+    LarkGrammar,
+    RegexGrammar,
+    TextFormat,
+    raw_schema,
+)
+from millrace_router.api.openai.sampling import SamplingFields
 from millrace_router.api.responses.input import InputItem
 from millrace_router.errors import ToolError, ValidationError
-from millrace_router.request.fields import Float32, Int32, RequestModel, UInt32
-from millrace_router.request.grammar import JsonGrammar, LarkGrammar, RegexGrammar, TextFormat
+from millrace_router.request.grammar import RawGrammar
 
 LOGPROBS = "message.output_text.logprobs"
 """What `include` names to have log probabilities beside the text."""
@@ -61,6 +68,10 @@ class SchemaTextFormat(RequestModel):
     """None stands for any object."""
     strict: bool | None = None
 
+    def raw(self) -> RawGrammar:
+        """Translate."""
+        return raw_schema(self.schema_)
+
 
 class ResponsesText(RequestModel):
     """What the text has to be."""
@@ -74,7 +85,7 @@ def _as_items(given: object) -> object:
     return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
 
-class ResponsesRequest(RequestModel):
+class ResponsesRequest(SamplingFields):
     """Body of `/v1/responses`; null means absent throughout."""
 
     model: str | None = None
@@ -86,8 +97,6 @@ class ResponsesRequest(RequestModel):
     instructions: str | None = None
     """What the system says first."""
     max_output_tokens: UInt32 | None = None
-    temperature: Float32 | None = None
-    top_p: Float32 | None = None
     top_logprobs: UInt32 | None = None
     include: Items[str] | None = None
     text: ResponsesText | None = None
@@ -107,18 +116,8 @@ class ResponsesRequest(RequestModel):
     conversation: str | dict[str, Any] | None = None
     prompt: dict[str, Any] | None = None
     background: bool | None = None
-    seed: Seed | None = None
-    """Not in OpenAI's, like everything that follows: as in a chat."""
-    stop: str | Items[str] | None = None
-    frequency_penalty: Float32 | None = None
-    presence_penalty: Float32 | None = None
-    repetition_penalty: Float32 | None = None
-    top_k: Int32 | None = None
-    min_p: Float32 | None = None
-    ignore_eos: bool | None = None
-    min_tokens: UInt32 | None = None
-    priority: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    """Not in OpenAI's: as in a chat."""
 
     @property
     def wants_logprobs(self) -> bool:

@@ -7,7 +7,6 @@ from functools import partial
 
 from aiohttp import web
 
-from millrace_router.api.openai.chat_request import ChatCompletionRequest
 from millrace_router.api.openai.errors import deltas_of, model_name, openai_errors
 from millrace_router.api.openai.prepare import PreparedChat, prepare_chat
 from millrace_router.api.responses.answers import ResponseHead
@@ -15,11 +14,11 @@ from millrace_router.api.responses.events import ResponseEvents
 from millrace_router.api.responses.protocol import InputTokensJson
 from millrace_router.api.responses.request import ResponsesRequest
 from millrace_router.api.responses.stream import ResponseStream
-from millrace_router.api.responses.to_chat import chat_body
+from millrace_router.api.responses.to_chat import chat_of
 from millrace_router.engine.generation import Generation
 from millrace_router.errors import NotStored
 from millrace_router.server.access_log import watch
-from millrace_router.server.bodies import json_response, read_model, to_model
+from millrace_router.server.bodies import json_response, read_model
 from millrace_router.server.headers import answer_headers, sse_options
 from millrace_router.server.idempotent_route import idempotent
 from millrace_router.server.request_start import counting_refusals, scheduling_of
@@ -50,8 +49,8 @@ async def input_tokens(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     body = await read_model(request, ResponsesRequest)
     with services.infer.permit():
-        turn = await _turn_of(services, body)
-        count = await services.validator.count(turn.asked.inputs, add_special_tokens=False)
+        turn = await prepare_chat(services, chat_of(body, services.dialect))
+        count = await services.validator.count(turn.request)
     answer: InputTokensJson = {"object": "response.input_tokens", "input_tokens": count}
     return json_response(answer)
 
@@ -61,11 +60,11 @@ async def responses(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     body = await read_model(request, ResponsesRequest)
     with counting_refusals(services.metrics):
-        turn = await _turn_of(services, body)
-        scheduling = scheduling_of(request, turn.asked.parameters)
+        turn = await prepare_chat(services, chat_of(body, services.dialect))
+        scheduling = scheduling_of(request, body.priority)
     events = ResponseEvents(ResponseHead(body, model=model_name(services, body.model)))
     async with await services.infer.start(
-        turn.asked, scheduling=scheduling, add_special_tokens=False
+        replace(turn.request, scheduling=scheduling)
     ) as generation:
         watch(request, generation)
         if not body.stream:
@@ -73,13 +72,6 @@ async def responses(request: web.Request) -> web.StreamResponse:
         stream = ResponseStream(generation, turn.text(), events)
         options = sse_options(services, [generation], stream.failure)
         return await respond(request, [stream], options)
-
-
-async def _turn_of(services: Services, body: ResponsesRequest) -> PreparedChat:
-    """The chat that a body means, in which a stop string is cut even where TGI keeps it; raises RouterError."""
-    body.check()
-    turn = await prepare_chat(services, to_model(chat_body(body), ChatCompletionRequest))
-    return replace(turn, keeps_stops=False)
 
 
 async def _answer(

@@ -1,10 +1,14 @@
-"""OpenAI's request for a response in the words of its chat, which is what templates and tools are written for."""
+"""Makes a chat of OpenAI's request for a response."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import replace
 
+from millrace_router.api.openai.chat import Chat, check_exclusive
+from millrace_router.api.openai.chat_messages import called, template_content
+from millrace_router.api.openai.chat_tools import choose_by_word, choose_named, new_tool, only
+from millrace_router.api.openai.sampling import openai_generation
 from millrace_router.api.responses.input import (
     ForeignItem,
     FunctionCallItem,
@@ -13,56 +17,55 @@ from millrace_router.api.responses.input import (
     ItemReference,
     MessageItem,
 )
-from millrace_router.api.responses.request import (
-    AllowedFunctions,
-    NamedFunction,
-    ResponsesRequest,
-    ResponsesText,
-    ResponsesTool,
-    SchemaTextFormat,
-)
+from millrace_router.api.responses.request import AllowedFunctions, NamedFunction, ResponsesRequest
 from millrace_router.errors import ValidationError
-from millrace_router.request.grammar import ResponseFormat
+from millrace_router.request.dialect import Dialect
+from millrace_router.request.generation_request import FieldNames, GenerationRequest
+from millrace_router.text.template_messages import Message
+from millrace_router.tool_calls.tool import Tool, ToolChoice
 
-SAME = (
-    "model",
-    "temperature",
-    "top_p",
-    "stream",
-    "seed",
-    "stop",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "top_k",
-    "min_p",
-    "ignore_eos",
-    "min_tokens",
-    "priority",
-    "chat_template_kwargs",
-    "parallel_tool_calls",
+NAMES = FieldNames(
+    prompt="input",
+    max_new_tokens="max_output_tokens",
+    top_n_tokens="top_logprobs",
+    least_tokens="min_tokens",
+    most_tokens="max_output_tokens",
 )
-"""Fields that a chat has by the same name."""
 
 
-def chat_body(body: ResponsesRequest) -> dict[str, Any]:
-    """Translate what has been checked; raises ValidationError."""
-    return {
-        **{name: getattr(body, name) for name in SAME},
-        "messages": _messages(body),
-        "max_tokens": body.max_output_tokens,
-        "logprobs": body.wants_logprobs,
-        "top_logprobs": body.top_logprobs,
-        "tools": [_tool(tool) for tool in body.tools or ()] or None,
-        "tool_choice": _choice(body.tool_choice),
-        "response_format": _response_format(body.text),
-        # Whoever spoke last, the answer is a turn of its own.
-        "continue_final_message": False,
-    }
+def chat_of(body: ResponsesRequest, dialect: Dialect) -> Chat:
+    """Check, and translate; raises ValidationError or ToolError."""
+    body.check()
+    messages = _messages(body, dialect)
+    request = _generation(body, dialect)
+    check_exclusive(body.tools or None, request, dialect)
+    tools, choice = _tools(body)
+    return Chat(
+        request=request,
+        messages=messages,
+        tools=tools,
+        choice=choice,
+        # The answer is a turn of its own, whoever spoke last.
+        continue_final_message=False,
+        template_variables=body.chat_template_kwargs,
+        num_logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
+    )
 
 
-def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
-    messages = _turns(body.input)
+def _generation(body: ResponsesRequest, dialect: Dialect) -> GenerationRequest:
+    text = None if body.text is None else body.text.format
+    request = replace(
+        body.sampling(dialect),
+        max_new_tokens=body.max_output_tokens,
+        grammar=None if text is None else text.raw(),
+        top_n_tokens=body.top_logprobs if body.wants_logprobs else None,
+        names=NAMES,
+    )
+    return openai_generation(request, dialect)
+
+
+def _messages(body: ResponsesRequest, dialect: Dialect) -> list[Message]:
+    messages = _turns(body.input, dialect)
     if body.instructions is not None:
         messages.insert(0, {"role": "system", "content": body.instructions})
     if not messages:
@@ -70,17 +73,20 @@ def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
     return messages
 
 
-def _turns(items: Iterable[InputItem]) -> list[dict[str, Any]]:
-    """Turns of a chat: calls that follow what the assistant said, or one another, belong to one turn."""
-    turns: list[dict[str, Any]] = []
+def _turns(items: Iterable[InputItem], dialect: Dialect) -> list[Message]:
+    """Return the turns of a chat; calls after the assistant's text, or after one another, belong to one turn."""
+    turns: list[Message] = []
     for item in items:
         match item:
             case MessageItem():
-                turns.append({"role": item.role, "content": item.content})
+                content = template_content(item.content, dialect)
+                turns.append({"role": item.role, "content": content})
             case FunctionCallItem():
-                _assistant_turn(turns).setdefault("tool_calls", []).append(_call(item))
+                call = called(item.call_id, item.name, item.arguments)
+                _assistant_turn(turns).setdefault("tool_calls", []).append(call)
             case FunctionCallOutputItem():
-                turns.append({"role": "tool", "content": item.output, "tool_call_id": item.call_id})
+                content = template_content(item.output, dialect)
+                turns.append({"role": "tool", "content": content, "tool_call_id": item.call_id})
             case ItemReference():
                 raise ValidationError(
                     "items of type `item_reference` are not supported: nothing is stored here, "
@@ -93,48 +99,24 @@ def _turns(items: Iterable[InputItem]) -> list[dict[str, Any]]:
     return turns
 
 
-def _assistant_turn(turns: list[dict[str, Any]]) -> dict[str, Any]:
-    """The turn that a call belongs to: the last one, or a new one."""
+def _assistant_turn(turns: list[Message]) -> Message:
+    """Return the turn that a call belongs to: the last one, or a new one."""
     if not turns or turns[-1]["role"] != "assistant":
         turns.append({"role": "assistant", "content": None})
     return turns[-1]
 
 
-def _call(item: FunctionCallItem) -> dict[str, Any]:
-    function = {"name": item.name, "arguments": item.arguments}
-    return {"id": item.call_id, "type": "function", "function": function}
-
-
-def _tool(tool: ResponsesTool) -> dict[str, Any]:
-    function = {
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": tool.parameters,
-        "strict": tool.strict,
-    }
-    return {"type": "function", "function": function}
-
-
-def _named(function: NamedFunction) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": function.name}}
-
-
-def _choice(choice: str | NamedFunction | AllowedFunctions | None) -> object:
-    match choice:
-        case NamedFunction():
-            return _named(choice)
-        case AllowedFunctions():
-            tools = [_named(function) for function in choice.tools]
-            return {
-                "type": "allowed_tools",
-                "allowed_tools": {"mode": choice.mode, "tools": tools},
-            }
-    return choice
-
-
-def _response_format(text: ResponsesText | None) -> ResponseFormat | dict[str, Any] | None:
-    given = None if text is None else text.format
-    if not isinstance(given, SchemaTextFormat):
-        return given
-    schema = {"name": given.name, "schema": given.schema_, "strict": given.strict}
-    return {"type": "json_schema", "json_schema": schema}
+def _tools(body: ResponsesRequest) -> tuple[tuple[Tool, ...], ToolChoice]:
+    tools = tuple(
+        new_tool(tool.name or "", tool.description, tool.parameters, strict=tool.strict)
+        for tool in body.tools or ()
+    )
+    parallel = body.parallel_tool_calls is not False
+    match body.tool_choice:
+        case NamedFunction(name=name):
+            return choose_named(tools, name, parallel=parallel)
+        case AllowedFunctions(mode=mode, tools=functions):
+            allowed = only(tools, [function.name for function in functions])
+            return allowed, ToolChoice(mode, None, parallel)
+        case word:
+            return choose_by_word(tools, word or "auto", parallel=parallel)

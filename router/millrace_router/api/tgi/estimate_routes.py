@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from aiohttp import web
 
 from millrace_router.api.completions.request import CompletionRequest
 from millrace_router.api.openai.chat_request import ChatCompletionRequest
 from millrace_router.api.openai.prepare import prepare_chat
 from millrace_router.api.tgi.estimate import estimate_json
+from millrace_router.api.tgi.request import GenerateRequest
 from millrace_router.errors import BodyShapeError, ValidationError
-from millrace_router.request.parameters import GenerateRequest
-from millrace_router.request.prompt import PromptRequest
+from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.server.bodies import json_response, read_json, to_model
 from millrace_router.server.request_start import scheduling_of
 from millrace_router.server.services import SERVICES, Services
@@ -26,21 +28,22 @@ def register(app: web.Application) -> None:
 async def estimate(request: web.Request) -> web.StreamResponse:
     """`POST /v1/estimate`: takes the body of `/generate`, of a chat or of a completion."""
     services = request.app[SERVICES]
-    asked, is_chat = await _read(services, await read_json(request))
-    appraisal = await services.infer.estimate(
-        asked, scheduling=scheduling_of(request, asked.parameters), add_special_tokens=not is_chat
-    )
+    asked, priority = await _read(services, await read_json(request))
+    asked = replace(asked, scheduling=scheduling_of(request, priority))
+    appraisal = await services.infer.estimate(asked)
     return json_response(estimate_json(appraisal))
 
 
-async def _read(services: Services, body: object) -> tuple[GenerateRequest, bool]:
-    """The generation that a body asks for, and whether it is a chat, which is known by its keys."""
+async def _read(services: Services, body: object) -> tuple[GenerationRequest, int | None]:
+    """Return the generation that a body asks for, and its priority; its keys tell the dialect."""
     keys = [key for key in KEYS if isinstance(body, dict) and key in body]
     if keys == ["inputs"]:
-        return to_model(body, GenerateRequest), False
+        native = to_model(body, GenerateRequest)
+        return native.generation(), native.parameters.priority
     if keys == ["messages"]:
-        turn = await prepare_chat(services, to_model(body, ChatCompletionRequest))
-        return turn.asked, True
+        chat = to_model(body, ChatCompletionRequest)
+        turn = await prepare_chat(services, chat.chat(services.limits))
+        return turn.request, chat.priority
     if keys == ["prompt"]:
         completion = to_model(body, CompletionRequest)
         completion.check(services.limits)
@@ -49,7 +52,8 @@ async def _read(services: Services, body: object) -> tuple[GenerateRequest, bool
                 f"`prompt` must be one prompt to be estimated. Given: {len(completion.prompts)}"
             )
         (prompt,) = completion.prompts
-        return PromptRequest.of(prompt, completion.parameters()), False
+        asked = replace(completion.generation(services.dialect), prompt=prompt)
+        return asked, completion.priority
     raise BodyShapeError(
         "Failed to deserialize the JSON body into the target type: "
         "one of `inputs`, `messages` and `prompt` is needed, and no more than one"

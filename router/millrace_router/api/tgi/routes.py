@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import orjson
 from aiohttp import web
 
-from millrace_router.api.openai.strict_tgi import asks_for_stream, told_in_stream
+from millrace_router.api.openai.route_wrappers import asks_for_stream, told_in_stream
 from millrace_router.api.tgi.answers import (
     BestOfDetailsJson,
     BestOfSequenceJson,
@@ -17,10 +19,10 @@ from millrace_router.api.tgi.answers import (
     sequence_json,
     stream_json,
 )
+from millrace_router.api.tgi.request import CompatGenerateRequest, GenerateRequest
 from millrace_router.api.tgi.tokenizer_routes import names_prompt, tokenize_prompt
 from millrace_router.engine.generation import Collected, Generation
 from millrace_router.request.events import Finished, TokenEvent
-from millrace_router.request.parameters import CompatGenerateRequest, GenerateRequest
 from millrace_router.server.access_log import watch
 from millrace_router.server.bodies import json_response, read_json, read_model, to_model
 from millrace_router.server.generation_stream import GenerationStream
@@ -87,8 +89,8 @@ async def generated(
     """Generate to the end, as `/generate` does; raises RouterError."""
     services = request.app[SERVICES]
     with counting_refusals(services.metrics):
-        scheduling = scheduling_of(request, body.parameters)
-    collected = await services.infer.generate(body, scheduling=scheduling)
+        scheduling = scheduling_of(request, body.parameters.priority)
+    collected = await services.infer.generate(replace(body.generation(), scheduling=scheduling))
     watch(request, collected)
     answer: GenerateResponse = {"generated_text": _full_text(body, collected)}
     if body.parameters.details or body.parameters.decoder_input_details:
@@ -132,8 +134,9 @@ def _headers(request: web.Request, collected: Collected) -> dict[str, str]:
 async def _stream(request: web.Request, body: GenerateRequest) -> web.StreamResponse:
     services = request.app[SERVICES]
     with counting_refusals(services.metrics):
-        scheduling = scheduling_of(request, body.parameters)
-    async with await services.infer.start(body, scheduling=scheduling) as generation:
+        scheduling = scheduling_of(request, body.parameters.priority)
+    asked = replace(body.generation(), scheduling=scheduling)
+    async with await services.infer.start(asked) as generation:
         watch(request, generation)
         options = sse_options(services, [generation], error_event)
         return await respond(request, [GenerateStream(generation, body)], options)

@@ -282,7 +282,8 @@ async def test_tokens_are_counted_however_many_there_are() -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "shape": ({"max_tokens": None}, "max_tokens"),
     "value": ({"temperature": -1.0}, "temperature"),
-    "length": ({"max_tokens": 1000}, "max_new_tokens"),
+    "length": ({"max_tokens": 1000}, "`max_tokens` must be <= 400"),
+    "stops": ({"stop_sequences": list("abcde")}, "`stop_sequences` supports up to 4"),
     "tool": ({"tool_choice": {"type": "tool", "name": "sub"}, "tools": [TOOL]}, "sub"),
     "template": ({"messages": [USER | {"content": "raise"}]}, "no such luck"),
 }

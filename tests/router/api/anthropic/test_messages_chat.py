@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from millrace_router.api.anthropic.request import CountTokensRequest, MessagesRequest
-from millrace_router.api.anthropic.to_chat import chat_body
-from millrace_router.api.openai.chat_request import ChatCompletionRequest
+from millrace_router.api.anthropic.to_chat import NAMES, chat_of
+from millrace_router.api.openai.chat import Chat
 from millrace_router.errors import BodyShapeError, ValidationError
+from millrace_router.request.dialect import MILLRACE
+from millrace_router.request.generation_request import GenerationRequest
+from millrace_router.request.grammar import RawGrammar
+from millrace_router.request.request import GrammarKind
 from millrace_router.server.bodies import to_model
+from millrace_router.tool_calls.tool import Tool, ToolChoice
 
 USER = {"role": "user", "content": "hello"}
 CALL = {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 1}}
@@ -27,12 +33,10 @@ def text(value: str) -> dict[str, str]:
     return {"type": "text", "text": value}
 
 
-def translated(body: dict[str, Any]) -> dict[str, Any]:
-    """The chat that a body becomes, without what is unsaid; OpenAI's own model has to accept it."""
+def translated(body: dict[str, Any]) -> Chat:
+    """The chat that a body becomes."""
     asked = to_model({"max_tokens": 5, "messages": [USER]} | body, MessagesRequest)
-    chat = chat_body(asked)
-    to_model(chat, ChatCompletionRequest)
-    return {key: value for key, value in chat.items() if value is not None}
+    return chat_of(asked, MILLRACE)
 
 
 CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
@@ -102,8 +106,8 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
         ],
         [
             {"role": "user", "content": "before"},
-            {"role": "tool", "tool_call_id": "1", "name": None, "content": ""},
-            {"role": "tool", "tool_call_id": "2", "name": None, "content": ""},
+            {"role": "tool", "tool_call_id": "1", "content": ""},
+            {"role": "tool", "tool_call_id": "2", "content": ""},
             {"role": "user", "content": "after"},
         ],
     ),
@@ -119,7 +123,7 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
             }
         ],
         [
-            {"role": "tool", "tool_call_id": "1", "name": None, "content": said}
+            {"role": "tool", "tool_call_id": "1", "content": said}
             for said in ("Error: no such file", "Error", "fine")
         ],
     ),
@@ -129,12 +133,12 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_turns(name: str) -> None:
     turns, expected = CONVERSATIONS[name]
-    assert translated({"messages": turns})["messages"] == expected
+    assert translated({"messages": turns}).messages == expected
 
 
 @pytest.mark.parametrize("system", ["be kind", [text("be"), text("kind")]], ids=["text", "blocks"])
 def test_the_system_prompt_comes_first(system: object) -> None:
-    first, second = translated({"system": system})["messages"]
+    first, second = translated({"system": system}).messages
     assert first["role"] == "system"
     assert first["content"].split() == ["be", "kind"]
     assert second == USER
@@ -152,17 +156,19 @@ def test_parameters() -> None:
         "thinking": {"type": "disabled"},
         "service_tier": "auto",
     }
-    assert translated(asked) == {
-        "model": "claude",
-        "messages": [USER],
-        "max_tokens": 5,
-        "stop": ["x"],
-        "stream": True,
-        "temperature": 0.5,
-        "top_p": 0.75,
-        "top_k": 5,
-        "chat_template_kwargs": {"enable_thinking": False},
-    }
+    assert translated(asked) == Chat(
+        request=GenerationRequest(
+            max_new_tokens=5,
+            stop=("x",),
+            do_sample=True,
+            temperature=0.5,
+            top_p=0.75,
+            top_k=5,
+            names=NAMES,
+        ),
+        messages=[USER],
+        template_variables={"enable_thinking": False},
+    )
 
 
 def test_a_null_is_as_good_as_nothing() -> None:
@@ -171,7 +177,7 @@ def test_a_null_is_as_good_as_nothing() -> None:
 
 
 def test_top_p_of_one_is_no_restriction() -> None:
-    assert "top_p" not in translated({"top_p": 1})
+    assert translated({"top_p": 1}).request.top_p is None
 
 
 def test_a_schema_for_the_text() -> None:
@@ -179,10 +185,7 @@ def test_a_schema_for_the_text() -> None:
     asked = {
         "output_config": {"format": {"type": "json_schema", "schema": schema}, "effort": "low"}
     }
-    assert translated(asked)["response_format"] == {
-        "type": "json_schema",
-        "json_schema": {"name": "output", "schema": schema, "strict": True},
-    }
+    assert translated(asked).request.grammar == RawGrammar(GrammarKind.JSON_SCHEMA, schema)
 
 
 def test_tools() -> None:
@@ -190,17 +193,9 @@ def test_tools() -> None:
         TOOL | {"strict": True, "cache_control": {"type": "ephemeral"}},
         TOOL | {"type": "custom"},
     ]
-    first, second = translated({"tools": tools})["tools"]
-    assert first == {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "description": "Adds",
-            "parameters": {"type": "object"},
-            "strict": True,
-        },
-    }
-    assert second["function"]["strict"] is None
+    first, second = translated({"tools": tools}).tools
+    assert first == Tool("add", "Adds", {"type": "object"}, strict=True)
+    assert second == replace(first, strict=False)
 
 
 @pytest.mark.parametrize(
@@ -209,16 +204,15 @@ def test_tools() -> None:
         ({"type": "auto"}, "auto"),
         ({"type": "any"}, "required"),
         ({"type": "none"}, "none"),
-        ({"type": "tool", "name": "add"}, {"type": "function", "function": {"name": "add"}}),
+        ({"type": "tool", "name": "add"}, "named"),
     ],
     ids=lambda value: value["type"] if isinstance(value, dict) else value,
 )
-def test_choices_of_a_tool(choice: dict[str, Any], expected: object) -> None:
+def test_choices_of_a_tool(choice: dict[str, Any], expected: Any) -> None:
     for parallel in (True, False):
         asked = choice | {"disable_parallel_tool_use": not parallel}
         chat = translated({"tools": [TOOL], "tool_choice": asked})
-        assert chat["tool_choice"] == expected
-        assert chat["parallel_tool_calls"] is parallel
+        assert chat.choice == ToolChoice(expected, choice.get("name"), parallel)
 
 
 def in_content(block: dict[str, Any], role: str = "user") -> dict[str, Any]:
@@ -273,4 +267,4 @@ def test_a_call_at_the_end_lacks_its_result() -> None:
 
 def test_tokens_are_counted_without_what_only_an_answer_needs() -> None:
     asked = to_model({"messages": [USER], "system": "be kind", "tools": [TOOL]}, CountTokensRequest)
-    assert to_model(chat_body(asked), ChatCompletionRequest).max_tokens is None
+    assert chat_of(asked, MILLRACE).request == GenerationRequest(names=NAMES)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from millrace_router.api.completions.echo import Echo, echo_of
 from millrace_router.api.completions.logprobs import CompletionLogprobs
 from millrace_router.api.completions.text import CompletionText, Style
+from millrace_router.request.dialect import TGI
 from millrace_router.request.events import PromptLogprobs, Token, TokenEvent
 from millrace_router.request.request import FinishReason
 from millrace_router.text.detokenizer import IncrementalDetokenizer
@@ -168,7 +169,7 @@ def test_places_are_those_in_the_text_where_characters_are_not_finished(
 
 
 def test_a_special_token_that_is_shown_begins_after_an_unfinished_character() -> None:
-    style = Style(logprobs=CompletionLogprobs(BYTES, 0), strict_tgi=True, streams=True)
+    style = Style(logprobs=CompletionLogprobs(BYTES, 0), dialect=TGI, streams=True)
     text = CompletionText(style)
     (unfinished,) = (id_ for id_ in range(1, 300) if BYTES.token_bytes(id_) == b"\xe6")
     text.push(event((unfinished, "", -1.0), index=1))

@@ -13,6 +13,7 @@ from millrace_router.api.openai.chat_answers import ChatAnswers
 from millrace_router.api.openai.choice import ChatDelta
 from millrace_router.api.tgi.answers import plain_event, stream_json
 from millrace_router.engine.usage import Usage
+from millrace_router.request.dialect import dialect_of
 from millrace_router.request.events import Token, TokenEvent
 from millrace_router.server.sse import event
 
@@ -32,7 +33,7 @@ def test_a_token(index: int, id_: int, text: str, logprob: float, special: bool)
 @given(TEXTS.filter(bool), TEXTS, st.integers(0, 3), st.booleans())
 def test_a_chunk_of_a_chat(text: str, model: str, index: int, strict_tgi: bool) -> None:
     head = AnswerHead("chat.completion", "chatcmpl", model=model, fingerprint="1-native")
-    answers = ChatAnswers(head, strict_tgi=strict_tgi)
+    answers = ChatAnswers(head, dialect_of(strict_tgi=strict_tgi))
     template = ChunkTemplate(lambda text: answers.text_chunk(index, text))
     (chunk,) = answers.chunks(index, ChatDelta(text, None, 1, None))
     assert template.fill(text) == orjson.dumps(chunk)
@@ -44,7 +45,10 @@ def test_a_chunk_of_a_chat(text: str, model: str, index: int, strict_tgi: bool) 
 def test_a_chunk_of_a_completion(text: str, model: str, index: int, strict_tgi: bool) -> None:
     head = AnswerHead("text_completion", "cmpl", model=model, fingerprint="1-native")
     chunks = CompletionChunks(
-        head, includes_usage=False, tells_usage_always=False, strict_tgi=strict_tgi
+        head,
+        includes_usage=False,
+        tells_usage_always=False,
+        dialect=dialect_of(strict_tgi=strict_tgi),
     )
     chunk = chunks.chunk(index, CompletionDelta(text, None, 1, None), Usage(1, 1))
     template = ChunkTemplate(lambda text: chunks.text_chunk(index, text))

@@ -335,7 +335,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "built_in_choice": ({"tool_choice": {"type": "file_search"}}, "tool_choice"),
     "shape": ({"max_output_tokens": "many"}, "max_output_tokens"),
     "value": ({"temperature": -1.0}, "temperature"),
-    "length": ({"max_output_tokens": 1000}, "max_new_tokens"),
+    "length": ({"max_output_tokens": 1000}, "`max_output_tokens` must be <= 400"),
+    "least": (
+        {"max_output_tokens": 1, "min_tokens": 2},
+        "`min_tokens` must be <= `max_output_tokens`",
+    ),
+    "candidates": ({"top_logprobs": 99}, "`top_logprobs` must be >= 0"),
     "format": ({"text": {"format": {"type": "yaml"}}}, "format"),
     "template": ({"input": "raise"}, "no such luck"),
 }

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from millrace_router.request.parameters import GenerateRequest
+from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.validation.validator import Validated
 from millrace_testing.router.edge import limits_with, serving
 from millrace_testing.router.responses import URL
@@ -123,9 +123,9 @@ async def prompts_of(*asked: tuple[str, dict[str, Any]]) -> list[str]:
         validator = edge.services.validator
         validate = validator.validate
 
-        async def spy(request: GenerateRequest, **options: Any) -> Validated:
-            prompts.append(request.inputs)
-            return await validate(request, **options)
+        async def spy(request: GenerationRequest) -> Validated:
+            prompts.append(request.text)
+            return await validate(request)
 
         validator.validate = spy  # type: ignore[method-assign]
         for path, body in asked:

@@ -16,7 +16,7 @@ from millrace_router.prediction.estimate import Estimate
 from millrace_router.prediction.forecast import Prediction
 from millrace_router.prediction.step_load import StepLoad
 from millrace_router.request.block_hashes import BlockHashes
-from millrace_router.request.parameters import GenerateParameters, GenerateRequest
+from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.request import SchedulingParameters, ValidRequest
 from millrace_testing.router.edge import UNKNOWN, Edge, limits_with, play, serving
 from millrace_testing.router.fake_router import DirectShards, new_batcher
@@ -201,9 +201,8 @@ async def test_a_draining_server_does_not() -> None:
         edge.services.infer.drain()
         status, answer, _ = await edge.post(URL, ASKED)
         assert (status, answer["error_type"]) == (503, "unavailable")
-        request = GenerateRequest(inputs="a", parameters=GenerateParameters())
         with pytest.raises(ShuttingDown):
-            await edge.services.infer.estimate(request)
+            await edge.services.infer.estimate(GenerationRequest(prompt="a"))
 
 
 def test_the_batcher_estimates_from_what_it_knows() -> None:

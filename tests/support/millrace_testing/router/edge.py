@@ -25,6 +25,7 @@ from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.estimate import Estimate
 from millrace_router.recovery.quarantine import Quarantine
 from millrace_router.recovery.shard_status import ShardStatus
+from millrace_router.request.dialect import dialect_of
 from millrace_router.request.events import Finished, PromptLogprobs, Token, TokenEvent
 from millrace_router.request.limits import Limits
 from millrace_router.request.request import FinishReason, Grammar, ValidRequest
@@ -214,7 +215,7 @@ def services_over(
     **config: Any,
 ) -> Services:
     """Everything an application is made of, over fakes."""
-    limits = replace(limits, strict_tgi=bool(config.get("strict_tgi")))
+    limits = replace(limits, dialect=dialect_of(strict_tgi=bool(config.get("strict_tgi"))))
     tokenizer = tokenizer or word_tokenizer()
     metrics = Metrics(
         max_input_tokens=limits.max_input_tokens, max_total_tokens=limits.max_total_tokens

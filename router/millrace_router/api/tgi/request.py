@@ -1,4 +1,4 @@
-"""Bodies of TGI's routes: what a client may ask for, as strict models."""
+"""Bodies of TGI's routes as strict models."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import AliasChoices, Field
 
-from millrace_router.request.fields import (
+from millrace_router.api.fields import (
     Float32,
     Int32,
     NullIs,
@@ -15,7 +15,8 @@ from millrace_router.request.fields import (
     UInt32,
     UInt64,
 )
-from millrace_router.request.grammar import GrammarType
+from millrace_router.api.grammars import GrammarType
+from millrace_router.request.generation_request import GenerationRequest
 
 
 class GenerateParameters(RequestModel):
@@ -41,7 +42,7 @@ class GenerateParameters(RequestModel):
     grammar: GrammarType | None = None
     adapter_id: str | None = None
     priority: int | None = None
-    """Not in TGI: how much sooner than others; beats the header `x-priority`."""
+    """Not in TGI: requests of a higher priority are served first; beats the header `x-priority`."""
     ignore_eos: Switch = Field(
         default=False, validation_alias=AliasChoices("ignore_eos", "ignore_eos_token")
     )
@@ -51,18 +52,31 @@ class GenerateParameters(RequestModel):
     min_p: Float32 | None = None
     """Not in TGI: tokens less likely than this share of the likeliest one are not drawn."""
 
-
-class OpenAIParameters(GenerateParameters):
-    """What only the OpenAI routes can ask for; both penalties are over generated tokens."""
-
-    presence_penalty: Float32 = 0.0
-    openai_frequency_penalty: Float32 = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, what is added to its score), each id once."""
-    prompt_logprobs: bool = False
-    """Whether the prompt's log probabilities are told, whatever the native routes are allowed."""
-    prompt_top_n_tokens: UInt32 = 0
-    """Candidates beside each of them."""
+    def generation(self, prompt: str) -> GenerationRequest:
+        """Return the request to continue `prompt`."""
+        return GenerationRequest(
+            prompt=prompt,
+            truncate=self.truncate,
+            max_new_tokens=self.max_new_tokens,
+            min_new_tokens=self.min_new_tokens,
+            stop=tuple(self.stop),
+            ignore_eos=self.ignore_eos,
+            best_of=self.best_of,
+            do_sample=self.do_sample,
+            seed=self.seed,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            typical_p=self.typical_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            frequency_penalty=self.frequency_penalty,
+            watermark=self.watermark,
+            grammar=None if self.grammar is None else self.grammar.raw(),
+            adapter_id=self.adapter_id,
+            top_n_tokens=self.top_n_tokens,
+            decoder_input_details=self.decoder_input_details,
+        )
 
 
 def sampling_parameters() -> GenerateParameters:
@@ -77,6 +91,10 @@ class GenerateRequest(RequestModel):
     parameters: Annotated[GenerateParameters, NullIs(sampling_parameters)] = Field(
         default_factory=sampling_parameters
     )
+
+    def generation(self) -> GenerationRequest:
+        """Translate."""
+        return self.parameters.generation(self.inputs)
 
 
 class CompatGenerateRequest(GenerateRequest):

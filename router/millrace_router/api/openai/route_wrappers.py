@@ -1,4 +1,4 @@
-"""What `--strict-tgi` makes of a route, as wrappers of its handler; without the flag they do nothing."""
+"""Wrappers of handlers that answer as the dialect asks; in this server's own dialect they change nothing."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def told_in_stream(
         except BEFORE_STREAMS:
             raise
         except RouterError as error:
-            if not (services.config.strict_tgi and await when(request)):
+            if not (services.dialect.opens_failed_streams and await when(request)):
                 raise
             headers = {**STREAM_HEADERS, "x-compute-type": services.compute_type}
             response = web.Response(body=on_error(error), headers=headers)
@@ -87,7 +87,7 @@ def counted_again(handler: Handler) -> Handler:
             was_read = False
             raise
         finally:
-            if was_read and services.config.strict_tgi:
+            if was_read and services.dialect.counts_chats_twice:
                 services.metrics.request_count.inc()
 
     return answer
@@ -96,15 +96,15 @@ def counted_again(handler: Handler) -> Handler:
 def openai_route(handler: Handler) -> Handler:
     """Wrap a handler of OpenAI's as all of them are: keys, envelopes of errors, and TGI's ways if those are wanted."""
     working = idempotent(counted_again(handler))
-    return openai_errors(told_in_stream(working, strict_stream_error, when=asks_for_stream))
+    return openai_errors(told_in_stream(working, tgi_stream_error, when=asks_for_stream))
 
 
 def stream_errors(services: Services) -> Callable[[RouterError], bytes]:
     """How a failure in the middle of one of OpenAI's streams is told."""
-    return strict_stream_error if services.config.strict_tgi else stream_error
+    return tgi_stream_error if services.dialect.has_tgi_errors else stream_error
 
 
-def strict_stream_error(error: RouterError) -> bytes:
+def tgi_stream_error(error: RouterError) -> bytes:
     """Frame a failure as TGI does; the stream ends as any other."""
     told = {"error": {"message": str(error), "http_status_code": TOLD_STATUS}}
     return event(orjson.dumps(told)) + DONE

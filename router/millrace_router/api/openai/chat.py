@@ -1,0 +1,43 @@
+"""A chat in the form that all its dialects share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from millrace_router.errors import ToolError
+from millrace_router.request.dialect import Dialect
+from millrace_router.request.generation_request import GenerationRequest
+from millrace_router.text.template_messages import Message
+from millrace_router.tool_calls.tool import Tool, ToolChoice
+
+AUTO = ToolChoice("auto")
+EXCLUSIVE = "Grammar and tools are mutually exclusive"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chat:
+    """A conversation whose next turn is to be generated."""
+
+    request: GenerationRequest
+    """Without a prompt; its grammar is that of the text, without calls of tools."""
+    messages: Sequence[Message]
+    """As the chat template takes them: role, content, calls, call id, name, in this order."""
+    tools: tuple[Tool, ...] = ()
+    choice: ToolChoice = AUTO
+    tool_prompt: str | None = None
+    """TGI's: what follows the last message if there are tools; none does if the template lists them itself."""
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    template_variables: Mapping[str, Any] | None = None
+    num_logprobs: int | None = None
+    """Candidates beside the log probability of each token; None for no log probabilities."""
+    keeps_stops: bool = False
+    """Whether stop strings stay in the text."""
+
+
+def check_exclusive(tools: object, request: GenerationRequest, dialect: Dialect) -> None:
+    """Raise ToolError for tools beside a grammar if the dialect refuses them."""
+    if dialect.refuses_tools_with_format and tools is not None and request.grammar is not None:
+        raise ToolError(EXCLUSIVE)

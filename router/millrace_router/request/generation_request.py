@@ -1,0 +1,74 @@
+"""What a client asks for, before it is validated, whatever its dialect."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from millrace_router.request.grammar import RawGrammar
+from millrace_router.request.request import Grammar, SchedulingParameters
+from millrace_router.request.scheduling import DEFAULT_SCHEDULING
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FieldNames:
+    """The names that error messages use for the client's fields: TGI's unless a dialect has others."""
+
+    prompt: str = "inputs"
+    max_new_tokens: str = "max_new_tokens"
+    stop: str = "stop"
+    top_n_tokens: str = "top_n_tokens"
+    least_tokens: str = "min_new_tokens"
+    most_tokens: str = "max_new_tokens"
+    """Name beside `least_tokens`: OpenAI's own where TGI has a rule of its own about `max_new_tokens`."""
+
+
+TGI_NAMES = FieldNames()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One generation as a client asks for it; None leaves the choice to the server."""
+
+    prompt: str | tuple[int, ...] = ""
+    """Text, or token ids."""
+    adds_special_tokens: bool = True
+    """Whether the tokenizer puts its special tokens around a text."""
+    truncate: int | None = None
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    best_of: int | None = None
+    do_sample: bool = False
+    seed: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    typical_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    """TGI's, over the prompt and the answer."""
+    openai_frequency_penalty: float = 0.0
+    """OpenAI's, over the answer."""
+    presence_penalty: float = 0.0
+    """OpenAI's, over the answer."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its score), each id once."""
+    watermark: bool = False
+    grammar: RawGrammar | Grammar | None = None
+    adapter_id: str | None = None
+    top_n_tokens: int | None = None
+    decoder_input_details: bool = False
+    """Whether the answer has the prompt's log probabilities, if the server allows them."""
+    prompt_logprobs: bool = False
+    """Whether the answer has the prompt's log probabilities, whatever the server allows."""
+    prompt_top_n_tokens: int = 0
+    """Candidates beside each of the prompt's tokens."""
+    scheduling: SchedulingParameters = DEFAULT_SCHEDULING
+    names: FieldNames = TGI_NAMES
+
+    @property
+    def text(self) -> str:
+        """The prompt if it is a text, else an empty text."""
+        return self.prompt if isinstance(self.prompt, str) else ""

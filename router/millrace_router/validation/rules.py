@@ -1,0 +1,213 @@
+"""The rules for requests that need neither the tokenizer nor the shards, in TGI's words."""
+
+from __future__ import annotations
+
+from millrace_router.errors import SizeError, ValidationError
+from millrace_router.request.generation_request import GenerationRequest
+from millrace_router.request.limits import Limits
+from millrace_router.request.request import SamplingParameters
+from millrace_router.request.seeds import random_seed
+
+MAX_STOP_CHARS = 4096
+"""Longer stop sequences are refused: the search for them would cost more than the token."""
+TGI_LEG = 1024
+"""TGI generates at most this many tokens at a time, and counts no more against the context."""
+
+
+def check_best_of(request: GenerationRequest, limits: Limits) -> None:
+    """Check `best_of` of an answer in one piece; raises ValidationError."""
+    best_of = request.best_of or 1
+    if best_of == 1:
+        return
+    if limits.max_best_of == 1:
+        raise ValidationError("`best_of` != 1 is not allowed for this endpoint")
+    if best_of > limits.max_best_of:
+        raise ValidationError(
+            f"`best_of` must be > 0 and <= {limits.max_best_of}. Given: {best_of}"
+        )
+
+
+def check_stream(request: GenerationRequest) -> None:
+    """Refuse what a stream cannot have; raises ValidationError."""
+    if request.best_of not in {None, 1}:
+        raise ValidationError("`best_of` != 1 is not supported when streaming tokens")
+    if request.decoder_input_details:
+        raise ValidationError(
+            "`decoder_input_details` == true is not supported when streaming tokens"
+        )
+
+
+def check_sampling(request: GenerationRequest) -> None:
+    """Check the ranges of the sampling parameters; raises ValidationError."""
+    temperature, top_k = request.temperature, request.top_k
+    top_p, typical_p = request.top_p, request.typical_p
+    repetition, frequency = request.repetition_penalty, request.frequency_penalty
+    min_p = request.min_p
+    samples = (
+        request.do_sample
+        or bool(min_p)
+        or any(warper is not None for warper in (temperature, top_k, top_p, typical_p))
+    )
+    if (request.best_of or 1) > 1 and not samples:
+        raise ValidationError("you must use sampling when `best_of` is > 1")
+    if temperature is not None and temperature <= 0:
+        raise ValidationError("`temperature` must be strictly positive")
+    if repetition is not None and repetition <= 0:
+        raise ValidationError("`repetition_penalty` must be strictly positive")
+    if frequency is not None and not -2 <= frequency <= 2:
+        raise ValidationError("`frequency_penalty` must be >= -2.0 and <= 2.0")
+    if top_p is not None and not 0 < top_p < 1:
+        raise ValidationError("`top_p` must be > 0.0 and < 1.0")
+    if typical_p is not None and not 0 < typical_p < 1:
+        raise ValidationError("`typical_p` must be > 0.0 and < 1.0")
+    if top_k is not None and top_k <= 0:
+        raise ValidationError("`top_k` must be strictly positive")
+    if min_p is not None and not 0 <= min_p <= 1:
+        raise ValidationError("`min_p` must be >= 0.0 and <= 1.0")
+
+
+def check_extent(request: GenerationRequest, limits: Limits) -> None:
+    """Check the counts that do not depend on the prompt's tokens; raises ValidationError."""
+    names = request.names
+    if request.max_new_tokens == 0:
+        raise ValidationError(f"`{names.max_new_tokens}` must be strictly positive")
+    if len(request.stop) > limits.max_stop_sequences:
+        raise ValidationError(
+            f"`{names.stop}` supports up to {limits.max_stop_sequences} stop sequences. "
+            f"Given: {len(request.stop)}"
+        )
+    longest_stop = max(map(len, request.stop), default=0)
+    if longest_stop > MAX_STOP_CHARS:
+        raise ValidationError(
+            f"`{names.stop}` sequences must have at most {MAX_STOP_CHARS} characters. "
+            f"Given: {longest_stop}"
+        )
+    if request.seed is not None and (request.best_of or 1) > 1:
+        raise ValidationError("`seed` must not be set when `best_of` > 1")
+    top_n = request.top_n_tokens
+    if top_n is not None and top_n > limits.max_top_n_tokens:
+        raise ValidationError(
+            f"`{names.top_n_tokens}` must be >= 0 and <= {limits.max_top_n_tokens}. Given: {top_n}"
+        )
+
+
+def check_bias(request: GenerationRequest, limits: Limits) -> None:
+    """Check that the model has the tokens of `logit_bias`; raises ValidationError."""
+    highest = max((id_ for id_, _ in request.logit_bias), default=0)
+    if highest >= limits.vocab_size:
+        raise ValidationError(
+            f"`logit_bias` contains token id {highest}, but the model knows only {limits.vocab_size}"
+        )
+
+
+def check_text(request: GenerationRequest, limits: Limits, longest_token: int | None) -> None:
+    """Check a prompt that is a text before it is tokenized, and refuse it if it is too long in any case.
+
+    `longest_token` is the most bytes of a prompt that one token stands for, None where that has no bound.
+
+    Raises:
+        SizeError: the prompt is too long.
+        ValidationError: the prompt is empty, or `truncate` is out of range.
+
+    """
+    name = request.names.prompt
+    if not request.prompt:
+        raise ValidationError(f"`{name}` cannot be empty")
+    truncate, max_input_tokens = request.truncate, limits.max_input_tokens
+    if truncate is not None and not 0 < truncate <= max_input_tokens:
+        raise ValidationError(
+            f"`truncate` must be strictly positive and less than {max_input_tokens}. "
+            f"Given: {truncate}"
+        )
+    if longest_token is None or truncate is not None:
+        return
+    num_bytes = len(request.text.encode(errors="surrogatepass"))
+    least = -(-num_bytes // longest_token)
+    if least > max_input_tokens:
+        raise SizeError(
+            f"`{name}` must have less than {max_input_tokens} tokens. Given: at least {least}",
+            num_prompt_tokens=least,
+            max_new_tokens=request.max_new_tokens or 0,
+        )
+
+
+def new_tokens(request: GenerationRequest, input_length: int, limits: Limits) -> int:
+    """Return how many tokens may follow a prompt of `input_length` tokens; raises SizeError."""
+    room = max(limits.max_total_tokens - input_length, 0)
+    asked = room if request.max_new_tokens is None else request.max_new_tokens
+    if not limits.dialect.clamps_new_tokens:
+        _check_length(request, input_length, asked, limits)
+        return asked
+    _check_length(request, input_length, min(asked, TGI_LEG), limits)
+    return min(asked, room)
+
+
+def _check_length(
+    request: GenerationRequest, input_length: int, max_new_tokens: int, limits: Limits
+) -> None:
+    prompt, new = request.names.prompt, request.names.max_new_tokens
+    if input_length + max_new_tokens > limits.max_total_tokens:
+        message = (
+            f"`{prompt}` tokens + `{new}` must be <= {limits.max_total_tokens}. "
+            f"Given: {input_length} `{prompt}` tokens and {max_new_tokens} `{new}`"
+        )
+    elif input_length > limits.max_input_tokens:
+        message = (
+            f"`{prompt}` must have less than {limits.max_input_tokens} tokens. "
+            f"Given: {input_length}"
+        )
+    else:
+        return
+    raise SizeError(message, num_prompt_tokens=input_length, max_new_tokens=max_new_tokens)
+
+
+def check_vocabulary(
+    request: GenerationRequest, input_ids: tuple[int, ...], limits: Limits
+) -> None:
+    """Check that the model has the prompt's tokens; raises ValidationError."""
+    highest = max(input_ids)
+    if highest >= limits.vocab_size:
+        raise ValidationError(
+            f"`{request.names.prompt}` contains token id {highest}, "
+            f"but the model knows only {limits.vocab_size}"
+        )
+
+
+def least_tokens(request: GenerationRequest, max_new_tokens: int) -> int:
+    """Return the least number of new tokens; raises ValidationError if it exceeds `max_new_tokens`."""
+    least, names = request.min_new_tokens or 0, request.names
+    if least > max_new_tokens:
+        raise ValidationError(
+            f"`{names.least_tokens}` must be <= `{names.most_tokens}`. "
+            f"Given: {least} and {max_new_tokens}"
+        )
+    return least
+
+
+def check_adapter(request: GenerationRequest, limits: Limits) -> None:
+    """Refuse an adapter, because there is none; raises ValidationError."""
+    if request.adapter_id is not None and not limits.dialect.ignores_adapters:
+        raise ValidationError(f"`adapter_id` is not known. Given: {request.adapter_id}")
+
+
+def sampling_from(request: GenerationRequest) -> SamplingParameters:
+    """Resolve the defaults; a request without a seed gets a random one."""
+    return SamplingParameters(
+        temperature=_default(request.temperature, 1.0),
+        top_k=request.top_k or 0,
+        top_p=_default(request.top_p, 1.0),
+        typical_p=_default(request.typical_p, 1.0),
+        do_sample=request.do_sample,
+        seed=random_seed() if request.seed is None else request.seed,
+        repetition_penalty=_default(request.repetition_penalty, 1.0),
+        frequency_penalty=_default(request.frequency_penalty, 0.0),
+        presence_penalty=request.presence_penalty,
+        openai_frequency_penalty=request.openai_frequency_penalty,
+        min_p=_default(request.min_p, 0.0),
+        watermark=request.watermark,
+        bias=request.logit_bias,
+    )
+
+
+def _default(value: float | None, default: float) -> float:
+    return default if value is None else value
