@@ -35,15 +35,15 @@ help:
 	@echo "make test             the tests that need Python alone"
 	@echo "make test-ecosystem   the tests against Prometheus, real clients and a C++ compiler"
 	@echo "make test-json-schema the official JSON-Schema-Test-Suite, from the package index"
-	@echo "make verify           that output does not depend on company, on the demo model and every architecture"
-	@echo "make bench            all cases beside the peers that are installed, to bench/out"
-	@echo "make bench-quick      has our engine become slower? three minutes"
+	@echo "make verify           output does not depend on the batch composition: demo model, every architecture"
+	@echo "make bench            all cases and load levels beside the installed peers, to bench/out"
+	@echo "make bench-quick      whether our engine became slower; three minutes"
 	@echo "make bench-curves     throughput over concurrency and context length, to bench/out"
 	@echo "make bench-gpu        on a machine with a GPU and torch: engine, server, transformers; ten minutes"
 	@echo "make chaos            break the server 100 times under load, and audit it; a quarter of an hour"
 	@echo "make format           rewrite the sources in house style"
 	@echo "make proto            regenerate the protobuf code"
-	@echo "make clean            remove what these verbs made, but for the environments"
+	@echo "make clean            remove the files of these verbs, except the environments"
 
 install: $(INSTALLED) $(GENERATED)
 
@@ -106,7 +106,8 @@ bench-quick: install
 bench-curves: install
 	$(BIN)/python -m bench.curves $(ARGS)
 
-# Installs nothing, so that it runs from a checkout alone where $(PYTHON) has torch.
+# It installs nothing, so that it runs from a plain checkout with torch in $(PYTHON). Without compiled protobuf code or its compiler
+# the stages that need it fail, and the others run.
 bench-gpu:
 	-@test -e $(GENERATED) || $(PYTHON) proto/compile.py
 	@$(if $(wildcard $(INSTALLED)),$(BIN)/python,$(PYTHON)) -m bench.gpu $(ARGS)

@@ -12,9 +12,11 @@ from bench.gpu.children import Ended
 from bench.gpu.figures import Figure
 from bench.gpu.goals import Line, table
 from bench.gpu.scale import GRAPH_SIZES
+from bench.harness.tables import markdown
 
 GOALS_SHAPE = "8b"
 HEADINGS = ("case", "measured", "reached", "goal", "")
+STAGE_HEADINGS = ("stage", "end", "time")
 
 
 class Run:
@@ -47,9 +49,12 @@ class Run:
             f"{self._shape} on {self._device}, {self._started}",
             f"CUDA graphs for batches of {', '.join(map(str, GRAPH_SIZES))}; the launcher's own end at 32.",
             "" if self._shape == GOALS_SHAPE else f"The goals are those of {GOALS_SHAPE}.",
-            columns([HEADINGS, *(_cells(line) for line in table(self._figures))]),
+            markdown(HEADINGS, [_cells(line) for line in table(self._figures)]),
             "\n".join(figure.text() for figure in self._figures),
-            columns([(n, e.status, f"{e.seconds:.0f} s") for n, e in self._stages.items()]),
+            markdown(
+                STAGE_HEADINGS,
+                [(n, e.status, f"{e.seconds:.0f} s") for n, e in self._stages.items()],
+            ),
         ]
         for name, ended in self._stages.items():
             if ended.status in ("failed", "timed out"):
@@ -65,17 +70,6 @@ class Run:
             "figures": [asdict(figure) for figure in self._figures],
             "table": [asdict(line) for line in table(self._figures)],
         }
-
-
-def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of aligned cells."""
-    if not rows:
-        return ""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
 
 
 def _cells(line: Line) -> tuple[str, ...]:

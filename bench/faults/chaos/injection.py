@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import psutil
 
@@ -129,7 +130,7 @@ async def _until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(POLL_SECONDS)
 
 
-async def _signal_ranks(scene: Scene, fault: Fault, number: signal.Signals) -> set[int]:
+async def _signal_ranks(scene: Scene, fault: Fault, *, number: signal.Signals) -> set[int]:
     pids = _ranks(scene, fault)
     _send(pids, number)
     return pids
@@ -147,21 +148,9 @@ def _send(pids: set[int], number: signal.Signals) -> None:
             psutil.Process(pid).send_signal(number)
 
 
-async def _kill(scene: Scene, fault: Fault) -> set[int]:
-    return await _signal_ranks(scene, fault, signal.SIGKILL)
-
-
-async def _segv(scene: Scene, fault: Fault) -> set[int]:
-    return await _signal_ranks(scene, fault, signal.SIGSEGV)
-
-
-async def _hang(scene: Scene, fault: Fault) -> set[int]:
-    return await _signal_ranks(scene, fault, signal.SIGSTOP)
-
-
 async def _kill_again(scene: Scene, fault: Fault) -> set[int]:
     """Kill again before the new group serves, that is before the replay of requests."""
-    first = await _kill(scene, fault)
+    first = await _signal_ranks(scene, fault, number=signal.SIGKILL)
     await _until(lambda: bool(_ranks(scene, fault) - first))
     second = _ranks(scene, fault) - first
     await asyncio.sleep(fault.delay)
@@ -171,21 +160,13 @@ async def _kill_again(scene: Scene, fault: Fault) -> set[int]:
     return first | second
 
 
-async def _idle(scene: Scene, fault: Fault, number: signal.Signals) -> set[int]:
-    pids = await _signal_ranks(scene, fault, number)
+async def _idle(scene: Scene, fault: Fault, *, number: signal.Signals) -> set[int]:
+    pids = await _signal_ranks(scene, fault, number=number)
     # The server has to detect the fault without any request.
     await _until(lambda: not any(map(psutil.pid_exists, pids)))
     await asyncio.sleep(fault.delay)
     scene.load.resume()
     return pids
-
-
-async def _kill_idle(scene: Scene, fault: Fault) -> set[int]:
-    return await _idle(scene, fault, signal.SIGKILL)
-
-
-async def _hang_idle(scene: Scene, fault: Fault) -> set[int]:
-    return await _idle(scene, fault, signal.SIGSTOP)
 
 
 async def _router(scene: Scene, _: Fault) -> set[int]:
@@ -284,12 +265,12 @@ async def _exhaust(scene: Scene, _: Fault) -> None:
 
 
 FATAL_FAULTS: dict[Kind, Callable[[Scene, Fault], Awaitable[set[int]]]] = {
-    Kind.KILL: _kill,
-    Kind.SEGV: _segv,
-    Kind.HANG: _hang,
+    Kind.KILL: partial(_signal_ranks, number=signal.SIGKILL),
+    Kind.SEGV: partial(_signal_ranks, number=signal.SIGSEGV),
+    Kind.HANG: partial(_signal_ranks, number=signal.SIGSTOP),
     Kind.KILL_AGAIN: _kill_again,
-    Kind.KILL_IDLE: _kill_idle,
-    Kind.HANG_IDLE: _hang_idle,
+    Kind.KILL_IDLE: partial(_idle, number=signal.SIGKILL),
+    Kind.HANG_IDLE: partial(_idle, number=signal.SIGSTOP),
     Kind.ROUTER: _router,
     Kind.ROLL: _roll,
 }
