@@ -1,4 +1,4 @@
-"""A small case run through two kernels: compiled ones are trusted on a machine only after they agree with plain."""
+"""The agreement check: compiled kernels are used on a machine only if they agree with plain torch on a small case."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from millrace_shard.kernels.stored_weight import StoredWeight
 
 QUERIES = (70, 1, 9)
 CONTEXT = (70, 270, 300)
-"""Past the longest chunk of keys that any kernels take at a time."""
+"""Longer than the longest chunk of keys of any kernels."""
 NUM_HEADS = 4
 NUM_KV_HEADS = 2
 HIDDEN = 96
 INTER = 816
-"""Long enough a sum to be taken in parts."""
+"""Long enough for sums that are taken in parts."""
 EPS = 1e-5
 EVEN_IDS = 0x55555555
 """A word of a mask."""
@@ -46,7 +46,7 @@ def largest_difference(
     head_dim: int,
     device: torch.device = CPU,
 ) -> float:
-    """Greatest distance of any output of `kernels` from `oracle`, in parts of 1 + its size; inf for NaN."""
+    """The greatest difference of any output of `kernels` from `oracle`, relative to 1 + |oracle|; inf for NaN."""
     random = functools.partial(_Random, dtype, device)
     ours, theirs = (
         _attention(each, random(), head_dim=head_dim) + _row_operators(each, random())
@@ -76,7 +76,7 @@ def ragged_batch(
     block_size: int,
     device: torch.device = CPU,
 ) -> RaggedBatch:
-    """The last `num_queries` tokens of sequences of `num_context`, over blocks that are not in order; ids are 0."""
+    """A batch of the last `num_queries` tokens of contexts of `num_context`, over unordered blocks; ids are 0."""
     num_blocks = -(-max(num_context) // block_size)
     tables = torch.arange(len(num_queries) * num_blocks).flip(0).view(-1, num_blocks) + 1
     spans = [
@@ -102,7 +102,7 @@ def ragged_batch(
 
 
 class _Random:
-    """The same numbers on every device, and for every kernels that start anew."""
+    """Random numbers that are the same on every device; each instance starts with the same seed."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._generator = torch.Generator().manual_seed(0)
@@ -114,7 +114,7 @@ class _Random:
 
 
 def _attention(kernels: Kernels, random: _Random, *, head_dim: int) -> list[Tensor]:
-    """Rotated queries, then attention without and with window and cap."""
+    """Rotated queries, attention, and attention with window and soft cap."""
     cache = _filled_cache(kernels, random, head_dim=head_dim)
     batch = _batch(kernels, random)
     queries = kernels.rope_store(
@@ -143,7 +143,7 @@ def _rope(head_dim: int) -> Tensor:
 
 
 def _filled_cache(kernels: Kernels, random: _Random, *, head_dim: int) -> LayerCache:
-    """Keys and values of all of CONTEXT."""
+    """A cache with the keys and values of CONTEXT."""
     whole = ragged_batch(CONTEXT, CONTEXT, block_size=kernels.block_size, device=random.device)
     blocks = whole.block_tables.flatten().long()
     cache = kernels.new_cache(
@@ -160,7 +160,7 @@ def _filled_cache(kernels: Kernels, random: _Random, *, head_dim: int) -> LayerC
 
 
 def _halves_of_a_layer(kernels: Kernels, random: _Random, *, head_dim: int) -> list[Tensor]:
-    """The first of a model without anything that is optional, and one with all of it, each for itself and together."""
+    """The halves of a layer without and with all optional weights, separately and as a whole layer."""
     rows, outputs = sum(QUERIES), []
     batch, cache = _batch(kernels, random), _filled_cache(kernels, random, head_dim=head_dim)
     for optional in (False, True):
@@ -203,7 +203,7 @@ def _mlp_weights(random: _Random, *, optional: bool) -> MlpWeights:
 
 
 def _masked(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """What is left of exp(`logits`) under masks of two rows, the last ids beyond them, and what has to be."""
+    """exp(`logits`) with two rows masked, by the mask table and by indexing; the last ids are past the mask."""
     words = logits.shape[1] // 32
     bits = torch.full((2, words), EVEN_IDS, dtype=torch.int32, device=logits.device)
     masked, expected = logits.clone(), logits.exp()
@@ -220,7 +220,7 @@ def _linear(random: _Random, out: int, inputs: int, *, bias: bool) -> LinearWeig
 
 
 def _row_operators(kernels: Kernels, random: _Random) -> list[Tensor]:
-    """Norms, linear, head and activation of 1 and of 40 rows."""
+    """Norms, linear, head and activation, over 1 and over 40 rows."""
     outputs = []
     for rows in (1, 40):
         x, residual, norm = random(rows, 144), random(rows, 144), random(144)

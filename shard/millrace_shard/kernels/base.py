@@ -1,4 +1,4 @@
-"""What a device has to offer a decoder: linears, norms, rope, paged attention, and whole halves of a layer."""
+"""The operators that a device offers to a decoder: linears, norms, rope, paged attention, and halves of a layer."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from millrace_shard.kernels.stored_weight import StoredWeight
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """Keys and values of one layer, `num_blocks` first; the rest of the layout is the kernels' own."""
+    """Keys and values of one layer, with `num_blocks` as the first axis; the kernels define the rest of the layout."""
 
     keys: Tensor
     values: Tensor
 
 
 class Linear(Protocol):
-    """A weight in whatever form its kernels like best."""
+    """A linear layer, whose weight is in the kernels' own layout."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, in] to [T, out], same dtype but for a head's."""
+        """[T, in] to [T, out] in the same dtype, or in float32 for a head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class LinearWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionWeights:
-    """The first half of a layer, one rank's part of it."""
+    """The weights of one rank's part of the first half of a layer."""
 
     norm: Tensor
     """[hidden]."""
@@ -46,12 +46,12 @@ class AttentionWeights:
     qkv: LinearWeights
     """[(num_heads + 2 * num_kv_heads) * head_dim, hidden]: queries, keys, values."""
     query_norm: Tensor | None
-    """[head_dim], and `key_norm` with it: each head is normalised before it is rotated."""
+    """[head_dim], as is `key_norm`: if given, each head is normalised before it is rotated."""
     key_norm: Tensor | None
     out: LinearWeights
     """[hidden, num_heads * head_dim]."""
     rope: Tensor
-    """As `Kernels.rope_store` takes it."""
+    """The table that `Kernels.rope_store` takes."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -60,7 +60,7 @@ class AttentionWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpWeights:
-    """The second half of a layer, one rank's part of it."""
+    """The weights of one rank's part of the second half of a layer."""
 
     norm: Tensor
     """[hidden]."""
@@ -72,31 +72,31 @@ class MlpWeights:
 
 
 class AttentionBlock(Protocol):
-    """`residual += x`, norm, QKV, rope, attention, output projection."""
+    """The first half of a layer: `residual += x`, norm, QKV, rope, attention, output projection."""
 
     def __call__(
         self, x: Tensor | None, residual: Tensor, batch: RaggedBatch, cache: LayerCache
     ) -> Tensor:
-        """What is to be added next, [T, hidden], perhaps in `x`'s memory; changes `residual` [T, hidden] in place."""
+        """Return the next summand [T, hidden], perhaps in the memory of `x`; update `residual` [T, hidden] in place."""
 
 
 class MlpBlock(Protocol):
-    """`residual += x`, norm, `down(silu(gate) * up)`."""
+    """The second half of a layer: `residual += x`, norm, `down(silu(gate) * up)`."""
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """What is to be added next, [T, hidden], perhaps in `x`'s memory; changes `residual` [T, hidden] in place."""
+        """Return the next summand [T, hidden], perhaps in the memory of `x`; update `residual` [T, hidden] in place."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One rank's part of a layer; what its halves yield has to be summed over the ranks."""
+    """One rank's part of a layer; the results of its halves must be summed over the ranks."""
 
     attention: AttentionBlock
     mlp: MlpBlock
 
 
 Reduce = Callable[[Tensor], Tensor]
-"""Sums what a half yields over the ranks, perhaps in place."""
+"""Sums the result of a half over the ranks, perhaps in place."""
 
 
 class Layers(Protocol):
@@ -105,40 +105,40 @@ class Layers(Protocol):
     def __call__(
         self, residual: Tensor, batch: RaggedBatch, caches: Sequence[LayerCache]
     ) -> Tensor:
-        """What is to be added after the last, [T, hidden]; changes `residual` [T, hidden], the embeddings, in place."""
+        """Return the last summand, [T, hidden]; update `residual` [T, hidden], at first the embeddings, in place."""
 
 
 class Kernels(Protocol):
-    """One implementation per device; `plain` is the oracle of the others."""
+    """The operators of one kind of device; `plain` is the oracle of the other implementations."""
 
     name: str
     deterministic: bool
-    """Whether a row's bits have to be the same whatever else is in the step."""
+    """Whether a row's bits must not depend on the rest of the step."""
     block_size: int
     """KV positions per block."""
     capturable: bool
-    """Whether single queries are attended to by what lies on the device alone, never by `num_context`.
+    """Whether the attention of single queries reads lengths on the device only, never `num_context`.
 
-    Only then may a step of them be captured in a graph and replayed over other contexts.
+    Only then may a step of single queries be captured in a graph and replayed over other contexts.
     """
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Take over `weight` [out, in] and `bias` [out]; the caller drops its own reference."""
+        """A linear that takes over `weight` [out, in] and `bias` [out]; the caller drops its references."""
 
     def linear_from(self, weights: LinearWeights) -> Linear:
-        """Pack or copy `weights`, and keep nothing of where they lie but the bias."""
+        """A linear over a packed or copied weight; of `weights` only the bias is kept."""
 
     def head(self, weight: Tensor) -> Linear:
-        """Take over `weight` [vocab, hidden]; the logits it yields are float32."""
+        """An output head that takes over `weight` [vocab, hidden]; its logits are float32."""
 
     def attention(self, weights: AttentionWeights) -> AttentionBlock:
-        """Pack or copy the weights of half a layer."""
+        """The first half of a layer, over packed or copied weights."""
 
     def mlp(self, weights: MlpWeights) -> MlpBlock:
-        """Pack or copy the weights of the other half."""
+        """The second half of a layer, over packed or copied weights."""
 
     def layers(self, layers: Sequence[Layer], reduce: Reduce | None) -> Layers:
-        """Put `layers` together, one at least; without `reduce` there is one rank."""
+        """Combine `layers`, at least one; `reduce` is None if there is a single rank."""
 
     def new_cache(
         self,
@@ -149,13 +149,13 @@ class Kernels(Protocol):
         dtype: torch.dtype,
         device: torch.device,
     ) -> LayerCache:
-        """A layer's cache; memory is touched only as blocks are used."""
+        """The cache of a layer; its memory is uninitialised."""
 
     def zero_blocks(self, cache: LayerCache, blocks: Tensor) -> None:
-        """Clear `blocks` [n] int64 before their first use: a masked weight of 0 times a stale NaN is NaN."""
+        """Zero `blocks` [n] int64 before their first use: a masked weight of 0 times a stale NaN is NaN."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Normalise the last axis in float32, cast back, then scale by `weight`, as Llama does."""
+        """Normalise the last axis in float32, cast back, then scale by `weight`, as in Llama."""
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`residual += x` in place, rounded to its dtype; returns `rms_norm(residual)`. All [T, hidden]."""
@@ -170,11 +170,11 @@ class Kernels(Protocol):
         num_heads: int,
         num_kv_heads: int,
     ) -> Tensor:
-        """Rotate queries and keys of `qkv` [T, (num_heads + 2 * num_kv_heads) * head_dim], store keys and values.
+        """Rotate queries and keys of `qkv` [T, (num_heads + 2 * num_kv_heads) * head_dim]; store keys and values.
 
-        `rope` [positions, rotary_dim] float32 holds cosines in its first half and sines in the second, already
-        scaled; channels past rotary_dim pass unrotated, halves are paired as in Llama (i with i + rotary_dim / 2).
-        Returns the queries [T, num_heads, head_dim], a view into `qkv` where that is cheaper.
+        `rope` [positions, rotary_dim] float32 holds cosines in its first half and sines in the second, both scaled.
+        Channel i is paired with i + rotary_dim / 2, as in Llama; channels past rotary_dim are not rotated. Returns the
+        queries [T, num_heads, head_dim], possibly as a view into `qkv`.
         """
 
     def store(self, keys: Tensor, values: Tensor, batch: RaggedBatch, cache: LayerCache) -> None:
@@ -192,9 +192,9 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Causal attention of `queries` [T, num_heads, head_dim] over the paged cache: [T, num_heads * head_dim].
 
-        A query at position p sees keys in (p - window, p], or all up to p. Key chunks lie on a fixed absolute
-        grid, so a row's bits depend neither on its batch mates nor on how its prompt was cut.
+        A query at position p sees the keys in (p - window, p], or all keys up to p. If deterministic, a row's bits
+        depend neither on the composition of the batch nor on the prefill chunks.
         """
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """`silu(gate) * up` of [T, 2 * inter], gate first: [T, inter]."""
+        """`silu(gate) * up` of `gate_up` [T, 2 * inter], gates first: [T, inter]."""

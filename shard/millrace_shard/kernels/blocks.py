@@ -1,4 +1,4 @@
-"""The halves of a decoder layer put together from a device's single operations, and a decoder's layers from halves."""
+"""Halves of a decoder layer, composed of single operators, and layers composed of halves."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ from millrace_shard.kernels.ragged import RaggedBatch
 
 
 class ComposedBlocks:
-    """For kernels that have no operator for half a layer: mix in before what has the single operations."""
+    """A base for kernels without operators for halves of a layer; the subclass defines the single operators."""
 
     def linear_from(self: Kernels, weights: LinearWeights) -> Linear:
-        """Of a copy of the weight."""
+        """A linear over a copy of the weight."""
         return self.linear(weights.weight.kept(), weights.bias)
 
     def head(self: Kernels, weight: Tensor) -> Linear:
-        """Take over `weight` [vocab, hidden]; the logits it yields are float32."""
+        """An output head that takes over `weight` [vocab, hidden]; its logits are float32."""
         return _Head(self.linear(weight))
 
     def attention(self: Kernels, weights: AttentionWeights) -> AttentionBlock:
-        """Keep the weights of half a layer."""
+        """The first half of a layer, of single operators."""
         return ComposedAttention(self, weights)
 
     def mlp(self: Kernels, weights: MlpWeights) -> MlpBlock:
-        """Keep the weights of the other half."""
+        """The second half of a layer, of single operators."""
         return ComposedMlp(self, weights)
 
     def layers(self: Kernels, layers: Sequence[Layer], reduce: Reduce | None) -> Layers:
-        """One half after the other."""
+        """Layers that call one half after the other."""
         return ComposedLayers(layers, reduce)
 
 
 class ComposedAttention:
-    """Norm, QKV, rope, attention and output projection, one after another."""
+    """Norm, QKV, rope, attention and output projection as single operators."""
 
     def __init__(self, kernels: Kernels, weights: AttentionWeights) -> None:
         self._kernels = kernels
@@ -92,7 +92,7 @@ class ComposedAttention:
 
 
 class ComposedMlp:
-    """Norm, gates, activation and projection, one after another."""
+    """Norm, gate and up projection, activation and down projection as single operators."""
 
     def __init__(self, kernels: Kernels, weights: MlpWeights) -> None:
         self._kernels = kernels
@@ -107,7 +107,7 @@ class ComposedMlp:
 
 
 class ComposedLayers:
-    """A call for each half of a layer."""
+    """Layers that make one call per half."""
 
     def __init__(self, layers: Sequence[Layer], reduce: Reduce | None) -> None:
         self._layers = layers
@@ -130,7 +130,7 @@ def _as_it_is(x: Tensor) -> Tensor:
 
 
 class _Head:
-    """Logits in the model's dtype, widened."""
+    """A head that computes logits in the model's dtype and converts them to float32."""
 
     def __init__(self, linear: Linear) -> None:
         self._linear = linear

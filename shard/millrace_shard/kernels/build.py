@@ -1,8 +1,8 @@
-"""Compiles the CPU operators, once per machine and torch, into a cache folder, and loads them.
+"""Compiles the CPU operators, once per machine and version of torch, into a cache folder, and loads them.
 
-The folder is $MILLRACE_CACHE, or millrace below $XDG_CACHE_HOME or ~/.cache. Processes that build at the same time
-wait for one another; a library appears whole or not at all. Its name ends with what identifies the compiler: with a
-compiler only its own libraries are taken, without one those of any compiler.
+The folder is $MILLRACE_CACHE, or millrace below $XDG_CACHE_HOME or ~/.cache. A lock serialises concurrent builds, and a
+library is published atomically. Its name ends with an identity of the compiler: a process with a compiler uses only the
+libraries of that compiler, a process without one those of any compiler.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ logger = logging.getLogger(__name__)
 
 
 class BuildError(Exception):
-    """The operators cannot be had on this machine; the message says why."""
+    """The operators are not available on this machine; the message names the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Toolchain:
-    """A C++ compiler and the flags that suit the torch of this process."""
+    """A C++ compiler, and the flags that match the installed torch."""
 
     compiler: tuple[str, ...] | None
-    """Its path, and the arguments that are always given."""
+    """The path of the compiler, and its fixed arguments."""
     compile_flags: tuple[str, ...]
     link_flags: tuple[str, ...]
 
     @classmethod
     def find(cls) -> Toolchain:
-        """$CXX or g++, if there is one. Raises BuildError on a CPU that the operators are not for."""
+        """The toolchain with $CXX, or g++ if there is one. Raises BuildError for a CPU without support."""
         capability = torch.backends.cpu.get_cpu_capability().split("_")[0]
         if platform.machine() not in ("x86_64", "AMD64") or capability not in ("AVX2", "AVX512"):
             raise BuildError(f"they need x86 with AVX2, not {platform.machine()} {capability}")
@@ -64,7 +64,7 @@ class Toolchain:
                 "-fopenmp",
                 "-fno-math-errno",
                 "-march=native",
-                # Torch may have been told to do without what the CPU has.
+                # Torch's capability may have been limited below that of the CPU.
                 *(("-mno-avx512f",) if capability == "AVX2" else ()),
                 f"-DCPU_CAPABILITY={capability}",
                 f"-DCPU_CAPABILITY_{capability}",
@@ -77,10 +77,10 @@ class Toolchain:
 
 
 def find_library(source: Path, folder: Path, toolchain: Toolchain) -> Path | None:
-    """The shared library of `source` and the headers beside it, if `folder` has it.
+    """The library of `source` and the headers beside it, if `folder` has it.
 
-    Without a compiler it is the newest of any compiler's: an image that was built with one may run without.
-    Raises BuildError when another user could have put it there.
+    Without a compiler, it is the newest library of any compiler: an image may be built with a compiler and run without
+    one. Raises BuildError if another user could have written it.
     """
     try:
         found = folder.glob(_file_name(source, toolchain))
@@ -88,7 +88,7 @@ def find_library(source: Path, folder: Path, toolchain: Toolchain) -> Path | Non
         if library is not None:
             _check_owners(folder, library)
     except FileNotFoundError:
-        # Another process has just removed it, as it does not load.
+        # Another process has removed it, because it does not load.
         return None
     except OSError as error:
         raise BuildError(f"{error}; MILLRACE_CACHE names another folder") from error
@@ -96,10 +96,10 @@ def find_library(source: Path, folder: Path, toolchain: Toolchain) -> Path | Non
 
 
 def compile_library(source: Path, folder: Path, toolchain: Toolchain) -> Path:
-    """The shared library of `source` and the headers beside it, from `folder` if it is there already.
+    """The library of `source` and the headers beside it; it is compiled unless `folder` has it.
 
-    Raises BuildError when it is not, and the folder cannot be written, or there is no compiler, or it fails;
-    and when another user could have put it there.
+    Raises BuildError if the folder cannot be written, if there is no compiler, if the compiler fails, and if another
+    user could have written the library.
     """
     if (built := find_library(source, folder, toolchain)) is not None:
         return built
@@ -121,9 +121,9 @@ def compile_library(source: Path, folder: Path, toolchain: Toolchain) -> Path:
 
 @functools.cache
 def load_operators() -> None:
-    """Put the CPU operators into torch.ops.millrace, compiled first if the cache has none that load.
+    """Load the CPU operators into torch.ops.millrace; they are compiled if the cache has none that load.
 
-    Raises BuildError when they cannot be compiled or loaded.
+    Raises BuildError if they cannot be compiled or loaded.
     """
     toolchain, folder = Toolchain.find(), cache_folder()
     built = find_library(SOURCE, folder, toolchain)
@@ -133,8 +133,8 @@ def load_operators() -> None:
         except BuildError as error:
             if toolchain.compiler is None:
                 raise
-            logger.warning("%s; it is built anew", error)
-            # Where it cannot be removed, it is found again and does not load again.
+            logger.warning("%s; it is compiled again", error)
+            # If it cannot be removed, `compile_library` finds it again and loading fails with the same error.
             with suppress(OSError):
                 built.unlink()
         else:
@@ -150,17 +150,17 @@ def _load(library: Path) -> None:
 
 
 def operators_loaded() -> bool:
-    """Whether `load_operators` has been called with success, and nothing was found wrong with them since."""
+    """Whether `load_operators` has succeeded, and the operators have not been disabled."""
     return load_operators.cache_info().currsize > 0
 
 
 def disable_operators() -> None:
-    """Say that what was loaded is wrong on this machine, and nobody is to use it."""
+    """Disable the loaded operators, because they are wrong on this machine."""
     load_operators.cache_clear()
 
 
 def cache_folder() -> Path:
-    """Where libraries are kept. Raises BuildError when there is no home to keep them in."""
+    """The folder of libraries. Raises BuildError if there is no home directory."""
     if explicit := os.environ.get("MILLRACE_CACHE"):
         return Path(explicit) / "kernels"
     try:
@@ -171,7 +171,7 @@ def cache_folder() -> Path:
 
 
 def _check_owners(*paths: Path) -> None:
-    """Raise BuildError for what others may write: loading a library is running it."""
+    """Raise BuildError for paths that other users can write, since loading a library runs its code."""
     for path in paths:
         status = path.stat()
         if status.st_uid not in (0, os.geteuid()) or status.st_mode & stat.S_IWOTH:
@@ -205,21 +205,21 @@ def _run(command: Sequence[str]) -> None:
 
 
 def _file_name(source: Path, toolchain: Toolchain) -> str:
-    """Of the library; without a compiler a pattern, of those that any has built."""
+    """The file name of the library; without a compiler, a pattern that matches those of all compilers."""
     compiler = toolchain.compiler
     identity = "*" if compiler is None else _identity(compiler)
     return f"{source.stem}-{_key(source, toolchain)}-{identity}.so"
 
 
 def _identity(compiler: Sequence[str]) -> str:
-    """Changes with the compiler and with the arguments that it is always given. Raises BuildError."""
+    """A digest of the compiler's version and fixed arguments. Raises BuildError."""
     try:
         told = subprocess.run(  # noqa: S603 - the compiler
             (*compiler, "--version"),
             check=False,
             capture_output=True,
             timeout=VERSION_SECONDS,
-            # In one language, whoever asks.
+            # The output must not depend on the locale.
             env=os.environ | {"LC_ALL": "C"},
         )
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -228,7 +228,7 @@ def _identity(compiler: Sequence[str]) -> str:
 
 
 def _key(source: Path, toolchain: Toolchain) -> str:
-    """Changes with what else decides whether the library works: torch, the C library, sources, flags and CPU."""
+    """A digest of everything else on which the library depends: torch, the C library, sources, flags and CPU."""
     flags = (toolchain.compile_flags, toolchain.link_flags)
     digest = hashlib.sha256(repr((torch.__version__, platform.libc_ver(), flags, _cpu())).encode())
     for file in sorted([source, *source.parent.glob("*.h")]):
@@ -237,7 +237,7 @@ def _key(source: Path, toolchain: Toolchain) -> str:
 
 
 def _cpu() -> str:
-    """What -march=native depends on."""
+    """Model and flags of the CPU, on which -march=native depends."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -250,25 +250,25 @@ def _wait_for(lock: IO[str]) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        logger.info("waiting for another process, which compiles CPU kernels")
+        logger.info("waiting for another process that compiles the CPU kernels")
         fcntl.flock(lock, fcntl.LOCK_EX)
 
 
 def _find_compiler() -> tuple[str, ...] | None:
-    """What CXX names, arguments included, else g++."""
+    """The compiler that CXX names, with its arguments, else g++."""
     if named := os.environ.get("CXX"):
         try:
             program, *arguments = shlex.split(named)
         except ValueError:
-            # A quote that is not closed, or nothing but spaces.
+            # CXX has an unclosed quote, or consists of spaces.
             program, arguments = named, []
         if path := shutil.which(program):
             return path, *arguments
-        logger.warning("CXX=%s is not found, so g++ is tried", named)
+        logger.warning("CXX=%s is not found, g++ is used instead", named)
     path = shutil.which("g++")
     return None if path is None else (path,)
 
 
 def _openmp(libraries: Path) -> str:
-    """The OpenMP runtime that torch brings, so that the process has one thread pool."""
+    """The OpenMP runtime of the torch package, if any, so that the process has one thread pool."""
     return next((str(file) for file in sorted(libraries.glob("libgomp*.so*"))), "-lgomp")

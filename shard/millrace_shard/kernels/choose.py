@@ -1,4 +1,4 @@
-"""Which kernels a shard runs on."""
+"""The choice of kernels for a device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class _UnfitError(Exception):
-    """Why kernels cannot be used here."""
+    """Kernels cannot be used here; the message names the reason."""
 
 
 def choose_kernels(
@@ -31,10 +31,10 @@ def choose_kernels(
     head_dims: Sequence[int],
     custom: bool = True,
 ) -> Kernels:
-    """Compiled kernels when they build, fit and agree with plain torch on this machine, else plain.
+    """Compiled kernels, if they build, fit and agree with plain torch on this machine, else plain torch.
 
-    The first call on a machine compiles, which takes seconds. Raises what says that memory ran out: nothing is wrong
-    with the kernels then.
+    The first call on a machine compiles, which takes up to a minute. Out-of-memory errors are raised, since they do not
+    mean that the kernels are wrong.
     """
     plain = PlainKernels(deterministic=deterministic)
     candidate = {"cpu": _cpu_kernels, "cuda": _cuda_kernels}.get(device.type)
@@ -50,7 +50,7 @@ def choose_kernels(
 def _cpu_kernels(
     device: torch.device, dtype: torch.dtype, head_dims: Sequence[int], *, deterministic: bool
 ) -> Kernels:
-    """Raises _UnfitError."""
+    """The compiled kernels for CPU. Raises _UnfitError."""
     if dtype not in DTYPES:
         raise _UnfitError(f"they have no {dtype} on CPU; --dtype bfloat16 runs on them")
     if odd := [size for size in head_dims if size % HEAD_DIM_STEP]:
@@ -75,9 +75,9 @@ def _cpu_kernels(
 def _cuda_kernels(
     device: torch.device, dtype: torch.dtype, head_dims: Sequence[int], *, deterministic: bool
 ) -> Kernels:
-    """With FlashAttention-3 where it is installed and agrees. Raises _UnfitError."""
+    """The kernels for CUDA, with FlashAttention-3 if it is installed and agrees. Raises _UnfitError."""
     try:
-        # Triton comes with torch's builds for CUDA alone.
+        # Only torch's builds for CUDA include Triton.
         from millrace_shard.kernels.cuda import flash, operators  # noqa: PLC0415
     except ImportError as error:
         raise _UnfitError(f"they need Triton: {error}") from error
@@ -104,7 +104,7 @@ def _cuda_kernels(
 def _flash_kernels(
     device: torch.device, dtype: torch.dtype, head_dims: Sequence[int]
 ) -> Kernels | None:
-    """None where the package is not installed, and with a warning where it fails or does not agree."""
+    """Kernels with FlashAttention-3; None if it is not installed, and, with a warning, if it fails or disagrees."""
     from millrace_shard.kernels.cuda import flash, operators  # noqa: PLC0415
 
     try:
@@ -113,7 +113,7 @@ def _flash_kernels(
     except (_UnfitError, ImportError, AttributeError, TypeError, *operators.FAILURES) as error:
         if is_out_of_memory(error):
             raise
-        # A package that lacks something itself is told of.
+        # If the package exists but lacks a dependency, a warning is logged.
         if not (isinstance(error, ModuleNotFoundError) and error.name == FLASH_PACKAGE):
             logger.warning("attention by Triton's kernels instead of flash-attn: %s", error)
         return None
@@ -123,7 +123,7 @@ def _flash_kernels(
 def _check_agreement(
     kernels: Kernels, device: torch.device, dtype: torch.dtype, head_dims: Sequence[int]
 ) -> None:
-    """Raises _UnfitError when `kernels` differ from plain, and whatever they raise."""
+    """Raise _UnfitError if `kernels` differ from plain torch. Errors of the kernels propagate."""
     oracle = PlainKernels(deterministic=False)
     for size in set(head_dims):
         difference = largest_difference(kernels, oracle, dtype=dtype, head_dim=size, device=device)

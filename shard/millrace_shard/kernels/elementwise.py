@@ -1,8 +1,8 @@
-"""Elementwise functions on CPU whose every element goes through the same code, wherever in a tensor it lies.
+"""Elementwise functions on CPU that run the same code for every element, whatever its place in the tensor.
 
-torch computes them in loops over whole vectors, and what is left at the end of a thread's share one by one, by other
-code that may round the last bit the other way. How many elements there are decides where shares end. So a number comes
-out otherwise in another place or among more numbers, unless every share is whole vectors.
+torch runs vector loops, and computes the rest of a thread's share element by element, with other code that may round
+differently. The number of elements determines where the shares end. The bits of a result would therefore depend on its
+place and on the size of the tensor, unless every share consists of whole vectors.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 LANES = 64
-"""Elements that the widest loop takes at a time: two vectors of 512 bits in bfloat16."""
+"""Elements per iteration of the widest loop: two vectors of 512 bits in bfloat16."""
 GRAINS = (2048, 32768)
-"""Elements below which one operator or another gives work to no further thread; a third kind gives it to all."""
+"""Grain sizes of torch's operators: the fewest elements for another thread. Some operators always use all threads."""
 
 
 def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """`function` of each element of `x`, of any shape; what it does to zeros is thrown away."""
+    """Apply `function` to each element of `x`, of any shape, which may be padded with zeros meanwhile."""
     count = x.numel()
     length = padded_length(count, torch.get_num_threads())
     if length == count:
@@ -32,7 +32,7 @@ def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def padded_length(count: int, threads: int) -> int:
-    """The least multiple of LANES * `threads`, not below `count`, of which every thread gets whole LANES."""
+    """The least multiple of LANES * `threads`, at least `count`, that all operators split into multiples of LANES."""
     step = LANES * threads
     length = -(-count // step) * step
     while any(_share(length, threads, grain) % LANES for grain in GRAINS):
@@ -41,5 +41,5 @@ def padded_length(count: int, threads: int) -> int:
 
 
 def _share(length: int, threads: int, grain: int) -> int:
-    """Elements that at::parallel_for gives each thread but the last."""
+    """The number of elements that at::parallel_for gives to each thread but the last."""
     return -(-length // max(1, min(threads, -(-length // grain))))

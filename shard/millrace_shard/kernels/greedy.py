@@ -11,21 +11,21 @@ from millrace_shard.kernels.build import operators_loaded
 
 
 class Best(NamedTuple):
-    """Of R rows."""
+    """The most likely tokens of R rows."""
 
     ids: Tensor
-    """[R] int64, the first of equals."""
+    """[R] int64, the first among equals."""
     logprobs: Tensor
     """[R] float32; not finite where a logit is NaN or plus infinity."""
     failed: Tensor
-    """[R] bool, where they are not finite."""
+    """[R] bool, where `logprobs` is not finite."""
 
 
 def choose_greedy(logits: Tensor) -> Best:
-    """The best of `logits` [R, V] float32. A row's bits depend on the row alone."""
+    """The most likely tokens of `logits` [R, V] float32. A row's bits depend on the row alone."""
     if logits.device.type == "cpu" and operators_loaded():
         return Best(*torch.ops.millrace.greedy(logits.contiguous()))
     best = logits.max(-1)
-    # Of one long row `logsumexp` has its threads sum a part each; this sums every row by itself.
+    # `logsumexp` splits a single long row over threads; `log_softmax` sums every row in one thread.
     logprobs = logits.log_softmax(-1).gather(1, best.indices[:, None]).squeeze(1)
     return Best(best.indices, logprobs, ~logprobs.isfinite())

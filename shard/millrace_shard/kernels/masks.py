@@ -1,4 +1,4 @@
-"""Which ids a grammar allows, one bit each, applied to the rows that have one and to no other."""
+"""Bitmasks of the ids that grammars allow, applied to the rows that have a grammar."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class RowMasks:
     """Masks of G of the R rows of a step."""
 
     rows: Ints
-    """[G], each once: their places among the R."""
+    """[G], distinct indexes among the R rows."""
     bits: Tensor
-    """[G, W] int32 on the device, contiguous: bit i of word j allows id 32 j + i; ids beyond 32 W are not allowed."""
+    """[G, W] int32 on the device, contiguous: bit i of word j allows id 32 j + i; ids from 32 W on are forbidden."""
 
 
 class MaskTable:
-    """What each byte of a mask adds to eight scores: nothing, or minus infinity."""
+    """Applies masks, by a table of the values that each byte of a mask adds to eight scores: 0 or minus infinity."""
 
     def __init__(self, device: torch.device) -> None:
         byte = torch.arange(1 << BYTE_BITS, device=device)[:, None]
@@ -33,10 +33,10 @@ class MaskTable:
         self._added = torch.where(is_allowed > 0, 0.0, float("-inf"))
 
     def forbid(self, scores: Tensor, masks: RowMasks, *, most_elements: int) -> None:
-        """Make the scores [R, V] float32, contiguous, of ids that are not allowed minus infinity, in place.
+        """Set the scores [R, V] float32, contiguous, of forbidden ids to minus infinity, in place.
 
-        A row that was not finite is not made so: minus infinity added to what is no number, or infinite, is no number.
-        Without compiled operators works on at most `most_elements` scores at a time, a row at least.
+        NaN stays NaN, and plus infinity becomes NaN, so a failed row stays failed. Without compiled operators, at most
+        `most_elements` scores, but at least one row, are processed at a time.
         """
         if scores.device.type == "cpu" and operators_loaded():
             torch.ops.millrace.forbid(scores, upload(masks.rows, scores.device), masks.bits)
@@ -45,7 +45,7 @@ class MaskTable:
         height = max(1, most_elements // size)
         for start in range(0, len(masks.rows), height):
             index = upload(masks.rows[start : start + height], scores.device)
-            # Of a word the lowest byte comes first, on all devices there are.
+            # The lowest byte of a word comes first: all supported devices are little-endian.
             octets = masks.bits[start : start + height].view(torch.uint8)
             added = self._added.index_select(0, octets.flatten().to(torch.int32))
             added = added.view(len(octets), -1)[:, :size]

@@ -1,7 +1,7 @@
-"""Kernels in plain torch, for any device: the oracle of the compiled ones and what runs without a compiler.
+"""Kernels in plain torch, for any device: the oracle of the compiled kernels, and the fallback without a compiler.
 
-In deterministic mode every matrix product has one fixed shape, whatever else is in the step, so a row's bits depend
-neither on its batch mates nor on how its prompt was cut.
+In deterministic mode every matrix product has one fixed shape, so a row's bits depend neither on the composition of the
+batch nor on the prefill chunks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PlainLinear:
 
 
 class FixedShapeLinear:
-    """`F.linear` over LINEAR_ROWS rows at a time, the last ones padded: libraries choose their kernel by rows."""
+    """`F.linear` over LINEAR_ROWS rows at a time, padded, since libraries select a kernel by the number of rows."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight = weight
@@ -51,13 +51,13 @@ class FixedShapeLinear:
 
 
 class PlainKernels(ComposedBlocks):
-    """Caches are [num_blocks, block_size, num_kv_heads, head_dim]."""
+    """Kernels in plain torch; caches are [num_blocks, block_size, num_kv_heads, head_dim]."""
 
     name = "plain"
     capturable = False
 
     def __init__(self, *, deterministic: bool, block_size: int = 16) -> None:
-        """`block_size` is a power of two up to 128, the length of the key chunks in deterministic mode."""
+        """`block_size` must be a power of two up to 128, the length of a key chunk in deterministic mode."""
         if block_size not in (1, 2, 4, 8, 16, 32, 64, 128):
             raise ValueError(f"block_size must be a power of two up to 128, not {block_size}")
         self.deterministic = deterministic
@@ -76,7 +76,7 @@ class PlainKernels(ComposedBlocks):
         dtype: torch.dtype,
         device: torch.device,
     ) -> LayerCache:
-        """Uninitialised memory: nothing reads a position before it is stored."""
+        """Uninitialised memory: no position is read before it is stored."""
         shape = (num_blocks, self.block_size, num_kv_heads, head_dim)
         return LayerCache(
             keys=torch.empty(shape, dtype=dtype, device=device),
@@ -84,7 +84,7 @@ class PlainKernels(ComposedBlocks):
         )
 
     def zero_blocks(self, cache: LayerCache, blocks: Tensor) -> None:
-        """Not needed by `attend`, which masks; done all the same, as the caller asks for it."""
+        """Zero `blocks`, although `attend` masks stale values and does not need it."""
         cache.keys[blocks] = 0
         cache.values[blocks] = 0
 
@@ -139,6 +139,6 @@ class PlainKernels(ComposedBlocks):
         return attend(queries, batch, cache, ScoreRule(scale, window, softcap))
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """`silu(gate) * up`, gate first."""
+        """`silu(gate) * up` of `gate_up` [T, 2 * inter], gates first."""
         gate, up = gate_up.chunk(2, dim=-1)
         return (elementwise(F.silu, gate) if self.deterministic else F.silu(gate)) * up

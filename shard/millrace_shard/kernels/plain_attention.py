@@ -1,7 +1,7 @@
-"""Ragged paged attention in plain torch, twice: fast, and with one fixed shape for every product.
+"""Ragged paged attention in plain torch, in two versions: fast, and with one fixed shape for every product.
 
-Shapes: T tokens, H query heads, K key-value heads, G = H / K query heads to each, D head_dim, C keys.
-Neither ever multiplies what lies beyond a sequence's end: it is replaced by zeros first, since 0 times NaN is NaN.
+Shapes: T tokens, H query heads, K key-value heads, G = H / K query heads per key-value head, D head_dim, C keys.
+Values past the end of a sequence are replaced by zeros before they are multiplied, since 0 times NaN is NaN.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from millrace_shard.kernels.base import LayerCache
 from millrace_shard.kernels.ragged import RaggedBatch
 
 QUERY_TILE = 16
-"""Queries of one product in fixed mode; divides KEY_CHUNK, so that a tile ends inside one key chunk."""
+"""Queries per product in deterministic mode; divides KEY_CHUNK, so that a tile lies within one key chunk."""
 KEY_CHUNK = 128
 SCORE_QUERIES = 128
-"""Queries of one product where scores are held in memory."""
+"""Queries per product where scores are materialised."""
 SINGLES_ELEMENTS = 1 << 25
-"""Keys of single queries that are gathered at a time, in elements; a context that has more comes by itself."""
+"""Elements of keys to gather at a time for single queries; a longer context is processed by itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreRule:
-    """What turns products of queries and keys into attention scores."""
+    """Scale, window and soft cap, which turn products of queries and keys into attention scores."""
 
     scale: float
     window: int | None
     softcap: float | None
 
     def scores(self, products: Tensor) -> Tensor:
-        """Scaled and capped."""
+        """Scale and cap `products`."""
         scores = products * self.scale
         if self.softcap is None:
             return scores
         return torch.tanh(scores / self.softcap) * self.softcap
 
     def sees(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        """Which queries (second to last axis) see which keys (last axis)."""
+        """Whether each query (second to last axis) sees each key (last axis)."""
         distance = query_positions.unsqueeze(-1) - key_positions.unsqueeze(-2)
         seen = distance >= 0
         return seen if self.window is None else seen & (distance < self.window)
@@ -51,12 +51,12 @@ class ScoreRule:
         return 0 if self.window is None else max(0, query_position - self.window + 1)
 
     def span(self, context: int, block_size: int) -> int:
-        """Keys at most, from the start of a block, that the last query of a context sees."""
+        """The maximal number of keys, from the start of a block on, that the last query of a context sees."""
         return context if self.window is None else min(context, self.window + block_size - 1)
 
 
 def attend_fast(queries: Tensor, batch: RaggedBatch, cache: LayerCache, rule: ScoreRule) -> Tensor:
-    """Single queries in gathers of like contexts, every longer run of queries by itself: [T, H * D]."""
+    """Attend single queries in groups of similar contexts, and every longer run of queries by itself: [T, H * D]."""
     out = torch.empty_like(queries, memory_format=torch.contiguous_format)
     singles = [b for b, count in enumerate(batch.num_queries) if count == 1]
     for group in _groups_of_singles(singles, batch.num_context, cache, rule):
@@ -76,9 +76,9 @@ def attend_fast(queries: Tensor, batch: RaggedBatch, cache: LayerCache, rule: Sc
 
 
 def attend_fixed(queries: Tensor, batch: RaggedBatch, cache: LayerCache, rule: ScoreRule) -> Tensor:
-    """Query tiles and key chunks on a grid of absolute positions, softmax carried along in float32: [T, H * D].
+    """Attend by query tiles and key chunks on a grid of absolute positions, with online softmax in float32: [T, H * D].
 
-    A query keeps its place in its tile and meets the same chunks in the same order however it comes.
+    The place of a query in its tile, and the chunks and their order, depend on its position alone.
     """
     out = torch.empty_like(queries, memory_format=torch.contiguous_format)
     start = 0
@@ -97,7 +97,7 @@ def attend_fixed(queries: Tensor, batch: RaggedBatch, cache: LayerCache, rule: S
 
 
 class _KeyChunks:
-    """KEY_CHUNK keys and values of one sequence at a time, [K, C, D] float32, zero beyond its end."""
+    """Keys and values of one sequence in chunks of KEY_CHUNK, [K, C, D] float32, zero past its end."""
 
     def __init__(self, blocks: Tensor, cache: LayerCache, context: int) -> None:
         self._blocks = blocks
@@ -122,7 +122,7 @@ class _KeyChunks:
 
 
 def _attend_tile(queries: Tensor, tile: int, chunks: _KeyChunks, rule: ScoreRule) -> Tensor:
-    """`queries` [QUERY_TILE, H, D] at positions `tile` and on; rows without a query come out as anything."""
+    """Attend `queries` [QUERY_TILE, H, D] at positions from `tile` on; the results of padding rows are undefined."""
     num_heads = queries.shape[1]
     positions = torch.arange(tile, tile + QUERY_TILE, device=queries.device)
     num_kv_heads = chunks[tile // KEY_CHUNK * KEY_CHUNK][0].shape[0]
@@ -137,7 +137,7 @@ def _attend_tile(queries: Tensor, tile: int, chunks: _KeyChunks, rule: ScoreRule
         hidden = ~rule.sees(positions, key_positions).repeat(num_heads // num_kv_heads, 1)
         scores = rule.scores(grouped @ keys.transpose(1, 2)).masked_fill(hidden, -torch.inf)
         new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
-        # A row that has seen no key yet has no maximum to subtract.
+        # The maximum of a row without a visible key is minus infinity, and is not subtracted.
         shift = new_top.masked_fill(new_top == -torch.inf, 0)
         weights = torch.exp(scores - shift)
         carried = torch.exp(top - shift)
@@ -150,7 +150,7 @@ def _attend_tile(queries: Tensor, tile: int, chunks: _KeyChunks, rule: ScoreRule
 def _groups_of_singles(
     singles: list[int], num_context: Sequence[int], cache: LayerCache, rule: ScoreRule
 ) -> Iterator[list[int]]:
-    """Sequences of like contexts, the longest last, whose padded keys are SINGLES_ELEMENTS at most."""
+    """Groups of sequences with similar contexts, the longest last, with at most SINGLES_ELEMENTS of padded keys."""
     block_size, num_kv_heads, head_dim = cache.keys.shape[1:]
     group: list[int] = []
     for b in sorted(singles, key=num_context.__getitem__):
@@ -173,7 +173,7 @@ def _attend_singles(
     rows: Tensor,
     longest: int,
 ) -> Tensor:
-    """One query of each sequence in `rows`, [R, H, D]; `longest` is the longest context among them."""
+    """Attend one query of each sequence in `rows`, [R, H, D]; `longest` is the longest of their contexts."""
     block_size, num_kv_heads, head_dim = cache.keys.shape[1:]
     last = batch.context_lengths[rows].long().unsqueeze(1) - 1
     num_columns = -(-rule.span(longest, block_size) // block_size)
@@ -199,7 +199,7 @@ def _attend_singles(
 def _attend_run(
     queries: Tensor, batch: RaggedBatch, cache: LayerCache, rule: ScoreRule, *, sequence: int
 ) -> Tensor:
-    """The last queries of one sequence, [n, H, D]."""
+    """Attend the last queries of one sequence, [n, H, D]."""
     count, context = queries.shape[0], batch.num_context[sequence]
     block_size = cache.keys.shape[1]
     first = rule.first_key(context - count) // block_size * block_size
@@ -232,7 +232,7 @@ def _attend_run(
 
 
 def _fold_heads(queries: Tensor, num_kv_heads: int) -> Tensor:
-    """[n, H, D] to [K, G * n, D]: the heads that share keys are rows of one product."""
+    """[n, H, D] to [K, G * n, D]: heads that share keys become rows of one product."""
     return queries.transpose(0, 1).reshape(num_kv_heads, -1, queries.shape[2])
 
 

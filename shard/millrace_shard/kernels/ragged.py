@@ -1,4 +1,4 @@
-"""One step's tokens for the model: all sequences concatenated, nothing padded."""
+"""The tokens of one step: all sequences concatenated, without padding."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaggedBatch:
-    """T tokens of B sequences; prompt chunks and decodes are the same thing, rows of one or more queries.
+    """T tokens of B sequences. Prompt chunks and decodes are treated alike, as sequences of one or more queries.
 
-    Sequence b owns tokens `query_starts[b] : query_starts[b + 1]`, which are the last
-    `num_queries[b]` of its `num_context[b]` positions. Queries see every earlier position.
+    The tokens of sequence b are `query_starts[b] : query_starts[b + 1]`: the last `num_queries[b]` of its
+    `num_context[b]` positions. A query sees its own and every earlier position.
     """
 
     ids: Tensor
@@ -24,18 +24,18 @@ class RaggedBatch:
     query_starts: Tensor
     """[B + 1] int32."""
     context_lengths: Tensor
-    """[B] int32, keys of each sequence once this step's are stored."""
+    """[B] int32, number of keys of each sequence, those of this step included."""
     block_tables: Tensor
     """[B, max_blocks] int32, padded with block 0."""
     logit_rows: Tensor
-    """[R] int64, the tokens whose logits are wanted."""
+    """[R] int64, the tokens whose logits are needed."""
     wants_all: bool = False
-    """Whether these are all tokens, in order."""
+    """Whether `logit_rows` are all tokens, in order."""
     num_queries: tuple[int, ...]
-    """Host copy of the query counts."""
+    """The number of queries of each sequence, on the host."""
     num_context: tuple[int, ...]
-    """Host copy of `context_lengths`; where a graph is captured, of as many keys as the block tables have room for."""
+    """`context_lengths` on the host; during graph capture, the number of keys that the block tables can hold."""
 
     def logit_states(self, x: Tensor) -> Tensor:
-        """What `x` [T, ...] has of the tokens whose logits are wanted, [R, ...]."""
+        """The rows of `x` [T, ...] whose logits are needed, [R, ...]."""
         return x if self.wants_all else x[self.logit_rows]

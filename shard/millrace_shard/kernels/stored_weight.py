@@ -1,4 +1,4 @@
-"""A weight where it lies before a model has it: in the mapped files of a checkpoint."""
+"""A weight in the mapped files of a checkpoint, before a model has packed or copied it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """A weight [out, in]: `parts` [n, in] one under another, for a model that computes in `dtype` on `device`.
+    """A weight [out, in], the concatenation of `parts` [n, in], for a model that computes in `dtype` on `device`.
 
-    The parts are in the files' dtype and may be views of them. Whoever is given them has read them when the call
-    returns, and keeps nothing of them: a file that somebody makes shorter is fatal to those that have it mapped.
+    The parts have the dtype of the files and may be views of them. A function that takes a stored weight must have read
+    it when it returns, and must not keep the parts: if a mapped file is truncated, the next access kills the process.
     """
 
     parts: tuple[Tensor, ...]
@@ -22,7 +22,7 @@ class StoredWeight:
 
     @staticmethod
     def of(weight: Tensor) -> StoredWeight:
-        """All of it in one tensor, as the model wants it."""
+        """A stored weight of one tensor, which has the model's dtype and device."""
         return StoredWeight((weight,), weight.dtype, weight.device)
 
     @property
@@ -31,7 +31,7 @@ class StoredWeight:
         return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
 
     def kept(self) -> Tensor:
-        """[out, in] in memory of its own."""
+        """A copy [out, in] in the model's dtype and device."""
         whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         sizes = [part.shape[0] for part in self.parts]
         for rows, part in zip(torch.split(whole, sizes), self.parts, strict=True):

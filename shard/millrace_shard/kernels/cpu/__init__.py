@@ -1,4 +1,4 @@
-"""C++ operators for AMX, AVX-512 and AVX2; sources in `csrc`.
+"""Kernels for x86 CPUs, by C++ operators for AMX, AVX-512 and AVX2, whose sources are in `csrc`.
 
 Entry point: `operators`.
 May import: kernels, device; never kernels.cuda.

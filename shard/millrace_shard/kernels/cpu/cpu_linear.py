@@ -1,7 +1,7 @@
-"""Weights packed for the CPU: blocked for our own operator, or reordered by oneDNN.
+"""Linears over weights packed for the CPU: blocked for our operator, or reordered by oneDNN.
 
-The blocked form gives a row the same bits whatever rows come with it, and so does oneDNN in float32; in bfloat16 oneDNN
-does not, and is up to a fifth faster from about 100 rows on, slower below.
+With the blocked form, and with oneDNN in float32, a row's bits do not depend on other rows. With oneDNN in bfloat16
+they do; it is up to a fifth faster from about 100 rows on, and slower below.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from millrace_shard.kernels.base import Linear
 from millrace_shard.kernels.plain import FixedShapeLinear
 
 ROWS_HINT = 64
-"""Rows that oneDNN lays the weight out for; measured to matter little."""
+"""The number of rows for which oneDNN chooses the layout; its influence on speed is small."""
 
 
 def pack(weight: Tensor, bias: Tensor | None, *, deterministic: bool) -> Linear:
-    """The packed form for this dtype and shape, else one in plain torch."""
+    """The linear for the dtype and shape of `weight`; in plain torch where neither packed form fits."""
     exact = weight.dtype == torch.float32
     if (exact or not deterministic) and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return ReorderedLinear(weight, bias)
@@ -28,7 +28,7 @@ def pack(weight: Tensor, bias: Tensor | None, *, deterministic: bool) -> Linear:
 
 
 class BlockedLinear:
-    """bfloat16 by our own operator: whole sums over `in` (even), in one order."""
+    """A bfloat16 linear by our operator, which sums over `in` (even) in one order."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._out = weight.shape[0]
@@ -44,7 +44,7 @@ class BlockedLinear:
 
 
 class ReorderedLinear:
-    """By oneDNN. In float32 its bits were found to depend on the number of rows only where that is one."""
+    """A linear by oneDNN. In float32 a single row gets other bits, so it is padded to two."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._out = weight.shape[0]

@@ -1,8 +1,8 @@
-"""Linears with int8 weights and int8 activations: the weights of layers in half the bytes of bfloat16.
+"""Linears with int8 weights and int8 activations (dynamic W8A8): half the memory of bfloat16 weights.
 
-Weights are symmetric with one scale per output, found once; activations symmetric with one scale per row, found as they
-come (W8A8, dynamic). Sums are integers and exact, so a row's bits depend on nothing but the row. The output head keeps
-its dtype: its errors would go straight into the probabilities.
+Weights are symmetric with one scale per output; activations are symmetric with one scale per row, computed at run time.
+Sums are integers and exact, so a row's bits depend on the row alone. The output head keeps its dtype, since its errors
+would affect the probabilities directly.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from millrace_shard.kernels.build import operators_loaded
 
 LARGEST = 127.0
 SMALLEST = 1e-30
-"""Rows without a larger value count as zeros: their scale would have no reciprocal in float32."""
+"""A row without a larger value is quantised to zeros: its scale would have no reciprocal in float32."""
 
 logger = logging.getLogger(__name__)
 
 
 def with_int8(kernels: Kernels) -> Kernels:
-    """`kernels` with every linear but the head's in int8."""
+    """`kernels` with every linear in int8 but the head."""
     return cast("Kernels", Int8Kernels(kernels))
 
 
 class Int8Kernels(ComposedBlocks):
-    """Whatever is not a linear is the wrapped kernels' own."""
+    """Kernels whose linears are int8; everything else is delegated to the wrapped kernels."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -45,18 +45,18 @@ class Int8Kernels(ComposedBlocks):
         return kind(weight, bias)
 
     def head(self, weight: Tensor) -> Linear:
-        """Take over `weight` [vocab, hidden] as it is."""
+        """The head of the wrapped kernels, over `weight` [vocab, hidden]."""
         return self._kernels.head(weight)
 
 
 def is_fast() -> bool:
-    """Whether this CPU multiplies int8 tiles, and rightly; if not, int8 is slower than bfloat16."""
+    """Whether the int8 operator is available and correct; if not, int8 is slower than bfloat16."""
     return operators_loaded() and _agrees_with_plain()
 
 
 @functools.cache
 def _agrees_with_plain() -> bool:
-    """For one row, and for enough of them and long enough that sums are taken in parts."""
+    """Compare operator and plain torch, over one row, and over enough long rows for sums that are taken in parts."""
     generator = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(n, 1700, generator=generator).bfloat16() for n in (70, 40))
     fast, plain = (kind(weight, None) for kind in (TiledInt8Linear, PlainInt8Linear))
@@ -67,10 +67,10 @@ def _agrees_with_plain() -> bool:
 
 
 def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """`rows` [R, n] as int8 [R, n] and the worth of a unit of each row, float32 [R, 1]; NaN for rows not finite."""
+    """`rows` [R, n] as int8 [R, n], and the scale of each row, float32 [R, 1], NaN for rows that are not finite."""
     wide = rows.float()
     largest = wide.abs().amax(-1, keepdim=True)
-    # A number divided by a tensor would be its reciprocal's multiple, rounded twice.
+    # A Python number divided by a tensor is computed as a product with the reciprocal, which rounds twice.
     inverse = torch.where(largest > SMALLEST, torch.full_like(largest, LARGEST) / largest, 0.0)
     quantized = (wide * inverse).round().clamp(-128, 127).nan_to_num(0.0).to(torch.int8)
     worth = largest / LARGEST
@@ -78,7 +78,7 @@ def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class TiledInt8Linear:
-    """bfloat16 rows, by tiles."""
+    """An int8 linear over bfloat16 rows, by the compiled operator."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         quantized, scales = quantize(weight)
@@ -97,7 +97,7 @@ class TiledInt8Linear:
 
 
 class PlainInt8Linear:
-    """The same integers in plain torch: products of int8 are exact in float64, and slow."""
+    """The int8 linear in plain torch: products of int8 are exact in float64, but slow."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, scales = quantize(weight)

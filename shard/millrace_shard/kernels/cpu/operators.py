@@ -1,9 +1,9 @@
 """Kernels for x86 CPUs: compiled operators over pages of 64 positions, in bfloat16 or float32.
 
-bfloat16 weights go to operators over tiles, of half a layer each or of all, and a row's bits depend neither on its
-batch mates, nor on how its prompt was cut, nor on the number of threads. Heads that are no multiples of 32 wide go
-through ATen's brgemm instead, which needs AVX512. One engine thread may call the kernels; torch.set_num_threads says
-how many threads share a call.
+bfloat16 weights use operators over tiles, for half a layer or for all layers. A row's bits depend neither on the
+composition of the batch, nor on the prefill chunks, nor on the number of threads. Heads whose width is not a multiple
+of 32 use ATen's brgemm instead, which needs AVX-512. Only one thread may call the kernels; torch.set_num_threads sets
+the number of threads of a call.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ HEAD_DIM_STEP = 8
 
 
 class CpuKernels(ComposedBlocks):
-    """Caches are [num_blocks, num_kv_heads, 64, head_dim], each page laid out as pages.h says."""
+    """Kernels for x86 CPUs; caches are [num_blocks, num_kv_heads, 64, head_dim], with pages as in pages.h."""
 
     name = "cpu"
     block_size = 64
     capturable = True
 
     def __init__(self, *, deterministic: bool, tiles: bool = True) -> None:
-        """`tiles`: bfloat16 goes to the operators over tiles; they have to be loaded by the first use."""
+        """With `tiles`, bfloat16 uses the operators over tiles. Operators must be loaded before the first use."""
         self.deterministic = deterministic
         self.tiles = tiles
 
@@ -59,31 +59,31 @@ class CpuKernels(ComposedBlocks):
         return cpu_linear.pack(weight, bias, deterministic=self.deterministic)
 
     def linear_from(self, weights: LinearWeights) -> Linear:
-        """Pack the weight from where it lies, where tiles take it."""
+        """Pack the weight, directly from the mapped file if tiles take it."""
         if self.tiles and weights.weight.dtype == torch.bfloat16:
             return PanelLinear(weights)
         return super().linear_from(weights)
 
     def head(self, weight: Tensor) -> Linear:
-        """Pack `weight` [vocab, hidden]; by tiles the logits are never rounded to bfloat16."""
+        """Pack `weight` [vocab, hidden]; with tiles, the logits are not rounded to bfloat16."""
         if self.tiles and weight.dtype == torch.bfloat16:
             return PanelLinear(_stored(weight, None), dtype=torch.float32)
         return super().head(weight)
 
     def attention(self, weights: AttentionWeights) -> AttentionBlock:
-        """Pack the weights of half a layer."""
+        """Pack the weights of the first half of a layer."""
         if self.tiles and tile_blocks.fits_attention(weights):
             return TiledAttention(weights)
         return super().attention(weights)
 
     def mlp(self, weights: MlpWeights) -> MlpBlock:
-        """Pack the weights of the other half."""
+        """Pack the weights of the second half of a layer."""
         if self.tiles and tile_blocks.fits_mlp(weights):
             return TiledMlp(weights)
         return super().mlp(weights)
 
     def layers(self, layers: Sequence[Layer], reduce: Reduce | None) -> Layers:
-        """One operator for all where they are tiled and nothing is to be reduced between them."""
+        """One operator for all layers, if all are tiled and there is no `reduce`; else one call per half."""
         halves = tile_blocks.tiled_halves(layers)
         if halves is None or reduce is not None:
             return super().layers(layers, reduce)
@@ -98,7 +98,7 @@ class CpuKernels(ComposedBlocks):
         dtype: torch.dtype,
         device: torch.device,
     ) -> LayerCache:
-        """Uninitialised memory. Raises ValueError for a dtype, head dim or device that is not the CPU's."""
+        """Uninitialised memory. Raises ValueError for an unsupported dtype, head dim or device."""
         if dtype not in DTYPES or head_dim % HEAD_DIM_STEP or device.type != "cpu":
             raise ValueError(f"no CPU cache of {dtype} with head_dim {head_dim} on {device}")
         shape = (num_blocks, num_kv_heads, self.block_size, head_dim)
@@ -107,7 +107,7 @@ class CpuKernels(ComposedBlocks):
         )
 
     def zero_blocks(self, cache: LayerCache, blocks: Tensor) -> None:
-        """Clear `blocks`; `attend` multiplies what lies beyond a sequence's end by 0."""
+        """Zero `blocks`, since `attend` multiplies values past the end of a sequence by 0."""
         cache.keys.index_fill_(0, blocks, 0)
         cache.values.index_fill_(0, blocks, 0)
 
@@ -134,7 +134,7 @@ class CpuKernels(ComposedBlocks):
         num_heads: int,
         num_kv_heads: int,
     ) -> Tensor:
-        """Rotate in place, store keys and values; the queries returned are a view into `qkv`."""
+        """Rotate in place; store keys and values. The returned queries are a view into `qkv`."""
         torch.ops.millrace.rope_store(
             qkv, rope, batch.positions, batch.cache_rows, cache.keys, cache.values, num_heads
         )
@@ -178,7 +178,7 @@ class CpuKernels(ComposedBlocks):
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """`silu(gate) * up` of [T, 2 * inter], gate first."""
+        """`silu(gate) * up` of `gate_up` [T, 2 * inter], gates first."""
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
         torch.ops.millrace.silu_mul(out, gate_up.contiguous())
         return out

@@ -1,6 +1,6 @@
 """Linears, halves of a layer and all layers as single operators over tiles, for bfloat16 weights.
 
-A row's bits depend on nothing but the row: sums run over the whole of K in one order.
+A row's bits depend on the row alone, since sums run over the whole of K in one order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.kernels.stored_weight import StoredWeight
 
 TILE_DEPTH = 32
-"""Inputs in a tile: widths that are read as tiles are multiples of it."""
+"""Inputs per tile; widths that are read as tiles are multiples of it."""
 TILE_COLUMNS = 16
 
 
@@ -46,7 +46,7 @@ def fits_mlp(weights: MlpWeights) -> bool:
 
 
 class PanelLinear:
-    """A weight in panels of 32 outputs; what it yields is bfloat16, or float32 where asked for."""
+    """A linear over a weight in panels of 32 outputs; results are bfloat16 or float32, as `dtype` says."""
 
     def __init__(self, weights: LinearWeights, *, dtype: torch.dtype = torch.bfloat16) -> None:
         self._out = weights.weight.shape[0]
@@ -79,7 +79,7 @@ class TiledAttention:
     def __call__(
         self, x: Tensor | None, residual: Tensor, batch: RaggedBatch, cache: LayerCache
     ) -> Tensor:
-        """[T, hidden], in `x` where there is one; `residual` is changed in place."""
+        """[T, hidden], in the memory of `x` if given; `residual` is changed in place."""
         y = torch.empty_like(residual) if x is None else x
         norm, *others = self.weights
         torch.ops.millrace.attention_block(
@@ -105,7 +105,7 @@ class TiledAttention:
 
 
 class TiledMlp:
-    """Norm, gates, activation and projection in one parallel region."""
+    """Norm, gate and up projection, activation and down projection in one parallel region."""
 
     def __init__(self, weights: MlpWeights) -> None:
         self.eps = weights.eps
@@ -114,17 +114,17 @@ class TiledMlp:
         """In the operators' order."""
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """[T, hidden], in `x`; `residual` is changed in place."""
+        """[T, hidden], in the memory of `x`; `residual` is changed in place."""
         norm, *others = self.weights
         torch.ops.millrace.mlp_block(x, x, residual, norm, self.eps, *others)
         return x
 
 
 class TiledLayers:
-    """All layers in one parallel region, which a step of few tokens enters in the time of many phases."""
+    """All layers in one parallel region, since entering one takes as long as many phases of a step of few tokens."""
 
     def __init__(self, halves: Sequence[tuple[TiledAttention, TiledMlp]]) -> None:
-        """Of halves that `tiled_halves` has found."""
+        """Combine `halves` from `tiled_halves`."""
         first, _ = halves[0]
         self._weights = [weight for pair in halves for half in pair for weight in half.weights]
         self._eps, self._rope = first.eps, first.rope
@@ -156,7 +156,7 @@ class TiledLayers:
 
 
 def tiled_halves(layers: Sequence[Layer]) -> list[tuple[TiledAttention, TiledMlp]] | None:
-    """The halves of layers that TiledLayers takes, which are all of one size; None where it does not."""
+    """The halves of `layers`, if all are tiled and of one size, as TiledLayers needs; else None."""
     halves = [
         (layer.attention, layer.mlp)
         for layer in layers
@@ -168,14 +168,14 @@ def tiled_halves(layers: Sequence[Layer]) -> list[tuple[TiledAttention, TiledMlp
 
 
 def _kind(attention: TiledAttention, mlp: TiledMlp) -> tuple[object, ...]:
-    """What has to be the same in all layers."""
+    """The properties that must be equal in all layers."""
     shapes = tuple(weight.shape for half in (attention, mlp) for weight in half.weights)
     settings = attention.num_heads, attention.scale, attention.eps, mlp.eps
     return *settings, id(attention.rope), shapes
 
 
 def _packed(weights: LinearWeights, *, gated: bool = False) -> tuple[Tensor, Tensor]:
-    """Straight from where the weight lies, if it needs no conversion."""
+    """Packed weight and bias; the weight is packed directly from the mapped file if it needs no conversion."""
     weight = weights.weight
     if any(part.dtype != torch.bfloat16 for part in weight.parts):
         weight = StoredWeight.of(weight.kept())
@@ -184,5 +184,5 @@ def _packed(weights: LinearWeights, *, gated: bool = False) -> tuple[Tensor, Ten
 
 
 def _or_empty(values: Tensor | None) -> Tensor:
-    """Operators know that something is missing by its size."""
+    """`values`, or an empty tensor for None, as operators take it."""
     return torch.empty(0, dtype=torch.bfloat16) if values is None else values.contiguous()

@@ -1,4 +1,4 @@
-"""Triton kernels, and FlashAttention-3 where it is installed.
+"""Kernels for CUDA, by Triton, and by FlashAttention-3 if it is installed.
 
 Entry point: `operators`.
 May import: kernels, device; never kernels.cpu.

@@ -1,4 +1,4 @@
-"""Launches ragged paged attention: no transfer, no wait, and grids that follow from shapes alone, for CUDA graphs."""
+"""Launches ragged paged attention, without transfers or waits, and with grids from shapes alone, for CUDA graphs."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from millrace_shard.kernels.cuda.triton_softmax import LONG_SPAN, NUM_SHORT_SPAN
 from millrace_shard.kernels.ragged import RaggedBatch
 
 PROGRAMS = 4096
-"""Programs to share the spans of all single queries: several waves over the multiprocessors of any GPU."""
+"""Programs that share the spans of all single queries: several waves over the multiprocessors of any GPU."""
 LEAST_SHARED_BYTES = 101376
-"""What a thread block may have on the GPUs of compute capability 8.6 and 8.9, which have least."""
+"""Shared memory per thread block on GPUs of compute capability 8.6 and 8.9, which have the least."""
 MIN_ROWS = 16
 """Rows of the smallest matrix product of the tensor cores."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a program is laid out; the results of two tilings may differ in their last bits."""
+    """The tile sizes of a program; the results of two tilings may differ in their last bits."""
 
     rows: int
     """Queries times heads of a group."""
     chunk: int
-    """Keys visited at a time; divides SHORT_SPAN."""
+    """Keys per iteration; divides SHORT_SPAN."""
     num_warps: int
     num_stages: int
 
     def fitted(self, group: int, head_bytes: int, shared_bytes: int) -> Tiling:
-        """With room for a query of `group` heads, two stages of keys and values at least, and no more than fit."""
+        """The tiling adjusted to hold a query of `group` heads, and at least two stages in `shared_bytes`."""
         least = max(MIN_ROWS, triton.next_power_of_2(group))
         stage = 2 * self.chunk * head_bytes
         rows = max(self.rows, least)
@@ -47,7 +47,7 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True)
 class AttentionRule:
-    """What turns products of queries and keys into attention scores."""
+    """Scale, window and soft cap, which turn products of queries and keys into attention scores."""
 
     scale: float
     window: int | None
@@ -55,7 +55,7 @@ class AttentionRule:
 
 
 def tile_tiling(dtype: torch.dtype, head_dim: int) -> Tiling:
-    """For sequences of several queries."""
+    """The tiling for sequences of several queries."""
     if dtype == torch.float32:
         return Tiling(rows=32, chunk=16, num_warps=4, num_stages=2)
     if head_dim > 128:
@@ -64,14 +64,14 @@ def tile_tiling(dtype: torch.dtype, head_dim: int) -> Tiling:
 
 
 def span_tiling(dtype: torch.dtype, head_dim: int) -> Tiling:
-    """For single queries, where all is bandwidth."""
+    """The tiling for single queries, which are bound by bandwidth."""
     if dtype == torch.float32 or head_dim > 128:
         return Tiling(rows=MIN_ROWS, chunk=32, num_warps=4, num_stages=3)
     return Tiling(rows=MIN_ROWS, chunk=64, num_warps=4, num_stages=3)
 
 
 def fixed_tiling(dtype: torch.dtype, head_dim: int) -> Tiling:
-    """For both in deterministic mode: wide enough for prompts, narrow enough for single queries."""
+    """The tiling of deterministic mode: wide enough for prompts, narrow enough for single queries."""
     if dtype == torch.float32:
         return Tiling(rows=MIN_ROWS, chunk=32, num_warps=4, num_stages=2)
     if head_dim > 128:
@@ -80,7 +80,7 @@ def fixed_tiling(dtype: torch.dtype, head_dim: int) -> Tiling:
 
 
 def max_spans(num_keys: int) -> int:
-    """Spans that `num_keys` positions lie in."""
+    """The number of spans that contain `num_keys` positions."""
     short = min(num_keys, NUM_SHORT_SPANS * SHORT_SPAN)
     return -(-short // SHORT_SPAN) + -(-(num_keys - short) // LONG_SPAN)
 
@@ -89,13 +89,13 @@ class PagedAttention:
     """Attention of one step's queries over one layer's cache [num_blocks, block_size, K, head_dim]."""
 
     def __init__(self, *, deterministic: bool) -> None:
-        """Deterministic: one tiling for all, so that a row has the same bits in a prompt and by itself."""
+        """If deterministic, all queries use one tiling, so that a row has the same bits in a prompt and alone."""
         self._deterministic = deterministic
 
     def __call__(
         self, queries: Tensor, batch: RaggedBatch, cache: LayerCache, rule: AttentionRule
     ) -> Tensor:
-        """`queries` [T, H, head_dim], last axis contiguous: [T, H * head_dim]."""
+        """Attend with `queries` [T, H, head_dim], whose last axis is contiguous: [T, H * head_dim]."""
         out = queries.new_empty(queries.shape[0], queries.shape[1] * queries.shape[2])
         num_singles = batch.num_queries.count(1)
         if num_singles < len(batch.num_queries):
@@ -183,7 +183,7 @@ class PagedAttention:
 
 @functools.cache
 def _shared_bytes(device: torch.device) -> int:
-    """Of a thread block at most; of a Hopper GPU under the interpreter."""
+    """The maximal shared memory of a thread block; that of a Hopper GPU under Triton's interpreter."""
     if device.type != "cuda":
         return 232448
     properties = torch.cuda.get_device_properties(device)

@@ -1,8 +1,8 @@
-"""CudaKernels that attend prompts by FlashAttention-3, where its package `flash_attn_interface` is installed.
+"""CudaKernels with FlashAttention-3 for prompts, if its package `flash_attn_interface` is installed.
 
-An option for Hopper GPUs, which it is written for. Steps of single queries alone stay with Triton's kernels, which
-may be captured in graphs: of the package nothing is documented there. It chooses how to split keys by the size of the
-batch, so a row's bits may depend on its batch mates: never used in deterministic mode.
+FlashAttention-3 is written for Hopper GPUs. Steps of single queries use the Triton kernels, which may be captured in
+graphs; the package does not document whether its kernels may. It splits keys by the size of the batch, so a row's bits
+may depend on the composition of the batch, and deterministic mode does not use it.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 class FlashKernels(CudaKernels):
-    """The same caches; all but the attention of prompts and of what runs beside them is CudaKernels'."""
+    """CudaKernels with FlashAttention-3 in every step that has a sequence of several queries."""
 
     name = "flash-attn"
 
     def __init__(self) -> None:
-        """Raises ImportError when the package or its library is not there, AttributeError when it is another."""
+        """Raises ImportError if the package or its library is missing, AttributeError for an unknown version."""
         super().__init__(deterministic=False)
         module = importlib.import_module("flash_attn_interface")
         self._attend: Callable[..., Tensor] = module.flash_attn_with_kvcache
 
     def zero_blocks(self, cache: LayerCache, blocks: Tensor) -> None:
-        """Clear `blocks`: nothing is documented of what lies beyond a sequence's end."""
+        """Zero `blocks`, since the package does not document whether it reads past the end of a sequence."""
         cache.keys.index_fill_(0, blocks, 0)
         cache.values.index_fill_(0, blocks, 0)
 
@@ -62,7 +62,7 @@ class FlashKernels(CudaKernels):
             max_seqlen_q=longest,
             softmax_scale=scale,
             causal=True,
-            # Theirs counts the keys before a query, ours the query as well.
+            # The package counts the keys before a query; our window includes the query.
             window_size=(-1, -1) if window is None else (window - 1, 0),
             softcap=softcap or 0.0,
         )

@@ -1,8 +1,8 @@
-"""Kernels for CUDA: Triton's for attention, rope and rows, the vendor's library for linear.
+"""Kernels for CUDA: Triton for attention, rope and rows, the vendor's library for linears.
 
-In deterministic mode a row's bits depend neither on its batch mates nor on how its prompt was cut; otherwise the
-linears' may depend on the number of rows, and attention computes prompts and single queries in tiles of their own.
-Nothing here waits for the device or reads from it, and grids follow from shapes and from `batch.num_queries` alone,
+In deterministic mode a row's bits depend neither on the composition of the batch nor on the prefill chunks. Otherwise
+the bits of linears may depend on the number of rows, and attention uses different tiles for prompts and for single
+queries. No operator waits for the device or reads from it, and grids follow from shapes and `batch.num_queries` alone,
 so a step of single queries may be captured in a CUDA graph and replayed over other contexts and tables.
 """
 
@@ -25,11 +25,11 @@ from millrace_shard.kernels.ragged import RaggedBatch
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = range(16, 257)
 FAILURES = (RuntimeError, OSError, subprocess.SubprocessError, TritonError)
-"""What compiling and launching raise where a GPU, its driver or the host's compiler does not suit."""
+"""Errors of compilation and launch if the GPU, its driver or the host's compiler is unsuitable."""
 
 
 class CudaKernels(ComposedBlocks):
-    """Caches are [num_blocks, 16, num_kv_heads, head_dim]."""
+    """Kernels for CUDA; caches are [num_blocks, 16, num_kv_heads, head_dim]."""
 
     name = "cuda"
     block_size = 16
@@ -62,7 +62,7 @@ class CudaKernels(ComposedBlocks):
         )
 
     def zero_blocks(self, cache: LayerCache, blocks: Tensor) -> None:
-        """Nothing to do: `attend` replaces what lies beyond a sequence's end by 0 as it reads."""
+        """Nothing to do: `attend` reads 0 past the end of a sequence."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise the last axis in float32, cast back, then scale."""
@@ -82,7 +82,7 @@ class CudaKernels(ComposedBlocks):
         num_heads: int,
         num_kv_heads: int,
     ) -> Tensor:
-        """Rotate queries in place, store keys rotated and values; the queries returned are a view into `qkv`."""
+        """Rotate queries in place; store rotated keys, and values. The returned queries are a view into `qkv`."""
         if num_kv_heads != cache.keys.shape[2]:
             raise ValueError(f"a cache of {cache.keys.shape[2]} heads, not {num_kv_heads}")
         return triton_rope.rope_store(
@@ -109,5 +109,5 @@ class CudaKernels(ComposedBlocks):
         return self._attention(queries, batch, cache, AttentionRule(scale, window, softcap))
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """`silu(gate) * up` of [T, 2 * inter], gate first."""
+        """`silu(gate) * up` of `gate_up` [T, 2 * inter], gates first."""
         return triton_rows.silu_mul(gate_up)

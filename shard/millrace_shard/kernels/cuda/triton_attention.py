@@ -1,7 +1,7 @@
 """Triton kernels of ragged paged attention: tiles of queries, and single queries split over spans of keys.
 
-T tokens, B sequences, H query heads, K key-value heads, `group` = H / K, `rows` of a tile = tokens x group. The split
-over keys is that of Flash-Decoding (Dao et al., 2023), with spans at fixed positions.
+T tokens, B sequences, H query heads, K key-value heads, `group` = H / K; the rows of a tile are tokens x group. The
+split over keys is that of Flash-Decoding (Dao et al., 2023), with spans at fixed positions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SPANS_PER_READ = tl.constexpr(8)
 
 @triton.jit
 def sequence_of(slot, starts, num_sequences, tokens_per_tile: tl.constexpr):
-    """Sequence b owns tile slots from `starts[b] // tokens_per_tile + b`: at least as many as it has tiles."""
+    """The sequence of a tile slot; slots from `starts[b] // tokens_per_tile + b` on are for the tiles of sequence b."""
     found = 0
     lanes = tl.arange(0, _SEQUENCES_PER_LOOK)
     for base in range(0, num_sequences, _SEQUENCES_PER_LOOK):
@@ -61,9 +61,9 @@ def attend_tiles(
     in_spans: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """Sequences of several queries, one tile and key-value head a program; grid (tile slots, K).
+    """Attend sequences of several queries, one tile and key-value head per program; grid (tile slots, K).
 
-    Late tiles, which see most keys, come first. `in_spans` folds span by span, as `attend_spans` has it done.
+    Late tiles, which see most keys, run first. With `in_spans`, results are folded by spans, as for single queries.
     """
     tokens_per_tile: tl.constexpr = rows // group
     slot = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -94,7 +94,7 @@ def attend_tiles(
     begin = 0
     if has_window:
         begin = tl.maximum(first_position - window + 1, 0) // chunk * chunk
-    # Up to here every row of the tile sees every key.
+    # Every row of the tile sees every key before this position.
     common = begin if has_window else (first_position + 1) // chunk * chunk
     top = tl.full([rows], float("-inf"), tl.float32)
     total = tl.zeros([rows], tl.float32)
@@ -174,9 +174,9 @@ def attend_spans(
     has_cap: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """Single queries: every span's softmax by itself, to `partials` [B, H, num_spans, head_dim]; grid (B, K, any).
+    """Attend single queries over each span separately, to `partials` [B, H, num_spans, head_dim]; grid (B, K, any).
 
-    How many programs share the spans of a sequence changes nothing but the speed.
+    The number of programs that share the spans of a sequence affects only the speed.
     """
     sequence = tl.program_id(0)
     head = tl.program_id(1)
@@ -235,7 +235,7 @@ def fold_spans(
     chunk: tl.constexpr,
     has_window: tl.constexpr,
 ):
-    """Fold the spans of single queries in their order; grid (B, H)."""
+    """Fold the partial results of single queries in the order of spans; grid (B, H)."""
     sequence = tl.program_id(0)
     head = tl.program_id(1)
     start = tl.load(starts + sequence)

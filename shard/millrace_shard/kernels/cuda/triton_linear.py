@@ -1,4 +1,4 @@
-"""A matrix product whose rows do not depend on how many there are: one tiling per layer, one order over the inputs."""
+"""A linear whose rows do not depend on the number of rows: one tiling per layer, and one order over the inputs."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ _FLOAT32 = _Tiling(rows=32, outputs=32, inputs=32, num_warps=4, num_stages=2)
 
 
 class FixedTileLinear:
-    """`F.linear` with the same tiles in the same order for any number of rows."""
+    """`F.linear` with the same tiles, in the same order, for any number of rows."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight = weight.contiguous()

@@ -1,4 +1,4 @@
-"""Triton kernels that put keys and values into the paged cache, rotated on the way or as they are.
+"""Triton kernels that store keys and values in the paged cache, with or without rotation.
 
 A cache row is `block * block_size + offset`; caches are [num_blocks, block_size, K, head_dim], contiguous.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 from millrace_shard.kernels.base import LayerCache
 
 ELEMENTS = 1024
-"""Of heads that a program takes together."""
+"""Elements of heads per program."""
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "cache_rows"])
@@ -29,7 +29,7 @@ def _rope_store(
     half: tl.constexpr,
     heads: tl.constexpr,
 ):
-    """One token and `heads` of its queries, keys and values a program; `half` of the rotated channels."""
+    """Rotate and store one token and `heads` of its heads per program; `half` is half of the rotated channels."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * heads + tl.arange(0, heads)
     is_query = head < num_heads
@@ -105,9 +105,9 @@ def rope_store(
     cache: LayerCache,
     num_heads: int,
 ) -> Tensor:
-    """See Kernels. Queries are rotated in place; keys are in the cache alone, those in `qkv` stay as they are.
+    """See Kernels. Queries are rotated in place; rotated keys are written to the cache only.
 
-    Raises ValueError when `qkv` [T, width] or `rope` is not contiguous.
+    Raises ValueError if `qkv` [T, width] or `rope` is not contiguous.
     """
     num_tokens = qkv.shape[0]
     num_kv_heads, head_dim = cache.keys.shape[2:]

@@ -1,6 +1,6 @@
 """Triton kernels over rows: norms and the activation. A row's arithmetic depends on its width alone.
 
-Rounding is `plain`'s: normalised in float32, cast, then scaled; the activation cast, then multiplied.
+Rounding is that of `plain`: norms are computed in float32, cast, then scaled; activations are cast, then multiplied.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import triton.language as tl
 from torch import Tensor
 
 NORM_ELEMENTS = 1024
-"""Elements of narrow rows that a program takes together."""
+"""Elements per program, for narrow rows."""
 ACTIVATION_ELEMENTS = 1024
 
 
 @triton.jit
 def _normalise(wide, weight, width: tl.constexpr, eps, dtype: tl.constexpr):
-    """`wide` [rows, padded width] float32, 0 beyond `width`."""
+    """Normalise `wide` [rows, padded width] float32, which is 0 past `width`."""
     scale = tl.rsqrt(tl.sum(wide * wide, 1) / width + eps)
     return (wide * scale[:, None]).to(dtype).to(tl.float32) * weight.to(tl.float32)
 
@@ -100,9 +100,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See Kernels. Raises ValueError when `residual` [T, hidden] is not contiguous: it is written in place."""
+    """See Kernels. Raises ValueError if `residual` [T, hidden], which is written in place, is not contiguous."""
     if not residual.is_contiguous():
-        raise ValueError("a residual to be added to in place must be contiguous")
+        raise ValueError("a residual that is updated in place must be contiguous")
     out = torch.empty_like(residual)
     num_rows, width = residual.shape
     if num_rows:
@@ -127,5 +127,5 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def _num_warps(num_elements: int) -> int:
-    """For a program that holds so many: 8 to 16 each thread, where there are so many."""
+    """The number of warps of a program over `num_elements`: about 16 elements per thread, and at most 16 warps."""
     return min(16, max(1, num_elements // 512))

@@ -1,12 +1,12 @@
-"""What the attention kernels share: online softmax over chunks of keys, and the spans that keys are split into.
+"""Shared parts of the attention kernels: online softmax over chunks of keys, and the spans that keys are split into.
 
-Chunks and spans lie on grids of absolute positions, so that neither depends on the length of a context or on the
-batch. A key that a row does not see is an exact identity: its weight is 0, and what lies beyond a sequence's end is
-never read. Where two roundings could be fused, they are by `fma`, not by the compiler's choice, so that the same row
-gets the same bits from code that was compiled twice.
+Chunks and spans lie on grids of absolute positions, so they depend neither on the length of a context nor on the batch.
+A key that a row does not see has weight 0 and changes no bit; nothing is read past the end of a sequence. Sums of
+products are fused explicitly by `fma`, not at the compiler's choice, so that two compilations of the same code give the
+same bits.
 
-Online softmax after Milakov and Gimelshein (2018), tiled as in FlashAttention-2 (Dao, 2023). Exponentials are base 2,
-the factor log2(e) being part of the scale.
+Online softmax follows Milakov and Gimelshein (2018), and tiling FlashAttention-2 (Dao, 2023). Exponentials have base 2,
+and the scale includes the factor log2(e).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from triton import knobs
 SHORT_SPAN = 256
 NUM_SHORT_SPANS = 32
 LONG_SPAN = 2048
-"""Spans grow once contexts are long, which bounds the memory for partial results."""
+"""Later spans are longer, which bounds the memory for partial results."""
 
 _SHORT_SPAN = tl.constexpr(SHORT_SPAN)
 _NUM_SHORT_SPANS = tl.constexpr(NUM_SHORT_SPANS)
@@ -29,7 +29,7 @@ _INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 
 @triton.jit
 def dot(left, right, out, precision: tl.constexpr):
-    """`out + left @ right` in float32. The interpreter's numpy has no bfloat16, so it multiplies float32."""
+    """`out + left @ right` in float32. Triton's interpreter multiplies float32, since numpy has no bfloat16."""
     if _INTERPRETED:
         left = left.to(tl.float32)
         right = right.to(tl.float32)
@@ -38,14 +38,14 @@ def dot(left, right, out, precision: tl.constexpr):
 
 @triton.jit
 def span_start(span):
-    """The first position of a span, or of each."""
+    """The first position of a span, or of each span."""
     short = tl.minimum(span, _NUM_SHORT_SPANS)
     return short * _SHORT_SPAN + (span - short) * _LONG_SPAN
 
 
 @triton.jit
 def span_of(position):
-    """The span that a position lies in, or that each does."""
+    """The span that contains a position, or each position."""
     edge = _NUM_SHORT_SPANS * _SHORT_SPAN
     short = tl.minimum(position, edge - 1)
     beyond = tl.maximum(position - edge + _LONG_SPAN, 0)
@@ -54,7 +54,7 @@ def span_of(position):
 
 @triton.jit
 def fold(top, total, out, span_top, span_total, span_out):
-    """Results over more keys added to those so far; a span of no visible key changes nothing."""
+    """Combine the results of a span with the results so far; a span without visible keys changes nothing."""
     new_top = tl.maximum(top, span_top)
     shift = tl.where(new_top == float("-inf"), 0.0, new_top)
     old = tl.exp2(top - shift)
@@ -66,7 +66,7 @@ def fold(top, total, out, span_top, span_total, span_out):
 
 @triton.jit
 def _read(pages, offsets, known, head_dim: tl.constexpr, masked: tl.constexpr):
-    """[chunk, padded_dim] of keys or values, 0 where not `known` and beyond head_dim."""
+    """Keys or values [chunk, padded_dim], 0 where not `known` and past head_dim."""
     dims = tl.arange(0, triton.next_power_of_2(head_dim))
     pointers = pages + offsets[:, None] + dims[None, :]
     if masked:
@@ -103,10 +103,10 @@ def visit(
     precision: tl.constexpr,
     masked: tl.constexpr,
 ):
-    """Carry the softmax of `query` over the chunks from `begin` to `end`; unmasked, all rows see all of them."""
+    """Update the softmax of `query` with the chunks from `begin` to `end`; unmasked, all rows must see all keys."""
     offsets = tl.arange(0, chunk)
     at = begin + offsets
-    # One chunk ahead, so that the loads of keys and values do not wait for a load of their addresses.
+    # Block numbers are loaded one chunk ahead, so that the loads of keys and values do not wait for their addresses.
     block = tl.load(table + at // page, mask=at < end, other=0)
     for start in range(begin, end, chunk):
         at = start + offsets
