@@ -343,7 +343,7 @@ def assemble(  # noqa: PLR0913
             metrics,
             on_failure=health.failed,
             on_token=health.generated,
-            on_entry=cost.variation.entered,
+            on_entry=cost.overhead.add_entry,
         ),
         metrics=metrics,
         health=health,

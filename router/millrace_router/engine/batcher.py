@@ -270,7 +270,7 @@ class Batcher:
         """Take note of how long the router was at the last answer, once for each."""
         if self._is_at_answer:
             self._is_at_answer = False
-            self._prospects.cost.variation.turned(time.monotonic() - self._answered_at)
+            self._prospects.cost.overhead.add_answer(time.monotonic() - self._answered_at)
 
     def _deliver(self, result: StepResult) -> None:
         """Hand a step's tokens to their streams; drop what has ended with them."""

@@ -1,4 +1,4 @@
-"""Pure forecasts: what a step costs, when a request is served.
+"""Pure forecasts: the cost of a step, and when a request is served.
 
 Entry points: `cost.CostModel`, `forecast.Forecaster`.
 May import: errors alone.

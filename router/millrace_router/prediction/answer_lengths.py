@@ -1,4 +1,4 @@
-"""How long answers get, learned from those that ended."""
+"""The distribution of answer lengths, learned from finished answers."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 _MEMORY = 256
-"""Answers that count; an older one fades by 1/e. Enough for a tail, and traffic changes within minutes."""
+"""Answers after which one has faded by 1/e: enough for a tail, while traffic changes within minutes."""
 _BOUNDS: tuple[int, ...] = (
     *range(0, 16, 4),
     *((4 + part) << octave for octave in range(2, 20) for part in range(4)),
 )
-"""Where the pieces begin, a quarter of their power of two wide; the last bound is above any context."""
+"""Bounds of the pieces, each a quarter of its power of two wide; the last bound is above any context."""
 _WIDTHS: tuple[int, ...] = tuple(end - begin for begin, end in pairwise(_BOUNDS))
 
 
 class AnswerLengths:
-    """A survival curve of answers, constant hazard by piece, robust against limits.
+    """A survival curve of answers with a constant hazard per piece, robust against limits.
 
-    An answer that met `max_new_tokens` says only that it would have been longer (it is censored), so limits of some
-    clients do not shorten the forecast of others, and traffic that always meets its limit is forecast to meet it.
-    The hazard of a piece is ends per token generated in it (the piecewise exponential model: Friedman 1982), with
-    the piece before as a guess worth one answer; past the longest answer seen it stays what it was. Before any
-    answer has ended, all are expected to meet their limits.
+    An answer that met `max_new_tokens` is censored: it would have been longer. So the limits of some clients do not
+    shorten the forecast of others, and traffic that always meets its limit is forecast to meet it. The hazard of a
+    piece is the number of ends per token generated in it (the piecewise exponential model: Friedman 1982); the hazard
+    of the previous piece is a prior with the weight of one answer. Beyond the longest answer the hazard stays
+    constant. Before the first end of an answer, all answers are expected to meet their limits.
     """
 
     def __init__(self) -> None:
@@ -39,13 +39,13 @@ class AnswerLengths:
 
     @property
     def recent(self) -> Sequence[int]:
-        """Lengths of the last answers, met limits included."""
+        """Lengths of the last answers, censored ones included."""
         return self._recent
 
     def add(self, num_generated: int, limit: int) -> None:
-        """Count an answer of at least one token.
+        """Count an answer; one without tokens is ignored.
 
-        One that was cut off, by its limit or by a reader who left, has its length as `limit`.
+        The `limit` of an answer that was cut, by its limit or by a client that left, is its length.
         """
         if num_generated < 1:
             return
@@ -62,7 +62,7 @@ class AnswerLengths:
         self._is_stale = True
 
     def expected_left(self, num_generated: int, limit: int) -> float:
-        """Mean number of tokens still to come of an answer that has got so far."""
+        """Mean number of further tokens of an answer with `num_generated` tokens."""
         self._refresh()
         if num_generated >= limit:
             return 0.0
@@ -70,10 +70,10 @@ class AnswerLengths:
         return self._left(num_generated) - survival * self._left(limit)
 
     def quantile_left(self, num_generated: int, limit: int, hazard: float) -> float:
-        """Tokens still to come that an answer exceeds with probability exp(-`hazard`)."""
+        """The number of further tokens that an answer exceeds with probability exp(-`hazard`)."""
         if self._is_stale:
             self._refresh()
-        # Runs for every row of a prediction, hence few calls.
+        # Runs for each row of each prediction, hence few calls.
         piece = bisect_right(_BOUNDS, num_generated) - 1
         hazard += self._hazard_before[piece]
         hazard += (num_generated - _BOUNDS[piece]) * self._hazards[piece]
@@ -85,18 +85,18 @@ class AnswerLengths:
         return max(0.0, left) if end < limit else float(limit - num_generated)
 
     def _hazard(self, num_tokens: int) -> float:
-        """Cumulated from 0 to `num_tokens`."""
+        """The hazard from 0 to `num_tokens`, cumulated."""
         piece = _piece(num_tokens)
         return self._hazard_before[piece] + (num_tokens - _BOUNDS[piece]) * self._hazards[piece]
 
     def _left(self, num_tokens: int) -> float:
-        """Mean number of tokens still to come without a limit (or with the last bound as one)."""
+        """Mean number of further tokens without a limit other than the last bound."""
         piece = _piece(num_tokens)
         width = _BOUNDS[piece + 1] - num_tokens
         return _mean_within(self._hazards[piece], width, self._left_at[piece + 1])
 
     def _refresh(self) -> None:
-        """Take the curve anew from the counts."""
+        """Compute the curve from the counts, if they have changed."""
         if not self._is_stale:
             return
         self._is_stale = False
@@ -117,7 +117,7 @@ def _piece(num_tokens: int) -> int:
 
 
 def _mean_within(hazard: float, width: int, left_after: float) -> float:
-    """Mean tokens to come before a bound `width` tokens away, past which come `left_after`."""
+    """Mean number of further tokens up to a bound `width` tokens away, beyond which the mean is `left_after`."""
     survival = math.exp(-hazard * width)
     within = -math.expm1(-hazard * width) / hazard if hazard > 0.0 else width
     return within + survival * left_after

@@ -1,4 +1,4 @@
-"""How far predictions were off."""
+"""The errors of predictions."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections import deque
 
 
 class ErrorTracker:
-    """Absolute errors, in seconds, of the last predictions of one quantity, kept in order of size."""
+    """Absolute errors, in seconds, of the last `window` predictions of one quantity, in order of size."""
 
     def __init__(self, window: int = 1000) -> None:
         if window < 1:
-            raise ValueError(f"an audit of nothing: {window=}")
+            raise ValueError(f"the window must be at least 1: {window=}")
         self._window = window
         self._errors: deque[float] = deque()
         self._sorted: list[float] = []
@@ -21,7 +21,7 @@ class ErrorTracker:
         return len(self._errors)
 
     def add(self, predicted: float, realised: float) -> None:
-        """Count a prediction that came true, or did not; the oldest one is forgotten.
+        """Count a prediction; the oldest one beyond the window is dropped.
 
         Raises:
             ValueError: the error is not a number.
@@ -36,11 +36,11 @@ class ErrorTracker:
         insort(self._sorted, error)
 
     def median(self) -> float:
-        """Seconds that half of the errors do not exceed; NaN before the first."""
+        """Seconds that half of the errors do not exceed; NaN before the first error."""
         return self._quantile(0.5)
 
     def p90(self) -> float:
-        """Seconds that nine of ten errors do not exceed; NaN before the first."""
+        """Seconds that nine of ten errors do not exceed; NaN before the first error."""
         return self._quantile(0.9)
 
     def _quantile(self, share: float) -> float:

@@ -1,4 +1,4 @@
-"""What the scheduler says of a request before it runs."""
+"""The answer to an estimate: when a request would be served."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from millrace_router.prediction.forecast import Prediction
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """How a request that came now would fare."""
+    """The forecast for a request that arrives now, and the state of the scheduler."""
 
     prediction: Prediction | None
     """None where nothing is predicted (`Forecaster.predict`)."""
@@ -21,10 +21,10 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Appraisal:
-    """What becomes of what a client wrote, as far as that can be told without running it."""
+    """The validation and the estimate of a request that does not run."""
 
     num_prompt_tokens: int
     max_new_tokens: int
     refusal: str | None
-    """Why it does not fit; its estimate is that of the shortest request then."""
+    """Why the request does not fit; the estimate is then that of the shortest request."""
     estimate: Estimate

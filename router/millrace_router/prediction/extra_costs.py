@@ -1,52 +1,54 @@
-"""What it adds to a step that decodes fill more than one KV position: learned from few steps, and not for ever."""
+"""The cost of decodes that fill more than one KV position, learned from few steps."""
 
 from __future__ import annotations
 
 _TRUST = 4.0
-"""Steps, of as many extra positions as below, that what is assumed beforehand counts for."""
+"""Weight of the assumed costs, in steps of `_TYPICAL` extra positions."""
 _TYPICAL = 4.0
+"""Extra positions of such a step."""
 _MEMORY = 128
-"""Steps with extra positions that count; an older one fades by 1/e."""
-_PATIENCE = 2048
-"""Steps without any in which what is known fades by 1/e, so that one bad impression does not last."""
+"""Steps with extra positions after which an observation has faded by 1/e."""
+_IDLE_MEMORY = 2048
+"""Steps without extra positions after which the observations have faded by 1/e, so that one bad step does not last."""
 
 
 class ExtraCosts:
-    """Seconds for extra positions: `once` for having any, `each` for every one; neither is negative.
+    """Seconds for extra positions: `once` for a step with any, and `each` per position; neither is negative.
 
-    Ridge regression of what steps took beyond the time expected of them without, in relative errors as in `CostModel`,
-    towards no cost at all for having any and that of a row for each. So those steps change nothing of what is known
-    of others, one that a neighbour held up says little, and a few suffice where the assumption is far off.
+    A ridge regression of the time beyond the expected duration without extra positions, in relative errors as in
+    `CostModel`. Without observations `once` is 0, and `each` is the cost of a row. So steps with extra positions do
+    not change the costs of other steps, a delayed step counts little, and a few steps correct a wrong assumption.
     """
 
     def __init__(self) -> None:
         self.once = 0.0
         self.each = 0.0
         self._step = 0.0
-        """What is assumed: about a step's seconds, as the scale of errors; and a row's."""
+        """The assumed duration of a step, which is the scale of errors."""
         self._row = 0.0
+        """The assumed cost of a row."""
         self._gram = [0.0, 0.0, 0.0]
         self._moment = [0.0, 0.0]
         self._has_any = False
 
     @classmethod
     def fixed(cls, *, once: float, each: float) -> ExtraCosts:
-        """Costs that are known."""
+        """Costs that do not change."""
         costs = cls()
         costs.once, costs.each = float(once), float(each)
         return costs
 
     def seconds(self, num_positions: int) -> float:
-        """What so many extra positions in one step cost."""
+        """The cost of so many extra positions in one step."""
         return self.once + self.each * num_positions if num_positions else 0.0
 
     def assume(self, *, step: float, row: float) -> None:
-        """Take the costs of a step and a row as what is known beforehand."""
+        """Set the assumed costs of a step and of a row."""
         self._step, self._row = step, row
         self._fit()
 
     def add(self, num_positions: int, seconds: float, *, plain: float, pace: float) -> None:
-        """Learn from a step of so many extra positions, of which `plain` seconds were expected without them."""
+        """Learn from a step with so many extra positions; without them `plain` seconds were expected."""
         expected = plain + pace * self.seconds(num_positions)
         weight = pace * pace / (expected * max(expected, seconds))
         beyond = (seconds - plain) / pace
@@ -59,13 +61,13 @@ class ExtraCosts:
         self._fit()
 
     def fade(self) -> None:
-        """Let a step without extra positions pass."""
+        """Count a step without extra positions."""
         if self._has_any:
-            self._scale(1.0 - 1.0 / _PATIENCE)
+            self._scale(1.0 - 1.0 / _IDLE_MEMORY)
             self._fit()
 
     def rescale(self, change: float) -> None:
-        """Let everything have taken `change` times as long."""
+        """Multiply the observed durations by `change`."""
         self._gram = [value / (change * change) for value in self._gram]
         self._moment = [value / change for value in self._moment]
 
@@ -74,7 +76,7 @@ class ExtraCosts:
         self._moment = [factor * value for value in self._moment]
 
     def _fit(self) -> None:
-        """Solve the normal equations of two unknowns; one that would be negative is 0."""
+        """Solve the normal equations of two unknowns; a negative solution becomes 0."""
         if self._step <= 0.0:
             return
         unit = _TRUST / (self._step * self._step)

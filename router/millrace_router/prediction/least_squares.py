@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 _TOLERANCE = 1e-9
-"""A gradient this small beside the moment it belongs to is rounding."""
+"""A gradient below this share of its moment is a rounding error."""
 
 Matrix = Sequence[Sequence[float]]
 
 
 def solve_nonnegative(gram: Matrix, moment: Sequence[float]) -> list[float]:
-    """The x >= 0 that minimises x'Gx / 2 - m'x; `gram` has to be positive definite.
+    """The x >= 0 that minimises x'Gx / 2 - m'x; `gram` must be positive definite.
 
-    The active-set method of Lawson and Hanson (Solving Least Squares Problems, 1974, chapter 23), begun with every
-    unknown free: then one solution is all it takes when none is at its bound.
+    The active-set method of Lawson and Hanson (Solving Least Squares Problems, 1974, chapter 23). It begins with every
+    unknown free, so it solves once if no unknown is at its bound.
     """
     size = len(moment)
     x = [1.0] * size
     free = list(range(size))
-    for _ in range(3 * size):  # ends long before, unless rounding makes it go round in circles
+    for _ in range(3 * size):  # ends much earlier, unless rounding errors make it cycle
         _descend(gram, moment, x, free)
         bound = [i for i in range(size) if i not in free]
         slopes = [moment[i] - sum(gram[i][j] * x[j] for j in free) for i in bound]

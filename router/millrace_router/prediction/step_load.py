@@ -1,4 +1,4 @@
-"""What a step's cost depends on, in counts that are known when it is planned."""
+"""The counts on which the cost of a step depends; they are known when it is planned."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ class StepLoad:
     """Counts over the rows of one step."""
 
     prefill_tokens: int = 0
-    """Prompt tokens it computes."""
+    """Prompt tokens that it computes."""
     prefill_pairs: int = 0
-    """Sum over those of the KV positions each attends to."""
+    """Sum over those tokens of the KV positions that each attends to."""
     num_chunks: int = 0
-    """Prompts they belong to."""
+    """Prompts of those tokens."""
     decodes: int = 0
     """Rows that decode."""
     context: int = 0
-    """Sum over their KV positions in this step of the positions each attends to."""
+    """Sum over the KV positions that they fill of the positions that each attends to."""
     extra_positions: int = 0
-    """KV positions beyond the first of each of those rows: forced tokens and guesses."""
+    """KV positions beyond the first of each decode: forced tokens and draft tokens."""
 
     def with_extra(self, num_extra: int) -> StepLoad:
-        """The same as if it had been planned with so many extra positions, which attend to as much as the others."""
+        """The load with another number of extra positions, which attend to as much as the others."""
         if num_extra == self.extra_positions:
             return self
         num_positions = self.decodes + self.extra_positions
         context = round(self.context * (self.decodes + num_extra) / num_positions)
-        # Runs for every step with such rows, and `dataclasses.replace` takes several times as long.
+        # Runs for every step with multi-token rows; `dataclasses.replace` takes several times as long.
         return StepLoad(
             prefill_tokens=self.prefill_tokens,
             prefill_pairs=self.prefill_pairs,

@@ -1,4 +1,4 @@
-"""`millrace-simulate`: read what to simulate, simulate it, show the figures."""
+"""`millrace-simulate`: read the command line, simulate, show the figures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from millrace_router.simulator.trace import TraceError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the simulator; return the exit status: 2 for input that cannot be used."""
+    """Run the simulator; return the exit status, which is 2 for invalid input."""
     try:
         plan = plan_from_args(sys.argv[1:] if argv is None else argv)
         _run(plan)

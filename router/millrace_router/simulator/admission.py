@@ -1,4 +1,4 @@
-"""Which requests a simulated router takes in: validation, permits, and the limits of its queue."""
+"""Which requests a simulated router accepts: validation, permits, and the limits of its queue."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from millrace_router.simulator.simulated_request import SimulatedRequest
 
 
 class AdmissionControl:
-    """Says no for the same reasons as the router.
+    """Refuses requests for the same reasons as the router.
 
-    The router predicts the wait of every request. Here only those that may be refused for it are worth the work.
+    The router predicts the wait of every request. The simulator does so only for requests that may be refused for it.
     """
 
     def __init__(
@@ -36,9 +36,9 @@ class AdmissionControl:
     def refusal(
         self, request: SimulatedRequest, *, num_present: int, now_in_step: float
     ) -> str | None:
-        """Why the router refuses `request` while it has `num_present` others; None if it does not.
+        """Why the router refuses `request` while it has `num_present` others; None if it accepts it.
 
-        `now_in_step` is how many seconds the oldest step in flight has run.
+        `now_in_step` is the number of seconds since the oldest step in flight began.
         """
         limits, arrival = self._deployment, request.arrival
         if num_present >= limits.max_concurrent_requests:
@@ -54,7 +54,7 @@ class AdmissionControl:
         return None
 
     def ended(self, request: SimulatedRequest, *, num_cached: int) -> None:
-        """Learn how long an answer got."""
+        """Learn the length of an answer."""
         if self._predicts:
             self.forecaster.finished(
                 num_prompt=request.num_prompt_tokens,

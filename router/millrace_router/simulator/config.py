@@ -1,4 +1,4 @@
-"""The simulator's command line: flags of the router, of the workload, and of the simulation itself."""
+"""The simulator's command line: flags of the router, of the workload and of the simulation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from millrace_router.simulator.workload import Workload
 
 SERVER_TIMEOUT_SECONDS = 10.0
 READ_ONLY = ("cost_model", "step_ratios")
-"""No flags: read from a server or a file."""
+"""Fields without a flag; they are read from a server or a file."""
 
 EXAMPLE = """\
 example:
@@ -33,18 +33,18 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class ConfigError(Exception):
-    """The command line cannot be used; the message says what to change."""
+    """The command line is invalid; the message says what to change."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises what argparse would print with the usage of all flags."""
+    """Raises an error where argparse would print the usage of all flags and exit."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
 
 
 class Scope(BaseModel):
-    """How much is simulated, and where the results go."""
+    """The size of the simulation."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -67,7 +67,7 @@ class Scope(BaseModel):
 
 
 class Plan(BaseModel):
-    """Everything asked for."""
+    """The parsed command line."""
 
     model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
 
@@ -76,17 +76,17 @@ class Plan(BaseModel):
     """One for each point of the sweeps."""
     cores: int
     deployment: Deployment
-    """Without what the sweeps change."""
+    """The deployment without the changes of the sweeps."""
     plot: Path | None
     json_file: Path | None
     save_config: Path | None
 
 
 def plan_from_args(argv: Sequence[str]) -> Plan:
-    """Read the command line, and what it refers to.
+    """Read the command line, and the server or files that it names.
 
     Raises:
-        ConfigError: it cannot be used.
+        ConfigError: it is invalid.
         SystemExit: it asks for help.
 
     """
@@ -129,7 +129,7 @@ def _fleet(values: Mapping[str, Any]) -> Fleet:
 
 
 def _model(model: type[M], values: Mapping[str, Any]) -> M:
-    """The part of `values` that is the model's."""
+    """A model of those `values` that are its fields."""
     try:
         return model(**{name: values[name] for name in model.model_fields if name in values})
     except ValidationError as error:
@@ -180,7 +180,7 @@ def _cost_file(path: Path) -> Mapping[str, Any]:
 
 
 def _deployment_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What of it is a deployment's; None is the same as absent."""
+    """Those `values` that are fields of a deployment; None counts as absent."""
     return {name: values[name] for name in Deployment.model_fields if values.get(name) is not None}
 
 
@@ -221,7 +221,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_fields(group: argparse._ArgumentGroup, model: type[BaseModel]) -> None:
-    """A flag for each field, left out of the result when it is not given."""
+    """Add a flag for each field; a flag that is not given is absent from the result."""
     for name, field in model.model_fields.items():
         if name in READ_ONLY:
             continue

@@ -1,4 +1,4 @@
-"""What is simulated: the router's flags, the memory of its shards, and what their steps cost."""
+"""The simulated deployment: the router's flags, the memory of its shards, and the costs of their steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from millrace_router.scheduler.tenants import RequestQueue
 
 
 def _flag(name: str) -> Any:  # noqa: ANN401
-    """The router's flag of that name, with its default, bounds and meaning."""
+    """The router's flag of that name, with its default, bounds and description."""
     return RouterConfig.model_fields[name]
 
 
@@ -94,12 +94,12 @@ class Deployment(BaseModel):
 
     @property
     def capacity(self) -> int:
-        """KV positions there are."""
+        """The number of KV positions."""
         return (self.num_blocks - 1) * self.block_size
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens that a prompt may have."""
+        """Most tokens of a prompt."""
         return self.max_input_tokens or self.max_total_tokens - 1
 
     @property
@@ -112,7 +112,7 @@ class Deployment(BaseModel):
         )
 
     def new_planner(self, cost: CostModel) -> Planner:
-        """The router's planner with nothing running."""
+        """The router's planner, without rows."""
         return planner_from(
             self.budgets,
             cost,
@@ -126,7 +126,7 @@ class Deployment(BaseModel):
         return queue_from(self)
 
     def new_forecaster(self, cost: CostModel, late: LatePlanning) -> Forecaster:
-        """The router's forecaster, which knows of no answers yet."""
+        """The router's forecaster, before the first answer."""
         return forecaster_from(
             self,
             self.budgets,

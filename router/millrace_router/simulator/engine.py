@@ -1,4 +1,4 @@
-"""One replica under a virtual clock: the router's own queue and planner, driven as the batcher drives them."""
+"""One replica under a virtual clock: the router's queue and planner, driven as the batcher drives them."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from millrace_router.simulator.simulated_request import (
     request_of,
 )
 
-_LEAST_STEPS = 3
-"""Steps; what it takes to fast_forward is about what two steps take."""
+_LEAST_FAST_FORWARD = 3
+"""Least number of steps to fast-forward; doing so costs about as much as two steps."""
 
 
 class StuckError(Exception):
-    """Requests wait, nothing runs, and the planner admits none: a defect of the scheduler."""
+    """Requests wait, nothing runs, and the planner admits no request: a defect of the scheduler."""
 
 
 class Engine:
     """Router and shards of one replica.
 
-    Steps are planned when the batcher plans them: when a request arrives while none is in flight, when one is answered,
-    or late in the one that the shards are at. What the router takes for a request counts from its arrival to its
-    tokens, and delays nothing else. Since it is known how long each answer is going to be, a row is looked at when it
-    begins and where it may end, and not for each of its tokens.
+    Steps are planned when the batcher plans them: when a request arrives while no step is in flight, when a step is
+    answered, or late in the running step. The router's time for a request delays its tokens and nothing else. The
+    length of each answer is known in advance, so a row is read when it begins and where it may end, and not for each
+    of its tokens.
     """
 
     def __init__(self, deployment: Deployment) -> None:
@@ -67,22 +67,22 @@ class Engine:
         self._num_present = 0
         self._request_ids = count()
         self._may_expire = deployment.max_queue_wait is not None
-        """Whether anybody who waits may have to leave for it."""
+        """Whether a waiting request may expire."""
         self._may_end: dict[int, list[Row]] = {}
         """Rows by the first step that may yield their last token."""
 
     @property
     def next_event(self) -> float:
-        """When `step` has something to do; infinity when there is nothing."""
+        """The time of the next `step`; infinity if there is none."""
         if self._pipeline.flights:
             return self._pipeline.next_event
         return self.now if self._num_present else math.inf
 
     def run_until(self, time: float) -> None:
-        """Let the clock run up to `time`; what is to happen at that very moment has not happened yet.
+        """Let the clock run up to `time`; events at exactly that time are still to come.
 
         Raises:
-            StuckError: nothing can ever happen again.
+            StuckError: no event can happen any more.
 
         """
         while self.next_event < time:
@@ -90,7 +90,7 @@ class Engine:
                 self.step()
 
     def arrive(self, arrival: Arrival) -> bool:
-        """Take a request at its time, which is no earlier than `now`; False if it is refused."""
+        """Accept a request at its time, which is no earlier than `now`; False if it is refused."""
         self.now = arrival.arrived_at
         self.metrics.offered += 1
         self.metrics.started_at = min(self.metrics.started_at, self.now)
@@ -109,10 +109,10 @@ class Engine:
         return True
 
     def step(self) -> int:
-        """Let the clock run to `next_event`, answer a step or plan one; how many requests have left.
+        """Let the clock run to `next_event`, answer or plan a step; return the number of requests that left.
 
         Raises:
-            StuckError: nothing can ever happen again.
+            StuckError: no event can happen any more.
 
         """
         num_present, pipeline = self._num_present, self._pipeline
@@ -127,20 +127,20 @@ class Engine:
         return num_present - self._num_present
 
     def fast_forward(self, until: float) -> bool:
-        """Let the clock run through events before `until` that need no decision; False if the next is none of them.
+        """Let the clock run through events before `until` that need no decision; False if the next event needs one.
 
-        Nobody joins, every row decodes in each step, and no answer ends one. So the planner hears of all steps at once.
+        No request joins, every row decodes in each step, and no row ends, so the planner counts all steps at once.
         """
         pipeline, planner = self._pipeline, self._planner
         if not pipeline.flights:
             return False
-        if until - self.now < _LEAST_STEPS * pipeline.flights[-1].predicted:
+        if until - self.now < _LEAST_FAST_FORWARD * pipeline.flights[-1].predicted:
             return False
         ends_at, depth = min(self._may_end, default=0), self._deployment.steps_in_flight
         most = last_alike(self._may_end, planner, pipeline.last_sent, depth) - pipeline.last_sent
-        if most >= _LEAST_STEPS:
+        if most >= _LEAST_FAST_FORWARD:
             most = min(most, num_uneventful_steps(planner, pipeline.flights))
-        if most < _LEAST_STEPS or self._somebody_may_join():
+        if most < _LEAST_FAST_FORWARD or self._waiting_matter():
             return False
         plan, before = decode_all(planner), list(pipeline.flights)
         sent, answered = pipeline.repeat(plan, most=most, until=until)
@@ -158,18 +158,18 @@ class Engine:
             flight.sort_ended()
         return bool(sent or answered)
 
-    def _somebody_may_join(self) -> bool:
-        """Whether any plan may have anything to do with those who wait, before an answer ends a row."""
+    def _waiting_matter(self) -> bool:
+        """Whether waiting requests may change a plan before a row ends."""
         if not len(self._waiting):
             return False
         if self._planner.budgets.share_slots or self._may_expire:
             return True
-        # Blocks of a prompt that is in flight may be what the head of the queue waits for.
+        # The head of the queue may wait for blocks of a prompt in flight.
         is_computing = any(flight.plan.chunks for flight in self._pipeline.flights)
         return is_computing or not self._planner.lacks_room(self._waiting)
 
     def _count(self, sent: list[float], load: StepLoad) -> None:
-        """Count steps that take so many seconds and decode every row."""
+        """Count steps of these durations that decode every row."""
         blocks = self._planner.blocks
         num_owned = blocks.num_owned
         for seconds, grown in zip(sent, blocks_grown(self._planner, len(sent)), strict=True):
@@ -235,14 +235,14 @@ class Engine:
             self.metrics.queue.add(self.now - request.queued_at)
 
     def _preempt(self, plan: StepPlan) -> None:
-        """Find who was preempted: they are dropped, and yet their tokens in flight count."""
+        """Find the preempted rows: they are dropped, but their tokens in flight count."""
         self.metrics.preemptions += plan.num_preempted
         named = [self._planner.row(slot) for slot in plan.dropped]
         preempted = [row for row in named if row is not None]
         if self._pipeline.flights:
             self._pipeline.flights[-1].preempted += preempted
         else:
-            self._settle(preempted)
+            self._count_preempted(preempted)
 
     def _answer(self, flight: Flight) -> None:
         planner, plan = self._planner, flight.plan
@@ -260,7 +260,7 @@ class Engine:
         )
         if plan.decodes:
             self._decoded_at = self.now
-        self._settle([row for row in flight.preempted if planner.row(row.slot) is row])
+        self._count_preempted([row for row in flight.preempted if planner.row(row.slot) is row])
         planner.answered(flight.number)
 
     def _first_token(self, request: SimulatedRequest) -> None:
@@ -277,7 +277,7 @@ class Engine:
     def _finish(self, row: Row) -> None:
         request, metrics = request_of(row), self.metrics
         if self._pipeline.flights:
-            # The router learns of the end only now, and has sent another decode meanwhile.
+            # The router learns of the end only now, and has sent another decode of the row meanwhile.
             num_discarded = row.num_tokens_planned - request.num_tokens_left
             self._pipeline.flights[0].num_discarded += num_discarded
         self._num_present -= 1
@@ -288,8 +288,8 @@ class Engine:
         self._waiting.served(request, request.output_tokens)
         self._admission.ended(request, num_cached=row.num_cached)
 
-    def _settle(self, preempted: list[Row]) -> None:
-        """Take note of what preempted rows have got in all, now that no step names them any more."""
+    def _count_preempted(self, preempted: list[Row]) -> None:
+        """Count all tokens of preempted rows, once no step in flight names them."""
         for row in preempted:
             request = request_of(row)
             request.num_generated += row.num_tokens_planned

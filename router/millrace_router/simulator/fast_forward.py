@@ -1,4 +1,4 @@
-"""Steps ahead in which nothing is to be decided: every row decodes, nobody joins and no answer ends a row."""
+"""Steps ahead without a decision: every row decodes, no request joins and no row ends."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from millrace_router.simulator.simulated_request import request_of
 
 
 def num_uneventful_steps(planner: Planner, flights: Collection[Flight]) -> int:
-    """For how many steps the planner would let every row decode and do nothing else, as far as blocks go.
+    """The number of steps in which, by the number of blocks, the planner decodes every row and does nothing else.
 
-    Fewer than there are where that is not certain.
+    A lower bound: it may be less than the true number.
     """
     rows, blocks = planner.rows, planner.blocks
-    if not (rows and planner.only_decodes and all(flight.ends_nobody for flight in flights)):
+    if not (rows and planner.only_decodes and not any(flight.ends_rows for flight in flights)):
         return 0
-    # Which blocks are evicted must not depend on when a block is found to be cached already.
+    # The order of evictions must not depend on the moment at which a block is found to be cached already.
     if any(request_of(row).may_repeat_blocks for row in rows.values()):
         return 0
-    # Each row takes a block in `block_size` steps, and one more at most. Nobody may be preempted.
+    # Each row takes a block in `block_size` steps, and one more at most. No row may be preempted.
     return (blocks.num_available // len(rows) - LOOKAHEAD - 1) * blocks.block_size
 
 
@@ -34,9 +34,10 @@ def last_alike(
     last_sent: int,
     depth: int,
 ) -> int:
-    """Number of the last step that decodes every row, given the rows by the first step that may end them.
+    """Number of the last step that decodes every row; `may_end` has the rows by the first step that may end them.
 
-    The first of those steps is one, and so are those sent before the router learns of that end, `depth` in all.
+    The first of those steps still decodes every row, and so do the steps sent before the router learns of that end,
+    `depth` in all.
     """
     ends_at = min(may_end, default=0)
     last = ends_at + depth - 1
@@ -56,7 +57,7 @@ def decode_all(planner: Planner) -> StepPlan:
 
 
 def blocks_grown(planner: Planner, num_steps: int) -> list[int]:
-    """Blocks that all rows together take in each of the next steps, in which all decode."""
+    """Blocks that all rows together take in each of the next steps, if all rows decode."""
     grown, size = [0] * num_steps, planner.blocks.block_size
     for row in planner.rows.values():
         for step in range(row.num_kv_owned - row.num_kv_tokens, num_steps, size):

@@ -1,4 +1,4 @@
-"""Identical replicas under one workload: each request goes to one of them, and they share nothing."""
+"""Identical replicas under one workload: each request goes to one replica, and replicas share nothing."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from millrace_router.simulator.metrics import SimulationMetrics, total
 from millrace_router.simulator.workload import Workload
 
 WAVE = 256
-"""Replicas that one process simulates at a time: their planners have to fit into its memory."""
+"""Most replicas that one process simulates at a time; their planners must fit into its memory."""
 
 Routing = Literal["round-robin", "prefix"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """What to simulate: of `replicas`, among which the workload is divided, the first `sample`."""
+    """A workload that is divided among `replicas`, of which the first `sample` are simulated."""
 
     deployment: Deployment
     workload: Workload
@@ -37,10 +37,10 @@ class Fleet:
 
 
 def simulate(fleets: Sequence[Fleet], *, cores: int = 1) -> list[SimulationMetrics]:
-    """Simulate each fleet, on as many cores as are given.
+    """Simulate each fleet, on `cores` processes.
 
     Raises:
-        TraceError: a trace cannot be used.
+        TraceError: a trace is invalid.
         StuckError: the scheduler has a defect.
 
     """
@@ -67,7 +67,7 @@ def _waves(fleet: Fleet, cores: int) -> Iterator[range]:
 
 def _simulate_wave(fleet: Fleet, numbers: range) -> SimulationMetrics:
     """Simulate the replicas of these numbers."""
-    # What the engines make has no cycles, and is much.
+    # The engines make many objects, but no cycles.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -94,7 +94,7 @@ def _open_loop(fleet: Fleet, numbers: range) -> SimulationMetrics:
 
 
 def _closed_loop(fleet: Fleet, number: int) -> SimulationMetrics:
-    """Drive one replica by its share of the clients; a refused client goes on with its next request."""
+    """Simulate one replica with its share of the clients; a refused client goes on with its next request."""
     workload, engine = fleet.workload, Engine(fleet.deployment)
     draw = workload.requester(f"replica {number}")
     num_left = _share(workload.requests, number, fleet.replicas)
@@ -115,7 +115,7 @@ def _closed_loop(fleet: Fleet, number: int) -> SimulationMetrics:
 
 
 def _share(number: int, index: int, of: int) -> int:
-    """The part of `number` that falls to `index` of so many."""
+    """The share of part `index`, if `number` is divided into so many parts."""
     return number // of + (index < number % of)
 
 
@@ -142,10 +142,10 @@ class Sweep:
 
     @property
     def field(self) -> str:
-        """The setting's name."""
+        """The name of the field."""
         return self.flag.replace("-", "_")
 
     @staticmethod
     def points(sweeps: Sequence[Sweep]) -> list[tuple[str, ...]]:
-        """Every combination of values, the first sweep changing last; without sweeps, the one empty combination."""
+        """Every combination of values, in which the first sweep changes last; one empty combination without sweeps."""
         return list(product(*(sweep.values for sweep in sweeps)))

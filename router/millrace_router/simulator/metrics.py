@@ -1,4 +1,4 @@
-"""What is counted while a replica runs; replicas add up."""
+"""Counts and distributions of a simulated replica, and their sums over replicas."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from millrace_router.prediction.step_load import StepLoad
 
 
 class InterTokenLatencies:
-    """Inter-token times of all streams, by how many of them had their last token when.
+    """Inter-token latencies of all streams, from the number of streams by the time of their last token.
 
-    Nearly always every stream had its last token with the same step, so a step costs the same for 1 and for 1000
-    streams. Exact but where some streams miss a step for want of blocks while others do not: those which had their
-    last token latest are taken to go on first.
+    Nearly always all streams had their last token in the same step, so a step costs the same for 1 and for 1000
+    streams. The result is exact unless some streams miss a step for lack of blocks: then the streams with the latest
+    last token are assumed to go on first.
     """
 
     def __init__(self, seconds: Distribution) -> None:
         self._seconds = seconds
         self._streams: list[tuple[float, int]] = []
-        """(when their last token came, how many), the latest last."""
+        """(time of the last token, number of streams), the latest last."""
 
     def step(self, now: float, *, decoded: int, joined: int, ended: int) -> None:
         """Count a step that was answered `now`.
 
-        `decoded` streams got another token, `joined` ones their first since admission, and `ended` of all these
-        their last.
+        `decoded` streams got another token and `joined` streams their first since admission; for `ended` of all these
+        it was the last.
         """
         streams, num_left = self._streams, decoded
         while num_left and streams:
@@ -41,18 +41,18 @@ class InterTokenLatencies:
             streams.append((now, decoded + joined - ended))
 
     def steps(self, times: Sequence[float], *, decoded: int) -> None:
-        """Count steps that were answered at `times`, in each of which the same streams got a token and none ended."""
+        """Count steps answered at `times`; in each, the same streams got a token and none ended."""
         for now in times:
             last, count = self._streams[-1] if self._streams else (now, 0)
             if count == decoded:
-                # What `step` would do.
+                # The same as `step`, but faster.
                 self._seconds.add(now - last, count)
                 self._streams[-1] = (now, count)
             else:
                 self.step(now, decoded=decoded, joined=0, ended=0)
 
     def leave(self, last: float) -> None:
-        """Forget a stream that was preempted, and had its last token at the time `last`."""
+        """Remove a preempted stream, whose last token came at the time `last`."""
         streams = self._streams
         for place in reversed(range(len(streams))):
             time, count = streams[place]
@@ -64,13 +64,13 @@ class InterTokenLatencies:
 
 
 STEPS_PER_E = 100
-"""Buckets in which values grow by a factor of e: each is 1 % wide."""
+"""Buckets per factor of e; each is 1 % wide."""
 
 
 class Distribution:
-    """Counts of values of 0 or more by logarithmic buckets; a bucket answers with the mean of what it holds.
+    """Counts of values of 0 or more in logarithmic buckets; a percentile is the mean of its bucket.
 
-    So a percentile is at most 1 % from the exact one, and exact where all values of its bucket are equal.
+    It is at most 1 % from the exact percentile, and exact if all values of the bucket are equal.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Distribution:
         """Count and sum by floor(100 ln value)."""
 
     def add(self, value: float, times: int = 1) -> None:
-        """Count `value`, `times` over."""
+        """Count `value`, `times` times."""
         key = math.floor(math.log(value) * STEPS_PER_E) if value > 0.0 else -(10**9)
         bucket = self.buckets.get(key)
         if bucket is None:
@@ -88,7 +88,7 @@ class Distribution:
             bucket[1] += value * times
 
     def merge(self, others: Iterable[Distribution]) -> None:
-        """Count what the others hold too."""
+        """Add the values of `others`."""
         for other in others:
             for key, (times, total) in other.buckets.items():
                 bucket = self.buckets.setdefault(key, [0, 0.0])
@@ -97,16 +97,16 @@ class Distribution:
 
     @property
     def count(self) -> int:
-        """How many values there are."""
+        """The number of values."""
         return int(sum(times for times, _ in self.buckets.values()))
 
     @property
     def mean(self) -> float:
-        """Their mean; 0 where there are none."""
+        """The mean; 0 without values."""
         return sum(total for _, total in self.buckets.values()) / max(1, self.count)
 
     def percentile(self, percent: float) -> float:
-        """The smallest value that `percent` of the values do not exceed (nearest rank); 0 where there are none."""
+        """The smallest value that `percent` of the values do not exceed (nearest rank); 0 without values."""
         rank = math.ceil(self.count * percent / 100)
         for key in sorted(self.buckets):
             times, total = self.buckets[key]
@@ -137,11 +137,11 @@ class SimulationMetrics:
     ended_at: float = 0.0
     """Last answer."""
     busy_seconds: float = 0.0
-    """Sum over steps of their durations."""
+    """Sum of the durations of steps."""
     row_seconds: float = 0.0
     """Sum over steps of duration times rows computed."""
     kv_seconds: float = 0.0
-    """Sum over steps of duration times share of KV blocks that sequences hold."""
+    """Sum over steps of duration times the share of KV blocks that sequences hold."""
     kv_max: float = 0.0
     """Largest such share."""
     queue: Distribution = field(default_factory=Distribution)
@@ -155,7 +155,7 @@ class SimulationMetrics:
     """From arrival to the last token."""
 
     def took(self, seconds: float, load: StepLoad, kv_use: float) -> None:
-        """Count a step of `seconds` in which sequences held so large a share of the KV blocks."""
+        """Count a step of `seconds`; sequences held the share `kv_use` of the KV blocks."""
         self.steps += 1
         self.prefill_tokens += load.prefill_tokens
         self.busy_seconds += seconds
@@ -164,7 +164,7 @@ class SimulationMetrics:
         self.kv_max = max(self.kv_max, kv_use)
 
     def scale(self, factor: float) -> None:
-        """Count `factor` times as many replicas that do the same."""
+        """Multiply all counts and sums by `factor`."""
         for name in _COUNTS:
             setattr(self, name, round(getattr(self, name) * factor))
         self.rejected = Counter({k: round(n * factor) for k, n in self.rejected.items()})
@@ -173,7 +173,7 @@ class SimulationMetrics:
 
 
 def total(results: Sequence[SimulationMetrics]) -> SimulationMetrics:
-    """Several replicas as one."""
+    """The sum over several replicas."""
     result = SimulationMetrics()
     for metrics in results:
         for item in fields(SimulationMetrics):

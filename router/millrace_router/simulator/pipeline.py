@@ -1,4 +1,4 @@
-"""The steps in flight of a simulated replica: when each is planned, begins and is answered."""
+"""The steps in flight of a simulated replica: when each one is planned, begins and is answered."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from millrace_router.simulator.deployment import Deployment
 
 @dataclass(slots=True)
 class Flight:
-    """A step that is not answered yet, and what its answer will tell the router."""
+    """A step that is not answered yet, and the content of its answer."""
 
     number: int
     plan: StepPlan
     began_at: float
     predicted: float
-    """Seconds it was to take."""
+    """Seconds that the cost model predicts."""
     seconds: float
-    """Those it takes."""
+    """Seconds that it takes."""
     answered_at: float
     started: list[Row] = field(default_factory=list)
-    """Rows whose input it completes, so that it yields their first token since admission."""
+    """Rows whose input it completes; it yields their first token since admission."""
     ended: list[Row] = field(default_factory=list)
     """Rows whose last token it yields."""
     preempted: list[Row] = field(default_factory=list)
-    """Rows that were preempted after it, so that it is the last to name them."""
+    """Rows that were preempted after it; no later step names them."""
     num_discarded: int = 0
-    """Tokens of rows that had ended when it was answered."""
+    """Tokens of rows that ended before its answer."""
 
     @property
-    def ends_nobody(self) -> bool:
-        """Whether every row that it computes goes on."""
-        return not (self.ended or self.preempted or self.num_discarded)
+    def ends_rows(self) -> bool:
+        """Whether a row that it computes does not go on."""
+        return bool(self.ended or self.preempted or self.num_discarded)
 
     def sort_ended(self) -> None:
-        """Let rows end in the order of the answer: who releases blocks first decides which are evicted first."""
+        """Put ended rows in the order of the answer: the order of releases decides which blocks are evicted first."""
         if len(self.ended) > 1:
             decodes = self.plan.decodes
             begun = [row for row in self.started if row in self.ended]
@@ -51,10 +51,10 @@ class Flight:
 
 
 class Pipeline:
-    """A step takes what the cost model says, times the next of the deployment's ratios, which repeat.
+    """The steps in flight. A step takes the predicted time, times the next of the deployment's ratios, which repeat.
 
-    Its tokens are given out, and the next step is planned, so long after it as the router takes for an answer. Step
-    n + 1 begins when step n ends, or when it is sent if that is later.
+    Its tokens are delivered, and the next step is planned, `turn_seconds` after its end. Step n + 1 begins when step n
+    ends, or when it is sent if that is later.
     """
 
     def __init__(self, deployment: Deployment, cost: CostModel, late: LatePlanning) -> None:
@@ -66,7 +66,7 @@ class Pipeline:
         self._turn_seconds = deployment.turn_seconds
         self._ratios = cycle(deployment.step_ratios or (1.0,))
         self._open_until: float | None = None
-        """When the step beside the one in flight is to be planned, while it is open."""
+        """When the step beside the one in flight will be planned; None if it is not delayed."""
         self._shards_free_at = 0.0
 
     @property
@@ -76,23 +76,23 @@ class Pipeline:
 
     @property
     def next_event(self) -> float:
-        """When a step is to be planned or is answered; infinity while none is in flight."""
+        """When a step is planned or answered next; infinity while no step is in flight."""
         if self._open_until is not None:
             return self._open_until
         return self.flights[0].answered_at if self.flights else math.inf
 
     def began_at(self, now: float) -> float:
-        """When the shards took up the oldest step in flight; now where there is none."""
+        """When the oldest step in flight began; `now` if there is none."""
         return self.flights[0].began_at if self.flights else now
 
     def take_event(self) -> Flight | None:
-        """Take the step that is answered at `next_event`; None if one is to be planned then instead."""
+        """Take the step that is answered at `next_event`; None if a step is planned then instead."""
         if self._open_until is not None or not self.flights:
             return None
         return self.flights.popleft()
 
     def wants_step(self, now: float) -> bool:
-        """Whether another step is to be planned now, and not later while the one in flight is computed."""
+        """Whether to plan another step now, instead of later while the one in flight runs."""
         self._open_until = None
         if not self.flights:
             return True
@@ -102,13 +102,13 @@ class Pipeline:
         open_until = flight.began_at + self._late.open_part(flight.predicted)
         if open_until <= now:
             return True
-        # The answer may come before.
+        # The answer may come earlier.
         if open_until < flight.answered_at:
             self._open_until = open_until
         return False
 
     def send(self, plan: StepPlan, load: StepLoad, now: float) -> Flight:
-        """Let the shards compute `plan`, which costs what `load` does, after what they are at."""
+        """Let the shards compute `plan`, which has this `load`, after the steps in flight."""
         self.last_sent += 1
         predicted = (self._cost.seconds(load) or 0.0) if plan.has_forward else 0.0
         seconds = predicted * next(self._ratios)
@@ -120,11 +120,11 @@ class Pipeline:
         return flight
 
     def repeat(self, plan: StepPlan, *, most: int, until: float) -> tuple[list[float], list[float]]:
-        """Send `plan` again and again and answer what is in flight, as `take_event`, `wants_step` and `send` would.
+        """Send `plan` repeatedly and answer steps in flight, as `take_event`, `wants_step` and `send` would.
 
-        Each attends to as many positions more than the one before as there are rows. Ends before the first event that
-        is not before `until` or may ask for more than `most` steps. Returns what each step sent takes, in seconds, and
-        when steps were answered.
+        Each step attends to one position per row more than the previous one. Stops before the first event at or after
+        `until`, and before more than `most` steps are sent. Returns the duration of each step sent, in seconds, and
+        the times at which steps were answered.
         """
         first = self._cost.seconds(plan.load) or 0.0
         farthest = replace(plan.load, context=plan.load.context + plan.load.decodes * most)
@@ -136,7 +136,7 @@ class Pipeline:
         sent: list[float] = []
         answered: list[float] = []
         while True:
-            # Runs for every step there is, hence few calls.
+            # Runs for every step, hence few calls.
             is_answer = open_until is None
             now = flights[0][3] if open_until is None else open_until
             if now >= until or len(sent) + depth - len(flights) + is_answer > most:

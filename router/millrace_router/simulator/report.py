@@ -13,12 +13,12 @@ from millrace_router.simulator.svg import Panel, chart, short
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One quantity of a metrics."""
+    """One quantity of the results."""
 
     name: str
-    """Short, unique, and a key in JSON."""
+    """Short and unique; the key in JSON."""
     title: str
-    """With its unit."""
+    """The title, with its unit."""
     of: Callable[[SimulationMetrics], float]
 
 
@@ -31,7 +31,7 @@ def _busy(metrics: SimulationMetrics) -> float:
 
 
 def _hit_share(metrics: SimulationMetrics) -> float:
-    """Of all input tokens of admitted requests, replays included, those whose KV was cached."""
+    """The cached share of all input tokens of admitted requests, replays included."""
     return metrics.cached_tokens / max(1, metrics.cached_tokens + metrics.prefill_tokens)
 
 
@@ -60,11 +60,11 @@ FIGURES = (
 
 
 SHOWN = 10
-"""Tenants in the table; JSON has them all."""
+"""Most tenants in the table; JSON has all of them."""
 
 
 def table(sweeps: Sequence[Sweep], results: Sequence[SimulationMetrics]) -> str:
-    """Figures down, points across; below, why requests were rejected, and what the first tenants saw."""
+    """A row for each figure and a column for each point; below, rejections by reason, and TTFT of the first tenants."""
     rows = [
         [sweep.flag, *(point[place] for point in Sweep.points(sweeps))]
         for place, sweep in enumerate(sweeps)
@@ -87,7 +87,7 @@ def table(sweeps: Sequence[Sweep], results: Sequence[SimulationMetrics]) -> str:
 
 
 def as_json(sweeps: Sequence[Sweep], results: Sequence[SimulationMetrics]) -> str:
-    """A list of objects: the swept flags under `point`, every figure by its name."""
+    """A list of objects: the swept flags under `point`, and every figure by its name."""
     names = [sweep.flag for sweep in sweeps]
     points = [
         {"point": dict(zip(names, point, strict=True))}
@@ -104,7 +104,7 @@ def as_json(sweeps: Sequence[Sweep], results: Sequence[SimulationMetrics]) -> st
 
 
 def plot(sweeps: Sequence[Sweep], results: Sequence[SimulationMetrics]) -> str:
-    """An SVG document: the first sweep along the axis, a line for each value of the second."""
+    """An SVG document: the first sweep along the axis, and a line for each value of the second."""
     axis, points = sweeps[0], Sweep.points(sweeps)
     lines: dict[str, list[SimulationMetrics]] = {}
     for point, metrics in zip(points, results, strict=True):

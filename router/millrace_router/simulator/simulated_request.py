@@ -13,13 +13,13 @@ _NUMBERS = [b"%d" % number for number in range(1000)]
 
 
 class PrefixNames:
-    """Names of the blocks that the requests of a group share, each made once."""
+    """Names of the blocks that the requests of a group share; each name is made once."""
 
     def __init__(self) -> None:
         self._names: dict[str, list[bytes]] = {}
 
     def first(self, group: str, count: int) -> Sequence[bytes]:
-        """Return the names of the first `count` blocks of `group`."""
+        """The names of the first `count` blocks of `group`."""
         names = self._names.setdefault(group, [])
         if len(names) < count:
             prefix = group.encode()
@@ -99,13 +99,13 @@ class Arrival(NamedTuple):
     """Seconds on the virtual clock."""
     prompt_tokens: int
     output_tokens: int
-    """Tokens after which the model would end by itself."""
+    """Tokens after which the model would end the answer."""
     max_new_tokens: int | None = None
-    """What the client asks for at most; None leaves it to the server."""
+    """The client's limit; None for the server's."""
     group: str = ""
-    """Requests of one group begin with the same tokens."""
+    """Requests of one group begin with equal tokens."""
     prefix_tokens: int = 0
-    """How many of its first tokens, prompt and answer, are those of its group."""
+    """The number of its first tokens, prompt and answer, that it shares with its group."""
     priority: int = 0
     tenant: str = ""
     max_queue_seconds: float | None = None

@@ -19,14 +19,14 @@ FAINT = "#e3e7eb"
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """Values by series, one for each place on the axis."""
+    """One chart: the values of each series, one per place on the axis."""
 
     title: str
     values: Mapping[str, Sequence[float]]
 
 
 def chart(title: str, axis: str, labels: Sequence[str], panels: Sequence[Panel]) -> str:
-    """A whole SVG document; `labels` name the places on the `axis`, from left to right."""
+    """An SVG document; `labels` name the places on the `axis`, from left to right."""
     series = list(dict.fromkeys(name for panel in panels for name in panel.values))
     width = NUM_COLUMNS * PANEL_WIDTH
     height = TOP + PANEL_HEIGHT * -(-len(panels) // NUM_COLUMNS)
@@ -80,7 +80,7 @@ def _panel(panel: Panel, series: Sequence[str], axis: str, labels: Sequence[str]
 
 
 def _tick(value: float) -> str:
-    """Three digits and a unit, so that it fits beside the grid."""
+    """Three digits and a unit, which fit beside the grid."""
     if value >= 1e6:
         return f"{short(value / 1e6)}M"
     if value >= 1e4:

@@ -12,18 +12,17 @@ from typing import Any
 from millrace_router.simulator.simulated_request import Arrival
 
 REQUIRED = ("arrived_at", "prompt_tokens", "output_tokens")
-OPTIONAL = tuple(name for name in Arrival._fields if name not in REQUIRED)
 
 
 class TraceError(Exception):
-    """A trace cannot be used; the message names file and line."""
+    """A trace is invalid; the message names file and line."""
 
 
 def read_trace(path: Path) -> Iterator[Arrival]:
-    """Yield the requests of a `.csv` or `.jsonl` file, whose fields are named as those of `Arrival`.
+    """Yield the requests of a `.csv` or `.jsonl` file, whose fields are those of `Arrival`.
 
     Raises:
-        TraceError: a line is no request, or comes before the one above it.
+        TraceError: a line is no request, or arrives before the line above it.
 
     """
     readers = {".csv": _csv_rows, ".jsonl": _json_rows, ".ndjson": _json_rows}

@@ -1,4 +1,4 @@
-"""Which requests come, and when: from a file, at a rate, or from clients that wait for their answers."""
+"""The requests of a simulation: from a file, at a rate, or from clients that wait for their answers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from millrace_router.simulator.simulated_request import Arrival
 from millrace_router.simulator.trace import read_trace
 
 KINDS = {"fixed": 1, "uniform": 2, "exponential": 1, "lognormal": 2, "pareto": 2}
-"""Kinds of distribution, and how many parameters each takes before the optional maximum."""
+"""Kinds of distribution, and the number of parameters of each before the optional maximum."""
 SYNTAX = (
     "512, uniform:LEAST:MOST, exponential:MEAN, lognormal:MEDIAN:SIGMA or pareto:LEAST:ALPHA;"
     " a last :MAXIMUM cuts the tail"
 )
 
 LONGEST = 1e9
-"""Tokens at which even the heaviest tail ends."""
+"""Most tokens of any length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,10 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read what `SYNTAX` describes.
+        """Parse a distribution, as described by `SYNTAX`.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: the text is invalid.
 
         """
         kind, *words = text.split(":")
@@ -54,7 +54,7 @@ class Lengths:
         return cls(kind, tuple(numbers[:count]), maximum)
 
     def __str__(self) -> str:
-        """As `parse` reads it."""
+        """The text that `parse` reads."""
         maximum = () if self.maximum is None else (self.maximum,)
         return ":".join([self.kind, *(f"{number:g}" for number in (*self.parameters, *maximum))])
 
@@ -101,7 +101,7 @@ class Workload(BaseModel):
     """A trace, an open loop at `rate`, or a closed loop of `clients`. The same seed gives the same requests.
 
     Raises:
-        ValueError: it is none or several of those.
+        ValueError: none or several of these are given.
 
     """
 
@@ -160,7 +160,7 @@ class Workload(BaseModel):
         """Yield the requests of a trace or an open loop in order.
 
         Raises:
-            TraceError: the trace cannot be used.
+            TraceError: the trace is invalid.
 
         """
         if self.trace is not None:
@@ -175,12 +175,12 @@ class Workload(BaseModel):
             yield draw.request(now)
 
     def requester(self, name: str) -> Requester:
-        """What draws the requests of the loop `name`, one after the other."""
+        """A generator of the requests of the loop `name`."""
         return Requester(self, Random(f"{self.seed} {name}"))  # noqa: S311
 
 
 class Requester:
-    """Draws requests. Their times take no part, so that those of two rates are the same."""
+    """Draws requests. The draws do not depend on times, so two rates have the same requests."""
 
     def __init__(self, workload: Workload, random: Random) -> None:
         self._workload = workload
@@ -188,7 +188,7 @@ class Requester:
         self._tenants = [str(number) for number in range(1, len(workload.tenant_weights) + 1)]
 
     def request(self, now: float) -> Arrival:
-        """Draw the next request, which comes `now`."""
+        """Draw the next request, which arrives `now`."""
         workload, random = self._workload, self._random
         prompt_tokens = workload.prompt_tokens.draw(random)
         output_tokens = workload.output_tokens.draw(random)

@@ -163,7 +163,7 @@ async def test_what_the_router_takes_for_an_answer_is_not_how_long_nobody_came(
     monkeypatch.setattr("millrace_router.engine.batcher.time", clock)
     shard = HashShard()
     batcher = new_batcher(DirectShards(shard), shard)
-    monkeypatch.setattr(batcher._prospects.cost.variation, "turned", seen.append)
+    monkeypatch.setattr(batcher._prospects.cost.overhead, "add_answer", seen.append)
     async with running(batcher):
         for _ in range(3):
             await collect(batcher.submit(request([1, 2], 6)))

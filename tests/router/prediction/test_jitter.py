@@ -1,4 +1,4 @@
-"""What is known of steps and of the router beyond their mean costs."""
+"""How steps of one load differ."""
 
 from __future__ import annotations
 
@@ -12,44 +12,27 @@ from millrace_router.prediction.step_load import StepLoad
 
 
 def test_nothing_is_said_of_few_steps() -> None:
-    variation = StepJitter()
+    jitter = StepJitter()
     for _ in range(NUM_RATIOS - 1):
-        variation.took(1.0)
-    assert variation.ratios() == []
-    assert variation.turn_seconds == 0.0
+        jitter.add(1.0)
+    assert jitter.ratios() == []
 
 
 @given(st.lists(st.floats(0.01, 100.0), min_size=NUM_RATIOS, max_size=NUM_RATIOS + 50))
 def test_ratios_are_those_of_the_last_steps_in_their_order_about_one(seen: list[float]) -> None:
-    variation = StepJitter()
+    jitter = StepJitter()
     for ratio in seen:
-        variation.took(ratio)
-    ratios, last = variation.ratios(), seen[-NUM_RATIOS:]
+        jitter.add(ratio)
+    ratios, last = jitter.ratios(), seen[-NUM_RATIOS:]
     assert sum(ratios) / NUM_RATIOS == pytest.approx(1.0)
     assert ratios == pytest.approx([ratio * NUM_RATIOS / sum(last) for ratio in last])
-
-
-def test_one_slow_answer_moves_little() -> None:
-    variation = StepJitter()
-    for _ in range(1000):
-        variation.turned(0.001)
-    variation.turned(0.065)
-    assert variation.turn_seconds == pytest.approx(0.002, rel=0.01)
-
-
-def test_a_burst_of_entries_is_soon_forgotten() -> None:
-    variation = StepJitter()
-    assert variation.entry_seconds == 0.0
-    for seconds in [*([0.5] * 200), *([0.001] * 40)]:
-        variation.entered(seconds)
-    assert variation.entry_seconds == 0.001
 
 
 def test_a_cost_model_sees_how_steps_of_one_load_differ() -> None:
     cost = CostModel()
     for number in range(600):
         cost.observe(StepLoad(decodes=4, context=400), 0.010 if number % 2 else 0.014)
-    *_, slow, fast = cost.variation.ratios()
+    *_, slow, fast = cost.jitter.ratios()
     assert slow == pytest.approx(14 / 12, rel=0.02)
     assert fast == pytest.approx(10 / 12, rel=0.02)
 
@@ -58,4 +41,4 @@ def test_known_costs_learn_nothing_of_it() -> None:
     cost = CostModel.fixed(dict.fromkeys(COEFFICIENTS, 0.001))
     for _ in range(600):
         cost.observe(StepLoad(decodes=4, context=400), 0.010)
-    assert cost.variation.ratios() == []
+    assert cost.jitter.ratios() == []

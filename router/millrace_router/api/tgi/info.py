@@ -147,7 +147,7 @@ def _scheduler(services: Services) -> SchedulerJson:
         "block_size": services.shard.block_size,
         "num_blocks": services.capacity.num_blocks,
         "cost_model": {} if cost is None else cost.to_json(),
-        "step_ratios": [] if cost is None else [round(r, 4) for r in cost.variation.ratios()],
-        "entry_seconds": 0.0 if cost is None else round(cost.variation.entry_seconds, 6),
-        "turn_seconds": 0.0 if cost is None else round(cost.variation.turn_seconds, 6),
+        "step_ratios": [] if cost is None else [round(r, 4) for r in cost.jitter.ratios()],
+        "entry_seconds": 0.0 if cost is None else round(cost.overhead.entry_seconds, 6),
+        "turn_seconds": 0.0 if cost is None else round(cost.overhead.turn_seconds, 6),
     }
