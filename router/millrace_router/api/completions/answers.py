@@ -12,6 +12,7 @@ from millrace_router.api.completions.protocol import (
 )
 from millrace_router.api.completions.text import CompletionDelta
 from millrace_router.api.openai.answers import AnswerHead, usage_json
+from millrace_router.api.openai.choice import ChoiceDelta
 from millrace_router.engine.usage import Usage
 from millrace_router.request.dialect import Dialect
 
@@ -49,7 +50,7 @@ class CompletionChunks:
 
     def text_chunk(self, index: int, text: str) -> ChunkJson:
         """A piece of the choice `index` that is nothing but text."""
-        return self._chunk(index, CompletionDelta(text, None, 0, None))
+        return self._chunk(index, ChoiceDelta(text, None, 0, None))
 
     def chunk(
         self, index: int, piece: CompletionDelta, usage: Usage
