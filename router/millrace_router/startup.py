@@ -43,7 +43,7 @@ from millrace_router.text.hub_cache import find_snapshot
 from millrace_router.text.model_files import ModelFiles, ModelFilesError
 from millrace_router.text.tokenizer import Tokenizer, TokenizerError
 from millrace_router.tool_calls.formats import format_of
-from millrace_router.validation.grammar_admission import Grammars
+from millrace_router.validation.grammar_admission import GrammarAdmission
 from millrace_router.validation.validator import Validator
 
 RETRY_SECONDS = 0.5
@@ -323,7 +323,9 @@ def assemble(  # noqa: PLR0913
     )
     metrics.show_recoveries()
     health = Health(batcher.recovery, batcher, grace_seconds=config.recovery_grace)
-    grammars = Grammars(shards, batcher.recovery, metrics, grace_seconds=config.recovery_grace)
+    grammars = GrammarAdmission(
+        shards, batcher.recovery, metrics, grace_seconds=config.recovery_grace
+    )
     validator = Validator(tokenizer, limits, metrics, grammars)
     services = Services(
         config=config,

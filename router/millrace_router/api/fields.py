@@ -53,10 +53,10 @@ class NullIs:
 
 
 Switch = Annotated[bool, NullIs(bool)]
-"""On or off; null is off."""
+"""A boolean; null is false."""
 
 
 class RequestModel(BaseModel):
-    """Nothing is coerced, nothing changes later, unknown fields are ignored."""
+    """A strict, frozen model that ignores unknown fields."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", protected_namespaces=())

@@ -1,5 +1,5 @@
-"""What was asked, and a request's life: its parameters, entry, stream and events.
+"""A request from its parameters to its entry, token stream and events.
 
-Entry points: `request.ValidRequest`, `entry.Entry`.
+Entry points: `generation_request.GenerationRequest`, `request.ValidRequest`, `entry.Entry`.
 May import: text, telemetry, errors.
 """

@@ -1,4 +1,4 @@
-"""Names of KV blocks by what they hold: each key covers its block's tokens and everything before them.
+"""Keys of KV blocks: each key covers its block's tokens and all tokens before them.
 
 Keys are SHA-256, so that nobody can craft a prompt that reads another's KV.
 """
@@ -11,17 +11,17 @@ from hashlib import sha256
 
 
 def root_key(adapter_id: str | None = None) -> bytes:
-    """The parent of a first block: KV differs by adapter, so its keys do."""
+    """Return the parent of a first block; it depends on the adapter, because the KV does."""
     return sha256(b"root" if adapter_id is None else b"root " + adapter_id.encode()).digest()
 
 
 def child_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The key of the block with these tokens after the one named `parent`."""
+    """Return the key of the block with these tokens after the block with the key `parent`."""
     return sha256(b"block" + parent + array("I", token_ids).tobytes()).digest()
 
 
 class BlockHashes:
-    """Keys of the full blocks of one growing sequence, each computed once."""
+    """The keys of the full blocks of one growing sequence, each computed once."""
 
     def __init__(self, block_size: int, adapter_id: str | None = None) -> None:
         self._block_size = block_size

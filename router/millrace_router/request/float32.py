@@ -1,4 +1,4 @@
-"""Single-precision numbers in JSON: as few digits as tell them apart from their float32 neighbours."""
+"""Writes float32 numbers in JSON with as few digits as distinguish them from their neighbours."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _FLOAT32 = Struct("<f")
 _pack = _FLOAT32.pack
 _SMALLEST_NORMAL = 2.0**-126
 _SHORTER = ("%.8g", "%.7g", "%.6g")
-"""What can be shorter than nine digits; below six, `%g` itself leaves zeros away."""
+"""Formats shorter than nine digits; below six digits `%g` itself drops zeros."""
 _SHORTER_SUBNORMAL = (*_SHORTER, "%.5g", "%.4g", "%.3g", "%.2g", "%.1g")
 
 
@@ -17,7 +17,7 @@ def shortest(value: float) -> float | None:
     """Return the double whose shortest decimal is the shortest one of `value` as a float32.
 
     A JSON writer prints -1.3242188 for it instead of the widened -1.32421875. None stands for NaN and infinity, which
-    JSON has not; OverflowError means a number beyond the range of float32.
+    JSON does not have. Raises OverflowError for a number beyond the range of float32.
     """
     if not isfinite(value):
         return None
@@ -25,7 +25,7 @@ def shortest(value: float) -> float | None:
         return value
     bits = _pack(value)
     best: float | None = None
-    # A decimal of n digits is no farther away than one of n - 1: the first failure ends the search.
+    # A decimal of n digits is at least as close as one of n - 1 digits, so the first failure ends the search.
     for form in _SHORTER if abs(value) >= _SMALLEST_NORMAL else _SHORTER_SUBNORMAL:
         shorter = float(form % value)
         if _pack(shorter) != bits:
@@ -35,7 +35,7 @@ def shortest(value: float) -> float | None:
 
 
 def rounded(value: float) -> float:
-    """Round to the nearest float32, which is what the wire carries.
+    """Round to the nearest float32, the type of the wire.
 
     Raises:
         ValueError: the number is too large for a float32.

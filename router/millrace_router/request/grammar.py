@@ -16,7 +16,7 @@ from millrace_router.request.request import Grammar, GrammarKind
 MAX_SOURCE_BYTES = 2**17
 """Bytes of a grammar, or of a schema without blanks; the default limit of the shards is the same."""
 MAX_PARTS = 20_000
-"""Arrays and objects in the text of a schema, pairs of brackets in any other grammar: reading more takes too long."""
+"""Arrays and objects in the text of a schema, pairs of brackets in any other grammar; more take too long to read."""
 MAX_LEVELS = 128
 """Levels of arrays and objects in a schema, of brackets in any other grammar."""
 
@@ -57,7 +57,7 @@ ANY_OBJECT = RawGrammar(GrammarKind.JSON_SCHEMA, {"type": "object"})
 
 
 def check_schemas(schemas: Sequence[dict[str, Any]]) -> None:
-    """Raise ValidationError if schemas that go together are longer, or have more parts, than is worth a look."""
+    """Check the size and the parts of all schemas of one request together; raises ValidationError."""
     try:
         source = orjson.dumps(schemas).decode()
     except orjson.JSONEncodeError:
@@ -67,7 +67,7 @@ def check_schemas(schemas: Sequence[dict[str, Any]]) -> None:
 
 
 def checked_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """Say in `schema` what its users imply; raises ValidationError if it is nested too deeply."""
+    """Return `schema` with implied types; raises ValidationError if it is nested too deeply."""
     _check_levels(_levels_of(schema))
     return with_implied_types(schema)
 
@@ -99,7 +99,7 @@ def _read_schema(value: object) -> Grammar:
 
 
 def _brackets_of(source: str) -> bytes:
-    """The brackets that no backslash makes a character of, found by methods in C, which are fast."""
+    """Return the brackets without a backslash before them, found by methods in C, which are fast."""
     bare = source.replace("\\\\", "")
     for bracket in map(chr, _LEVELS):
         bare = bare.replace(f"\\{bracket}", "")
@@ -107,7 +107,7 @@ def _brackets_of(source: str) -> bytes:
 
 
 def _levels_of(value: object) -> int:
-    """Levels of arrays and objects, taken one at a time, since there may be more than calls can be nested."""
+    """Count the levels of arrays and objects with a loop: there may be more than the call stack allows."""
     num_levels, level = 0, [value] if isinstance(value, _CONTAINERS) else []
     while level:
         num_levels += 1

@@ -1,7 +1,7 @@
-"""What TGI's users leave unsaid in a schema: whatever has `properties` is an object.
+"""Adds the types that TGI's users leave out of schemas: a schema with `properties` describes an object.
 
-JSON Schema lets `{"properties": …}` match any number or string as well, and a model may well choose one. TGI generates
-an object, and its documentation and clients write schemas without a `type`.
+In JSON Schema `{"properties": …}` also matches any number or string, and a model may choose one. TGI generates an
+object, and its documentation and clients write schemas without a `type`.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 from typing import Any
 
 _DECIDING = frozenset({"type", "$ref", "$dynamicRef", "enum", "const"})
-"""Where one of these stands beside it, the schema has said what it matches."""
+"""A schema with one of these keys says itself what it matches."""
 _ONE = ("additionalProperties", "items", "then", "else", "contains", "propertyNames")
 _SEVERAL = ("anyOf", "allOf", "prefixItems", "items")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 
 def with_implied_types(schema: dict[str, Any]) -> dict[str, Any]:
-    """`schema` with `type: object` wherever there are `properties` and nothing else says what it matches.
+    """Return `schema` with `type: object` wherever there are `properties` and no key of `_DECIDING`.
 
-    Schemas that are negated, or only asked for (`not`, `if`), are left as they are: there it would mean something else.
-    So are those of a `oneOf` beside others that match more than objects: a string that one of these matches would no
-    longer count as matched twice.
+    Schemas under `not` and `if` stay as they are, because a type would change their meaning. So do the schemas of a
+    `oneOf` with others that match more than objects: a string that matches one of those would match a different number
+    of schemas.
     """
     changed = dict(schema)
     for name in _ONE:

@@ -1,4 +1,4 @@
-"""What this server grants one request; known once the shards have warmed up."""
+"""The limits of one request; known once the shards have warmed up."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class Limits:
     max_input_tokens: int
     max_total_tokens: int
     vocab_size: int
-    """Tokens that the model knows: ids are smaller than this."""
+    """Tokens of the model: ids are smaller than this."""
     max_concurrent_requests: int = 128
     max_best_of: int = 2
     max_n: int = 16
-    """Not in TGI: choices for one prompt on the OpenAI routes."""
+    """Not in TGI: choices of one prompt on the OpenAI routes."""
     max_stop_sequences: int = 4
     max_top_n_tokens: int = 5
     max_client_batch_size: int = 4
     prefill_logprobs: bool = False
     """Whether the shards report log probabilities of prompts."""
     grammars: bool = False
-    """Whether the shards can guide a generation, and may."""
+    """Whether the shards support grammars and the configuration allows them."""
     dialect: Dialect = MILLRACE

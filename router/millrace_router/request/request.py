@@ -1,4 +1,4 @@
-"""What a request is once it may be trusted: token ids, clamped limits, resolved defaults."""
+"""A request after validation: token ids, clamped limits, resolved defaults."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class GrammarKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What the generated text has to match as a whole."""
+    """The generated text as a whole matches it."""
 
     kind: GrammarKind
     source: str
@@ -32,7 +32,7 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParameters:
-    """How the next token is chosen; the defaults are the neutral values of the wire."""
+    """Parameters of the choice of the next token; the defaults are the neutral values of the wire."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -54,7 +54,7 @@ class SamplingParameters:
 
     @property
     def samples(self) -> bool:
-        """Whether randomness takes part: asked for, or implied by an active warper."""
+        """Whether tokens are drawn at random: the client asked for it, or a warper is active."""
         return (
             self.do_sample
             or self.temperature != 1.0
@@ -67,31 +67,31 @@ class SamplingParameters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulingParameters:
-    """When a request wants to be served; changes nothing of what is generated."""
+    """Parameters of the queue, which do not change the generated tokens."""
 
     priority: int = 0
-    """Higher is sooner; -10 to 10."""
+    """A higher priority is served sooner; -10 to 10."""
     tenant: str = ""
-    """Whose share of the tokens it takes."""
+    """The tenant whose share of the tokens the request takes."""
     max_queue_seconds: float | None = None
-    """How long it is worth waiting in the queue."""
+    """The longest wait in the queue; None for no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidRequest:
-    """A request that passed validation; nothing after this point checks it again."""
+    """A request that passed validation, and is not checked again."""
 
     input_ids: tuple[int, ...]
     max_new_tokens: int
-    """Resolved: what was asked, or what is left of max_total_tokens."""
+    """What the client asked for, or what the prompt leaves of `max_total_tokens`."""
     sampling: SamplingParameters = field(default_factory=SamplingParameters)
     stop_sequences: tuple[str, ...] = ()
     ignore_eos: bool = False
     min_new_tokens: int = 0
     top_n_tokens: int = 0
     prefill_logprobs: bool = False
-    """Whether the log probabilities of the prompt's tokens are to be told."""
+    """Whether the answer has the log probabilities of the prompt's tokens."""
     prompt_top_n_tokens: int = 0
-    """Candidates beside each of those."""
+    """Candidates beside each token of the prompt."""
     grammar: Grammar | None = None
     scheduling: SchedulingParameters = SchedulingParameters()

@@ -10,12 +10,12 @@ from millrace_router.errors import ValidationError
 from millrace_router.request.request import SchedulingParameters
 
 API_KEY_HEADER = "x-api-key"
-"""Where Anthropic's clients put what all others send as a bearer token."""
+"""Anthropic's clients put the API key here; all others send it as a bearer token."""
 PRIORITY_HEADER = "x-priority"
 TENANT_HEADER = "x-tenant"
 MAX_QUEUE_HEADER = "x-max-queue-ms"
 MAX_PRIORITY = 10
-"""Priorities reach from minus this to this."""
+"""Priorities are from -10 to 10."""
 MAX_QUEUE_MS = 10**12 - 1
 DEFAULT_SCHEDULING = SchedulingParameters()
 
@@ -32,10 +32,10 @@ def scheduling_from(
 ) -> SchedulingParameters:
     """Read the scheduling parameters; `headers` ignore case, and a body's `priority` beats the header's.
 
-    Whoever would wait for longer than the server allows, `max_queue_seconds`, gets that for a deadline.
+    `max_queue_seconds` is the longest wait that the server allows; a client's limit may be shorter.
 
     Raises:
-        ValidationError: a priority is none from -10 to 10, or the deadline no positive number of milliseconds.
+        ValidationError: the priority is out of range, or the limit is not a positive number of milliseconds.
 
     """
     return SchedulingParameters(
@@ -46,7 +46,7 @@ def scheduling_from(
 
 
 def tenant_of(headers: Mapping[str, str]) -> str:
-    """Who asks: the name that is given, else a digest of the key that is presented, which itself is never kept."""
+    """Return the client's name, else a digest of its API key, so that the key itself is not kept."""
     name = headers.get(TENANT_HEADER)
     if name:
         return name
@@ -57,7 +57,7 @@ def tenant_of(headers: Mapping[str, str]) -> str:
 
 
 def presented_key(headers: Mapping[str, str]) -> str:
-    """The API key that comes with a request, right or wrong; "" for none."""
+    """Return the API key of a request, unchecked; "" for none."""
     return headers.get("authorization", "").removeprefix("Bearer ") or headers.get(
         API_KEY_HEADER, ""
     )
@@ -102,5 +102,5 @@ def _sooner(asked: float | None, allowed: float | None) -> float | None:
 
 
 def _shown(text: str) -> str:
-    """What was given, with bytes that are no UTF-8 escaped."""
+    """Return the text with bytes that are not UTF-8 escaped."""
     return text.encode(errors="backslashreplace").decode()

@@ -1,4 +1,4 @@
-"""Seeds: drawn where a client gives none, and derived where one request is sampled several times."""
+"""Draws seeds for requests without one, and derives the seeds of several samples of one request."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ _random = SystemRandom()
 
 
 def random_seed() -> int:
-    """Any 64-bit number."""
+    """Draw a 64-bit number."""
     return _random.getrandbits(64)
 
 
 def seed_of_sample(seed: int, index: int) -> int:
-    """Seed of the sample `index`, from 0, of a request with `seed`: the first sample has the request's own.
+    """Return the seed of the sample `index`, from 0, of a request with `seed`.
 
-    That of any other is the first 8 bytes of SHA-256 over `seed` and `index`, all numbers of 8 bytes and big-endian.
+    The first sample has `seed`. The others have the first 8 bytes of SHA-256 over `seed` and `index`; all numbers have
+    8 bytes and are big-endian.
     """
     if index == 0:
         return seed

@@ -1,8 +1,8 @@
-"""Which grammars the shards take: each is asked for before a request with it is accepted, and the answer remembered.
+"""Has the shards compile each grammar before a request with it is accepted, and remembers the answers.
 
-A grammar may be what the shards die of. Those that were being compiled when that happened are tried again one at a
-time, with nothing beside them, and one that breaks the shards alone is refused. So one request cannot keep breaking
-them, however often its client tries again, and nobody else is refused for it.
+A grammar may crash the shards. Every grammar that was being compiled at that moment is compiled again, one at a time
+and with no other beside it; a grammar that crashes the shards alone is refused. So a client cannot crash the shards
+with one grammar again and again, and no other grammar is refused for it.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ from millrace_router.shards.errors import ShardBusy, ShardError, ShardHung, Shar
 from millrace_router.telemetry.metrics import Metrics
 
 CHECK_SECONDS = 60.0
-"""How long the shards may take; they have a shorter limit of their own, and those that hang are found sooner."""
+"""Limit of one call; the shards have a shorter limit of their own, and the hang detector finds hung shards sooner."""
 REFUSED_SECONDS = 600.0
-"""How long a refusal is remembered: what took too long on a busy machine may fare better."""
+"""How long a refusal is remembered: a grammar that took too long on a busy machine may compile later."""
 NUM_AT_ONCE = 16
-"""Grammars that are compiled at once; the shards let a few of them take long."""
+"""Grammars that are compiled at once."""
 MAX_WAITING = 64
-"""Grammars that may wait for that."""
+"""Grammars that may wait to be compiled."""
 MAX_REMEMBERED = 1024
 MAX_REASON_CHARS = 1000
 NUM_TRIES_ALONE = 2
 RETRY_SECONDS = 0.2
-"""After the shards were lost; the batcher has noticed it by then."""
+"""Pause after the shards were lost, in which the batcher notices it."""
 BREAKS = "it breaks the model server"
 TOO_MANY = "Model is overloaded: too many grammars are to be compiled"
 BUSY = "Model is overloaded: the grammar cannot be compiled now"
 
 
 class Compiler(Protocol):
-    """Who knows which grammars can be had."""
+    """The shards."""
 
     async def compile_grammar(self, grammar: Grammar, /) -> str | None:
-        """Why no sequence may have `grammar`, or None if one may. Raises ShardError."""
+        """Compile `grammar`; returns the reason of a refusal, or None. Raises ShardError."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
     reason: str | None
-    """None for a grammar that is taken."""
+    """Reason of a refusal; None for an accepted grammar."""
     refused_until: float
 
 
-class Grammars:
-    """Asks the shards, a few grammars at a time, while they serve."""
+class GrammarAdmission:
+    """Has the shards compile a few grammars at a time while they serve."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Grammars:
         check_seconds: float = CHECK_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`grace_seconds` are given to a recovery of the shards; `clock` is that of `recovery`."""
+        """Requests wait `grace_seconds` for a recovery of the shards; `clock` is that of `recovery`."""
         self._compiler = compiler
         self._recovery = recovery
         self._grace_seconds = grace_seconds
@@ -78,15 +78,15 @@ class Grammars:
         self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
         self._locks: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
         self._places = asyncio.Semaphore(NUM_AT_ONCE)
-        self._suspects = asyncio.Lock()
+        self._turn_alone = asyncio.Lock()
         self._num_waiting = 0
 
     async def check(self, grammar: Grammar, *, wait_seconds: float | None = None) -> None:
-        """Return if a sequence may have `grammar`; `wait_seconds` is how long it is worth waiting for the answer.
+        """Return if a request may have `grammar`; `wait_seconds` is the longest wait for the answer.
 
         Raises:
-            ValidationError: none may, and why.
-            Overloaded: too many others are asked for, or it would take too long.
+            ValidationError: the shards refuse the grammar; the message has the reason.
+            Overloaded: too many grammars are waiting, or the compilation took too long.
             ShardsGone: the shards are down, and not expected back in time.
 
         """
@@ -95,7 +95,7 @@ class Grammars:
         if verdict is None:
             try:
                 async with asyncio.timeout(wait_seconds):
-                    verdict = await self._find_out(key, grammar)
+                    verdict = await self._decide(key, grammar)
             except TimeoutError:
                 raise QueueExpired(retry_after_seconds=1.0) from None
         elif verdict.reason is None:
@@ -104,27 +104,27 @@ class Grammars:
             raise ValidationError(f"grammar is not valid: {verdict.reason}")
 
     async def _renew(self, grammar: Grammar, wait_seconds: float | None) -> None:
-        """Have the shards compile again what they may have dropped, before a step would have to wait for it.
+        """Have the shards compile a known grammar that they may have dropped, so that no step waits for it.
 
-        What they have kept takes them no time. Whether they can does not matter to a grammar that is known.
+        A grammar that the shards kept takes no time. A failure is ignored, because the grammar is known to be accepted.
         """
         with suppress(TimeoutError, ShardError, Overloaded):
             async with asyncio.timeout(wait_seconds):
                 if self._recovery.since is None:
                     await self._compile(grammar)
 
-    async def _find_out(self, key: bytes, grammar: Grammar) -> _Verdict:
-        """Ask, unless somebody asks for the same already: then wait for their answer."""
+    async def _decide(self, key: bytes, grammar: Grammar) -> _Verdict:
+        """Ask the shards, or wait for the answer to the same question of another request."""
         lock = self._locks.get(key)
         if lock is None:
             lock = self._locks[key] = asyncio.Lock()
         async with lock:
             verdict = self._recall(key)
             if verdict is None:
-                verdict = self._remember(key, await self._ask_counted(grammar))
+                verdict = self._remember(key, await self._ask_and_count(grammar))
         return verdict
 
-    async def _ask_counted(self, grammar: Grammar) -> str | None:
+    async def _ask_and_count(self, grammar: Grammar) -> str | None:
         began, outcome = self._clock(), "unavailable"
         try:
             reason = await self._ask(grammar)
@@ -139,7 +139,7 @@ class Grammars:
             raise Overloaded(TOO_MANY)
         self._num_waiting += 1
         try:
-            await self._shards_serve()
+            await self._wait_for_shards()
             async with self._places:
                 with suppress(ShardLost, ShardHung):
                     return await self._compile(grammar)
@@ -148,33 +148,37 @@ class Grammars:
             self._num_waiting -= 1
 
     async def _ask_alone(self, grammar: Grammar) -> str | None:
-        async with self._nobody_else():
+        async with self._alone():
             for _ in range(NUM_TRIES_ALONE):
                 await asyncio.sleep(RETRY_SECONDS)
-                await self._shards_serve()
+                await self._wait_for_shards()
                 with suppress(ShardLost, ShardHung):
                     return await self._compile(grammar)
         return BREAKS
 
     @asynccontextmanager
-    async def _nobody_else(self) -> AsyncIterator[None]:
-        """Take every place, and keep it for the length of the block."""
-        async with self._suspects, AsyncExitStack() as held:
+    async def _alone(self) -> AsyncIterator[None]:
+        """Hold every place for the length of the block."""
+        async with self._turn_alone, AsyncExitStack() as held:
             for _ in range(NUM_AT_ONCE):
                 await held.enter_async_context(self._places)
             yield
 
-    async def _shards_serve(self) -> None:
-        """Wait until they do; raises ShardsGone."""
+    async def _wait_for_shards(self) -> None:
+        """Wait until the shards serve; raises ShardsGone."""
         while self._recovery.since is not None:
             if self._recovery.is_overdue(self._clock(), self._grace_seconds):
                 raise ShardsGone(self._recovery.reason)
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _compile(self, grammar: Grammar) -> str | None:
-        """Why not, or None; raises ShardLost or ShardHung if the shards stopped serving meanwhile, or Overloaded.
+        """Compile `grammar`; returns the reason of a refusal, or None.
 
-        The shards bound the work on a grammar: what took longer than that says nothing of the grammar.
+        Raises:
+            ShardLost, ShardHung: the shards stopped serving meanwhile.
+            Overloaded: the shards are busy, or the call took longer than the shards' own limit, which is not the
+                grammar's fault.
+
         """
         try:
             async with asyncio.timeout(self._check_seconds):
@@ -187,7 +191,7 @@ class Grammars:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            # A channel that is given up cancels the calls on it, and not those who wait for them.
+            # A closed channel cancels its calls, but not the tasks that await them.
             raise ShardLost("the channel to the shard was closed") from None
         except (ShardLost, ShardHung):
             raise

@@ -12,7 +12,7 @@ from millrace_router.request.request import Grammar, ValidRequest
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.text.tokenizer import Tokenizer, TokenizerError
 from millrace_router.validation import rules
-from millrace_router.validation.grammar_admission import Grammars
+from millrace_router.validation.grammar_admission import GrammarAdmission
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Validator:
     """Checks requests and tokenizes them off the event loop."""
 
     def __init__(
-        self, tokenizer: Tokenizer, limits: Limits, metrics: Metrics, grammars: Grammars
+        self, tokenizer: Tokenizer, limits: Limits, metrics: Metrics, grammars: GrammarAdmission
     ) -> None:
         self.limits = limits
         self._tokenizer = tokenizer

@@ -19,7 +19,7 @@ from millrace_router.recovery.shard_status import ShardStatus
 from millrace_router.request.request import Grammar, GrammarKind
 from millrace_router.shards.group import ShardedClient
 from millrace_router.telemetry.metrics import Metrics
-from millrace_router.validation.grammar_admission import Grammars
+from millrace_router.validation.grammar_admission import GrammarAdmission
 from millrace_testing.shards.fake_shard import FakeShard, FakeShardService
 
 GRAMMAR = Grammar(GrammarKind.LARK, 'start: "a"')
@@ -62,8 +62,8 @@ def address(tmp_path: Path) -> str:
     return f"unix:{tmp_path}/shard"
 
 
-def grammars_over(shards: ShardedClient) -> Grammars:
-    return Grammars(
+def grammars_over(shards: ShardedClient) -> GrammarAdmission:
+    return GrammarAdmission(
         shards, ShardStatus(), Metrics(max_input_tokens=8, max_total_tokens=16), grace_seconds=300.0
     )
 

@@ -24,7 +24,7 @@ from millrace_router.validation.grammar_admission import (
     NUM_AT_ONCE,
     REFUSED_SECONDS,
     Compiler,
-    Grammars,
+    GrammarAdmission,
 )
 from millrace_testing.router.edge import FakeCompiler
 
@@ -56,7 +56,7 @@ class Parts:
     )
 
     def __post_init__(self) -> None:
-        self.grammars = Grammars(
+        self.grammars = GrammarAdmission(
             self.compiler,
             self.recovery,
             self.metrics,

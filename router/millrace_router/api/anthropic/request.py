@@ -1,4 +1,4 @@
-"""Anthropic's request for a message as strict models; what only its own servers do is refused, not ignored."""
+"""Anthropic's request for a message as strict models; features of Anthropic's servers alone are refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ToolUseBlock(RequestModel):
 
 
 class ToolResultBlock(RequestModel):
-    """What became of a call."""
+    """The result of a call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -49,7 +49,7 @@ class ToolResultBlock(RequestModel):
 
 
 class ThinkingBlock(RequestModel):
-    """What the assistant thought; templates are given nothing of it."""
+    """The assistant's thoughts, which templates do not get."""
 
     type: Literal["thinking", "redacted_thinking"]
 
@@ -91,22 +91,22 @@ class MessagesTurn(RequestModel):
 
 
 class MessagesTool(RequestModel):
-    """A tool of the client's."""
+    """A tool of the client."""
 
     name: str = Field(min_length=1)
     description: str | None = None
     input_schema: dict[str, Any]
     type: Literal["custom"] | None = None
-    """Those that Anthropic's servers run have other types."""
+    """Tools that Anthropic's servers run have other types."""
     strict: bool | None = None
 
 
 class MessagesToolChoice(RequestModel):
-    """Whether tools are to be called, and which."""
+    """Whether the model calls tools, and which."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
-    """Of the one to call, where `type` is `tool`."""
+    """Name of the tool to call if `type` is `tool`."""
     disable_parallel_tool_use: bool | None = None
 
     @model_validator(mode="after")
@@ -117,7 +117,7 @@ class MessagesToolChoice(RequestModel):
 
 
 class MessagesThinking(RequestModel):
-    """Whether the model is to think before it answers: templates that know of it are told `enable_thinking`."""
+    """Whether the model thinks before it answers; templates get it as `enable_thinking`."""
 
     type: Literal["disabled"]
 
@@ -130,13 +130,13 @@ class MessagesOutputFormat(RequestModel):
 
 
 class MessagesOutput(RequestModel):
-    """What the answer is to be like."""
+    """The form of the answer."""
 
     format: MessagesOutputFormat | None = None
 
 
 class CountTokensRequest(RequestModel):
-    """Body of `/v1/messages/count_tokens`: what the prompt is made of; null means absent throughout."""
+    """Body of `/v1/messages/count_tokens`: the parts of the prompt; null means absent."""
 
     model: str | None = None
     messages: Items[MessagesTurn] = Field(min_length=1)
@@ -152,7 +152,7 @@ class MessagesRequest(CountTokensRequest):
 
     max_tokens: int = Field(ge=1, le=UINT32_MAX)
     metadata: dict[str, Any] | None = None
-    """Taken, and not looked at."""
+    """Ignored."""
     stop_sequences: Items[str] | None = None
     stream: bool | None = None
     temperature: Float32 | None = None

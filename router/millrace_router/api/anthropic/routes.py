@@ -43,8 +43,8 @@ async def count_tokens(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     body = await read_model(request, CountTokensRequest)
     with services.infer.permit():
-        turn = await prepare_chat(services, chat_of(body, services.dialect))
-        count = await services.validator.count(turn.request)
+        chat = await prepare_chat(services, chat_of(body, services.dialect))
+        count = await services.validator.count(chat.request)
     answer: CountTokensJson = {"input_tokens": count}
     return json_response(answer)
 
@@ -54,25 +54,25 @@ async def messages(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     body = await read_model(request, MessagesRequest)
     with counting_refusals(services.metrics):
-        turn = await prepare_chat(services, chat_of(body, services.dialect))
+        chat = await prepare_chat(services, chat_of(body, services.dialect))
         scheduling = scheduling_of(request, None)
     head = MessageHead(model=model_name(services, body.model))
     async with await services.infer.start(
-        replace(turn.request, scheduling=scheduling)
+        replace(chat.request, scheduling=scheduling)
     ) as generation:
         watch(request, generation)
         if not body.stream:
-            return await _answer(services, generation, turn, head)
+            return await _answer(services, generation, chat, head)
         on_error = partial(error_event, request_id=request[REQUEST_ID])
         options = sse_options(services, [generation], on_error)
-        stream = MessageStream(generation, turn.text(), head)
+        stream = MessageStream(generation, chat.text(), head)
         return await respond(request, [stream], options)
 
 
 async def _answer(
-    services: Services, generation: Generation, turn: PreparedChat, head: MessageHead
+    services: Services, generation: Generation, chat: PreparedChat, head: MessageHead
 ) -> web.Response:
-    text = turn.text()
+    text = chat.text()
     pieces = await deltas_of(generation, text)
     usage = generation.usage(pieces[-1].num_tokens)
     finish_reason = pieces[-1].finish_reason

@@ -21,7 +21,7 @@ IdLists = Annotated[list[Ids], Field(min_length=1, fail_fast=True)]
 
 
 def _form_of(prompt: object) -> str:
-    """Which of its forms a prompt is to be read as: by its first item, so that the others have to be alike."""
+    """Return the form of a prompt by its first item; the others must have the same form."""
     if not isinstance(prompt, list):
         return "text"
     first = prompt[0] if prompt else ""
@@ -51,7 +51,7 @@ class CompletionRequest(CommonRequest):
     echo: bool | None = None
     """Whether the answer begins with the prompt."""
     logprobs: int | None = None
-    """How many candidates are told beside each token and its log probability; with `echo`, of the prompt's, too."""
+    """Candidates beside the log probability of each token; with `echo` of the prompt's tokens, too."""
     best_of: int | None = None
 
     @property
@@ -66,17 +66,17 @@ class CompletionRequest(CommonRequest):
 
     @property
     def num_characters(self) -> int:
-        """Length of all prompts that are texts."""
+        """Characters of all prompts that are texts."""
         return sum(len(prompt) for prompt in self.prompts if isinstance(prompt, str))
 
     @property
     def num_samples(self) -> int:
-        """Samples of each prompt, of which the best are its choices."""
+        """Samples of each prompt; the best of them are its choices."""
         return max(self.num_choices, self.best_of or 0)
 
     @property
     def only_scores(self) -> bool:
-        """Whether nothing is to be generated."""
+        """Whether the answer has the prompt's scores and no new tokens."""
         return self.max_tokens == 0
 
     def generation(self, dialect: Dialect) -> GenerationRequest:
@@ -89,7 +89,7 @@ class CompletionRequest(CommonRequest):
         return request
 
     def check(self, limits: Limits) -> None:
-        """Check what only this route has; raises RouterError."""
+        """Check the fields that TGI ignores or lacks; raises RouterError."""
         super().check(limits)
         if self.suffix:
             raise SuffixNotSupported

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions, and what every chat dialect shares.
+"""OpenAI's chat completions, and the parts that all chat dialects share.
 
 Entry points: `routes.register`, `prepare.prepare_chat`.
 May import: server and below; no other room of api.

@@ -1,4 +1,4 @@
-"""OpenAI's `logit_bias`: a JSON object from token ids, as text, to what is added to their scores."""
+"""OpenAI's `logit_bias`: a JSON object from token ids, as text, to numbers that are added to their scores."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ MAX_BIASES = 300
 """OpenAI's limit, too."""
 MAX_BIAS = 100.0
 MAX_DIGITS = 10
-"""Of a token id; more would be no 32-bit number."""
+"""Digits of a token id, which is a 32-bit number."""
 
 
 def biases_from(given: Mapping[str, object]) -> tuple[tuple[int, float], ...]:
-    """Read (token id, bias) pairs, each id once; whether the model knows them is not looked at.
+    """Read (token id, bias) pairs, each id once; whether the model has the tokens is checked later.
 
     Raises:
-        ValidationError: there are too many, an id is none, or a bias is not a number from -100 to 100.
+        ValidationError: there are too many pairs, a key is not a token id, or a bias is not a number from -100 to 100.
 
     """
     if len(given) > MAX_BIASES:
@@ -29,7 +29,7 @@ def biases_from(given: Mapping[str, object]) -> tuple[tuple[int, float], ...]:
 
 
 def _id_from(key: str) -> int:
-    # What int() takes besides, such as "05" or "1_0", would let an id stand twice.
+    # int() also accepts "05" and "1_0", with which one id could have two biases.
     if not (key.isascii() and key.isdecimal() and len(key) <= MAX_DIGITS) or str(int(key)) != key:
         raise ValidationError(f"`logit_bias` must have token ids for keys. Given: {key[:20]}")
     return int(key)

@@ -1,4 +1,4 @@
-"""The turns of a conversation, as OpenAI and TGI write them."""
+"""The turns of a conversation in the form of OpenAI and TGI."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TextPart(RequestModel):
 
 
 class RefusalPart(RequestModel):
-    """What the assistant said instead of an answer."""
+    """The assistant's refusal to answer."""
 
     type: Literal["refusal"]
     refusal: str
@@ -34,7 +34,7 @@ class RefusalPart(RequestModel):
 
 
 class Url(RequestModel):
-    """Where an image is."""
+    """The address of an image."""
 
     url: str
 
@@ -47,7 +47,7 @@ class ImagePart(RequestModel):
 
     @property
     def text(self) -> str:
-        """Text for the template: TGI's markdown."""
+        """Text for the template, in TGI's markdown."""
         return f"![]({self.image_url.url})"
 
 
@@ -78,7 +78,7 @@ MessageContent = TypeAliasType(
 
 
 class CalledFunction(RequestModel):
-    """Function that the assistant called; arguments are JSON text or the object itself."""
+    """A function that the assistant called; arguments are JSON text or the object itself."""
 
     name: str
     arguments: Any = Field(validation_alias=AliasChoices("arguments", "parameters"), default=None)
@@ -86,7 +86,7 @@ class CalledFunction(RequestModel):
 
 
 class ToolCall(RequestModel):
-    """Call in the history of a conversation."""
+    """A call in the history of a conversation."""
 
     id: str | None = None
     type: str | None = "function"

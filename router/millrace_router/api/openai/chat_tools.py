@@ -1,4 +1,4 @@
-"""What a chat's tools are, and which of them the model may or must call."""
+"""The tools of a chat, and the choice among them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class FunctionDefinition(RequestModel):
     )
     """A JSON schema; None stands for no parameters."""
     strict: bool | None = None
-    """Whether what the model calls it with is sure to match."""
+    """Whether the arguments of every call match `parameters`."""
 
     def as_tool(self) -> Tool:
         """Translate."""
@@ -36,7 +36,7 @@ class FunctionDefinition(RequestModel):
 
 
 class ToolDefinition(RequestModel):
-    """A tool; of OpenAI's kinds only functions can be called here."""
+    """A tool; functions alone are supported."""
 
     type: str | None = "function"
     function: FunctionDefinition | None = None
@@ -66,14 +66,14 @@ class FunctionName(RequestModel):
 
 
 class NamedTool(RequestModel):
-    """The one tool that has to be called."""
+    """A choice of one tool, which the model must call."""
 
     type: Literal["function"] | None = "function"
     function: FunctionName
 
 
 class AllowedTools(RequestModel):
-    """Those of the tools that may be called this time."""
+    """The tools that the model may call in this turn."""
 
     mode: Literal["auto", "required"] = "auto"
     tools: Items[NamedTool] = Field(min_length=1)

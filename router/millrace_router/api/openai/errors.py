@@ -1,4 +1,4 @@
-"""What OpenAI's routes share: names, error envelopes, choices out of generations."""
+"""Parts that OpenAI's routes share: model names, the form of errors, and the reader of a choice."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from millrace_router.server.sse import DONE, event
 from millrace_router.version import VERSION
 
 OWN_NAME = "tgi"
-"""What clients that do not care call the model."""
+"""The model name of clients that have no preference."""
 
 
 def model_name(services: Services, asked: str | None) -> str:
-    """Name to answer with: any name is served by the one model, and echoed."""
+    """Return the name of the model in the answer: the client's, whatever it is, or else that of the model."""
     return services.config.model_id if asked in {None, "", OWN_NAME} else str(asked)
 
 
@@ -34,7 +34,7 @@ def fingerprint(services: Services) -> str:
 
 
 def openai_errors(handler: Handler, *, is_tgi_s: bool = True) -> Handler:
-    """Answer what `handler` raises before its first byte in OpenAI's envelope; on TGI's own routes TGI has another."""
+    """Answer errors before the first byte in OpenAI's form, or on routes that TGI has in the dialect's."""
 
     @wraps(handler)
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -51,7 +51,7 @@ def openai_errors(handler: Handler, *, is_tgi_s: bool = True) -> Handler:
 
 
 def stream_error(error: RouterError) -> bytes:
-    """Frame a failure in mid-stream; the stream ends as any other."""
+    """Frame a failure in mid-stream, with the usual end of a stream."""
     return event(orjson.dumps({"error": error_detail(error)})) + DONE
 
 

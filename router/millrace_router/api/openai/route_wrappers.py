@@ -32,29 +32,29 @@ BEFORE_STREAMS = (
     SuffixNotSupported,
     NotResumable,
 )
-"""What TGI finds out before it thinks of a stream, and what it does not know."""
+"""Errors that TGI raises before it opens a stream, or that it does not have."""
 TOLD_STATUS = 422
-"""In an event of OpenAI's streams, whatever has failed."""
+"""Status in an error event of OpenAI's streams, whatever the error."""
 
 
 async def always(_: web.Request) -> bool:
-    """Say that whoever comes here wants a stream."""
+    """Return that every request asks for a stream."""
     return True
 
 
 async def asks_for_stream(request: web.Request) -> bool:
-    """Whether the body says `"stream": true`; it has been read before."""
+    """Return whether the body has `"stream": true`; the body has been read already."""
     body = await read_json(request)
     return isinstance(body, dict) and body.get("stream") is True
 
 
-def told_in_stream(
+def with_errors_in_stream(
     handler: Handler,
     on_error: Callable[[RouterError], bytes],
     *,
     when: Callable[[web.Request], Awaitable[bool]] = always,
 ) -> Handler:
-    """Answer a stream that fails before its first event with 200, and with the error for its only event."""
+    """Answer a stream that fails before its first event with 200 and the error as its only event."""
 
     @wraps(handler)
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -75,7 +75,7 @@ def told_in_stream(
 
 
 def counted_again(handler: Handler) -> Handler:
-    """Count a request whose body could be read once more than the generations that it asks for."""
+    """Count a request with a readable body once more, beside the generations that it asks for."""
 
     @wraps(handler)
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -94,13 +94,13 @@ def counted_again(handler: Handler) -> Handler:
 
 
 def openai_route(handler: Handler) -> Handler:
-    """Wrap a handler of OpenAI's as all of them are: keys, envelopes of errors, and TGI's ways if those are wanted."""
+    """Wrap a handler of an OpenAI route: idempotency keys, the form of errors, and the dialect."""
     working = idempotent(counted_again(handler))
-    return openai_errors(told_in_stream(working, tgi_stream_error, when=asks_for_stream))
+    return openai_errors(with_errors_in_stream(working, tgi_stream_error, when=asks_for_stream))
 
 
 def stream_errors(services: Services) -> Callable[[RouterError], bytes]:
-    """How a failure in the middle of one of OpenAI's streams is told."""
+    """Return the function that frames a failure in the middle of one of OpenAI's streams."""
     return tgi_stream_error if services.dialect.has_tgi_errors else stream_error
 
 

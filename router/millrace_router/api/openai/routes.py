@@ -78,18 +78,18 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     body = await read_model(request, ChatCompletionRequest)
     with counting_refusals(services.metrics):
-        turn = await prepare_chat(services, body.chat(services.limits))
+        chat = await prepare_chat(services, body.chat(services.limits))
         scheduling = scheduling_of(request, body.priority)
     answers = _answers(services, body)
     with ExitStack() as cleanup:
         generations = await services.infer.start_samples(
-            replace(turn.request, scheduling=scheduling), body.num_choices
+            replace(chat.request, scheduling=scheduling), body.num_choices
         )
         for generation in generations:
             cleanup.callback(generation.close)
         watch(request, *generations)
         if not body.stream:
-            return await _answer(services, turn, generations, answers)
+            return await _answer(services, chat, generations, answers)
         options = sse_options(services, generations, stream_errors(services))
         choices = OpenChoices(
             len(generations), answers.usage_chunk if body.includes_usage else None
@@ -98,10 +98,10 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
             ChatStream(
                 index,
                 generation,
-                turn.text(),
+                chat.text(),
                 answers,
                 choices,
-                is_plain=turn.is_plain,
+                is_plain=chat.is_plain,
                 tells_usage_always=body.tells_usage_always,
             )
             for index, generation in enumerate(generations)
@@ -122,13 +122,13 @@ def _answers(services: Services, body: ChatCompletionRequest) -> ChatAnswers:
 
 
 async def _answer(
-    services: Services, turn: PreparedChat, generations: Sequence[Generation], answers: ChatAnswers
+    services: Services, chat: PreparedChat, generations: Sequence[Generation], answers: ChatAnswers
 ) -> web.Response:
     """Read one generation after the other: tokens of the others wait in their streams."""
     choices: list[ChatCompletionCompleteJson] = []
     usage = Usage()
     for index, generation in enumerate(generations):
-        pieces = await deltas_of(generation, turn.text())
+        pieces = await deltas_of(generation, chat.text())
         choices.append(answers.choice(index, pieces))
         usage += generation.usage(pieces[-1].num_tokens)
     headers = answer_headers(services, generations, usage)

@@ -36,7 +36,7 @@ class SamplingFields(RequestModel):
     frequency_penalty: Float32 | None = None
     presence_penalty: Float32 | None = None
     repetition_penalty: Float32 | None = None
-    """Not in OpenAI's, like all that follow."""
+    """Not in OpenAI's, like all fields below."""
     top_k: Int32 | None = None
     """0 and -1 are no restriction."""
     min_p: Float32 | None = None

@@ -18,7 +18,7 @@ def check_count(count: int, limits: Limits) -> None:
         raise BatchSizeExceeded(limits.max_concurrent_requests)
 
 
-async def together(works: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
+async def gather(works: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
     """Run all at once; the first failure cancels the others and is raised."""
     try:
         async with asyncio.TaskGroup() as group:

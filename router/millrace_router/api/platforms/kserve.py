@@ -17,9 +17,9 @@ Byte = Annotated[int, Field(ge=0, le=255)]
 
 
 class KserveInput(RequestModel):
-    """Texts: as the protocol has them, or one of them as the numbers of its UTF-8 bytes, as TGI has it.
+    """Texts as the protocol has them, or one text as the numbers of its UTF-8 bytes, as TGI has it.
 
-    What `shape` and `datatype` say is not looked at: there is nothing but texts.
+    `shape` and `datatype` are ignored, because every tensor holds texts.
     """
 
     name: str
@@ -28,7 +28,7 @@ class KserveInput(RequestModel):
     data: Annotated[list[str], Field(fail_fast=True)] | Annotated[list[Byte], Field(fail_fast=True)]
 
     def texts(self) -> list[str]:
-        """Raise NotUtf8 for bytes that are no text."""
+        """Return the texts; raises NotUtf8."""
         if texts := [text for text in self.data if isinstance(text, str)]:
             return texts
         try:
@@ -37,7 +37,7 @@ class KserveInput(RequestModel):
             raise NotUtf8(str(error)) from None
 
     def answered(self, name: str, texts: Sequence[str]) -> KserveAnswerJson:
-        """Render the answers to `texts` in the form of the questions."""
+        """Render answers in the form of the input."""
         if any(isinstance(item, str) for item in self.data):
             shape = [len(texts)]
             return {"name": name, "shape": shape, "datatype": BYTES, "data": list(texts)}
@@ -46,7 +46,7 @@ class KserveInput(RequestModel):
 
 
 class KserveOutput(RequestModel):
-    """What the answer to an input is to be called."""
+    """The name of the answer to an input."""
 
     name: str
 
@@ -60,10 +60,10 @@ class KserveRequest(RequestModel):
     )
     inputs: Annotated[list[KserveInput], Field(fail_fast=True)]
     outputs: Annotated[list[KserveOutput], Field(fail_fast=True)] | None = None
-    """One for each input, if there are any; otherwise answers have the names of what they answer."""
+    """One for each input; without them the answers have the names of the inputs."""
 
     def output_names(self) -> list[str]:
-        """Names of the answers, by input."""
+        """Return the names of the answers, by input."""
         return [tensor.name for tensor in self.outputs or self.inputs]
 
 
@@ -92,11 +92,11 @@ class KserveLiveJson(TypedDict):
 
 
 class KserveReadyJson(KserveLiveJson):
-    """Answer of `/v2/health/ready` and of a model's; TGI says `live` there, the protocol `ready`."""
+    """Answer of `/v2/health/ready` and of a model's `ready`; TGI has `live` there, the protocol `ready`."""
 
     ready: bool
     name: NotRequired[str]
-    """Of the model that was asked about."""
+    """Name of the model in the path."""
 
 
 class KserveServerJson(TypedDict):
@@ -108,7 +108,7 @@ class KserveServerJson(TypedDict):
 
 
 class KserveTensorJson(TypedDict):
-    """What a tensor is to be."""
+    """Description of a tensor."""
 
     name: str
     datatype: str
@@ -116,7 +116,7 @@ class KserveTensorJson(TypedDict):
 
 
 class KserveModelJson(TypedDict):
-    """Answer of `/v2/models/{model_name}`; TGI's are `name`, `version` and `extensions`, the protocol's the others."""
+    """Answer of `/v2/models/{model_name}`; TGI has `name`, `version` and `extensions`, the protocol has the others."""
 
     name: str
     version: NotRequired[str]

@@ -1,11 +1,11 @@
-"""KServe's open inference protocol, version 2; any name of a model means the one that is served."""
+"""KServe's open inference protocol, version 2; every model name stands for the one model."""
 
 from __future__ import annotations
 
 from aiohttp import web
 
 from millrace_router.api.platforms.errors import IncompletePrediction, LengthMismatch
-from millrace_router.api.platforms.gather import check_count, together
+from millrace_router.api.platforms.gather import check_count, gather
 from millrace_router.api.platforms.kserve import (
     BYTES,
     KserveAnswerJson,
@@ -59,7 +59,7 @@ async def live(_: web.Request) -> web.StreamResponse:
 
 
 async def ready(request: web.Request) -> web.StreamResponse:
-    """`GET /v2/health/ready`, and a model's: as `/readyz`, where TGI always says yes."""
+    """`GET /v2/health/ready`, and a model's: as `/readyz`; TGI always answers that it is ready."""
     await readyz(request)
     answer: KserveReadyJson = {"live": True, "ready": True}
     if "model_name" in request.match_info:
@@ -68,7 +68,7 @@ async def ready(request: web.Request) -> web.StreamResponse:
 
 
 async def model(request: web.Request) -> web.StreamResponse:
-    """`GET /v2/models/{model_name}`: what it takes and gives, whatever the tensors are called."""
+    """`GET /v2/models/{model_name}`: the inputs and outputs; tensors may have any names."""
     version = request.match_info.get("model_version")
     answer: KserveModelJson = {
         "name": request.match_info["model_name"],
@@ -89,10 +89,10 @@ async def infer(request: web.Request) -> web.StreamResponse:
     body = await read_model(request, KserveRequest)
     with counting_refusals(services.metrics):
         texts = _texts(body, services)
-        # Where there is no prompt, nobody else looks at them.
+        # A body without prompts has its headers checked here alone.
         scheduling_of(request, body.parameters.priority)
     prompts = [text for tensor in texts for text in tensor]
-    answers = iter(await together([_answer(request, text, body.parameters) for text in prompts]))
+    answers = iter(await gather([_answer(request, text, body.parameters) for text in prompts]))
     outputs = [
         tensor.answered(name, [next(answers) for _ in asked])
         for tensor, name, asked in zip(body.inputs, body.output_names(), texts, strict=True)
@@ -101,7 +101,7 @@ async def infer(request: web.Request) -> web.StreamResponse:
 
 
 def _texts(body: KserveRequest, services: Services) -> list[list[str]]:
-    """The prompts by tensor; raises RouterError."""
+    """Return the prompts by tensor; raises RouterError."""
     texts = [tensor.texts() for tensor in body.inputs]
     if len(body.output_names()) != len(body.inputs):
         raise LengthMismatch

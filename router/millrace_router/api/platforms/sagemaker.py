@@ -1,4 +1,4 @@
-"""SageMaker's bodies: those of three other routes, under TGI's names."""
+"""SageMaker's bodies: the bodies of three other routes, with TGI's names."""
 
 from __future__ import annotations
 

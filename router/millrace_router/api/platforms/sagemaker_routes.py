@@ -21,7 +21,7 @@ from millrace_router.server.bodies import read_json, to_model
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Bodies that are known by `key`, and whoever answers them."""
+    """Bodies with the key `key`, and their handler."""
 
     key: str
     model: type[BaseModel]
@@ -42,12 +42,12 @@ def register(app: web.Application) -> None:
 
 
 async def invocations(request: web.Request) -> web.StreamResponse:
-    """`POST /invocations`: what `POST /` takes, or a chat, or a completion, answered as on its own route."""
+    """`POST /invocations`: the body of `POST /`, of a chat or of a completion, answered as on its own route."""
     return await _kind_of(await read_json(request)).handler(request)
 
 
 def _kind_of(body: object) -> _Kind:
-    """The first kind that the body is of; of several that it could be of and is not, the first complains."""
+    """Return the first kind that fits; if none of several fits, the first one, whose handler refuses the body."""
     kinds = [kind for kind in KINDS if isinstance(body, dict) and kind.key in body]
     if not kinds:
         raise BodyShapeError(

@@ -13,7 +13,7 @@ from millrace_router.api.tgi.request import GenerateParameters, sampling_paramet
 
 
 class GenerateVertexInstance(RequestModel):
-    """A text to go on with; absent parameters sample, as everywhere."""
+    """A text to continue; absent parameters sample, as on all routes."""
 
     inputs: str
     parameters: Annotated[GenerateParameters, NullIs(sampling_parameters)] = Field(
@@ -22,7 +22,7 @@ class GenerateVertexInstance(RequestModel):
 
 
 def _key_of(instance: Any) -> str | None:  # noqa: ANN401
-    """What the instance is known by; TGI tries the text first, too."""
+    """Return the key that tells the kind of an instance; TGI tries the text first, too."""
     if isinstance(instance, dict):
         return next((key for key in ("inputs", "messages") if key in instance), None)
     return None

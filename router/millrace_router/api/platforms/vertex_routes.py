@@ -1,4 +1,4 @@
-"""Vertex AI: several instances, each a text or a chat, to one prediction each."""
+"""Vertex AI: one prediction for each instance, which is a text or a chat."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from millrace_router.api.openai.errors import deltas_of, fingerprint, model_name
 from millrace_router.api.openai.prepare import PreparedChat, prepare_chat
 from millrace_router.api.openai.route_wrappers import counted_again
 from millrace_router.api.platforms.errors import IncompletePrediction, NoInstances
-from millrace_router.api.platforms.gather import check_count, together
+from millrace_router.api.platforms.gather import check_count, gather
 from millrace_router.api.platforms.vertex import (
     GenerateVertexInstance,
     VertexInstance,
@@ -36,7 +36,7 @@ PATH = "/vertex"
 
 
 def register(app: web.Application) -> None:
-    """Add the routes to `app`: last of all, because a path that the platform asks for may be there already."""
+    """Add the routes to `app`, after all others: the paths of the platform may be those of other routes."""
     config = app[SERVICES].config
     predict = counted_again(vertex)
     app.router.add_post(PATH, predict)
@@ -53,12 +53,12 @@ async def vertex(request: web.Request) -> web.StreamResponse:
     with counting_refusals(services.metrics):
         _check(body, services)
     predict = partial(_predict, request)
-    answer: VertexResponse = {"predictions": await together([*map(predict, body.instances)])}
+    answer: VertexResponse = {"predictions": await gather([*map(predict, body.instances)])}
     return json_response(answer)
 
 
 def _is_new(app: web.Application, method: str, path: str) -> bool:
-    """Whether nothing answers there yet: platforms are often told to use a path that is there."""
+    """Return whether the path has no route yet: platforms are often configured with an existing one."""
     return all(
         route.resource is None or (route.method, route.resource.canonical) != (method, path)
         for route in app.router.routes()
@@ -78,9 +78,9 @@ async def _predict(request: web.Request, instance: VertexInstance) -> str:
     services = request.app[SERVICES]
     if isinstance(instance, ChatCompletionRequest):
         with counting_refusals(services.metrics):
-            turn = await prepare_chat(services, instance.chat(services.limits))
+            chat = await prepare_chat(services, instance.chat(services.limits))
             scheduling = scheduling_of(request, instance.priority)
-        predicting = _chat(request, instance, turn, scheduling)
+        predicting = _chat(request, instance, chat, scheduling)
     else:
         predicting = _text(request, instance)
     try:
@@ -106,16 +106,16 @@ async def _text(request: web.Request, instance: GenerateVertexInstance) -> str:
 async def _chat(
     request: web.Request,
     body: ChatCompletionRequest,
-    turn: PreparedChat,
+    chat: PreparedChat,
     scheduling: SchedulingParameters,
 ) -> str:
-    """What the assistant says; calls of tools, which are no text, as the JSON of the whole message."""
+    """Return the assistant's text; a message with tool calls becomes JSON, because the calls are not text."""
     services = request.app[SERVICES]
     async with await services.infer.start(
-        replace(turn.request, scheduling=scheduling)
+        replace(chat.request, scheduling=scheduling)
     ) as generation:
         watch(request, generation)
-        pieces = await deltas_of(generation, turn.text())
+        pieces = await deltas_of(generation, chat.text())
     head = AnswerHead(
         "chat.completion",
         "chatcmpl",

@@ -1,4 +1,4 @@
-"""The items of a response's input: what was said, called and answered so far."""
+"""The items of a response's input: messages, calls and their results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from millrace_router.api.openai.chat_messages import ContentPart
 
 
 class MessageItem(RequestModel):
-    """What somebody said."""
+    """One turn of the conversation."""
 
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
@@ -29,7 +29,7 @@ class FunctionCallItem(RequestModel):
 
 
 class FunctionCallOutputItem(RequestModel):
-    """What came of a call."""
+    """The result of a call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -37,7 +37,7 @@ class FunctionCallOutputItem(RequestModel):
 
 
 class ReasoningItem(RequestModel):
-    """What the assistant thought; templates are given nothing of it."""
+    """The assistant's thoughts, which templates do not get."""
 
     type: Literal["reasoning"]
 
@@ -50,13 +50,13 @@ class ItemReference(RequestModel):
 
 
 class ForeignItem(RequestModel):
-    """What only OpenAI's own tools have to do with; refused."""
+    """An item of one of OpenAI's own tools; refused."""
 
     type: str
 
 
 def _kind_of(item: object) -> str:
-    """Which of the models it is; its type, but for those that may leave it out."""
+    """Return the tag of an item's model: its `type`, which two kinds may leave out."""
     if not isinstance(item, dict):
         return _KINDS.get(type(item), "message")
     given = item.get("type")

@@ -1,4 +1,4 @@
-"""OpenAI's request for a response as a strict model; nothing is stored here, so what refers to the past is refused."""
+"""OpenAI's request for a response as a strict model; fields that refer to stored responses are refused."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from millrace_router.errors import ToolError, ValidationError
 from millrace_router.request.grammar import RawGrammar
 
 LOGPROBS = "message.output_text.logprobs"
-"""What `include` names to have log probabilities beside the text."""
+"""The name in `include` that asks for log probabilities."""
 
 
 class ResponsesTool(RequestModel):
-    """A tool; of OpenAI's kinds only functions can be called here."""
+    """A tool; functions alone are supported."""
 
     type: str = "function"
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    """Whether what the model calls it with is sure to match; unlike OpenAI's, not if it is absent."""
+    """Whether the arguments of every call match `parameters`; unlike OpenAI's, absent means false."""
 
     def check(self) -> None:
         """Raise ToolError unless it is a function that has a name."""
@@ -51,7 +51,7 @@ class NamedFunction(RequestModel):
 
 
 class AllowedFunctions(RequestModel):
-    """Those of the tools that may be called this time."""
+    """The tools that the model may call in this turn."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"] = "auto"
@@ -74,7 +74,7 @@ class SchemaTextFormat(RequestModel):
 
 
 class ResponsesText(RequestModel):
-    """What the text has to be."""
+    """The form of the text."""
 
     format: SchemaTextFormat | TextFormat | JsonGrammar | RegexGrammar | LarkGrammar | None = Field(
         discriminator="type", default=None
@@ -86,16 +86,16 @@ def _as_items(given: object) -> object:
 
 
 class ResponsesRequest(SamplingFields):
-    """Body of `/v1/responses`; null means absent throughout."""
+    """Body of `/v1/responses`; null means absent."""
 
     model: str | None = None
     input: Annotated[
         Items[InputItem],
         BeforeValidator(_as_items, json_schema_input_type=str | list[InputItem]),
     ]
-    """A text stands for what the user says."""
+    """A text stands for one message of the user."""
     instructions: str | None = None
-    """What the system says first."""
+    """The system message before all others."""
     max_output_tokens: UInt32 | None = None
     top_logprobs: UInt32 | None = None
     include: Items[str] | None = None
@@ -107,17 +107,17 @@ class ResponsesRequest(SamplingFields):
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
     metadata: dict[str, str] | None = None
-    """Told again in the answer, like the three that follow."""
+    """Repeated in the answer, like the three fields below."""
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     previous_response_id: str | None = None
-    """Refused, like the three that follow: all of them need what is not stored here."""
+    """Refused, like the three fields below: they need stored responses."""
     conversation: str | dict[str, Any] | None = None
     prompt: dict[str, Any] | None = None
     background: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    """Not in OpenAI's: as in a chat."""
+    """Not in OpenAI's: further variables for the template."""
 
     @property
     def wants_logprobs(self) -> bool:
@@ -125,7 +125,7 @@ class ResponsesRequest(SamplingFields):
         return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
     def check(self) -> None:
-        """Refuse what would need a memory, or a tool of OpenAI's own; raises ValidationError or ToolError."""
+        """Refuse fields that need stored responses, and OpenAI's own tools; raises ValidationError or ToolError."""
         for name in ("previous_response_id", "conversation", "prompt"):
             if getattr(self, name) is not None:
                 raise ValidationError(

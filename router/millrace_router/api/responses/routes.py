@@ -49,8 +49,8 @@ async def input_tokens(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     body = await read_model(request, ResponsesRequest)
     with services.infer.permit():
-        turn = await prepare_chat(services, chat_of(body, services.dialect))
-        count = await services.validator.count(turn.request)
+        chat = await prepare_chat(services, chat_of(body, services.dialect))
+        count = await services.validator.count(chat.request)
     answer: InputTokensJson = {"object": "response.input_tokens", "input_tokens": count}
     return json_response(answer)
 
@@ -60,24 +60,24 @@ async def responses(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     body = await read_model(request, ResponsesRequest)
     with counting_refusals(services.metrics):
-        turn = await prepare_chat(services, chat_of(body, services.dialect))
+        chat = await prepare_chat(services, chat_of(body, services.dialect))
         scheduling = scheduling_of(request, body.priority)
     events = ResponseEvents(ResponseHead(body, model=model_name(services, body.model)))
     async with await services.infer.start(
-        replace(turn.request, scheduling=scheduling)
+        replace(chat.request, scheduling=scheduling)
     ) as generation:
         watch(request, generation)
         if not body.stream:
-            return await _answer(services, generation, turn, events)
-        stream = ResponseStream(generation, turn.text(), events)
+            return await _answer(services, generation, chat, events)
+        stream = ResponseStream(generation, chat.text(), events)
         options = sse_options(services, [generation], stream.failure)
         return await respond(request, [stream], options)
 
 
 async def _answer(
-    services: Services, generation: Generation, turn: PreparedChat, events: ResponseEvents
+    services: Services, generation: Generation, chat: PreparedChat, events: ResponseEvents
 ) -> web.Response:
-    for last in await deltas_of(generation, turn.text()):
+    for last in await deltas_of(generation, chat.text()):
         for _ in events.push(last):
             pass
     assert last.finish_reason is not None

@@ -1,4 +1,4 @@
-"""What would become of a request, without running it. Not in TGI."""
+"""Predicts the times of a request without running it. Not in TGI."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ async def _read(services: Services, body: object) -> tuple[GenerationRequest, in
         native = to_model(body, GenerateRequest)
         return native.generation(), native.parameters.priority
     if keys == ["messages"]:
-        chat = to_model(body, ChatCompletionRequest)
-        turn = await prepare_chat(services, chat.chat(services.limits))
-        return turn.request, chat.priority
+        conversation = to_model(body, ChatCompletionRequest)
+        chat = await prepare_chat(services, conversation.chat(services.limits))
+        return chat.request, conversation.priority
     if keys == ["prompt"]:
         completion = to_model(body, CompletionRequest)
         completion.check(services.limits)

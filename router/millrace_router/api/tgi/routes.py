@@ -7,7 +7,7 @@ from dataclasses import replace
 import orjson
 from aiohttp import web
 
-from millrace_router.api.openai.route_wrappers import asks_for_stream, told_in_stream
+from millrace_router.api.openai.route_wrappers import asks_for_stream, with_errors_in_stream
 from millrace_router.api.tgi.answers import (
     BestOfDetailsJson,
     BestOfSequenceJson,
@@ -39,7 +39,7 @@ def register(app: web.Application) -> None:
     app.router.add_post("/", compat)
     app.router.add_post("/generate", idempotent(generate))
     app.router.add_post(
-        "/generate_stream", told_in_stream(idempotent(generate_stream), error_event)
+        "/generate_stream", with_errors_in_stream(idempotent(generate_stream), error_event)
     )
     app.router.add_post("/tokenize", tokenize)
 
@@ -57,7 +57,7 @@ async def generate_stream(request: web.Request) -> web.StreamResponse:
 
 
 async def compat_generate(request: web.Request) -> web.StreamResponse:
-    """`POST /`: either of the two; an answer in one piece comes as a list of one."""
+    """`POST /`: as `/generate`, with the answer in a list, or as `/generate_stream`."""
     body = await read_model(request, CompatGenerateRequest)
     if body.parameters.return_full_text is None:
         parameters = body.parameters.model_copy(update={"return_full_text": True})
@@ -68,7 +68,7 @@ async def compat_generate(request: web.Request) -> web.StreamResponse:
     return json_response([answer], headers=_headers(request, collected))
 
 
-compat = told_in_stream(idempotent(compat_generate), error_event, when=asks_for_stream)
+compat = with_errors_in_stream(idempotent(compat_generate), error_event, when=asks_for_stream)
 
 
 async def tokenize(request: web.Request) -> web.StreamResponse:

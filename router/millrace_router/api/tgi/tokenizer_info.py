@@ -1,4 +1,4 @@
-"""What vLLM's routes for tokenizers take and answer, which harnesses ask where they have no tokenizer's files."""
+"""Bodies and answers of vLLM's tokenizer routes, which serve harnesses without the tokenizer's files."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from millrace_router.api.fields import RequestModel, UInt32
 
 
 class TokenizePromptRequest(RequestModel):
-    """Body of `/tokenize` that has a `prompt` in the place of `inputs`."""
+    """Body of `/tokenize` with `prompt` in place of `inputs`."""
 
     prompt: str
     add_special_tokens: bool | None = None
-    """Whether the tokens that begin or end every prompt are among them; null is yes."""
+    """Whether the special tokens around every prompt are included; null is true."""
 
 
 class TokenizePromptJson(TypedDict):
-    """Answer to that."""
+    """Answer of `/tokenize` to a `prompt`."""
 
     count: int
     max_model_len: int
@@ -39,7 +39,7 @@ class DetokenizeJson(TypedDict):
 
 
 class TokenizerInfoJson(TypedDict):
-    """Answer of `/tokenizer_info`; null for what the model has not."""
+    """Answer of `/tokenizer_info`; null for a token that the model does not have."""
 
     bos_token: str | None
     eos_token: str | None

@@ -38,7 +38,7 @@ from millrace_router.telemetry.request_log import RequestLog
 from millrace_router.text.chat_template import ChatTemplate
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_router.tool_calls.formats import format_of
-from millrace_router.validation.grammar_admission import Grammars
+from millrace_router.validation.grammar_admission import GrammarAdmission
 from millrace_router.validation.validator import Validator
 
 WORDS = ("hello", "world", "wörld", "日本", "a", "b")
@@ -115,10 +115,12 @@ class FakeCompiler:
         return self.refusal(grammar)
 
 
-def grammars_of(compiler: FakeCompiler | None = None) -> Grammars:
+def grammars_of(compiler: FakeCompiler | None = None) -> GrammarAdmission:
     """Ask `compiler`, which always serves."""
     metrics = Metrics(max_input_tokens=8, max_total_tokens=16)
-    return Grammars(compiler or FakeCompiler(), ShardStatus(), metrics, grace_seconds=GRACE_SECONDS)
+    return GrammarAdmission(
+        compiler or FakeCompiler(), ShardStatus(), metrics, grace_seconds=GRACE_SECONDS
+    )
 
 
 @dataclass
@@ -223,7 +225,9 @@ def services_over(
     health = Health(
         batcher.recovery, batcher, grace_seconds=GRACE_SECONDS, probe_seconds=PROBE_SECONDS
     )
-    grammars = Grammars(batcher.compiler, batcher.recovery, metrics, grace_seconds=GRACE_SECONDS)
+    grammars = GrammarAdmission(
+        batcher.compiler, batcher.recovery, metrics, grace_seconds=GRACE_SECONDS
+    )
     validator = Validator(tokenizer, limits, metrics, grammars)
     return Services(
         config=RouterConfig(
