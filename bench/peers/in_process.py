@@ -40,7 +40,6 @@ class InProcessShard:
         self._engine = engine
         self._epoch = 0
         self._number = 0
-        self._batch_id = 0
         self._replies: deque[asyncio.Future[StepReply]] = deque()
 
     @property
@@ -75,8 +74,7 @@ class InProcessShard:
     async def send(self, plan: StepPlan) -> int:
         """Submit a step to the engine; returns its number."""
         self._number += 1
-        self._batch_id += bool(plan.admitted)
-        message = plan_to_pb(plan, epoch=self._epoch, number=self._number, batch_id=self._batch_id)
+        message = plan_to_pb(plan, epoch=self._epoch, number=self._number)
         self._submit(message)
         return self._number
 

@@ -128,8 +128,6 @@ class ShardState:
         work = message.WhichOneof("work")
         if work == "filter_batch":
             self._drop(message.filter_batch.dropped_slots)
-        elif work == "clear_cache":
-            self._drop(list(self._lives))
         elif work == "prefill":
             self._change(message.prefill.change)
             prefill = message.prefill

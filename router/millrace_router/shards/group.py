@@ -58,7 +58,6 @@ class ShardedClient:
         self._warm_up = WarmUp(self._ranks, silence_seconds=silence_seconds)
         self._epoch = 0
         self._number = 0
-        self._batch_id = 0
         self._reading: asyncio.Task[list[pb.StepResponse]] | None = None
         """Of the oldest answer, where it was waited for with a limit."""
         self.observer: StepObserver | None = None
@@ -157,10 +156,7 @@ class ShardedClient:
     async def send(self, plan: StepPlan) -> int:
         """Send a step without waiting for its answer; its number."""
         self._number += 1
-        self._batch_id += bool(plan.admitted)
-        await self.write(
-            plan_to_pb(plan, epoch=self._epoch, number=self._number, batch_id=self._batch_id)
-        )
+        await self.write(plan_to_pb(plan, epoch=self._epoch, number=self._number))
         return self._number
 
     async def answers_within(self, seconds: float) -> bool:

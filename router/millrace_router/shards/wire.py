@@ -126,15 +126,13 @@ def open_to_pb(epoch: int) -> pb.StepRequest:
     return pb.StepRequest(epoch=epoch, number=0, open=pb.Open())
 
 
-def plan_to_pb(plan: StepPlan, *, epoch: int, number: int, batch_id: int) -> pb.StepRequest:
+def plan_to_pb(plan: StepPlan, *, epoch: int, number: int) -> pb.StepRequest:
     """Write a step: Prefill when it computes prompt tokens, else Decode, else FilterBatch."""
     message = pb.StepRequest(epoch=epoch, number=number)
     if not plan.has_forward:
-        message.filter_batch.batch_id = batch_id
         message.filter_batch.dropped_slots.extend(plan.dropped)
         return message
     step = message.prefill if plan.chunks else message.decode
-    step.batch_id = batch_id
     step.decode_slots.extend(plan.decodes)
     if plan.decode_tokens:
         step.decode_tokens.extend(plan.decode_tokens)

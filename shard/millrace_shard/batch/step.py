@@ -81,16 +81,11 @@ class Filter:
 
 
 @dataclass(frozen=True, slots=True)
-class Clear:
-    """Drops every sequence without a forward pass."""
-
-
-@dataclass(frozen=True, slots=True)
 class Unknown:
     """Work this shard does not know: of a newer router, or none at all."""
 
 
-Work = Open | Forward | Filter | Clear | Unknown
+Work = Open | Forward | Filter | Unknown
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from typing import TypeVar
 import torch
 
 from millrace_shard.batch.step import (
-    Clear,
     FailureKind,
     Filter,
     Forward,
@@ -274,7 +273,7 @@ class Engine:
                 return runner.launch(step.work, self._hand_over)
             case Filter(dropped_slots):
                 runner.drop(dropped_slots)
-            case Open() | Clear():
+            case Open():
                 runner.clear()
             case Unknown():
                 raise StepInvalid("the step asks for nothing this shard knows")

@@ -11,7 +11,6 @@ from millrace_shard.arrays import Ints
 from millrace_shard.batch.sequence import Grammar, GrammarKind, SamplingParameters, Sequence
 from millrace_shard.batch.step import (
     BatchChange,
-    Clear,
     FailureKind,
     Filter,
     Forward,
@@ -125,8 +124,6 @@ def _work(message: pb.StepRequest) -> Work:
             )
         case "filter_batch":
             return Filter(_ints(message.filter_batch.dropped_slots))
-        case "clear_cache":
-            return Clear()
         case _:
             return Unknown()
 

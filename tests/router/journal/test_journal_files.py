@@ -62,7 +62,6 @@ changes = st.builds(
 )
 works = st.one_of(
     st.builds(pb.Open).map(lambda work: {"open": work}),
-    st.builds(pb.ClearCache).map(lambda work: {"clear_cache": work}),
     st.builds(pb.FilterBatch, dropped_slots=columns).map(lambda work: {"filter_batch": work}),
     st.builds(
         pb.Prefill,

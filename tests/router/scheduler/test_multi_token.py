@@ -108,7 +108,7 @@ def sent(driver: ScheduleDriver) -> StepPlan:
 
 
 def message(plan: StepPlan) -> pb.Decode:
-    return plan_to_pb(plan, epoch=1, number=1, batch_id=0).decode
+    return plan_to_pb(plan, epoch=1, number=1).decode
 
 
 def only_row(driver: ScheduleDriver) -> Row:
@@ -130,7 +130,7 @@ def test_plain_rows_are_on_the_wire_as_ever() -> None:
     sent(driver)
     plan = sent(driver)
     assert (plan.decode_tokens, plan.draft_tokens, plan.multi_token_slots) == ([], [], [])
-    assert plan_to_pb(plan, epoch=1, number=1, batch_id=0).decode == pb.Decode(
+    assert plan_to_pb(plan, epoch=1, number=1).decode == pb.Decode(
         decode_slots=plan.decodes,
         change=pb.BatchChange(
             grown_slots=[slot for slot, _ in plan.grown],

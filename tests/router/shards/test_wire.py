@@ -68,7 +68,7 @@ def test_what_decodes_are_allowed_is_two_columns_beside_their_slots(
     plan: StepPlan = StepPlan(
         decodes=[4, 2], decode_tokens=[5, 1], draft_tokens=[3, 0], chunks=chunks
     )
-    message = plan_to_pb(plan, epoch=1, number=1, batch_id=0)
+    message = plan_to_pb(plan, epoch=1, number=1)
     work = message.prefill if chunks else message.decode
     assert list(work.decode_slots) == [4, 2]
     assert list(work.decode_tokens) == [5, 1]
@@ -95,10 +95,8 @@ def test_what_decodes_have_filled_is_told_by_slot() -> None:
 
 def test_a_step_that_changes_nothing_says_nothing_of_changes() -> None:
     plan = StepPlan(decodes=[3])
-    message = plan_to_pb(plan, epoch=1, number=2, batch_id=5)
-    assert message == pb.StepRequest(
-        epoch=1, number=2, decode=pb.Decode(batch_id=5, decode_slots=[3])
-    )
+    message = plan_to_pb(plan, epoch=1, number=2)
+    assert message == pb.StepRequest(epoch=1, number=2, decode=pb.Decode(decode_slots=[3]))
     plan.grown.append((3, 9))
-    change = plan_to_pb(plan, epoch=1, number=3, batch_id=5).decode.change
+    change = plan_to_pb(plan, epoch=1, number=3).decode.change
     assert change == pb.BatchChange(grown_slots=[3], grown_blocks=[9])

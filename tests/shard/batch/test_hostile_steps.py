@@ -136,7 +136,6 @@ works = st.one_of(
         }
     ),
     st.fixed_dictionaries({"filter_batch": messages(pb.FilterBatch, dropped_slots=column)}),
-    st.just({"clear_cache": pb.ClearCache()}),
 )
 in_order = st.lists(works, max_size=6)
 anyhow = st.lists(st.tuples(uint64, uint64, works), max_size=4)

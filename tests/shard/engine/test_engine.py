@@ -15,7 +15,6 @@ from millrace_shard.batch.batch_limits import BatchLimits
 from millrace_shard.batch.sequence import SamplingParameters, Sequence
 from millrace_shard.batch.step import (
     BatchChange,
-    Clear,
     FailureKind,
     Filter,
     Open,
@@ -266,7 +265,7 @@ def test_an_invalid_step_fails_and_names_the_reason(
     failure = driver.fail(work(driver))
     assert failure.kind is FailureKind.FAILED
     assert message in failure.message
-    assert driver.fail(Clear()).kind is FailureKind.REFUSED
+    assert driver.fail(Filter(ints([]))).kind is FailureKind.REFUSED
     driver.engine.close()
 
 
@@ -334,7 +333,7 @@ def test_a_lost_group_fails_the_step_and_ends_the_engine(driver: Driver) -> None
         raise CollectiveError("the ranks have lost each other: Connection closed by peer")
 
     driver.model.before_forward = lose
-    steps = [driver.send(forward(driver.admit(0), chunks=[(0, 6)])), driver.send(Clear())]
+    steps = [driver.send(forward(driver.admit(0), chunks=[(0, 6)])), driver.send(Filter(ints([])))]
     outcomes = [step.result(30).outcome for step in steps]
     assert [o.kind for o in outcomes if isinstance(o, StepFailure)] == [
         FailureKind.FAILED,
@@ -392,7 +391,9 @@ def test_out_of_memory_is_told_apart(error: Exception) -> None:
 
 def test_steps_of_other_epochs_and_numbers_are_refused(driver: Driver) -> None:
     def refused(epoch: int, number: int, work: Work | None = None) -> bool:
-        outcome = driver.engine.step(Step(epoch, number, work or Clear())).result(30).outcome
+        outcome = (
+            driver.engine.step(Step(epoch, number, work or Filter(ints([])))).result(30).outcome
+        )
         return isinstance(outcome, StepFailure) and outcome.kind is FailureKind.REFUSED
 
     assert refused(driver.epoch - 1, 1)
@@ -400,7 +401,7 @@ def test_steps_of_other_epochs_and_numbers_are_refused(driver: Driver) -> None:
     assert refused(driver.epoch, 2)
     assert refused(driver.epoch, 0, Open())
     assert refused(driver.epoch + 1, 1, Open())
-    assert isinstance(driver.run(Clear()), StepResult)
+    assert isinstance(driver.run(Filter(ints([]))), StepResult)
     assert refused(driver.epoch, 1)
 
 
@@ -465,10 +466,10 @@ def test_rows_that_are_not_finite_fail_alone_and_stay_failed(driver: Driver) -> 
 
 def test_the_checksum_tells_different_tokens_apart(driver: Driver) -> None:
     first = driver.run(forward(driver.admit(0), chunks=[(0, 6)])).checksum
-    driver.run(Clear())
+    driver.run(Filter(ints([0])))
     driver.free = list(range(1, 64))
     assert driver.run(forward(driver.admit(0), chunks=[(0, 6)])).checksum == first
-    driver.run(Clear())
+    driver.run(Filter(ints([0])))
     driver.free = list(range(1, 64))
     assert driver.run(forward(driver.admit(0, [8]), chunks=[(0, 1)])).checksum != first
 

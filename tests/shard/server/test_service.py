@@ -133,7 +133,6 @@ def prefill(
 ) -> pb.Prefill:
     blocks = range(first_block, first_block + len(ids) // BLOCK_SIZE + 3)
     return pb.Prefill(
-        batch_id=1,
         change=pb.BatchChange(
             admitted=[
                 pb.Sequence(slot=slot, request_id=77, input_ids=ids, **fields)  # type: ignore[arg-type]
@@ -147,7 +146,7 @@ def prefill(
 
 
 def decode(*slots: int) -> pb.Decode:
-    return pb.Decode(batch_id=1, decode_slots=slots)
+    return pb.Decode(decode_slots=slots)
 
 
 def test_info_says_what_is_loaded(start: Callable[..., Shard]) -> None:
@@ -247,10 +246,10 @@ def test_a_sequence_from_prompt_to_end(shard: Shard) -> None:
     for _ in range(5):
         found += steps.ask(decode=decode(0)).ids
     assert found == greedy(PROMPT, 6)
-    dropped = steps.ask(filter_batch=pb.FilterBatch(batch_id=1, dropped_slots=[0]))
+    dropped = steps.ask(filter_batch=pb.FilterBatch(dropped_slots=[0]))
     assert not dropped.HasField("error")
     assert steps.ask(decode=decode(0)).error.kind == pb.StepError.KIND_FAILED
-    assert steps.ask(clear_cache=pb.ClearCache()).error.kind == pb.StepError.KIND_REFUSED
+    assert steps.ask(filter_batch=pb.FilterBatch()).error.kind == pb.StepError.KIND_REFUSED
 
 
 def test_parameters_reach_the_sampler(shard: Shard) -> None:

@@ -73,7 +73,7 @@ class DirectShards:
 
     async def send(self, plan: StepPlan) -> int:
         self.last_sent += 1
-        message = plan_to_pb(plan, epoch=self._epoch, number=self.last_sent, batch_id=0)
+        message = plan_to_pb(plan, epoch=self._epoch, number=self.last_sent)
         answer = self.shard.step(message)
         failed = answer.HasField("error")
         self._answers.append(

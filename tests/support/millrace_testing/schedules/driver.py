@@ -108,7 +108,7 @@ class ScheduleDriver:
         for row in plan.admitted:
             entry_of(row.entry).admitted(0.0, row.num_cached)
         self.last_sent += 1
-        message = plan_to_pb(plan, epoch=self._epoch, number=self.last_sent, batch_id=0)
+        message = plan_to_pb(plan, epoch=self._epoch, number=self.last_sent)
         self.plans.append(plan)
         self.flights.append(Flight(plan, self.shard.step(message)))
         self._check_plan(plan)

@@ -117,8 +117,6 @@ class FakeShard:
         if work == "filter_batch":
             for slot in request.filter_batch.dropped_slots:
                 del self.sequences[slot]
-        elif work == "clear_cache":
-            self.sequences.clear()
         else:
             self._forward(request, response)
             response = self._harmed(request, response)

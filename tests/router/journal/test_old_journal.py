@@ -1,0 +1,26 @@
+"""A journal that commit 1c8e212 recorded, with fields that have left the wire, is read and replayed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from millrace_router.journal.reader import Sent, read_events
+from millrace_testing.router.journals import new_shard, replayed
+
+FORMAT_1 = Path(__file__).parent / "data" / "format_1"
+"""Two files: 24 requests of `journals.requests` to a hash shard with up to 3 draft tokens for each row and step."""
+
+
+async def test_a_journal_with_batch_ids_replays() -> None:
+    sent = [event.message for _, event in read_events(FORMAT_1) if isinstance(event, Sent)]
+    decodes = [message.decode for message in sent if message.HasField("decode")]
+    assert any(decode.draft_tokens for decode in decodes)
+    # `batch_id` was field 1.
+    assert all(1 in {field.field_number for field in UnknownFieldSet(decode)} for decode in decodes)
+    (outcome,) = await replayed(FORMAT_1, new_shard(speculate=3))
+    assert outcome.difference is None
+    assert outcome.is_compared
+    assert outcome.num_steps == len(sent) - 1
+    assert outcome.num_tokens > 150
