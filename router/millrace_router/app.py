@@ -1,4 +1,4 @@
-"""The HTTP application: routes, and what holds for all of them."""
+"""The HTTP application: its routes, and the middlewares of all of them."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from millrace_router.server.idempotent_route import RUNS, end_runs
 from millrace_router.server.services import SERVICES, Services
 
 OPEN_PATHS = frozenset(operation.path for operation in OPERATIONS if operation.is_open)
-"""What may be read without the key."""
+"""Paths that can be read without the API key."""
 ALLOWED_HEADERS = (
     "content-type,authorization,x-priority,x-tenant,x-max-queue-ms,idempotency-key,last-event-id"
 )
-"""What a browser may send, where it does not say what it wants to: otherwise whatever that is."""
+"""Headers that a browser may send; if it names others, it may send those."""
 OPENAI_PREFIX = "/v1/"
 RESPONSE_SECONDS = 5.0
-"""What answers that are being written get at the end, when no generation runs any more."""
+"""Seconds for answers that are still being written at the end, when no generation runs."""
 VARY = "origin, access-control-request-method, access-control-request-headers"
 
 log = structlog.get_logger(__name__)
@@ -75,12 +75,12 @@ def create_app(services: Services) -> web.Application:
 
 
 def create_runner(services: Services) -> web.AppRunner:
-    """Make what serves the application; a handler whose client has gone is cancelled."""
+    """Make the runner of the application; it cancels handlers whose client has left."""
     return web.AppRunner(
         create_app(services),
         handler_cancellation=True,
         access_log=None,
-        # `bodies` does it, to answer what cannot be decompressed as any other mistake.
+        # `bodies` decompresses, so that a mistake gets an ordinary answer.
         auto_decompress=False,
         shutdown_timeout=RESPONSE_SECONDS,
     )
@@ -88,7 +88,7 @@ def create_runner(services: Services) -> web.AppRunner:
 
 @web.middleware
 async def describe_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn every failure into an answer that says what it was."""
+    """Turn every failure into an answer that describes it."""
     try:
         return await handler(request)
     except BodyError as error:
@@ -107,7 +107,7 @@ async def describe_errors(request: web.Request, handler: Handler) -> web.StreamR
 
 
 def _misdirected(request: web.Request, error: web.HTTPException) -> web.Response:
-    """Answer what no route takes: 404 and 405 are empty in TGI, and tell OpenAI's clients what is wrong."""
+    """Answer a request without a route: with an empty 404 or 405 as in TGI, or with OpenAI's error on its paths."""
     response = web.Response(status=error.status)
     if _is_openais(request):
         if isinstance(error, web.HTTPNotFound):
@@ -136,7 +136,7 @@ def _is_openais(request: web.Request) -> bool:
 
 @web.middleware
 async def answer_preflight(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Tell browsers what they may send; any OPTIONS counts as the question."""
+    """Answer the preflight requests of browsers; every OPTIONS counts as one."""
     if request.method != "OPTIONS":
         return await handler(request)
     wanted = request.headers.get("access-control-request-headers", "")
@@ -145,7 +145,7 @@ async def answer_preflight(request: web.Request, handler: Handler) -> web.Stream
     return web.Response(
         headers={
             "access-control-allow-methods": "GET,POST",
-            # Not a star, which browsers do not take to mean `Authorization`.
+            # Not a star, which does not cover `Authorization` in browsers.
             "access-control-allow-headers": wanted or ALLOWED_HEADERS,
         }
     )
@@ -154,7 +154,7 @@ async def answer_preflight(request: web.Request, handler: Handler) -> web.Stream
 def allow_origins(
     origins: tuple[str, ...],
 ) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
-    """Make the hook that tells browsers who may read answers; no origins means anyone."""
+    """Make the hook that sends the allowed origins to browsers; no origins means any."""
 
     async def hook(request: web.Request, response: web.StreamResponse) -> None:
         origin = request.headers.get("origin")
@@ -170,9 +170,9 @@ def allow_origins(
 
 
 def require_key(api_key: str, open_paths: Collection[str]) -> Middleware:
-    """Make the middleware that answers an empty 401 without the right key, but for what is read of `open_paths`.
+    """Make the middleware that answers requests without the right key with 401, except reads of `open_paths`.
 
-    It comes as a bearer token, or in `x-api-key`, as Anthropic's clients send it.
+    The key is a bearer token, or the header `x-api-key`, which Anthropic's clients send.
     """
     bearer, bare = f"Bearer {api_key}".encode(), api_key.encode()
 
@@ -190,7 +190,7 @@ def require_key(api_key: str, open_paths: Collection[str]) -> Middleware:
 
 
 def _open_paths(config: RouterConfig) -> frozenset[str]:
-    """What may be read without the key: health also where the platform wants it, unless that is another route's."""
+    """Return `OPEN_PATHS`, with the platform's path of health unless that is another route."""
     health = config.aip_health_route
     if health is None or any(operation.path == health for operation in OPERATIONS):
         return OPEN_PATHS

@@ -109,12 +109,12 @@ def end_json(finish_reason: str, stop: str | None) -> MessageEndJson:
     return {"stop_reason": "stop_sequence", "stop_sequence": stop}
 
 
-def blocks_of(pieces: Sequence[ChatDelta]) -> list[BlockJson]:
+def blocks_of(deltas: Sequence[ChatDelta]) -> list[BlockJson]:
     """Make the blocks of a whole message."""
     blocks: list[BlockJson] = []
     arguments: dict[int, str] = {}
     """By the index of the block."""
-    for part in chain.from_iterable(map(parts_of, pieces)):
+    for part in chain.from_iterable(map(parts_of, deltas)):
         last = blocks[-1] if blocks else None
         if isinstance(part, CallDelta):
             if part.id is not None:

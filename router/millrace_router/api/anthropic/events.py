@@ -33,9 +33,9 @@ class MessageEvents:
         yield _named({"type": "message_start", "message": self._head.json(usage)})
         yield _named({"type": "ping"})
 
-    def push(self, piece: ChatDelta) -> Iterator[NamedJson]:
+    def push(self, delta: ChatDelta) -> Iterator[NamedJson]:
         """Yield what one token adds, if anything."""
-        for part in parts_of(piece):
+        for part in parts_of(delta):
             if isinstance(part, CallDelta):
                 yield from self._push_call(part)
             else:

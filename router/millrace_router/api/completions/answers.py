@@ -17,14 +17,14 @@ from millrace_router.engine.usage import Usage
 from millrace_router.request.dialect import Dialect
 
 
-def completion_choice(index: int, pieces: Sequence[CompletionDelta]) -> CompletionCompleteJson:
+def completion_choice(index: int, deltas: Sequence[CompletionDelta]) -> CompletionCompleteJson:
     """Render a choice in one piece."""
-    logprobs = [piece.logprobs for piece in pieces if piece.logprobs is not None]
+    logprobs = [delta.logprobs for delta in deltas if delta.logprobs is not None]
     return {
         "index": index,
-        "text": "".join(piece.text for piece in pieces),
+        "text": "".join(delta.text for delta in deltas),
         "logprobs": join(logprobs) if logprobs else None,
-        "finish_reason": pieces[-1].finish_reason,
+        "finish_reason": deltas[-1].finish_reason,
     }
 
 
@@ -49,29 +49,29 @@ class CompletionChunks:
         self._no_reason = "" if dialect.has_tgi_reasons else None
 
     def text_chunk(self, index: int, text: str) -> ChunkJson:
-        """A piece of the choice `index` that is nothing but text."""
+        """Render a chunk with nothing but text."""
         return self._chunk(index, ChoiceDelta(text, None, 0, None))
 
     def chunk(
-        self, index: int, piece: CompletionDelta, usage: Usage
+        self, index: int, delta: CompletionDelta, usage: Usage
     ) -> ChunkJson | CompletionFinalJson:
-        """Any piece; `usage` is what its choice has used so far."""
-        chunk = self._chunk(index, piece)
-        is_last = piece.finish_reason is not None and not self.includes_usage
+        """Render the chunk of any delta; `usage` is that of its choice so far."""
+        chunk = self._chunk(index, delta)
+        is_last = delta.finish_reason is not None and not self.includes_usage
         if not (is_last or self.tells_usage_always):
             return chunk
         told: CompletionFinalJson = {**chunk, "usage": usage_json(usage)}
         return told
 
     def usage_chunk(self, usage: Usage) -> CompletionFinalJson:
-        """What follows the last piece of all choices."""
+        """Render the chunk after the last token."""
         return {**self._head.json(), "choices": [], "usage": usage_json(usage)}
 
-    def _chunk(self, index: int, piece: CompletionDelta) -> ChunkJson:
+    def _chunk(self, index: int, delta: CompletionDelta) -> ChunkJson:
         choice: CompletionCompleteJson = {
             "index": index,
-            "text": piece.text,
-            "logprobs": piece.logprobs,
-            "finish_reason": piece.finish_reason or self._no_reason,
+            "text": delta.text,
+            "logprobs": delta.logprobs,
+            "finish_reason": delta.finish_reason or self._no_reason,
         }
         return {**self._head.json(), "choices": [choice]}

@@ -1,4 +1,4 @@
-"""OpenAI's text completions: one prompt or a few, and one choice or several of each."""
+"""OpenAI's text completions: one or several prompts, and one or several choices of each."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _style(services: Services, body: CompletionRequest) -> Style:
 async def _answer(
     services: Services, body: CompletionRequest, samples: Sequence[Sample], head: AnswerHead
 ) -> web.Response:
-    """Choose among each prompt's samples; the tokens of those left out are counted, too."""
+    """Return the best samples of each prompt; the tokens of the others count, too."""
     choices: list[CompletionCompleteJson] = []
     usage = Usage()
     for first in range(0, len(samples), body.num_samples):
@@ -113,7 +113,7 @@ async def _answer(
         for pieces in texts:
             choices.append(completion_choice(len(choices), pieces))
     headers = answer_headers(services, _generations(samples), usage)
-    # TGI gives no such sum here.
+    # TGI has no such sum here.
     del headers["x-compute-time"]
     answer: CompletionFinalJson = {**head.json(), "choices": choices, "usage": usage_json(usage)}
     return json_response(answer, headers=headers)
@@ -141,7 +141,7 @@ async def _read(
 async def _deltas(
     generation: Generation, text: CompletionText, first: Generation
 ) -> list[CompletionDelta]:
-    """Read what echo and tokens add to a choice; the `first` sample of the prompt has its log probabilities."""
+    """Read the deltas of echo and tokens; the `first` sample has the log probabilities of the prompt."""
     deltas: list[CompletionDelta] = []
 
     def take(event: TokenEvent) -> bool:

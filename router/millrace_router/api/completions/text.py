@@ -1,4 +1,4 @@
-"""From the tokens of a generation to the text and the log probabilities of a text completion's choice."""
+"""From the tokens of a generation to the text and the log probabilities of a text completion."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ CompletionDelta = ChoiceDelta[CompletionLogprobsJson]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Style:
-    """What all choices of a request have in common."""
+    """Options of all choices of a request."""
 
     stop_sequences: Sequence[str] = ()
     logprobs: CompletionLogprobs | None = None
     only_scores: bool = False
-    """The one token that is generated is not shown."""
+    """Whether the answer hides the one generated token."""
     dialect: Dialect = MILLRACE
     streams: bool = False
-    """TGI shows special tokens, and its own word for their end, in streams alone."""
+    """Whether the answer is a stream: TGI shows special tokens, and its own finish reasons, in streams alone."""
 
 
 class CompletionText(TrimmedText):
@@ -49,7 +49,7 @@ class CompletionText(TrimmedText):
         return self._sum_of_logprobs / self._num_tokens
 
     def opening(self, prompt: PromptLogprobs | None) -> CompletionDelta | None:
-        """The prompt given back, if it is to be, with its log probabilities, if there are any."""
+        """Return the echo of the prompt, if the request asks for one, with the log probabilities, if there are any."""
         if self._echo is None:
             return None
         logprobs = None

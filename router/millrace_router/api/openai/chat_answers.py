@@ -28,7 +28,7 @@ ROLE = "assistant"
 
 
 class ChatAnswers:
-    """Renders the answer to one request, as its dialect has it."""
+    """Renders the answer to one request in its dialect."""
 
     def __init__(self, head: AnswerHead, dialect: Dialect = MILLRACE) -> None:
         self._head = head
@@ -41,46 +41,46 @@ class ChatAnswers:
         return self._chunk(index, {"role": ROLE, "content": ""})
 
     def text_chunk(self, index: int, text: str) -> ChatCompletionChunkJson:
-        """Render a chunk that has nothing but text."""
+        """Render a chunk with nothing but text."""
         return self._chunk(index, self._said(text))
 
     def chunks(
-        self, index: int, piece: ChatDelta, usage: Usage | None = None
+        self, index: int, delta: ChatDelta, usage: Usage | None = None
     ) -> list[ChatCompletionChunkJson]:
-        """Render a piece that may have anything: none if nothing is to be told, and one for each call in it.
+        """Render the chunks of any delta: none if it has nothing to send, and one for each call in it.
 
-        A finish reason comes with text, but after all calls: clients end a call when they read it.
+        A finish reason comes in a chunk after all calls, because clients end a call when they read it.
         """
-        deltas = self._deltas(piece)
-        if piece.finish_reason is not None and (piece.calls or not deltas):
-            is_call = piece.finish_reason == TOOL_CALLS and not self._dialect.stops_after_calls
-            deltas.append({} if is_call else self._said(""))
-        if not deltas and (piece.logprobs is not None or usage is not None):
-            deltas.append(self._said(""))
-        last = len(deltas) - 1
+        parts = self._parts(delta)
+        if delta.finish_reason is not None and (delta.calls or not parts):
+            is_call = delta.finish_reason == TOOL_CALLS and not self._dialect.stops_after_calls
+            parts.append({} if is_call else self._said(""))
+        if not parts and (delta.logprobs is not None or usage is not None):
+            parts.append(self._said(""))
+        last = len(parts) - 1
         return [
             self._chunk(
                 index,
-                delta,
-                logprobs=None if number else piece.logprobs,
-                finish_reason=self._reason(piece.finish_reason) if number == last else None,
+                part,
+                logprobs=None if number else delta.logprobs,
+                finish_reason=self._reason(delta.finish_reason) if number == last else None,
                 usage=usage,
             )
-            for number, delta in enumerate(deltas)
+            for number, part in enumerate(parts)
         ]
 
     def usage_chunk(self, usage: Usage) -> ChatCompletionChunkJson:
-        """Render the chunk that follows the last token."""
+        """Render the chunk after the last token."""
         return {**self._head.json(CHUNK), "choices": [], "usage": usage_json(usage)}
 
-    def choice(self, index: int, pieces: Sequence[ChatDelta]) -> ChatCompletionCompleteJson:
+    def choice(self, index: int, deltas: Sequence[ChatDelta]) -> ChatCompletionCompleteJson:
         """Render a choice in one piece."""
-        logprobs = [piece.logprobs for piece in pieces if piece.logprobs is not None]
+        logprobs = [delta.logprobs for delta in deltas if delta.logprobs is not None]
         return {
             "index": index,
-            "message": self._message(pieces),
+            "message": self._message(deltas),
             "logprobs": {"content": logprobs} if logprobs else None,
-            "finish_reason": self._reason(pieces[-1].finish_reason),
+            "finish_reason": self._reason(deltas[-1].finish_reason),
         }
 
     def answer(self, choices: list[ChatCompletionCompleteJson], usage: Usage) -> ChatCompletionJson:
@@ -115,12 +115,12 @@ class ChatAnswers:
     def _said(self, text: str) -> TextDeltaJson:
         return {"role": ROLE, "content": text} if self._dialect.repeats_role else {"content": text}
 
-    def _deltas(self, piece: ChatDelta) -> list[ChatCompletionDeltaJson]:
-        deltas: list[ChatCompletionDeltaJson] = [self._said(piece.text)] if piece.text else []
-        for call in _joined(piece.calls):
+    def _parts(self, delta: ChatDelta) -> list[ChatCompletionDeltaJson]:
+        parts: list[ChatCompletionDeltaJson] = [self._said(delta.text)] if delta.text else []
+        for call in _joined(delta.calls):
             called: ToolCallDeltaJson = {"tool_calls": [self._called(call)]}
-            deltas.append({"role": ROLE, **called} if self._dialect.repeats_role else called)
-        return deltas
+            parts.append({"role": ROLE, **called} if self._dialect.repeats_role else called)
+        return parts
 
     def _called(self, call: CallDelta) -> DeltaToolCallJson:
         if call.name is None:
@@ -135,9 +135,9 @@ class ChatAnswers:
     def _id(self, call: CallDelta) -> str:
         return str(call.index) if self._dialect.numbers_calls else call.id or ""
 
-    def _message(self, pieces: Sequence[ChatDelta]) -> OutputMessageJson:
-        text = "".join(piece.text for piece in pieces)
-        calls = _joined([delta for piece in pieces for delta in piece.calls])
+    def _message(self, deltas: Sequence[ChatDelta]) -> OutputMessageJson:
+        text = "".join(delta.text for delta in deltas)
+        calls = _joined([call for delta in deltas for call in delta.calls])
         if not calls:
             return {"role": ROLE, "content": text}
         return {
@@ -158,11 +158,11 @@ class ChatAnswers:
         }
 
 
-def _joined(deltas: Sequence[CallDelta]) -> list[CallDelta]:
-    """Put the pieces of each call together, calls in the order in which they begin."""
+def _joined(parts: Sequence[CallDelta]) -> list[CallDelta]:
+    """Join the deltas of each call; calls are in the order in which they begin."""
     calls: dict[int, CallDelta] = {}
     arguments: dict[int, list[str]] = {}
-    for delta in deltas:
+    for delta in parts:
         calls.setdefault(delta.index, delta)
         arguments.setdefault(delta.index, []).append(delta.arguments)
     return [replace(call, arguments="".join(arguments[index])) for index, call in calls.items()]

@@ -27,7 +27,7 @@ _FINISH_REASONS = {
     FinishReason.STOP_SEQUENCE: STOP,
 }
 LEAST_LOGPROB = -9999.0
-"""Stands for the logarithm of nothing, which JSON has no number for."""
+"""Stands for minus infinity, for which JSON has no number."""
 
 
 Logprobs = TypeVar("Logprobs")
@@ -51,14 +51,14 @@ ChatDelta = ChoiceDelta[ChatCompletionLogprobJson]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """How the log probabilities of a choice's tokens are told."""
+    """Renders the log probabilities of a choice's tokens."""
 
     num_candidates: int
     bytes_of: Callable[[Token], bytes]
-    """What a token adds to the text, where that is known: it may end within a character."""
+    """Returns the bytes that a token adds to the text; they may end within a character."""
 
     def json(self, event: TokenEvent) -> ChatCompletionLogprobJson:
-        """Render a token, and the first candidates: of those that tie for the last place some are left out."""
+        """Render a token and its first candidates; candidates that tie for the last place may be missing."""
         candidates = event.top_tokens[: self.num_candidates]
         return {
             **self._token(event.token),
@@ -100,7 +100,7 @@ class TrimmedText:
 
 
 class ChoiceText(TrimmedText):
-    """Turns a generation's tokens into a choice: special tokens hidden, cut before a stop string, calls apart."""
+    """Turns a generation's tokens into a choice: hides special tokens, cuts before a stop string, extracts calls."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class ChoiceText(TrimmedText):
         markers: Sequence[str] = (),
         keeps_stops: bool = False,
     ) -> None:
-        """With `parser` calls are looked for, in text that has the special tokens `markers` in it.
+        """With `parser` the choice may have calls; their text includes the special tokens `markers`.
 
         With `keeps_stops` a stop string stays in the text, and the finish reason names it, as in TGI.
         """
@@ -135,7 +135,7 @@ class ChoiceText(TrimmedText):
         return ChoiceDelta(parsed.text, reason, event.index, logprobs, parsed.calls)
 
     def _hidden(self, token: Token) -> str:
-        """What there is to see of a special token."""
+        """Return the part of a special token that the parser needs."""
         return next((marker for marker in self._markers if token.text.endswith(marker)), "")
 
     def _reason(self, reason: FinishReason) -> str:
@@ -152,14 +152,14 @@ class ChoiceText(TrimmedText):
         return parsed
 
 
-def parts_of(piece: ChatDelta) -> Iterator[str | CallDelta]:
-    """Yield what a token adds: the rest of a call, then text, then calls that begin."""
-    calls = iter(piece.calls)
-    for delta in calls:
-        if delta.id is not None:
-            calls = chain((delta,), calls)
+def parts_of(delta: ChatDelta) -> Iterator[str | CallDelta]:
+    """Yield the parts of a delta in order: the rest of a call, text, new calls."""
+    calls = iter(delta.calls)
+    for call in calls:
+        if call.id is not None:
+            calls = chain((call,), calls)
             break
-        yield delta
-    if piece.text:
-        yield piece.text
+        yield call
+    if delta.text:
+        yield delta.text
     yield from calls

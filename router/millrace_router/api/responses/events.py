@@ -41,11 +41,11 @@ class ResponseEvents:
         yield self._event("response.created", response=response)
         yield self._event("response.in_progress", response=response)
 
-    def push(self, piece: ChatDelta) -> Iterator[ResponseEvent]:
+    def push(self, delta: ChatDelta) -> Iterator[ResponseEvent]:
         """Yield what one token adds."""
-        if piece.logprobs is not None:
-            self._logprobs.append(piece.logprobs)
-        for part in parts_of(piece):
+        if delta.logprobs is not None:
+            self._logprobs.append(delta.logprobs)
+        for part in parts_of(delta):
             if isinstance(part, CallDelta):
                 yield from self._push_call(part)
             else:
