@@ -120,7 +120,7 @@ prefill = st.one_of(
         draft_tokens=column,
     ),
 )
-works = st.one_of(
+works: st.SearchStrategy[dict[str, Any]] = st.one_of(
     st.just({}),
     st.just({"open": pb.Open()}),
     st.fixed_dictionaries({"prefill": prefill}),
