@@ -1,5 +1,5 @@
-"""The HTTP API, one room for each dialect.
+"""The HTTP API, one room for each dialect; they share `chat`, `grammars` and `fields`.
 
-Every room has `routes` with `register(app)`.
+Every dialect has `routes` with `register(app)`.
 May import: server, engine, validation, recovery, shards, tool_calls, request, text, telemetry.
 """

@@ -16,11 +16,11 @@ from millrace_router.api.anthropic.request import (
     ToolResultBlock,
     ToolUseBlock,
 )
+from millrace_router.api.chat.chat import Chat, check_exclusive
+from millrace_router.api.chat.messages import called
+from millrace_router.api.chat.sampling import openai_generation
+from millrace_router.api.chat.tools import choose_by_word, choose_named, new_tool
 from millrace_router.api.grammars import raw_schema
-from millrace_router.api.openai.chat import Chat, check_exclusive
-from millrace_router.api.openai.chat_messages import called
-from millrace_router.api.openai.chat_tools import choose_by_word, choose_named, new_tool
-from millrace_router.api.openai.sampling import openai_generation
 from millrace_router.errors import ValidationError
 from millrace_router.request.dialect import Dialect
 from millrace_router.request.generation_request import FieldNames, GenerationRequest

@@ -1,5 +1,5 @@
 """OpenAI's text completions.
 
 Entry point: `routes.register`.
-May import: api.openai, server and below.
+May import: api.openai, api.chat, server and below.
 """

@@ -7,15 +7,15 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from millrace_router.api.fields import Items, UInt32
-from millrace_router.api.openai.chat import Chat, check_exclusive
-from millrace_router.api.openai.chat_messages import ChatMessage
-from millrace_router.api.openai.chat_tools import (
+from millrace_router.api.chat.chat import Chat, check_exclusive
+from millrace_router.api.chat.messages import ChatMessage
+from millrace_router.api.chat.tools import (
     ToolChoiceField,
     ToolDefinition,
     choose,
     without_functions,
 )
+from millrace_router.api.fields import Items, UInt32
 from millrace_router.api.openai.common_request import CommonRequest
 from millrace_router.errors import ValidationError
 from millrace_router.request.dialect import Dialect

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from millrace_router.api.chat.bias import biases_from
+from millrace_router.api.chat.sampling import SamplingFields, openai_generation
 from millrace_router.api.fields import Float32, RequestModel, UInt32
 from millrace_router.api.grammars import ResponseFormat
-from millrace_router.api.openai.bias import biases_from
-from millrace_router.api.openai.sampling import SamplingFields, openai_generation
 from millrace_router.errors import ValidationError
 from millrace_router.request.dialect import Dialect
 from millrace_router.request.generation_request import GenerationRequest

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from millrace_router.api.openai.chat import EXCLUSIVE, Chat
+from millrace_router.api.chat.chat import EXCLUSIVE, Chat
 from millrace_router.api.openai.choice import ChoiceText, TokenLogprobs
 from millrace_router.errors import ToolError
 from millrace_router.request.events import Token

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Tag
 
+from millrace_router.api.chat.messages import ContentPart
 from millrace_router.api.fields import Items, RequestModel
-from millrace_router.api.openai.chat_messages import ContentPart
 
 
 class MessageItem(RequestModel):

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from millrace_router.api.chat.sampling import SamplingFields
 from millrace_router.api.fields import Items, RequestModel, UInt32
 from millrace_router.api.grammars import (
     JsonGrammar,
@@ -14,7 +15,6 @@ from millrace_router.api.grammars import (
     TextFormat,
     raw_schema,
 )
-from millrace_router.api.openai.sampling import SamplingFields
 from millrace_router.api.responses.input import InputItem
 from millrace_router.errors import ToolError, ValidationError
 from millrace_router.request.grammar import RawGrammar

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from millrace_router.api.openai.chat import Chat, check_exclusive
-from millrace_router.api.openai.chat_messages import called, template_content
-from millrace_router.api.openai.chat_tools import choose_by_word, choose_named, new_tool, only
-from millrace_router.api.openai.sampling import openai_generation
+from millrace_router.api.chat.chat import Chat, check_exclusive
+from millrace_router.api.chat.messages import called, template_content
+from millrace_router.api.chat.sampling import openai_generation
+from millrace_router.api.chat.tools import choose_by_word, choose_named, new_tool, only
 from millrace_router.api.responses.input import (
     ForeignItem,
     FunctionCallItem,

@@ -9,7 +9,7 @@ import pytest
 
 from millrace_router.api.anthropic.request import CountTokensRequest, MessagesRequest
 from millrace_router.api.anthropic.to_chat import NAMES, chat_of
-from millrace_router.api.openai.chat import Chat
+from millrace_router.api.chat.chat import Chat
 from millrace_router.errors import BodyShapeError, ValidationError
 from millrace_router.request.dialect import MILLRACE
 from millrace_router.request.generation_request import GenerationRequest

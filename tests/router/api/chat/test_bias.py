@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace_router.api.openai.bias import MAX_BIASES, biases_from
+from millrace_router.api.chat.bias import MAX_BIASES, biases_from
 from millrace_router.errors import ValidationError
 
 
