@@ -1,4 +1,4 @@
-"""Whether the server does its work: the shards serve or will soon, and after a failure they have generated again."""
+"""Health of the server: the shards serve or recover in time, and have generated a token since the last failure."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from millrace_router.errors import (
 from millrace_router.recovery.shard_status import ShardStatus
 from millrace_router.request.token_stream import read_tokens
 
-OF_ONE_REQUEST = (NonFiniteOutput, Quarantined, DoesNotFit)
-"""Failures that say nothing of the shards: they serve everybody else."""
+SINGLE_REQUEST_ERRORS = (NonFiniteOutput, Quarantined, DoesNotFit)
+"""Failures of one request, while the shards serve all others."""
 PROBE_SECONDS = 0.5
-"""How long an answer may wait for the probe: half of what Kubernetes gives a check unless told otherwise."""
+"""Time limit of a check that waits for the probe: half of the default timeout of Kubernetes."""
 
 log = structlog.get_logger(__name__)
 
 
 class Health:
-    """A flag that failures and recoveries take down, and only generated tokens put up again.
+    """A flag that failures and recoveries clear, and that only generated tokens set again.
 
-    The shards are never asked: the batcher's watchdog finds those that hang or are gone, and a recovery may take its
-    grace. While the flag is down one probe generation is under way, however many clients ask.
+    A check sends nothing to the shards: the hang detector finds shards that hang or are gone, and a recovery may take
+    its grace period. While the flag is cleared, one probe generation runs, however many checks come.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Health:
         probe_seconds: float = PROBE_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`grace_seconds` are given to a recovery, and to the token after one; `clock` is that of `recovery`."""
+        """`grace_seconds` limit a recovery, and the time from there to the next token; `clock` is that of `recovery`."""
         self._recovery = recovery
         self._batcher = batcher
         self._grace_seconds = grace_seconds
@@ -58,12 +58,12 @@ class Health:
         self._probed_at = 0.0
 
     def failed(self, error: RouterError) -> None:
-        """Take notice of a request's failure."""
-        if isinstance(error, GenerationError) and not isinstance(error, OF_ONE_REQUEST):
+        """Clear the flag, unless the failure concerns one request alone."""
+        if isinstance(error, GenerationError) and not isinstance(error, SINGLE_REQUEST_ERRORS):
             self._generates.clear()
 
     def generated(self) -> None:
-        """Take notice of a token that reached its request."""
+        """Set the flag, because a token has been generated."""
         self._failure = None
         self._generates.set()
 
@@ -108,7 +108,7 @@ class Health:
         return self._probe
 
     async def _await_token(self) -> None:
-        """Wait for a token, whoever's: our own request may stand behind a full queue."""
+        """Wait for a token of any request: the probe may wait behind a full queue."""
         request = asyncio.create_task(self._generate())
         others = asyncio.create_task(self._generates.wait())
         try:
@@ -121,7 +121,7 @@ class Health:
             await asyncio.gather(request, others, return_exceptions=True)
 
     async def _generate(self) -> None:
-        """Generate the least there is, and take notice of how that ends."""
+        """Run the smallest generation, and set the flag or the failure by its end."""
         try:
             stream = self._batcher.submit(SHORTEST)
             try:
@@ -129,7 +129,7 @@ class Health:
             finally:
                 stream.close()
         except Overloaded:
-            # Those who fill the queue will get tokens, if anyone does.
+            # Requests in the full queue will get tokens, if the shards work.
             await self._generates.wait()
         except RouterError as error:
             log.warning("health check failed", error=str(error))

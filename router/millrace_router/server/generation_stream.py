@@ -1,4 +1,4 @@
-"""The base of all streams: one generation's tokens in, frames out."""
+"""The base of all streams, which make frames of one generation's tokens."""
 
 from __future__ import annotations
 

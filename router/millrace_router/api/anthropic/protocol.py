@@ -1,4 +1,4 @@
-"""Shapes of Anthropic's answers."""
+"""Types of Anthropic's answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing_extensions import TypedDict
 
 
 class MessagesTextJson(TypedDict):
-    """What the assistant said."""
+    """The assistant's text."""
 
     type: Literal["text"]
     text: str
@@ -27,7 +27,7 @@ BlockJson = MessagesTextJson | MessagesToolUseJson
 
 
 class MessagesUsageJson(TypedDict):
-    """Token counts; those of the prompt that were found computed are not among `input_tokens`."""
+    """Token counts; `input_tokens` excludes tokens found in the prefix cache."""
 
     input_tokens: int
     cache_creation_input_tokens: int
@@ -36,7 +36,7 @@ class MessagesUsageJson(TypedDict):
 
 
 class MessagesAnswerJson(TypedDict):
-    """Answer of `/v1/messages`; without its end at the start of a stream."""
+    """Answer of `/v1/messages`; at the start of a stream it has no end."""
 
     id: str
     type: Literal["message"]
@@ -62,7 +62,7 @@ class MessageStartJson(TypedDict):
 
 
 class PingJson(TypedDict):
-    """Nothing."""
+    """An event without content."""
 
     type: Literal["ping"]
 
@@ -83,7 +83,7 @@ class MessagesTextDeltaJson(TypedDict):
 
 
 class InputJsonDeltaJson(TypedDict):
-    """More of the JSON that a tool is called with."""
+    """More of the JSON of a call's arguments."""
 
     type: Literal["input_json_delta"]
     partial_json: str
@@ -112,7 +112,7 @@ class MessageEndJson(TypedDict):
 
 
 class MessageDeltaJson(TypedDict):
-    """How a message ended."""
+    """The end of a message."""
 
     type: Literal["message_delta"]
     delta: MessageEndJson
@@ -137,7 +137,7 @@ MessageEventJson = (
 
 
 class MessagesErrorJson(TypedDict):
-    """What went wrong."""
+    """Details of a failure."""
 
     type: str
     message: str

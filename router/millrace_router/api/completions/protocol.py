@@ -1,4 +1,4 @@
-"""Shapes of the text completion's answers, with the key order and the nulls of TGI's."""
+"""Types of the text completion's answers, with the key order and the nulls of TGI."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ class CompletionLogprobsJson(TypedDict):
     token_logprobs: list[float | None]
     """null for the first token of a prompt."""
     top_logprobs: list[dict[str, float] | None]
-    """The likeliest tokens in the place of each, and the token itself."""
+    """For each token, the likeliest tokens in its place, and the token itself."""
     text_offset: list[int]
-    """The character of the choice's text where each begins."""
+    """For each token, the position of its first character in the choice's text."""
 
 
 class CompletionCompleteJson(TypedDict):
-    """A choice of a text completion, or a piece of one."""
+    """A choice of a text completion, or a part of one."""
 
     index: int
     text: str
     logprobs: CompletionLogprobsJson | None
     finish_reason: str | None
-    """null until the last piece; "" there with `--strict-tgi`."""
+    """null until the last part; "" with `--strict-tgi`."""
 
 
 class ChunkJson(HeadJson):
@@ -36,6 +36,6 @@ class ChunkJson(HeadJson):
 
 
 class CompletionFinalJson(ChunkJson):
-    """Answer of `/v1/completions`, and an event that tells usage, as a stream's last one of a choice does."""
+    """Answer of `/v1/completions`, and the events with the usage, such as the last one of a choice."""
 
     usage: UsageJson

@@ -1,4 +1,4 @@
-"""Shapes of OpenAI's answers, with the key order and the nulls of TGI's."""
+"""Types of OpenAI's answers, with the key order and the nulls of TGI."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from millrace_router.text.tokenizer import TokenSpan
 
 
 class CachedTokensJson(TypedDict):
-    """What is told of a prompt's tokens."""
+    """Details of a prompt's tokens."""
 
     cached_tokens: int
 
@@ -25,7 +25,7 @@ class UsageJson(TypedDict):
 
 
 class HeadJson(TypedDict):
-    """The keys that every answer and chunk of one request begins with."""
+    """The first keys of every answer and chunk of one request."""
 
     object: str
     id: str
@@ -40,11 +40,11 @@ class ChatCompletionTopLogprobJson(TypedDict):
     token: str
     logprob: float
     bytes: list[int]
-    """Of the text it adds: UTF-8, cut anywhere."""
+    """UTF-8 of the text that it adds, cut anywhere."""
 
 
 class ChatCompletionLogprobJson(ChatCompletionTopLogprobJson):
-    """A generated token, and the likeliest in its place."""
+    """A generated token, and the likeliest tokens in its place."""
 
     top_logprobs: list[ChatCompletionTopLogprobJson]
 
@@ -56,10 +56,10 @@ class ChatCompletionLogprobsJson(TypedDict):
 
 
 class CalledFunctionJson(TypedDict):
-    """Which function is called, and with what: the text of a JSON object."""
+    """The name of a called function, and its arguments as the text of a JSON object."""
 
     description: None
-    """TGI has it there."""
+    """Always null; TGI has the key."""
     name: str
     arguments: str
 
@@ -73,14 +73,14 @@ class ToolCallJson(TypedDict):
 
 
 class TextMessageJson(TypedDict):
-    """What the assistant said."""
+    """The assistant's text."""
 
     role: str
     content: str
 
 
 class ToolCallMessageJson(TypedDict):
-    """What the assistant calls, and said before, if it said anything."""
+    """The assistant's calls, and the text before them, if any."""
 
     role: str
     content: str | None
@@ -88,7 +88,7 @@ class ToolCallMessageJson(TypedDict):
 
 
 OutputMessageJson = TypeAliasType("OutputMessageJson", TextMessageJson | ToolCallMessageJson)
-"""A turn of the assistant."""
+"""The message of the assistant."""
 
 
 class ChatCompletionCompleteJson(TypedDict):
@@ -108,14 +108,14 @@ class ChatCompletionJson(HeadJson):
 
 
 class FunctionJson(TypedDict):
-    """A piece of a call: the name comes with the first."""
+    """A part of a call; the first part has the name."""
 
     name: NotRequired[str]
     arguments: str
 
 
 class DeltaToolCallJson(TypedDict):
-    """A piece of the call `index`; its first one says which it is."""
+    """A part of the call `index`; the first part has id and type."""
 
     index: int
     id: NotRequired[str]
@@ -124,28 +124,28 @@ class DeltaToolCallJson(TypedDict):
 
 
 class TextDeltaJson(TypedDict):
-    """A piece of what the assistant says; the first of a choice has its role."""
+    """A part of the assistant's text; the first part of a choice has the role."""
 
     role: NotRequired[str]
     content: NotRequired[str]
 
 
 class ToolCallDeltaJson(TypedDict):
-    """Pieces of calls."""
+    """Parts of calls."""
 
     role: NotRequired[str]
-    """TGI has it here, too."""
+    """TGI has it in these chunks, too."""
     tool_calls: list[DeltaToolCallJson]
 
 
 ChatCompletionDeltaJson = TypeAliasType(
     "ChatCompletionDeltaJson", TextDeltaJson | ToolCallDeltaJson
 )
-"""What a chunk adds to a choice."""
+"""The part of a choice that a chunk adds."""
 
 
 class ChatCompletionChoiceJson(TypedDict):
-    """A piece of a choice."""
+    """A part of a choice."""
 
     index: int
     delta: ChatCompletionDeltaJson
@@ -154,14 +154,14 @@ class ChatCompletionChoiceJson(TypedDict):
 
 
 class ChatCompletionChunkJson(HeadJson):
-    """One event of a chat's stream; no choices beside the usage that was asked for."""
+    """One event of a chat's stream; the chunk of the usage has no choices."""
 
     choices: list[ChatCompletionChoiceJson]
     usage: UsageJson | None
 
 
 class ModelJson(TypedDict):
-    """The model that is served."""
+    """The served model."""
 
     id: str
     object: str
@@ -184,7 +184,7 @@ class ChatTokenizeResponseJson(TypedDict):
 
 
 class StreamFailureJson(TypedDict):
-    """What went wrong in the middle of a stream."""
+    """Details of a failure in mid-stream."""
 
     message: str
     type: str
@@ -192,20 +192,20 @@ class StreamFailureJson(TypedDict):
 
 
 class StreamErrorJson(TypedDict):
-    """The last event but one of a stream that failed."""
+    """The event of a failure, before the last one of the stream."""
 
     error: StreamFailureJson
 
 
 class FailureJson(StreamFailureJson):
-    """What went wrong, as OpenAI's clients read it."""
+    """Details of a failure, as OpenAI's clients read them."""
 
     param: None
     code: None
 
 
 class OpenAIErrorResponseJson(TypedDict):
-    """A failure for OpenAI's clients, which print `error.message`, and TGI's, which read `error_type`."""
+    """A failure for OpenAI's clients, which print `error.message`, and for TGI's, which read `error_type`."""
 
     error: FailureJson
     error_type: str

@@ -1,4 +1,4 @@
-"""Shapes of OpenAI's responses, and of the events that tell them piece by piece."""
+"""Types of OpenAI's responses, and of the events of their streams."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
 class ResponseOutputTextJson(TypedDict):
-    """A piece of text; here every message has one."""
+    """A part of a message; every message has one."""
 
     type: Literal["output_text"]
     text: str
@@ -21,7 +21,7 @@ class ResponseOutputTextJson(TypedDict):
 
 
 class ResponseMessageJson(TypedDict):
-    """What the assistant said."""
+    """The assistant's message."""
 
     type: Literal["message"]
     id: str
@@ -31,7 +31,7 @@ class ResponseMessageJson(TypedDict):
 
 
 class ResponseFunctionCallJson(TypedDict):
-    """A call of a function, with the text of a JSON object."""
+    """A call of a function; the arguments are the text of a JSON object."""
 
     type: Literal["function_call"]
     id: str
@@ -45,13 +45,13 @@ ResponseItemJson = TypeAliasType("ResponseItemJson", ResponseMessageJson | Respo
 
 
 class InputTokensDetailsJson(CachedTokensJson):
-    """What is told of a prompt's tokens."""
+    """Details of a prompt's tokens."""
 
     cache_write_tokens: int
 
 
 class OutputTokensDetailsJson(TypedDict):
-    """What is told of an answer's tokens."""
+    """Details of an answer's tokens."""
 
     reasoning_tokens: int
 
@@ -67,7 +67,7 @@ class ResponseUsageJson(TypedDict):
 
 
 class ResponseErrorJson(TypedDict):
-    """What a response has failed with."""
+    """The failure of a response."""
 
     code: str
     message: str
@@ -80,7 +80,7 @@ class ResponseIncompleteJson(TypedDict):
 
 
 class ResponseToolJson(TypedDict):
-    """A function that might have been called."""
+    """A function that the model may call."""
 
     type: Literal["function"]
     name: str
@@ -90,20 +90,20 @@ class ResponseToolJson(TypedDict):
 
 
 class ResponseTextJson(TypedDict):
-    """What the text has to be."""
+    """The format of the text."""
 
     format: dict[str, Any]
 
 
 class ResponseReasoningJson(TypedDict):
-    """How the model reasons: as its template has it."""
+    """Settings of reasoning: null, because the chat template decides."""
 
     effort: None
     summary: None
 
 
 class ResponseJson(TypedDict):
-    """Answer of `/v1/responses`, and what the first and last events of a stream carry."""
+    """Answer of `/v1/responses`, also in the first and last events of a stream."""
 
     id: str
     object: Literal["response"]
@@ -145,14 +145,14 @@ class InputTokensJson(TypedDict):
 
 
 class _EventJson(TypedDict):
-    """What every event has."""
+    """Fields of every event."""
 
     sequence_number: int
     """From 0, without gaps."""
 
 
 class ResponseStateJson(_EventJson):
-    """The whole response: twice as it begins, once as it ends."""
+    """The whole response: in the first two events and in the last."""
 
     type: Literal[
         "response.created",
@@ -224,7 +224,7 @@ class ArgumentsDoneJson(_EventJson):
 
 
 class ResponseErrorEventJson(_EventJson):
-    """What went wrong; `response.failed` follows."""
+    """A failure; `response.failed` follows."""
 
     type: Literal["error"]
     code: str
