@@ -45,7 +45,7 @@ class Health:
         probe_seconds: float = PROBE_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`grace_seconds` limit a recovery, and the time from there to the next token; `clock` is that of `recovery`."""
+        """`grace_seconds` limit a recovery, and then the time to the next token; `clock` is that of `recovery`."""
         self._recovery = recovery
         self._batcher = batcher
         self._grace_seconds = grace_seconds
