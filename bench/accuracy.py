@@ -6,6 +6,7 @@ by the plain kernels. The demo model is small and confident; a larger model may 
 
 from __future__ import annotations
 
+import argparse
 import sys
 from dataclasses import replace
 
@@ -31,6 +32,7 @@ CPU = torch.device("cpu")
 
 def main() -> int:
     """Print the table."""
+    argparse.ArgumentParser(prog="python -m bench.accuracy", description=__doc__).parse_args()
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     samples = encode(tokenizer, sample(corpus.generate(SEED, size=0).held_back, QUESTIONS))
     fast = choose_kernels(CPU, torch.bfloat16, deterministic=True, head_dims=[64])

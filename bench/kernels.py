@@ -2,16 +2,14 @@
 
 The CPU kernels run in both modes; deterministic ones differ in linears alone.
 
-    python -m bench.kernels [threads] [135M,1B]
-
 All run in turn. Medians are printed: thread CPU time with one thread, which a busy machine hardly changes, and wall
 time with more.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -208,15 +206,19 @@ def bench_steps(shape: Shape, kinds: dict[str, Kernels]) -> None:
 
 def main() -> None:
     """Print everything."""
+    parser = argparse.ArgumentParser(prog="python -m bench.kernels", description=__doc__)
+    parser.add_argument("threads", type=int, nargs="?", default=1)
+    parser.add_argument("shapes", nargs="?", default="135M,1B", help="separated by commas")
+    arguments = parser.parse_args()
     torch.set_grad_enabled(False)
-    torch.set_num_threads(int(sys.argv[1]) if len(sys.argv) > 1 else 1)
+    torch.set_num_threads(arguments.threads)
     load_operators()
     kinds: dict[str, Kernels] = {
         "plain": PlainKernels(deterministic=False),
         "cpu": CpuKernels(deterministic=True),
         "cpu fast": CpuKernels(deterministic=False),
     }
-    for name in (sys.argv[2] if len(sys.argv) > 2 else "135M,1B").split(","):
+    for name in arguments.shapes.split(","):
         print(f"{name}, {torch.get_num_threads()} threads, median µs")
         bench_linears(SHAPES[name], kinds)
         bench_rows(SHAPES[name], kinds)
