@@ -24,7 +24,7 @@ from millrace_router.errors import (
 from millrace_router.request.events import TokenEvent
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.request import SchedulingParameters, ValidRequest
-from millrace_router.request.token_stream import TokenStream
+from millrace_router.request.token_stream import TokenStream, read_tokens
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.validation.validator import Validator
 from millrace_testing.router.edge import (
@@ -262,6 +262,35 @@ async def test_a_sink_of_a_closed_generation_receives_nothing() -> None:
     batcher.streams[0].fail(GenerationError("no"))
     assert (received.tokens, received.errors) == ([], [])
     assert failures(infer) == {"dropped": 1}
+
+
+async def test_a_disconnected_sink_receives_nothing_while_tokens_still_count() -> None:
+    infer, received = new_infer(batcher := FakeBatcher()), Received()
+    async with await infer.start(request()) as generation:
+        generation.connect(received)
+        batcher.streams[0].token(token_event(1, "x"))
+        generation.disconnect()
+        batcher.streams[0].token(token_event(2, "y"))
+        batcher.streams[0].fail(GenerationError("no"))
+        assert (generation.generated_tokens, generation.error_type) == (2, "generation")
+    assert [event.index for event in received.tokens] == [1]
+    assert received.errors == []
+    assert failures(infer) == {"generation": 1}
+
+
+async def test_reading_may_end_before_the_generation() -> None:
+    infer = new_infer(batcher := FakeBatcher())
+    async with await infer.start(request()) as generation:
+        play(batcher.streams[0], "x", "y", "z")
+        read: list[int] = []
+
+        def take(event: TokenEvent) -> bool:
+            read.append(event.index)
+            return event.index == 2
+
+        await read_tokens(generation, take)
+    assert read == [1, 2]
+    assert generation.generated_tokens == 3
 
 
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream", "/"])
