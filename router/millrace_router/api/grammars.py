@@ -20,7 +20,7 @@ class JsonGrammar(RequestModel):
 
     type: Literal["json", "json_object"]
     value: Any = None
-    """None stands for any object, if that is what `type` says."""
+    """None stands for any object if `type` is `json_object`."""
 
     def raw(self) -> RawGrammar:
         """Translate."""
@@ -88,7 +88,7 @@ class TextFormat(RequestModel):
 
 
 class ResponseJsonSchema(RequestModel):
-    """A schema as OpenAI has it; with or without `strict`, what is generated is valid."""
+    """A schema as OpenAI has it; the generated text is valid with and without `strict`."""
 
     name: str | None = None
     description: str | None = None

@@ -1,6 +1,6 @@
 """Keys of KV blocks: each key covers its block's tokens and all tokens before them.
 
-Keys are SHA-256, so that nobody can craft a prompt that reads another's KV.
+Keys are SHA-256, so that no client can craft a prompt that reads the KV of another.
 """
 
 from __future__ import annotations

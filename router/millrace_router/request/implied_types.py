@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 _DECIDING = frozenset({"type", "$ref", "$dynamicRef", "enum", "const"})
-"""A schema with one of these keys says itself what it matches."""
+"""A schema with one of these keys gets no implied type."""
 _ONE = ("additionalProperties", "items", "then", "else", "contains", "propertyNames")
 _SEVERAL = ("anyOf", "allOf", "prefixItems", "items")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")

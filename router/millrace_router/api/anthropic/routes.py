@@ -39,7 +39,7 @@ def register(app: web.Application) -> None:
 
 
 async def count_tokens(request: web.Request) -> web.StreamResponse:
-    """`POST /v1/messages/count_tokens`: the tokens of the prompt that a message would be asked for with."""
+    """`POST /v1/messages/count_tokens`: count the tokens of the prompt that a message would have."""
     services = request.app[SERVICES]
     body = await read_model(request, CountTokensRequest)
     with services.infer.permit():

@@ -12,7 +12,7 @@ from millrace_router.api.fields import Items, RequestModel
 from millrace_router.errors import ToolError
 from millrace_router.tool_calls.tool import Tool, ToolChoice
 
-MAX_TOLD_CHARS = 100
+MAX_NAME_CHARS = 100
 """Characters of an unknown name in a message."""
 Word = Literal["auto", "none", "required"]
 WORDS: Mapping[str, Word] = {"auto": "auto", "none": "none", "required": "required"}
@@ -44,7 +44,7 @@ class ToolDefinition(RequestModel):
     def as_tool(self) -> Tool:
         """Translate; raises ToolError for another kind."""
         if self.type not in {None, "function"}:
-            raise ToolError(f"tools of type `{str(self.type)[:MAX_TOLD_CHARS]}` are not supported")
+            raise ToolError(f"tools of type `{str(self.type)[:MAX_NAME_CHARS]}` are not supported")
         if self.function is None:
             raise ToolError("a tool of type `function` needs a `function`")
         return self.function.as_tool()
@@ -140,5 +140,5 @@ def only(tools: tuple[Tool, ...], names: Sequence[str]) -> tuple[Tool, ...]:
     known = {tool.name: tool for tool in tools}
     for name in names:
         if name not in known:
-            raise ToolError(f"Tool with name {name[:MAX_TOLD_CHARS]} not found")
+            raise ToolError(f"Tool with name {name[:MAX_NAME_CHARS]} not found")
     return tuple(known[name] for name in dict.fromkeys(names))

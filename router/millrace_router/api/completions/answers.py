@@ -32,7 +32,7 @@ class CompletionChunks:
     """Renders the events of a stream.
 
     Usage comes with each choice's last chunk as in TGI, or for all of them in a chunk of its own if `includes_usage`,
-    and with every chunk, as far as its choice has come, if `tells_usage_always`.
+    and with every chunk, as far as its choice has come, if `continuous_usage`.
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class CompletionChunks:
         head: AnswerHead,
         *,
         includes_usage: bool,
-        tells_usage_always: bool,
+        continuous_usage: bool,
         dialect: Dialect,
     ) -> None:
         self.includes_usage = includes_usage
-        self.tells_usage_always = tells_usage_always
+        self.continuous_usage = continuous_usage
         self._head = head
         self._no_reason = "" if dialect.has_tgi_reasons else None
 
@@ -58,7 +58,7 @@ class CompletionChunks:
         """Render the chunk of any delta; `usage` is that of its choice so far."""
         chunk = self._chunk(index, delta)
         is_last = delta.finish_reason is not None and not self.includes_usage
-        if not (is_last or self.tells_usage_always):
+        if not (is_last or self.continuous_usage):
             return chunk
         told: CompletionFinalJson = {**chunk, "usage": usage_json(usage)}
         return told

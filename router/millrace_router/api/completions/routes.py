@@ -78,7 +78,7 @@ async def _stream(
     chunks = CompletionChunks(
         head,
         includes_usage=body.includes_usage,
-        tells_usage_always=body.tells_usage_always,
+        continuous_usage=body.continuous_usage,
         dialect=services.dialect,
     )
     return await respond(request, completion_streams(samples, body.num_samples, chunks), options)

@@ -47,7 +47,7 @@ class CompletionStream(ChoiceStream):
         if not self._has_begun:
             self._begin()
         delta = self._text.push(event)
-        is_plain = delta.logprobs is None and not self._chunks.tells_usage_always
+        is_plain = delta.logprobs is None and not self._chunks.continuous_usage
         if is_plain and delta.finish_reason is None:
             self._sink.token(self._frame(delta.text))
             return

@@ -26,20 +26,20 @@ class ChatStream(ChoiceStream):
         choices: OpenChoices,
         *,
         is_plain: bool,
-        tells_usage_always: bool,
+        continuous_usage: bool,
     ) -> None:
         """With `is_plain`, a token that does not end its choice adds nothing but text.
 
-        With `tells_usage_always` every token's chunk has the usage of its choice so far, in which the prompt is
+        With `continuous_usage` every token's chunk has the usage of its choice so far, in which the prompt is
         counted with the first choice alone.
         """
         super().__init__(generation, choices)
         self._index = index
         self._text = text
         self._answers = answers
-        self._tells_usage_always = tells_usage_always
+        self._continuous_usage = continuous_usage
         self._frame = ChunkTemplate(lambda text: answers.text_chunk(index, text), frame=framed).fill
-        self._is_plain = is_plain and not tells_usage_always
+        self._is_plain = is_plain and not continuous_usage
         self._has_begun = False
 
     def token(self, event: TokenEvent) -> None:
@@ -54,7 +54,7 @@ class ChatStream(ChoiceStream):
             self._sink.token(self._frame(delta.text))
             return
         usage = self._generation.usage(delta.num_tokens)
-        told = usage if self._tells_usage_always else None
+        told = usage if self._continuous_usage else None
         for chunk in self._answers.chunks(self._index, delta, told):
             self._send(chunk)
         if delta.finish_reason is not None:

@@ -45,7 +45,7 @@ class CommonRequest(SamplingFields):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
-    def tells_usage_always(self) -> bool:
+    def continuous_usage(self) -> bool:
         """Whether each chunk of a stream has the usage of its choice so far."""
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 

@@ -33,7 +33,7 @@ def fingerprint(services: Services) -> str:
     return f"{VERSION}-{services.config.docker_label or 'native'}"
 
 
-def openai_errors(handler: Handler, *, is_tgi_s: bool = True) -> Handler:
+def openai_errors(handler: Handler, *, is_in_tgi: bool = True) -> Handler:
     """Answer errors before the first byte in OpenAI's form, or on routes that TGI has in the dialect's."""
 
     @wraps(handler)
@@ -41,7 +41,7 @@ def openai_errors(handler: Handler, *, is_tgi_s: bool = True) -> Handler:
         try:
             return await handler(request)
         except RouterError as error:
-            if is_tgi_s and request.app[SERVICES].dialect.has_tgi_errors:
+            if is_in_tgi and request.app[SERVICES].dialect.has_tgi_errors:
                 raise
             response = error_response(error)
             response.body = orjson.dumps(error_answer(error))

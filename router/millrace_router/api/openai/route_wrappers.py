@@ -1,4 +1,4 @@
-"""Wrappers of handlers that answer as the dialect asks; in this server's own dialect they change nothing."""
+"""Wrappers of handlers that apply the dialect; in this server's own dialect they change nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BEFORE_STREAMS = (
     NotResumable,
 )
 """Errors that TGI raises before it opens a stream, or that it does not have."""
-TOLD_STATUS = 422
+STREAM_ERROR_STATUS = 422
 """Status in an error event of OpenAI's streams, whatever the error."""
 
 
@@ -106,5 +106,5 @@ def stream_errors(services: Services) -> Callable[[RouterError], bytes]:
 
 def tgi_stream_error(error: RouterError) -> bytes:
     """Frame a failure as TGI does; the stream ends as any other."""
-    told = {"error": {"message": str(error), "http_status_code": TOLD_STATUS}}
-    return event(orjson.dumps(told)) + DONE
+    failure = {"error": {"message": str(error), "http_status_code": STREAM_ERROR_STATUS}}
+    return event(orjson.dumps(failure)) + DONE

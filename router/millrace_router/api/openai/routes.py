@@ -102,7 +102,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
                 answers,
                 choices,
                 is_plain=chat.is_plain,
-                tells_usage_always=body.tells_usage_always,
+                continuous_usage=body.continuous_usage,
             )
             for index, generation in enumerate(generations)
         ]

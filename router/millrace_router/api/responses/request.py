@@ -59,7 +59,7 @@ class AllowedFunctions(RequestModel):
 
 
 class SchemaTextFormat(RequestModel):
-    """JSON as a schema describes it; with or without `strict`, what is generated is valid."""
+    """JSON as a schema describes it; the generated text is valid with and without `strict`."""
 
     type: Literal["json_schema"]
     name: str | None = None

@@ -32,11 +32,11 @@ RESPONSE = RESPONSES + "/{id}"
 
 def register(app: web.Application) -> None:
     """Add the routes to `app`."""
-    told = partial(openai_errors, is_tgi_s=False)
-    app.router.add_post(RESPONSES, told(idempotent(responses)))
-    app.router.add_post(INPUT_TOKENS, told(input_tokens))
-    app.router.add_get(RESPONSE, told(stored_response))
-    app.router.add_delete(RESPONSE, told(stored_response))
+    wrapped = partial(openai_errors, is_in_tgi=False)
+    app.router.add_post(RESPONSES, wrapped(idempotent(responses)))
+    app.router.add_post(INPUT_TOKENS, wrapped(input_tokens))
+    app.router.add_get(RESPONSE, wrapped(stored_response))
+    app.router.add_delete(RESPONSE, wrapped(stored_response))
 
 
 async def stored_response(request: web.Request) -> web.StreamResponse:
@@ -45,7 +45,7 @@ async def stored_response(request: web.Request) -> web.StreamResponse:
 
 
 async def input_tokens(request: web.Request) -> web.StreamResponse:
-    """`POST /v1/responses/input_tokens`: the tokens of the prompt that a response would be asked for with."""
+    """`POST /v1/responses/input_tokens`: count the tokens of the prompt that a response would have."""
     services = request.app[SERVICES]
     body = await read_model(request, ResponsesRequest)
     with services.infer.permit():

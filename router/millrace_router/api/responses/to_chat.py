@@ -45,7 +45,7 @@ def chat_of(body: ResponsesRequest, dialect: Dialect) -> Chat:
         messages=messages,
         tools=tools,
         choice=choice,
-        # The answer is a turn of its own, whoever spoke last.
+        # The answer is a new turn, even after a turn of the assistant.
         continue_final_message=False,
         template_variables=body.chat_template_kwargs,
         num_logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,

@@ -46,7 +46,7 @@ class GenerateParameters(RequestModel):
     ignore_eos: Switch = Field(
         default=False, validation_alias=AliasChoices("ignore_eos", "ignore_eos_token")
     )
-    """Not in TGI: generate `max_new_tokens` tokens whatever the model says; benchmarks ask for it."""
+    """Not in TGI: generate `max_new_tokens` tokens even after an end-of-sequence token, for benchmarks."""
     min_new_tokens: UInt32 | None = None
     """Not in TGI: tokens before which no end-of-sequence token is drawn."""
     min_p: Float32 | None = None

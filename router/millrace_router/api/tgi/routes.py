@@ -143,7 +143,7 @@ async def _stream(request: web.Request, body: GenerateRequest) -> web.StreamResp
 
 
 class GenerateStream(GenerationStream):
-    """Frames each token; the last one carries the text and, if asked for, the details."""
+    """Frames each token; the last one has the text and, if `details` is set, the details."""
 
     def __init__(self, generation: Generation, body: GenerateRequest) -> None:
         super().__init__(generation)

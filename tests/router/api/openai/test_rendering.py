@@ -47,7 +47,7 @@ def test_a_chunk_of_a_completion(text: str, model: str, index: int, strict_tgi: 
     chunks = CompletionChunks(
         head,
         includes_usage=False,
-        tells_usage_always=False,
+        continuous_usage=False,
         dialect=dialect_of(strict_tgi=strict_tgi),
     )
     chunk = chunks.chunk(index, CompletionDelta(text, None, 1, None), Usage(1, 1))
