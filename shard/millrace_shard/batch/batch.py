@@ -168,7 +168,7 @@ class Batch:
             context_lengths=upload(context.astype(np.int32), self.device),
             block_tables=upload(self.blocks.rows(slots, width), self.device),
             logit_rows=self._rows[:size],
-            wants_all=True,
+            all_logits=True,
             num_queries=(1,) * size,
             num_context=tuple(context.tolist()),
         )

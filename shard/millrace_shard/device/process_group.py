@@ -173,4 +173,4 @@ def _as_collective_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise CollectiveError(f"the ranks have lost each other: {error}") from error
+        raise CollectiveError(f"a collective of the ranks failed: {error}") from error

@@ -27,7 +27,7 @@ class ComposedBlocks:
 
     def linear_from(self: Kernels, weights: LinearWeights) -> Linear:
         """A linear over a copy of the weight."""
-        return self.linear(weights.weight.kept(), weights.bias)
+        return self.linear(weights.weight.copied(), weights.bias)
 
     def head(self: Kernels, weight: Tensor) -> Linear:
         """An output head that takes over `weight` [vocab, hidden]; its logits are float32."""

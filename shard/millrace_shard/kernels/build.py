@@ -214,7 +214,7 @@ def _file_name(source: Path, toolchain: Toolchain) -> str:
 def _identity(compiler: Sequence[str]) -> str:
     """A digest of the compiler's version and fixed arguments. Raises BuildError."""
     try:
-        told = subprocess.run(  # noqa: S603 - the compiler
+        version = subprocess.run(  # noqa: S603 - the compiler
             (*compiler, "--version"),
             check=False,
             capture_output=True,
@@ -224,7 +224,7 @@ def _identity(compiler: Sequence[str]) -> str:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{compiler[0]} does not run: {error}") from error
-    return hashlib.sha256(repr((compiler[1:], told.stdout)).encode()).hexdigest()[:8]
+    return hashlib.sha256(repr((compiler[1:], version.stdout)).encode()).hexdigest()[:8]
 
 
 def _key(source: Path, toolchain: Toolchain) -> str:

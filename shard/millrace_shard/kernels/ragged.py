@@ -29,7 +29,7 @@ class RaggedBatch:
     """[B, max_blocks] int32, padded with block 0."""
     logit_rows: Tensor
     """[R] int64, the tokens whose logits are needed."""
-    wants_all: bool = False
+    all_logits: bool = False
     """Whether `logit_rows` are all tokens, in order."""
     num_queries: tuple[int, ...]
     """The number of queries of each sequence, on the host."""
@@ -38,4 +38,4 @@ class RaggedBatch:
 
     def logit_states(self, x: Tensor) -> Tensor:
         """The rows of `x` [T, ...] whose logits are needed, [R, ...]."""
-        return x if self.wants_all else x[self.logit_rows]
+        return x if self.all_logits else x[self.logit_rows]

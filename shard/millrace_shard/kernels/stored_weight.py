@@ -30,7 +30,7 @@ class StoredWeight:
         """Outputs and inputs."""
         return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
 
-    def kept(self) -> Tensor:
+    def copied(self) -> Tensor:
         """A copy [out, in] in the model's dtype and device."""
         whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         sizes = [part.shape[0] for part in self.parts]

@@ -152,7 +152,7 @@ class DecodeGraphs:
             context_lengths=(positions + 1).to(torch.int32),
             block_tables=tables,
             logit_rows=self._rows[:size],
-            wants_all=True,
+            all_logits=True,
             num_queries=(1,) * size,
             num_context=(tables.shape[1] * block_size,) * size,
         )

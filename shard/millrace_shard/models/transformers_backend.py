@@ -107,7 +107,7 @@ class TransformersModel:
     def forward(self, batch: RaggedBatch, cache: Sequence[LayerCache]) -> Tensor:
         """Logits of `batch.logit_rows` over the whole vocabulary, [R, vocab] float32."""
         with attending(PagedAttention(self._kernels, batch, cache)):
-            wanted = 0 if batch.wants_all else batch.logit_rows
+            wanted = 0 if batch.all_logits else batch.logit_rows
             return self._run(batch.ids, batch.positions, wanted).float()
 
     @torch.inference_mode()

@@ -132,9 +132,11 @@ class Sampler:
         chosen_logprobs = logprobs.gather(1, place).squeeze(1)
         wanted = rows.parameters["top_n_tokens"]
         top: tuple[TopTokens, ...] = ()
-        if len(asking := np.flatnonzero(wanted > 0)):
-            index = self._index(asking)
-            top = (TopTokens.among(candidates.ids[index], logprobs[index], asking, wanted[asking]),)
+        if len(top_rows := np.flatnonzero(wanted > 0)):
+            index = self._index(top_rows)
+            top = (
+                TopTokens.among(candidates.ids[index], logprobs[index], top_rows, wanted[top_rows]),
+            )
         return Sampled(
             ids=candidates.ids.gather(1, place).squeeze(1),
             logprobs=chosen_logprobs,
@@ -158,9 +160,9 @@ class Sampler:
             ids = ids.index_copy(0, self._index(drawn), picked)
         chosen_logprobs = logprobs.gather(1, ids[:, None]).squeeze(1)
         top: tuple[TopTokens, ...] = ()
-        if len(asking := np.flatnonzero(p["top_n_tokens"] > 0)):
-            asked = logprobs[self._index(asking)]
-            top = (TopTokens.of(asked, asking, p["top_n_tokens"][asking]),)
+        if len(top_rows := np.flatnonzero(p["top_n_tokens"] > 0)):
+            top_logprobs = logprobs[self._index(top_rows)]
+            top = (TopTokens.of(top_logprobs, top_rows, p["top_n_tokens"][top_rows]),)
         failed = ~chosen_logprobs.isfinite()
         return Sampled(ids=ids, logprobs=chosen_logprobs, failed=failed, top=top)
 

@@ -184,7 +184,7 @@ class Decoding(RuleBasedStateMachine):
             quick = flat(batch.ragged_decodes(prepared.slots, prepared.starts))
             expected = flat(usual)
             assert tables(quick) == tables(expected)
-            for name in ("block_tables", "wants_all"):
+            for name in ("block_tables", "all_logits"):
                 del quick[name], expected[name]
             assert quick == expected
         ids = torch.arange(len(prepared.sampled)) + 7

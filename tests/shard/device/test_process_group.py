@@ -177,7 +177,7 @@ def test_two_ranks_generate_what_one_does(name: str, two_ranks: TwoRanks) -> Non
 
 
 def test_two_ranks_sample_a_vocabulary_that_cannot_be_halved(tmp_path: Path) -> None:
-    """The second rank's share then ends in ids that are none, which is no business of whoever reads the logits."""
+    """The part of the second rank then extends past the vocabulary, and the logits must not."""
     assert VOCAB % 2
     save_tiny(tmp_path / "model", "llama")
     ids, scores = sample_on_a_rank(ProcessGroup.single(), tmp_path / "model")

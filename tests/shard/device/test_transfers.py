@@ -1,4 +1,4 @@
-"""Copies that nobody waits for, on CPU and, where there is one, on a GPU that is busy meanwhile."""
+"""Asynchronous copies, on CPU and, if there is one, on a busy GPU."""
 
 from __future__ import annotations
 

@@ -330,7 +330,7 @@ def test_a_lost_group_fails_the_step_and_ends_the_engine(driver: Driver) -> None
     driver.engine.when_ended(ended.set)
 
     def lose(_: object) -> None:
-        raise CollectiveError("the ranks have lost each other: Connection closed by peer")
+        raise CollectiveError("a collective of the ranks failed: Connection closed by peer")
 
     driver.model.before_forward = lose
     steps = [driver.send(forward(driver.admit(0), chunks=[(0, 6)])), driver.send(Filter(ints([])))]

@@ -161,7 +161,7 @@ def test_a_rank_whose_peer_dies_in_a_step_says_so_and_ends(folder: Path, tmp_pat
     with two_ranks(folder, tmp_path, **settings) as ((process, stub), (peer, peer_stub)):
         calls = [each.Steps(epoch(1, POISONED), timeout=SECONDS) for each in (stub, peer_stub)]
         last = list(calls[0])[-1]
-        assert "the ranks have lost each other" in last.error.message
+        assert "a collective of the ranks failed" in last.error.message
         process.communicate(timeout=SECONDS)
         peer.communicate(timeout=SECONDS)
         assert (process.returncode, peer.returncode) == (1, -signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""A real decoder behind the engine: a sequence's tokens and logprobs, bit for bit, in any company and cut."""
+"""A real decoder behind the engine: a sequence's tokens and logprobs, bit for bit, in any batch and any chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of every architecture on CPU: the logits of a position, bit for bit, in any company and cut.
+"""Models of every architecture on CPU: the logits of a position, bit for bit, in any batch and any chunks.
 
 The oracle is each sequence alone, a token at a time. Wide steps are longer than what torch gives to one thread.
 """
@@ -128,8 +128,8 @@ def one_by_one(driver: Driver, ids: list[int]) -> Tensor:
     return torch.cat([step(driver, [(run, 1)])[0] for _ in ids])
 
 
-def in_company(driver: Driver, ids: list[int], cut: int) -> Tensor:
-    """In chunks of at most `cut`, each between chunks of other prompts that begin anew."""
+def in_batches(driver: Driver, ids: list[int], cut: int) -> Tensor:
+    """In chunks of at most `cut`, each between chunks of other prompts that start over."""
     subject, before, after = Run(ids), Run(prompt_of(130, seed=7)), Run(prompt_of(90, seed=8))
     logits: list[Tensor] = []
     while subject.computed < len(ids):
@@ -172,7 +172,7 @@ def test_bits_depend_on_the_sequence_alone(name: str, kernels: str, tmp_path: Pa
         assert torch.equal(logits, expected[-1]), tokens
     for num_threads, cut in zip(threads, CUTS, strict=True):
         torch.set_num_threads(num_threads)
-        assert torch.equal(in_company(loader.driver(model), ids, cut), expected), cut
+        assert torch.equal(in_batches(loader.driver(model), ids, cut), expected), cut
 
 
 MOVES = """

@@ -91,7 +91,7 @@ def test_reading_tensors_one_by_one_holds_one_of_them(
 def test_a_model_keeps_nothing_of_its_files(
     kind: str, dtype: torch.dtype, stored: torch.dtype, model_type: str, tmp_path: Path
 ) -> None:
-    """A file that somebody makes shorter is fatal to whoever reads beyond its new end."""
+    """A read past the end of a truncated mapped file kills the process."""
     if kind == "int8" and model_type != "qwen2":
         pytest.skip("int8 is for our own decoder")
     heads: dict[str, Any] = (

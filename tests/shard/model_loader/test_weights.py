@@ -50,7 +50,7 @@ def test_columns_split_outputs_and_merge_projections(folder: Path) -> None:
         rows = slice(4 * rank, 4 * rank + 4)
         merged = weights(folder, rank, 2).columns(parts, 6)
         assert merged.shape == (8, 6)
-        assert torch.equal(merged.kept(), torch.cat([MATRIX[rows], -MATRIX[rows]]))
+        assert torch.equal(merged.copied(), torch.cat([MATRIX[rows], -MATRIX[rows]]))
     biases = [Columns("model.a.bias", 8), Columns("model.b.bias", 4, 2)]
     assert torch.equal(
         weights(folder, 1, 2).biases(biases), torch.cat([MATRIX[4:, 0], MATRIX[4:, 1]])
@@ -71,23 +71,23 @@ def test_heads_are_shared_where_there_are_fewer_than_ranks(
     heads = torch.arange(12.0).view(3, 2, 2)
     for rank, expected in enumerate(heads_of_ranks):
         read = weights(folder, rank, world_size).columns([Columns("heads", 3, 2)], 2)
-        assert torch.equal(read.kept(), heads[expected].flatten(0, 1))
+        assert torch.equal(read.copied(), heads[expected].flatten(0, 1))
 
 
 def test_rows_split_inputs(folder: Path) -> None:
     for rank in range(3):
         read = weights(folder, rank, 3).rows("model.a.weight", 8, 6)
-        assert torch.equal(read.kept(), MATRIX[:, 2 * rank : 2 * rank + 2])
+        assert torch.equal(read.copied(), MATRIX[:, 2 * rank : 2 * rank + 2])
 
 
 def test_what_is_kept_is_a_copy_in_the_dtype_asked_for(folder: Path) -> None:
     read = weights(folder, dtype=torch.bfloat16)
     stored = read.columns([Columns("model.a.weight", 8), Columns("model.b.weight", 8)], 6)
-    kept = stored.kept()
+    kept = stored.copied()
     assert kept.dtype == stored.dtype == torch.bfloat16
     assert torch.equal(kept, torch.cat([MATRIX, -MATRIX]).bfloat16())
     one = read.rows("model.a.weight", 8, 6)
-    assert one.kept().data_ptr() != one.parts[0].data_ptr()
+    assert one.copied().data_ptr() != one.parts[0].data_ptr()
 
 
 def test_what_was_released_is_read_again(tmp_path: Path) -> None:
@@ -95,9 +95,9 @@ def test_what_was_released_is_read_again(tmp_path: Path) -> None:
     save_file({"a": large, "b": -large}, tmp_path / "model.safetensors")
     read = weights(tmp_path)
     stored = read.columns([Columns("a", 100), Columns("b", 100)], 1000)
-    assert torch.equal(stored.kept(), torch.cat([large, -large]))
+    assert torch.equal(stored.copied(), torch.cat([large, -large]))
     read.release()
-    assert torch.equal(stored.kept(), torch.cat([large, -large]))
+    assert torch.equal(stored.copied(), torch.cat([large, -large]))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])

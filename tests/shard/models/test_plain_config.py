@@ -188,7 +188,7 @@ def test_whatever_is_read_means_the_same(
         try:
             assert_same(raw, plain, tmp_path_factory.mktemp("config"))
         except ModelError:
-            # What cannot be computed is refused whoever reads it.
+            # Both readers refuse a config that cannot be computed.
             with pytest.raises(ModelError):
                 Architecture.from_config(plain)
 

@@ -1,4 +1,4 @@
-"""Sampling against a per-row reference, and bit for bit against itself in other company."""
+"""Sampling against a per-row reference, and bit for bit against itself in other batches."""
 
 from __future__ import annotations
 
@@ -345,7 +345,7 @@ def test_impossible_tokens_stay_impossible_whatever_is_added() -> None:
 
 
 def test_positions_of_one_sequence_are_sampled_as_if_one_by_one() -> None:
-    """Guesses in the history table count only for the rows after them."""
+    """Draft tokens in the token table count only for the rows after them."""
     row = replace(long_rows(513)[11], allowed=None)
     kind = replace(row.parameters, presence_penalty=0.5, watermark=True)
     longest = replace(row, parameters=kind)

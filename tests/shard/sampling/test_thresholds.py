@@ -1,4 +1,4 @@
-"""The ways to find a cut against a plain reading of the rule, and against each other."""
+"""The implementations of thresholds against a plain reading of the rule, and against each other."""
 
 from __future__ import annotations
 

@@ -218,13 +218,13 @@ def test_a_warm_up_in_which_the_group_is_lost_says_that_the_shard_goes(
     shard = start()
 
     def lose(_: object) -> None:
-        raise CollectiveError("the ranks have lost each other")
+        raise CollectiveError("a collective of the ranks failed")
 
     shard.model.before_forward = lose
     with pytest.raises(grpc.RpcError) as caught:
         shard.stub.Warmup(WARMUP, timeout=SECONDS)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert caught.value.details() == "the ranks have lost each other"
+    assert caught.value.details() == "a collective of the ranks failed"
 
 
 def test_a_sequence_from_prompt_to_end(shard: Shard) -> None:

@@ -1,4 +1,4 @@
-"""The compiled operators against float64 and against themselves: a row alone, in company, cut and threaded."""
+"""The compiled operators against float64 and against themselves: a row alone, in batches, in chunks and threaded."""
 
 from __future__ import annotations
 

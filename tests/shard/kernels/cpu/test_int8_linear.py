@@ -1,4 +1,4 @@
-"""int8 linears: exact integers, the same by tiles and in plain torch, and blind to company."""
+"""int8 linears: exact integers, the same by tiles, in plain torch and with any other rows."""
 
 from __future__ import annotations
 

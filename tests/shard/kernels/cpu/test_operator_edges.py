@@ -201,7 +201,7 @@ def plain_int8(weight: Tensor) -> Linear:
 @pytest.mark.parametrize("pack", [panels, blocks, int8, plain_int8])
 @pytest.mark.usefixtures("tiles")
 def test_linears_take_any_strides_and_no_rows(pack: Callable[[Tensor], Linear]) -> None:
-    weight = linear_of(40, 64).weight.kept()
+    weight = linear_of(40, 64).weight.copied()
     linear = pack(weight)
     strided = torch.randn(5, 128).to(BF16)[:, ::2]
     y = linear(strided)

@@ -1,4 +1,4 @@
-"""Halves of a layer by tiles against float64, and against themselves: a row alone, in company, cut and threaded."""
+"""Halves of a layer by tiles against float64, and against themselves: alone, in batches, in chunks and threaded."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def linear(out: int, inputs: int, *, bias: bool) -> LinearWeights:
 
 def apply(weights: LinearWeights, x: Tensor) -> Tensor:
     bias = None if weights.bias is None else weights.bias.double()
-    return F.linear(x, weights.weight.kept().double(), bias)
+    return F.linear(x, weights.weight.copied().double(), bias)
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -386,14 +386,14 @@ def test_weights_outlive_what_was_packed_beside_them_and_then_give_back_their_me
     before = resident_bytes()
     x = torch.randn(2, 256).to(BF16)
     weights = [torch.randn(rows, 256).to(BF16) for rows in (33, 70_000, 1, 70_000, 500)]
-    kept = [PanelLinear(LinearWeights(StoredWeight.of(weight))) for weight in weights]
-    expected = [linear(x) for linear in kept]
-    del kept[3], expected[3]
+    copied = [PanelLinear(LinearWeights(StoredWeight.of(weight))) for weight in weights]
+    expected = [linear(x) for linear in copied]
+    del copied[3], expected[3]
     others = [PanelLinear(LinearWeights(StoredWeight.of(weight))) for weight in weights]
-    assert all(torch.equal(each(x), y) for each, y in zip(kept, expected, strict=True))
+    assert all(torch.equal(each(x), y) for each, y in zip(copied, expected, strict=True))
     packed = 3 * 2 * 256 * 70_000
     assert resident_bytes() > before + packed
-    del kept, others
+    del copied, others
     assert resident_bytes() < before + packed
 
 
