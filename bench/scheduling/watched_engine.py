@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from millrace_router.prediction.cost import COEFFICIENTS
@@ -36,6 +37,8 @@ class WatchedEngine(Engine):
         """Until the plan that admitted it."""
         self.first: dict[int, float] = {}
         """Until its first token."""
+        self.last: dict[int, float] = {}
+        """Until its last token."""
         forecaster = self._admission.forecaster
         predict = forecaster.predict
 
@@ -55,9 +58,13 @@ class WatchedEngine(Engine):
         super()._first_token(request)
         self.first.setdefault(request.request_id, self.now - request.queued_at)
 
+    def _finish(self, row: Row) -> None:
+        super()._finish(row)
+        self.last[row.entry.request_id] = self.now - row.entry.queued_at
+
 
 def watched(arrivals: Sequence[Arrival], **changes: object) -> WatchedEngine:
-    """Simulate `arrivals` until each has its first token; `changes` apply to `DEPLOYMENT`.
+    """Simulate `arrivals` to their ends; `changes` apply to `DEPLOYMENT`.
 
     Raises:
         RuntimeError: a request was refused or has no prediction.
@@ -68,8 +75,7 @@ def watched(arrivals: Sequence[Arrival], **changes: object) -> WatchedEngine:
         engine.run_until(arrival.arrived_at)
         if not engine.arrive(arrival):
             raise RuntimeError(f"a simulated request was refused at {arrival.arrived_at} s")
-    while len(engine.first) < len(arrivals):
-        engine.step()
+    engine.run_until(math.inf)
     if not len(engine.predictions) == len(engine.queue) == len(arrivals):
         raise RuntimeError("not every simulated request has a prediction")
     return engine

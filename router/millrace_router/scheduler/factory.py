@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
+from millrace_router.config import RouterConfig
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.forecast import Forecaster
 from millrace_router.prediction.late_planning import MOST, LatePlanning
@@ -21,57 +20,13 @@ QUANTUM = 64
 """Tokens that a tenant gets in a round: fewer than most requests take, so that tenants alternate often."""
 
 
-class Flags(Protocol):
-    """The flags of scheduling, under their names in `RouterConfig`."""
-
-    @property
-    def kv_reservation(self) -> str:
-        """`grow` or `full`."""
-
-    @property
-    def prefill_chunking(self) -> str:
-        """`on` or `off`."""
-
-    @property
-    def target_inter_token_latency(self) -> float | None:
-        """In milliseconds."""
-
-    @property
-    def waiting_served_ratio(self) -> float:
-        """Waiting prompts per running request."""
-
-    @property
-    def max_waiting_tokens(self) -> int:
-        """In steps."""
-
-    @property
-    def steps_in_flight(self) -> int:
-        """1 or 2."""
-
-    @property
-    def late_planning(self) -> str:
-        """`on` or `off`."""
-
-    @property
-    def fairness(self) -> str:
-        """`none` or `tenant`."""
-
-    @property
-    def priority_ageing(self) -> float:
-        """In seconds."""
-
-    @property
-    def max_queue_wait(self) -> float | None:
-        """In seconds."""
-
-
 def spare_slots(batch_size: int) -> int:
     """A quarter of the batch: most rows that end within the steps in flight, unless all answers are equally long."""
     return max(2, batch_size // 4)
 
 
 def budgets_from(
-    flags: Flags, *, prefill_tokens: int, batch_size: int, max_draft_tokens: int = 0
+    flags: RouterConfig, *, prefill_tokens: int, batch_size: int, max_draft_tokens: int = 0
 ) -> Budgets:
     """The budgets by the flags; the shards can make `max_draft_tokens` per row and step."""
     target = flags.target_inter_token_latency
@@ -89,7 +44,7 @@ def budgets_from(
     )
 
 
-def queue_from(flags: Flags) -> RequestQueue:
+def queue_from(flags: RouterConfig) -> RequestQueue:
     """The queue with the order of service of the flags."""
     if flags.fairness == "tenant":
         return TenantQueue(
@@ -114,14 +69,14 @@ def planner_from(
     return Planner(budgets, BlockManager(num_blocks, block_size, cache), cost, drafts)
 
 
-def late_planning_from(flags: Flags, cost: CostModel, *, most: float = MOST) -> LatePlanning:
+def late_planning_from(flags: RouterConfig, cost: CostModel, *, most: float = MOST) -> LatePlanning:
     """Plans a step beside one in flight after at most a share `most` of that."""
     is_late = flags.late_planning == "on" and flags.steps_in_flight > 1
     return LatePlanning(cost, most=most if is_late else 0.0)
 
 
 def forecaster_from(
-    flags: Flags,
+    flags: RouterConfig,
     budgets: Budgets,
     cost: CostModel,
     late: LatePlanning,

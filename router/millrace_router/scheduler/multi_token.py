@@ -135,20 +135,18 @@ class MultiTokenRows:
 
         """
         num_tokens, progress = dict(counts), Progress(plan.load)
-        for slot in plan.multi_token_slots:
-            if (row := row_of(slot)) is not None:
-                found = num_tokens.get(slot, 0)
-                row.num_tokens_planned += found - 1
-                progress.num_rows += 1
-                progress.num_tokens += found
+        for running in filter(None, map(row_of, plan.multi_token_slots)):
+            found = num_tokens.get(running.slot, 0)
+            running.num_tokens_planned += found - 1
+            progress.num_rows += 1
+            progress.num_tokens += found
         if not plan.multi_position:
             return progress
-        answers = {slot: (positions, drafted) for slot, positions, drafted in computed}
-        num_extra = 0
+        answers, num_extra = {slot: answer for slot, *answer in computed}, 0
         progress.advances = [1] * len(plan.decodes)
         for place in plan.multi_position:
             slot, allowed = plan.decodes[place], plan.decode_tokens[place]
-            positions, drafted = answers.get(slot, (-1, 0))
+            positions, drafted = answers.get(slot, [-1, 0])
             progress.drafted += drafted
             num_extra += drafted
             if (row := row_of(slot)) is None:

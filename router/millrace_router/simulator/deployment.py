@@ -103,10 +103,16 @@ class Deployment(BaseModel):
         return self.max_input_tokens or self.max_total_tokens - 1
 
     @property
+    def flags(self) -> RouterConfig:
+        """The flags as the router has them."""
+        names = type(self).model_fields.keys() & RouterConfig.model_fields.keys()
+        return RouterConfig.model_construct(**{name: getattr(self, name) for name in names})
+
+    @property
     def budgets(self) -> Budgets:
         """Limits of a step and of the batch."""
         return budgets_from(
-            self,
+            self.flags,
             prefill_tokens=self.prefill_tokens,
             batch_size=self.max_batch_size or self.max_concurrent_requests,
         )
@@ -123,12 +129,12 @@ class Deployment(BaseModel):
 
     def new_queue(self) -> RequestQueue:
         """The router's queue, empty."""
-        return queue_from(self)
+        return queue_from(self.flags)
 
     def new_forecaster(self, cost: CostModel, late: LatePlanning) -> Forecaster:
         """The router's forecaster, before the first answer."""
         return forecaster_from(
-            self,
+            self.flags,
             self.budgets,
             cost,
             late,

@@ -51,7 +51,7 @@ class Engine:
         self._cost = CostModel.fixed(deployment.cost_model)
         self._waiting = deployment.new_queue()
         self._planner = deployment.new_planner(self._cost)
-        late = late_planning_from(deployment, self._cost, most=deployment.late_planning_share)
+        late = late_planning_from(deployment.flags, self._cost, most=deployment.late_planning_share)
         self._pipeline = Pipeline(deployment, self._cost, late)
         self._admission = AdmissionControl(
             deployment,

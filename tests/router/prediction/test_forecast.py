@@ -1,21 +1,17 @@
-"""Forecasts against a server played through event by event, with answer lengths that only it knows."""
+"""Forecasts for batches whose results can be calculated."""
 
 from __future__ import annotations
 
 import random
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from statistics import median
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace_router.prediction.cost import COEFFICIENTS, CostModel
-from millrace_router.prediction.forecast import Forecaster, Prediction
+from millrace_router.prediction.forecast import Forecaster
 from millrace_router.prediction.late_planning import LatePlanning
-from millrace_router.prediction.step_load import StepLoad
 
 COSTS = (0.0146, 0.0004, 1e-7, 0.001, 6e-5, 2.4e-7)
 """Of a 135M model on two cores, about."""
@@ -40,20 +36,13 @@ def forecaster(
 
 @dataclass(eq=False)
 class Job:
-    """A request and what became of it; at the same time the row it is while it runs."""
+    """A row of the running batch."""
 
-    arrived: float
     num_prompt: int
-    length: int
     limit: int = LIMIT
     slot: int = -1
     num_computed: int = 0
     num_tokens_planned: int = 0
-    num_generated: int = 0
-    prediction: Prediction | None = None
-    left_queue: float = 0.0
-    first_token: float = 0.0
-    finished: float = 0.0
 
     @property
     def max_tokens(self) -> int:
@@ -68,263 +57,13 @@ class Job:
         return self.num_computed + max(0, self.num_tokens_planned - 1)
 
 
-@dataclass
-class Step:
-    number: int
-    seconds: float
-    yields: list[Job]
-
-
-@dataclass
-class Server:
-    """First come first served, prompts in chunks beside decodes; its own price list.
-
-    Of two steps in flight it plans the second, where it is late, when nine tenths of the first are done.
-    """
-
-    arrivals: deque[Job]
-    forecaster: Forecaster
-    slots: int = 32
-    budget: int = 1024
-    num_blocks: int = 1 << 16
-    slowness: Callable[[], float] = lambda: 1.0
-    cost: CostModel | None = None
-    is_late: bool = False
-    depth: int = 2
-    now: float = 0.0
-    began: float = 0.0
-    """When the oldest step in flight did."""
-    waiting: deque[Job] = field(default_factory=deque)
-    running: list[Job] = field(default_factory=list)
-    retired: list[tuple[int, int]] = field(default_factory=list)
-    flights: deque[Step] = field(default_factory=deque)
-    number: int = 0
-    most_running: int = 0
-
-    def run(self) -> None:
-        self.free = list(range(self.slots))
-        while self.arrivals or self.waiting or self.running:
-            if self.flights or self.plan():
-                if self.is_late:
-                    self.arrive(until=self.began + 0.9 * self.flights[0].seconds)
-                if self.depth == 2:
-                    self.plan()
-                self.answer(self.flights.popleft())
-            else:
-                self.began = self.arrivals[0].arrived
-                self.arrive(until=self.began)
-
-    def arrive(self, until: float) -> None:
-        while self.arrivals and self.arrivals[0].arrived <= until:
-            job = self.arrivals.popleft()
-            job.prediction = self.forecaster.predict(
-                self.running,
-                ahead=(len(self.waiting), sum(other.num_prompt for other in self.waiting)),
-                num_prompt_tokens=job.num_prompt,
-                max_new_tokens=job.limit,
-                now_in_step=job.arrived - self.began,
-            )
-            self.waiting.append(job)
-        self.now = max(self.now, until)
-
-    def plan(self) -> bool:
-        yields = [job for job in self.running if 0 < job.num_tokens_planned < job.limit]
-        decodes, context = len(yields), 0
-        for job in yields:
-            job.num_tokens_planned += 1
-            context += job.num_kv_tokens
-        budget, pairs, tokens = self.budget - decodes, 0, 0
-        chunked = [job for job in self.running if job.num_prompt_left]
-        while budget > 0 and (chunked or self.fits()):
-            job = chunked.pop(0) if chunked else self.admit()
-            size, start = min(budget, job.num_prompt_left), job.num_computed
-            job.num_computed += size
-            budget, tokens = budget - size, tokens + size
-            pairs += size * (start + 1 + start + size) // 2
-            if not job.num_prompt_left:
-                job.num_tokens_planned = 1
-                yields.append(job)
-        if not (decodes or tokens):
-            return False
-        features = (1, decodes, context, bool(tokens), tokens, pairs)
-        seconds = sum(a * b for a, b in zip(features, COSTS, strict=True)) * self.slowness()
-        if self.cost is not None:
-            self.cost.observe(StepLoad(tokens, pairs, bool(tokens), decodes, context), seconds)
-        self.number += 1
-        self.flights.append(Step(self.number, seconds, yields))
-        return True
-
-    def fits(self) -> bool:
-        used = sum(-(-max(job.num_kv_tokens, job.num_prompt) // BLOCK) for job in self.running)
-        return bool(
-            self.waiting
-            and self.free
-            and used + -(-self.waiting[0].num_prompt // BLOCK) + len(self.running)
-            <= self.num_blocks
-        )
-
-    def admit(self) -> Job:
-        job = self.waiting.popleft()
-        job.slot, job.left_queue = self.free.pop(), self.now
-        self.running.append(job)
-        self.most_running = max(self.most_running, len(self.running))
-        return job
-
-    def answer(self, step: Step) -> None:
-        end = self.began + step.seconds
-        self.arrive(until=end)
-        self.began = end
-        for job in step.yields:
-            if job.finished:
-                continue
-            job.num_generated += 1
-            job.first_token = job.first_token or end
-            if job.num_generated == job.length:
-                job.finished = end
-                self.running.remove(job)
-                self.retired.append((self.number, job.slot))
-                self.forecaster.finished(
-                    num_prompt=job.num_prompt, num_generated=job.length, max_new_tokens=job.limit
-                )
-        self.free += [slot for number, slot in self.retired if number <= step.number]
-        self.retired = [item for item in self.retired if item[0] > step.number]
-
-
-def play(jobs: list[Job], *, warm: int, **server: object) -> tuple[list[Job], Server]:
-    """Those of `jobs` that arrived after the first `warm`, served."""
-    limits = {"max_batch_size": 32, "num_blocks": server.get("num_blocks", 1 << 16)}
-    known = {name: server[name] for name in ("cost", "is_late", "depth") if name in server}
-    played = Server(deque(jobs), forecaster(**known, **limits), **server)  # type: ignore[arg-type]
-    played.run()
-    return jobs[warm:], played
-
-
-def poisson(
-    seed: int, count: int, rate: float, length: Callable[[random.Random], int]
-) -> list[Job]:
-    rng, now, jobs = random.Random(seed), 0.0, []
-    for _ in range(count):
-        now += rng.expovariate(rate)
-        jobs.append(Job(now, max(1, int(rng.lognormvariate(5, 0.6))), length(rng)))
-    return jobs
-
-
-def heavy_tail(rng: random.Random) -> int:
-    return min(2000, 1 + int(rng.lognormvariate(4, 0.8)))
-
-
 def exponential(rng: random.Random) -> int:
     return 1 + int(rng.expovariate(1 / 80))
-
-
-def errors(jobs: list[Job], *, least: float = 0.5) -> list[float]:
-    """Signed relative errors of the queue time, of those that waited."""
-    found = []
-    for job in jobs:
-        waited = job.left_queue - job.arrived
-        if waited >= least and job.prediction is not None:
-            found.append(job.prediction.queue_seconds / waited - 1)
-    return found
-
-
-SCENARIOS: dict[str, tuple[list[Job], dict[str, object], float, float]] = {
-    "equal lengths": (poisson(1, 1000, 12, lambda _: 80), {}, 0.08, 0.05),
-    "memoryless lengths": (poisson(1, 1000, 12, exponential), {}, 0.2, 0.1),
-    "heavy tail": (poisson(2, 1000, 13, heavy_tail), {}, 0.2, 0.1),
-    "bursts": (
-        [
-            Job(60.0 * burst, 150, heavy_tail(random.Random(1000 * burst + number)))
-            for burst in range(6)
-            for number in range(200)
-        ],
-        {},
-        0.2,
-        0.15,
-    ),
-    "few blocks": (poisson(2, 1000, 6, heavy_tail), {"num_blocks": 150}, 0.35, 0.2),
-}
-"""Jobs, server, bounds of the median relative error of the queue time and of its bias."""
-
-
-PIPELINES = pytest.mark.parametrize(
-    "pipeline",
-    [{"is_late": False}, {"is_late": True}, {"depth": 1}],
-    ids=["early", "late", "one step in flight"],
-)
-
-
-@PIPELINES
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_queue_time_under_load_is_foreseen(name: str, pipeline: dict[str, object]) -> None:
-    arrivals, server, most, bias = SCENARIOS[name]
-    jobs, played = play(
-        [Job(j.arrived, j.num_prompt, j.length) for j in arrivals],
-        warm=200,
-        **server,
-        **pipeline,
-    )
-    found = errors(jobs)
-    assert len(found) > 300
-    assert median(map(abs, found)) < most
-    assert abs(median(found)) < bias
-    if "num_blocks" in server:
-        assert played.most_running < played.slots
-
-
-@PIPELINES
-def test_first_token_is_foreseen_with_and_without_a_queue(pipeline: dict[str, object]) -> None:
-    for rate, most in ((4, 0.1), (12, 0.2)):
-        jobs, _ = play(poisson(3, 800, rate, exponential), warm=200, **pipeline)
-        found = [
-            abs(job.prediction.first_token_seconds / (job.first_token - job.arrived) - 1)
-            for job in jobs
-            if job.prediction is not None
-        ]
-        assert len(found) == 600
-        assert median(found) < most
-
-
-@pytest.mark.parametrize("rate", [4, 10, 12])
-def test_the_end_is_foreseen_where_lengths_can_be(rate: int) -> None:
-    jobs, _ = play(poisson(4, 800, rate, lambda _: 80), warm=200)
-    found = [
-        job.prediction.finish_seconds / (job.finished - job.arrived) - 1
-        for job in jobs
-        if job.prediction is not None
-    ]
-    assert len(found) == 600
-    assert median(map(abs, found)) < 0.1
-    assert abs(median(found)) < 0.03
-
-
-def test_limits_that_are_always_met_are_known_lengths() -> None:
-    arrivals = poisson(5, 1000, 13, exponential)
-    for job in arrivals:
-        job.limit = job.length
-    jobs, _ = play(arrivals, warm=200)
-    found = errors(jobs)
-    assert len(found) > 200
-    assert median(map(abs, found)) < 0.12
-
-
-def test_it_works_with_a_cost_model_that_learns_from_noisy_steps() -> None:
-    rng = random.Random(6)
-    jobs, _ = play(
-        poisson(6, 1000, 12, heavy_tail),
-        warm=200,
-        cost=CostModel(),
-        slowness=lambda: rng.uniform(0.9, 1.1) * (5 if rng.random() < 0.02 else 1),
-    )
-    found = errors(jobs)
-    assert len(found) > 300
-    assert median(map(abs, found)) < 0.25
 
 
 ROWS = st.lists(
     st.builds(
         Job,
-        arrived=st.just(0.0),
-        length=st.just(0),
         num_prompt=st.integers(1, 2000),
         limit=st.integers(1, 4000),
         num_computed=st.integers(0, 2000),
@@ -394,9 +133,7 @@ def test_an_idle_server_serves_at_once() -> None:
 def running(count: int, *, left: int, planned: int = 10, prompt: int = 100) -> list[Job]:
     return [
         Job(
-            0.0,
             prompt,
-            0,
             limit=planned + left,
             slot=slot,
             num_computed=prompt,
@@ -551,7 +288,7 @@ def test_rows_in_spare_slots_are_rows_like_others() -> None:
 
 def test_rows_that_yield_several_tokens_at_once_end_sooner() -> None:
     """Twice as many a step: half the steps until a place is free, and until the end."""
-    rows = [Job(0.0, 100, 200, limit=200, slot=slot, num_computed=100) for slot in range(32)]
+    rows = [Job(100, limit=200, slot=slot, num_computed=100) for slot in range(32)]
     for row in rows:
         row.num_tokens_planned = 1
     found = []
