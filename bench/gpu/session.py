@@ -20,7 +20,8 @@ from millrace_shard.commands.serve import graph_settings, is_deterministic
 from millrace_shard.config import ShardConfig
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.engine.kv_capacity import WarmupRequest
-from millrace_shard.engine.warmup import LoadedModel, MemoryLimits, warm_up
+from millrace_shard.engine.loaded_model import LoadedModel
+from millrace_shard.engine.warmup import MemoryLimits, warm_up
 from millrace_shard.kernels.choose import choose_kernels
 from millrace_shard.model_runner.launched_step import LaunchedStep
 from millrace_shard.model_runner.runner import StepRunner

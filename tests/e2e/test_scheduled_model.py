@@ -32,7 +32,8 @@ from millrace_router.shards.group import ShardedClient
 from millrace_router.telemetry.metrics import Metrics
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.engine.engine import Engine
-from millrace_shard.engine.warmup import LoadedModel, MemoryLimits
+from millrace_shard.engine.loaded_model import LoadedModel
+from millrace_shard.engine.warmup import MemoryLimits
 from millrace_shard.models.load import load_model
 from millrace_testing.engines.kernels import make_kernels
 from millrace_testing.router.fake_router import collect, tiny_tokenizer

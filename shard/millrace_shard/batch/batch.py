@@ -1,7 +1,7 @@
-"""The sequences that run together, by slot: tables on the host, token histories and block tables on the device.
+"""The sequences that run together, by slot: tables on the host, token table and block tables on the device.
 
-The host never reads a sampled token: ids of all rows are read from the history table on the device, where sampling
-puts them. So a step can be built before the host has seen the tokens of the one before it.
+Each step reads the ids of its rows from the token table on the device, where sampling has written them. So the host
+can lay out a step before it has read the tokens of the previous step.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ logger = logging.getLogger(__name__)
 
 
 class Batch:
-    """At most `max_batch_size` sequences. Methods raise StepInvalid where a step contradicts what is here."""
+    """At most `max_batch_size` sequences. Methods raise StepInvalid for a step that contradicts the batch."""
 
     def __init__(self, limits: BatchLimits, device: torch.device) -> None:
         size = limits.max_batch_size
         self.limits = limits
         self.device = device
         self.padding_slot = size
-        """A row of the tables below that is no sequence's: one token of id 0, in the block for padding."""
-        self.history = TokenTable(size, limits.table_width * limits.block_size + 1, device)
+        """An extra row of the tables: one token with id 0, in the padding block."""
+        self.token_table = TokenTable(size, limits.table_width * limits.block_size + 1, device)
         self.blocks = BlockTables(limits, device)
         self.slots = Slots(size)
         self.sequences = SequenceTable(limits, self.slots, self.blocks)
@@ -47,7 +47,7 @@ class Batch:
         self._rows = torch.arange(size + 1, device=device)
         self._starts = self._rows.to(torch.int32)
         self.pending_scores = PendingScores(size, device)
-        """What the last computed prompt token says of the one after it, which the next chunk reports."""
+        """Scores by the last computed token of each prompt, which the next chunk reports."""
 
     def __len__(self) -> int:
         return self.slots.num_in_use
@@ -60,9 +60,9 @@ class Batch:
         self.blocks.clear()
 
     def apply(self, change: BatchChange) -> Ints:
-        """Drop, admit, grow, in this order; returns the blocks to be cleared before they are used.
+        """Drop, admit and grow sequences, in this order; returns the blocks to clear before their first use.
 
-        A sequence that is invalid by itself holds its slot until it is dropped, and has neither tokens nor blocks.
+        An invalid sequence holds its slot until it is dropped, and has neither tokens nor blocks.
         """
         faults = [self._fault(sequence) for sequence in change.admitted]
         self.drop(change.dropped_slots)
@@ -71,11 +71,11 @@ class Batch:
             if fault is None:
                 self._admit(sequence)
             else:
-                logger.error("a sequence is invalid, and fails alone: %s", fault)
+                logger.error("a sequence is invalid and fails: %s", fault)
         return self._grow(change.grown_slots, change.grown_blocks)
 
     def drop(self, slots: Ints) -> None:
-        """Forget the sequences in `slots`."""
+        """Drop the sequences in `slots`."""
         if not len(slots):
             return
         self.sequences.forget_last_step()
@@ -84,13 +84,12 @@ class Batch:
         self.slots.free(slots)
 
     def without_invalid(self, step: Forward) -> tuple[Forward, Ints]:
-        """`step` without the rows of invalid sequences, and their slots; what is left names sequences that are here."""
-        named = self._named(step)
-        step.allowances()
-        invalid = self.slots.invalid(named)
+        """`step` without the rows of invalid sequences, and their slots; the other rows name sequences of the batch."""
+        slots = self._checked_slots(step)
+        invalid = self.slots.invalid(slots)
         if not invalid.any():
             return step, no_ints()
-        return step.without(*np.split(invalid, [len(step.chunk_slots)])), named[invalid]
+        return step.without(*np.split(invalid, [len(step.chunk_slots)])), slots[invalid]
 
     def _fault(self, sequence: Sequence) -> StepInvalid | None:
         limits = self.limits
@@ -107,31 +106,34 @@ class Batch:
     def _admit(self, sequence: Sequence) -> None:
         slot = sequence.slot
         self.sequences.admit(sequence)
-        self.history.begin(slot, sequence.input_ids)
+        self.token_table.begin(slot, sequence.input_ids)
         self.failed.admit(slot)
         if sequence.prefill_logprobs:
-            most = self.limits.vocab_size
-            self.pending_scores.admit(slot, min(sequence.prefill_top_n_tokens, most))
+            num_candidates = min(sequence.prefill_top_n_tokens, self.limits.vocab_size)
+            self.pending_scores.admit(slot, num_candidates)
 
     def _grow(self, slots: Ints, blocks: Ints) -> Ints:
         if len(slots) != len(blocks):
-            raise StepInvalid(f"{len(slots)} slots grow by {len(blocks)} blocks")
+            raise StepInvalid(f"{len(slots)} slots are to grow by {len(blocks)} blocks")
         self.slots.check_known(slots)
         valid = ~self.slots.invalid(slots)
         slots, blocks = slots[valid], blocks[valid]
         return self.blocks.grow(slots, blocks, self.sequences.num_cached(slots))
 
-    def _named(self, step: Forward) -> Ints:
+    def _checked_slots(self, step: Forward) -> Ints:
+        """Slots of all rows of `step`, whose columns fit together."""
         if len(step.chunk_slots) != len(step.chunk_tokens):
-            raise StepInvalid("chunks without lengths")
+            raise StepInvalid("the columns of chunks differ in length")
         slots = np.concatenate([step.chunk_slots, step.decode_slots])
+        # Raises StepInvalid for columns that do not fit.
+        _ = step.decode_limits
         self.slots.check(slots)
         return slots
 
     def ragged(self, slots: Ints, starts: Ints, counts: Ints, logit_rows: Ints) -> RaggedBatch:
-        """`counts` [B] tokens from positions `starts` [B] on of `slots` [B], on the device by one copy.
+        """The model's input for `counts` [B] tokens of `slots` [B] from positions `starts` [B] on, by one copy.
 
-        The logits of `logit_rows` [L] of these tokens are wanted.
+        The model returns the logits of `logit_rows` [L] among these tokens.
         """
         token_rows, positions = spread(starts, counts)
         token_slots = slots[token_rows]
@@ -143,7 +145,7 @@ class Batch:
         narrow = bound.to(torch.int32)
         width = -(-int(context.max()) // self.limits.block_size)
         return RaggedBatch(
-            ids=self.history.read(token_slots, positions),
+            ids=self.token_table.read(token_slots, positions),
             positions=token_positions,
             cache_rows=rows,
             query_starts=narrow[: len(slots) + 1],
@@ -155,13 +157,13 @@ class Batch:
         )
 
     def ragged_decodes(self, slots: Ints, starts: Ints) -> RaggedBatch:
-        """As `ragged`, of one token a row whose logits are all wanted."""
+        """As `ragged`, for rows of one token each, with the logits of every row."""
         size, context = len(slots), starts + 1
         width = -(-int(context.max()) // self.limits.block_size)
         columns = [starts, self.blocks.cache_rows(slots, starts)]
         positions, cache_rows = upload_columns(columns, self.device)
         return RaggedBatch(
-            ids=self.history.read(slots, starts),
+            ids=self.token_table.read(slots, starts),
             positions=positions,
             cache_rows=cache_rows,
             query_starts=self._starts[: size + 1],
@@ -173,15 +175,15 @@ class Batch:
             num_context=tuple(context.tolist()),
         )
 
-    def put(self, prepared: StepLayout, ids: Tensor, failed: Tensor) -> Tensor:
-        """Append the sampled `ids` [R] to the histories on the device, where the next step reads them.
+    def put(self, layout: StepLayout, ids: Tensor, failed: Tensor) -> Tensor:
+        """Write the sampled `ids` [R] to the token table, where the next step reads them.
 
-        After a guess that was wrong they are nothing, and lie past the end. `failed` [R] bool is kept by sequence, and
-        returned with those that failed before: what they yield never counts again.
+        Ids after a rejected draft token lie past the end of their sequence. `failed` [R] bool is stored by sequence;
+        the result also has the samples of sequences that failed earlier.
         """
-        self.history.write(prepared.sampled, prepared.sampling.positions, ids)
-        return self.failed.with_earlier(prepared, failed)
+        self.token_table.write(layout.sampled, layout.sampling.positions, ids)
+        return self.failed.with_earlier(layout, failed)
 
     def to_device(self, values: Ints) -> Tensor:
-        """A host column on the device, int64."""
+        """A copy of a host column on the device, int64."""
         return upload(values, self.device)

@@ -1,4 +1,4 @@
-"""How much a batch may hold."""
+"""Limits of a batch."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class BatchLimits:
     block_size: int
     vocab_size: int
     padding_block: int = 0
-    """Where rows that pad a captured step store their one token: a block that no sequence owns."""
+    """The block for the tokens of padding rows in CUDA graphs; no sequence owns it."""
     max_draft_tokens: int = 0
-    """Tokens that may be guessed ahead for one sequence in one step."""
+    """Draft tokens of one sequence in one step."""
     row_tile: int = 1
-    """Positions up to a multiple of which a step costs the same; the same on all ranks, as they compute the same."""
+    """Positions of a step cost the same up to the next multiple of this number, which is equal on all ranks."""
 
     @property
     def table_width(self) -> int:
-        """Blocks a sequence may own.
+        """Blocks that a sequence may own.
 
-        Those of the longest one and of two steps sent ahead of its end, whose room the router counts in full though
-        nothing past the longest is ever computed.
+        The router may send two steps past the end of the longest sequence and reserves their positions in full,
+        although the shard computes no position past the greatest length.
         """
         return -(-(self.max_tokens + 1 + 2 * self.max_draft_tokens) // self.block_size)

@@ -1,4 +1,4 @@
-"""Which blocks hold the KV of each slot's sequence: on the host, and on the device for attention."""
+"""The blocks with the KV of each sequence, by slot: on the host, and on the device for attention."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from millrace_shard.errors import StepInvalid
 
 
 class BlockTables:
-    """A table a slot. A block that sequences share is written by none of them."""
+    """A block table for each slot. No sequence writes to a block that it shares."""
 
     def __init__(self, limits: BatchLimits, device: torch.device) -> None:
         size, width = limits.max_batch_size, limits.table_width
@@ -22,16 +22,16 @@ class BlockTables:
         self._blocks = np.zeros((size, width), dtype=np.int32)
         self._num_owners = np.zeros(limits.num_blocks, dtype=np.int32)
         self.tables = torch.zeros(size + 1, width, dtype=torch.int32, device=device)
-        """[slots + 1, width] on the device; the last row is the block for padding alone."""
+        """[slots + 1, width] on the device; the last row has the padding block only."""
         self.tables[size, 0] = limits.padding_block
 
     def clear(self) -> None:
-        """Take every block back."""
+        """Take back all blocks."""
         self._counts[:] = 0
         self._num_owners[:] = 0
 
     def drop(self, slots: Ints) -> None:
-        """Take back the blocks of `slots`, each named once."""
+        """Take back the blocks of `slots`, which are distinct."""
         for slot in slots:
             np.subtract.at(self._num_owners, self.of(slot), 1)
         self._counts[slots] = 0
@@ -42,26 +42,26 @@ class BlockTables:
         return blocks
 
     def capacity(self, slots: Ints) -> Ints:
-        """KV positions that there is room for in the blocks of `slots`."""
+        """[n], KV positions in the blocks of each of `slots` [n]."""
         positions: Ints = self._counts[slots] * self._limits.block_size
         return positions
 
     def rows(self, slots: Ints, width: int) -> NDArray[np.int32]:
-        """The first `width` blocks of `slots` [B], [B, width] on the host; anything at all where there are fewer."""
+        """The first `width` blocks of `slots` [B]: [B, width] on the host; entries past the end have no meaning."""
         rows: NDArray[np.int32] = self._blocks[slots, :width]
         return rows
 
     def cache_rows(self, slots: Ints, positions: Ints) -> Ints:
-        """Where in the cache the KV of a position lies: `block * block_size + offset`."""
+        """The row of each position in the cache: `block * block_size + offset`."""
         size = self._limits.block_size
         blocks = self._blocks[slots, positions // size].astype(np.int64)
         rows: Ints = blocks * size + positions % size
         return rows
 
     def grow(self, slots: Ints, blocks: Ints, num_cached: Ints) -> Ints:
-        """Append `blocks[i]` to the table of `slots[i]`, whose first `num_cached[i]` positions are computed already.
+        """Append `blocks[i]` to the table of `slots[i]`, whose first `num_cached[i]` positions have KV already.
 
-        Returns those that their sequence will write. Raises StepInvalid where one of these has another owner.
+        Returns the blocks that their sequence will write to. Raises StepInvalid if such a block has another owner.
         """
         if not len(slots):
             return blocks
@@ -69,12 +69,12 @@ class BlockTables:
             raise StepInvalid(f"blocks are numbered 1 to {self._limits.num_blocks - 1}")
         columns = self._counts[slots] + _occurrence(slots)
         if columns.max() >= self._limits.table_width:
-            raise StepInvalid(f"a sequence of over {self._limits.table_width} blocks")
+            raise StepInvalid(f"a sequence has over {self._limits.table_width} blocks")
         private = columns * self._limits.block_size >= num_cached
         distinct, places, counts = np.unique(blocks, return_inverse=True, return_counts=True)
         num_owners = self._num_owners[distinct] + counts
         if (num_owners[places[private]] > 1).any():
-            raise StepInvalid("a block to be written has another owner")
+            raise StepInvalid("a block that its sequence will write to has another owner")
         self._num_owners[distinct] = num_owners
         self._blocks[slots, columns] = blocks
         np.add.at(self._counts, slots, 1)
@@ -84,7 +84,7 @@ class BlockTables:
 
 
 def _occurrence(values: NDArray[np.int64]) -> Ints:
-    """For each value, how often it occurred before: [7, 3, 7, 7] gives [0, 0, 1, 2]."""
+    """The number of earlier occurrences of each value: [7, 3, 7, 7] gives [0, 0, 1, 2]."""
     order = np.argsort(values, kind="stable")
     ordered = values[order]
     starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))

@@ -1,4 +1,4 @@
-"""What was guessed of the rows of one step."""
+"""The draft tokens of the rows of one step."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ from millrace_shard.device.transfers import upload
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DraftTokens:
-    """Tokens that may follow the last ones of B rows, G in all, those of a row side by side."""
+    """G tokens that may follow the last tokens of B rows; the tokens of a row are adjacent."""
 
     counts: Ints
     """[B]."""
     ids: Tensor
-    """[G] int64, on the device; within the vocabulary."""
+    """[G] int64 on the device, within the vocabulary."""
 
     @classmethod
     def none(cls, num_rows: int, device: torch.device) -> DraftTokens:
-        """Of no row."""
+        """No draft tokens for `num_rows` rows."""
         ids = torch.empty(0, dtype=torch.int64, device=device)
         return cls(counts=np.zeros(num_rows, dtype=np.int64), ids=ids)
 
     @classmethod
-    def of(cls, chains: list[Ints], device: torch.device) -> DraftTokens:
-        """One chain a row, which may be empty."""
-        counts = np.array([len(chain) for chain in chains], dtype=np.int64)
-        ids = np.concatenate([*chains, np.empty(0, dtype=np.int64)])
-        guesses = cls(counts=counts, ids=upload(ids, device))
-        guesses.__dict__["host_ids"] = ids
-        return guesses
+    def of(cls, rows: list[Ints], device: torch.device) -> DraftTokens:
+        """The ids of each row, which may be empty."""
+        counts = np.array([len(row) for row in rows], dtype=np.int64)
+        ids = np.concatenate([*rows, np.empty(0, dtype=np.int64)])
+        drafts = cls(counts=counts, ids=upload(ids, device))
+        drafts.__dict__["host_ids"] = ids
+        return drafts
 
     def __len__(self) -> int:
         return int(self.counts.sum())
 
     @cached_property
     def host_ids(self) -> Ints:
-        """[G], which waits for the device where they were made there."""
+        """[G] on the host; waits for the device that has computed the ids."""
         ids: Ints = self.ids.cpu().numpy()
         return ids
 
     def of_row(self, row: int) -> tuple[int, ...]:
-        """Those of one row, on the host."""
+        """The ids of one row, on the host."""
         end = int(self.counts[: row + 1].sum())
         return tuple(self.host_ids[end - int(self.counts[row]) : end].tolist())
 
     def places(self, slots: Ints, num_tokens: Ints) -> tuple[Ints, Ints]:
-        """Slot and position of each guess, where row b has `num_tokens[b]` tokens without them."""
+        """Slot and position of each draft token, where row b has `num_tokens[b]` tokens without them."""
         rows, positions = spread(num_tokens, self.counts)
         return slots[rows], positions

@@ -1,4 +1,4 @@
-"""Sequences whose logits were not finite once, by slot: nothing they yield later counts."""
+"""Sequences that have failed, by slot: no token that they yield counts."""
 
 from __future__ import annotations
 
@@ -12,41 +12,42 @@ from millrace_shard.device.transfers import upload
 
 
 class FailedSequences:
-    """A flag for each slot on the device, which the host reads only where that waits for nobody."""
+    """A flag for each slot on the device. The host reads flags only where this needs no wait."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._device = device
         self._flags = torch.zeros(size, dtype=torch.bool, device=device)
-        self._are_some = False
-        """Whether any may be set, where the host can tell."""
+        self._may_have_some = False
 
     def clear(self) -> None:
-        """Every sequence has gone. Flags of slots are taken back when the next one is admitted to them."""
-        self._are_some = False
+        """Every sequence has left. The flag of a slot is reset when the next sequence joins in this slot."""
+        self._may_have_some = False
 
     def admit(self, slot: int) -> None:
-        """A sequence begins in `slot`, and has not failed."""
+        """Reset the flag of `slot` for a new sequence."""
         self._flags[slot] = False
 
     def add(self, slots: Ints, failed: Tensor) -> None:
-        """Keep in mind which of `slots` [n] have `failed` [n] bool."""
+        """Set the flags of those of `slots` [n] that have `failed` [n] bool."""
         self._add(upload(slots, self._device), failed)
 
-    def with_earlier(self, prepared: StepLayout, failed: Tensor) -> Tensor:
-        """Keep in mind which samples have `failed` [R] bool; returns that with those whose sequence failed before."""
-        if transfers.is_synchronous(self._device) and not (self._are_some or failed.numpy().any()):
+    def with_earlier(self, layout: StepLayout, failed: Tensor) -> Tensor:
+        """Set the flags of samples that have `failed` [R] bool; the result has earlier failures too."""
+        if transfers.is_synchronous(self._device) and not (
+            self._may_have_some or failed.numpy().any()
+        ):
             return failed
-        slots = upload(prepared.sampled, self._device)
-        if len(prepared.sampled) > len(prepared.yields):
+        slots = upload(layout.sampled, self._device)
+        if len(layout.sampled) > len(layout.yields):
             self._add(slots, failed)
             return self._flags[slots]
-        self._are_some = True
+        self._may_have_some = True
         failed = self._flags[slots].logical_or_(failed)
         self._flags[slots] = failed
         return failed
 
     def _add(self, slots: Tensor, failed: Tensor) -> None:
-        """A slot that is named several times has failed where any of them says so."""
-        self._are_some = True
+        """A slot that is named several times has failed if any of its samples has failed."""
+        self._may_have_some = True
         counts = torch.zeros(len(self._flags), dtype=torch.int32, device=self._device)
         self._flags |= counts.index_add_(0, slots, failed.to(torch.int32)) > 0

@@ -1,4 +1,4 @@
-"""Scores of prompt tokens that are known a chunk before they are reported, by slot."""
+"""Scores of prompt tokens that are computed one chunk before they are reported, by slot."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ UNKNOWN = 0x7FC00000
 
 
 class PendingScores:
-    """A token is scored by the position before it, so a chunk's last score waits for the next chunk.
+    """A token is scored by the position before it, so the last score of a chunk waits for the next chunk.
 
     A score is a row of pairs of int32, an id and the bits of its log probability: first the token itself, whose id
-    says nothing, then its candidates, the likeliest first.
+    has no meaning, then its candidates, the likeliest first.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.num_candidates: Ints = np.zeros(size, dtype=np.int64)
-        """[size], candidates that each slot wants."""
+        """[size], candidates that each slot reports."""
         self._table = torch.zeros(size, 1, 2, dtype=torch.int32, device=device)
 
     def admit(self, slot: int, num_candidates: int) -> None:
-        """Begin a prompt, whose first token has no score."""
+        """Start a prompt, whose first token has no score."""
         self.num_candidates[slot] = num_candidates
         missing = 1 + num_candidates - self._table.shape[1]
         if missing > 0:
@@ -35,7 +35,7 @@ class PendingScores:
         self._table[slot, :, 1] = UNKNOWN
 
     def exchange(self, slots: Tensor, scores: Tensor) -> Tensor:
-        """Keep `scores` [n, 1 + W, 2], as wide as some slot wants at most, and return what was kept for `slots` [n]."""
+        """Store `scores` [n, 1 + W, 2] for `slots` [n], and return the scores stored earlier, as wide."""
         width = scores.shape[1]
         kept = self._table[slots, :width]
         self._table[slots, :width] = scores

@@ -1,4 +1,4 @@
-"""What the engine is told of a sequence when it joins the batch, and how its next token is to be chosen."""
+"""A sequence as it joins the batch, with its sampling parameters."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ PARAMETERS = np.dtype(
     ],
     align=True,
 )
-"""One sequence's choice of tokens as a row of columns; `num_prompt` is where its generated tokens begin."""
+"""The sampling parameters of a sequence as a row; `num_prompt` is the position of its first generated token."""
 
 
 class GrammarKind(Enum):
-    """The language a grammar is written in."""
+    """The language of a grammar."""
 
     JSON_SCHEMA = auto()
     REGEX = auto()
@@ -49,7 +49,7 @@ class GrammarKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What a sequence's text has to match, from its first generated token to its last."""
+    """A grammar that the whole generated text of a sequence has to match."""
 
     kind: GrammarKind
     source: str
@@ -57,7 +57,7 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParameters:
-    """How the next token is chosen; the defaults are the neutral values of the wire."""
+    """Parameters of the choice of the next token; the defaults are the neutral values of the wire."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -72,10 +72,10 @@ class SamplingParameters:
     min_p: float = 0.0
     watermark: bool = False
     bias: tuple[tuple[int, float], ...] = ()
-    """(token id, what is added to its score), each id once."""
+    """(token id, number added to its score); the ids are distinct."""
 
     def check(self) -> None:
-        """Raise StepInvalid for values that have no meaning."""
+        """Raise StepInvalid for values without a meaning."""
         positive = (self.temperature, self.repetition_penalty, self.top_p, self.typical_p)
         if not all(value > 0 and math.isfinite(value) for value in positive):
             raise StepInvalid(
@@ -92,7 +92,7 @@ class SamplingParameters:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sequence:
-    """A sequence as admitted; the fields are those of the wire's message of this name."""
+    """A sequence as it joins the batch; the fields are those of the message `Sequence`."""
 
     slot: int
     request_id: int
@@ -108,11 +108,11 @@ class Sequence:
 
     @property
     def num_inputs(self) -> int:
-        """Tokens to be computed before the first sample."""
+        """Tokens to compute before the first sample."""
         return len(self.input_ids)
 
     def check(self, *, vocab_size: int, max_tokens: int, block_size: int) -> None:
-        """Raise StepInvalid unless the sequence is consistent and fits."""
+        """Raise StepInvalid unless the sequence is consistent and within the limits."""
         if not 0 < self.num_inputs <= max_tokens:
             raise StepInvalid(
                 f"request {self.request_id} has {self.num_inputs} tokens; 1 to {max_tokens} fit"
@@ -134,10 +134,10 @@ class Sequence:
         self.parameters.check()
 
     def columns(self) -> NDArray[np.void]:
-        """A row of PARAMETERS, of no dimension."""
+        """A row of PARAMETERS, an array without dimensions."""
         p = self.parameters
         row: NDArray[np.void] = np.zeros((), dtype=PARAMETERS)
-        # Beyond float32 a tiny one would be 0, and a huge one infinite, which make no number of some scores.
+        # As float32, a smaller value would be 0 and a larger one infinite, and both turn some scores into NaN.
         row["temperature"] = np.clip(p.temperature, FLOAT32.tiny, FLOAT32.max)
         row["top_p"] = min(p.top_p, 1.0)
         row["typical_p"] = min(p.typical_p, 1.0)

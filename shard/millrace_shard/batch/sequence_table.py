@@ -1,4 +1,4 @@
-"""What the host knows of each slot's sequence, and the steps that are laid out from it alone."""
+"""The host's state of each sequence, by slot, and the layouts of steps over it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import numpy as np
 from millrace_shard.arrays import Flags, Ints
 from millrace_shard.batch.batch_limits import BatchLimits
 from millrace_shard.batch.block_tables import BlockTables
-from millrace_shard.batch.forced_token_budget import affordable
+from millrace_shard.batch.forced_token_budget import within_budget
 from millrace_shard.batch.sequence import PARAMETERS, Sequence
 from millrace_shard.batch.slots import Slots
 from millrace_shard.batch.step import Forward
-from millrace_shard.batch.step_layout import StepLayout, StepRows, WideRows, spread
+from millrace_shard.batch.step_layout import MultiTokenRows, StepLayout, StepRows, spread
 from millrace_shard.errors import StepInvalid
 from millrace_shard.sampling.sampling_rows import SamplingRows
 
 
 class SequenceTable:
-    """How far each valid sequence has come, and how its tokens are chosen, in columns by slot."""
+    """Progress and sampling parameters of each valid sequence, in columns by slot."""
 
     def __init__(self, limits: BatchLimits, slots: Slots, blocks: BlockTables) -> None:
         size = limits.max_batch_size
@@ -31,10 +31,10 @@ class SequenceTable:
         self._prompt_logprobs = np.zeros(size, dtype=np.bool_)
         self._parameters = np.zeros(size, dtype=PARAMETERS)
         self._last_plain: StepLayout | None = None
-        """The last step that was plain, if nobody has gone since."""
+        """The last plain step, unless a sequence has left since."""
 
     def admit(self, sequence: Sequence) -> None:
-        """A sequence begins, of whose prompt is computed what is cached."""
+        """Add a sequence, whose cached tokens have KV."""
         slot, num_inputs = sequence.slot, sequence.num_inputs
         self._num_inputs[slot] = self._num_tokens[slot] = num_inputs
         self._num_computed[slot] = self._num_cached[slot] = sequence.cached_tokens
@@ -42,31 +42,31 @@ class SequenceTable:
         self._parameters[slot] = sequence.columns()
 
     def forget_last_step(self) -> None:
-        """A sequence has gone, so that no step may repeat the last one."""
+        """A sequence has left, so that no step may repeat the last one."""
         self._last_plain = None
 
     def num_tokens(self, slots: Ints) -> Ints:
-        """[n], tokens that each of `slots` [n] holds, as far as they are settled."""
+        """[n], verified tokens of each of `slots` [n]."""
         return self._num_tokens[slots]
 
     def num_computed(self, slots: Ints) -> Ints:
-        """[n], KV positions that each of `slots` [n] has filled with tokens that count."""
+        """[n], KV positions of each of `slots` [n] that hold verified tokens."""
         return self._num_computed[slots]
 
     def num_cached(self, slots: Ints) -> Ints:
-        """[n], KV positions of `slots` [n] that were there when each was admitted."""
+        """[n], KV positions that each of `slots` [n] had at its admission."""
         return self._num_cached[slots]
 
     def may_repeat(self, slots: Ints) -> bool:
-        """Whether the last plain step was of exactly these rows, so that `repeat` is worth asking."""
+        """Whether the last plain step had exactly these rows, so that `repeat` may succeed."""
         last = self._last_plain
         return last is not None and np.array_equal(slots, last.slots)
 
-    def repeat(self, step: Forward) -> tuple[StepLayout, WideRows] | None:
-        """The layout of a step of exactly the rows of the last plain one, if each is to compute one position again.
+    def repeat(self, step: Forward) -> tuple[StepLayout, MultiTokenRows] | None:
+        """The layout of a step with the rows of the last plain one, if each row computes one position again.
 
-        Counts of these sequences have to be settled. It is what `rows` and `prepare` would come to, in a fraction of
-        their time; None where they are to be asked.
+        The rows of `step` must have no unverified draft tokens. The result equals that of `rows` and `lay_out` and
+        takes a fraction of their time; None if only they can lay out this step.
         """
         last, slots = self._last_plain, step.decode_slots
         if last is None or len(step.chunk_slots) or step.draft_tokens.any():
@@ -80,97 +80,104 @@ class SequenceTable:
         if (room < 1).any():
             return None
         if not len(step.decode_tokens):
-            return last.repeated(starts, np.ones(len(slots), dtype=np.int64)), WideRows()
-        allowed, _ = step.allowances()
-        wide = allowed > 1
-        most_tokens = np.minimum(allowed, self._limits.max_tokens - starts)
-        return last.repeated(starts, most_tokens), WideRows(
-            slots=slots[wide], computed=starts[wide] + 1
+            return last.repeated(starts, np.ones(len(slots), dtype=np.int64)), MultiTokenRows()
+        max_positions, _ = step.decode_limits
+        several = max_positions > 1
+        max_new_tokens = np.minimum(max_positions, self._limits.max_tokens - starts)
+        return last.repeated(starts, max_new_tokens), MultiTokenRows(
+            slots=slots[several], computed=starts[several] + 1
         )
 
     def rows(self, step: Forward) -> StepRows:
-        """What `step` asks for, within what there is room for; nothing changes here.
+        """The rows of `step` within the room of their sequences; the table does not change.
 
-        A decode computes what its sequence holds and has not computed, as far as it may, there are blocks, and it holds
-        up nobody (`extra_positions.py`). Counts of the sequences named, which are here and valid, have to be settled.
+        A decode computes the tokens of its sequence without KV, within its limit of positions, its blocks and the
+        budget of forced tokens. All rows must name valid sequences without unverified draft tokens.
+
         Raises StepInvalid.
         """
         slots = np.concatenate([step.chunk_slots, step.decode_slots])
         num_chunks = len(step.chunk_slots)
-        allowed, drafts = step.allowances()
+        max_positions, max_drafts = step.decode_limits
         starts = self._num_computed[slots]
         left = self._num_tokens[slots] - starts
-        is_prompt = starts < self._num_inputs[slots]
-        if not is_prompt[:num_chunks].all() or is_prompt[num_chunks:].any():
-            raise StepInvalid("a chunk of a finished prompt, or a decode of an unfinished one")
-        if (step.chunk_tokens < 1).any() or (step.chunk_tokens > left[:num_chunks]).any():
-            raise StepInvalid("a chunk of more tokens than its prompt has left, or of none")
-        limits = self._limits
+        self._check_prompts(step, slots, left)
         room = self._room(slots, starts)
-        # A step sent ahead may name a sequence that has become as long as one can be.
-        at_end = starts >= limits.max_tokens
-        counts = np.concatenate([step.chunk_tokens, np.minimum(left[num_chunks:], allowed)])
-        counts[num_chunks:] = np.minimum(counts, np.maximum(room, 1))[num_chunks:]
-        if (counts > room)[~at_end].any():
-            raise StepInvalid("a block table too short for its tokens")
-        counts[at_end] = 0
-        if (extras := np.maximum(counts[num_chunks:] - 1, 0)).any():
-            firm = int(counts.sum() - extras.sum())
-            taken = affordable(extras, num_firm=firm, tile=limits.row_tile)
-            counts[num_chunks:] -= extras - taken
+        # The router may name a sequence in a step that it has sent before the sequence reached the greatest length.
+        at_end = starts >= self._limits.max_tokens
+        counts = self._counts(step, left, room, at_end)
         finished = (counts == left) & ~at_end
-        allowed = np.concatenate([np.ones(num_chunks, dtype=np.int64), allowed])
-        drafts = np.concatenate([np.zeros(num_chunks, dtype=np.int64), drafts])
-        most_guesses = np.minimum(np.minimum(allowed, room) - counts, limits.max_draft_tokens)
-        most_guesses = np.minimum(most_guesses, drafts)
-        wide, some = allowed > 1, ~at_end
+        max_positions = np.concatenate([np.ones(num_chunks, dtype=np.int64), max_positions])
+        max_drafts = np.concatenate([np.zeros(num_chunks, dtype=np.int64), max_drafts])
+        fitting = np.minimum(max_positions, room) - counts
+        max_drafts = np.minimum(np.minimum(fitting, self._limits.max_draft_tokens), max_drafts)
+        max_new_tokens = np.minimum(max_positions, self._limits.max_tokens + 1 - starts - counts)
+        several, some = max_positions > 1, ~at_end
         return StepRows(
             slots=slots[some],
             num_chunks=num_chunks,
             starts=starts[some],
             counts=counts[some],
             finished=finished[some],
-            most_guesses=np.where(finished, np.maximum(most_guesses, 0), 0)[some],
-            most_tokens=np.minimum(allowed, limits.max_tokens + 1 - starts - counts)[some],
-            wide=WideRows(slots=slots[wide], computed=(starts + counts)[wide]),
+            max_draft_tokens=np.where(finished, np.maximum(max_drafts, 0), 0)[some],
+            max_new_tokens=max_new_tokens[some],
+            multi_token=MultiTokenRows(slots=slots[several], computed=(starts + counts)[several]),
         )
 
-    def prepare(self, rows: StepRows, guesses: Ints) -> StepLayout:
-        """Lay out the rows of a forward pass with so many `guesses` [B] each. At least one row is asked for."""
+    def _check_prompts(self, step: Forward, slots: Ints, left: Ints) -> None:
+        """Raise StepInvalid unless chunks are of unfinished prompts and not longer, and decodes of finished ones."""
+        num_chunks = len(step.chunk_slots)
+        is_prompt = self._num_computed[slots] < self._num_inputs[slots]
+        if not is_prompt[:num_chunks].all() or is_prompt[num_chunks:].any():
+            raise StepInvalid("a chunk of a finished prompt, or a decode of an unfinished one")
+        if (step.chunk_tokens < 1).any() or (step.chunk_tokens > left[:num_chunks]).any():
+            raise StepInvalid("a chunk has more tokens than its prompt has left, or none")
+
+    def _counts(self, step: Forward, left: Ints, room: Ints, at_end: Flags) -> Ints:
+        """[B], tokens that each row computes without draft tokens, of those `left`. Raises StepInvalid."""
+        num_chunks = len(step.chunk_slots)
+        max_positions, _ = step.decode_limits
+        counts = np.concatenate([step.chunk_tokens, np.minimum(left[num_chunks:], max_positions)])
+        counts[num_chunks:] = np.minimum(counts, np.maximum(room, 1))[num_chunks:]
+        if (counts > room)[~at_end].any():
+            raise StepInvalid("a block table is too short for the tokens of its sequence")
+        counts[at_end] = 0
+        if (extras := np.maximum(counts[num_chunks:] - 1, 0)).any():
+            num_required = int(counts.sum() - extras.sum())
+            kept = within_budget(extras, num_required=num_required, tile=self._limits.row_tile)
+            counts[num_chunks:] -= extras - kept
+        return counts
+
+    def lay_out(self, rows: StepRows, num_drafts: Ints) -> StepLayout:
+        """Lay out at least one row, with `num_drafts` [B] draft tokens."""
         slots, starts = rows.slots, rows.starts
-        counts = rows.counts + guesses
+        counts = rows.counts + num_drafts
         token_rows, positions = spread(starts, counts)
         lasts = counts.cumsum() - 1
         prompt_rows = np.flatnonzero(
             self._prompt_logprobs[slots] & (starts < self._num_inputs[slots])
         )
         is_prompt = np.isin(token_rows, prompt_rows)
-        # The last token that is sure, and the guesses after it.
-        is_last = lasts[token_rows] - np.arange(len(token_rows)) <= guesses[token_rows]
+        # The last token without draft tokens, and the draft tokens.
+        is_last = lasts[token_rows] - np.arange(len(token_rows)) <= num_drafts[token_rows]
         sampled_tokens = np.flatnonzero(is_last & rows.finished[token_rows])
         logit_rows = np.concatenate([sampled_tokens, lasts[~rows.finished]])
         state_rows = np.flatnonzero(is_prompt | is_last)
         sampled = slots[token_rows[sampled_tokens]]
         yields = np.flatnonzero(rows.finished)
         targets = np.minimum(positions + 1, self._num_inputs[slots[token_rows]] - 1)
-        is_plain = (
-            not rows.num_chunks
-            and len(token_rows) == len(slots)
-            and not rows.most_guesses.any()
-            and bool(rows.finished.all())
-        )
         return StepLayout(
             slots=slots,
             starts=starts,
             counts=counts,
-            guesses=guesses,
+            num_drafts=num_drafts,
             logit_rows=logit_rows,
             num_chunks=rows.num_chunks,
             yields=yields,
             yield_slots=slots[yields],
-            num_samples=1 + guesses[yields],
+            num_samples=1 + num_drafts[yields],
             admissions=self._slots.admissions(slots[yields]),
-            most_tokens=rows.most_tokens[yields],
+            max_new_tokens=rows.max_new_tokens[yields],
             sampled=sampled,
             sampling=SamplingRows(
                 parameters=self._parameters[sampled],
@@ -183,35 +190,44 @@ class SequenceTable:
             logit_states=np.searchsorted(state_rows, logit_rows),
             prompt_states=np.searchsorted(state_rows, np.flatnonzero(is_prompt)),
             prompt_targets=targets[is_prompt],
-            is_plain=is_plain,
+            is_plain=_is_plain(rows, len(token_rows)),
         )
 
-    def commit(self, prepared: StepLayout, counts: Ints) -> None:
-        """Advance the sequences of a step that has run. `counts` [Y] tokens are what each row yields.
+    def commit(self, layout: StepLayout, counts: Ints) -> None:
+        """Advance the sequences of a step that has run, each row of which yields `counts` [Y] tokens.
 
-        0 where that is not known yet, because tokens were guessed: the row waits to be settled.
+        A row with draft tokens has a count of 0 here and advances with `verify`.
         """
-        if prepared.is_plain:
-            self._last_plain = prepared
-        if prepared.is_plain and bool((counts == 1).all()):
-            self._num_computed[prepared.slots] = prepared.sampling.positions
-            self._num_tokens[prepared.slots] = prepared.sampling.positions + 1
+        if layout.is_plain:
+            self._last_plain = layout
+        if layout.is_plain and bool((counts == 1).all()):
+            self._num_computed[layout.slots] = layout.sampling.positions
+            self._num_tokens[layout.slots] = layout.sampling.positions + 1
         else:
-            computed = prepared.starts + prepared.counts - prepared.guesses
-            self._num_computed[prepared.slots] = computed
-            self._num_tokens[prepared.yield_slots] += counts
+            computed = layout.starts + layout.counts - layout.num_drafts
+            self._num_computed[layout.slots] = computed
+            self._num_tokens[layout.yield_slots] += counts
 
-    def settle(self, slots: Ints, admissions: Ints, counts: Ints) -> Flags:
-        """Advance rows whose guesses have been looked at: all of their `counts` tokens but the last are computed.
+    def verify(self, slots: Ints, admissions: Ints, counts: Ints) -> Flags:
+        """Advance rows whose draft tokens were verified: all of their `counts` tokens but the last have KV.
 
-        Returns which of the sequences, told by their admission, are still there.
+        Returns whether each slot still holds the sequence with this admission number; others do not advance.
         """
-        there = self._slots.hold(slots, admissions)
-        self._num_tokens[slots[there]] += counts[there]
-        self._num_computed[slots[there]] += counts[there] - 1
-        return there
+        held = self._slots.hold(slots, admissions)
+        self._num_tokens[slots[held]] += counts[held]
+        self._num_computed[slots[held]] += counts[held] - 1
+        return held
 
     def _room(self, slots: Ints, starts: Ints) -> Ints:
-        """Positions from `starts` on that there are blocks for, within the longest sequence."""
+        """Positions from `starts` on within the blocks of each sequence and the greatest length."""
         room: Ints = np.minimum(self._blocks.capacity(slots), self._limits.max_tokens) - starts
         return room
+
+
+def _is_plain(rows: StepRows, num_tokens: int) -> bool:
+    return (
+        not rows.num_chunks
+        and num_tokens == len(rows.slots)
+        and not rows.max_draft_tokens.any()
+        and bool(rows.finished.all())
+    )

@@ -1,23 +1,22 @@
-"""Steps as the engine sees them: what to do, what came of it, what went wrong. Host arrays only, no protobuf."""
+"""Steps and their replies as the engine sees them: host arrays only, no protobuf."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from functools import cached_property
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from millrace_shard.batch.sequence import Sequence
 from millrace_shard.arrays import Flags, Floats, Ints, no_floats, no_ints
+from millrace_shard.batch.sequence import Sequence
 from millrace_shard.errors import StepInvalid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchChange:
-    """What happens to the batch before a forward pass: first dropped, then admitted, then grown."""
+    """Changes of the batch before a forward pass, in this order: sequences leave, sequences join, block tables grow."""
 
     dropped_slots: Ints = field(default_factory=no_ints)
     admitted: tuple[Sequence, ...] = ()
@@ -25,7 +24,7 @@ class BatchChange:
     grown_blocks: Ints = field(default_factory=no_ints)
 
     def __bool__(self) -> bool:
-        """Whether anything happens."""
+        """Whether anything changes."""
         grows = len(self.grown_slots) or len(self.grown_blocks)
         return bool(grows or self.admitted or len(self.dropped_slots))
 
@@ -35,7 +34,7 @@ class Open:
     """Begins an epoch with an empty batch."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Forward:
     """A forward pass: rows that compute prompt tokens, then rows that decode."""
 
@@ -44,25 +43,26 @@ class Forward:
     chunk_tokens: Ints = field(default_factory=no_ints)
     decode_slots: Ints = field(default_factory=no_ints)
     decode_tokens: Ints = field(default_factory=no_ints)
-    """KV positions each decode may fill; empty: one each."""
+    """KV positions that each decode may fill; empty: one each."""
     draft_tokens: Ints = field(default_factory=no_ints)
-    """How many of them may be guesses; empty: none."""
+    """How many of these positions may be draft tokens; empty: none."""
 
-    def allowances(self) -> tuple[Ints, Ints]:
-        """KV positions and guesses of each decode, with what is left out filled in. Raises StepInvalid."""
+    @cached_property
+    def decode_limits(self) -> tuple[Ints, Ints]:
+        """`decode_tokens` and `draft_tokens` of every decode, with the defaults filled in. Raises StepInvalid."""
         count = len(self.decode_slots)
         positions = (
             self.decode_tokens if len(self.decode_tokens) else np.ones(count, dtype=np.int64)
         )
-        guesses = self.draft_tokens if len(self.draft_tokens) else np.zeros(count, dtype=np.int64)
-        if len(positions) != count or len(guesses) != count:
-            raise StepInvalid("decodes and what they are allowed differ in number")
-        if (positions < 1).any() or (guesses < 0).any():
-            raise StepInvalid("a decode that may fill no position, or less than none by guesses")
-        return positions, guesses
+        drafts = self.draft_tokens if len(self.draft_tokens) else np.zeros(count, dtype=np.int64)
+        if len(positions) != count or len(drafts) != count:
+            raise StepInvalid("the columns of decodes differ in length")
+        if (positions < 1).any() or (drafts < 0).any():
+            raise StepInvalid("a decode may fill no position, or a negative number of drafts")
+        return positions, drafts
 
     def without(self, chunks: Flags, decodes: Flags) -> Forward:
-        """The same step without these rows; a flag for each."""
+        """The same step without the rows whose flag is set."""
         return replace(
             self,
             chunk_slots=self.chunk_slots[~chunks],
@@ -82,7 +82,7 @@ class Filter:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """Work this shard does not know: of a newer router, or none at all."""
+    """Work that this shard does not know, such as that of a newer router."""
 
 
 Work = Open | Forward | Filter | Unknown
@@ -109,33 +109,33 @@ class Timings:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepResult:
-    """What a step yielded; columns by row, by candidate and by prompt token, as on the wire."""
+    """The outcome of a step: columns by row, by token, by candidate and by prompt token, as on the wire."""
 
     slots: Ints = field(default_factory=no_ints)
     counts: Ints = field(default_factory=no_ints)
-    """Tokens of each slot, which follow each other in `ids`."""
+    """Tokens of each slot; the tokens of a slot are adjacent in `ids`."""
     ids: Ints = field(default_factory=no_ints)
     logprobs: Floats = field(default_factory=no_floats)
     top_counts: Ints = field(default_factory=no_ints)
-    """One per token, or empty when no row asked for candidates."""
+    """Candidates of each token; empty when no row asked for candidates."""
     top_ids: Ints = field(default_factory=no_ints)
     top_logprobs: Floats = field(default_factory=no_floats)
     prefill_slots: Ints = field(default_factory=no_ints)
     prefill_counts: Ints = field(default_factory=no_ints)
     prefill_logprobs: Floats = field(default_factory=no_floats)
     prefill_top_counts: Ints = field(default_factory=no_ints)
-    """Candidates of each token of a slot, one number per slot, or empty when no row asked for candidates."""
+    """Candidates of each token of a slot, one number per slot; empty when no row asked for candidates."""
     prefill_top_ids: Ints = field(default_factory=no_ints)
     prefill_top_logprobs: Floats = field(default_factory=no_floats)
     failed_slots: Ints = field(default_factory=no_ints)
     failure_reasons: Mapping[int, str] = field(default_factory=dict)
-    """Of the failed slots whose grammar could not be followed any further."""
+    """The reason for each failed slot whose grammar no token can follow."""
     computed_slots: Ints = field(default_factory=no_ints)
-    """Decodes that were allowed more than one position."""
+    """Decodes that may fill more than one position."""
     computed_positions: Ints = field(default_factory=no_ints)
-    """KV positions they have filled so far."""
+    """KV positions that each of them has filled since its start."""
     drafted_tokens: Ints = field(default_factory=no_ints)
-    """Guesses they were given in this step."""
+    """Draft tokens of each of them in this step."""
     checksum: int = 0
     timings: Timings = field(default_factory=Timings)
 

@@ -1,4 +1,4 @@
-"""A step as the host lays it out, before anything of it is on the device."""
+"""The layout of a step on the host, before any of its data is on the device."""
 
 from __future__ import annotations
 
@@ -12,97 +12,97 @@ from millrace_shard.sampling.sampling_rows import SamplingRows
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepLayout:
-    """A forward pass laid out on the host, and what its rows mean."""
+    """The rows of a forward pass with their draft tokens, and the columns that model and sampler need."""
 
     slots: Ints
     """[B], chunks first."""
     starts: Ints
-    """[B], first position that each row computes."""
+    """[B], the first position that each row computes."""
     counts: Ints
-    """[B], tokens each row computes, guesses included."""
-    guesses: Ints
-    """[B], how many of them, at their end, are guesses."""
+    """[B], tokens that each row computes, draft tokens included."""
+    num_drafts: Ints
+    """[B], draft tokens at the end of each row."""
     logit_rows: Ints
-    """[L = R + U], the tokens whose logits are wanted, but for those that only score a prompt: first those after which
-    is sampled, then the last ones of rows with more to compute, so that neither has to be gathered."""
+    """[L = R + U], the tokens whose logits are needed, except those that only score a prompt: the R tokens to sample
+    after, then the last tokens of the U rows with more to compute, so that both parts are slices."""
     num_chunks: int
-    """How many of the rows compute a prompt."""
+    """Rows that compute a prompt."""
     yields: Ints
-    """[Y], which rows sample: one token after their last for sure, and one after each guess."""
+    """[Y], the rows that sample: one token after the last known token, and one after each draft token."""
     yield_slots: Ints
     """[Y], their slots."""
     num_samples: Ints
     """[Y], positions that each of them samples."""
     admissions: Ints
-    """[Y], which admission to its slot each belongs to."""
-    most_tokens: Ints
-    """[Y], tokens that each may yield."""
+    """[Y], the admission number of each sequence, which tells it from later sequences in its slot."""
+    max_new_tokens: Ints
+    """[Y], tokens that each of them may yield."""
     sampled: Ints
-    """[R], slots of the positions that are sampled, those of a row side by side."""
+    """[R], slots of the sampled positions; the positions of a row are adjacent."""
     sampling: SamplingRows
     unfinished: Ints
-    """[U], slots of the rows with more to compute: the logits of their last token show whether all before is finite."""
+    """[U], slots of the rows with more to compute: the logits of their last tokens show whether they have failed."""
     prompt_rows: Ints
-    """[P], rows in `slots` whose prompt logprobs are wanted."""
+    """[P], the rows whose prompt logprobs are requested."""
     state_rows: Ints
-    """[S], the tokens whose hidden states are wanted where prompts are scored: of `logit_rows` and of those rows."""
+    """[S], the tokens whose hidden states are needed to score prompts: `logit_rows` and all tokens of `prompt_rows`."""
     logit_states: Ints
-    """[L], place of `logit_rows` among them."""
+    """[L], the places of `logit_rows` among them."""
     prompt_states: Ints
-    """Place among them of every token of those rows, in order."""
+    """The places of all tokens of `prompt_rows` among them, in order."""
     prompt_targets: Ints
-    """The position each of these predicts, clamped to the prompt."""
+    """The position that each of these tokens predicts, clamped to the prompt."""
     is_plain: bool
-    """Whether every row is a decode of one position that samples, and for which nobody guesses."""
+    """Whether every row is a decode that computes and samples one position and may have no draft tokens."""
 
-    def repeated(self, starts: Ints, most_tokens: Ints) -> StepLayout:
-        """The same rows at other positions, of a step that is plain; all columns but these are shared."""
+    def repeated(self, starts: Ints, max_new_tokens: Ints) -> StepLayout:
+        """The same rows of a plain step at other positions; all other columns are shared."""
         return replace(
             self,
             starts=starts,
-            most_tokens=most_tokens,
+            max_new_tokens=max_new_tokens,
             sampling=replace(self.sampling, positions=starts + 1),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class WideRows:
-    """Decodes that were allowed more than one position, those that have no position left included."""
+class MultiTokenRows:
+    """Decodes that may fill more than one position, including those at the greatest length."""
 
     slots: Ints = field(default_factory=no_ints)
     """[W]."""
     computed: Ints = field(default_factory=no_ints)
-    """[W], KV positions that they will have filled, guesses aside."""
+    """[W], KV positions that each has filled after this step, without draft tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepRows:
-    """B rows, chunks first; decodes of sequences that have no position left are not among them."""
+    """B rows before their draft tokens are known, chunks first; decodes at the greatest length are left out."""
 
     slots: Ints
     """[B]."""
     num_chunks: int
-    """How many of the rows compute a prompt."""
+    """Rows that compute a prompt."""
     starts: Ints
-    """[B], first position that each computes."""
+    """[B], the first position that each row computes."""
     counts: Ints
-    """[B], tokens that each computes: of its prompt, or sampled ones whose KV is not computed yet."""
+    """[B], tokens that each row computes: of its prompt, or sampled ones without KV."""
     finished: Flags
-    """[B], whether these are all that there are, so that a token is sampled."""
-    most_guesses: Ints
-    """[B], guesses that each may be given on top; 0 unless it is finished."""
-    most_tokens: Ints
-    """[B], tokens that each may yield."""
-    wide: WideRows
+    """[B], whether a row computes all of its tokens, so that it samples."""
+    max_draft_tokens: Ints
+    """[B], draft tokens that each row may have in addition; 0 unless it is finished."""
+    max_new_tokens: Ints
+    """[B], tokens that each row may yield."""
+    multi_token: MultiTokenRows
 
     @property
     def num_tokens(self) -> Ints:
-        """[B], length of each sequence up to the last token computed for sure."""
+        """[B], length of each sequence up to the last computed token, without draft tokens."""
         return self.starts + self.counts
 
 
 def spread(starts: Ints, counts: Ints) -> tuple[Ints, Ints]:
-    """Of `counts[b]` consecutive tokens from position `starts[b]` on, for each row b: row and position, [T] each."""
+    """Row and position, [T] each, of `counts[b]` consecutive tokens from position `starts[b]` on, for each row b."""
     rows = np.repeat(np.arange(len(counts)), counts)
     firsts = counts.cumsum() - counts
     return rows, np.arange(len(rows)) + (starts - firsts)[rows]

@@ -1,9 +1,9 @@
-"""The tokens that a launched step has sampled, on their way to the host, where guesses turn out right or wrong.
+"""The sampled tokens of a launched step on their way to the host, where draft tokens are verified.
 
-A sequence is sampled at every position that was guessed, each from its own logits and with its own uniform, as if no
-guess had been made. A sample counts as long as all guesses before it equal the samples in their place. So guessing
-never changes a token: sample-and-compare, the exact case of Leviathan et al. 2023, "Fast Inference from Transformers
-via Speculative Decoding", for draws that are a function of seed and position.
+A row samples after its last known token and after each draft token, each time from its own logits with its own uniform
+random number, as without drafts. A sample counts if all draft tokens before it equal the samples in their places. So
+draft tokens never change the output: this is the exact case of Leviathan et al. 2023, "Fast Inference from
+Transformers via Speculative Decoding", for draws that are a function of seed and position.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from millrace_shard.device.stopwatch import Stopwatch
 from millrace_shard.device.transfers import start_downloads, upload
 from millrace_shard.sampling.sampler import Sampled
 
-Chains = Mapping[int, tuple[int, ...]]
-"""Tokens that a grammar forces on a row, by its place among the rows that sample."""
+ForcedTokens = Mapping[int, tuple[int, ...]]
+"""Jump-forward tokens that a grammar forces on a row, by the row's place among the rows that sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Emitted:
-    """What the Y rows that sample yield, N tokens together; on the host."""
+    """The N tokens that the Y sampling rows yield, on the host."""
 
     some_failed: bool
-    """Whether any of the rows failed."""
+    """Whether any row has failed."""
     failed: Flags
-    """[Y], rows whose logits were not finite: they yield nothing."""
+    """[Y], rows without finite logits: they yield no token."""
     counts: Ints
     """[Y], tokens of each row."""
     ends: Ints
-    """[Y], where those of each row end among all."""
+    """[Y], the end of each row's tokens among all tokens."""
     rows: Ints
     """[N], the row of each token."""
     positions: Ints
-    """[N], its place in its sequence."""
+    """[N], the position of each token in its sequence."""
     sources: Ints
-    """[N], which of the R sampled positions it comes from; -1 where it was forced."""
+    """[N], the place of each token among the R sampled positions; -1 for a forced token."""
     ids: Ints
     """[N]."""
     logprobs: Floats
@@ -51,24 +51,24 @@ class Emitted:
 
 
 class StepTokens:
-    """Made before the work of its step is done; reading waits for that. Any thread may read."""
+    """Created when its step is launched; reading waits until the step is done. Any thread may read."""
 
     def __init__(
         self,
-        prepared: StepLayout,
+        layout: StepLayout,
         sampled: Sampled,
         watch: Stopwatch,
         *,
         expected: Tensor | None = None,
-        forced: Chains | None = None,
+        forced: ForcedTokens | None = None,
     ) -> None:
-        """Begin to copy `sampled` and what was `expected` to the host; `watch` tells when the step is done."""
-        self.prepared = prepared
-        self.forced: Chains = forced or {}
+        """Start to copy `sampled` and the `expected` samples to the host; `watch` measures the step."""
+        self.layout = layout
+        self.forced: ForcedTokens = forced or {}
         self.failure_reasons: Mapping[int, str] = {}
-        """Of slots whose grammar could not be followed any further."""
+        """The reason for each slot whose grammar no token can follow."""
         self._watch = watch
-        self._has_guesses = expected is not None
+        self._has_drafts = expected is not None
         columns = [sampled.ids, sampled.logprobs, sampled.failed]
         if expected is not None:
             columns.append(expected)
@@ -79,25 +79,25 @@ class StepTokens:
         return self._watch.is_done()
 
     @cached_property
-    def awaited(self) -> Ints:
-        """Rows whose count of tokens depends on their guesses; places among the rows that sample."""
-        if not self._has_guesses:
+    def unverified(self) -> Ints:
+        """Rows with draft tokens that decide their count of tokens; places among the rows that sample."""
+        if not self._has_drafts:
             return no_ints()
-        guessed = self.prepared.num_samples > 1
-        guessed[list(self.forced)] = False
-        return np.flatnonzero(guessed)
+        drafted = self.layout.num_samples > 1
+        drafted[list(self.forced)] = False
+        return np.flatnonzero(drafted)
 
     def num_known(self) -> Ints:
-        """[Y], tokens of each row that do not depend on guesses; 0 where they do."""
-        counts = np.ones(len(self.prepared.yields), dtype=np.int64)
-        for row, chain in self.forced.items():
-            counts[row] = len(chain)
-        if self._has_guesses:
-            counts[self.awaited] = 0
+        """[Y], tokens of each row; 0 for rows with draft tokens, whose count is not known yet."""
+        counts = np.ones(len(self.layout.yields), dtype=np.int64)
+        for row, tokens in self.forced.items():
+            counts[row] = len(tokens)
+        if self._has_drafts:
+            counts[self.unverified] = 0
         return counts
 
     def of_row(self, row: int) -> list[int]:
-        """The tokens of one of the rows that sample. Waits as `emitted` does."""
+        """The tokens of one sampling row. Waits as `emitted` does."""
         emitted = self.emitted
         end = emitted.ends[row]
         tokens: list[int] = emitted.ids[end - emitted.counts[row] : end].tolist()
@@ -105,26 +105,26 @@ class StepTokens:
 
     @cached_property
     def emitted(self) -> Emitted:
-        """All tokens. Waits for the device without holding the interpreter."""
+        """All tokens. Waits for the device without the interpreter lock."""
         self._watch.wait()
         ids, logprobs, failed_samples, *expected = (column.numpy() for column in self._columns)
-        prepared, num_samples = self.prepared, self.prepared.num_samples
+        layout, num_samples = self.layout, self.layout.num_samples
         some_failed = bool(failed_samples.any())
-        if not (self._has_guesses or self.forced or some_failed):
-            return _one_each(prepared, ids.astype(np.int64, copy=False), logprobs)
+        if not (self._has_drafts or self.forced or some_failed):
+            return _one_each(layout, ids.astype(np.int64, copy=False), logprobs)
         firsts = num_samples.cumsum() - num_samples
         counts = np.ones(len(num_samples), dtype=np.int64)
-        if self._has_guesses:
+        if self._has_drafts:
             counts = num_accepted(ids, expected[0], num_samples)
-        for row, chain in self.forced.items():
-            counts[row] = len(chain)
+        for row, tokens in self.forced.items():
+            counts[row] = len(tokens)
         failed = failed_samples[firsts] != 0
         counts[failed] = 0
         ends = counts.cumsum()
         rows = np.repeat(np.arange(len(counts)), counts)
         offsets = np.arange(len(rows)) - np.repeat(ends - counts, counts)
         sources = firsts[rows] + offsets
-        positions = prepared.sampling.positions[firsts[rows]] + offsets
+        positions = layout.sampling.positions[firsts[rows]] + offsets
         is_forced = None
         if self.forced:
             is_forced = np.isin(rows, list(self.forced))
@@ -133,7 +133,7 @@ class StepTokens:
         if is_forced is not None:
             chosen_logprobs[is_forced] = 0.0
             chosen[is_forced] = [
-                id_ for row, chain in sorted(self.forced.items()) if counts[row] for id_ in chain
+                id_ for row, tokens in sorted(self.forced.items()) if counts[row] for id_ in tokens
             ]
         return Emitted(
             some_failed=some_failed,
@@ -148,8 +148,8 @@ class StepTokens:
         )
 
 
-def _one_each(prepared: StepLayout, ids: Ints, logprobs: Floats) -> Emitted:
-    """A token of each row."""
+def _one_each(layout: StepLayout, ids: Ints, logprobs: Floats) -> Emitted:
+    """One token for each row."""
     rows = np.arange(len(ids))
     return Emitted(
         some_failed=False,
@@ -157,27 +157,27 @@ def _one_each(prepared: StepLayout, ids: Ints, logprobs: Floats) -> Emitted:
         counts=np.ones(len(ids), dtype=np.int64),
         ends=rows + 1,
         rows=rows,
-        positions=prepared.sampling.positions,
+        positions=layout.sampling.positions,
         sources=rows,
         ids=ids,
         logprobs=logprobs,
     )
 
 
-def expected(prepared: StepLayout, guesses: Tensor) -> Tensor:
-    """[R] int32 on the device: the guess that each sample has to equal for the next one to count; -1 after the last."""
-    num_samples = prepared.num_samples
-    whole = torch.full((len(prepared.sampled),), -1, dtype=torch.int32, device=guesses.device)
-    is_last = np.zeros(len(prepared.sampled), dtype=np.bool_)
+def expected(layout: StepLayout, draft_ids: Tensor) -> Tensor:
+    """[R] int32 on the device: the draft token that each sample must equal so that the next one counts, or -1."""
+    num_samples = layout.num_samples
+    whole = torch.full((len(layout.sampled),), -1, dtype=torch.int32, device=draft_ids.device)
+    is_last = np.zeros(len(layout.sampled), dtype=np.bool_)
     is_last[num_samples.cumsum() - 1] = True
-    places = upload(np.flatnonzero(~is_last), guesses.device)
-    return whole.index_copy_(0, places, guesses.to(torch.int32))
+    places = upload(np.flatnonzero(~is_last), draft_ids.device)
+    return whole.index_copy_(0, places, draft_ids.to(torch.int32))
 
 
 def num_accepted(ids: Ints, expected: Ints, num_samples: Ints) -> Ints:
-    """Samples of each of Y rows that count, [Y]: those before the first guess that was wrong, and the one in its place.
+    """[Y], samples of each row that count: those before the first rejected draft token, and the one in its place.
 
-    `ids` and what was `expected` of them [R] are those of all rows; row y has `num_samples[y]`, at least 1.
+    `ids` and `expected` [R] have all rows; row y has `num_samples[y]` samples, at least 1.
     """
     firsts = num_samples.cumsum() - num_samples
     offsets = np.arange(len(ids)) - np.repeat(firsts, num_samples)

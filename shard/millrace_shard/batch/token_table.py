@@ -1,4 +1,4 @@
-"""Token ids of every sequence, by slot, on the device: sampling puts them there, and the next step reads them."""
+"""Token ids of every sequence, by slot, on the device: sampling writes them, and the next step reads them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from millrace_shard.device.transfers import upload, upload_columns
 
 
 class TokenTable:
-    """A row for each slot, and a last one for padding.
+    """A row for each slot, and a last row for padding.
 
-    On CPU numpy reads and writes the same memory: an operation of torch's takes several times as long where the
-    weights of each forward pass have emptied the caches of code.
+    On CPU numpy reads and writes the same memory: a torch operation takes several times as long there, because the
+    weights of each forward pass evict its code from the caches.
     """
 
     def __init__(self, num_slots: int, length: int, device: torch.device) -> None:
         self.table = torch.empty(num_slots + 1, length, dtype=torch.int32, device=device)
-        """[slots + 1, length]; anything at all past the end of a sequence."""
+        """[slots + 1, length]; values past the end of a sequence have no meaning."""
         self.table[num_slots, 0] = 0
         self._device = device
         self._host: NDArray[np.int32] | None = None
@@ -30,22 +30,22 @@ class TokenTable:
 
     @property
     def on_host(self) -> NDArray[np.int32] | None:
-        """The same memory as `table`, where the host may read it while a step is launched; None elsewhere."""
+        """The memory of `table` if the host may read it while it launches a step, else None."""
         return self._host if transfers.is_synchronous(self._device) else None
 
     def begin(self, slot: int, ids: Ints) -> None:
-        """A sequence begins with these."""
+        """Write the ids that a sequence starts with."""
         self.table[slot, : len(ids)] = upload(ids, self._device)
 
     def read(self, slots: Ints, positions: Ints) -> Tensor:
-        """The ids at `positions` [n] of `slots` [n], [n] int64 on the device."""
+        """The ids at `positions` [n] of `slots` [n]: [n] int64 on the device."""
         if self._host is not None and transfers.is_synchronous(self._device):
             return torch.from_numpy(self._host[slots, positions].astype(np.int64))
         slot, position = upload_columns([slots, positions], self._device)
         return self.table[slot, position].long()
 
     def write(self, slots: Ints, positions: Ints, ids: Tensor) -> None:
-        """Store `ids` [n], on the device, at `positions` [n] of `slots` [n]."""
+        """Write `ids` [n], a tensor on the device, to `positions` [n] of `slots` [n]."""
         if self._host is not None and transfers.is_synchronous(self._device):
             self._host[slots, positions] = ids.numpy()
             return

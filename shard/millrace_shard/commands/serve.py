@@ -22,7 +22,8 @@ from millrace_shard.device.one_shot import SymmetricMemory
 from millrace_shard.device.process_group import GroupError, ProcessGroup
 from millrace_shard.device.resources import usable_cores
 from millrace_shard.engine.engine import Engine
-from millrace_shard.engine.warmup import LoadedModel, MemoryLimits
+from millrace_shard.engine.loaded_model import LoadedModel
+from millrace_shard.engine.warmup import MemoryLimits
 from millrace_shard.errors import EngineEnded, ModelError, UnsupportedModel
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.choose import choose_kernels
@@ -201,7 +202,9 @@ def load(config: ShardConfig, device: torch.device) -> LoadedModel:
         device=device,
         max_total_tokens=config.max_total_tokens,
     )
-    model, speculation = loader.load(model, draft_folder=draft_folder, speculate=config.speculate)
+    model, speculation = loader.load(
+        model, draft_folder=draft_folder, max_draft_tokens=config.speculate
+    )
     size = sum(path.stat().st_size for path in config.model_folder.glob("*.safetensors"))
     seconds = time.monotonic() - started
     logger.info("weights loaded in %.2f s, %s", seconds, readable_size(size))
@@ -211,7 +214,7 @@ def load(config: ShardConfig, device: torch.device) -> LoadedModel:
         group=group,
         device=device,
         dtype=dtype,
-        guides=_guides(config, model.info, device),
+        grammars=_grammars(config, model.info, device),
         speculation=speculation,
         watermark=Watermark(config.watermark_gamma, config.watermark_delta),
     )
@@ -233,7 +236,7 @@ def with_folders(config: ShardConfig) -> ShardConfig:
     return config.model_copy(update={"model_folder": found.model, "draft_model": draft_model})
 
 
-def _guides(config: ShardConfig, info: ModelInfo, device: torch.device) -> GrammarManager:
+def _grammars(config: ShardConfig, info: ModelInfo, device: torch.device) -> GrammarManager:
     compiler = GrammarCompiler.load(
         config.model_folder,
         vocab_size=info.vocab_size,
@@ -241,7 +244,7 @@ def _guides(config: ShardConfig, info: ModelInfo, device: torch.device) -> Gramm
         timeout=config.grammar_timeout,
         max_source_bytes=config.max_grammar_bytes,
     )
-    return GrammarManager(compiler, info.vocab_size, beside=device.type != "cpu")
+    return GrammarManager(compiler, info.vocab_size, overlap=device.type != "cpu")
 
 
 def choose_device(config: ShardConfig) -> torch.device:

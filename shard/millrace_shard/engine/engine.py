@@ -1,6 +1,6 @@
-"""The engine: one thread that owns the device, the model, the KV cache and the batch, and does one thing at a time.
+"""The engine: one thread that owns the device, the model, the KV cache and the batch.
 
-Work is executed strictly in the order of submission. Other threads only submit and read counters, so a health check
+Work runs strictly in the order of submission. Other threads only submit work and read counters, so that a health check
 never waits for a forward pass.
 """
 
@@ -12,8 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Lock
 from typing import TypeVar
 
 import torch
@@ -33,7 +32,9 @@ from millrace_shard.device.failures import clear_frames, is_lost, is_out_of_memo
 from millrace_shard.device.process_group import CollectiveError
 from millrace_shard.engine.epoch import Epoch
 from millrace_shard.engine.kv_capacity import Capacity, WarmupRequest
-from millrace_shard.engine.warmup import LoadedModel, MemoryLimits, WarmedUp, warm_up
+from millrace_shard.engine.loaded_model import LoadedModel
+from millrace_shard.engine.threads import EngineThreads
+from millrace_shard.engine.warmup import MemoryLimits, WarmedUp, warm_up
 from millrace_shard.errors import EngineEnded, StepInvalid
 from millrace_shard.model_runner.decode_graphs import GraphSettings
 from millrace_shard.model_runner.launched_step import LaunchedStep
@@ -44,19 +45,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far the engine has come."""
+    """The progress of the engine."""
 
     last_step: int
     """Number of the last step answered in the current epoch."""
     pending_steps: int
     idle_ns: int
-    """Since the engine last answered a step, warmed up, or was given a step while it had none; 0 while it warms up."""
+    """Time since the last answer, the warm-up, or a step that arrived while none was pending; 0 during a warm-up."""
     warmed_up: bool
-    """Whether there is a KV cache to run steps with."""
+    """Whether there is a KV cache, which steps need."""
 
 
 class Engine:
-    """Life: `start`, `submit(load).result()`, `attach`, `warm_up`, then steps, `close`."""
+    """Order of calls: `start`, `submit(load).result()`, `attach`, `warm_up`, then steps, `close`."""
 
     def __init__(
         self,
@@ -67,27 +68,21 @@ class Engine:
         overlap: bool = False,
         graphs: GraphSettings | None = None,
     ) -> None:
-        """Steps are answered on a thread beside the one that launches them.
+        """A second thread answers steps while the engine thread launches the next ones.
 
-        With `overlap`, for CUDA, as soon as they are launched, since their tokens are still on their way. Without, when
-        the next step's forward pass begins, which leaves the interpreter to others, or when there is no next one, or
-        one that is to guess.
+        With `overlap`, for CUDA, it answers a step as soon as this step is launched, while the device computes its
+        tokens. Otherwise it answers when the forward pass of the next step begins, which releases the interpreter lock,
+        or when the next step starts to draft, or when there is no next step.
 
-        Warming up captures `graphs`, and decodes run by them.
+        The warm-up captures `graphs`, which then run decodes.
         """
         self._limits = limits
         self._device = device
-        self._cpu_threads = cpu_threads
         self._overlap = overlap
         self._graphs = graphs
-        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._answers: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._threads = [
-            Thread(target=self._run, args=(self._work,), name="engine", daemon=True),
-            Thread(target=self._run, args=(self._answers,), name="answers", daemon=True),
-        ]
+        self._threads = EngineThreads(device, cpu_threads=cpu_threads, on_end=self._hand_over)
         self._launched: Callable[[], None] | None = None
-        """What answers the last step, if it is not handed over yet."""
+        """The call that answers the last step, if the other thread does not have it yet."""
         self._loaded: LoadedModel | None = None
         self._warmed_up: WarmedUp | None = None
         self._warmup_request: WarmupRequest | None = None
@@ -96,60 +91,55 @@ class Engine:
         self._lock = Lock()
         self._pending_steps = 0
         self._last_progress_ns = time.monotonic_ns()
-        self._has_ended = False
-        self._when_ended: list[Callable[[], None]] = []
 
     @property
     def loaded(self) -> LoadedModel:
-        """The model; there is one once `attach` was called."""
+        """The model of `attach`."""
         assert self._loaded is not None, "no model is attached"
         return self._loaded
 
     def start(self) -> None:
-        """Begin to execute."""
-        for thread in self._threads:
-            thread.start()
+        """Start to run work."""
+        self._threads.start()
 
     def attach(self, loaded: LoadedModel) -> None:
-        """Take over a model; it was best loaded by `submit`, in the thread that will run it."""
+        """Set the model, which should be loaded by `submit`, on the thread that will run it."""
         self._loaded = loaded
 
     def close(self) -> None:
-        """Finish what was submitted and end. Further work is never executed."""
-        for thread, work in zip(self._threads, (self._work, self._answers), strict=True):
-            work.put(None)
-            thread.join()
+        """Finish the submitted work and end. Later work never runs."""
+        self._threads.close()
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Execute `call` on the engine thread, after all that was submitted before."""
+        """Run `call` on the engine thread, after all earlier work."""
         future: Future[T] = Future()
-        self._work.put(lambda: self._resolve(future, call))
+        self._threads.work(lambda: self._resolve(future, call))
         return future
 
     def warm_up(self, request: WarmupRequest) -> Future[Capacity]:
-        """Allocate the KV cache, and try the largest step unless in another rank's place; ends the current epoch.
+        """Warm up, which ends the current epoch; see `warmup.warm_up`.
 
-        Raises CapacityError; EngineEnded when device or group are lost; whatever else the model raises.
-        An engine that was warmed up by an equal request, as its peers were, keeps its cache and answers at once.
+        If all ranks are warmed up by an equal request, they keep their caches and answer at once. The future raises
+        CapacityError, EngineEnded if the device or the process group is lost, or any error of the model.
         """
         return self.submit(lambda: self._warm_up(request))
 
     def step(self, step: Step) -> Future[StepReply]:
-        """Execute a step; its reply says if it failed or was refused, the future itself never raises."""
+        """Run a step. The reply reports failures and refusals; the future never raises."""
         future: Future[StepReply] = Future()
         with self._lock:
             if not self._pending_steps:
                 self._last_progress_ns = time.monotonic_ns()
             self._pending_steps += 1
-        self._work.put(lambda: self._execute(step, future))
+        self._threads.work(lambda: self._execute(step, future))
         return future
 
     def end_epoch(self, epoch: int) -> Future[None]:
-        """Drop the sequences of `epoch`, unless another one has begun since."""
+        """Drop the sequences of `epoch`, unless another epoch has begun."""
         return self.submit(lambda: self._end_epoch(epoch))
 
     def progress(self) -> Progress:
-        """For health checks; from any thread, at any time."""
+        """Counters for health checks; any thread may read them at any time."""
         with self._lock:
             since = time.monotonic_ns() - self._last_progress_ns
             return Progress(
@@ -160,39 +150,12 @@ class Engine:
             )
 
     def when_ended(self, call: Callable[[], None]) -> None:
-        """Call `call` once a thread of the engine ends, for whatever reason; at once if one has ended."""
-        with self._lock:
-            self._when_ended.append(call)
-            has_ended = self._has_ended
-        if has_ended:
-            call()
+        """Run `call` when a thread of the engine ends for any reason, or at once if one has ended."""
+        self._threads.when_ended(call)
 
     def is_alive(self) -> bool:
-        """Whether the engine's threads run."""
-        return all(thread.is_alive() for thread in self._threads)
-
-    def _run(self, work: SimpleQueue[Callable[[], None] | None]) -> None:
-        # The number of OpenMP threads and the current GPU are kept by thread: set elsewhere, they would not hold here.
-        if self._cpu_threads is not None:
-            torch.set_num_threads(self._cpu_threads)
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-        try:
-            with torch.inference_mode():
-                while (call := work.get()) is not None:
-                    call()
-                    # While the thread waits, nothing of a step, tensors among it, is to stay.
-                    del call
-        finally:
-            self._hand_over()
-            self._end()
-
-    def _end(self) -> None:
-        with self._lock:
-            calls = [] if self._has_ended else tuple(self._when_ended)
-            self._has_ended = True
-        for call in calls:
-            call()
+        """Whether the threads of the engine run."""
+        return self._threads.are_alive()
 
     def _warm_up(self, request: WarmupRequest) -> Capacity:
         self._epoch.end()
@@ -211,7 +174,7 @@ class Engine:
 
     def _warmed_up_by(self, request: WarmupRequest) -> WarmedUp:
         kept = self._warmed_up if request == self._warmup_request else None
-        # A rank that kept its cache while another one measures anew would be missed in the other's collectives.
+        # A rank that keeps its cache takes no part in the collectives of a rank that warms up again.
         all_keep = self.loaded.group.minimum(int(kept is not None))
         if kept is not None and all_keep:
             kept.runner.clear()
@@ -229,7 +192,7 @@ class Engine:
                 self._warmed_up.runner.clear()
 
     def _execute(self, step: Step, future: Future[StepReply]) -> None:
-        """The process edge of a step: whatever is raised below becomes its answer."""
+        """Run a step; every error below this method becomes its answer."""
         outcome: LaunchedStep | StepResult | StepFailure
         refusal = self._epoch.refusal(step)
         if refusal is not None:
@@ -244,17 +207,17 @@ class Engine:
             self._answer(step, future, outcome)
             return
         self._launched = partial(self._finish, step, future, outcome)
-        if self._overlap or self._work.empty():
+        if self._overlap or not self._threads.has_work():
             self._hand_over()
 
     def _hand_over(self) -> None:
-        """Have the last step answered by the other thread, if it is not yet."""
+        """Let the other thread answer the last step, if it does not have it yet."""
         launched, self._launched = self._launched, None
         if launched is not None:
-            self._answers.put(launched)
+            self._threads.answer(launched)
 
     def _resolve(self, future: Future[T], call: Callable[[], T]) -> None:
-        """The process edge of other work."""
+        """Run other work; every error becomes the error of `future`."""
         self._hand_over()
         try:
             result = call()
@@ -266,7 +229,7 @@ class Engine:
 
     def _perform(self, step: Step) -> StepResult | LaunchedStep:
         if self._warmed_up is None:
-            raise StepInvalid("no step before Warmup")
+            raise StepInvalid("no step can run before Warmup")
         runner = self._warmed_up.runner
         match step.work:
             case Forward():
@@ -276,7 +239,7 @@ class Engine:
             case Open():
                 runner.clear()
             case Unknown():
-                raise StepInvalid("the step asks for nothing this shard knows")
+                raise StepInvalid("the step has no work that this shard knows")
         return StepResult()
 
     def _finish(self, step: Step, future: Future[StepReply], launched: LaunchedStep) -> None:
@@ -300,15 +263,15 @@ class Engine:
         return StepFailure(kind, str(error) or type(error).__name__)
 
     def _end_if_lost(self, error: Exception) -> bool:
-        """End, and the process with it, where `error` would come back in every later epoch; whether it would."""
+        """End the engine, and so the process, if `error` would recur in every later epoch; returns whether it would."""
         if isinstance(error, CollectiveError):
             lost = "the process group"
         elif is_lost(self._device):
             lost = "the device"
         else:
             return False
-        logger.critical("%s cannot be used any more: the engine ends", lost)
-        self._work.put(None)
+        logger.critical("the engine ends: %s is lost", lost)
+        self._threads.end()
         return True
 
     def _answer(

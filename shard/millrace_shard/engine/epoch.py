@@ -1,4 +1,4 @@
-"""Which steps may be executed: those of the open epoch, in number order, until one of them fails."""
+"""The open epoch, whose steps run in the order of their numbers until one of them fails."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from millrace_shard.batch.step import Open, Step
 
 
 class Epoch:
-    """The open epoch, if any. An `Open` begins the next one, whatever happened before."""
+    """The open epoch, if any. `Open` starts the next one, even after a failure."""
 
     def __init__(self) -> None:
         self._epoch: int | None = None
@@ -19,7 +19,7 @@ class Epoch:
         return self._epoch == epoch
 
     def refusal(self, step: Step) -> str | None:
-        """Why `step` must not be executed; None, and the step counts as taken, if it may be."""
+        """The reason not to run `step`; None accepts the step and counts it."""
         if isinstance(step.work, Open):
             if step.number != 0 or step.epoch == self._epoch:
                 return f"an epoch opens once, with step 0, not with step {step.number}"
@@ -35,7 +35,7 @@ class Epoch:
         return None
 
     def answered(self, step: Step) -> None:
-        """Count the answer to `step`, if it was taken."""
+        """Count the answer to `step`, if the step was accepted."""
         if step.epoch == self._epoch and step.number <= self._number:
             self.last_answered = step.number
 
@@ -45,6 +45,6 @@ class Epoch:
             self._has_failed = True
 
     def end(self) -> None:
-        """Nothing is open any more."""
+        """Close the epoch."""
         self._epoch = None
         self._has_failed = False

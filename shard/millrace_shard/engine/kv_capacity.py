@@ -1,4 +1,4 @@
-"""How many tokens fit into the KV cache, and how long one sequence may be: arithmetic only."""
+"""Arithmetic of the KV capacity: the tokens that fit into the cache, and the longest sequence."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from dataclasses import dataclass, field, replace
 
 CPU_MEMORY_SHARE = 0.25
 CUDA_MEMORY_SHARE = 0.9
-"""Of the memory that is free after the largest prefill; fragments and small buffers need the rest."""
+"""Share of the free memory after the largest prefill; fragments and small buffers need the rest."""
 
 
 class CapacityError(Exception):
-    """The limits asked for do not fit the memory or the model; the message is for the operator."""
+    """The requested limits exceed the memory or the model; the message is for the operator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupRequest:
-    """What the router plans with; None means: choose."""
+    """The limits of the router; the shard chooses those that are None."""
 
     max_batch_prefill_tokens: int
     max_batch_size: int
@@ -24,7 +24,7 @@ class WarmupRequest:
     max_total_tokens: int | None = None
     max_batch_total_tokens: int | None = None
     num_blocks: int | None = field(default=None, compare=False)
-    """What the group had in an earlier life, and has to have again; a router that knows of none asks for the same."""
+    """Blocks of the previous group, which the new group must have too; they do not count in comparisons of requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,18 +33,18 @@ class KVMemory:
 
     bytes: int
     is_budget: bool
-    """Given by the user, or the device's own: to be filled. Otherwise shared, and no more is taken than can be used."""
-    most: int
-    """What there is at all, prudence aside."""
+    """Whether the cache fills `bytes`, as on a GPU or by the user's setting; else only as far as requests need it."""
+    max_bytes: int
+    """Bytes without a reserve for other uses."""
 
     def for_request(self, request: WarmupRequest) -> KVMemory:
-        """All of it where the cache of an earlier life has to fit again: no measurement is like the one before."""
-        return self if request.num_blocks is None else replace(self, bytes=self.most)
+        """All bytes if the cache of a previous group must fit again, since measurements vary."""
+        return self if request.num_blocks is None else replace(self, bytes=self.max_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheShape:
-    """What a block costs on this rank, and where positions end."""
+    """The cost of a block on this rank, and the number of positions of the model."""
 
     block_size: int
     bytes_per_token: int
@@ -53,10 +53,10 @@ class CacheShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """The answer to Warmup."""
+    """The result of the warm-up."""
 
     num_blocks: int
-    """Block 0 included, which belongs to nobody."""
+    """Includes block 0, which no sequence owns."""
     block_size: int
     max_input_tokens: int
     max_total_tokens: int
@@ -64,36 +64,37 @@ class Capacity:
 
     @property
     def max_batch_total_tokens(self) -> int:
-        """Tokens that fit into the cache."""
+        """Tokens in the cache."""
         return (self.num_blocks - 1) * self.block_size
 
 
 def cpu_memory(*, available: int, kv_memory: int | None) -> KVMemory:
-    """`--kv-memory`, or a share of what is available: two servers on one host both start."""
+    """`--kv-memory`, or a share of the available memory, so that two servers fit on one host."""
     if kv_memory is not None:
-        return KVMemory(bytes=kv_memory, is_budget=True, most=kv_memory)
-    return KVMemory(bytes=int(available * CPU_MEMORY_SHARE), is_budget=False, most=available)
+        return KVMemory(bytes=kv_memory, is_budget=True, max_bytes=kv_memory)
+    share = int(available * CPU_MEMORY_SHARE)
+    return KVMemory(bytes=share, is_budget=False, max_bytes=available)
 
 
 def cuda_memory(*, free: int, total: int, fraction: float, kv_memory: int | None) -> KVMemory:
-    """`--kv-memory`, or most of what is free when only `fraction` of the GPU may be used."""
+    """`--kv-memory`, or most of the free memory within `fraction` of the GPU."""
     if kv_memory is not None:
-        return KVMemory(bytes=kv_memory, is_budget=True, most=kv_memory)
+        return KVMemory(bytes=kv_memory, is_budget=True, max_bytes=kv_memory)
     usable = max(0, free - int((1 - fraction) * total))
-    return KVMemory(bytes=int(usable * CUDA_MEMORY_SHARE), is_budget=True, most=usable)
+    return KVMemory(bytes=int(usable * CUDA_MEMORY_SHARE), is_budget=True, max_bytes=usable)
 
 
 def blocks_in(memory: KVMemory, shape: CacheShape) -> int:
-    """Usable blocks, the reserved one paid for."""
+    """Usable blocks, without the reserved one."""
     return max(0, memory.bytes // (shape.bytes_per_token * shape.block_size) - 1)
 
 
 def plan_capacity(
     request: WarmupRequest, shape: CacheShape, *, fitting_blocks: int, is_budget: bool
 ) -> Capacity:
-    """Limits and cache size for `fitting_blocks` usable blocks, the fewest any rank has.
+    """Limits and cache size for `fitting_blocks` usable blocks, the minimum over all ranks.
 
-    Raises CapacityError where a limit given by the user cannot be kept.
+    Raises CapacityError if a limit of the user is too large.
     """
     size = shape.block_size
     num_blocks = fitting_blocks
@@ -101,7 +102,7 @@ def plan_capacity(
         num_blocks = request.num_blocks - 1
     if num_blocks > fitting_blocks:
         raise CapacityError(
-            f"Not enough memory for the {num_blocks * size} tokens that there was room for"
+            f"Not enough memory for the KV cache of {num_blocks * size} tokens that the previous group had"
         )
     if request.max_batch_total_tokens is not None:
         num_blocks = min(num_blocks, -(-request.max_batch_total_tokens // size))
@@ -135,7 +136,7 @@ def plan_capacity(
 def spread_prefill(
     num_tokens: int, *, max_rows: int, longest: int, num_blocks: int, block_size: int
 ) -> list[int]:
-    """Lengths of the prompts that make up the largest prefill: as few and long ones as may be."""
+    """Lengths of the prompts in the largest prefill: as few and as long as possible."""
     lengths: list[int] = []
     while num_tokens > 0 and num_blocks > 0 and len(lengths) < max_rows:
         length = min(num_tokens, longest, num_blocks * block_size)

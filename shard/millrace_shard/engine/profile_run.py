@@ -1,4 +1,4 @@
-"""The largest steps that may come, run once over sequences of no meaning."""
+"""The profile run: the largest possible steps, run once over dummy sequences."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from millrace_shard.model_runner.runner import StepRunner
 
 
 def run_largest(runner: StepRunner, lengths: list[int], *, decode: bool = False) -> None:
-    """One step over prompts of these lengths that uses every part of sampling; nothing of it stays.
+    """Run a step over prompts of these lengths that uses every part of sampling, then drop the sequences.
 
-    And to `decode`, where tokens may be guessed ahead, one with all guesses. Raises whatever the device raises.
+    With `decode` and speculative decoding, a step with all draft tokens follows. Raises any error of the device.
     """
-    # What prompts are scored with is little, and takes a CPU long; on CUDA it counts, and takes no time.
+    # Scores of prompts need little memory. They are slow on CPU; on CUDA they are fast, and their memory counts.
     scores = runner.batch.device.type == "cuda"
-    size, most = runner.batch.limits.block_size, runner.batch.limits.max_draft_tokens
-    decode = decode and most > 0
-    room = 1 + most if decode else 0
+    size, max_drafts = runner.batch.limits.block_size, runner.batch.limits.max_draft_tokens
+    decode = decode and max_drafts > 0
+    room = 1 + max_drafts if decode else 0
     num_blocks = [-(-(length + room) // size) for length in lengths]
     slots = np.arange(len(lengths))
     prompts = Forward(
@@ -36,12 +36,12 @@ def run_largest(runner: StepRunner, lengths: list[int], *, decode: bool = False)
     )
     runner.launch(prompts).finish()
     if decode:
-        guessing = Forward(
+        drafting = Forward(
             decode_slots=slots,
             decode_tokens=np.full(len(slots), room),
-            draft_tokens=np.full(len(slots), most),
+            draft_tokens=np.full(len(slots), max_drafts),
         )
-        runner.launch(guessing).finish()
+        runner.launch(drafting).finish()
     runner.clear()
 
 
@@ -58,7 +58,7 @@ def _sequence(slot: int, length: int, *, prefill_logprobs: bool) -> Sequence:
             do_sample=True,
             repetition_penalty=1.2,
             frequency_penalty=0.1,
-            # Prompts go on as they began, so that whatever looks for repetition guesses all it may.
+            # A repetition of the prompt, so that n-grams propose as many draft tokens as allowed.
             bias=((0, 1e9),),
         ),
         top_n_tokens=5,
@@ -68,12 +68,12 @@ def _sequence(slot: int, length: int, *, prefill_logprobs: bool) -> Sequence:
 
 
 def cache_too_large(num_tokens: int) -> CapacityError:
-    """What to tell an operator whose cache does not fit after all."""
+    """The error for a cache that does not fit although it was planned."""
     return CapacityError(f"Not enough memory for a KV cache of {num_tokens} tokens")
 
 
 def prefill_too_large(num_tokens: int) -> CapacityError:
-    """What to tell an operator whose largest prompts do not fit."""
+    """The error for a largest prefill that does not fit."""
     return CapacityError(
         f"Not enough memory to handle {num_tokens} prefill tokens. "
         "You need to decrease `--max-batch-prefill-tokens`"
@@ -81,7 +81,7 @@ def prefill_too_large(num_tokens: int) -> CapacityError:
 
 
 def batch_too_large(num_rows: int) -> CapacityError:
-    """What to tell an operator whose largest batch does not fit."""
+    """The error for a largest batch that does not fit."""
     return CapacityError(
         f"Not enough memory to choose the tokens of {num_rows} sequences at once. "
         "You need to decrease `--max-batch-size`"

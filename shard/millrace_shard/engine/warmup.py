@@ -1,4 +1,4 @@
-"""Finds the KV capacity, allocates the cache, and tries the largest prefill once unless another rank has had it."""
+"""The warm-up: finds the KV capacity, allocates the cache, and runs the largest prefill once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -14,10 +14,8 @@ from millrace_shard.batch.batch import Batch
 from millrace_shard.batch.batch_limits import BatchLimits
 from millrace_shard.batch.forced_token_budget import CPU_TILE
 from millrace_shard.device.failures import is_out_of_memory
-from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.device.resources import available_memory, free_cuda_memory
 from millrace_shard.engine.kv_capacity import (
-    CacheShape,
     Capacity,
     CapacityError,
     KVMemory,
@@ -28,75 +26,28 @@ from millrace_shard.engine.kv_capacity import (
     plan_capacity,
     spread_prefill,
 )
+from millrace_shard.engine.loaded_model import LoadedModel
 from millrace_shard.engine.profile_run import (
     batch_too_large,
     cache_too_large,
     prefill_too_large,
     run_largest,
 )
-from millrace_shard.kernels.base import Kernels
 from millrace_shard.model_runner.decode_graphs import DecodeGraphs, GraphSettings
 from millrace_shard.model_runner.runner import DecodingFeatures, StepRunner
-from millrace_shard.models.interface import CausalModel
-from millrace_shard.sampling.watermark import Watermark
-from millrace_shard.speculation.factory import Speculation
-from millrace_shard.structured_output.manager import GrammarManager
 
 logger = logging.getLogger(__name__)
 
-TRIED_LAYERS = 2
-"""Of which the largest prefill is tried on CPUs, where all of them would take large models minutes.
+PROFILE_LAYERS = 2
+"""Layers that run the largest prefill on CPU, where all layers of a large model would take minutes.
 
-Two, as the first has no output of another to add to its residual, and takes less memory than those after it.
+There are two, because the first layer takes less memory than the others: it has no earlier output to add.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedModel:
-    """A rank's model and all that runs it."""
-
-    model: CausalModel
-    kernels: Kernels
-    group: ProcessGroup
-    device: torch.device
-    dtype: torch.dtype
-    speculation: Speculation | None = None
-    """How tokens are guessed ahead; None: not at all."""
-    guides: GrammarManager | None = None
-    """What makes the masks of sequences that have a grammar; None: such a sequence runs without."""
-    watermark: Watermark | None = None
-
-    @property
-    def max_draft_tokens(self) -> int:
-        """Tokens that may be guessed ahead for one sequence in one step."""
-        return 0 if self.speculation is None else self.speculation.most
-
-    @property
-    def layers(self) -> tuple[tuple[int, int], ...]:
-        """(num_kv_heads, head_dim) of each layer with a KV cache, the model's own first."""
-        drafts = () if self.speculation is None else self.speculation.layers
-        return (*self.model.geometry.layers, *drafts)
-
-    def first_layers(self, count: int) -> LoadedModel:
-        """With at most so many layers, of the model and of its draft."""
-        speculation = self.speculation
-        if speculation is not None and speculation.draft is not None:
-            speculation = replace(speculation, draft=speculation.draft.first_layers(count))
-        return replace(self, model=self.model.first_layers(count), speculation=speculation)
-
-    def cache_shape(self) -> CacheShape:
-        """What a block of this rank's caches costs."""
-        elements = sum(2 * num_heads * head_dim for num_heads, head_dim in self.layers)
-        return CacheShape(
-            block_size=self.kernels.block_size,
-            bytes_per_token=elements * self.dtype.itemsize,
-            max_position_embeddings=self.model.info.max_position_embeddings,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimits:
-    """What the operator grants this shard."""
+    """Memory that the operator allows for this shard."""
 
     kv_memory: int | None = None
     cuda_memory_fraction: float = 1.0
@@ -104,7 +55,7 @@ class MemoryLimits:
 
 @dataclass(frozen=True, slots=True)
 class WarmedUp:
-    """A runner with its final cache, and the capacity that has."""
+    """A runner with its final cache, and the capacity of this cache."""
 
     runner: StepRunner
     capacity: Capacity
@@ -115,24 +66,25 @@ def warm_up(
     request: WarmupRequest,
     limits: MemoryLimits,
     *,
-    rehearse: bool | None = None,
+    profile: bool | None = None,
     graphs: GraphSettings | None = None,
 ) -> WarmedUp:
-    """A collective: every rank calls it at the same time, and all agree on the capacity.
+    """Warm up in a collective: every rank calls this at the same time, and all agree on the capacity.
 
-    To `rehearse` is to run the largest steps before memory is measured, by default on CUDA; without it, the largest
-    prefill is tried on few layers once there is a cache, unless the request names the blocks of a rank whose place this
-    one takes: clients wait, and it fitted there. `graphs` are captured where the kernels allow it: in the rehearsal
-    too, so that they are measured, since they are bound to their cache. Whatever held an earlier cache has to be gone.
+    With `profile`, which is the default on CUDA, the largest steps run before memory is measured. Otherwise the largest
+    prefill runs on a few layers after the cache is allocated, unless the request has the number of blocks of an
+    earlier group: this size fitted then, and requests are waiting. `graphs` are captured if the kernels support it, in
+    the profile run too, since their memory counts. No earlier cache may exist any more.
+
     Raises CapacityError.
     """
     shape = loaded.cache_shape()
-    if rehearse is None:
-        rehearse = loaded.device.type == "cuda"
+    if profile is None:
+        profile = loaded.device.type == "cuda"
     graphs = _usable(graphs, loaded)
     memory = (
-        _memory_after_rehearsal(loaded, request, limits, graphs)
-        if rehearse
+        _memory_after_profile_run(loaded, request, limits, graphs)
+        if profile
         else _kv_memory(loaded.device, limits, trial_bytes=0)
     )
     fitting = loaded.group.minimum(blocks_in(memory.for_request(request), shape))
@@ -146,12 +98,12 @@ def warm_up(
             num_blocks=capacity.num_blocks,
             graphs=graphs,
         )
-    if not rehearse and request.num_blocks is None:
-        _try_largest_prefill(loaded, request, capacity)
+    if not profile and request.num_blocks is None:
+        _run_largest_prefill(loaded, request, capacity)
     return WarmedUp(runner, capacity)
 
 
-def _try_largest_prefill(loaded: LoadedModel, request: WarmupRequest, capacity: Capacity) -> None:
+def _run_largest_prefill(loaded: LoadedModel, request: WarmupRequest, capacity: Capacity) -> None:
     lengths = spread_prefill(
         request.max_batch_prefill_tokens,
         max_rows=request.max_batch_size,
@@ -160,14 +112,14 @@ def _try_largest_prefill(loaded: LoadedModel, request: WarmupRequest, capacity: 
         block_size=capacity.block_size,
     )
     with _memory_or(prefill_too_large(sum(lengths))):
-        trial = _new_runner(
-            loaded.first_layers(TRIED_LAYERS),
+        runner = _new_runner(
+            loaded.first_layers(PROFILE_LAYERS),
             max_batch_size=request.max_batch_size,
             max_tokens=capacity.max_total_tokens,
             num_blocks=1 + sum(-(-length // capacity.block_size) for length in lengths),
             graphs=None,
         )
-        run_largest(trial, lengths)
+        run_largest(runner, lengths)
 
 
 def _kv_memory(device: torch.device, limits: MemoryLimits, trial_bytes: int) -> KVMemory:
@@ -184,20 +136,22 @@ def _kv_memory(device: torch.device, limits: MemoryLimits, trial_bytes: int) -> 
 
 def _usable(graphs: GraphSettings | None, loaded: LoadedModel) -> GraphSettings | None:
     if graphs is not None and not loaded.kernels.capturable:
-        logger.warning("decoding without CUDA graphs, which plain torch kernels do not allow")
+        logger.warning(
+            "decoding runs without CUDA graphs, which plain torch kernels do not support"
+        )
         return None
     return graphs
 
 
-def _memory_after_rehearsal(
+def _memory_after_profile_run(
     loaded: LoadedModel,
     request: WarmupRequest,
     limits: MemoryLimits,
     graphs: GraphSettings | None,
 ) -> KVMemory:
-    """Leave in torch's allocator what graphs, the largest prefill and the largest decode need, and measure the rest.
+    """Memory for the KV cache beside that of graphs, the largest prefill and the largest decode, which run here.
 
-    The cache of the rehearsal is left there too but will be given back.
+    Their memory stays in torch's allocator when the rest is measured. The cache of this run counts as free.
     """
     positions = loaded.model.info.max_position_embeddings
     max_tokens = min(request.max_total_tokens or positions, positions)
@@ -222,7 +176,7 @@ def _memory_after_rehearsal(
             graphs=graphs,
         )
         run_largest(runner, lengths)
-    # Prompts of one token are sampled from as decodes are, all of them at once.
+    # Prompts of one token sample as many rows at once as decodes do.
     with _memory_or(batch_too_large(request.max_batch_size)):
         run_largest(runner, [1] * request.max_batch_size, decode=True)
     trial_bytes = num_blocks * shape.block_size * shape.bytes_per_token
@@ -231,7 +185,7 @@ def _memory_after_rehearsal(
 
 @contextmanager
 def _memory_or(too_large: CapacityError) -> Iterator[None]:
-    """Raises `too_large` where memory ends."""
+    """Raise `too_large` if the block runs out of memory."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -248,7 +202,7 @@ def _new_runner(
     num_blocks: int,
     graphs: GraphSettings | None,
 ) -> StepRunner:
-    """Graphs get a block of their own to pad with, past those that the router knows."""
+    """A runner with a new cache; graphs get an extra block for padding, behind the blocks of the router."""
     cache = [
         loaded.kernels.new_cache(
             num_blocks=num_blocks if graphs is None else num_blocks + 1,
@@ -259,7 +213,7 @@ def _new_runner(
         )
         for num_kv_heads, head_dim in loaded.layers
     ]
-    # Block 0 fills up short block tables: it is never written, and may be read where it weighs nothing.
+    # Block 0 pads short block tables: it is never written, and read only with a weight of zero.
     unowned = [0] if graphs is None else [0, num_blocks]
     reserved = torch.tensor(unowned, dtype=torch.int64, device=loaded.device)
     for layer in cache:
@@ -292,7 +246,7 @@ def _new_runner(
         cache,
         batch,
         captured,
-        DecodingFeatures(guides=loaded.guides, proposer=proposer, watermark=loaded.watermark),
+        DecodingFeatures(grammars=loaded.grammars, proposer=proposer, watermark=loaded.watermark),
     )
 
 

@@ -1,7 +1,7 @@
-"""Forward passes of single queries as graphs, one for each of a few batch sizes; a smaller batch is padded up.
+"""Forward passes of decodes as graphs, one for each of a few batch sizes; a smaller batch is padded.
 
-A graph starts from two columns, the rows' slots and positions, and reads ids and block tables of those slots itself,
-so a step is one small copy and one launch. Padding rows are a slot of their own, whose one block belongs to nobody.
+The input of a graph is two columns, the slots and positions of its rows. The graph reads the ids and block tables of
+these slots itself, so that a step is one small copy and one launch. Padding rows have a slot and a block of their own.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from millrace_shard.models.interface import CausalModel
 logger = logging.getLogger(__name__)
 
 IMPOSSIBLE, OUT_OF_MEMORY, CAPTURED = range(3)
-"""How a capture ended; the ranks agree on the least."""
+"""Outcomes of a capture; the ranks agree on the least of their outcomes."""
 
 
 @dataclass(frozen=True, slots=True)
 class GraphSettings:
-    """Which batch sizes are captured, and how."""
+    """The batch sizes to capture, and the way to capture them."""
 
     sizes: tuple[int, ...]
     new_capture: Callable[[], Capture]
@@ -44,12 +44,12 @@ class _Bucket:
     """The graph of one batch size."""
 
     inputs: Tensor
-    """[2, size] int64 on the device, slots and positions, where the graph reads them."""
+    """[2, size] int64 on the device, slots and positions, which the graph reads."""
     captured: Captured
 
 
 class DecodeGraphs:
-    """Graphs over one batch and one KV cache, whose tensors never move. Call `capture` once before `logits`."""
+    """Graphs over the tensors of one batch and one KV cache, which never move. Call `capture` once before `logits`."""
 
     def __init__(self, model: CausalModel, cache: Sequence[LayerCache], batch: Batch) -> None:
         self._model = model
@@ -63,33 +63,33 @@ class DecodeGraphs:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Batch sizes that were captured, ascending."""
+        """The captured batch sizes, ascending."""
         return tuple(self._sizes)
 
     def capture(self, settings: GraphSettings, group: ProcessGroup) -> None:
-        """Capture the largest size first, so that the others fit into its memory. A collective.
+        """Capture the largest size first, so that the others fit into its memory. This is a collective.
 
-        Where memory ends on any rank, all ranks give up that size and the larger ones, with one warning; work that
-        cannot be recorded at all runs without graphs, with one warning. Raises CollectiveError.
+        If a rank runs out of memory, all ranks give up this size and the larger ones and log a warning. Work that
+        cannot be captured runs without graphs, with a warning. Raises CollectiveError.
         """
         fitting = {s for s in settings.sizes if 0 < s <= self._batch.limits.max_batch_size}
         capture = settings.new_capture()
         started = time.monotonic()
         for number, size in enumerate(sorted(fitting, reverse=True), 1):
             result = self._try(capture, size)
-            # Ranks that disagree would meet in collectives of different sizes.
+            # Ranks with different sizes would call collectives of different sizes.
             outcome = group.minimum(_outcome(result))
             if isinstance(result, _Bucket) and outcome == CAPTURED:
                 self._sizes.insert(0, size)
                 self._buckets.insert(0, result)
                 logger.info("Captured CUDA graph %d/%d, batch size %d", number, len(fitting), size)
                 continue
-            reason = "another rank cannot" if isinstance(result, _Bucket) else result
+            reason = "another rank has failed" if isinstance(result, _Bucket) else result
             self._give_up()
             if outcome == IMPOSSIBLE:
-                logger.warning("decoding without CUDA graphs, which cannot be captured: %s", reason)
+                logger.warning("decoding runs without CUDA graphs, whose capture fails: %s", reason)
                 return
-            logger.warning("no CUDA graphs from batch size %d on, memory ends: %s", size, reason)
+            logger.warning("no CUDA graphs from batch size %d on, out of memory: %s", size, reason)
             capture = settings.new_capture()
         if self._sizes:
             seconds = time.monotonic() - started
@@ -102,13 +102,13 @@ class DecodeGraphs:
             torch.cuda.empty_cache()
 
     def fits(self, num_rows: int) -> bool:
-        """Whether there is a graph for so many rows."""
+        """Whether there is a graph for `num_rows` rows."""
         return bool(self._sizes) and num_rows <= self._sizes[-1]
 
     def logits(self, slots: Ints, positions: Ints) -> Tensor:
-        """Replay over the tokens at `positions` of `slots`, one a row, which fit: [rows, vocab] float32.
+        """Replay for the tokens at `positions` of `slots`, one for each row, which must fit: [rows, vocab] float32.
 
-        They hold until the next replay, and may be overwritten.
+        The logits are valid until the next replay, and the caller may overwrite them.
         """
         place = bisect_left(self._sizes, len(slots))
         bucket = self._buckets[place]
@@ -123,29 +123,29 @@ class DecodeGraphs:
         return inputs
 
     def _try(self, capture: Capture, size: int) -> _Bucket | RuntimeError:
-        """A bucket, or why there is none."""
-        nobody = np.empty(0, dtype=np.int64)
+        """A bucket, or the error of its capture."""
+        no_rows = np.empty(0, dtype=np.int64)
         try:
-            padding = torch.from_numpy(self._padded(nobody, nobody, size))
+            padding = torch.from_numpy(self._padded(no_rows, no_rows, size))
             inputs = padding.to(self._batch.device)
             return _Bucket(inputs, capture(lambda: self._forward(inputs)))
         except CollectiveError:
             raise
         except RuntimeError as error:
-            # To end a capture that has failed may fail in turn.
+            # The end of a failed capture may raise another error.
             first = error.__context__
             cause = first if isinstance(first, torch.OutOfMemoryError) else error
             return cause.with_traceback(None)
 
     def _forward(self, inputs: Tensor) -> Tensor:
-        """What a graph records: from the rows' places alone to their logits."""
+        """The recorded work: from the slots and positions of the rows to their logits."""
         batch, size = self._batch, inputs.shape[1]
         block_size = batch.limits.block_size
         slots, positions = inputs
         tables = batch.blocks.tables.index_select(0, slots)
         blocks = tables.gather(1, (positions // block_size).unsqueeze(1)).squeeze(1).long()
         ragged = RaggedBatch(
-            ids=batch.history.table[slots, positions].long(),
+            ids=batch.token_table.table[slots, positions].long(),
             positions=positions,
             cache_rows=blocks * block_size + positions % block_size,
             query_starts=self._starts[: size + 1],

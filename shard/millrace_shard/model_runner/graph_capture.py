@@ -1,4 +1,4 @@
-"""Work on the device that is recorded once and run again over the same memory: a CUDA graph."""
+"""CUDA graphs: work on the device that is recorded once and replayed over the same memory."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ import torch
 from torch import Tensor
 
 NUM_WARM_UPS = 2
-"""Runs before a capture, in which libraries and kernels allocate, compile and choose what they keep."""
+"""Runs before a capture, in which libraries and kernels compile and make allocations that they keep."""
 
 
 class Captured(Protocol):
     """Recorded work."""
 
     def replay(self) -> Tensor:
-        """Submit it again; its output, which the next replay of any work of the same capture may overwrite."""
+        """Submit the work again; the next replay of any work of the same capture may overwrite the output."""
 
 
 class Capture(Protocol):
-    """Records work; what one capture recorded shares memory, so its replays never overlap."""
+    """Records work. All work of one capture shares memory, so that its replays must not overlap."""
 
     def __call__(self, compute: Callable[[], Tensor]) -> Captured:
-        """Record `compute`, which reads and writes only what stays where it is. Runs it a few times first.
+        """Run `compute` a few times, then record it. It must read and write only tensors that never move.
 
         Raises torch.OutOfMemoryError, or RuntimeError for work that cannot be recorded.
         """
 
 
 class CudaCapture:
-    """Graphs in one memory pool, recorded on a stream of their own and replayed on the caller's."""
+    """Graphs in one memory pool, recorded on a separate stream and replayed on the stream of the caller."""
 
     def __init__(self) -> None:
-        """For the current device."""
+        """Create a memory pool and a stream on the current device."""
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def __call__(self, compute: Callable[[], Tensor]) -> Captured:
-        """Record `compute`."""
+        """Record `compute`, as Capture says."""
         caller = torch.cuda.current_stream()
-        # A capture that fails may leave its stream current.
+        # A failed capture may leave its stream current.
         with torch.cuda.stream(caller):
             self._stream.wait_stream(caller)
             with torch.cuda.stream(self._stream):
@@ -48,7 +48,7 @@ class CudaCapture:
                     compute()
             caller.wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
-            # Threads that watch over collectives and copies go on meanwhile.
+            # Other threads that watch collectives and copies continue during the capture.
             with torch.cuda.graph(
                 graph,
                 pool=self._pool,
@@ -60,7 +60,7 @@ class CudaCapture:
 
 
 class CudaGraph:
-    """A graph and the memory of its output."""
+    """A graph and its output tensor."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, output: Tensor) -> None:
         self._graph = graph

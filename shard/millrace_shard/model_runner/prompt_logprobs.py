@@ -1,8 +1,8 @@
-"""Log probabilities of prompt tokens and of the likeliest in their place, from raw logits, chunk by chunk.
+"""Log probabilities of prompt tokens and of the likeliest tokens in their places, from raw logits, chunk by chunk.
 
-The logits of a prompt never exist as a whole: its hidden states do, as of any prompt that is computed, and become
-logits a slice of positions at a time, of which the scores alone are kept. So the memory that this takes does not
-depend on the length of prompts: `SLICE_ELEMENTS` logits, as many log probabilities, and what head and `topk` need.
+The hidden states of a prompt become logits in slices of positions, of which only the scores are kept. So the memory
+does not depend on the length of prompts: it holds `SLICE_ELEMENTS` logits, as many log probabilities, and the buffers
+of head and `topk`.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from millrace_shard.batch.step_layout import StepLayout
 from millrace_shard.models.interface import CausalModel
 
 SLICE_ELEMENTS = 1 << 24
-"""Logits of prompt positions that exist at a time, 64 MiB of float32, or those of one position where that has more."""
+"""Logits in a slice: 64 MiB of float32, or the logits of one position if these are more."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Of the prompt tokens that were computed in a step: `counts[i]` of them, with candidates, for `slots[i]`."""
+    """Scores of the prompt tokens that a step has computed: `counts[i]` tokens, with candidates, for `slots[i]`."""
 
     slots: Ints
     counts: Ints
     num_candidates: Ints
-    """Candidates that each slot wants for each of its tokens."""
+    """Candidates that each slot reports for each of its tokens."""
     scores: Tensor
-    """[sum of counts, 1 + W, 2] int32 on the device, as in PendingScores; W is the largest of those."""
+    """[sum of counts, 1 + W, 2] int32 on the device, as in PendingScores; W is the largest number of candidates."""
 
     def add_to(self, result: StepResult, scores: Tensor) -> StepResult:
-        """`result` with these columns; `scores` is the field of this name on the host, once its work is done."""
+        """`result` with these columns; `scores` is the field of this name, copied to the host."""
         ids, bits = scores.numpy()[..., 0], scores.numpy()[..., 1]
         logprobs = bits.view(np.float32)
         result = replace(
@@ -47,31 +47,29 @@ class PromptLogprobs:
         )
         if not self.num_candidates.any():
             return result
-        wanted = np.repeat(self.num_candidates, self.counts)
-        is_wanted = np.arange(ids.shape[1] - 1) < wanted[:, None]
+        requested = np.repeat(self.num_candidates, self.counts)
+        is_requested = np.arange(ids.shape[1] - 1) < requested[:, None]
         return replace(
             result,
             prefill_top_counts=self.num_candidates,
-            prefill_top_ids=ids[:, 1:][is_wanted].astype(np.int64),
-            prefill_top_logprobs=logprobs[:, 1:][is_wanted],
+            prefill_top_ids=ids[:, 1:][is_requested].astype(np.int64),
+            prefill_top_logprobs=logprobs[:, 1:][is_requested],
         )
 
 
 def prompt_logprobs(
-    states: Tensor, model: CausalModel, prepared: StepLayout, batch: Batch
+    states: Tensor, model: CausalModel, layout: StepLayout, batch: Batch
 ) -> PromptLogprobs:
-    """What the step's prompts that ask for it get, of which there is one at least.
+    """Score the prompts of `layout.prompt_rows`, at least one; every rank calls this with the same step.
 
-    `states` [S, hidden] are those of `prepared.state_rows`. Every rank calls it with the same step.
+    `states` [S, hidden] are the hidden states of `layout.state_rows`.
     """
-    rows = prepared.prompt_rows
-    slots, counts = prepared.slots[rows], prepared.counts[rows]
+    rows = layout.prompt_rows
+    slots, counts = layout.slots[rows], layout.counts[rows]
     num_candidates = batch.pending_scores.num_candidates[slots]
     token_slots = np.repeat(slots, counts)
-    index = batch.to_device(
-        np.stack([token_slots, prepared.prompt_targets, prepared.prompt_states])
-    )
-    targets = batch.history.table[index[0], index[1]].long()
+    index = batch.to_device(np.stack([token_slots, layout.prompt_targets, layout.prompt_states]))
+    targets = batch.token_table.table[index[0], index[1]].long()
     width = int(num_candidates.max())
     height = max(1, SLICE_ELEMENTS // batch.limits.vocab_size)
     scores = torch.cat(
@@ -92,7 +90,7 @@ def _slices(count: int, height: int) -> Iterator[slice]:
 
 
 def _score(logits: Tensor, targets: Tensor, width: int) -> Tensor:
-    """[n, 1 + width, 2] int32 of `logits` [n, V]: one target a row and its likeliest tokens, as in PendingScores."""
+    """[n, 1 + width, 2] int32 of `logits` [n, V]: target and likeliest tokens of each row, as in PendingScores."""
     logprobs = logits.log_softmax(-1)
     columns = logprobs.gather(1, targets[:, None]), targets[:, None]
     if width:

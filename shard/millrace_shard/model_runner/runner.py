@@ -1,11 +1,11 @@
-"""One step on the device: change the batch, guess, run the model, sample, bring the tokens to the host."""
+"""Runs a step on the device: change the batch, draft, run the model, sample, copy the tokens to the host."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,50 +14,39 @@ from torch import Tensor
 from millrace_shard.arrays import Ints, no_ints
 from millrace_shard.batch.batch import Batch
 from millrace_shard.batch.draft_tokens import DraftTokens
-from millrace_shard.batch.pending_verification import PendingVerification
 from millrace_shard.batch.sequence import Sequence
 from millrace_shard.batch.step import BatchChange, Forward
-from millrace_shard.batch.step_layout import StepLayout, StepRows, WideRows
+from millrace_shard.batch.step_layout import StepLayout
 from millrace_shard.batch.step_tokens import StepTokens, expected
 from millrace_shard.device.stopwatch import Stopwatch
 from millrace_shard.kernels.base import Kernels, LayerCache
 from millrace_shard.model_runner.decode_graphs import DecodeGraphs
 from millrace_shard.model_runner.launched_step import LaunchedStep
 from millrace_shard.model_runner.prompt_logprobs import PromptLogprobs, prompt_logprobs
+from millrace_shard.model_runner.step_planner import StepPlan, StepPlanner
 from millrace_shard.models.interface import CausalModel
 from millrace_shard.sampling.sampler import Sampled, Sampler
 from millrace_shard.sampling.watermark import Watermark
 from millrace_shard.speculation.proposer import Proposer
 from millrace_shard.structured_output.manager import GrammarManager
-from millrace_shard.structured_output.step_masks import Guidance, Rulings
+from millrace_shard.structured_output.step_masks import GrammarConstraints, StepMasks
 
 logger = logging.getLogger(__name__)
 
 
-def void() -> None:
-    """Nothing."""
+def noop() -> None:
+    """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodingFeatures:
-    """What has a say in the choice of tokens beside the model, or speeds it up."""
+    """Optional parts of decoding beside the model."""
 
-    guides: GrammarManager | None = None
-    """Without, no sequence may have a grammar."""
+    grammars: GrammarManager | None = None
+    """None: a sequence with a grammar fails."""
     proposer: Proposer | None = None
-    """Without, nothing is guessed."""
+    """None: there are no draft tokens."""
     watermark: Watermark | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Plan:
-    """What a step is to compute."""
-
-    prepared: StepLayout | None
-    """None where there is nothing to compute."""
-    guesses: DraftTokens
-    wide: WideRows = field(default_factory=WideRows)
-    invalid_slots: Ints = field(default_factory=no_ints)
 
 
 class StepRunner:
@@ -70,116 +59,84 @@ class StepRunner:
         cache: Many[LayerCache],
         batch: Batch,
         graphs: DecodeGraphs | None = None,
-        aids: DecodingFeatures | None = None,
+        features: DecodingFeatures | None = None,
     ) -> None:
-        """`graphs` over the same cache and batch run the steps of decodes alone that they have room for."""
-        aids = aids or DecodingFeatures()
+        """`graphs` over the same cache and batch run the plain steps that fit into them."""
+        features = features or DecodingFeatures()
         self._model = model
         self._kernels = kernels
         self._cache = cache
         self._graphs = graphs
-        self._sampler = Sampler(batch.history.table, model.info.eos_token_ids, aids.watermark)
+        self._sampler = Sampler(
+            batch.token_table.table, model.info.eos_token_ids, features.watermark
+        )
         self._biases = self._sampler.biases
-        self._guidance = Guidance(aids.guides)
-        self._proposer = aids.proposer
-        self._unsettled = PendingVerification(batch.limits.max_batch_size)
-        self._no_guesses = DraftTokens.none(0, batch.device)
+        self._step_masks = StepMasks(features.grammars)
+        self._proposer = features.proposer
+        self._planner = StepPlanner(batch, features.proposer)
         self.batch = batch
 
     def clear(self) -> None:
         """Drop every sequence."""
         self.batch.clear()
-        self._guidance.clear()
+        self._step_masks.clear()
         self._biases.clear()
-        self._unsettled.clear()
+        self._planner.clear()
 
     def drop(self, slots: Ints) -> None:
         """Drop the sequences in `slots`. Raises StepInvalid."""
         self.batch.drop(slots)
-        self._guidance.drop(slots)
+        self._step_masks.drop(slots)
         self._biases.drop(slots)
 
-    def launch(self, step: Forward, when_laid_out: Callable[[], None] = void) -> LaunchedStep:
-        """Submit a step; `when_laid_out` is called before its forward pass, if there is one, and before guessing.
+    def launch(self, step: Forward, on_ready: Callable[[], None] = noop) -> LaunchedStep:
+        """Submit a step; calls `on_ready` before the forward pass, if there is one, and before drafting.
 
-        Raises StepInvalid, or whatever the device raises; sequences have not advanced then.
+        Waits for the tokens of earlier steps only if a row has unverified draft tokens in them, or if the proposer
+        needs these tokens for new drafts.
 
-        Waits for tokens of earlier steps only where a row had guesses in them, or is to have some now that cannot be
-        made without these tokens.
+        Raises StepInvalid, or any error of the device; the sequences have not advanced then.
         """
         watch = Stopwatch(self.batch.device)
         if step.change:
             self._change(step.change)
         if step.change.admitted:
             watch.concat_ns = watch.since_start_ns()
-        plan = self._repeat(step)
-        if plan is None:
-            if step.draft_tokens.any():
-                # Guessing takes time, of which the step before is neither to wait for nor to be blamed for any.
-                when_laid_out()
-            plan = self._plan(step)
-        prepared, guesses = plan.prepared, plan.guesses
-        if prepared is None:
+        plan = self._planner.plan(step, on_ready)
+        layout = plan.layout
+        if layout is None:
             watch.mark()
-            return LaunchedStep(watch, wide=plan.wide, invalid_slots=plan.invalid_slots)
-        pending = self._guidance.start(prepared, guesses)
-        logits, prompts = self._forward(prepared, when_laid_out)
+            return LaunchedStep(
+                watch, multi_token=plan.multi_token, invalid_slots=plan.invalid_slots
+            )
+        return self._launch(plan, layout, watch, on_ready)
+
+    def _launch(
+        self, plan: StepPlan, layout: StepLayout, watch: Stopwatch, on_ready: Callable[[], None]
+    ) -> LaunchedStep:
+        pending = self._step_masks.start(layout, plan.drafts)
+        logits, prompts = self._forward(layout, on_ready)
         watch.mark()
-        rulings = None if pending is None else pending.result(self.batch.device)
-        sampled = self._sample(logits, prepared, rulings) if len(prepared.sampled) else None
+        constraints = None if pending is None else pending.result(self.batch.device)
+        sampled = self._sample(logits, layout, constraints) if len(layout.sampled) else None
         tokens = None
         if sampled is not None:
-            tokens = self._tokens_of(prepared, sampled, watch, guesses, rulings)
+            tokens = self._tokens_of(layout, sampled, watch, plan.drafts, constraints)
         launched = LaunchedStep(
             watch,
-            wide=plan.wide,
+            multi_token=plan.multi_token,
             tokens=tokens,
             tops=sampled.top if sampled else (),
             prompts=prompts,
-            unfinished=self._check_unfinished(logits, prepared),
+            unfinished=self._check_unfinished(logits, layout),
             invalid_slots=plan.invalid_slots,
         )
-        self._commit(prepared, tokens)
+        self._commit(layout, tokens)
         return launched
-
-    def _repeat(self, step: Forward) -> _Plan | None:
-        """Most steps are the one before, one position on."""
-        if self._proposer is not None:
-            if not self.batch.sequences.may_repeat(step.decode_slots):
-                return None
-            self._settle(step)
-            step = self._without_vain_drafts(step, self._proposer)
-        repeated = self.batch.sequences.repeat(step)
-        if repeated is None:
-            return None
-        prepared, wide = repeated
-        return _Plan(prepared=prepared, guesses=self._nothing(len(prepared.slots)), wide=wide)
-
-    def _without_vain_drafts(self, step: Forward, proposer: Proposer) -> Forward:
-        """`step` without its allowance of guesses where nobody is going to have any."""
-        if not len(step.draft_tokens):
-            return step
-        _, most_guesses = step.allowances()
-        slots = step.decode_slots[most_guesses > 0]
-        if proposer.has_guesses(slots, self.batch.sequences.num_tokens(slots)):
-            return step
-        return replace(step, draft_tokens=no_ints())
-
-    def _plan(self, step: Forward) -> _Plan:
-        step, invalid_slots = self.batch.without_invalid(step)
-        self._settle(step)
-        if self._proposer is not None:
-            step = self._without_vain_drafts(step, self._proposer)
-        rows = self.batch.sequences.rows(step)
-        guesses = self._propose(rows)
-        prepared = self.batch.sequences.prepare(rows, guesses.counts) if len(rows.slots) else None
-        return _Plan(
-            prepared=prepared, guesses=guesses, wide=rows.wide, invalid_slots=invalid_slots
-        )
 
     def _change(self, change: BatchChange) -> None:
         blocks = self.batch.apply(change)
-        self._guidance.drop(change.dropped_slots)
+        self._step_masks.drop(change.dropped_slots)
         self._biases.drop(change.dropped_slots)
         for sequence in change.admitted:
             if self.batch.slots.is_valid(sequence.slot):
@@ -188,81 +145,42 @@ class StepRunner:
 
     def _admit(self, sequence: Sequence) -> None:
         self._biases.put(sequence.slot, sequence.parameters.bias)
-        if not self._guidance.admit(sequence):
-            logger.error("a sequence has a grammar, which none may have here, and fails alone")
+        if not self._step_masks.admit(sequence):
+            logger.error("a sequence fails: it has a grammar, which this model does not support")
             self._fail(np.array([sequence.slot]))
         if self._proposer is not None:
             self._proposer.admit(sequence)
 
     def _fail(self, slots: Ints) -> None:
-        """The sequences in `slots` fail, alone, in the next step that has them sample."""
+        """Let each sequence in `slots` fail in the next step that samples for it."""
         ones = torch.ones(len(slots), dtype=torch.bool, device=self.batch.device)
         self.batch.failed.add(slots, ones)
 
-    def _settle(self, step: Forward) -> None:
-        """Look at the tokens of earlier steps, as many as this one depends on, and of all that are done."""
-        reads = self._proposer is not None and self._proposer.reads_tokens
-        drafting = step.decode_slots[step.allowances()[1] > 0] if reads else no_ints()
-        for tokens in self._unsettled.due(step.decode_slots, drafting):
-            self._count(tokens)
-            if self._proposer is not None and reads:
-                self._read(tokens, self._proposer)
-
-    def _count(self, tokens: StepTokens) -> None:
-        rows = tokens.awaited
-        slots, admissions = tokens.prepared.yield_slots[rows], tokens.prepared.admissions[rows]
-        # A row that failed yields nothing, and says so again in whatever step names it next.
-        there = self.batch.sequences.settle(
-            slots, admissions, np.maximum(tokens.emitted.counts[rows], 1)
-        )
-        if self._proposer is not None:
-            self._proposer.settle(slots[there], self.batch.sequences.num_computed(slots[there]))
-
-    def _read(self, tokens: StepTokens, proposer: Proposer) -> None:
-        prepared, emitted = tokens.prepared, tokens.emitted
-        there = self.batch.slots.hold(prepared.yield_slots, prepared.admissions)[emitted.rows]
-        slots = prepared.yield_slots[emitted.rows]
-        proposer.read(slots[there], emitted.positions[there], emitted.ids[there])
-
-    def _propose(self, rows: StepRows) -> DraftTokens:
-        if self._proposer is None or not (rows.num_chunks or rows.most_guesses.any()):
-            return self._nothing(len(rows.slots))
-        guesses = self._proposer.propose(rows)
-        if len(guesses):
-            self.batch.history.write(*guesses.places(rows.slots, rows.num_tokens), guesses.ids)
-        return guesses
-
-    def _nothing(self, num_rows: int) -> DraftTokens:
-        """No guesses."""
-        if len(self._no_guesses.counts) != num_rows:
-            self._no_guesses = DraftTokens.none(num_rows, self.batch.device)
-        return self._no_guesses
-
     def _forward(
-        self, prepared: StepLayout, when_laid_out: Callable[[], None]
+        self, layout: StepLayout, on_ready: Callable[[], None]
     ) -> tuple[Tensor, PromptLogprobs | None]:
-        """Logits of `prepared.logit_rows`, and the scores of prompts that want any."""
+        """Logits of `layout.logit_rows`, and the prompt scores that the step requests."""
         graphs = self._graphs
-        if graphs is not None and prepared.is_plain and graphs.fits(len(prepared.slots)):
-            when_laid_out()
-            return graphs.logits(prepared.slots, prepared.starts), None
-        if prepared.is_plain:
-            decodes = self.batch.ragged_decodes(prepared.slots, prepared.starts)
-            when_laid_out()
+        if graphs is not None and layout.is_plain and graphs.fits(len(layout.slots)):
+            on_ready()
+            return graphs.logits(layout.slots, layout.starts), None
+        if layout.is_plain:
+            decodes = self.batch.ragged_decodes(layout.slots, layout.starts)
+            on_ready()
             return self._model.forward(decodes, self._cache), None
-        scores = len(prepared.prompt_rows) > 0
+        scores = len(layout.prompt_rows) > 0
         ragged = self.batch.ragged(
-            prepared.slots,
-            prepared.starts,
-            prepared.counts,
-            prepared.state_rows if scores else prepared.logit_rows,
+            layout.slots,
+            layout.starts,
+            layout.counts,
+            layout.state_rows if scores else layout.logit_rows,
         )
-        when_laid_out()
+        on_ready()
         if not scores:
             return self._model.forward(ragged, self._cache), None
         states = self._model.states(ragged, self._cache)
-        logits = self._model.logits(states[self.batch.to_device(prepared.logit_states)])
-        return logits, prompt_logprobs(states, self._model, prepared, self.batch)
+        logits = self._model.logits(states[self.batch.to_device(layout.logit_states)])
+        return logits, prompt_logprobs(states, self._model, layout, self.batch)
 
     def _clear_blocks(self, blocks: Ints) -> None:
         if not len(blocks):
@@ -273,55 +191,58 @@ class StepRunner:
         if self._proposer is not None:
             self._proposer.clear_blocks(index)
 
-    def _check_unfinished(self, logits: Tensor, prepared: StepLayout) -> tuple[Ints, Tensor] | None:
-        """Slots with more to compute, and which are not finite: the router may share their blocks from now on."""
-        if not len(prepared.unfinished):
+    def _check_unfinished(self, logits: Tensor, layout: StepLayout) -> tuple[Ints, Tensor] | None:
+        """Slots with more to compute and whether each has failed: the router may share their blocks from now on."""
+        if not len(layout.unfinished):
             return None
-        failed = ~logits[len(prepared.sampled) :].amax(dim=-1).isfinite()
-        self.batch.failed.add(prepared.unfinished, failed)
-        return prepared.unfinished, failed
+        failed = ~logits[len(layout.sampled) :].amax(dim=-1).isfinite()
+        self.batch.failed.add(layout.unfinished, failed)
+        return layout.unfinished, failed
 
-    def _sample(self, logits: Tensor, prepared: StepLayout, rulings: Rulings | None) -> Sampled:
-        masks = None if rulings is None else rulings.masks
-        sampled = self._sampler.sample(logits[: len(prepared.sampled)], prepared.sampling, masks)
-        if rulings is not None and rulings.failed:
-            self._fail(np.array(list(rulings.failed), dtype=np.int64))
-        failed = self.batch.put(prepared, sampled.ids, sampled.failed)
-        if rulings is not None and rulings.forced:
-            self._force(prepared, rulings)
+    def _sample(
+        self, logits: Tensor, layout: StepLayout, constraints: GrammarConstraints | None
+    ) -> Sampled:
+        masks = None if constraints is None else constraints.masks
+        sampled = self._sampler.sample(logits[: len(layout.sampled)], layout.sampling, masks)
+        if constraints is not None and constraints.failed:
+            self._fail(np.array(list(constraints.failed), dtype=np.int64))
+        failed = self.batch.put(layout, sampled.ids, sampled.failed)
+        if constraints is not None and constraints.forced:
+            self._force(layout, constraints)
         return replace(sampled, failed=failed)
 
-    def _force(self, prepared: StepLayout, rulings: Rulings) -> None:
-        """Have what a grammar forces take the place of what was sampled."""
-        rows = np.array(list(rulings.forced), dtype=np.int64)
-        lengths = np.array([len(chain) for chain in rulings.forced.values()], dtype=np.int64)
-        ids = np.array([id_ for chain in rulings.forced.values() for id_ in chain], dtype=np.int64)
-        chains = DraftTokens(counts=lengths, ids=self.batch.to_device(ids))
-        ends = (prepared.starts + prepared.counts - prepared.guesses)[prepared.yields[rows]]
-        self.batch.history.write(*chains.places(prepared.yield_slots[rows], ends), chains.ids)
+    def _force(self, layout: StepLayout, constraints: GrammarConstraints) -> None:
+        """Replace the sampled ids of rows with forced tokens in the token table."""
+        rows = np.array(list(constraints.forced), dtype=np.int64)
+        forced = DraftTokens.of(
+            [np.array(ids, dtype=np.int64) for ids in constraints.forced.values()],
+            self.batch.device,
+        )
+        ends = (layout.starts + layout.counts - layout.num_drafts)[layout.yields[rows]]
+        slots, positions = forced.places(layout.yield_slots[rows], ends)
+        self.batch.token_table.write(slots, positions, forced.ids)
 
     def _tokens_of(
         self,
-        prepared: StepLayout,
+        layout: StepLayout,
         sampled: Sampled,
         watch: Stopwatch,
-        guesses: DraftTokens,
-        rulings: Rulings | None,
+        drafts: DraftTokens,
+        constraints: GrammarConstraints | None,
     ) -> StepTokens:
-        guessed = expected(prepared, guesses.ids) if len(guesses) else None
-        forced = {} if rulings is None else rulings.forced
-        tokens = StepTokens(prepared, sampled, watch, expected=guessed, forced=forced)
-        if rulings is not None:
-            tokens.failure_reasons = rulings.failed
+        drafted = expected(layout, drafts.ids) if len(drafts) else None
+        forced = {} if constraints is None else constraints.forced
+        tokens = StepTokens(layout, sampled, watch, expected=drafted, forced=forced)
+        if constraints is not None:
+            tokens.failure_reasons = constraints.failed
         if self._proposer is not None:
-            self._proposer.follow(tokens.prepared, sampled.ids, guessed, forced)
+            self._proposer.follow(layout, sampled.ids, drafted, forced)
         return tokens
 
-    def _commit(self, prepared: StepLayout, tokens: StepTokens | None) -> None:
+    def _commit(self, layout: StepLayout, tokens: StepTokens | None) -> None:
         if tokens is None:
-            self.batch.sequences.commit(prepared, no_ints())
+            self.batch.sequences.commit(layout, no_ints())
             return
-        self.batch.sequences.commit(prepared, tokens.num_known())
-        self._guidance.follow(tokens)
-        if len(tokens.awaited) or (self._proposer is not None and self._proposer.reads_tokens):
-            self._unsettled.add(tokens)
+        self.batch.sequences.commit(layout, tokens.num_known())
+        self._step_masks.follow(tokens)
+        self._planner.add(tokens)

@@ -85,11 +85,11 @@ class ShardService(pb_grpc.ShardServiceServicer):
         self, request: pb.CompileGrammarRequest, context: grpc.ServicerContext
     ) -> pb.CompileGrammarResponse:
         """Compile on this thread and in another process; the engine is not asked."""
-        guides = self.engine.loaded.guides
-        if guides is None or guides.compiler is None:
+        grammars = self.engine.loaded.grammars
+        if grammars is None or grammars.compiler is None:
             return pb.CompileGrammarResponse(error=NO_GRAMMARS)
         try:
-            guides.compiler.check(grammar_from_pb(request.grammar))
+            grammars.compiler.check(grammar_from_pb(request.grammar))
         except GrammarInvalid as error:
             return pb.CompileGrammarResponse(error=str(error))
         except CompilerBusy as error:

@@ -24,7 +24,7 @@ from millrace_shard.batch.step import (
 )
 from millrace_shard.engine.engine import Progress
 from millrace_shard.engine.kv_capacity import Capacity, WarmupRequest
-from millrace_shard.engine.warmup import LoadedModel
+from millrace_shard.engine.loaded_model import LoadedModel
 
 KINDS = {
     FailureKind.FAILED: pb.StepError.KIND_FAILED,
@@ -83,7 +83,7 @@ def info_to_pb(
         prefill_logprobs=prefill_logprobs,
         window_size=info.window_size,
         speculate=loaded.max_draft_tokens,
-        grammars=loaded.guides is not None and loaded.guides.compiler is not None,
+        grammars=loaded.grammars is not None and loaded.grammars.compiler is not None,
     )
 
 

@@ -1,4 +1,4 @@
-"""From names of models to folders: the model's, and that of what guesses for it."""
+"""The folders of a model and of its draft model or Medusa heads, found by their names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """Folders that can be served from."""
+    """The folders of a model to serve."""
 
     model: Path
     draft: Path | None = None
@@ -35,9 +35,9 @@ class Checkpoints:
     def find(
         cls, model_id: str, *, draft_model: str | None, revision: str | None, settings: HubSettings
     ) -> Checkpoints:
-        """Both names are folders or names on the hub. Medusa heads in place of a model bring their model along.
+        """Both names are folders or names on the hub. If `model_id` names Medusa heads, their config names the model.
 
-        Raises ModelError with the remedy in its text.
+        Raises ModelError, whose text names the remedy.
         """
         heads = None
         if settings.weights_override is None:
@@ -55,14 +55,14 @@ class Checkpoints:
 
 def find_draft(draft_model: str, settings: HubSettings) -> Path:
     """The folder of a draft model or of Medusa heads. Raises ModelError."""
-    # What replaces the model's weights does not replace these.
+    # The override of weights is for the model only.
     settings = replace(settings, weights_override=None)
     heads = _heads(draft_model, revision=None, settings=settings)
     return heads or resolve(draft_model, revision=None, settings=settings)
 
 
 def _heads(model_id: str, *, revision: str | None, settings: HubSettings) -> Path | None:
-    """The folder of Medusa heads; None where `model_id` is something else, or nothing that can be found."""
+    """The folder of Medusa heads; None if `model_id` names something else or is not found."""
     folder = Path(model_id).expanduser()
     if folder.is_dir():
         return folder.resolve() if is_medusa(folder) else None
@@ -74,7 +74,7 @@ def _heads(model_id: str, *, revision: str | None, settings: HubSettings) -> Pat
         cause = error.__cause__
         is_absent = isinstance(cause, EntryNotFoundError) and not isinstance(cause, OSError)
         if settings.offline or is_absent:
-            # Whoever looks for a model there says what is wrong.
+            # The search for a model reports the error.
             return None
         raise
     if not is_medusa(config.parent):

@@ -1,7 +1,7 @@
-"""Guessing by a smaller model of the same vocabulary, greedily.
+"""Draft tokens of a smaller model with the same vocabulary.
 
-Leviathan et al. 2023 and Chen et al. 2023, "Accelerating Large Language Model Decoding with Speculative Sampling"; the
-draft is greedy, as samples are compared and not their distributions.
+Leviathan et al. 2023 and Chen et al. 2023, "Accelerating Large Language Model Decoding with Speculative Sampling". The
+draft is greedy, since verification compares samples and not distributions.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from millrace_shard.batch.batch import Batch
 from millrace_shard.batch.draft_tokens import DraftTokens
 from millrace_shard.batch.sequence import Sequence
 from millrace_shard.batch.step_layout import StepLayout, StepRows
-from millrace_shard.batch.step_tokens import Chains
+from millrace_shard.batch.step_tokens import ForcedTokens
 from millrace_shard.kernels.base import Kernels, LayerCache
 from millrace_shard.models.interface import CausalModel
 from millrace_shard.speculation.proposer import Proposer
 
-MOST_BEHIND = 256
-"""Tokens that one step computes for a sequence that decoded without guesses; only then does it get some again."""
+MAX_CATCH_UP = 256
+"""Tokens per step that the draft model computes for a sequence that has decoded without drafts, before it drafts."""
 
 
 class DraftProposer(Proposer):
-    """Its KV lies in blocks of the same numbers as the model's, so that whoever shares those shares these.
+    """Keeps its KV in blocks with the numbers of the model's blocks, so that sequences share both.
 
-    A block that was filled while nothing was guessed may be empty here; what reads it guesses badly, and no more.
+    A block that the model filled without drafts may have no KV here; drafts that read it are bad and do no harm.
     """
 
     def __init__(
         self, model: CausalModel, kernels: Kernels, cache: Many[LayerCache], batch: Batch
     ) -> None:
-        """`cache` has as many blocks as the model's own, of the same size."""
+        """`cache` has as many blocks as the model's cache, of the same size."""
         self._model = model
         self._kernels = kernels
         self._cache = cache
@@ -44,49 +44,49 @@ class DraftProposer(Proposer):
         self._longest = model.info.max_position_embeddings
         self._vocab_size = min(model.info.vocab_size, batch.limits.vocab_size)
         self._computed = np.zeros(batch.limits.max_batch_size, dtype=np.int64)
-        """KV positions of each slot that are computed here, those of right guesses included."""
+        """KV positions of each slot that the draft model has computed, accepted draft tokens included."""
 
     def admit(self, sequence: Sequence) -> None:
-        """Blocks that were found in the cache are computed here too."""
+        """Cached blocks have KV here too."""
         self._computed[sequence.slot] = sequence.cached_tokens
 
     def clear_blocks(self, blocks: Tensor) -> None:
-        """As the model's."""
+        """Clear the blocks of the draft model's cache."""
         for layer in self._cache:
             self._kernels.zero_blocks(layer, blocks)
 
-    def settle(self, slots: Ints, computed: Ints) -> None:
-        """The KV of guesses that were wrong is none."""
+    def verify(self, slots: Ints, computed: Ints) -> None:
+        """The KV of rejected draft tokens does not count."""
         self._computed[slots] = np.minimum(self._computed[slots], computed)
 
     def follow(
         self,
-        prepared: StepLayout,
+        layout: StepLayout,
         ids: Tensor,  # noqa: ARG002
         expected: Tensor | None,  # noqa: ARG002
-        forced: Chains,
+        forced: ForcedTokens,
     ) -> None:
-        """Guesses are of no use where a grammar forces tokens."""
-        rows = prepared.yields[list(forced)]
-        slots = prepared.slots[rows]
-        sure = (prepared.starts + prepared.counts - prepared.guesses)[rows]
-        self._computed[slots] = np.minimum(self._computed[slots], sure)
+        """Draft tokens of rows with forced tokens do not count."""
+        rows = layout.yields[list(forced)]
+        slots = layout.slots[rows]
+        ends = (layout.starts + layout.counts - layout.num_drafts)[rows]
+        self._computed[slots] = np.minimum(self._computed[slots], ends)
 
     def propose(self, rows: StepRows) -> DraftTokens:
-        """Compute the prompts of the step, and the tokens that its drafting rows have come by; then guess."""
+        """Compute the prompts of the step and the missing tokens of rows that draft; then draft."""
         starts, ends = self._computed[rows.slots], rows.num_tokens
         is_prompt = np.arange(len(rows.slots)) < rows.num_chunks
         fits = ends <= self._longest
-        most = np.minimum(rows.most_guesses, self._longest - ends)
-        wanted = fits & (is_prompt | (most > 0))
-        counts = np.where(wanted, ends - starts, 0)
-        counts = np.where(is_prompt, counts, np.minimum(counts, MOST_BEHIND))
-        most = np.where(wanted & (starts + counts == ends), most, 0)
-        most[is_prompt] = 0
+        num_drafts = np.minimum(rows.max_draft_tokens, self._longest - ends)
+        takes_part = fits & (is_prompt | (num_drafts > 0))
+        counts = np.where(takes_part, ends - starts, 0)
+        counts = np.where(is_prompt, counts, np.minimum(counts, MAX_CATCH_UP))
+        num_drafts = np.where(takes_part & (starts + counts == ends), num_drafts, 0)
+        num_drafts[is_prompt] = 0
         computing = np.flatnonzero(counts > 0)
         if not len(computing):
             return DraftTokens.none(len(rows.slots), self._batch.device)
-        drafting = np.flatnonzero(most > 0)
+        drafting = np.flatnonzero(num_drafts > 0)
         lasts = counts[computing].cumsum() - 1
         logits = self._forward(
             rows.slots[computing],
@@ -97,35 +97,35 @@ class DraftProposer(Proposer):
         self._computed[rows.slots[computing]] += counts[computing]
         if not len(drafting):
             return DraftTokens.none(len(rows.slots), self._batch.device)
-        ids = self._draft(rows.slots[drafting], ends[drafting], most[drafting], logits)
-        return DraftTokens(counts=most, ids=ids)
+        ids = self._draft(rows.slots[drafting], ends[drafting], num_drafts[drafting], logits)
+        return DraftTokens(counts=num_drafts, ids=ids)
 
-    def _draft(self, slots: Ints, ends: Ints, most: Ints, logits: Tensor) -> Tensor:
-        """`most[d]` tokens from position `ends[d]` on for each of D rows, those of a row side by side.
+    def _draft(self, slots: Ints, ends: Ints, num_drafts: Ints, logits: Tensor) -> Tensor:
+        """`num_drafts[d]` tokens from position `ends[d]` on for each of D rows; the tokens of a row are adjacent.
 
-        `logits` [D, V] predict the first.
+        `logits` [D, V] predict the first token of each row.
         """
-        longest = int(most.max())
-        guessed = torch.zeros(len(slots), longest, dtype=torch.int64, device=self._batch.device)
+        longest = int(num_drafts.max())
+        drafted = torch.zeros(len(slots), longest, dtype=torch.int64, device=self._batch.device)
         active = np.arange(len(slots))
         for place in range(longest):
             if place:
-                active = np.flatnonzero(most > place)
+                active = np.flatnonzero(num_drafts > place)
                 ones = np.ones(len(active), dtype=np.int64)
                 positions = ends[active] + place - 1
                 logits = self._forward(slots[active], positions, ones, np.arange(len(active)))
                 self._computed[slots[active]] += 1
             ids = logits[:, : self._vocab_size].argmax(-1)
-            guessed[self._batch.to_device(active), place] = ids
-            # Where the next pass reads them.
-            self._batch.history.write(slots[active], ends[active] + place, ids)
-        filled = np.flatnonzero((np.arange(longest) < most[:, None]).ravel())
-        return guessed.view(-1)[self._batch.to_device(filled)]
+            drafted[self._batch.to_device(active), place] = ids
+            # The next pass reads them there.
+            self._batch.token_table.write(slots[active], ends[active] + place, ids)
+        filled = np.flatnonzero((np.arange(longest) < num_drafts[:, None]).ravel())
+        return drafted.view(-1)[self._batch.to_device(filled)]
 
     def _forward(self, slots: Ints, starts: Ints, counts: Ints, logit_rows: Ints) -> Tensor:
         ragged = self._batch.ragged(slots, starts, counts, logit_rows)
         if self._model.info.vocab_size < self._batch.limits.vocab_size:
-            # Ids that only padding of the larger table has.
+            # Only the padding of the larger embedding table has larger ids.
             last = self._model.info.vocab_size - 1
             ragged = replace(ragged, ids=ragged.ids.clamp(max=last))
         return self._model.forward(ragged, self._cache)

@@ -1,4 +1,4 @@
-"""How the sequences of a loaded model are guessed ahead, and what that takes."""
+"""Speculative decoding of a loaded model: its draft model and its proposer."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from millrace_shard.speculation.proposer import Proposer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
-    """By a draft model or Medusa heads where there are any, else by n-grams."""
+    """Draft tokens from a draft model or Medusa heads if there are any, else from n-grams."""
 
-    most: int
-    """Guesses per sequence and step, at least 1."""
+    max_draft_tokens: int
+    """For one sequence in one step, at least 1."""
     draft: CausalModel | None = None
 
     @property
     def layers(self) -> tuple[tuple[int, int], ...]:
-        """(num_kv_heads, head_dim) of each layer that needs a KV cache beside the model's."""
+        """(num_kv_heads, head_dim) of each layer of the draft model, which needs a KV cache."""
         return () if self.draft is None else self.draft.geometry.layers
 
     def proposer(
@@ -36,12 +36,12 @@ class Speculation:
         batch: Batch,
         dtype: torch.dtype,
     ) -> Proposer:
-        """For the sequences of `batch`, which `model` runs; `cache` is that of `layers`."""
+        """A proposer for the sequences of `batch`, which `model` runs; `cache` is the KV cache of `layers`."""
         if self.draft is not None:
             return DraftProposer(self.draft, kernels, cache, batch)
         if isinstance(model, MedusaModel):
             return MedusaProposer(model, batch, dtype)
-        if (tokens := batch.history.on_host) is not None:
+        if (tokens := batch.token_table.on_host) is not None:
             return NgramProposer(tokens, batch.device)
         limits = batch.limits
         return CopyingNgramProposer(limits.max_batch_size, limits.max_tokens + 1, batch.device)

@@ -1,4 +1,4 @@
-"""Reads what guesses: a draft model, or Medusa heads for a decoder."""
+"""Loads a draft model, or Medusa heads for a decoder."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from millrace_shard.speculation.factory import Speculation
 from millrace_shard.speculation.medusa import MedusaModel
 from millrace_shard.speculation.medusa_config import MedusaConfig
 
-GUESSES_OF_DRAFT_MODEL = 4
-"""Where `--speculate` does not say: a draft model costs a pass for each."""
+DRAFT_MODEL_TOKENS = 4
+"""Draft tokens without `--speculate`: each of them costs a forward pass of the draft model."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationLoader:
-    """Where and how the model itself was loaded."""
+    """The folder and the settings that the model was loaded with."""
 
     folder: Path
     dtype: torch.dtype
@@ -38,38 +38,45 @@ class SpeculationLoader:
     max_total_tokens: int | None = None
 
     def load(
-        self, model: CausalModel, *, draft_folder: Path | None, speculate: int | None
+        self, model: CausalModel, *, draft_folder: Path | None, max_draft_tokens: int | None
     ) -> tuple[CausalModel, Speculation | None]:
-        """The model to run, which keeps its states where heads read them, and how to guess, if at all.
+        """The model to run, with its Medusa heads if there are any, and the settings of speculative decoding, if any.
 
-        `speculate` is the most guesses: when absent, as many as there are heads, a few with a draft model, else none.
+        Without `max_draft_tokens` there is a draft token for each head, a few with a draft model, and none otherwise.
+
         Raises ModelError.
         """
-        if speculate == 0 or (speculate is None and draft_folder is None):
+        if max_draft_tokens == 0 or (max_draft_tokens is None and draft_folder is None):
             return model, None
         if draft_folder is None:
-            assert speculate is not None
-            logger.info("guessing up to %d tokens by n-grams", speculate)
-            return model, Speculation(most=speculate)
+            assert max_draft_tokens is not None
+            logger.info("up to %d draft tokens from n-grams", max_draft_tokens)
+            return model, Speculation(max_draft_tokens=max_draft_tokens)
         heads = MedusaConfig.read(draft_folder)
         if heads is not None:
-            return self._with_heads(model, draft_folder, heads, speculate)
+            return self._with_heads(model, draft_folder, heads, max_draft_tokens)
         draft = self._draft(model, draft_folder)
-        most = GUESSES_OF_DRAFT_MODEL if speculate is None else speculate
-        logger.info("guessing up to %d tokens by the model in %s", most, draft_folder)
-        return model, Speculation(most=most, draft=draft)
+        if max_draft_tokens is None:
+            max_draft_tokens = DRAFT_MODEL_TOKENS
+        logger.info("up to %d draft tokens from the model in %s", max_draft_tokens, draft_folder)
+        return model, Speculation(max_draft_tokens=max_draft_tokens, draft=draft)
 
     def _with_heads(
-        self, model: CausalModel, folder: Path, heads: MedusaConfig, speculate: int | None
+        self,
+        model: CausalModel,
+        folder: Path,
+        heads: MedusaConfig,
+        max_draft_tokens: int | None,
     ) -> tuple[CausalModel, Speculation]:
-        most = heads.num_heads if speculate is None else speculate
-        if most > heads.num_heads:
+        if max_draft_tokens is None:
+            max_draft_tokens = heads.num_heads
+        if max_draft_tokens > heads.num_heads:
             raise UnsupportedModel(
-                f"--speculate {most}, but there are {heads.num_heads} Medusa heads in {folder}"
+                f"--speculate {max_draft_tokens}, but there are {heads.num_heads} Medusa heads in {folder}"
             )
         if not isinstance(model, Decoder):
             raise UnsupportedModel(f"{model.info.model_type} runs without Medusa heads")
-        logger.info("guessing up to %d tokens by the Medusa heads in %s", most, folder)
+        logger.info("up to %d draft tokens from the Medusa heads in %s", max_draft_tokens, folder)
         whole = MedusaModel(
             model,
             folder,
@@ -79,7 +86,7 @@ class SpeculationLoader:
             group=self.group,
             device=self.device,
         )
-        return whole, Speculation(most=most)
+        return whole, Speculation(max_draft_tokens=max_draft_tokens)
 
     def _draft(self, model: CausalModel, folder: Path) -> CausalModel:
         ours, theirs = _vocabulary(self.folder), _vocabulary(folder)
@@ -94,7 +101,7 @@ class SpeculationLoader:
             max_total_tokens=self.max_total_tokens,
         )
         num_ours, num_theirs = model.info.vocab_size, draft.info.vocab_size
-        # Tables of models with one tokenizer may be padded differently.
+        # Models with the same tokenizer may have embedding tables with different padding.
         if num_ours != num_theirs and (ours is None or theirs is None):
             raise UnsupportedModel(
                 f"the draft model in {folder} has {num_theirs} token ids, the model {num_ours}"
@@ -103,7 +110,7 @@ class SpeculationLoader:
 
 
 def _vocabulary(folder: Path) -> dict[str, int] | None:
-    """Tokens of tokenizer.json; None where there is none, or of another form."""
+    """The tokens of tokenizer.json; None if there is no such file, or its vocabulary is no mapping."""
     path = folder / TOKENIZER
     try:
         found = json.loads(path.read_bytes())["model"]["vocab"]

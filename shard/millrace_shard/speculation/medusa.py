@@ -1,7 +1,7 @@
-"""Guessing by Medusa heads: small networks on the model's last hidden state, one for each position ahead.
+"""Draft tokens of Medusa heads: small networks on the last hidden state of the model, one for each position ahead.
 
 Cai et al. 2024, "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads". Each head proposes
-its likeliest token, and together they are one chain; trees are not built.
+its likeliest token; the heads form one sequence of draft tokens and no tree.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from millrace_shard.batch.batch import Batch
 from millrace_shard.batch.draft_tokens import DraftTokens
 from millrace_shard.batch.sequence import Sequence
 from millrace_shard.batch.step_layout import StepLayout, StepRows
-from millrace_shard.batch.step_tokens import Chains
+from millrace_shard.batch.step_tokens import ForcedTokens
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.base import Kernels, LayerCache, Linear
 from millrace_shard.kernels.ragged import RaggedBatch
@@ -31,12 +31,12 @@ from millrace_shard.speculation.medusa_config import WEIGHTS, MedusaConfig
 from millrace_shard.speculation.proposer import Proposer
 
 NEWER_PREFIX = "medusa_head."
-"""What stands before a head's number in the tensors' names of newer checkpoints."""
+"""The prefix of tensor names in newer checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
 class MedusaHead:
-    """Residual blocks `x + silu(linear(x))`, then an output head of its own."""
+    """Residual blocks `x + silu(linear(x))` and an output head."""
 
     blocks: tuple[Linear, ...]
     out: Linear
@@ -49,7 +49,7 @@ class MedusaHead:
 
 
 class MedusaModel:
-    """A decoder with heads beside its own; a CausalModel that keeps the hidden states of its last forward pass."""
+    """A decoder with Medusa heads: a CausalModel that keeps the hidden states of its last forward pass."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class MedusaModel:
         self.geometry = decoder.geometry
         self.hidden_size = decoder.hidden_size
         self.last_states: Tensor | None = None
-        """[L, hidden] of the logits' rows, after the last norm; None where the pass was made in two parts."""
+        """[L, hidden] of the rows with logits, after the last norm; None after a pass in two parts."""
         self.decoder = decoder
         self._group = group
         weights = Weights(folder, dtype=dtype, device=device, group=group, file=WEIGHTS)
@@ -110,14 +110,15 @@ class MedusaModel:
         first.geometry = first.decoder.geometry
         return first
 
-    def guess(self, states: Tensor, most: int) -> Tensor:
-        """The likeliest token of each of the first `most` heads, [R, most] int64, of states [R, hidden]."""
-        logits = (head(states, self._group, self.info.vocab_size) for head in self.heads[:most])
+    def draft(self, states: Tensor, num_heads: int) -> Tensor:
+        """The likeliest token of each of the first `num_heads` heads, [R, num_heads] int64, for states [R, hidden]."""
+        heads = self.heads[:num_heads]
+        logits = (head(states, self._group, self.info.vocab_size) for head in heads)
         return torch.stack([each.argmax(-1) for each in logits], dim=1)
 
 
 class MedusaProposer(Proposer):
-    """Keeps the state of the last token that was computed of each sequence, from which all heads guess."""
+    """Keeps the state of the last computed token of each sequence, from which all heads draft."""
 
     def __init__(self, model: MedusaModel, batch: Batch, dtype: torch.dtype) -> None:
         size = batch.limits.max_batch_size
@@ -125,40 +126,40 @@ class MedusaProposer(Proposer):
         self._batch = batch
         self._states = torch.zeros(size, model.hidden_size, dtype=dtype, device=batch.device)
         self._is_fresh = np.zeros(size, dtype=np.bool_)
-        """Whether the state is that of the token before the last."""
+        """Whether the state is that of the second to last token."""
 
     def admit(self, sequence: Sequence) -> None:
-        """Its state is not known before its prompt is computed."""
+        """The sequence has no state before its prompt is computed."""
         self._is_fresh[sequence.slot] = False
 
     def propose(self, rows: StepRows) -> DraftTokens:
-        """A chain for each row that may have one and whose state is known."""
+        """Draft tokens for each row that may have some and has a fresh state."""
         fresh = self._is_fresh[rows.slots] & (rows.counts == 1)
-        counts = np.where(fresh, np.minimum(rows.most_guesses, len(self._model.heads)), 0)
+        counts = np.where(fresh, np.minimum(rows.max_draft_tokens, len(self._model.heads)), 0)
         chosen = np.flatnonzero(counts > 0)
         if not len(chosen):
             return DraftTokens.none(len(rows.slots), self._batch.device)
         longest = int(counts.max())
         states = self._states[self._batch.to_device(rows.slots[chosen])]
-        guessed = self._model.guess(states, longest)
+        drafted = self._model.draft(states, longest)
         filled = np.flatnonzero((np.arange(longest) < counts[chosen, None]).ravel())
-        return DraftTokens(counts=counts, ids=guessed.view(-1)[self._batch.to_device(filled)])
+        return DraftTokens(counts=counts, ids=drafted.view(-1)[self._batch.to_device(filled)])
 
     def follow(
-        self, prepared: StepLayout, ids: Tensor, expected: Tensor | None, forced: Chains
+        self, layout: StepLayout, ids: Tensor, expected: Tensor | None, forced: ForcedTokens
     ) -> None:
-        """Keep the state before the last token that counts of each row, if the pass has left states."""
-        slots = prepared.yield_slots
-        self._is_fresh[prepared.slots] = False
+        """Keep the state of the token before the last accepted one of each row, if the pass has left states."""
+        slots = layout.yield_slots
+        self._is_fresh[layout.slots] = False
         states, self._model.last_states = self._model.last_states, None
-        if states is None or prepared.is_plain:
-            # A step by a graph leaves none, nor does one that scores prompts; rows that nobody guesses for need none.
+        if states is None or layout.is_plain:
+            # CUDA graphs and steps that score prompts leave no states; rows of plain steps need none.
             return
-        places = self._batch.to_device(_places(prepared))
+        places = self._batch.to_device(_places(layout))
         if expected is None:
             last = places[:, 0]
         else:
-            # The sample after the last guess equals none, so there always is a first that differs.
+            # The sample after the last draft token equals none, so that there is always a first difference.
             differs = (ids.to(torch.int32) != expected)[places]
             last = places.gather(1, differs.int().argmax(1, keepdim=True)).squeeze(1)
         self._states[self._batch.to_device(slots)] = states[last]
@@ -166,9 +167,9 @@ class MedusaProposer(Proposer):
         self._is_fresh[slots[list(forced)]] = False
 
 
-def _places(prepared: StepLayout) -> Ints:
-    """[Y, K], which sampled positions each row has; its last one fills up what it has not."""
-    num_samples = prepared.num_samples
+def _places(layout: StepLayout) -> Ints:
+    """[Y, K], places of the sampled positions of each row; the last one pads rows with fewer than K."""
+    num_samples = layout.num_samples
     firsts = num_samples.cumsum() - num_samples
     columns = np.arange(num_samples.max())
     places: Ints = firsts[:, None] + np.minimum(columns, num_samples[:, None] - 1)

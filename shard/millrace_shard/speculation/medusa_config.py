@@ -1,4 +1,4 @@
-"""What a folder with Medusa heads says of them."""
+"""The config of Medusa heads."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ HEADS = "medusa_num_heads"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MedusaConfig:
-    """Fields of config.json, under the names of Medusa's own checkpoints."""
+    """Fields of config.json, by the names in Medusa's checkpoints."""
 
     num_heads: int
     num_layers: int
     base_model: str
-    """Folder or hub name of the model that the heads were trained with."""
+    """Folder or hub name of the model that the heads were trained for."""
 
     @classmethod
     def read(cls, folder: Path) -> MedusaConfig | None:
-        """None where `folder` holds no Medusa heads. Raises ModelError where they cannot be used."""
+        """The config in `folder`, or None if it has no Medusa heads. Raises ModelError if they are unusable."""
         raw = _read_json(folder / "config.json")
         if HEADS not in raw:
             return None
@@ -33,23 +33,25 @@ class MedusaConfig:
         base = raw.get("base_model_name_or_path")
         counts = (num_heads, num_layers)
         if not all(isinstance(count, int) and count > 0 for count in counts):
-            raise ModelError(f"{folder}: {num_heads=} and {num_layers=} of Medusa are no counts")
+            raise ModelError(
+                f"{folder}: {num_heads=} and {num_layers=} of Medusa have to be positive integers"
+            )
         if not isinstance(base, str) or not base:
-            raise ModelError(f"{folder}: no base_model_name_or_path, so the model is not known")
+            raise ModelError(f"{folder}: config.json has no base_model_name_or_path")
         if not (folder / WEIGHTS).is_file():
             has_pickle = (folder / PICKLE).is_file()
-            hint = f"; {PICKLE} may run code when read and is not" if has_pickle else ""
+            hint = f"; {PICKLE} may run code when read, and is ignored" if has_pickle else ""
             raise UnsupportedModel(f"there is no {WEIGHTS} in {folder}{hint}")
         return cls(num_heads=num_heads, num_layers=num_layers, base_model=base)
 
 
 def is_medusa(folder: Path) -> bool:
-    """Whether `folder` says that it holds Medusa heads."""
+    """Whether the config in `folder` is that of Medusa heads."""
     return HEADS in _read_json(folder / "config.json")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`, or an empty one."""
+    """The JSON object in `path`, or an empty one."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What guesses: the interface of n-grams, draft models and Medusa heads."""
+"""The interface of everything that drafts: n-grams, draft models and Medusa heads."""
 
 from __future__ import annotations
 
@@ -8,45 +8,45 @@ from millrace_shard.arrays import Ints
 from millrace_shard.batch.draft_tokens import DraftTokens
 from millrace_shard.batch.sequence import Sequence
 from millrace_shard.batch.step_layout import StepLayout, StepRows
-from millrace_shard.batch.step_tokens import Chains
+from millrace_shard.batch.step_tokens import ForcedTokens
 
 
 class Proposer:
-    """May be wrong in any way: a bad guess costs time, never a token. Used by the engine thread alone.
+    """Proposes draft tokens for the engine thread. A bad draft token costs time and never changes the output.
 
-    Every rank of a group has one and is asked the same, so all have to guess the same.
+    All ranks of a group must propose the same tokens for the same calls.
     """
 
     reads_tokens = False
-    """Whether it needs every token on the host; a step that asks it for guesses waits for them then."""
+    """Whether `propose` needs all tokens on the host, so that a step with drafts waits for them."""
 
     def propose(self, rows: StepRows) -> DraftTokens:
-        """At most `rows.most_guesses[b]` tokens for row b. Called for every step that has room for guesses or a prompt.
+        """At most `rows.max_draft_tokens[b]` tokens for row b, in every step with a prompt or with room for drafts.
 
-        What the rows hold, guesses aside, is in the history on the device.
+        The token table on the device has the tokens of the rows.
         """
         raise NotImplementedError
 
-    def has_guesses(self, slots: Ints, lengths: Ints) -> bool:  # noqa: ARG002
-        """Whether `propose` may find something for one of `slots` [n], of so many tokens; quickly."""
+    def has_drafts(self, slots: Ints, lengths: Ints) -> bool:  # noqa: ARG002
+        """Whether `propose` may find drafts for any of `slots` [n], which have `lengths` tokens; must be quick."""
         return True
 
     def admit(self, sequence: Sequence) -> None:
-        """A sequence joins; whatever is known of its slot is of another one."""
+        """A sequence joins; earlier state of its slot belongs to another sequence."""
 
     def clear_blocks(self, blocks: Tensor) -> None:
-        """These KV blocks [n] int64, on the device, get a new owner."""
+        """The KV blocks [n], int64 on the device, get a new owner."""
 
     def read(self, slots: Ints, positions: Ints, ids: Ints) -> None:
-        """Tokens [n] have reached the host, in the order of their positions; for those that read tokens."""
+        """Tokens [n] have reached the host, in the order of their positions; called if `reads_tokens`."""
 
-    def settle(self, slots: Ints, computed: Ints) -> None:
-        """Guesses of `slots` were looked at: as many as are right, their KV positions now end at `computed`."""
+    def verify(self, slots: Ints, computed: Ints) -> None:
+        """Draft tokens of `slots` were verified: the KV positions with accepted tokens end at `computed`."""
 
     def follow(
-        self, prepared: StepLayout, ids: Tensor, expected: Tensor | None, forced: Chains
+        self, layout: StepLayout, ids: Tensor, expected: Tensor | None, forced: ForcedTokens
     ) -> None:
-        """A step was submitted that samples `ids` [R]; the host knows nothing of them yet.
+        """A step that samples `ids` [R] was launched; the ids are on the device.
 
-        A guess counts where the sample equals what was `expected` [R], if anything was; `forced` rows sample nothing.
+        A draft token is accepted if the sample equals the `expected` one [R]. `forced` rows ignore their samples.
         """

@@ -1,4 +1,4 @@
-"""Grammars in a step: what the matchers are told of each row, and what becomes of the masks they yield."""
+"""Grammars in a step: requests for masks, and the constraints that result."""
 
 from __future__ import annotations
 
@@ -14,124 +14,125 @@ from millrace_shard.arrays import Ints
 from millrace_shard.batch.draft_tokens import DraftTokens
 from millrace_shard.batch.sequence import Sequence
 from millrace_shard.batch.step_layout import StepLayout
-from millrace_shard.batch.step_tokens import Chains, StepTokens
+from millrace_shard.batch.step_tokens import ForcedTokens, StepTokens
 from millrace_shard.device.transfers import upload
 from millrace_shard.kernels.masks import RowMasks
-from millrace_shard.structured_output.manager import GrammarManager, GuidedRow, MaskJob
+from millrace_shard.structured_output.manager import GrammarManager, MaskJob
+from millrace_shard.structured_output.mask_computer import MaskRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rulings:
-    """What the grammars of one step have decided."""
+class GrammarConstraints:
+    """The constraints of all grammars in one step."""
 
     masks: RowMasks | None = None
-    forced: Chains
+    forced: ForcedTokens
     failed: Mapping[int, str]
-    """Slots whose matcher cannot go on, and why."""
+    """The reason for each slot whose grammar no token can follow."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PendingRulings:
-    """Masks that are being made while the forward pass runs."""
+class PendingConstraints:
+    """Masks that are computed while the forward pass runs."""
 
     job: MaskJob
     yields: tuple[int, ...]
-    """Places of the guided rows among the rows that sample."""
+    """Places of the rows with a grammar among the rows that sample."""
     places: Ints
-    """[M], places of the masks among the positions that are sampled."""
+    """[M], places of the masks among the sampled positions."""
 
-    def result(self, device: torch.device) -> Rulings:
-        """Wait for them."""
+    def result(self, device: torch.device) -> GrammarConstraints:
+        """Wait for the masks and copy them to `device`."""
         masks = self.job.result()
-        # On CPU they are read before the next step writes to them, and need no copy.
-        is_near = device.type == "cpu"
-        bits = torch.from_numpy(masks.bits) if is_near else upload(masks.bits, device)
-        return Rulings(
+        # On CPU the step reads them before the next step overwrites them, so that no copy is needed.
+        is_host = device.type == "cpu"
+        bits = torch.from_numpy(masks.bits) if is_host else upload(masks.bits, device)
+        return GrammarConstraints(
             masks=RowMasks(rows=self.places, bits=bits),
             forced={
-                row: chain
-                for row, chain in zip(self.yields, masks.forced, strict=True)
-                if len(chain)
+                row: tokens
+                for row, tokens in zip(self.yields, masks.forced, strict=True)
+                if len(tokens)
             },
             failed=masks.failed,
         )
 
 
-class Guidance:
-    """Feeds matchers with the tokens of their sequences; by the engine thread alone."""
+class StepMasks:
+    """Requests masks for the steps of a batch; only the engine thread uses it."""
 
-    def __init__(self, guides: GrammarManager | None) -> None:
-        """Without `guides` no sequence may have a grammar."""
-        self._guides = guides
-        self._news: dict[int, list[tuple[StepTokens, int]]] = {}
-        """Of each guided slot, the steps whose tokens its matcher has not been told of, and its row in them."""
+    def __init__(self, grammars: GrammarManager | None) -> None:
+        """Without `grammars` no sequence may have a grammar."""
+        self._grammars = grammars
+        self._new_tokens: dict[int, list[tuple[StepTokens, int]]] = {}
+        """For each slot with a grammar, the steps whose tokens its matcher lacks, and its row in each of them."""
 
     def admit(self, sequence: Sequence) -> bool:
-        """Begin to make the matcher of a sequence, if it has a grammar; False if it cannot have one."""
-        self._news.pop(sequence.slot, None)
+        """Start to create the matcher of a sequence, if it has a grammar; False if it cannot have one."""
+        self._new_tokens.pop(sequence.slot, None)
         if sequence.grammar is None:
             return True
-        if self._guides is None:
+        if self._grammars is None:
             return False
         num_prompt = sequence.num_inputs - sequence.generated_tokens
-        self._news[sequence.slot] = []
-        self._guides.admit(sequence.slot, sequence.grammar, sequence.input_ids[num_prompt:])
+        self._new_tokens[sequence.slot] = []
+        self._grammars.admit(sequence.slot, sequence.grammar, sequence.input_ids[num_prompt:])
         return True
 
     def drop(self, slots: Ints) -> None:
-        """Forget the matchers of `slots`, those without one aside."""
-        guided = [slot for slot in slots.tolist() if self._news.pop(slot, None) is not None]
-        if guided and self._guides is not None:
-            self._guides.drop(np.array(guided, dtype=np.int64))
+        """Remove the matchers of `slots`, some of which may have none."""
+        guided = [slot for slot in slots.tolist() if self._new_tokens.pop(slot, None) is not None]
+        if guided and self._grammars is not None:
+            self._grammars.drop(np.array(guided, dtype=np.int64))
 
     def clear(self) -> None:
-        """Forget every matcher."""
-        self._news.clear()
-        if self._guides is not None:
-            self._guides.clear()
+        """Remove all matchers."""
+        self._new_tokens.clear()
+        if self._grammars is not None:
+            self._grammars.clear()
 
-    def start(self, prepared: StepLayout, guesses: DraftTokens) -> PendingRulings | None:
-        """Begin to make the masks of a step; None where no row that samples is guided.
+    def start(self, layout: StepLayout, drafts: DraftTokens) -> PendingConstraints | None:
+        """Start to compute the masks of a step; None if no sampling row has a grammar.
 
-        A row of several positions may be forced to as many tokens, any other to one.
+        A row may have as many forced tokens as it may yield.
         """
-        if self._guides is None or not self._news:
+        if self._grammars is None or not self._new_tokens:
             return None
-        slots = prepared.yield_slots.tolist()
-        guided = [row for row, slot in enumerate(slots) if slot in self._news]
+        slots = layout.yield_slots.tolist()
+        guided = [row for row, slot in enumerate(slots) if slot in self._new_tokens]
         if not guided:
             return None
-        most_tokens = prepared.most_tokens.tolist()
-        rows = [
-            GuidedRow(
+        max_new_tokens = layout.max_new_tokens.tolist()
+        requests = [
+            MaskRequest(
                 slot=slots[row],
-                news=self._take_news(slots[row]),
-                max_jump_forward_tokens=most_tokens[row],
+                new_tokens=self._take_new_tokens(slots[row]),
+                max_jump_forward_tokens=max_new_tokens[row],
             )
             for row in guided
         ]
         places = np.array(guided)
-        if len(prepared.sampled) > len(slots):
-            for made, row in zip(rows, guided, strict=True):
-                made.drafts = guesses.of_row(int(prepared.yields[row]))
+        if len(layout.sampled) > len(slots):
+            for request, row in zip(requests, guided, strict=True):
+                request.drafts = drafts.of_row(int(layout.yields[row]))
             is_guided = np.isin(np.arange(len(slots)), places)
-            places = np.flatnonzero(np.repeat(is_guided, prepared.num_samples))
-        return PendingRulings(self._guides.start(rows), tuple(guided), places)
+            places = np.flatnonzero(np.repeat(is_guided, layout.num_samples))
+        return PendingConstraints(self._grammars.start(requests), tuple(guided), places)
 
     def follow(self, tokens: StepTokens) -> None:
-        """A step was launched; what it forced is known to the matchers already."""
-        if not self._news:
+        """A step was launched. Its forced tokens come from the matchers, which need only the other ones."""
+        if not self._new_tokens:
             return
-        for row, slot in enumerate(tokens.prepared.yield_slots.tolist()):
-            if slot in self._news and row not in tokens.forced:
-                self._news[slot].append((tokens, row))
+        for row, slot in enumerate(tokens.layout.yield_slots.tolist()):
+            if slot in self._new_tokens and row not in tokens.forced:
+                self._new_tokens[slot].append((tokens, row))
 
-    def _take_news(self, slot: int) -> Callable[[], Many[int]]:
-        """Reads on a worker thread what the steps since the last call have sampled."""
-        steps = self._news[slot]
+    def _take_new_tokens(self, slot: int) -> Callable[[], Many[int]]:
+        """A function for a worker thread that reads the tokens sampled since the last call."""
+        steps = self._new_tokens[slot]
         if not steps:
             return tuple
-        self._news[slot] = []
+        self._new_tokens[slot] = []
         if len(steps) == 1:
             ((tokens, row),) = steps
             return partial(tokens.of_row, row)

@@ -192,7 +192,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    driver = Driver(speculation=Speculation(most=3))
+    driver = Driver(speculation=Speculation(max_draft_tokens=3))
     service = ShardService(driver.engine, deterministic=True, prefill_logprobs=True)
     address = f"unix:{tmp_path_factory.mktemp('shard')}/socket"
     server = new_server(service, address)

@@ -28,7 +28,7 @@ from millrace_shard.speculation.factory import Speculation
 from millrace_shard.speculation.ngrams import NgramProposer, lookup
 from millrace_testing.engines.kernels import make_kernels
 from millrace_testing.engines.multi_token import (
-    FakeGuides,
+    FakeGrammars,
     Generation,
     PlannedProposer,
     Told,
@@ -78,11 +78,11 @@ class Setup:
     def stepper(self, **options: Any) -> Stepper:
         return Stepper(self.model, self.kernels, dtype=self.dtype, **options)
 
-    def planned(self, *, error_rate: float = 0.3, guides: FakeGuides | None = None) -> Stepper:
+    def planned(self, *, error_rate: float = 0.3, grammars: FakeGrammars | None = None) -> Stepper:
         """One that is told the truth and errs."""
-        stepper = self.stepper(max_draft_tokens=MOST, guides=guides and guides.as_guides())
+        stepper = self.stepper(max_draft_tokens=MOST, grammars=grammars and grammars.as_manager())
         futures = {slot: [*want.prompt, *self.truth[slot].ids] for slot, want in self.wants.items()}
-        stepper.runner._proposer = PlannedProposer(futures, error_rate=error_rate)
+        stepper.use(PlannedProposer(futures, error_rate=error_rate))
         return stepper
 
 
@@ -236,7 +236,7 @@ def test_ngrams_are_found_in_text_that_repeats(setup: Setup) -> None:
     wants = {slot: Want(loop, fields) for slot, fields in enumerate(FIELDS.values())}
     plain = setup.stepper()
     truth = {slot: Generation(plain, {slot: want}, 34).told[slot] for slot, want in wants.items()}
-    stepper = setup.stepper(speculation=Speculation(most=MOST))
+    stepper = setup.stepper(speculation=Speculation(max_draft_tokens=MOST))
     run = Generation(stepper, wants, 34, allow=lambda _: (1 + MOST, MOST), chunk=7, depth=2)
     check_equal(run.told, truth)
     assert run.drafted > run.accepted
@@ -255,7 +255,9 @@ def test_ngram_guesses_are_right_where_a_model_repeats_itself(tmp_path: Path) ->
             device=torch.device("cpu"),
         )
     prompts = [[token % 24 for token in prompt_of(9, seed=seed)] for seed in range(4)]
-    stepper = Stepper(model, kernels, dtype=torch.float32, speculation=Speculation(most=MOST))
+    stepper = Stepper(
+        model, kernels, dtype=torch.float32, speculation=Speculation(max_draft_tokens=MOST)
+    )
     wants = {slot: Want(prompt) for slot, prompt in enumerate(prompts)}
     run = Generation(stepper, wants, 48, allow=lambda _: (1 + MOST, MOST), depth=2)
     for slot, prompt in enumerate(prompts):
@@ -301,7 +303,7 @@ def test_lookup_agrees_with_a_search_by_hand(tokens: list[int], most: int) -> No
 def test_a_sequence_ends_with_its_positions_whatever_it_is_allowed(setup: Setup) -> None:
     stepper = setup.planned(error_rate=0.0)
     stepper.run(stepper.admission(0, prompt_of(MAX_TOKENS - 5, seed=9)))
-    stepper.runner._proposer = PlannedProposer({0: [1] * 200}, error_rate=0.0)
+    stepper.use(PlannedProposer({0: [1] * 200}, error_rate=0.0))
     wide = Forward(decode_slots=ints([0]), decode_tokens=ints([6]), draft_tokens=ints([5]))
     positions, total = [], 1
     for _ in range(8):
@@ -321,7 +323,7 @@ def test_allowances_are_cut_to_the_block_table(setup: Setup) -> None:
     wide = Forward(decode_slots=ints([0]), decode_tokens=ints([6]), draft_tokens=ints([5]))
     while (computed := int(stepper.run(wide).computed_positions[0])) < room:
         assert computed <= room
-    with pytest.raises(StepInvalid, match="block table too short"):
+    with pytest.raises(StepInvalid, match="block table is too short"):
         stepper.run(wide)
 
 
@@ -338,38 +340,38 @@ def test_allowances_are_cut_to_the_block_table(setup: Setup) -> None:
 def test_allowances_that_make_no_sense_are_refused(setup: Setup, fields: dict[str, Any]) -> None:
     stepper = setup.stepper()
     stepper.run(stepper.admission(0, PROMPTS[0]))
-    with pytest.raises(StepInvalid, match=r"allowed|no position"):
+    with pytest.raises(StepInvalid, match=r"differ in length|no position"):
         stepper.run(Forward(decode_slots=ints([0]), **fields))
 
 
-@pytest.mark.parametrize("guesses", [0, 3])
+@pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("allowed", [4, 2, 1])
 def test_a_forced_chain_is_emitted_at_once_and_computed_as_allowed(
-    setup: Setup, allowed: int, guesses: int
+    setup: Setup, allowed: int, drafts: int
 ) -> None:
     """The oracle is a sequence whose prompt held the chain."""
-    guides = FakeGuides(setup.model.info.vocab_size)
+    grammars = FakeGrammars(setup.model.info.vocab_size)
     chain = [11, 4, 4, 150, 7, 11, 23]
     grammar = any_of(None, None, None, *([token] for token in chain), None)
     free, fields = setup.truth[1], FIELDS["seeded"]
-    stepper = setup.planned(error_rate=0.2, guides=guides)
+    stepper = setup.planned(error_rate=0.2, grammars=grammars)
     want = Want(PROMPTS[1], fields, top_n_tokens=1, grammar=grammar)
-    wide = (allowed, min(guesses, allowed - 1))
+    wide = (allowed, min(drafts, allowed - 1))
     told = Generation(stepper, {1: want}, 16, allow=lambda _: wide, depth=2).told[1]
     assert told.ids[:3] == free.ids[:3]
     assert told.ids[3:10] == chain
     assert told.bits[3:10] == [0] * 7, "log probability 0.0"
     assert told.tops[3:10] == [[(token, 0)] for token in chain]
     # One that a mask leaves after a right guess is sampled, which makes no difference.
-    assert len(chain) - guesses <= guides.num_forced <= len(chain)
+    assert len(chain) - drafts <= grammars.num_forced <= len(chain)
     oracle = Want([*PROMPTS[1], *told.ids[:10]], fields, top_n_tokens=1)
     rest = Generation(setup.stepper(), {1: oracle}, 6).told[1]
     assert (told.ids[10:], told.bits[10:], told.tops[10:]) == (rest.ids, rest.bits, rest.tops)
 
 
 def test_pending_tokens_beyond_the_allowance_yield_nothing_yet(setup: Setup) -> None:
-    guides = FakeGuides(setup.model.info.vocab_size)
-    stepper = setup.stepper(guides=guides.as_guides(), max_draft_tokens=MOST)
+    grammars = FakeGrammars(setup.model.info.vocab_size)
+    stepper = setup.stepper(grammars=grammars.as_manager(), max_draft_tokens=MOST)
     grammar = any_of(None, [5], [6], [7], [8], [9], None)
     length = len(PROMPTS[0])
     step = stepper.admission(0, PROMPTS[0], grammar=grammar)
@@ -390,13 +392,13 @@ def test_a_short_chain_waits_where_it_would_hold_up_seven_others(setup: Setup) -
     """Two tokens of a chain wait for room, three are worth a tile of rows; what comes after is the same."""
     wants = {slot: Want(prompt_of(5, seed=slot), FIELDS["seeded"]) for slot in range(1, 8)}
     guided = Want(PROMPTS[0], FIELDS["seeded"])
-    grammars = any_of(None, [5], [6], None, [7], [8], [9], None), None
+    grammar = any_of(None, [5], [6], None, [7], [8], [9], None)
 
     def steps(row_tile: int) -> list[tuple[list[int], list[int]]]:
         """Of each step the guided tokens, and how far its KV is."""
-        guides = FakeGuides(setup.model.info.vocab_size)
-        stepper = setup.stepper(guides=guides.as_guides(), row_tile=row_tile)
-        step = stepper.admission(0, guided.prompt, grammar=grammars[0], **guided.fields)
+        grammars = FakeGrammars(setup.model.info.vocab_size)
+        stepper = setup.stepper(grammars=grammars.as_manager(), row_tile=row_tile)
+        step = stepper.admission(0, guided.prompt, grammar=grammar, **guided.fields)
         found = [(stepper.run(step).ids.tolist(), [len(guided.prompt)])]
         for slot, want in wants.items():
             stepper.run(stepper.admission(slot, want.prompt, **want.fields))
@@ -425,17 +427,17 @@ def test_masks_hold_at_every_position_of_a_guess(setup: Setup) -> None:
         for slot, want in setup.wants.items()
     }
 
-    def guided() -> FakeGuides:
-        return FakeGuides(setup.model.info.vocab_size)
+    def guided() -> FakeGrammars:
+        return FakeGrammars(setup.model.info.vocab_size)
 
-    plain = setup.stepper(guides=guided().as_guides())
+    plain = setup.stepper(grammars=guided().as_manager())
     truth = {
         slot: Generation(plain, {slot: want}, NUM_TOKENS).told[slot] for slot, want in wants.items()
     }
     assert all(20 <= token < 60 for told in truth.values() for token in told.ids[::3])
     futures = {slot: [*want.prompt, *truth[slot].ids] for slot, want in wants.items()}
-    stepper = setup.stepper(max_draft_tokens=MOST, guides=guided().as_guides())
-    stepper.runner._proposer = PlannedProposer(futures)
+    stepper = setup.stepper(max_draft_tokens=MOST, grammars=guided().as_manager())
+    stepper.use(PlannedProposer(futures))
     run = Generation(stepper, wants, NUM_TOKENS, allow=lambda _: (1 + MOST, MOST), depth=2)
     check_equal(run.told, truth)
     assert 0 < run.accepted < run.drafted
@@ -450,11 +452,11 @@ def test_a_grammar_without_guides_fails_its_sequence_alone(setup: Setup) -> None
 
 
 def test_a_matcher_that_cannot_go_on_fails_its_sequence_alone(setup: Setup) -> None:
-    guides = FakeGuides(setup.model.info.vocab_size)
-    stepper = setup.stepper(guides=guides.as_guides())
+    grammars = FakeGrammars(setup.model.info.vocab_size)
+    stepper = setup.stepper(grammars=grammars.as_manager())
     for slot in (0, 1):
         stepper.run(stepper.admission(slot, PROMPTS[slot], grammar=any_of(None, None)))
-    guides._allowed[1] = [[], []]
+    grammars._allowed[1] = [[], []]
     result = stepper.run(Forward(decode_slots=ints([0, 1])))
     assert result.failed_slots.tolist() == [1]
     assert result.slots.tolist() == [0]
@@ -462,13 +464,13 @@ def test_a_matcher_that_cannot_go_on_fails_its_sequence_alone(setup: Setup) -> N
 
 
 def test_why_a_matcher_cannot_go_on_is_told(setup: Setup) -> None:
-    guides = FakeGuides(setup.model.info.vocab_size)
-    stepper = setup.stepper(guides=guides.as_guides())
+    grammars = FakeGrammars(setup.model.info.vocab_size)
+    stepper = setup.stepper(grammars=grammars.as_manager())
     steps = [
         stepper.admission(slot, PROMPTS[slot], grammar=any_of(None, None, None)) for slot in (0, 1)
     ]
     _, first = (int(stepper.run(step).ids[0]) for step in steps)
-    guides._allowed[1] = [[first + 1], None, None]
+    grammars._allowed[1] = [[first + 1], None, None]
     result = stepper.decode([0, 1])
     assert result.failed_slots.tolist() == [1]
     assert result.failure_reasons == {1: "no place"}
@@ -520,17 +522,17 @@ def test_a_slot_used_anew_hears_nothing_of_the_guesses_before(
 def test_steps_without_guesses_repeat_the_one_before_for_those_who_guess_too(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stepper = setup.stepper(speculation=Speculation(most=MOST))
+    stepper = setup.stepper(speculation=Speculation(max_draft_tokens=MOST))
     slots = (0, 1)
     results = [stepper.run(stepper.admission(slot, PROMPTS[slot])) for slot in slots]
     guess = Forward(decode_slots=ints(slots), decode_tokens=ints([4, 4]), draft_tokens=ints([3, 3]))
     results += [stepper.decode(slots), stepper.run(guess)]
 
-    def prepare(*_: object) -> None:
+    def lay_out(*_: object) -> None:
         raise AssertionError("a step was laid out anew")
 
     with monkeypatch.context() as context:
-        context.setattr(stepper.batch.sequences, "prepare", prepare)
+        context.setattr(stepper.batch.sequences, "lay_out", lay_out)
         results += [stepper.decode(slots) for _ in range(3)]
     results += [stepper.run(guess), stepper.decode(slots)]
     found: dict[int, list[int]] = {slot: [] for slot in slots}
@@ -547,16 +549,16 @@ def test_steps_without_guesses_repeat_the_one_before_for_those_who_guess_too(
 def test_steps_that_find_nothing_to_guess_repeat_from_the_first_on(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(NgramProposer, "has_guesses", lambda *_: False)
-    stepper = setup.stepper(speculation=Speculation(most=MOST))
+    monkeypatch.setattr(NgramProposer, "has_drafts", lambda *_: False)
+    stepper = setup.stepper(speculation=Speculation(max_draft_tokens=MOST))
     results = [stepper.run(stepper.admission(0, PROMPTS[0]))]
     guess = Forward(decode_slots=ints([0]), decode_tokens=ints([4]), draft_tokens=ints([3]))
     results.append(stepper.run(guess))
 
-    def prepare(*_: object) -> None:
+    def lay_out(*_: object) -> None:
         raise AssertionError("a step was laid out anew")
 
-    monkeypatch.setattr(stepper.batch.sequences, "prepare", prepare)
+    monkeypatch.setattr(stepper.batch.sequences, "lay_out", lay_out)
     results += [stepper.run(guess) for _ in range(3)]
     found = [id_ for result in results for id_ in result.ids.tolist()]
     assert found == Generation(setup.stepper(), {0: Want(PROMPTS[0])}, 5).told[0].ids
@@ -580,7 +582,7 @@ def test_only_rows_that_depend_on_guesses_wait(
 ) -> None:
     with monkeypatch.context() as context:
         context.setattr(transfers, "is_synchronous", lambda _: is_on_host)
-        stepper = setup.stepper(speculation=Speculation(most=MOST))
+        stepper = setup.stepper(speculation=Speculation(max_draft_tokens=MOST))
     for slot in (0, 1):
         stepper.run(stepper.admission(slot, PROMPTS[slot]))
     waits = Waits(monkeypatch)

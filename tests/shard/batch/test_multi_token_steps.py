@@ -30,18 +30,18 @@ def among_few(ids: list[int], count: int) -> list[int]:
 
 @pytest.fixture(params=[False, True], ids=["inline", "overlap"])
 def driver(request: pytest.FixtureRequest) -> Iterator[Driver]:
-    driver = Driver(overlap=request.param, speculation=Speculation(most=3))
+    driver = Driver(overlap=request.param, speculation=Speculation(max_draft_tokens=3))
     driver.warm_up()
     driver.open()
     yield driver
     driver.engine.close()
 
 
-def wide(*slots: int, positions: int = 4, guesses: int = 3) -> Forward:
+def wide(*slots: int, positions: int = 4, drafts: int = 3) -> Forward:
     return Forward(
         decode_slots=ints(slots),
         decode_tokens=ints([positions] * len(slots)),
-        draft_tokens=ints([guesses] * len(slots)),
+        draft_tokens=ints([drafts] * len(slots)),
     )
 
 

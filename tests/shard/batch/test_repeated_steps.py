@@ -17,7 +17,7 @@ from millrace_shard.batch.batch import Batch
 from millrace_shard.batch.batch_limits import BatchLimits
 from millrace_shard.batch.sequence import Sequence
 from millrace_shard.batch.step import BatchChange, Forward
-from millrace_shard.batch.step_layout import StepLayout, WideRows
+from millrace_shard.batch.step_layout import MultiTokenRows, StepLayout
 from millrace_shard.errors import StepInvalid
 from millrace_testing.engines.steps import ints
 
@@ -52,10 +52,12 @@ def flat(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 
-def anew(batch: Batch, step: Forward) -> tuple[StepLayout, WideRows]:
+def anew(batch: Batch, step: Forward) -> tuple[StepLayout, MultiTokenRows]:
     step, _ = batch.without_invalid(step)
     rows = batch.sequences.rows(step)
-    return batch.sequences.prepare(rows, np.zeros(len(rows.slots), dtype=np.int64)), rows.wide
+    return batch.sequences.lay_out(
+        rows, np.zeros(len(rows.slots), dtype=np.int64)
+    ), rows.multi_token
 
 
 def tables(ragged: dict[str, Any]) -> list[list[int]]:
@@ -81,8 +83,8 @@ class Decoding(RuleBasedStateMachine):
         self.take(slot, length)
         step = Forward(chunk_slots=ints([slot]), chunk_tokens=ints([length]))
         assert self.batch.sequences.repeat(step) is None
-        prepared, _ = anew(self.batch, step)
-        self.run(prepared, ints([1]))
+        layout, _ = anew(self.batch, step)
+        self.run(layout, ints([1]))
         self.lengths[slot] = length + 1
 
     @precondition(lambda self: self.lengths)
@@ -161,12 +163,12 @@ class Decoding(RuleBasedStateMachine):
             return
         if repeated is not None:
             assert flat(repeated) == flat(expected)
-        prepared, _ = expected if repeated is None else repeated
-        ends = (prepared.starts + prepared.counts)[prepared.yields]
-        assert ends.tolist() == [self.lengths[slot] for slot in prepared.yield_slots.tolist()]
-        counts = prepared.most_tokens if chains else np.ones_like(prepared.yields)
-        self.run(prepared, counts)
-        for slot, count in zip(prepared.yield_slots.tolist(), counts.tolist(), strict=True):
+        layout, _ = expected if repeated is None else repeated
+        ends = (layout.starts + layout.counts)[layout.yields]
+        assert ends.tolist() == [self.lengths[slot] for slot in layout.yield_slots.tolist()]
+        counts = layout.max_new_tokens if chains else np.ones_like(layout.yields)
+        self.run(layout, counts)
+        for slot, count in zip(layout.yield_slots.tolist(), counts.tolist(), strict=True):
             self.lengths[slot] += count
 
     def take(self, slot: int, length: int) -> None:
@@ -175,21 +177,21 @@ class Decoding(RuleBasedStateMachine):
         self.batch.apply(BatchChange(admitted=(sequence,)))
         self.grow(ints([slot]), -(-length // BLOCK_SIZE))
 
-    def run(self, prepared: StepLayout, counts: Ints) -> None:
+    def run(self, layout: StepLayout, counts: Ints) -> None:
         batch = self.batch
-        if not len(prepared.slots):
+        if not len(layout.slots):
             return
-        usual = batch.ragged(prepared.slots, prepared.starts, prepared.counts, prepared.logit_rows)
-        if prepared.is_plain:
-            quick = flat(batch.ragged_decodes(prepared.slots, prepared.starts))
+        usual = batch.ragged(layout.slots, layout.starts, layout.counts, layout.logit_rows)
+        if layout.is_plain:
+            quick = flat(batch.ragged_decodes(layout.slots, layout.starts))
             expected = flat(usual)
             assert tables(quick) == tables(expected)
             for name in ("block_tables", "all_logits"):
                 del quick[name], expected[name]
             assert quick == expected
-        ids = torch.arange(len(prepared.sampled)) + 7
-        batch.put(prepared, ids, torch.zeros(len(ids), dtype=torch.bool))
-        batch.sequences.commit(prepared, counts)
+        ids = torch.arange(len(layout.sampled)) + 7
+        batch.put(layout, ids, torch.zeros(len(ids), dtype=torch.bool))
+        batch.sequences.commit(layout, counts)
 
     def grow(self, slots: Ints, count: int) -> None:
         blocks = 1 + (np.arange(len(slots) * count) + self.num_taken) % 998
@@ -214,12 +216,12 @@ def test_the_same_rows_repeat_while_they_have_room(allowed: tuple[int, ...]) -> 
     for position in (2, 3):
         repeated = batch.sequences.repeat(decodes)
         assert repeated is not None
-        prepared, wide = repeated
-        assert prepared.starts.tolist() == [position, position]
+        layout, wide = repeated
+        assert layout.starts.tolist() == [position, position]
         assert wide.slots.tolist() == [
             slot for slot, most in zip((3, 1), allowed, strict=False) if most > 1
         ]
-        batch.sequences.commit(prepared, np.ones(2, dtype=np.int64))
+        batch.sequences.commit(layout, np.ones(2, dtype=np.int64))
     assert batch.sequences.repeat(decodes) is None
     batch.apply(BatchChange(grown_slots=slots, grown_blocks=ints([3, 4])))
     assert batch.sequences.repeat(decodes) is not None

@@ -33,7 +33,7 @@ from millrace_shard.commands.serve import (
 )
 from millrace_shard.config import ShardConfig
 from millrace_shard.engine.engine import Engine
-from millrace_shard.engine.warmup import LoadedModel
+from millrace_shard.engine.loaded_model import LoadedModel
 from millrace_shard.errors import EngineEnded, UnsupportedModel
 from millrace_shard.kernels.cpu.int8_linear import Int8Kernels
 from millrace_shard.server.socket_file import SocketTaken

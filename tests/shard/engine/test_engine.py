@@ -153,7 +153,7 @@ def test_a_step_is_answered_when_the_next_work_is_no_forward_pass(
         case "warm-up":
             driver.engine.warm_up(WARMUP)
         case _:
-            driver.engine._work.put(None)
+            driver.engine._threads.end()
     gate.set()
     outcome = step.result(30).outcome
     assert isinstance(outcome, StepResult)
@@ -237,10 +237,10 @@ def test_a_slot_and_its_blocks_are_free_again_once_dropped(driver: Driver) -> No
         (lambda d: forward(d.admit(0), chunks=[(0, 1)]), "slot 0 is in use"),
         (lambda d: forward(d.admit(6), chunks=[(6, 1)]), "slot 6 is not one of 6"),
         (lambda d: forward(d.admit(1), chunks=[(1, 7)]), "more tokens than its prompt has left"),
-        (lambda d: forward(d.admit(1), chunks=[(1, 0)]), "or of none"),
+        (lambda d: forward(d.admit(1), chunks=[(1, 0)]), "has left, or none"),
         (lambda d: forward(d.admit(1), decodes=[1]), "decode of an unfinished one"),
         (lambda d: forward(chunks=[(0, 1)]), "chunk of a finished prompt"),
-        (lambda d: forward(d.admit(1, room=-3), chunks=[(1, 6)]), "block table too short"),
+        (lambda d: forward(d.admit(1, room=-3), chunks=[(1, 6)]), "block table is too short"),
         (lambda d: forward(decodes=[0], grown=[(0, 0)]), "blocks are numbered"),
         (lambda d: forward(decodes=[0], grown=[(0, 64)]), "blocks are numbered"),
         (lambda d: forward(decodes=[0], grown=[(1, 60)]), "no sequence in slots"),
@@ -252,7 +252,7 @@ def test_a_slot_and_its_blocks_are_free_again_once_dropped(driver: Driver) -> No
             "another owner",
         ),
         (lambda d: forward(decodes=[0, 0]), "named twice"),
-        (lambda d: Unknown(), "nothing this shard knows"),
+        (lambda d: Unknown(), "no work that this shard knows"),
     ],
 )
 def test_an_invalid_step_fails_and_names_the_reason(

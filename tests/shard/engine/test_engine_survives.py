@@ -30,7 +30,7 @@ STAGES: dict[str, tuple[Any, str]] = {
     "apply": (Batch, "apply"),
     "admit": (Batch, "_admit"),
     "clear": (StepRunner, "_clear_blocks"),
-    "prepare": (SequenceTable, "prepare"),
+    "lay_out": (SequenceTable, "lay_out"),
     "ragged": (Batch, "ragged"),
     "forward": (StepRunner, "_forward"),
     "sample": (Sampler, "sample"),

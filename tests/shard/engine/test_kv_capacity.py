@@ -37,24 +37,24 @@ def plan(fitting: int = 1000, *, is_budget: bool = False, **limits: Any) -> Capa
 
 def test_a_quarter_of_the_memory_unless_told() -> None:
     assert cpu_memory(available=8 * GB, kv_memory=None) == KVMemory(
-        bytes=2 * GB, is_budget=False, most=8 * GB
+        bytes=2 * GB, is_budget=False, max_bytes=8 * GB
     )
     assert cpu_memory(available=8 * GB, kv_memory=7 * GB) == KVMemory(
-        bytes=7 * GB, is_budget=True, most=7 * GB
+        bytes=7 * GB, is_budget=True, max_bytes=7 * GB
     )
 
 
 def test_a_gpu_is_filled_up_to_its_fraction() -> None:
     assert cuda_memory(free=60 * GB, total=80 * GB, fraction=1.0, kv_memory=None).bytes == 54 * GB
     half = cuda_memory(free=60 * GB, total=80 * GB, fraction=0.5, kv_memory=None)
-    assert half == KVMemory(bytes=18 * GB, is_budget=True, most=20 * GB)
+    assert half == KVMemory(bytes=18 * GB, is_budget=True, max_bytes=20 * GB)
     assert cuda_memory(free=GB, total=80 * GB, fraction=0.5, kv_memory=None).bytes == 0
     assert cuda_memory(free=GB, total=80 * GB, fraction=0.5, kv_memory=5).bytes == 5
 
 
 def test_the_reserved_block_is_paid_for() -> None:
-    assert blocks_in(KVMemory(bytes=64 * 1024 * 10, is_budget=True, most=0), SHAPE) == 9
-    assert blocks_in(KVMemory(bytes=100, is_budget=True, most=0), SHAPE) == 0
+    assert blocks_in(KVMemory(bytes=64 * 1024 * 10, is_budget=True, max_bytes=0), SHAPE) == 9
+    assert blocks_in(KVMemory(bytes=100, is_budget=True, max_bytes=0), SHAPE) == 0
 
 
 def test_limits_left_open_follow_from_memory_and_model() -> None:
@@ -142,7 +142,7 @@ def test_what_is_promised_fits(
         "num_blocks": found.num_blocks,
     }
     assert plan(found.num_blocks - 1 + more, **limits) == found, "a later life differs"
-    with pytest.raises(CapacityError, match="there was room for"):
+    with pytest.raises(CapacityError, match="the previous group had"):
         plan(found.num_blocks - 2, **limits)
 
 

@@ -10,7 +10,8 @@ import torch
 
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.engine.kv_capacity import CapacityError, WarmupRequest
-from millrace_shard.engine.warmup import LoadedModel, MemoryLimits, WarmedUp, warm_up
+from millrace_shard.engine.loaded_model import LoadedModel
+from millrace_shard.engine.warmup import MemoryLimits, WarmedUp, warm_up
 from millrace_shard.kernels.base import LayerCache
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.model_runner.decode_graphs import GraphSettings
@@ -45,7 +46,7 @@ class Setup:
         request: WarmupRequest = REQUEST,
         *,
         num_blocks: int = 101,
-        rehearse: bool | None = None,
+        profile: bool | None = None,
         graphs: GraphSettings | None = None,
     ) -> WarmedUp:
         loaded = LoadedModel(
@@ -57,7 +58,7 @@ class Setup:
         )
         limits = MemoryLimits(kv_memory=num_blocks * BLOCK_SIZE * BYTES_PER_TOKEN)
         with torch.inference_mode():
-            return warm_up(loaded, request, limits, rehearse=rehearse, graphs=graphs)
+            return warm_up(loaded, request, limits, profile=profile, graphs=graphs)
 
 
 def test_the_largest_prefill_runs_once_and_leaves_nothing() -> None:
@@ -106,7 +107,7 @@ def test_a_rank_in_the_place_of_another_one_tries_nothing_on_cpu() -> None:
 
 def test_where_memory_is_measured_all_layers_are_tried() -> None:
     model = ThreeLayers()
-    Setup(model).warm_up(rehearse=True)
+    Setup(model).warm_up(profile=True)
     assert model.batches
     assert model.first.batches == []
 
@@ -185,7 +186,7 @@ def test_a_rehearsal_runs_the_largest_prefill_and_the_largest_decode() -> None:
     """The decode has more rows than the prefill has blocks, and all of them are sampled."""
     setup = Setup()
     request = replace(REQUEST, max_batch_size=45)
-    warmed_up = setup.warm_up(request, rehearse=True)
+    warmed_up = setup.warm_up(request, profile=True)
     prefill, decode = setup.model.batches
     assert prefill.num_queries == (49, 49, 49, 3)
     assert decode.num_queries == (1,) * 45
@@ -202,7 +203,7 @@ def test_a_batch_that_does_not_fit_names_its_flag() -> None:
 
     setup.model.before_forward = run_out
     with pytest.raises(CapacityError, match=r"tokens of 45 sequences at once.*--max-batch-size"):
-        setup.warm_up(replace(REQUEST, max_batch_size=45), rehearse=True)
+        setup.warm_up(replace(REQUEST, max_batch_size=45), profile=True)
 
 
 def test_graphs_are_rehearsed_before_memory_is_measured_and_captured_anew_over_the_final_cache() -> (
@@ -210,7 +211,7 @@ def test_graphs_are_rehearsed_before_memory_is_measured_and_captured_anew_over_t
 ):
     setup, recorder = Setup(), Recorder()
     graphs = GraphSettings((1, 2, 8), recorder.new_capture)
-    warmed_up = setup.warm_up(rehearse=True, graphs=graphs)
+    warmed_up = setup.warm_up(profile=True, graphs=graphs)
     shapes = [batch.num_queries for batch in setup.model.batches]
     sizes = [(1, 1), (1,)]
     assert shapes == [*sizes, (49, 49, 49, 3), (1, 1, 1, 1), *sizes]
@@ -236,4 +237,4 @@ def test_kernels_that_read_lengths_on_the_host_get_no_graphs(
     setup.warm_up(graphs=GraphSettings((4,), recorder.new_capture))
     assert recorder.recordings == []
     assert setup.kernels.zeroed[0] == [0]
-    assert "plain torch kernels do not allow" in caplog.text
+    assert "plain torch kernels do not support" in caplog.text

@@ -18,7 +18,8 @@ from millrace_shard.batch.step import BatchChange, Forward, Open, Step, StepResu
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.engine.engine import Engine
 from millrace_shard.engine.kv_capacity import WarmupRequest
-from millrace_shard.engine.warmup import LoadedModel, MemoryLimits
+from millrace_shard.engine.loaded_model import LoadedModel
+from millrace_shard.engine.warmup import MemoryLimits
 from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.models.load import load_model
 from millrace_testing.engines.kernels import make_kernels

@@ -173,7 +173,7 @@ def test_a_size_without_memory_drops_itself_and_the_larger_ones(
     assert by_graph.graphs.sizes == left
     (warning,) = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
     size = (4, 2, 1)[failing]
-    assert warning.startswith(f"no CUDA graphs from batch size {size} on, memory ends")
+    assert warning.startswith(f"no CUDA graphs from batch size {size} on, out of memory")
     assert recorder.num_captures == 2
     for ours, theirs in zip(play(by_graph), play(eager), strict=True):
         assert ours.ids.tolist() == theirs.ids.tolist()

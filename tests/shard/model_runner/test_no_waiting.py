@@ -144,7 +144,7 @@ def test_launching_guesses_waits_for_no_operation(
     llama: tuple[CausalModel, Kernels], kind: str, has_draft: bool
 ) -> None:
     """Of earlier steps it reads what was copied to the host; of its own it reads nothing."""
-    speculation = Speculation(most=3, draft=llama[0] if has_draft else None)
+    speculation = Speculation(max_draft_tokens=3, draft=llama[0] if has_draft else None)
     stepper = Stepper(*llama, dtype=torch.float32, speculation=speculation)
     fields: dict[str, Any] = SAMPLING[kind]
     loop = prompt_of(5) * 3

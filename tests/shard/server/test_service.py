@@ -19,7 +19,8 @@ from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
 from millrace_shard.device.process_group import CollectiveError, ProcessGroup
 from millrace_shard.engine.engine import Engine
-from millrace_shard.engine.warmup import LoadedModel, MemoryLimits
+from millrace_shard.engine.loaded_model import LoadedModel
+from millrace_shard.engine.warmup import MemoryLimits
 from millrace_shard.server.service import SERVICE_NAME, ShardService, new_server
 from millrace_testing.engines.fake_engine import (
     BLOCK_SIZE,

@@ -27,7 +27,7 @@ from millrace_shard.models.load import load_model
 from millrace_shard.speculation.factory import Speculation
 from millrace_shard.speculation.loading import SpeculationLoader
 from millrace_testing.engines.multi_token import (
-    FakeGuides,
+    FakeGrammars,
     Generation,
     RankJob,
     Told,
@@ -74,7 +74,7 @@ class Setup:
     def load(self, draft: Path | None, speculate: int | None) -> tuple[CausalModel, Speculation]:
         with torch.inference_mode():
             model, speculation = self.loader.load(
-                self.model, draft_folder=draft, speculate=speculate
+                self.model, draft_folder=draft, max_draft_tokens=speculate
             )
         assert speculation is not None
         return model, speculation
@@ -237,9 +237,9 @@ def test_a_draft_model_with_fewer_positions_stops_guessing(setup: Setup, tmp_pat
 
 
 def test_a_draft_model_goes_on_after_a_forced_chain(setup: Setup) -> None:
-    guides = FakeGuides(VOCAB)
+    grammars = FakeGrammars(VOCAB)
     grammar = any_of(None, None, [11], [4], [150], [7], None)
-    stepper = setup.stepper(setup.folder, guides=guides.as_guides())
+    stepper = setup.stepper(setup.folder, grammars=grammars.as_manager())
     run = Generation(
         stepper, {0: Want(WANTS[0].prompt, grammar=grammar)}, 18, allow=lambda _: (5, 4)
     )
@@ -290,8 +290,10 @@ def test_how_many_guesses_there_are(
 ) -> None:
     folder = setup.folder if draft else None
     with torch.inference_mode():
-        _, speculation = setup.loader.load(setup.model, draft_folder=folder, speculate=speculate)
-    assert (speculation and speculation.most) == most
+        _, speculation = setup.loader.load(
+            setup.model, draft_folder=folder, max_draft_tokens=speculate
+        )
+    assert (speculation and speculation.max_draft_tokens) == most
     has_draft = speculation is not None and speculation.draft is not None
     assert has_draft == (draft and most is not None)
 
@@ -326,7 +328,7 @@ class Heads:
         linear = self.tensors[f"{head}.0.linear.weight"]
         return states + F.silu(states @ linear.T + self.tensors[f"{head}.0.linear.bias"])
 
-    def guess(self, ids: list[int], most: int) -> list[int]:
+    def draft(self, ids: list[int], most: int) -> list[int]:
         """What the heads guess after `ids`, whose last token's KV is not computed."""
         return [
             int((self._features(ids[:-1], head)[-1] @ self.tensors[f"{head}.1.weight"].T).argmax())
@@ -370,13 +372,13 @@ def test_medusa_heads_change_no_bit_and_read_the_right_state(
     stepper = setup.stepper(heads.save(tmp_path), None)
     proposer = stepper.runner._proposer
     assert proposer is not None
-    propose, guesses = proposer.propose, []
+    propose, drafts = proposer.propose, []
 
     def recorded(rows: Any) -> Any:
         found = propose(rows)
         for row, slot in enumerate(rows.slots.tolist()):
             if found.counts[row]:
-                guesses.append((slot, int(rows.num_tokens[row]), found.of_row(row)))
+                drafts.append((slot, int(rows.num_tokens[row]), found.of_row(row)))
         return found
 
     monkeypatch.setattr(proposer, "propose", recorded)
@@ -391,20 +393,20 @@ def test_medusa_heads_change_no_bit_and_read_the_right_state(
     )
     check(run, setup.truth)
     assert 0 < run.accepted < run.drafted
-    assert guesses
-    for slot, length, chain in guesses:
+    assert drafts
+    for slot, length, chain in drafts:
         whole = [*WANTS[slot].prompt, *setup.truth[slot].ids]
         if length <= len(whole):
-            assert list(chain) == heads.guess(whole[:length], len(chain))
+            assert list(chain) == heads.draft(whole[:length], len(chain))
 
 
 def test_medusa_heads_are_silent_after_a_forced_chain(
     setup: Setup, heads: Heads, tmp_path: Path
 ) -> None:
     """Their state is older than the last token then; they go on as soon as there is a new one."""
-    guides = FakeGuides(VOCAB)
+    grammars = FakeGrammars(VOCAB)
     grammar = any_of(None, None, [11], [4], [150], None)
-    stepper = setup.stepper(heads.save(tmp_path), None, guides=guides.as_guides())
+    stepper = setup.stepper(heads.save(tmp_path), None, grammars=grammars.as_manager())
     run = Generation(
         stepper, {0: Want(WANTS[0].prompt, grammar=grammar)}, 14, allow=lambda _: (4, 3)
     )
@@ -446,8 +448,8 @@ def test_prompts_are_scored_beside_guesses_of_medusa_heads(
 
 def test_more_guesses_than_heads_are_refused(setup: Setup, heads: Heads, tmp_path: Path) -> None:
     folder = heads.save(tmp_path)
-    assert setup.load(folder, None)[1].most == 3
-    assert setup.load(folder, 2)[1].most == 2
+    assert setup.load(folder, None)[1].max_draft_tokens == 3
+    assert setup.load(folder, 2)[1].max_draft_tokens == 2
     with pytest.raises(UnsupportedModel, match="--speculate 4, but there are 3 Medusa heads"):
         setup.load(folder, 4)
 
@@ -455,8 +457,8 @@ def test_more_guesses_than_heads_are_refused(setup: Setup, heads: Heads, tmp_pat
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"medusa_num_heads": 0}, "are no counts"),
-        ({"medusa_num_layers": "2"}, "are no counts"),
+        ({"medusa_num_heads": 0}, "positive integers"),
+        ({"medusa_num_layers": "2"}, "positive integers"),
         ({"base_model_name_or_path": None}, "no base_model_name_or_path"),
         ({"medusa_num_layers": 2}, "0.1.linear.weight is missing"),
     ],
@@ -483,11 +485,11 @@ def test_two_ranks_guess_and_score_the_same_and_yield_what_one_does(
     jobs = [RankJob(setup.folder, draft, prompts, NUM_TOKENS) for draft in drafts]
     first, second = run_ranks(tmp_path, 2, speculate_on_a_rank, jobs)
     assert first == second
-    guessed, (logprobs, best) = first
-    for told, _, _ in guessed:
+    drafted, (logprobs, best) = first
+    for told, _, _ in drafted:
         for slot, prompt in enumerate(prompts):
             assert told[slot].ids == greedy(setup.reference, prompt, NUM_TOKENS)[0]
-    _, (_, drafted, accepted), (_, drafted_by_heads, accepted_of_heads) = guessed
+    _, (_, drafted, accepted), (_, drafted_by_heads, accepted_of_heads) = drafted
     assert accepted == drafted > 0
     assert accepted_of_heads >= 0.7 * drafted_by_heads > 0
     with torch.no_grad():

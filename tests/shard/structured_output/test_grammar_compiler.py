@@ -31,7 +31,8 @@ from millrace_shard.structured_output.grammar.grammar_source import GrammarInval
 from millrace_shard.structured_output.grammar_compiler import GrammarCompiler
 from millrace_shard.structured_output.grammar_process import CompilerBusy, GrammarProcess
 from millrace_shard.structured_output.grammar_worker import NICENESS
-from millrace_shard.structured_output.manager import NO_GRAMMARS, GrammarManager, GuidedRow
+from millrace_shard.structured_output.manager import NO_GRAMMARS, GrammarManager
+from millrace_shard.structured_output.mask_computer import MaskRequest
 from millrace_testing.engines.grammars import Words, lark, mask_of, regex, schema
 from millrace_testing.text.texts import byte_level
 
@@ -181,8 +182,8 @@ def test_a_pathological_grammar_is_refused_or_compiled_while_others_go_on(
     name: str, hasty: GrammarCompiler
 ) -> None:
     """What is in one process cannot hold the interpreter of another; what it takes there is bounded."""
-    guides = GrammarManager(hasty, 430)
-    guides.admit(0, regex("a*"), np.array([], dtype=np.int64))
+    grammars = GrammarManager(hasty, 430)
+    grammars.admit(0, regex("a*"), np.array([], dtype=np.int64))
     token = byte_level().get_vocab()["a"]
     finished = Event()
     outcomes: list[str] = []
@@ -199,15 +200,15 @@ def test_a_pathological_grammar_is_refused_or_compiled_while_others_go_on(
     thread = Thread(target=check)
     thread.start()
     while not finished.is_set():
-        masks = guides.start([GuidedRow(slot=0, news=lambda: (token,))]).result()
+        masks = grammars.start([MaskRequest(slot=0, new_tokens=lambda: (token,))]).result()
         assert not len(masks.failed)
     thread.join()
     assert outcomes[0]
     if outcomes == ["taken"]:
         # Compiled here too, its masks are bounded by llguidance's own limits.
-        guides.admit(1, PATHOLOGICAL[name], np.array([], dtype=np.int64))
-        guides.start([GuidedRow(slot=1, news=lambda: ())]).result()
-    guides.close()
+        grammars.admit(1, PATHOLOGICAL[name], np.array([], dtype=np.int64))
+        grammars.start([MaskRequest(slot=1, new_tokens=lambda: ())]).result()
+    grammars.close()
 
 
 LONG = schema(
@@ -573,17 +574,17 @@ class Call:
 class EngineThatMayNotBeAsked:
     """Has a model and does nothing."""
 
-    def __init__(self, guides: GrammarManager | None) -> None:
-        self.loaded = SimpleNamespace(guides=guides, device=torch.device("cpu"))
+    def __init__(self, grammars: GrammarManager | None) -> None:
+        self.loaded = SimpleNamespace(grammars=grammars, device=torch.device("cpu"))
 
     def progress(self) -> Progress:
         return Progress(last_step=0, pending_steps=0, idle_ns=10**9, warmed_up=True)
 
 
 def ask(
-    guides: GrammarManager | None, grammar: pb.Grammar, call: Call
+    grammars: GrammarManager | None, grammar: pb.Grammar, call: Call
 ) -> pb.CompileGrammarResponse:
-    engine = EngineThatMayNotBeAsked(guides)
+    engine = EngineThatMayNotBeAsked(grammars)
     service = ShardService(engine, deterministic=True, prefill_logprobs=False)  # type: ignore[arg-type]
     return service.CompileGrammar(pb.CompileGrammarRequest(grammar=grammar), call)  # type: ignore[arg-type]
 
@@ -606,9 +607,11 @@ def test_the_service_answers_without_the_engine(
     assert (reason or "") in answer.error
 
 
-@pytest.mark.parametrize("guides", [None, GrammarManager(None, 430)], ids=["none", "no tokenizer"])
-def test_a_model_without_grammars_says_so(guides: GrammarManager | None) -> None:
-    answer = ask(guides, pb.Grammar(kind=pb.Grammar.KIND_REGEX, source="a"), Call())
+@pytest.mark.parametrize(
+    "grammars", [None, GrammarManager(None, 430)], ids=["none", "no tokenizer"]
+)
+def test_a_model_without_grammars_says_so(grammars: GrammarManager | None) -> None:
+    answer = ask(grammars, pb.Grammar(kind=pb.Grammar.KIND_REGEX, source="a"), Call())
     assert answer.error == NO_GRAMMARS
 
 

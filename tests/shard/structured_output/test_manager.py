@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace_shard.batch.sequence import Grammar
-from millrace_shard.structured_output.manager import GrammarManager, GuidedRow, Masks
+from millrace_shard.structured_output.manager import GrammarManager
+from millrace_shard.structured_output.mask_computer import Bitmasks, MaskRequest
 from millrace_shard.structured_output.matcher import Matcher
 from millrace_testing.engines.grammars import (
     EOS,
@@ -44,17 +45,17 @@ def ids_of(text: bytes) -> np.ndarray:
     return np.array(WORDS.split(text), dtype=np.int64)
 
 
-def row(slot: int, news: Sequence[int] = (), **options: object) -> GuidedRow:
-    return GuidedRow(slot=slot, news=lambda: news, **options)  # type: ignore[arg-type]
+def row(slot: int, new_tokens: Sequence[int] = (), **options: object) -> MaskRequest:
+    return MaskRequest(slot=slot, new_tokens=lambda: new_tokens, **options)  # type: ignore[arg-type]
 
 
-def step(guides: GrammarManager, *rows: GuidedRow) -> Masks:
-    return guides.start(rows).result()
+def step(grammars: GrammarManager, *rows: MaskRequest) -> Bitmasks:
+    return grammars.start(rows).result()
 
 
 @pytest.fixture(params=[True, False], ids=["beside the forward pass", "when asked for"])
-def guides(request: pytest.FixtureRequest) -> GrammarManager:
-    return new_guides(WORDS, beside=request.param)
+def grammars(request: pytest.FixtureRequest) -> GrammarManager:
+    return new_guides(WORDS, overlap=request.param)
 
 
 @settings(max_examples=60, deadline=None)
@@ -62,20 +63,20 @@ def guides(request: pytest.FixtureRequest) -> GrammarManager:
 def test_a_mask_allows_exactly_what_some_text_of_the_language_goes_on_with(
     words: list[str], seed: int
 ) -> None:
-    guides, rng = new_guides(WORDS), random.Random(seed)
+    grammars, rng = new_guides(WORDS), random.Random(seed)
     language = [word.encode() for word in words]
-    guides.admit(3, of_words(words), np.array(NONE, dtype=np.int64))
-    news: tuple[int, ...] = ()
+    grammars.admit(3, of_words(words), np.array(NONE, dtype=np.int64))
+    new_tokens: tuple[int, ...] = ()
     so_far = b""
     while True:
-        masks = step(guides, row(3, news))
+        masks = step(grammars, row(3, new_tokens))
         expected = WORDS.expected(language, so_far)
         assert allowed(masks.bits[0]) == expected
         token = rng.choice(sorted(expected))
         if token in WORDS.eos:
             break
-        news, so_far = (token,), so_far + WORDS.tokens[token]
-    after = step(guides, row(3, (token,), max_jump_forward_tokens=4, drafts=(5,)))
+        new_tokens, so_far = (token,), so_far + WORDS.tokens[token]
+    after = step(grammars, row(3, (token,), max_jump_forward_tokens=4, drafts=(5,)))
     assert allowed(after.bits[0]) == set(WORDS.eos)
     assert not after.forced[0]
 
@@ -85,14 +86,14 @@ def test_a_mask_allows_exactly_what_some_text_of_the_language_goes_on_with(
 def test_masks_after_guesses_are_those_of_the_text_with_them_and_guesses_leave_no_trace(
     words: list[str], seed: int, num_drafts: int
 ) -> None:
-    guides, rng = new_guides(WORDS), random.Random(seed)
+    grammars, rng = new_guides(WORDS), random.Random(seed)
     language = [word.encode() for word in words]
-    guides.admit(0, of_words(words), np.array(NONE, dtype=np.int64))
+    grammars.admit(0, of_words(words), np.array(NONE, dtype=np.int64))
     drafts = [rng.randrange(len(WORDS.tokens)) for _ in range(num_drafts)]
     if rng.random() < 0.7:
         text = rng.choice(language)
         drafts = [*WORDS.split(text, rng), EOS, EOS][:num_drafts]
-    masks = step(guides, row(0, drafts=drafts))
+    masks = step(grammars, row(0, drafts=drafts))
     so_far, has_ended = b"", False
     for depth in range(len(drafts) + 1):
         expected = set(WORDS.eos) if has_ended else WORDS.expected(language, so_far)
@@ -106,7 +107,7 @@ def test_masks_after_guesses_are_those_of_the_text_with_them_and_guesses_leave_n
             has_ended = True
         else:
             so_far += WORDS.tokens[drafts[depth]]
-    again = step(guides, row(0))
+    again = step(grammars, row(0))
     assert allowed(again.bits[0]) == WORDS.expected(language, b"")
     assert not len(again.failed)
 
@@ -131,44 +132,44 @@ def test_a_chain_is_what_one_token_at_a_time_would_be_forced_to(
     words: list[str], most: int
 ) -> None:
     language = [word.encode() for word in words]
-    guides = new_guides(ONE_END)
-    guides.admit(1, of_words(words), np.array(NONE, dtype=np.int64))
-    so_far, news = b"", NONE
+    grammars = new_guides(ONE_END)
+    grammars.admit(1, of_words(words), np.array(NONE, dtype=np.int64))
+    so_far, new_tokens = b"", NONE
     for _ in range(20):
-        masks = step(guides, row(1, news, max_jump_forward_tokens=most))
+        masks = step(grammars, row(1, new_tokens, max_jump_forward_tokens=most))
         chain = chain_of(ONE_END, language, so_far, most)
         assert masks.forced == (chain,)
         assert allowed(masks.bits[0]) == ONE_END.expected(language, so_far)
         if chain:
-            news = ()
+            new_tokens = ()
             so_far += ONE_END.text(chain)
             if chain[-1] in ONE_END.eos:
                 return
         else:
-            news = (min(ONE_END.expected(language, so_far)),)
-            if news[0] in ONE_END.eos:
+            new_tokens = (min(ONE_END.expected(language, so_far)),)
+            if new_tokens[0] in ONE_END.eos:
                 return
-            so_far += ONE_END.text(news)
+            so_far += ONE_END.text(new_tokens)
     pytest.fail("no end of the text")
 
 
 def test_the_end_is_the_last_of_a_chain() -> None:
-    guides = new_guides(ONE_END)
-    guides.admit(0, lark('start: "cc"'), np.array(NONE, dtype=np.int64))
+    grammars = new_guides(ONE_END)
+    grammars.admit(0, lark('start: "cc"'), np.array(NONE, dtype=np.int64))
     c = ONE_END.tokens.index(b"c")
-    assert step(guides, row(0, max_jump_forward_tokens=9)).forced == ((c, c, OTHER_EOS),)
+    assert step(grammars, row(0, max_jump_forward_tokens=9)).forced == ((c, c, OTHER_EOS),)
 
 
 @pytest.mark.parametrize("num_rows", [5, 2, 3])
 def test_rows_have_chains_of_their_own(num_rows: int) -> None:
     """Steps of more rows and of fewer than the one before, whose masks they overwrite."""
-    guides = new_guides(ONE_END)
+    grammars = new_guides(ONE_END)
     languages = [[b"c" * (1 + slot), b"c" * (1 + slot) + b"ba"] for slot in range(5)]
     for slots in (range(2), range(2, 2 + num_rows)):
         for slot in slots:
             words = [word.decode() for word in languages[slot % 5]]
-            guides.admit(slot, of_words(words), np.array(NONE, dtype=np.int64))
-        masks = step(guides, *(row(slot, max_jump_forward_tokens=4) for slot in slots))
+            grammars.admit(slot, of_words(words), np.array(NONE, dtype=np.int64))
+        masks = step(grammars, *(row(slot, max_jump_forward_tokens=4) for slot in slots))
         expected = tuple(chain_of(ONE_END, languages[slot % 5], b"", 4) for slot in slots)
         assert masks.forced == expected
         assert [len(chain) for chain in expected] == [min(4, 1 + slot % 5) for slot in slots]
@@ -176,120 +177,122 @@ def test_rows_have_chains_of_their_own(num_rows: int) -> None:
 
 
 def test_a_row_with_a_chain_ignores_its_guesses() -> None:
-    guides = new_guides(ONE_END)
-    guides.admit(0, lark('start: "cc" ("a"|"b")'), np.array(NONE, dtype=np.int64))
+    grammars = new_guides(ONE_END)
+    grammars.admit(0, lark('start: "cc" ("a"|"b")'), np.array(NONE, dtype=np.int64))
     c = ONE_END.tokens.index(b"c")
-    masks = step(guides, row(0, max_jump_forward_tokens=9, drafts=(c, c)))
+    masks = step(grammars, row(0, max_jump_forward_tokens=9, drafts=(c, c)))
     assert masks.forced == ((c, c),)
     assert allowed(masks.bits[0]) == {c}
     assert (masks.bits[1:] == -1).all()
 
 
-def test_where_every_end_is_allowed_none_is_forced(guides: GrammarManager) -> None:
-    guides.admit(0, lark('start: "c"'), np.array(NONE, dtype=np.int64))
+def test_where_every_end_is_allowed_none_is_forced(grammars: GrammarManager) -> None:
+    grammars.admit(0, lark('start: "c"'), np.array(NONE, dtype=np.int64))
     c = WORDS.tokens.index(b"c")
-    masks = step(guides, row(0, max_jump_forward_tokens=9))
+    masks = step(grammars, row(0, max_jump_forward_tokens=9))
     assert masks.forced == ((c,),)
-    assert allowed(step(guides, row(0)).bits[0]) == {EOS, OTHER_EOS}
+    assert allowed(step(grammars, row(0)).bits[0]) == {EOS, OTHER_EOS}
 
 
 @settings(max_examples=40, deadline=None)
 @given(words=LANGUAGES, cut=st.integers(0, 8), seed=st.integers(0, 100))
 def test_a_replayed_sequence_goes_on_where_it_was(words: list[str], cut: int, seed: int) -> None:
-    guides = new_guides(WORDS)
+    grammars = new_guides(WORDS)
     so_far = words[0].encode()[:cut]
     generated = np.array(WORDS.split(so_far, random.Random(seed)), dtype=np.int64)
-    guides.admit(0, of_words(words), generated)
+    grammars.admit(0, of_words(words), generated)
     language = [word.encode() for word in words]
-    assert allowed(step(guides, row(0)).bits[0]) == WORDS.expected(language, so_far)
+    assert allowed(step(grammars, row(0)).bits[0]) == WORDS.expected(language, so_far)
 
 
-def test_what_was_generated_and_does_not_match_fails_that_row_alone(guides: GrammarManager) -> None:
-    guides.admit(4, lark('start: "ab"'), ids_of(b"c"))
-    guides.admit(5, lark('start: "ab"'), ids_of(b"a"))
-    masks = step(guides, row(4, drafts=(3, 4)), row(5))
+def test_what_was_generated_and_does_not_match_fails_that_row_alone(
+    grammars: GrammarManager,
+) -> None:
+    grammars.admit(4, lark('start: "ab"'), ids_of(b"c"))
+    grammars.admit(5, lark('start: "ab"'), ids_of(b"a"))
+    masks = step(grammars, row(4, drafts=(3, 4)), row(5))
     assert list(masks.failed) == [4]
     assert (masks.bits[:3] == -1).all()
     assert allowed(masks.bits[3]) == {WORDS.tokens.index(b"b")}
 
 
-def test_a_token_that_does_not_match_fails_its_row_for_good(guides: GrammarManager) -> None:
+def test_a_token_that_does_not_match_fails_its_row_for_good(grammars: GrammarManager) -> None:
     for slot in (1, 2):
-        guides.admit(slot, lark('start: "ab" "c"*'), np.array(NONE, dtype=np.int64))
+        grammars.admit(slot, lark('start: "ab" "c"*'), np.array(NONE, dtype=np.int64))
     c, ab = WORDS.tokens.index(b"c"), WORDS.tokens.index(b"ab")
-    assert list(step(guides, row(1, (c,)), row(2, (ab,))).failed) == [1]
-    after = step(guides, row(1), row(2, (c,)))
+    assert list(step(grammars, row(1, (c,)), row(2, (ab,))).failed) == [1]
+    after = step(grammars, row(1), row(2, (c,)))
     assert list(after.failed) == [1]
     assert allowed(after.bits[1]) == {c, EOS, OTHER_EOS}
 
 
-def test_a_grammar_that_leads_nowhere_fails_its_row(guides: GrammarManager) -> None:
+def test_a_grammar_that_leads_nowhere_fails_its_row(grammars: GrammarManager) -> None:
     # `d` is in no token of this vocabulary.
-    guides.admit(0, lark('start: "ad"'), np.array(NONE, dtype=np.int64))
-    guides.admit(1, lark('start: "ab"'), np.array(NONE, dtype=np.int64))
+    grammars.admit(0, lark('start: "ad"'), np.array(NONE, dtype=np.int64))
+    grammars.admit(1, lark('start: "ab"'), np.array(NONE, dtype=np.int64))
     a, ab = WORDS.tokens.index(b"a"), WORDS.tokens.index(b"ab")
-    assert not len(step(guides, row(0), row(1)).failed)
-    masks = step(guides, row(0, (a,)), row(1, (ab,)))
+    assert not len(step(grammars, row(0), row(1)).failed)
+    masks = step(grammars, row(0, (a,)), row(1, (ab,)))
     assert list(masks.failed) == [0]
     assert allowed(masks.bits[1]) == {EOS, OTHER_EOS}
 
 
-def test_a_chain_that_leads_nowhere_fails_its_row_as_a_whole(guides: GrammarManager) -> None:
-    guides.admit(0, lark('start: "bd"'), np.array(NONE, dtype=np.int64))
-    masks = step(guides, row(0, max_jump_forward_tokens=9))
+def test_a_chain_that_leads_nowhere_fails_its_row_as_a_whole(grammars: GrammarManager) -> None:
+    grammars.admit(0, lark('start: "bd"'), np.array(NONE, dtype=np.int64))
+    masks = step(grammars, row(0, max_jump_forward_tokens=9))
     assert list(masks.failed) == [0]
     assert masks.forced == ((),)
     assert (masks.bits == -1).all()
 
 
-def test_a_grammar_that_does_not_compile_fails_its_row_alone(guides: GrammarManager) -> None:
-    guides.admit(0, regex("(a"), np.array(NONE, dtype=np.int64))
-    guides.admit(1, regex("a"), np.array(NONE, dtype=np.int64))
-    masks = step(guides, row(0), row(1))
+def test_a_grammar_that_does_not_compile_fails_its_row_alone(grammars: GrammarManager) -> None:
+    grammars.admit(0, regex("(a"), np.array(NONE, dtype=np.int64))
+    grammars.admit(1, regex("a"), np.array(NONE, dtype=np.int64))
+    masks = step(grammars, row(0), row(1))
     assert list(masks.failed) == [0]
     assert allowed(masks.bits[1]) == {WORDS.tokens.index(b"a")}
 
 
 def test_without_a_usable_tokenizer_guided_rows_fail() -> None:
-    guides = GrammarManager(None, SIZE)
-    guides.admit(0, regex("a"), np.array(NONE, dtype=np.int64))
-    assert list(step(guides, row(0)).failed) == [0]
+    grammars = GrammarManager(None, SIZE)
+    grammars.admit(0, regex("a"), np.array(NONE, dtype=np.int64))
+    assert list(step(grammars, row(0)).failed) == [0]
 
 
-def test_after_the_end_only_ends_are_allowed_whatever_is_said(guides: GrammarManager) -> None:
-    guides.admit(0, lark('start: "a"'), np.array(NONE, dtype=np.int64))
+def test_after_the_end_only_ends_are_allowed_whatever_is_said(grammars: GrammarManager) -> None:
+    grammars.admit(0, lark('start: "a"'), np.array(NONE, dtype=np.int64))
     a = WORDS.tokens.index(b"a")
-    step(guides, row(0, (a, OTHER_EOS)))
-    for news in ((), (a,), (EOS,)):
-        masks = step(guides, row(0, news))
+    step(grammars, row(0, (a, OTHER_EOS)))
+    for new_tokens in ((), (a,), (EOS,)):
+        masks = step(grammars, row(0, new_tokens))
         assert allowed(masks.bits[0]) == {EOS, OTHER_EOS}
         assert not len(masks.failed)
 
 
-def test_a_grammar_may_name_special_tokens(guides: GrammarManager) -> None:
-    guides.admit(0, lark('start: <|tool|> "a"'), np.array(NONE, dtype=np.int64))
-    masks = step(guides, row(0, max_jump_forward_tokens=1))
+def test_a_grammar_may_name_special_tokens(grammars: GrammarManager) -> None:
+    grammars.admit(0, lark('start: <|tool|> "a"'), np.array(NONE, dtype=np.int64))
+    masks = step(grammars, row(0, max_jump_forward_tokens=1))
     assert masks.forced == ((SPECIAL,),)
-    assert allowed(step(guides, row(0)).bits[0]) == {WORDS.tokens.index(b"a")}
+    assert allowed(step(grammars, row(0)).bits[0]) == {WORDS.tokens.index(b"a")}
 
 
-def test_no_text_has_a_special_token_or_an_id_without_bytes(guides: GrammarManager) -> None:
-    guides.admit(0, regex(r"(?s:.)*"), np.array(NONE, dtype=np.int64))
-    masks = step(guides, row(0))
+def test_no_text_has_a_special_token_or_an_id_without_bytes(grammars: GrammarManager) -> None:
+    grammars.admit(0, regex(r"(?s:.)*"), np.array(NONE, dtype=np.int64))
+    masks = step(grammars, row(0))
     pieces = {id_ for id_, token in enumerate(WORDS.tokens) if token and id_ > SPECIAL}
     assert allowed(masks.bits[0]) == pieces | {EOS, OTHER_EOS}
     assert masks.bits.shape == (1, -(-SIZE // 32))
 
 
-def test_slots_are_of_whoever_was_admitted_last(guides: GrammarManager) -> None:
+def test_slots_are_of_whoever_was_admitted_last(grammars: GrammarManager) -> None:
     a, b = WORDS.tokens.index(b"a"), WORDS.tokens.index(b"b")
-    guides.admit(0, regex("a"), np.array(NONE, dtype=np.int64))
-    guides.drop(np.array([0, 7]))
-    guides.admit(0, regex("b"), np.array(NONE, dtype=np.int64))
-    assert allowed(step(guides, row(0)).bits[0]) == {b}
-    guides.clear()
-    guides.admit(0, regex("a"), np.array(NONE, dtype=np.int64))
-    assert allowed(step(guides, row(0)).bits[0]) == {a}
+    grammars.admit(0, regex("a"), np.array(NONE, dtype=np.int64))
+    grammars.drop(np.array([0, 7]))
+    grammars.admit(0, regex("b"), np.array(NONE, dtype=np.int64))
+    assert allowed(step(grammars, row(0)).bits[0]) == {b}
+    grammars.clear()
+    grammars.admit(0, regex("a"), np.array(NONE, dtype=np.int64))
+    assert allowed(step(grammars, row(0)).bits[0]) == {a}
 
 
 class Slow(Compiler):
@@ -309,52 +312,52 @@ class Slow(Compiler):
 def test_masks_of_others_come_while_a_grammar_is_compiled() -> None:
     slow = regex("abc")
     compiler = Slow(WORDS, slow)
-    guides = GrammarManager(compiler, SIZE)  # type: ignore[arg-type]
-    guides.admit(0, slow, np.array(NONE, dtype=np.int64))
-    guides.admit(1, regex("c*"), np.array(NONE, dtype=np.int64))
+    grammars = GrammarManager(compiler, SIZE)  # type: ignore[arg-type]
+    grammars.admit(0, slow, np.array(NONE, dtype=np.int64))
+    grammars.admit(1, regex("c*"), np.array(NONE, dtype=np.int64))
     c = WORDS.tokens.index(b"c")
     for _ in range(3):
-        assert c in allowed(step(guides, row(1, (c,))).bits[0])
-    waiting = guides.start([row(0)])
+        assert c in allowed(step(grammars, row(1, (c,))).bits[0])
+    waiting = grammars.start([row(0)])
     compiler.may_go_on.set()
     assert WORDS.tokens.index(b"a") in allowed(waiting.result().bits[0])
 
 
 def test_news_are_read_by_the_worker_so_that_no_caller_waits_for_them(
-    guides: GrammarManager,
+    grammars: GrammarManager,
 ) -> None:
-    guides.admit(0, regex("ab"), np.array(NONE, dtype=np.int64))
+    grammars.admit(0, regex("ab"), np.array(NONE, dtype=np.int64))
     sampled: Future[tuple[int, ...]] = Future()
-    job = guides.start([GuidedRow(slot=0, news=lambda: sampled.result(30))])
+    job = grammars.start([MaskRequest(slot=0, new_tokens=lambda: sampled.result(30))])
     sampled.set_result((WORDS.tokens.index(b"a"),))
     assert allowed(job.result().bits[0]) == {WORDS.tokens.index(b"b")}
 
 
-def test_news_that_cannot_be_read_fail_the_step(guides: GrammarManager) -> None:
-    guides.admit(0, regex("ab"), np.array(NONE, dtype=np.int64))
+def test_news_that_cannot_be_read_fail_the_step(grammars: GrammarManager) -> None:
+    grammars.admit(0, regex("ab"), np.array(NONE, dtype=np.int64))
 
     def broken() -> Sequence[int]:
         raise KeyboardInterrupt("the device is gone")
 
-    news: Callable[[], Sequence[int]] = broken
+    new_tokens: Callable[[], Sequence[int]] = broken
     with pytest.raises(RuntimeError, match="the device is gone"):
-        guides.start([GuidedRow(slot=0, news=news)]).result()
+        grammars.start([MaskRequest(slot=0, new_tokens=new_tokens)]).result()
 
 
-def test_rows_are_followed_apart(guides: GrammarManager) -> None:
+def test_rows_are_followed_apart(grammars: GrammarManager) -> None:
     languages = {slot: [f"{'ab' * slot}c", "ca"] for slot in range(8)}
     for slot, words in languages.items():
-        guides.admit(slot, of_words(words), np.array(NONE, dtype=np.int64))
+        grammars.admit(slot, of_words(words), np.array(NONE, dtype=np.int64))
     so_far = dict.fromkeys(languages, b"")
-    news: dict[int, tuple[int, ...]] = dict.fromkeys(languages, ())
+    new_tokens: dict[int, tuple[int, ...]] = dict.fromkeys(languages, ())
     rng = random.Random(5)
     for _ in range(4):
         slots = sorted(languages, key=lambda _: rng.random())[:5]
-        masks = step(guides, *(row(slot, news[slot]) for slot in slots))
+        masks = step(grammars, *(row(slot, new_tokens[slot]) for slot in slots))
         for mask, slot in zip(masks.bits, slots, strict=True):
             language = [word.encode() for word in languages[slot]]
             expected = WORDS.expected(language, so_far[slot])
             assert allowed(mask) == expected
             texts = sorted(expected - set(WORDS.eos))
-            news[slot] = (rng.choice(texts),) if texts else ()
-            so_far[slot] += WORDS.text(news[slot])
+            new_tokens[slot] = (rng.choice(texts),) if texts else ()
+            so_far[slot] += WORDS.text(new_tokens[slot])

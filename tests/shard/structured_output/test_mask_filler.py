@@ -10,8 +10,8 @@ import pytest
 
 from millrace_shard.structured_output import mask_filler
 from millrace_shard.structured_output.mask_filler import (
+    ALONE_SECONDS,
     NUM_SHARED,
-    PATIENCE_SECONDS,
     MaskFiller,
     MaskLines,
 )
@@ -28,11 +28,11 @@ def seconds(step: float) -> Iterator[float]:
     return (number * step for number in count())
 
 
-@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("num_rows", [0, 1, NUM_SHARED, NUM_ROWS])
-@pytest.mark.parametrize("step", [0.0, PATIENCE_SECONDS / 3, PATIENCE_SECONDS], ids=str)
+@pytest.mark.parametrize("step", [0.0, ALONE_SECONDS / 3, ALONE_SECONDS], ids=str)
 def test_whoever_fills_them_masks_are_the_same_and_stay_in_their_lines(
-    *, beside: bool, num_rows: int, step: float, monkeypatch: pytest.MonkeyPatch
+    *, overlap: bool, num_rows: int, step: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = seconds(step)
     monkeypatch.setattr(
@@ -44,7 +44,7 @@ def test_whoever_fills_them_masks_are_the_same_and_stay_in_their_lines(
     masks = MaskLines(2 * NUM_ROWS + 1, WIDTH)
     bits = masks.bits
     bits[:] = UNTOUCHED
-    filler = MaskFiller(beside=beside)
+    filler = MaskFiller(overlap=overlap)
     filler.fill([(m.inner, line) for m, line in zip(matchers, lines, strict=True)], masks)
     assert [sorted(allowed(bits[line])) for line in lines] == expected
     others = np.setdiff1d(np.arange(len(bits)), lines)
@@ -65,14 +65,14 @@ def test_slow_masks_go_to_threads_while_there_are_enough_of_them(
     asked = [(matcher.inner, line) for line in range(NUM_ROWS)]
     for step, num_rows, expected in (
         (0.0, NUM_ROWS, []),
-        (PATIENCE_SECONDS / 2, NUM_ROWS, [NUM_ROWS - 1]),
-        (PATIENCE_SECONDS / 2, NUM_SHARED, []),
+        (ALONE_SECONDS / 2, NUM_ROWS, [NUM_ROWS - 1]),
+        (ALONE_SECONDS / 2, NUM_SHARED, []),
     ):
         clock = seconds(step)
         monkeypatch.setattr(
             "millrace_shard.structured_output.mask_filler.perf_counter",
             lambda clock=clock: next(clock),
         )
-        MaskFiller(beside=False).fill(asked[:num_rows], masks)
+        MaskFiller(overlap=False).fill(asked[:num_rows], masks)
         assert by_threads == expected
         by_threads.clear()

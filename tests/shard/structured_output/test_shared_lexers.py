@@ -13,7 +13,8 @@ from llguidance import LLParserLimits
 
 from millrace_shard.structured_output import grammar_compiler, matcher
 from millrace_shard.structured_output.grammar_compiler import GrammarCompiler
-from millrace_shard.structured_output.manager import GrammarManager, GuidedRow, Masks
+from millrace_shard.structured_output.manager import GrammarManager
+from millrace_shard.structured_output.mask_computer import Bitmasks, MaskRequest
 from millrace_testing.engines.grammars import allowed, regex
 from millrace_testing.text.texts import byte_level
 
@@ -41,21 +42,22 @@ class Texts:
     """Follows texts of one grammar, each by a generator of its own."""
 
     def __init__(self, compiler: GrammarCompiler, numbers: range) -> None:
-        self.guides = GrammarManager(compiler, VOCAB_SIZE, beside=False)
+        self.grammars = GrammarManager(compiler, VOCAB_SIZE, overlap=False)
         self.masks: dict[int, list[set[int]]] = {number: [] for number in numbers}
         self._last: dict[int, tuple[int, ...]] = dict.fromkeys(numbers, ())
         self._random = {number: Random(number) for number in numbers}
         # A grammar that is admitted while it is being compiled is compiled once more, and shares nothing.
         compiler.matcher(GRAMMAR)
         for number in numbers:
-            self.guides.admit(number, GRAMMAR, np.zeros(0, dtype=np.int64))
+            self.grammars.admit(number, GRAMMAR, np.zeros(0, dtype=np.int64))
 
-    def step(self) -> Masks:
+    def step(self) -> Bitmasks:
         """A token of each."""
         rows = [
-            GuidedRow(slot=slot, news=partial(self._last.__getitem__, slot)) for slot in self._last
+            MaskRequest(slot=slot, new_tokens=partial(self._last.__getitem__, slot))
+            for slot in self._last
         ]
-        masks = self.guides.start(rows).result()
+        masks = self.grammars.start(rows).result()
         for slot, mask in zip(self._last, masks.bits, strict=True):
             found = allowed(mask)
             self.masks[slot].append(found)

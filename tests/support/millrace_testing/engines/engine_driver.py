@@ -25,7 +25,8 @@ from millrace_shard.batch.step import (
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.engine.engine import Engine
 from millrace_shard.engine.kv_capacity import WarmupRequest
-from millrace_shard.engine.warmup import LoadedModel, MemoryLimits
+from millrace_shard.engine.loaded_model import LoadedModel
+from millrace_shard.engine.warmup import MemoryLimits
 from millrace_shard.model_runner.runner import StepRunner
 from millrace_shard.speculation.factory import Speculation
 from millrace_testing.engines.fake_engine import BLOCK_SIZE, FakeKernels, FakeModel, fake_kernels

@@ -98,9 +98,9 @@ class Compiler:
         return self._words.matcher(grammar)
 
 
-def new_guides(words: Words, *, beside: bool = True) -> GrammarManager:
+def new_guides(words: Words, *, overlap: bool = True) -> GrammarManager:
     """Guides over `words`."""
-    return GrammarManager(Compiler(words), words.vocabulary.size, beside=beside)  # type: ignore[arg-type]
+    return GrammarManager(Compiler(words), words.vocabulary.size, overlap=overlap)  # type: ignore[arg-type]
 
 
 def allowed(mask: NDArray[np.int32]) -> set[int]:

@@ -24,7 +24,8 @@ from millrace_shard.model_runner.launched_step import LaunchedStep
 from millrace_shard.models.load import load_model
 from millrace_shard.speculation.loading import SpeculationLoader
 from millrace_shard.speculation.proposer import Proposer
-from millrace_shard.structured_output.manager import GrammarManager, GuidedRow, MaskJob, Masks
+from millrace_shard.structured_output.manager import GrammarManager, MaskJob
+from millrace_shard.structured_output.mask_computer import Bitmasks, MaskRequest
 from millrace_testing.engines.steps import MAX_TOKENS, Stepper, ints
 
 Allow = Callable[[int], tuple[int, int]]
@@ -127,7 +128,7 @@ class Generation:
             chunk_tokens=ints(chunks.values()),
             decode_slots=ints(decodes),
             decode_tokens=ints(positions for positions, _ in allowed),
-            draft_tokens=ints(guesses for _, guesses in allowed),
+            draft_tokens=ints(drafts for _, drafts in allowed),
         )
 
     def _take(self, step: Forward, result: StepResult) -> None:
@@ -170,7 +171,7 @@ class PlannedProposer(Proposer):
     def propose(self, rows: StepRows) -> DraftTokens:
         chains = []
         for slot, length, most in zip(
-            rows.slots.tolist(), rows.num_tokens, rows.most_guesses, strict=True
+            rows.slots.tolist(), rows.num_tokens, rows.max_draft_tokens, strict=True
         ):
             chain = np.array(self._futures[slot][length : length + most], dtype=np.int64)
             wrong = self._random.random(len(chain)) < self._error_rate
@@ -183,7 +184,7 @@ def any_of(*allowed: Sequence[int] | None) -> Grammar:
     return Grammar(GrammarKind.REGEX, json.dumps(allowed))
 
 
-class FakeGuides:
+class FakeGrammars:
     """Grammars of `any_of`. A token that is not allowed ends the matcher."""
 
     def __init__(self, vocab_size: int) -> None:
@@ -192,7 +193,7 @@ class FakeGuides:
         self._places: dict[int, int] = {}
         self.num_forced = 0
 
-    def as_guides(self) -> GrammarManager:
+    def as_manager(self) -> GrammarManager:
         """What a runner takes."""
         return cast("GrammarManager", self)
 
@@ -207,23 +208,23 @@ class FakeGuides:
     def clear(self) -> None:
         self._allowed.clear()
 
-    def start(self, rows: Sequence[GuidedRow]) -> MaskJob:
+    def start(self, rows: Sequence[MaskRequest]) -> MaskJob:
         return cast("MaskJob", _Job(lambda: self._masks(rows)))
 
-    def _masks(self, rows: Sequence[GuidedRow]) -> Masks:
+    def _masks(self, rows: Sequence[MaskRequest]) -> Bitmasks:
         bits, forced, failed = [], [], []
         for row in rows:
-            for token in row.news():
+            for token in row.new_tokens():
                 if token not in (self._at(row.slot, 0) or [token]):
                     failed.append(row.slot)
                 self._places[row.slot] += 1
             bits += [self._mask(self._at(row.slot, ahead)) for ahead in range(1 + len(row.drafts))]
             forced.append(self._chain(row))
-        return Masks(
+        return Bitmasks(
             np.array(bits, dtype=np.int32), tuple(forced), dict.fromkeys(failed, "no place")
         )
 
-    def _chain(self, row: GuidedRow) -> tuple[int, ...]:
+    def _chain(self, row: MaskRequest) -> tuple[int, ...]:
         chain: list[int] = []
         while (
             len(chain) < row.max_jump_forward_tokens
@@ -246,7 +247,7 @@ class FakeGuides:
 
 
 class _Job:
-    def __init__(self, result: Callable[[], Masks]) -> None:
+    def __init__(self, result: Callable[[], Bitmasks]) -> None:
         self.result = result
 
 
@@ -297,7 +298,7 @@ def _speculate(group: ProcessGroup, job: RankJob) -> tuple[dict[int, Told], int,
     with torch.inference_mode():
         model = load_model(job.folder, **options)  # type: ignore[arg-type]
         loader = SpeculationLoader(folder=job.folder, **options)  # type: ignore[arg-type]
-        model, speculation = loader.load(model, draft_folder=job.draft, speculate=3)
+        model, speculation = loader.load(model, draft_folder=job.draft, max_draft_tokens=3)
     stepper = Stepper(model, kernels, dtype=torch.float32, speculation=speculation)
     wants = {slot: Want(prompt) for slot, prompt in enumerate(job.prompts)}
     run = Generation(stepper, wants, job.num_tokens, allow=lambda _: (4, 3), chunk=7)

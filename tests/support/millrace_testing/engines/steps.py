@@ -19,9 +19,11 @@ from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.model_runner.decode_graphs import DecodeGraphs, GraphSettings
 from millrace_shard.model_runner.runner import DecodingFeatures, StepRunner
+from millrace_shard.model_runner.step_planner import StepPlanner
 from millrace_shard.models.interface import CausalModel
 from millrace_shard.models.load import load_model
 from millrace_shard.speculation.factory import Speculation
+from millrace_shard.speculation.proposer import Proposer
 from millrace_shard.structured_output.manager import GrammarManager
 from millrace_testing.models.models import save_tiny
 
@@ -80,11 +82,11 @@ class Stepper:
         graphs: GraphSettings | None = None,
         device: torch.device | str = "cpu",
         speculation: Speculation | None = None,
-        guides: GrammarManager | None = None,
+        grammars: GrammarManager | None = None,
         max_draft_tokens: int = 0,
         row_tile: int = 1,
     ) -> None:
-        """`max_draft_tokens` for a proposer that is set later, as `runner._proposer`."""
+        """`max_draft_tokens` for a proposer that `use` sets."""
         self.device = torch.device(device)
         self.block_size = kernels.block_size
         self.cache = [
@@ -112,7 +114,7 @@ class Stepper:
             block_size=kernels.block_size,
             vocab_size=model.info.vocab_size,
             padding_block=NUM_BLOCKS,
-            max_draft_tokens=speculation.most if speculation else max_draft_tokens,
+            max_draft_tokens=speculation.max_draft_tokens if speculation else max_draft_tokens,
             row_tile=row_tile,
         )
         self.batch = Batch(limits, self.device)
@@ -132,9 +134,14 @@ class Stepper:
                 self.cache,
                 self.batch,
                 self.graphs,
-                DecodingFeatures(guides=guides, proposer=proposer),
+                DecodingFeatures(grammars=grammars, proposer=proposer),
             )
         self.free = list(range(1, NUM_BLOCKS))
+
+    def use(self, proposer: Proposer) -> None:
+        """Draft with `proposer` from now on."""
+        self.runner._proposer = proposer
+        self.runner._planner = StepPlanner(self.batch, proposer)
 
     def admission(self, slot: int, ids: Iterable[int], **fields: object) -> Forward:
         """The step that admits a sequence, with room for 16 tokens more, and computes all of its prompt."""

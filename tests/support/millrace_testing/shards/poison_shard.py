@@ -28,7 +28,7 @@ from millrace_shard.engine import engine, warmup
 from millrace_shard.engine.warmup import WarmedUp
 from millrace_shard.model_runner.launched_step import LaunchedStep
 from millrace_shard.model_runner.prompt_logprobs import PromptLogprobs
-from millrace_shard.model_runner.runner import StepRunner, void
+from millrace_shard.model_runner.runner import StepRunner, noop
 
 OUT_OF_MEMORY = "CUDA out of memory, as a test asked for"
 
@@ -93,24 +93,24 @@ def install(poison: Poison) -> None:
     warming: list[bool] = []
 
     def poisoned_launch(
-        self: StepRunner, step: Forward, when_laid_out: Callable[[], None] = void
+        self: StepRunner, step: Forward, on_ready: Callable[[], None] = noop
     ) -> LaunchedStep:
         for sequence in step.change.admitted:
             carriers.discard(sequence.slot)
             if poison.is_in(sequence.input_ids.tolist()):
                 carriers.add(sequence.slot)
-        return launch(self, step, when_laid_out)
+        return launch(self, step, on_ready)
 
     def poisoned_forward(
-        self: StepRunner, prepared: StepLayout, when_laid_out: Callable[[], None]
+        self: StepRunner, layout: StepLayout, on_ready: Callable[[], None]
     ) -> tuple[Tensor, PromptLogprobs | None]:
         if not warming:
-            when_laid_out()
-            if poison.is_too_large(len(prepared.slots), int(prepared.counts.sum())):
+            on_ready()
+            if poison.is_too_large(len(layout.slots), int(layout.counts.sum())):
                 raise torch.OutOfMemoryError(OUT_OF_MEMORY)
-            if not carriers.isdisjoint(prepared.slots.tolist()):
+            if not carriers.isdisjoint(layout.slots.tolist()):
                 poison.act()
-        return forward(self, prepared, when_laid_out)
+        return forward(self, layout, on_ready)
 
     def quiet_warm_up(*args: Any, **kwargs: Any) -> WarmedUp:
         warming.append(True)

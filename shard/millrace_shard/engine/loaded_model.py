@@ -1,0 +1,58 @@
+"""A loaded model of one rank, with all that runs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from millrace_shard.device.process_group import ProcessGroup
+from millrace_shard.engine.kv_capacity import CacheShape
+from millrace_shard.kernels.base import Kernels
+from millrace_shard.models.interface import CausalModel
+from millrace_shard.sampling.watermark import Watermark
+from millrace_shard.speculation.factory import Speculation
+from millrace_shard.structured_output.manager import GrammarManager
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """The model, its kernels and process group, and the optional parts of decoding."""
+
+    model: CausalModel
+    kernels: Kernels
+    group: ProcessGroup
+    device: torch.device
+    dtype: torch.dtype
+    speculation: Speculation | None = None
+    """None: there are no draft tokens."""
+    grammars: GrammarManager | None = None
+    """None: a sequence with a grammar fails."""
+    watermark: Watermark | None = None
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Draft tokens of one sequence in one step."""
+        return 0 if self.speculation is None else self.speculation.max_draft_tokens
+
+    @property
+    def layers(self) -> tuple[tuple[int, int], ...]:
+        """(num_kv_heads, head_dim) of each layer with a KV cache, those of the draft model last."""
+        drafts = () if self.speculation is None else self.speculation.layers
+        return (*self.model.geometry.layers, *drafts)
+
+    def first_layers(self, count: int) -> LoadedModel:
+        """The same with at most `count` layers of the model, and of the draft model."""
+        speculation = self.speculation
+        if speculation is not None and speculation.draft is not None:
+            speculation = replace(speculation, draft=speculation.draft.first_layers(count))
+        return replace(self, model=self.model.first_layers(count), speculation=speculation)
+
+    def cache_shape(self) -> CacheShape:
+        """The cost of a block of this rank's KV caches."""
+        elements = sum(2 * num_heads * head_dim for num_heads, head_dim in self.layers)
+        return CacheShape(
+            block_size=self.kernels.block_size,
+            bytes_per_token=elements * self.dtype.itemsize,
+            max_position_embeddings=self.model.info.max_position_embeddings,
+        )

@@ -1,0 +1,253 @@
+"""Computes the bitmasks of a step: the tokens that the grammars of its sequences allow."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from millrace_shard.batch.sequence import Grammar
+from millrace_shard.structured_output.grammar.grammar_source import GrammarInvalid
+from millrace_shard.structured_output.grammar_compiler import GrammarCompiler
+from millrace_shard.structured_output.mask_filler import (
+    Bits,
+    MaskFiller,
+    MaskLines,
+    allows,
+    bits_of,
+    only_tokens,
+)
+from millrace_shard.structured_output.matcher import Matcher
+
+MAX_RENEWED = 2
+"""Lexers that a row may change to in a step: other sequences may have filled the first one too."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class MaskRequest:
+    """A sequence with a grammar that samples in the next step."""
+
+    slot: int
+    new_tokens: Callable[[], Sequence[int]]
+    """Tokens sampled since the last step with this slot, except forced ones; may wait for the device."""
+    drafts: Sequence[int] = ()
+    max_jump_forward_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bitmasks:
+    """The tokens that each row may sample at each of its positions."""
+
+    bits: Bits
+    """[M, ceil(V / 32)]: bit i of word j allows id 32 j + i. Each row has 1 + len(drafts) masks, in the order of rows;
+    they are all ones after a draft token that is not allowed, and for failed rows. The next step overwrites them."""
+    forced: tuple[tuple[int, ...], ...]
+    """The jump-forward tokens of each row, at most `max_jump_forward_tokens`: each was the only allowed token."""
+    failed: Mapping[int, str]
+    """The reason for each slot whose grammar no token can follow."""
+
+
+@dataclass(slots=True, eq=False)
+class GuidedSequence:
+    """A sequence with a grammar, and its matcher."""
+
+    grammar: Grammar
+    compiled: Future[Matcher]
+    """The matcher, once it is compiled and has consumed the replayed tokens."""
+    matcher: Matcher | None = None
+    """The result of `compiled`, without its lock; None before the first step."""
+    failure: str | None = None
+    """The reason if no token can follow."""
+
+
+@dataclass(slots=True, eq=False)
+class MaskRow:
+    """A row while its masks are computed."""
+
+    request: MaskRequest
+    sequence: GuidedSequence
+    first: int
+    """The line of its first mask."""
+    matcher: Matcher | None = None
+    """None once the row has failed."""
+    forced: tuple[int, ...] = ()
+    num_renewed: int = 0
+
+
+class MaskComputer:
+    """Feeds matchers with tokens and fills masks. One thread at a time uses it, in the order of the steps.
+
+    A token costs a matcher microseconds under the interpreter lock; all masks of a step are then filled together.
+    """
+
+    def __init__(self, compiler: GrammarCompiler | None, vocab_size: int, *, overlap: bool) -> None:
+        """`compiler` renews lexers; with `overlap` the forward pass needs the interpreter at the same time."""
+        self._compiler = compiler
+        self._width = -(-vocab_size // 32)
+        self._filler = MaskFiller(overlap=overlap)
+        self._lines = MaskLines(1, self._width)
+        self._jump_lines = MaskLines(1, self._width)
+        """Masks between jump-forward tokens, which are not part of the result."""
+        ends = () if compiler is None else compiler.vocabulary.eos_token_ids
+        self._ends = bits_of(ends, self._width)
+
+    def compute(self, rows: list[MaskRow], num_masks: int) -> Bitmasks:
+        """The masks of `rows`, `num_masks` in all."""
+        if len(self._lines) < num_masks:
+            self._lines = MaskLines(num_masks, self._width)
+        lines, bits = self._lines, self._lines.bits[:num_masks]
+        has_drafts = num_masks > len(rows)
+        if has_drafts:
+            bits[:] = -1
+        for row in rows:
+            self._catch_up(row)
+        self._fill([(row, row.first) for row in rows], lines)
+        self._jump_forward(rows, bits)
+        if has_drafts:
+            self._consume_drafts(rows, lines)
+        failed = [row for row in rows if row.matcher is None]
+        for row in failed:
+            bits[row.first : row.first + 1 + len(row.request.drafts)] = -1
+        reasons = {row.request.slot: row.sequence.failure or "" for row in failed}
+        return Bitmasks(bits, tuple([row.forced for row in rows]), reasons)
+
+    def _catch_up(self, row: MaskRow) -> None:
+        """Feed the row's matcher with its new tokens; a row that they do not match fails."""
+        sequence = row.sequence
+        new_tokens = row.request.new_tokens()
+        if sequence.failure is not None:
+            return
+        if sequence.matcher is None:
+            if (error := sequence.compiled.exception()) is not None:
+                _fail(row, str(error))
+                return
+            sequence.matcher = sequence.compiled.result()
+        row.matcher = sequence.matcher
+        for token in new_tokens:
+            if not self._consume(row, int(token)):
+                _fail(row, _error(row) or f"token {token} does not match")
+                return
+
+    def _fill(self, places: Sequence[tuple[MaskRow, int]], lines: MaskLines) -> None:
+        """Fill the mask of each row, in its current state, into its line; a row without a mask fails."""
+        asked, bits = [], lines.bits
+        for row, index in places:
+            if row.matcher is None:
+                continue
+            if row.matcher.has_ended:
+                bits[index] = self._ends
+            else:
+                asked.append((row, row.matcher, index))
+        self._filler.fill([(matcher.inner, index) for _, matcher, index in asked], lines)
+        for row, matcher, index in asked:
+            error = matcher.error()
+            while error is not None and (renewed := self._renew(row)) is not None:
+                self._filler.fill([(renewed.inner, index)], lines)
+                error = renewed.error()
+            if error is not None:
+                bits[index] = -1
+                _fail(row, error)
+
+    def _jump_forward(self, rows: Sequence[MaskRow], bits: Bits) -> None:
+        """Feed rows their forced tokens one by one, until several tokens are allowed or the text ends."""
+        jumping = [
+            row
+            for row in rows
+            if row.request.max_jump_forward_tokens
+            and row.matcher is not None
+            and not row.matcher.has_ended
+        ]
+        current = bits
+        if len(jumping) < len(bits):
+            current = bits[[row.first for row in jumping]]
+        if len(self._jump_lines) < len(jumping):
+            self._jump_lines = MaskLines(len(jumping), self._width)
+        while jumping := self._forced_by(current, jumping):
+            self._fill([(row, line) for line, row in enumerate(jumping)], self._jump_lines)
+            current = self._jump_lines.bits[: len(jumping)]
+
+    def _forced_by(self, masks: Bits, rows: Sequence[MaskRow]) -> list[MaskRow]:
+        """Feed each of `rows` the only token of its mask, if it has only one; returns rows that may have more."""
+        return [rows[line] for line, token in only_tokens(masks) if self._force(rows[line], token)]
+
+    def _force(self, row: MaskRow, token: int) -> bool:
+        """Add a forced token; returns whether another one may follow."""
+        if not self._consume(row, token):
+            _fail(row, _error(row) or f"the forced token {token} does not match")
+            return False
+        row.forced = (*row.forced, token)
+        matcher = row.matcher
+        if matcher is None or matcher.has_ended:
+            return False
+        return len(row.forced) < row.request.max_jump_forward_tokens
+
+    def _consume_drafts(self, rows: Sequence[MaskRow], lines: MaskLines) -> None:
+        """Fill the masks after draft tokens as long as these are allowed, then reset the matchers."""
+        drafting = [row for row in rows if row.request.drafts and not row.forced]
+        marks = [(row, row.matcher.mark()) for row in drafting if row.matcher is not None]
+        depth = 0
+        while drafting:
+            masks = lines.bits[depth:]
+            drafting = [
+                row for row in drafting if self._consume_draft(row, masks[row.first], depth)
+            ]
+            depth += 1
+            self._fill([(row, row.first + depth) for row in drafting], lines)
+        for row, mark in marks:
+            if row.matcher is not None and not row.matcher.return_to(mark):
+                _fail(row, row.matcher.error() or "the matcher could not return to its state")
+
+    def _consume_draft(self, row: MaskRow, mask: Bits, depth: int) -> bool:
+        """Feed the draft token at `depth` if there is one and `mask` allows it; returns whether."""
+        drafts = row.request.drafts
+        if row.matcher is None or depth >= len(drafts) or not allows(mask, drafts[depth]):
+            return False
+        if not self._consume(row, drafts[depth]):
+            _fail(row, _error(row) or "an allowed draft token does not match")
+            return False
+        return True
+
+    def _consume(self, row: MaskRow, token: int) -> bool:
+        """Whether the row's matcher has consumed `token`."""
+        if row.matcher is None:
+            return False
+        return row.matcher.consume(token) or (
+            (renewed := self._renew(row)) is not None and renewed.consume(token)
+        )
+
+    def _renew(self, row: MaskRow) -> Matcher | None:
+        """Give the row a matcher with another lexer if its lexer has no room for states; None if that fails.
+
+        All sequences of a grammar share a lexer, and the texts of others must not let this row fail.
+        """
+        stale = failed = row.matcher
+        while failed is not None and failed.is_exhausted() and row.num_renewed < MAX_RENEWED:
+            row.num_renewed += 1
+            renewed = self._renewed(row.sequence.grammar, failed)
+            if renewed is None or stale is None:
+                break
+            if renewed.follow(stale):
+                row.matcher = row.sequence.matcher = renewed
+                return renewed
+            failed = renewed
+        return None
+
+    def _renewed(self, grammar: Grammar, failed: Matcher) -> Matcher | None:
+        try:
+            return None if self._compiler is None else self._compiler.renewed(grammar, failed.lexer)
+        except GrammarInvalid:
+            return None
+
+
+def _fail(row: MaskRow, reason: str) -> None:
+    logger.error("the grammar in slot %d fails: %s", row.request.slot, reason)
+    row.sequence.failure = reason
+    row.matcher = None
+    row.forced = ()
+
+
+def _error(row: MaskRow) -> str | None:
+    return None if row.matcher is None else row.matcher.error()
