@@ -279,7 +279,7 @@ def _budgets(config: RouterConfig, info: ShardInfo, capacity: Capacity) -> Budge
         config,
         prefill_tokens=prefill_tokens(config, info, capacity),
         batch_size=batch_size(config),
-        max_draft_tokens=info.speculate,
+        max_draft_tokens=info.max_draft_tokens,
     )
 
 

@@ -84,7 +84,7 @@ class BatchMetrics:
             self._metrics.batch_concat_duration.labels(method="decode").observe(timings.concat)
 
     def speculated(self, progress: Progress) -> None:
-        """Count the guesses of a step."""
+        """Count the draft tokens of a step."""
         if progress.drafted:
             self._metrics.speculation_drafted_tokens.inc(progress.drafted)
             self._metrics.speculation_accepted_tokens.inc(progress.accepted)

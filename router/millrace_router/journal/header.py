@@ -44,7 +44,7 @@ _adapter = TypeAdapter(Header)
 
 def header_to_json(header: Header) -> bytes:
     """Write it."""
-    return _adapter.dump_json(header)
+    return _adapter.dump_json(header, by_alias=True)
 
 
 def header_from_json(data: bytes) -> Header:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import chain, islice, repeat
+from typing import Annotated
+
+from pydantic import Field
 
 from millrace_proto import generate_pb2 as pb
 from millrace_router.request.entry import entry_of
@@ -36,8 +39,8 @@ class ShardInfo:
     deterministic: bool
     prefill_logprobs: bool
     window_size: int | None
-    speculate: int = 0
-    """Tokens that may be guessed ahead for one sequence in one step."""
+    max_draft_tokens: Annotated[int, Field(alias="speculate")] = 0
+    """The largest number of draft tokens of one sequence in one step; `speculate` in JSON."""
     grammars: bool = False
 
     def difference(self, other: ShardInfo) -> str:
@@ -87,7 +90,7 @@ class StepResult:
     failure_reasons: Mapping[int, str] = field(default_factory=dict)
     """Of the failed slots whose grammar could not be followed any further."""
     computed: Sequence[tuple[int, int, int]] = ()
-    """(slot, KV positions filled so far, guesses given), of decodes that were allowed more than one position."""
+    """(slot, KV positions filled so far, draft tokens of the step), for decodes with more than one position allowed."""
 
 
 def info_from_pb(message: pb.InfoResponse) -> ShardInfo:
@@ -105,7 +108,7 @@ def info_from_pb(message: pb.InfoResponse) -> ShardInfo:
         deterministic=message.deterministic,
         prefill_logprobs=message.prefill_logprobs,
         window_size=message.window_size if message.HasField("window_size") else None,
-        speculate=message.speculate,
+        max_draft_tokens=message.max_draft_tokens,
         grammars=message.grammars,
     )
 

@@ -82,7 +82,7 @@ def info_to_pb(
         deterministic=deterministic and loaded.model.info.batch_invariant,
         prefill_logprobs=prefill_logprobs,
         window_size=info.window_size,
-        speculate=loaded.max_draft_tokens,
+        max_draft_tokens=loaded.max_draft_tokens,
         grammars=loaded.grammars is not None and loaded.grammars.compiler is not None,
     )
 

@@ -354,11 +354,11 @@ SPECULATE = 4
 
 
 def speculating(num_right: Callable[[int], int] = int) -> tuple[FakeShard, Batcher]:
-    """A shard whose guesses are right as `num_right` says of so many, and a batcher that allows all it can."""
+    """A shard whose draft tokens are right as `num_right` says of so many, and a batcher that allows all it can."""
     shard = FakeShard(num_blocks=200)
-    shard.speculate, shard.num_right = SPECULATE, num_right
+    shard.max_draft_tokens, shard.num_right = SPECULATE, num_right
     return shard, new_batcher(
-        DirectShards(shard), shard, max_batch_prefill_tokens=64, speculate=SPECULATE
+        DirectShards(shard), shard, max_batch_prefill_tokens=64, max_draft_tokens=SPECULATE
     )
 
 
@@ -380,8 +380,8 @@ async def test_tokens_of_one_step_are_events_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("right", range(SPECULATE + 1))
-async def test_guesses_are_counted_and_so_is_what_they_saved(right: int) -> None:
-    _, batcher = speculating(lambda guesses: min(guesses, right))
+async def test_draft_tokens_are_counted_and_so_are_the_tokens_they_save(right: int) -> None:
+    _, batcher = speculating(lambda draft_tokens: min(draft_tokens, right))
     async with running(batcher):
         await collect(batcher.submit(request([1] * 3, 200)))
     drafted = samples(batcher, "millrace_speculation_drafted_tokens_total")[""]
@@ -450,8 +450,8 @@ async def test_steps_that_yield_nothing_are_no_steps_that_saved_one() -> None:
     assert samples(batcher, "tgi_request_skipped_tokens_sum") == {"": 57.0}
 
 
-async def test_a_failed_step_of_guesses_is_computed_again_from_the_tokens_delivered() -> None:
-    shard, batcher = speculating(lambda guesses: guesses // 2)
+async def test_a_failed_step_of_draft_tokens_is_computed_again_from_the_tokens_delivered() -> None:
+    shard, batcher = speculating(lambda draft_tokens: draft_tokens // 2)
     async with running(batcher):
         streams = [batcher.submit(request([number], 60)) for number in range(3)]
         first = await next_token(streams[0])
@@ -465,7 +465,7 @@ async def test_a_failed_step_of_guesses_is_computed_again_from_the_tokens_delive
     ]
 
 
-async def test_a_row_that_is_not_finite_fails_alone_beside_guesses() -> None:
+async def test_a_row_that_is_not_finite_fails_alone_beside_draft_tokens() -> None:
     shard, batcher = speculating()
     shard.not_finite.add(1)
     async with running(batcher):

@@ -150,7 +150,7 @@ def test_the_ledger_knows_what_the_shard_holds(
         num_blocks=20,
         block_size=4,
         max_batch_size=budgets.num_slots,
-        speculate=budgets.max_draft_tokens,
+        max_draft_tokens=budgets.max_draft_tokens,
         choices=Choices(seed),
     )
     tap = Tap(shard)

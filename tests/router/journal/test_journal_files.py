@@ -266,7 +266,7 @@ def test_headers_of_other_versions_are_refused(data: bytes, message: str) -> Non
 
 
 def test_headers_come_back() -> None:
-    whole = header(new_shard(speculate=3))
+    whole = header(new_shard(max_draft_tokens=3))
     assert header_from_json(header_to_json(whole)) == whole
 
 

@@ -6,7 +6,11 @@ from pathlib import Path
 
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from millrace_router.journal.frames import read_frames
+from millrace_router.journal.header import header_from_json, header_to_json
 from millrace_router.journal.reader import Sent, read_events
+from millrace_router.journal.records import split
+from millrace_router.journal.rotation import journal_files
 from millrace_testing.router.journals import new_shard, replayed
 
 FORMAT_1 = Path(__file__).parent / "data" / "format_1"
@@ -19,8 +23,15 @@ async def test_a_journal_with_batch_ids_replays() -> None:
     assert any(decode.draft_tokens for decode in decodes)
     # `batch_id` was field 1.
     assert all(UnknownFieldSet(decode)[0].field_number == 1 for decode in decodes)
-    (outcome,) = await replayed(FORMAT_1, new_shard(speculate=3))
+    (outcome,) = await replayed(FORMAT_1, new_shard(max_draft_tokens=3))
     assert outcome.difference is None
     assert outcome.is_compared
     assert outcome.num_steps == len(sent) - 1
     assert outcome.num_tokens > 150
+
+
+def test_the_header_is_written_as_it_was() -> None:
+    for file in journal_files(FORMAT_1):
+        with file.open("rb") as stream:
+            header = next(split(next(read_frames(stream)))).payload
+        assert header_to_json(header_from_json(header)) == header

@@ -49,11 +49,11 @@ def record(
     keeps_tokens: bool = True,
     deterministic: bool = True,
     budgets: Budgets = BUDGETS,
-    speculate: int = 0,
+    max_draft_tokens: int = 0,
     meanwhile: Callable[[RecordedDriver], None] | None = None,
 ) -> RecordedDriver:
     """A journal of requests that come while others run; `meanwhile` is called in the middle."""
-    shard = new_shard(speculate=speculate)
+    shard = new_shard(max_draft_tokens=max_draft_tokens)
     head = header(shard, keeps_tokens=keeps_tokens, deterministic=deterministic)
     journal, scribe, _ = journal_in(folder, head)
     driver = RecordedDriver(budgets, shard, journal)
@@ -90,9 +90,9 @@ async def test_rows_of_several_tokens_are_the_same_too(tmp_path: Path) -> None:
     budgets = Budgets(
         max_batch_prefill_tokens=30, max_batch_size=6, spare_slots=2, max_draft_tokens=3
     )
-    driver = record(tmp_path, budgets=budgets, speculate=3)
+    driver = record(tmp_path, budgets=budgets, max_draft_tokens=3)
     assert any(step.decode.draft_tokens for step in driver.shard.steps)
-    (outcome,) = await replayed(tmp_path, new_shard(speculate=3))
+    (outcome,) = await replayed(tmp_path, new_shard(max_draft_tokens=3))
     assert outcome.difference is None
     assert outcome.num_tokens > 50
 
@@ -246,8 +246,8 @@ async def test_where_bits_are_not_promised_only_tokens_count(
 
 async def test_shards_that_speculate_otherwise_are_noted() -> None:
     player = Player(cast("ShardedClient", ReplayShards(new_shard())), step_seconds=30.0)
-    notes = await player.notes(header(new_shard(speculate=3)))
-    assert notes == ["recorded with speculate 3, replayed with 0"]
+    notes = await player.notes(header(new_shard(max_draft_tokens=3)))
+    assert notes == ["recorded with max_draft_tokens 3, replayed with 0"]
 
 
 async def test_without_token_ids_the_schedule_is_replayed(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def new_driver(
     prefill_chunking: bool = True,
     waiting_served_ratio: float = 0.3,
     max_waiting_tokens: int = 20,
-    speculate: int = 0,
+    max_draft_tokens: int = 0,
 ) -> ScheduleDriver:
     """Block size 1, no prefix cache, 16 tokens: the setting of TGI's queue tests."""
     budgets = Budgets(
@@ -39,13 +39,13 @@ def new_driver(
         prefill_chunking=prefill_chunking,
         waiting_served_ratio=waiting_served_ratio,
         max_waiting_tokens=max_waiting_tokens,
-        max_draft_tokens=speculate,
+        max_draft_tokens=max_draft_tokens,
     )
     shard = HashShard(
         num_blocks=num_tokens // block_size + 1,
         block_size=block_size,
         max_batch_size=rows,
-        speculate=speculate,
+        max_draft_tokens=max_draft_tokens,
     )
     return ScheduleDriver(budgets, shard, prefix_caching=False, depth=1)
 
@@ -150,7 +150,7 @@ class TestQueue:
     @pytest.mark.parametrize(("num_tokens", "admitted"), [(5, [0]), (6, [0, 1])])
     def test_guesses_are_reserved_too(self, num_tokens: int, admitted: list[int]) -> None:
         """input_length + max_new_tokens + speculate - 1 each, here 3; TGI's padded case counts as many."""
-        driver = new_driver(num_tokens=num_tokens, speculate=2)
+        driver = new_driver(num_tokens=num_tokens, max_draft_tokens=2)
         append(driver)
         append(driver)
         assert next_batch(driver) == admitted
@@ -159,7 +159,7 @@ class TestQueue:
 
     def test_guesses_keep_nothing_out_that_fits_without_them(self) -> None:
         """In TGI this one waits for ever; here no guess is made beyond the last token."""
-        driver = new_driver(num_tokens=16, speculate=4)
+        driver = new_driver(num_tokens=16, max_draft_tokens=4)
         append(driver, prompt=5, new=12)
         assert next_batch(driver) == [0]
         assert driver.planner.blocks.num_reserved == 16
@@ -189,7 +189,7 @@ class TestLoop:
 
     def test_guesses_do_not_turn_chunking_off(self) -> None:
         """As they do in TGI: a prompt is cut to what decodes and their guesses leave of the step."""
-        driver = new_driver(prefill=12, num_tokens=64, speculate=2)
+        driver = new_driver(prefill=12, num_tokens=64, max_draft_tokens=2)
         append(driver, new=12)
         driver.turn()
         append(driver, prompt=20, new=2)

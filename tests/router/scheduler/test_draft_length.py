@@ -118,10 +118,10 @@ def test_rows_that_are_likely_to_guess_right_guess_alone() -> None:
 def test_what_a_wide_step_costs_at_all_is_paid_by_all_rows_together() -> None:
     """As where only steps of one position each replay a graph."""
     cost = cost_model(once=STEP)
-    for num_good, guesses in ((1, False), (16, True)):
+    for num_good, draft_tokens in ((1, False), (16, True)):
         rows = [(history(*[0.85 * (place < num_good)] * 4), 10) for place in range(16)]
         lengths = AdaptiveDraftLength(cost, max_draft_tokens=MOST).lengths(rows, load_of(rows))
-        assert (lengths[0] > 1) is guesses, num_good
+        assert (lengths[0] > 1) is draft_tokens, num_good
 
 
 def test_nobody_guesses_while_nothing_is_known_of_costs() -> None:

@@ -48,7 +48,7 @@ class Always(Choices):
         self.forced = forced
         self.filled = filled
 
-    def num_guesses(self, most: int) -> int:
+    def num_draft_tokens(self, most: int) -> int:
         return most
 
     def chain_length(self) -> int:
@@ -63,7 +63,7 @@ def new_driver(
     prefill: int = 64,
     rows: int = 4,
     num_blocks: int = 60,
-    speculate: int = 4,
+    max_draft_tokens: int = 4,
     choices: Choices | None = None,
     lengths: Lengths | None = None,
     depth: int = 2,
@@ -73,14 +73,14 @@ def new_driver(
     budgets = Budgets(
         max_batch_prefill_tokens=prefill,
         max_batch_size=rows,
-        max_draft_tokens=speculate,
+        max_draft_tokens=max_draft_tokens,
         reserve_all=reserve_all,
     )
     shard = HashShard(
         num_blocks=num_blocks,
         block_size=4,
         max_batch_size=rows,
-        speculate=speculate,
+        max_draft_tokens=max_draft_tokens,
         choices=choices or Always(),
     )
     return ScheduleDriver(
@@ -125,7 +125,7 @@ def finish(driver: ScheduleDriver) -> int:
 
 
 def test_plain_rows_are_on_the_wire_as_ever() -> None:
-    driver = new_driver(speculate=0)
+    driver = new_driver(max_draft_tokens=0)
     submit(driver, (4, 6), (3, 6))
     sent(driver)
     plan = sent(driver)
@@ -161,7 +161,7 @@ def test_columns_say_what_each_row_may_fill() -> None:
 
 
 def test_without_guesses_there_is_no_column_of_them() -> None:
-    driver = new_driver(speculate=0)
+    driver = new_driver(max_draft_tokens=0)
     submit(driver, (4, 40), guided=True)
     sent(driver)
     decode = message(sent(driver))
@@ -217,7 +217,7 @@ def test_a_row_close_to_its_end_keeps_two_steps_in_flight() -> None:
 
 def test_forced_tokens_of_a_step_are_computed_in_the_next() -> None:
     """A prediction, then a chain of three and so on; a step more for each pair that is in flight."""
-    driver = new_driver(speculate=0, choices=Always(forced=3), depth=1)
+    driver = new_driver(max_draft_tokens=0, choices=Always(forced=3), depth=1)
     submit(driver, (4, 30), guided=True)
     assert finish(driver) == 10
 
@@ -225,13 +225,13 @@ def test_forced_tokens_of_a_step_are_computed_in_the_next() -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_forced_tokens_may_be_computed_one_by_one(depth: int) -> None:
     """As shards do where more would hold up others: no sooner than without chains, and no later."""
-    driver = new_driver(speculate=0, choices=Always(forced=3, filled=1), depth=depth)
+    driver = new_driver(max_draft_tokens=0, choices=Always(forced=3, filled=1), depth=depth)
     submit(driver, (4, 30), guided=True)
     assert 28 <= finish(driver) <= 30 + depth - 1
 
 
 def test_a_chain_longer_than_the_allowance_yields_nothing_until_it_is_computed() -> None:
-    driver = new_driver(speculate=0, choices=Always(forced=20), depth=1, num_blocks=30)
+    driver = new_driver(max_draft_tokens=0, choices=Always(forced=20), depth=1, num_blocks=30)
     submit(driver, (4, 60), guided=True)
     answers = []
     while driver.send() is not None:
@@ -292,7 +292,7 @@ def test_extra_positions_count_in_the_load_and_leave_less_for_prompts() -> None:
 
 def test_the_load_that_is_learned_from_is_of_what_was_computed() -> None:
     class Few(Always):
-        def num_guesses(self, most: int) -> int:
+        def num_draft_tokens(self, most: int) -> int:
             return min(1, most)
 
     driver = new_driver(choices=Few(), lengths=Lengths(repeat(3)), depth=1)

@@ -64,7 +64,7 @@ class LoopMachine(RuleBasedStateMachine):
             block_size=block_size,
             max_batch_size=budgets.num_slots,
             eos_every=eos_every,
-            speculate=budgets.max_draft_tokens,
+            max_draft_tokens=budgets.max_draft_tokens,
             choices=Choices(seed),
         )
         self.shards = HeldShards(self.shard, on_error=self.count_failures)

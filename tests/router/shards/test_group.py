@@ -183,7 +183,7 @@ def group_of(folder: Path, ranks: Sequence[FakeShard]) -> Iterator[list[str]]:
         ("attention", "plain", "rank 2 differs from rank 0: attention is plain instead of none$"),
         ("block_size", 16, "rank 2 differs from rank 0: block_size is 16 instead of 4$"),
         ("deterministic", True, "rank 2 .* deterministic is True instead of False$"),
-        ("speculate", 3, "rank 2 .* speculate is 3 instead of 0$"),
+        ("max_draft_tokens", 3, "rank 2 .* max_draft_tokens is 3 instead of 0$"),
     ],
 )
 async def test_a_rank_that_differs_ends_the_start(

@@ -94,7 +94,7 @@ def info_json(services: Services) -> InfoJson:
         **_scheduler(services),
         "attention": shard.attention,
         "deterministic": shard.deterministic,
-        "speculate": shard.speculate,
+        "speculate": shard.max_draft_tokens,
         "grammars": services.limits.grammars,
         "num_shard": shard.world_size,
         "router": "text-generation-router",

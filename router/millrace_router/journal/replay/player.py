@@ -20,7 +20,7 @@ from millrace_router.shards.wire import ShardInfo
 
 NEEDED = ("model_type", "vocab_size", "block_size")
 """What shards have to have in common with those recorded."""
-TOLD = ("dtype", "device_type", "attention", "world_size", "deterministic", "speculate")
+TOLD = ("dtype", "device_type", "attention", "world_size", "deterministic", "max_draft_tokens")
 """What explains another answer."""
 
 

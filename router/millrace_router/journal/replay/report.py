@@ -14,7 +14,7 @@ from millrace_router.journal.replay.player import Outcome
 COLUMNS = ("epoch", "began", "steps", "tokens", "recorded s", "replayed s", "result")
 WITHOUT_TOKENS = (
     "The journal holds no token ids (--journal-tokens): the schedule was replayed with others of the same number, "
-    "without grammars and guesses, and answers were not compared."
+    "without grammars and draft tokens, and answers were not compared."
 )
 
 

@@ -246,7 +246,7 @@ def services_over(
             deterministic=True,
             prefill_logprobs=limits.prefill_logprobs,
             window_size=None,
-            speculate=2,
+            max_draft_tokens=2,
             grammars=limits.grammars,
         ),
         capacity=Capacity(

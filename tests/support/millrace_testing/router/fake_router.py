@@ -102,7 +102,7 @@ def new_batcher(
     *,
     max_batch_prefill_tokens: int = 16,
     max_batch_size: int | None = None,
-    speculate: int = 0,
+    max_draft_tokens: int = 0,
     budgets: Budgets | None = None,
     prefix_caching: bool = True,
     waiting: RequestQueue | None = None,
@@ -116,7 +116,7 @@ def new_batcher(
     budgets = budgets or Budgets(
         max_batch_prefill_tokens=max_batch_prefill_tokens,
         max_batch_size=max_batch_size or shard.max_batch_size,
-        max_draft_tokens=speculate,
+        max_draft_tokens=max_draft_tokens,
     )
     metrics, cost = Metrics(max_input_tokens=1000, max_total_tokens=1000), CostModel()
     forecaster = Forecaster(

@@ -58,7 +58,7 @@ def info_of(shard: HashShard, *, deterministic: bool = True) -> ShardInfo:
         deterministic=deterministic,
         prefill_logprobs=True,
         window_size=None,
-        speculate=shard.speculate,
+        max_draft_tokens=shard.max_draft_tokens,
     )
 
 
@@ -187,10 +187,14 @@ def requests(count: int, *, seed: int = 0) -> list[ValidRequest]:
     ]
 
 
-def new_shard(*, speculate: int = 0, choices: int = 0) -> HashShard:
+def new_shard(*, max_draft_tokens: int = 0, choices: int = 0) -> HashShard:
     """Little room, so that blocks are reused and rows preempted."""
     return HashShard(
-        num_blocks=20, block_size=4, max_batch_size=8, speculate=speculate, choices=Choices(choices)
+        num_blocks=20,
+        block_size=4,
+        max_batch_size=8,
+        max_draft_tokens=max_draft_tokens,
+        choices=Choices(choices),
     )
 
 

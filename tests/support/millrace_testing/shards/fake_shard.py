@@ -15,7 +15,7 @@ import grpc
 
 from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
-from millrace_testing.shards.hash_choices import allowances
+from millrace_testing.shards.hash_choices import decode_limits
 
 VOCAB_SIZE = 97
 EOS_TOKEN_ID = 96
@@ -66,10 +66,10 @@ class FakeShard:
         """A step of more tokens runs out of memory."""
         self.not_finite: set[int] = set()
         self.eos_after: dict[int, int] = {}
-        self.speculate = 0
-        """Tokens it can guess for a row; it guesses all that it may."""
+        self.max_draft_tokens = 0
+        """The largest number of draft tokens of a row; each row gets as many as the router allows."""
         self.num_right: Callable[[int], int] = int
-        """How many of so many guesses are right: all of them."""
+        """The number of right tokens among so many draft tokens: all of them."""
         self.num_forced = 0
         """Tokens that a grammar forces whenever a token is due."""
         self.gate: Event | None = None
@@ -170,26 +170,28 @@ class FakeShard:
                 if sequence.num_computed == len(sequence.ids):
                     self._sample(slot, sequence, response)
                 rows += 1
-        limits = allowances(step, speculate=self.speculate)
-        for slot, (allowed, guesses) in zip(step.decode_slots, limits, strict=True):
+        limits = decode_limits(step, max_draft_tokens=self.max_draft_tokens)
+        for slot, (allowed, draft_tokens) in zip(step.decode_slots, limits, strict=True):
             if slot in self._broken:
                 response.failed_slots.append(slot)
             else:
-                self._decode(slot, allowed, guesses, response)
+                self._decode(slot, allowed, draft_tokens, response)
             rows += 1
         assert 0 < rows <= self.max_batch_size
 
-    def _decode(self, slot: int, allowed: int, guesses: int, response: pb.StepResponse) -> None:
+    def _decode(
+        self, slot: int, allowed: int, draft_tokens: int, response: pb.StepResponse
+    ) -> None:
         sequence = self.sequences[slot]
         assert sequence.num_computed >= len(sequence.pb.input_ids), (
             "decodes a sequence with prompt left"
         )
         assert sequence.num_computed + allowed <= len(sequence.blocks) * self.block_size
         pending = len(sequence.ids) - sequence.num_computed
-        guesses = max(0, min(guesses, allowed - pending))
+        draft_tokens = max(0, min(draft_tokens, allowed - pending))
         sequence.num_computed += min(pending, allowed)
         if pending <= allowed:
-            sequence.num_computed += self._sample(slot, sequence, response, guesses)
+            sequence.num_computed += self._sample(slot, sequence, response, draft_tokens)
         else:
             response.slots.append(slot)
             response.counts.append(0)
@@ -197,7 +199,7 @@ class FakeShard:
         if allowed > 1:
             response.computed_slots.append(slot)
             response.computed_positions.append(sequence.num_computed)
-            response.drafted_tokens.append(guesses)
+            response.drafted_tokens.append(draft_tokens)
 
     def _change(self, change: pb.BatchChange) -> None:
         for slot in change.dropped_slots:
@@ -230,16 +232,16 @@ class FakeShard:
             self._contents[block] = sequence.ids[: (i + 1) * size]
 
     def _sample(
-        self, slot: int, sequence: FakeSequence, response: pb.StepResponse, guesses: int = 0
+        self, slot: int, sequence: FakeSequence, response: pb.StepResponse, draft_tokens: int = 0
     ) -> int:
-        """Yield a token, those that are forced or those behind right guesses; how many guesses were right."""
+        """Yield a token, those that are forced or those after right draft tokens; the number of right draft tokens."""
         if sequence.pb.request_id in self.not_finite:
             self._broken.add(slot)
             response.failed_slots.append(slot)
             if sequence.pb.HasField("grammar"):
                 response.failure_reasons.append("too many states")
             return 0
-        num_right = self.num_right(guesses)
+        num_right = self.num_right(draft_tokens)
         num_forced = self.num_forced if sequence.pb.HasField("grammar") else 0
         count = num_forced or 1 + num_right
         for _ in range(count):
@@ -290,7 +292,7 @@ class FakeShardService(pb_grpc.ShardServiceServicer):
             attention=self.shard.attention,
             deterministic=self.shard.deterministic,
             prefill_logprobs=True,
-            speculate=self.shard.speculate,
+            max_draft_tokens=self.shard.max_draft_tokens,
         )
 
     def Health(self, request: pb.HealthRequest, context: grpc.ServicerContext) -> pb.HealthResponse:

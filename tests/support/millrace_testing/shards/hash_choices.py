@@ -14,19 +14,19 @@ LONGEST_CHAIN = 20
 
 
 class Choices:
-    """How many guesses there are, whether they are right, and how long the chains that grammars force."""
+    """The number of draft tokens, whether they are right, and how many tokens grammars force."""
 
     def __init__(self, seed: int = 0, *, right: float = 0.6, forced: float = 0.3) -> None:
         self._random = Random(seed)
         self._right = right
         self._forced = forced
 
-    def num_guesses(self, most: int) -> int:
+    def num_draft_tokens(self, most: int) -> int:
         """Often all that are allowed, sometimes fewer or none."""
         return most if self._random.random() < 0.5 else self._random.randint(0, most)
 
     def is_right(self) -> bool:
-        """Whether the next guess is."""
+        """Whether the next draft token is right."""
         return self._random.random() < self._right
 
     def chain_length(self) -> int:
@@ -67,16 +67,18 @@ class RandomLengths:
         """Nothing of it depends on time."""
 
 
-def allowances(work: pb.Prefill | pb.Decode, *, speculate: int) -> list[tuple[int, int]]:
-    """(positions, guesses among them) of each decode; raises AssertionError where the columns break a rule."""
+def decode_limits(work: pb.Prefill | pb.Decode, *, max_draft_tokens: int) -> list[tuple[int, int]]:
+    """(positions, draft tokens among them) of each decode; raises AssertionError where the columns break a rule."""
     tokens, drafts, count = work.decode_tokens, work.draft_tokens, len(work.decode_slots)
     if not tokens:
-        assert not drafts, "guesses without positions"
+        assert not drafts, "draft tokens without positions"
         return [(1, 0)] * count
     assert len(tokens) == count, "not one number of positions for each decode"
-    assert len(drafts) in (0, count), "not one number of guesses for each decode"
+    assert len(drafts) in (0, count), "not one number of draft tokens for each decode"
     assert any(number > 1 for number in tokens), "columns that say nothing"
     pairs = list(zip(tokens, drafts or [0] * count, strict=True))
-    assert all(guesses < number for number, guesses in pairs), "guesses alone"
-    assert all(guesses <= speculate for _, guesses in pairs), "more guesses than can be made"
+    assert all(draft_tokens < number for number, draft_tokens in pairs), "draft tokens alone"
+    assert all(draft_tokens <= max_draft_tokens for _, draft_tokens in pairs), (
+        "more draft tokens than the shard can make"
+    )
     return pairs

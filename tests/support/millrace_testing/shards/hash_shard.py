@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from millrace_proto import generate_pb2 as pb
-from millrace_testing.shards.hash_choices import Choices, allowances
+from millrace_testing.shards.hash_choices import Choices, decode_limits
 from millrace_testing.shards.hash_tokens import (
     POISON_TOKEN_ID,
     candidates,
@@ -59,10 +59,10 @@ class HashShard:
         block_size: int = 4,
         max_batch_size: int = 16,
         eos_every: int = 0,
-        speculate: int = 0,
+        max_draft_tokens: int = 0,
         choices: Choices | None = None,
     ) -> None:
-        self.speculate = speculate
+        self.max_draft_tokens = max_draft_tokens
         self.choices = choices or Choices()
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -149,27 +149,27 @@ class HashShard:
             self._compute(running, count)
             self.num_prefilled += count
             self._answer(running, response, count)
-        limits = allowances(work, speculate=self.speculate)
-        for slot, (allowed, guesses) in zip(work.decode_slots, limits, strict=True):
+        limits = decode_limits(work, max_draft_tokens=self.max_draft_tokens)
+        for slot, (allowed, draft_tokens) in zip(work.decode_slots, limits, strict=True):
             running = self._named(slot)
             assert running.num_computed >= len(running.pb.input_ids), "a decode before the prompt"
-            self._decode(running, allowed, guesses, response)
+            self._decode(running, allowed, draft_tokens, response)
 
     def _decode(
-        self, running: Running, allowed: int, guesses: int, response: pb.StepResponse
+        self, running: Running, allowed: int, draft_tokens: int, response: pb.StepResponse
     ) -> None:
         sequence, num_named = running.pb, len(response.slots)
         held = len(running.table) * self.block_size
         assert running.num_computed + allowed <= held, "fewer blocks than positions are allowed"
         is_guided = sequence.HasField("grammar")
-        assert is_guided or allowed <= 1 + guesses, "positions that nothing can fill"
+        assert is_guided or allowed <= 1 + draft_tokens, "positions that nothing can fill"
         count = self.choices.num_filled(min(len(running.ids) - running.num_computed, allowed))
         self._compute(running, count)
-        num_guesses = self._answer(running, response, 0, min(guesses, allowed - count))
+        num_draft_tokens = self._answer(running, response, 0, min(draft_tokens, allowed - count))
         if allowed > 1:
             response.computed_slots.append(sequence.slot)
             response.computed_positions.append(running.num_computed)
-            response.drafted_tokens.append(num_guesses)
+            response.drafted_tokens.append(num_draft_tokens)
             is_silent = len(response.slots) == num_named and not running.has_failed
             if is_silent and self.choices.says_zero():
                 response.slots.append(sequence.slot)
@@ -272,9 +272,9 @@ class HashShard:
         return cell
 
     def _answer(
-        self, running: Running, response: pb.StepResponse, num_prompt: int, guesses: int = 0
+        self, running: Running, response: pb.StepResponse, num_prompt: int, draft_tokens: int = 0
     ) -> int:
-        """Answer for a row whose tokens are computed; how many guesses were made, up to `guesses`."""
+        """Answer for a row whose tokens are computed; the number of draft tokens, up to `draft_tokens`."""
         cells = [self._read(running, position) for position in range(running.num_computed)]
         sequence = running.pb
         if sequence.prefill_logprobs and num_prompt:
@@ -288,11 +288,11 @@ class HashShard:
         running.has_failed |= not all(cell.is_finite for cell in cells)
         tokens: list[int] = []
         if running.num_computed == len(running.ids):
-            guesses = self.choices.num_guesses(guesses)
-            tokens = self._forced(running) or self._verified(running, guesses)
+            draft_tokens = self.choices.num_draft_tokens(draft_tokens)
+            tokens = self._forced(running) or self._verified(running, draft_tokens)
             running.ids += tokens
         else:
-            guesses = 0
+            draft_tokens = 0
         if running.has_failed:
             response.failed_slots.append(sequence.slot)
         elif tokens:
@@ -300,7 +300,7 @@ class HashShard:
             response.counts.append(len(tokens))
             response.ids.extend(tokens)
             response.logprobs.extend([-0.5] * len(tokens))
-        return guesses
+        return draft_tokens
 
     def _answer_candidates(
         self, running: Running, response: pb.StepResponse, before: list[Cell], *, first: int
@@ -342,10 +342,10 @@ class HashShard:
             min_new_tokens=sequence.min_new_tokens,
         )[num_generated:]
 
-    def _verified(self, running: Running, num_guesses: int) -> list[int]:
-        """Predict, behind right guesses too, all of which are written; nothing is left of those after a wrong one."""
+    def _verified(self, running: Running, num_draft_tokens: int) -> list[int]:
+        """Predict after each right draft token too. All are written; those after a wrong one are erased."""
         num_ids, tokens, are_right = len(running.ids), [self._predict(running)], True
-        for _ in range(num_guesses):
+        for _ in range(num_draft_tokens):
             is_right = self.choices.is_right()
             running.ids.append(tokens[-1] if is_right else (tokens[-1] + 1) % 90)
             self._compute(running, 1)
