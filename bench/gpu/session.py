@@ -16,7 +16,7 @@ from bench.gpu.scale import GRAPH_SIZES, Scale
 from bench.harness.checkpoints import Shape
 from millrace_shard.batch.sequence import Sequence
 from millrace_shard.batch.step import BatchChange, Forward, StepResult
-from millrace_shard.commands.serve import graph_settings, is_deterministic
+from millrace_shard.commands.device_settings import graph_settings, is_deterministic
 from millrace_shard.config import ShardConfig
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.engine.kv_capacity import WarmupRequest

@@ -16,7 +16,7 @@ from millrace_shard.errors import ModelError
 from millrace_shard.model_loader.checkpoint_files import INDEX, SINGLE
 
 MAX_FILE_BYTES = 5_000_000_000
-# What torch's restricted unpickler raises on bytes that are not a checkpoint; it checks no more than it must.
+# The errors of torch's restricted unpickler for bytes that are not a checkpoint; it validates little.
 UNREADABLE = (
     pickle.UnpicklingError,
     RuntimeError,
@@ -32,15 +32,15 @@ PICKLE_INDEX = "pytorch_model.bin.index.json"
 
 
 class ConversionError(ModelError):
-    """The pickles are absent, damaged, or hold more than tensors."""
+    """The pickles are missing or damaged, or contain more than tensors."""
 
 
 def convert(folder: Path, output: Path, *, max_file_bytes: int = MAX_FILE_BYTES) -> list[Path]:
-    """Write every tensor of the folder's pickles, under its own name and type, as safetensors into `output`.
+    """Write every tensor of the folder's pickles to safetensors in `output`, with the same name and dtype.
 
-    Tensors that share memory, as tied embeddings do, are written once per name: no reader has to know of the tie.
-    Above `max_file_bytes` the tensors are spread over numbered files with an index. Nothing is left half-written
-    under its final name. Returns the files. Raises ConversionError.
+    Tensors that share memory, such as tied embeddings, are written once per name, so that readers need not know of the
+    tie. More than `max_file_bytes` are split into numbered files with an index. A file gets its final name when it is
+    complete. Returns the files. Raises ConversionError.
     """
     if (output / SINGLE).exists() or (output / INDEX).exists():
         raise ConversionError(f"{output} already has safetensors weights")
@@ -77,7 +77,7 @@ def _pickles(folder: Path) -> list[Path]:
 
 
 def _groups(paths: Sequence[Path], max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Tensors in file order, cut into groups of at most `max_bytes` (one tensor may be larger)."""
+    """Tensors in file order, in groups of at most `max_bytes`; a larger tensor is a group by itself."""
     group: dict[str, torch.Tensor] = {}
     size = 0
     for path in paths:
@@ -85,7 +85,7 @@ def _groups(paths: Sequence[Path], max_bytes: int) -> Iterator[dict[str, torch.T
             if group and size + tensor.nbytes > max_bytes:
                 yield group
                 group, size = {}, 0
-            # A copy of its own: safetensors refuses memory that two names share.
+            # A copy per name is needed, since safetensors refuses shared memory.
             group[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
             size += tensor.nbytes
     if group:
@@ -106,7 +106,7 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _publish(parts: Sequence[tuple[Path, list[str]]], output: Path, *, total: int) -> list[Path]:
-    """Give the finished parts their names; the index comes last, so a reader never sees it without its files."""
+    """Rename the finished parts; the index is written last, so that its files exist."""
     if len(parts) == 1:
         return [parts[0][0].rename(output / SINGLE)]
     weight_map: dict[str, str] = {}
@@ -121,7 +121,7 @@ def _publish(parts: Sequence[tuple[Path, list[str]]], output: Path, *, total: in
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Convert the folder named on the command line; 1 with a message when it cannot be."""
+    """Convert the folder given on the command line; returns 1, with a message on stderr, after an error."""
     parser = argparse.ArgumentParser(prog="millrace-shard convert", description=__doc__)
     parser.add_argument("folder", type=Path, help="folder with pytorch_model*.bin")
     parser.add_argument("--output", type=Path, help="where to write; the folder itself when absent")

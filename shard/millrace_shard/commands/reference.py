@@ -34,7 +34,7 @@ class QuestionError(ModelError):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt, and how many tokens are to follow it."""
+    """A prompt, and the number of tokens to generate."""
 
     input_ids: tuple[int, ...]
     max_new_tokens: int
@@ -59,7 +59,7 @@ class Question:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Answer every line of stdin on stdout; 1 with `Error: …` on stderr when the model or a line is no good."""
+    """Answer every line of stdin on stdout; returns 1, with `Error: …` on stderr, for a bad model or line."""
     parser = argparse.ArgumentParser(prog="millrace-shard reference", description=__doc__)
     parser.add_argument("model_id", help="a folder or a name on the hub")
     parser.add_argument("--revision", default=os.environ.get("REVISION") or None)
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def load_reference(folder: Path) -> PreTrainedModel:
-    """The checkpoint in `folder` as `transformers` runs it: float32 on CPU. Raises ModelError."""
+    """The checkpoint in `folder`, loaded by `transformers` in float32 on CPU. Raises ModelError."""
     config = read_any_config(folder)
     SafetensorFiles(folder).close()
     disable_progress_bar()
@@ -95,7 +95,7 @@ def load_reference(folder: Path) -> PreTrainedModel:
         )
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
         raise WeightsError(f"transformers cannot load {folder}: {error}") from error
-    # The checkpoint's own settings may sample, penalise or stop, and fill in whatever a call leaves out.
+    # The checkpoint's settings may enable sampling, penalties or stopping, so they are replaced.
     model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
     return model.eval()
 

@@ -16,6 +16,12 @@ from typing import NoReturn
 
 import torch
 
+from millrace_shard.commands.device_settings import (
+    choose_device,
+    choose_dtype,
+    graph_settings,
+    is_deterministic,
+)
 from millrace_shard.commands.tgi_flags import notices, refuse_unsupported
 from millrace_shard.config import ShardConfig
 from millrace_shard.device.one_shot import SymmetricMemory
@@ -31,10 +37,8 @@ from millrace_shard.kernels.cpu.int8_linear import is_fast, with_int8
 from millrace_shard.logs import configure
 from millrace_shard.model_loader.hub import HubSettings
 from millrace_shard.model_loader.load_progress import readable_size
-from millrace_shard.model_runner.decode_graphs import GraphSettings
-from millrace_shard.model_runner.graph_capture import CudaCapture
 from millrace_shard.models.interface import ModelInfo
-from millrace_shard.models.load import RopeOverride, head_dim, load_model, read_config
+from millrace_shard.models.load import RopeOverride, head_dim, load_model
 from millrace_shard.process import die_with_parent
 from millrace_shard.sampling.watermark import Watermark
 from millrace_shard.server.credentials import server_credentials
@@ -47,11 +51,11 @@ from millrace_shard.structured_output.grammar_compiler import GrammarCompiler
 from millrace_shard.structured_output.manager import GrammarManager
 
 STOP_SECONDS = 5.0
-"""How long calls that are under way, a step among them, may go on after a signal."""
+"""Time for running calls, a step among them, to finish after a signal."""
 ENDED_SECONDS = 1.0
-"""The same once the engine has ended, which answers nothing any more."""
+"""The same time when the engine has ended, and calls cannot be answered."""
 ABORT_SECONDS = 1.0
-"""How much longer stopping may take before the process is ended as it is."""
+"""Further time to stop before the process is killed."""
 WAKE_SECONDS = 0.5
 STDERR = 2
 
@@ -59,12 +63,12 @@ logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Serve until SIGTERM or SIGINT; 1 with a message when model or address cannot be had, or the engine dies."""
+    """Serve until SIGTERM or SIGINT; exit with 1 and a message after an error, or when the engine ends by itself."""
     config = ShardConfig.from_args(sys.argv[1:] if argv is None else argv)
     configure(config.threshold, json_output=config.json_output)
     try:
         die_with_parent()
-        # Until it serves, there is nothing to stop in order.
+        # During loading nothing needs an orderly stop.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         serve(config)
     except (ModelError, GroupError, EngineEnded, RuntimeError) as error:
@@ -75,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def end_process(status: int) -> NoReturn:
-    """End at once: torch takes seconds to be torn down, and a thread that waits for ever would be waited for."""
+    """Exit at once: torch's teardown takes seconds, and a normal exit would wait for blocked threads."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -83,9 +87,10 @@ def end_process(status: int) -> NoReturn:
 
 
 def serve(config: ShardConfig) -> None:
-    """Load, listen, wait for a signal, stop. Only a model that is loaded is listened for.
+    """Load the model, then listen, wait for a signal, and stop.
 
-    Raises EngineEnded when the engine ends by itself.
+    Raises EngineEnded if the engine ends by itself, UnsupportedModel for flags that are not supported, and the errors
+    of loading.
     """
     refuse_unsupported(config)
     for notice in notices(config):
@@ -95,17 +100,7 @@ def serve(config: ShardConfig) -> None:
     if socket is not None:
         socket.check_free()
     device = choose_device(config)
-    threads = config.cpu_threads or max(1, usable_cores() // config.world_size)
-    engine = Engine(
-        limits=MemoryLimits(
-            kv_memory=config.kv_memory,
-            cuda_memory_fraction=config.cuda_memory_fraction,
-        ),
-        device=device,
-        cpu_threads=threads if device.type == "cpu" else None,
-        overlap=device.type == "cuda",
-        graphs=graph_settings(config, device),
-    )
+    engine = _engine(config, device)
     engine.start()
     loaded = engine.submit(lambda: load(config, device)).result()
     engine.attach(loaded)
@@ -130,7 +125,7 @@ def serve(config: ShardConfig) -> None:
     if received is not None:
         logger.info("Stopping after %s", signal.Signals(received).name)
     grace = ENDED_SECONDS if received is None else STOP_SECONDS
-    # A thread of its own, in C, ends the process and tells where it hangs, whoever holds the interpreter.
+    # If stopping hangs, a C thread, which does not need the interpreter lock, prints all stacks and ends the process.
     faulthandler.dump_traceback_later(grace + ABORT_SECONDS, exit=True, file=STDERR)
     service.end_streams()
     server.stop(grace=grace).wait()
@@ -141,27 +136,28 @@ def serve(config: ShardConfig) -> None:
         raise EngineEnded("the engine has ended")
 
 
+def _engine(config: ShardConfig, device: torch.device) -> Engine:
+    threads = config.cpu_threads or max(1, usable_cores() // config.world_size)
+    return Engine(
+        limits=MemoryLimits(
+            kv_memory=config.kv_memory,
+            cuda_memory_fraction=config.cuda_memory_fraction,
+        ),
+        device=device,
+        cpu_threads=threads if device.type == "cpu" else None,
+        overlap=device.type == "cuda",
+        graphs=graph_settings(config, device),
+    )
+
+
 def _first_of(stops: SimpleQueue[int | None]) -> int | None:
     while True:
-        # A signal that the kernel gives to another thread does not end a wait of this one, which has to handle it.
+        # The timeout lets this thread run signal handlers: a signal delivered to another thread does not end its wait.
         with suppress(Empty):
             return stops.get(timeout=WAKE_SECONDS)
 
 
-def _quantized(kernels: Kernels, kind: str, device: torch.device, dtype: torch.dtype) -> Kernels:
-    if kind != "int8":
-        raise UnsupportedModel(f"--quantize {kind} is not supported yet")
-    if device.type != "cpu" or dtype != torch.bfloat16:
-        raise UnsupportedModel(f"--quantize int8 is for bfloat16 on CPU, not {dtype} on {device}")
-    logger.info("linears in int8, all but the output head")
-    if not is_fast():
-        logger.warning("int8 is slower than bfloat16 here: it takes x86 with AVX2, and a compiler")
-    return with_int8(kernels)
-
-
-def load(config: ShardConfig, device: torch.device) -> LoadedModel:
-    """Meet the other ranks, then read this rank's weights."""
-    config = with_folders(config)
+def _connect(config: ShardConfig, device: torch.device) -> ProcessGroup:
     group = ProcessGroup.connect(
         config.rank,
         config.world_size,
@@ -173,7 +169,10 @@ def load(config: ShardConfig, device: torch.device) -> LoadedModel:
         group.add_in_rank_order()
     if config.one_shot_all_reduce and config.world_size > 1 and device.type == "cuda":
         group.use_one_shot(SymmetricMemory(device))
-    dtype = choose_dtype(config, device)
+    return group
+
+
+def _kernels(config: ShardConfig, device: torch.device, dtype: torch.dtype) -> Kernels:
     kernels = choose_kernels(
         device,
         dtype,
@@ -181,8 +180,30 @@ def load(config: ShardConfig, device: torch.device) -> LoadedModel:
         head_dims=_head_dims(config),
         custom=not config.disable_custom_kernels,
     )
-    if config.quantize is not None:
-        kernels = _quantized(kernels, config.quantize, device, dtype)
+    if config.quantize is None:
+        return kernels
+    return _quantized(kernels, config.quantize, device, dtype)
+
+
+def _quantized(kernels: Kernels, kind: str, device: torch.device, dtype: torch.dtype) -> Kernels:
+    if kind != "int8":
+        raise UnsupportedModel(f"--quantize {kind} is not supported yet")
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        raise UnsupportedModel(f"--quantize int8 is for bfloat16 on CPU, not {dtype} on {device}")
+    logger.info("all linears but the output head run in int8")
+    if not is_fast():
+        logger.warning(
+            "int8 is slower than bfloat16 here: its operator needs x86 with AVX2, and a compiler"
+        )
+    return with_int8(kernels)
+
+
+def load(config: ShardConfig, device: torch.device) -> LoadedModel:
+    """Connect the ranks, then read this rank's weights."""
+    config = with_folders(config)
+    group = _connect(config, device)
+    dtype = choose_dtype(config, device)
+    kernels = _kernels(config, device, dtype)
     started = time.monotonic()
     model = load_model(
         config.model_folder,
@@ -247,39 +268,6 @@ def _grammars(config: ShardConfig, info: ModelInfo, device: torch.device) -> Gra
     return GrammarManager(compiler, info.vocab_size, overlap=device.type != "cpu")
 
 
-def choose_device(config: ShardConfig) -> torch.device:
-    """As configured; `auto` takes CUDA when there is any. Ranks of one host take its GPUs in order."""
-    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ModelError("--device cuda, but no CUDA device is found")
-    return torch.device("cuda", config.rank % torch.cuda.device_count())
-
-
-def choose_dtype(config: ShardConfig, device: torch.device) -> torch.dtype:
-    """As configured, else the checkpoint's own; on CPU bfloat16 stands in for float16."""
-    if config.dtype is not None:
-        return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[
-            config.dtype
-        ]
-    own = read_config(config.model_folder).dtype
-    if own not in (torch.float16, torch.bfloat16):
-        return torch.float32
-    return torch.bfloat16 if device.type == "cpu" else own
-
-
-def graph_settings(config: ShardConfig, device: torch.device) -> GraphSettings | None:
-    """Sizes as configured, on CUDA alone."""
-    if device.type != "cuda" or not config.cuda_graphs:
-        return None
-    return GraphSettings(config.cuda_graphs, CudaCapture)
-
-
-def is_deterministic(config: ShardConfig, device: torch.device) -> bool:
-    """As configured, else only where it costs next to nothing, on CPU."""
-    return config.deterministic == "on" or (config.deterministic == "auto" and device.type == "cpu")
-
-
 def _rope_override(config: ShardConfig) -> RopeOverride | None:
     if config.rope_scaling is None and config.rope_factor is None:
         return None
@@ -287,7 +275,7 @@ def _rope_override(config: ShardConfig) -> RopeOverride | None:
 
 
 def _head_dims(config: ShardConfig) -> tuple[int, ...]:
-    """Of the model, and of a draft model, whose attention the same kernels compute."""
+    """The head dimensions of the model and of the draft model, which share the kernels."""
     folders = [config.model_folder]
     if config.draft_model is not None and not is_medusa(Path(config.draft_model)):
         folders.append(Path(config.draft_model))

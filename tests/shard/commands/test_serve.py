@@ -23,14 +23,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
 from millrace_shard.__main__ import main
-from millrace_shard.commands.serve import (
+from millrace_shard.commands.device_settings import (
     choose_device,
     choose_dtype,
     graph_settings,
     is_deterministic,
-    load,
-    serve,
 )
+from millrace_shard.commands.serve import load, serve
 from millrace_shard.config import ShardConfig
 from millrace_shard.engine.engine import Engine
 from millrace_shard.engine.loaded_model import LoadedModel

@@ -1,0 +1,47 @@
+"""Device, dtype and modes that follow from the config of a shard."""
+
+from __future__ import annotations
+
+import torch
+
+from millrace_shard.config import ShardConfig
+from millrace_shard.errors import ModelError
+from millrace_shard.model_runner.decode_graphs import GraphSettings
+from millrace_shard.model_runner.graph_capture import CudaCapture
+from millrace_shard.models.load import read_config
+
+
+def choose_device(config: ShardConfig) -> torch.device:
+    """The configured device; `auto` means CUDA if available. Ranks of a host use its GPUs in order.
+
+    Raises ModelError if CUDA is configured but not available.
+    """
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ModelError("--device cuda, but no CUDA device is found")
+    return torch.device("cuda", config.rank % torch.cuda.device_count())
+
+
+def choose_dtype(config: ShardConfig, device: torch.device) -> torch.dtype:
+    """The configured dtype, else the checkpoint's; on CPU, bfloat16 replaces the checkpoint's float16."""
+    if config.dtype is not None:
+        return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[
+            config.dtype
+        ]
+    own = read_config(config.model_folder).dtype
+    if own not in (torch.float16, torch.bfloat16):
+        return torch.float32
+    return torch.bfloat16 if device.type == "cpu" else own
+
+
+def graph_settings(config: ShardConfig, device: torch.device) -> GraphSettings | None:
+    """The configured sizes of CUDA graphs; None for other devices."""
+    if device.type != "cuda" or not config.cuda_graphs:
+        return None
+    return GraphSettings(config.cuda_graphs, CudaCapture)
+
+
+def is_deterministic(config: ShardConfig, device: torch.device) -> bool:
+    """Whether deterministic mode is on; `auto` means on for CPU, where its cost is negligible."""
+    return config.deterministic == "on" or (config.deterministic == "auto" and device.type == "cpu")
