@@ -1,1 +1,1 @@
-"""The shard: forward passes over token ids on one device. No HTTP, no text."""
+"""The shard runs forward passes over token ids on one device; it knows neither HTTP nor text."""

@@ -1,4 +1,4 @@
-"""`millrace-shard`: serve a model, download one, convert one to safetensors, or ask `transformers` about one."""
+"""The command `millrace-shard`: serve, download or convert a model, or run it with `transformers`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ USAGE = f"usage: millrace-shard {{{','.join(COMMANDS)}}} ...\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; its module is loaded only then, since not all of them need torch."""
+    """Run one command. Only its module is loaded, since some commands do not need torch."""
     arguments = sys.argv[1:] if argv is None else argv
     if not arguments or arguments[0] not in COMMANDS:
         wants_help = bool(arguments) and arguments[0] in ("-h", "--help")

@@ -6,17 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
-
-
 Floats = NDArray[np.float32]
-
-
 Flags = NDArray[np.bool_]
 
-
 _NO_INTS: Ints = np.empty(0, dtype=np.int64)
-
-
 _NO_FLOATS: Floats = np.empty(0, dtype=np.float32)
 
 

@@ -1,6 +1,6 @@
-"""The shard's flags: each is declared here once, with its environment variable, default and meaning.
+"""The flags of the shard, each declared once with its environment variable, default and meaning.
 
-Imported by the launcher too, so nothing here may be heavier than pydantic.
+The launcher imports this module too, so that it must import nothing larger than pydantic.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Quantization = Literal[
 
 @contextmanager
 def _printable_help() -> Iterator[None]:
-    """Show no default where there is none: what stands for None there cannot be typed, or printed."""
+    """Remove the default None from the help: its placeholder cannot be typed or printed."""
     shown = io.StringIO()
     try:
         with redirect_stdout(shown):
@@ -49,19 +49,19 @@ def _printable_help() -> Iterator[None]:
 
 
 class ShardConfig(BaseSettings):
-    """What a shard is told; an environment variable is the field's name in capitals, the command line beats it."""
+    """The settings of a shard. Environment variables have the field names in capitals; flags override them."""
 
     model_config = SettingsConfigDict(
         frozen=True,
         extra="ignore",
         env_ignore_empty=True,
-        # `model_folder` is a positional argument, never a field to be warned about.
+        # No warning about the name of `model_folder`, which is a positional argument.
         protected_namespaces=(),
         cli_prog_name="millrace-shard serve",
         cli_kebab_case=True,
         cli_implicit_flags="toggle",
         cli_hide_none_type=True,
-        # No word a user can type may stand for None.
+        # No word that a user can type means None.
         cli_parse_none_str="\0",
     )
 
@@ -234,7 +234,7 @@ class ShardConfig(BaseSettings):
 
     @property
     def listen_target(self) -> str:
-        """What gRPC listens on: the TCP address when there is one, else this rank's socket."""
+        """The gRPC address: the TCP address if there is one, else the socket of this rank."""
         return self.address or f"unix:{self.socket_path}"
 
     @classmethod
@@ -252,7 +252,7 @@ class ShardConfig(BaseSettings):
     @field_validator("cuda_graphs", mode="before")
     @classmethod
     def _split_commas(cls, value: object) -> object:
-        """Zeros mean no graph of that size."""
+        """Split sizes at commas and drop zeros, which mean no graphs."""
         if isinstance(value, str):
             value = [value]
         if isinstance(value, list | tuple):
@@ -263,7 +263,7 @@ class ShardConfig(BaseSettings):
     @field_validator("deterministic", mode="before")
     @classmethod
     def _read_switch(cls, value: object) -> object:
-        """Take the words of boolean variables for on and off too."""
+        """Accept boolean words for on and off too."""
         if not isinstance(value, str):
             return value
         word = value.strip().lower()
@@ -287,7 +287,7 @@ class ShardConfig(BaseSettings):
 
 
 def log_level(value: object) -> object:
-    """Map TGI's level words, and filter directives that name no level, onto ours."""
+    """Map TGI's level words to ours, and filter directives without a level to info."""
     if not isinstance(value, str):
         return value
     word = value.strip().lower()

@@ -1,4 +1,4 @@
-"""What can be wrong with a model before it serves: each is the operator's to mend, and says how."""
+"""Errors of the shard. The message of a ModelError tells the operator how to solve it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ class ModelError(ValueError):
 
 
 class UnsupportedModel(ModelError):  # noqa: N818
-    """Its architecture, or a field of its config, asks for what is not implemented."""
+    """The architecture or a field of the config needs an unimplemented feature."""
 
 
 class WeightsError(ModelError):
-    """Its weights are missing, damaged, or not those that its config describes."""
+    """The weights are missing or damaged, or do not fit the config."""
 
 
 class EngineEnded(Exception):  # noqa: N818
-    """The thread that runs the model is no more."""
+    """The thread that runs the model has ended."""
 
 
 class StepInvalid(Exception):  # noqa: N818
-    """A step contradicts the state of the batch or itself: the fault is the sender's."""
+    """A step contradicts the state of the batch or itself: the router has sent a wrong step."""

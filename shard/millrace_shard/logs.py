@@ -1,4 +1,4 @@
-"""The shard's log on standard output: JSON in the shape of TGI's lines for the launcher, text for people."""
+"""The log of the shard on standard output: JSON in TGI's format for the launcher, or text for people."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOISY_LIBRARIES = ("transformers", "torch", "huggingface_hub", "asyncio", "filel
 
 
 def configure(level: str, *, json_output: bool, file: TextIO | None = None) -> None:
-    """Log everything of `level` and above, other libraries' warnings included, to `file` or standard output."""
+    """Log records of `level` and above, and warnings of libraries, to `file` or standard output."""
     threshold = LEVELS[level]
     handler = logging.StreamHandler(sys.stdout if file is None else file)
     handler.setFormatter(JsonFormatter() if json_output else TextFormatter())
@@ -31,7 +31,7 @@ def configure(level: str, *, json_output: bool, file: TextIO | None = None) -> N
 
 
 class JsonFormatter(logging.Formatter):
-    """`{"timestamp", "level", "fields": {"message", …}, "target"}`, one line each."""
+    """Formats a record as `{"timestamp", "level", "fields": {"message", …}, "target"}` in one line."""
 
     def format(self, record: logging.LogRecord) -> str:
         """One line of JSON."""
@@ -49,7 +49,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Time, level, module, message; a traceback follows on lines of its own."""
+    """Formats a record as time, level, module and message; a traceback follows on separate lines."""
 
     def format(self, record: logging.LogRecord) -> str:
         """One line, more with a traceback."""

@@ -1,4 +1,4 @@
-"""A shard without its launcher is of no use: it ends when its parent does."""
+"""Ends the process when its parent ends, since a shard needs its launcher."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import sys
 
 PR_SET_PDEATHSIG = 1
 PARENT = os.getppid()
-"""Who started this process, noted as soon as it runs."""
+"""The parent process id at the start."""
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when its parent dies; end it if that has happened already. Linux only.
+    """Let the kernel kill this process when its parent dies; end at once if the parent is dead. Linux only.
 
-    A process that was forked names its `parent`.
+    A forked process passes the id of its `parent`.
     """
     if sys.platform != "linux":
         return

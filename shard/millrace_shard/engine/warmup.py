@@ -33,6 +33,7 @@ from millrace_shard.engine.profile_run import (
     prefill_too_large,
     run_largest,
 )
+from millrace_shard.kernels.base import LayerCache
 from millrace_shard.model_runner.decode_graphs import DecodeGraphs, GraphSettings
 from millrace_shard.model_runner.runner import DecodingFeatures, StepRunner
 
@@ -203,21 +204,9 @@ def _new_runner(
     graphs: GraphSettings | None,
 ) -> StepRunner:
     """A runner with a new cache; graphs get an extra block for padding, behind the blocks of the router."""
-    cache = [
-        loaded.kernels.new_cache(
-            num_blocks=num_blocks if graphs is None else num_blocks + 1,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            dtype=loaded.dtype,
-            device=loaded.device,
-        )
-        for num_kv_heads, head_dim in loaded.layers
-    ]
     # Block 0 pads short block tables: it is never written, and read only with a weight of zero.
     unowned = [0] if graphs is None else [0, num_blocks]
-    reserved = torch.tensor(unowned, dtype=torch.int64, device=loaded.device)
-    for layer in cache:
-        loaded.kernels.zero_blocks(layer, reserved)
+    cache = _new_cache(loaded, num_blocks=num_blocks - 1 + len(unowned), unowned=unowned)
     limits = BatchLimits(
         max_batch_size=max_batch_size,
         max_tokens=max_tokens,
@@ -248,6 +237,24 @@ def _new_runner(
         captured,
         DecodingFeatures(grammars=loaded.grammars, proposer=proposer, watermark=loaded.watermark),
     )
+
+
+def _new_cache(loaded: LoadedModel, *, num_blocks: int, unowned: list[int]) -> list[LayerCache]:
+    """The cache of each layer, with zeros in the `unowned` blocks."""
+    cache = [
+        loaded.kernels.new_cache(
+            num_blocks=num_blocks,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=loaded.dtype,
+            device=loaded.device,
+        )
+        for num_kv_heads, head_dim in loaded.layers
+    ]
+    reserved = torch.tensor(unowned, dtype=torch.int64, device=loaded.device)
+    for layer in cache:
+        loaded.kernels.zero_blocks(layer, reserved)
+    return cache
 
 
 def _release_memory(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Draft tokens by prompt lookup, a draft model or Medusa heads.
+"""Draft tokens from prompt lookup, a draft model or Medusa heads.
 
 Entry points: `proposer.Proposer`, `factory`.
 May import: models, model_loader, batch, kernels, device.

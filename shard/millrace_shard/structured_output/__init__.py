@@ -1,4 +1,4 @@
-"""Grammars compiled, followed and turned into bitmasks.
+"""Compiles grammars, follows them along sequences, and computes bitmasks of the allowed tokens.
 
 Entry points: `grammar_compiler.GrammarCompiler`, `manager.GrammarManager`.
 May import: batch, model_loader, kernels, device.

@@ -1,7 +1,7 @@
-"""The model's vocabulary as bytes, which is what grammars are matched against.
+"""The vocabulary of the model as bytes, which grammars match.
 
-Read from tokenizer.json alone, so that a token is here the bytes that it adds to the text anywhere but at its start,
-as the router's detokenizer has it. llguidance's own reader knows byte-level and byte-fallback decoders only.
+It is read from tokenizer.json. The bytes of a token are those that it adds to the text anywhere but at its start, as in
+the detokenizer of the router. The reader of llguidance supports byte-level and byte-fallback decoders only.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ Step = Callable[[str | bytes], str | bytes]
 
 
 class UnknownTokenizer(ValueError):  # noqa: N818
-    """No bytes can be told from this tokenizer's tokens."""
+    """A tokenizer whose tokens have no fixed bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What llguidance knows of a model's tokens."""
+    """The tokens of a model for llguidance."""
 
     tokenizer: LLTokenizer
-    """Of exactly as many tokens as the model has logits; ids without text have no bytes."""
+    """It has exactly as many tokens as the model has logits; ids without text have no bytes."""
     size: int
     eos_token_ids: tuple[int, ...]
-    """At least one; each ends a text, and none is text itself."""
+    """At least one; each of them ends a text and has no text itself."""
 
     @classmethod
     def of(
         cls, tokens: Sequence[bytes], *, special: Iterable[int], eos_token_ids: Sequence[int]
     ) -> Vocabulary:
-        """Of the bytes of each id, none for ids without text; `special` ids can only be asked for by name."""
+        """A vocabulary from the bytes of each id, empty for ids without text; only their names allow `special` ids."""
         ends = tuple(eos_token_ids)
         names = _Tokens(list(tokens), sorted({*special, *ends}), ends[0])
         tokenizer = LLTokenizer(TokenizerWrapper(names), eos_token=list(ends))
@@ -52,10 +52,10 @@ class Vocabulary:
 def load_vocabulary(
     folder: Path, *, vocab_size: int, eos_token_ids: Sequence[int]
 ) -> Vocabulary | None:
-    """The vocabulary of the model in `folder`; None, with a line in the log, where no grammar can be matched with it.
+    """The vocabulary of the model in `folder`, or None and a line in the log if it cannot match grammars.
 
-    That is so without a tokenizer.json, where what a token adds depends on its neighbours (WordPiece), and for a model
-    without an end-of-sequence id. Takes half a second for 128 000 tokens.
+    That is the case without a tokenizer.json, with tokens whose text depends on their neighbours (WordPiece), and
+    without an end-of-sequence id. This takes half a second for 128 000 tokens.
     """
     ends = tuple(id_ for id_ in dict.fromkeys(eos_token_ids) if 0 <= id_ < vocab_size)
     try:
@@ -69,7 +69,7 @@ def load_vocabulary(
 
 
 class _Tokens:
-    """A tokenizer as `TokenizerWrapper` wants it."""
+    """A tokenizer for `TokenizerWrapper`."""
 
     def __init__(self, tokens: list[bytes], special: list[int], eos: int) -> None:
         self.tokens = tokens
@@ -78,12 +78,12 @@ class _Tokens:
         self.bos_token_id = None
 
     def __call__(self, text: bytes) -> list[int]:
-        """Only asked for by grammars that force tokens by themselves, and none of ours does."""
-        raise NotImplementedError("no grammar is to split text into tokens")
+        """Only grammars that force tokens call this, and `no_forcing` is set for all grammars."""
+        raise NotImplementedError("grammars must not split text into tokens")
 
 
 def read_tokens(path: Path, vocab_size: int) -> tuple[list[bytes], set[int]]:
-    """Bytes of every id by the tokenizer.json at `path`, and the ids that are never text. Raises UnknownTokenizer."""
+    """The bytes of every id from the tokenizer.json at `path`, and the special ids. Raises UnknownTokenizer."""
     description = json.loads(path.read_bytes())
     steps = _steps(_flat(description["decoder"] or {"type": None}))
     tokens = [b""] * vocab_size
@@ -127,9 +127,9 @@ def _steps(parts: list[dict[str, Any]]) -> list[Step]:
             steps.append(_replacement(part["pattern"]["String"], part["content"]))
         elif kind == "Fuse":
             fused = True
-        # After Fuse, Strip works on the ends of the whole text, never on a token in its middle.
+        # After Fuse, Strip changes the ends of the whole text only.
         elif not (kind == "Strip" and fused):
-            raise UnknownTokenizer(f"a decoder of type {kind} tells no bytes of single tokens")
+            raise UnknownTokenizer(f"a decoder of type {kind} gives single tokens no fixed bytes")
     return steps
 
 
@@ -141,7 +141,7 @@ def _apply(steps: Sequence[Step], piece: str) -> bytes:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's map: printable Latin-1 characters stand for themselves, the other bytes for U+0100 upwards."""
+    """GPT-2's map: a printable Latin-1 character is its own byte; U+0100 and up are the other bytes."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(0x100) if byte not in shown]
     alphabet = {chr(byte): byte for byte in shown}

@@ -1,4 +1,4 @@
-"""A user's grammar as llguidance's Lark; refuses what cannot be kept.
+"""Translates the grammars of users to llguidance's Lark, and refuses schemas that llguidance would not enforce.
 
 Entry point: `grammar_source.lark_of`.
 May import: batch.sequence (for `Grammar`).

@@ -1,4 +1,4 @@
-"""Grammars as users write them, turned into the one language that llguidance is given: its Lark."""
+"""Translates grammars of users to Lark, the one input language for llguidance here."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from millrace_shard.structured_output.grammar.json_schema import SchemaInvalid, 
 from millrace_shard.structured_output.grammar.lark_schemas import with_exact_schemas
 
 NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
-"""Masks then hold every token that may come next, not only the one that llguidance would split forced text into."""
+"""With this option masks allow every possible next token; without it, llguidance chooses the tokens of forced text."""
 
 
 class GrammarInvalid(ValueError):  # noqa: N818
-    """No sequence can have this grammar; says why, for whoever wrote it."""
+    """A grammar that no sequence can have; the message gives the reason to its author."""
 
 
 def lark_of(grammar: Grammar) -> str:
-    """`grammar` for `LLMatcher`. Raises GrammarInvalid for a schema that would not be kept; the rest is not checked."""
+    """`grammar` for `LLMatcher`. Raises GrammarInvalid for a schema that llguidance would not enforce."""
     try:
         lark = TRANSLATIONS[grammar.kind](grammar.source)
     except SchemaInvalid as error:
         raise GrammarInvalid(str(error)) from error
-    # Last, where it overrides what the grammar itself says. In an object, because a text that begins with a brace would
-    # be taken for llguidance's own format.
+    # The last option overrides those of the grammar. The grammar is wrapped in an object, because llguidance reads a
+    # text that begins with a brace as its own format.
     return json.dumps({"grammars": [{"lark_grammar": lark + NO_FORCING}]})
 
 

@@ -1,4 +1,4 @@
-"""How strings of a JSON Schema's instances may be written."""
+"""The escapes that strings in instances of a JSON Schema may use."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterable
 from typing import Any
 
 SHORT = 'nrbtf\\"'
-r"""What may follow a backslash; with a `u` as well, llguidance takes any character for a name that is not listed."""
+r"""Characters after a backslash. With `u` too, llguidance takes any escaped character for a name that is not listed."""
 _LONG_ONLY = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
-r"""Characters that have to be written as \u00XX."""
+r"""Characters that need the form \u00XX."""
 
 
 def allowed_escapes(schema: dict[str, Any], parts: Iterable[dict[str, Any]]) -> str | None:
-    """For llguidance, of `schema` and all schemas within it; None where it cannot be both kept and followed.
+    """The escapes for `schema`, whose subschemas are `parts`; None if no choice enforces the schema.
 
-    A name that is listed could come once more with a letter of it escaped, and then with any value: llguidance compares
-    names as they are written. So the long escape is for schemas alone that ask for characters which need it.
+    llguidance compares names as they are written, so that a listed name with an escaped letter could occur again, with
+    any value. Therefore only schemas with characters that need the long escape allow it.
     """
     if not _needs_long(schema):
         return SHORT

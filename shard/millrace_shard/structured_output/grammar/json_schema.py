@@ -1,9 +1,9 @@
-"""JSON Schemas as users write them, made into ones that llguidance keeps to the letter; what it would not is refused.
+"""Makes JSON Schemas of users exact, so that llguidance enforces them fully, and refuses those it cannot enforce.
 
-llguidance refuses by itself, and by name, the keywords that it does not implement. Here is what it takes and gets
-wrong: references that never reach a value, so that no finite text matches; duplicate keys, which count twice towards
-`minProperties`, and listed ones written with escapes; numbers that a double cannot tell apart; whole numbers that are
-excluded next to another bound; leap seconds and the 29th of February at any time; and hostnames of any length.
+llguidance itself refuses keywords that it does not implement. This module handles what llguidance accepts and does not
+enforce: references that never reach a value, so that no finite text matches; duplicate keys, which count twice towards
+`minProperties`; listed keys with escapes; numbers that doubles cannot distinguish; excluded integers next to another
+bound; leap seconds and the 29th of February in any minute and year; and hostnames of any length.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ Schema = dict[str, Any]
 
 MAX_DEPTH = 64
 SPACING = {"item_separator": ",[ ]?", "key_separator": ":[ ]?", "whitespace_flexible": False}
-"""At most one space after a comma or colon and no other whitespace: a weak model cannot run away in it."""
+"""At most one space after a comma or colon and no other whitespace, so that weak models cannot generate it forever."""
 MAX_EXACT = 2**53
-"""Largest magnitude up to which doubles tell integers apart."""
+"""Largest magnitude below which doubles distinguish all integers."""
 NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
 REAL_DAY = (
     f"^(?:[0-9]{{4}}-(?:0[13-9]|1[0-2])|[0-9]{{4}}-02-(?:[01][0-9]|2[0-8])|{LEAP_YEAR}-02-29)"
 )
-"""How dates begin, the 29th of February in leap years alone."""
+"""The start of a date, with the 29th of February in leap years only."""
 REAL_SECOND = "[0-9]{2}:[0-9]{2}:[0-5]"
-"""Without leap seconds, which few minutes have."""
+"""A time without leap seconds, which few minutes have."""
 FORMATS: dict[object, Sequence[Schema]] = {
     "date": ({"pattern": REAL_DAY},),
     "date-time": ({"pattern": REAL_DAY}, {"pattern": f"^.{{11}}{REAL_SECOND}"}),
     "time": ({"pattern": f"^{REAL_SECOND}"},),
     "hostname": ({"maxLength": 253},),
 }
-"""What of a format llguidance does not see to."""
+"""The parts of formats that llguidance does not enforce."""
 IN_URIS = "%/:?@!$&'()*+,;=-._~"
 STRAY_PERCENT = re.compile("%(?![0-9A-Fa-f]{2})")
-"""Names are referred to as they are, such as `#/$defs/Page[é]`, which is no URI (RFC 3986)."""
+"""Users write names in references without escapes, such as `#/$defs/Page[é]`, which is no URI (RFC 3986)."""
 LEAST_STEP, STEP = 2.0**-40, 2.0**-50
-"""From a bound that is excluded to the next number that may be written, the second as a share of the bound."""
+"""The distance from an excluded bound to the next allowed number, absolute and as a share of the bound."""
 
 
 class SchemaInvalid(ValueError):  # noqa: N818
-    """Says what about a schema cannot be kept, and where."""
+    """A schema that cannot be enforced; the message names the reason and the place."""
 
 
 def read_schema(source: str) -> Schema:
-    """Parse and check, for llguidance; the result allows the same instances. Raises SchemaInvalid, RecursionError."""
+    """Parse a schema and make it exact; the result allows the same instances. Raises SchemaInvalid, RecursionError."""
     try:
         schema = json.loads(source, parse_constant=_no_constant)
     except ValueError as error:
@@ -63,14 +63,14 @@ def read_schema(source: str) -> Schema:
         raise SchemaInvalid("the schema `false` allows nothing")
     if not isinstance(schema, dict):
         raise SchemaInvalid("a schema is an object or a boolean")
-    # What is asked of llguidance there is not the user's to say, and no keyword of JSON Schema.
+    # Users may not set options of llguidance, and `x-guidance` is no keyword of JSON Schema.
     schema.pop("x-guidance", None)
     schema["x-guidance"] = SPACING | {"json_allowed_escapes": make_exact(schema)}
     return schema
 
 
 def make_exact(schema: Schema) -> str:
-    """Change it into one that llguidance keeps; returns the escapes that may be allowed.
+    """Change `schema` so that llguidance enforces it; returns the escapes that it may allow.
 
     Raises SchemaInvalid, RecursionError.
     """
@@ -99,7 +99,7 @@ def _no_constant(name: str) -> None:
 
 
 def _parts(schema: Schema) -> list[tuple[str, Schema]]:
-    """Every object that is a schema, with the path to it: within this one, and wherever references lead."""
+    """Every schema that is an object, with its path: those within `schema` and those that references lead to."""
     parts = list(_parts_within(schema, "#"))
     known = {id(part) for _, part in parts}
     for uri, target in References(schema).targets.items():
@@ -122,7 +122,7 @@ def _parts_within(schema: object, path: str) -> Iterator[tuple[str, Schema]]:
 
 
 def _mend(part: Schema) -> None:
-    """Take out what says nothing, and say in llguidance's words what it reads otherwise."""
+    """Remove keywords without effect, and rewrite those that llguidance interprets differently."""
     if isinstance(uri := part.get("$ref"), str):
         base, mark, name = STRAY_PERCENT.sub("%25", uri).partition("#")
         part["$ref"] = quote(base, safe=IN_URIS) + mark + quote(name, safe=IN_URIS)
@@ -150,7 +150,7 @@ def _mend(part: Schema) -> None:
 
 
 def _move_bounds(parts: Sequence[Schema]) -> None:
-    """Off whole numbers that are excluded, where another bound is so near that llguidance would allow them."""
+    """Move excluded integer bounds that llguidance would allow because another bound is near."""
     for excluded, other, sign in (
         ("exclusiveMinimum", ("maximum", "exclusiveMaximum"), 1),
         ("exclusiveMaximum", ("minimum", "exclusiveMinimum"), -1),
@@ -167,7 +167,7 @@ def _move_bounds(parts: Sequence[Schema]) -> None:
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    """Whether it is one that is not refused."""
+    """Whether `value` is a number that is not refused."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return -MAX_EXACT <= value <= MAX_EXACT
@@ -219,7 +219,7 @@ def _counts_duplicates(part: Schema) -> bool:
 
 
 def _prune(parts: Iterable[Schema], references: References) -> None:
-    """Put `false` where no finite JSON matches: entered once, such a part would never end."""
+    """Replace subschemas without finite instances by `false`: a text that enters one would never end."""
     for part in parts:
         for container, key in _slots(part):
             if not references.is_productive(container[key]):
@@ -227,7 +227,7 @@ def _prune(parts: Iterable[Schema], references: References) -> None:
 
 
 def _slots(part: Schema) -> Iterator[tuple[Any, Any]]:
-    """Places of the subschemas of `part` that may be left out of a value."""
+    """Places of the subschemas of `part` that a value need not use."""
     for name in ("properties", "patternProperties"):
         for key in part.get(name, ()):
             yield part[name], key

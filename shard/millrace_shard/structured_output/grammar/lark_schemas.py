@@ -1,4 +1,4 @@
-"""JSON Schemas within a grammar in llguidance's Lark, made as exact as those that come alone."""
+"""JSON Schemas within Lark grammars, which are made as exact as schemas alone."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _TOKEN = re.compile(
     """,
     re.VERBOSE,
 )
-"""Strings, expressions, special tokens and comments of llguidance, which hold no schemas; and what comes before one."""
+"""Lark's strings, expressions, special tokens and comments, which contain no schemas, and the start of a schema."""
 _DECODER = JSONDecoder()
 
 
 def with_exact_schemas(lark: str) -> str:
-    """`lark` that allows the same texts; what of it llguidance would not keep is refused, unless it says `lenient`.
+    """`lark` with exact schemas, which allows the same texts.
 
-    Raises SchemaInvalid, RecursionError.
+    Raises SchemaInvalid for a schema that llguidance would not enforce, unless it is `lenient`; RecursionError.
     """
     parts, done, place = list[str](), 0, 0
     while (token := _TOKEN.search(lark, place)) is not None:
@@ -35,7 +35,7 @@ def with_exact_schemas(lark: str) -> str:
         try:
             schema, end = _DECODER.raw_decode(lark, place)
         except ValueError:
-            # llguidance says what is wrong, and where.
+            # llguidance reports the error and its place.
             return lark
         parts += [lark[done:place], _exact(schema) or lark[place:end]]
         done = place = end
@@ -43,7 +43,7 @@ def with_exact_schemas(lark: str) -> str:
 
 
 def _exact(schema: Schema) -> str | None:
-    """None where it cannot be had, and need not."""
+    """The exact schema, or None for a `lenient` one that cannot be exact."""
     guidance = schema.pop("x-guidance", {})
     if not isinstance(guidance, dict):
         raise SchemaInvalid("`x-guidance` has to be an object")

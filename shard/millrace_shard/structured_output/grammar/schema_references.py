@@ -1,4 +1,4 @@
-"""What the `$ref`s of a JSON Schema lead to, and whether that is ever a value."""
+"""The targets of `$ref` in a JSON Schema, and whether they have finite instances."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ Schema = dict[str, Any]
 
 
 class References:
-    """The references of one schema. Those to other documents are taken to lead to values: llguidance refuses them."""
+    """The references of one schema. Those to other documents count as productive, since llguidance refuses them."""
 
     def __init__(self, root: Schema) -> None:
         self._resources: dict[str, Schema] = {"": root}
-        """Schemas by their `$id`, resolved against those around them."""
+        """Schemas by their `$id`, resolved against the `$id` of enclosing schemas."""
         self._anchors: dict[str, Schema] = {}
         self._bases: dict[int, str] = {}
-        """URI that references in a schema are relative to, by the schema's identity."""
+        """The base URI of references in each schema, by the identity of the schema."""
         self._index(root)
         self.targets: dict[str, object] = {}
-        """What each reference leads to, by its whole URI."""
+        """The target of each reference, by its whole URI."""
         self._collect(root)
-        # The least fixed point: what leads to a value in n steps does so in n + 1.
+        # The least fixed point: a reference that reaches a value in n steps also does so in n + 1.
         self._productive = dict.fromkeys(self.targets, False)
         changed = True
         while changed:
@@ -33,7 +33,7 @@ class References:
                     self._productive[uri] = changed = True
 
     def loop(self) -> str | None:
-        """A reference that leads back to itself without going into a value, which the specification leaves open."""
+        """A reference that leads back to itself without entering a value, which JSON Schema leaves undefined."""
         passed: set[str] = set()
         for start in self.targets:
             path: dict[str, Iterator[str]] = {}
@@ -52,7 +52,7 @@ class References:
         return None
 
     def is_productive(self, schema: object) -> bool:
-        """Whether some finite value may match `schema`, as far as its references and required parts tell."""
+        """Whether a finite value may match `schema`, judged by its references and required parts."""
         if not isinstance(schema, dict):
             return schema is not False
         uri = self._uri(schema)
@@ -116,7 +116,7 @@ class References:
                 waiting += [sub for _, sub in subschemas(part)]
 
     def _in_place(self, schema: object) -> Iterator[str]:
-        """References that say something about the very value that `schema` does."""
+        """References that apply to the same value as `schema`."""
         waiting = [schema]
         while waiting:
             part = waiting.pop()
@@ -135,7 +135,7 @@ class References:
         return base + ref if ref.startswith("#") else urljoin(base, ref)
 
     def _target(self, uri: str) -> object:
-        """True where there is nothing of this name here."""
+        """The schema at `uri`, or True if this document has none."""
         url, _, fragment = uri.partition("#")
         found: Any = self._resources.get(url, True)
         if fragment and not fragment.startswith("/"):
@@ -188,7 +188,7 @@ SINGLES = frozenset(
 
 
 def subschemas(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The schemas directly within `schema`, with their paths from it; things that are no schemas are left out."""
+    """The schemas directly within `schema`, with their paths from it; other values are left out."""
     for name, found in schema.items():
         if isinstance(found, list):
             if name in LISTS:
