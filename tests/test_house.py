@@ -49,7 +49,6 @@ KNOWN_FUNCTIONS = {
     "bench/faults/poison.py: run",
     "launcher/millrace_launcher/__main__.py: prepare",
     "launcher/millrace_launcher/verify/options.py: _parser",
-    "router/millrace_router/scheduler/multi_token.py: verify",
     "router/millrace_router/startup.py: assemble",
     "router/millrace_router/startup.py: start",
     "shard/millrace_shard/commands/serve.py: load",

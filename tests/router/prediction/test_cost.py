@@ -96,7 +96,7 @@ def test_recovers_it_from_steps_that_vary_by_a_tenth(seed: int) -> None:
 
 @settings(deadline=None, max_examples=15)
 @given(seed=st.integers())
-def test_neighbours_that_hold_up_every_tenth_step_move_it_little(seed: int) -> None:
+def test_delays_of_every_tenth_step_move_it_little(seed: int) -> None:
     # They double the mean: an error of 1, if each counted for what it is.
     def seconds(load: StepLoad, rng: random.Random) -> float:
         return price(load) * (rng.uniform(3, 20) if rng.random() < 0.1 else rng.uniform(0.9, 1.1))
@@ -283,7 +283,7 @@ def extra_price(load: StepLoad, once: float, each: float) -> float:
 
 
 def with_extra(number: int, rng: random.Random) -> StepLoad:
-    """Guesses for most decodes of a batch of any size, which attend to as much as others."""
+    """Draft tokens for most decodes of a batch of any size, which attend to as much as others."""
     decodes = 1 + number * 7 % 32
     extra = sum(rng.randint(1, 4) for _ in range(decodes))
     return StepLoad(decodes=decodes, context=500 * (decodes + extra), extra_positions=extra)
@@ -294,7 +294,7 @@ def with_extra(number: int, rng: random.Random) -> StepLoad:
 def test_learns_what_extra_positions_cost_and_of_plain_steps_keeps_what_it_knew(
     once: float, each: float, noise: float
 ) -> None:
-    """Though a neighbour holds up every eighth of them."""
+    """Even if another process delays every eighth of them."""
     model, rng = trained(1500), random.Random(4)
     before = model.to_json()
     for number in range(200):

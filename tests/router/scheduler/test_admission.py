@@ -150,7 +150,7 @@ def test_what_is_not_finite_is_never_shared(prefill: int) -> None:
     assert healthy.finished is not None
 
 
-def test_what_came_before_what_is_not_finite_may_be_shared_and_harms_nobody() -> None:
+def test_blocks_before_a_value_that_is_not_finite_may_be_shared_without_harm() -> None:
     driver = new_driver(prefill=8)
     first = submit(driver, range(40))
     first.may_fail = True

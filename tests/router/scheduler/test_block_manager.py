@@ -36,7 +36,7 @@ class Held:
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
     is_forgotten: bool = False
-    """Whether a block it holds was made unfindable, by whoever shared it."""
+    """Whether a block that it holds was made unfindable, by any of its holders."""
 
 
 class BlockTableMachine(RuleBasedStateMachine):
@@ -125,7 +125,9 @@ class BlockTableMachine(RuleBasedStateMachine):
         for slot, held in self.held.items():
             others = {b for other, h in self.held.items() if other != slot for b in h.blocks}
             written = held.blocks[held.num_computed :]
-            assert not set(written) & others, "a block that is written is somebody else's too"
+            assert not set(written) & others, (
+                "a block that is written is also held by another sequence"
+            )
         if table.cache is not None:
             for key, cached in table.cache._blocks.items():
                 assert self.content[cached.block] == key, "a key leads to other content"
@@ -186,7 +188,9 @@ def test_free_blocks_are_handed_out_before_cached_ones() -> None:
     assert table.find(keys) == []
 
 
-def test_an_equal_block_that_is_idle_gives_way_so_that_nobody_holds_more_than_promised() -> None:
+def test_an_equal_block_that_is_idle_gives_way_so_that_no_sequence_holds_more_than_promised() -> (
+    None
+):
     table = BlockManager(9, SIZE, PrefixCache())
     keys = chain(1, 2)
     for slot in (0, 1):

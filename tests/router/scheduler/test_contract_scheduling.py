@@ -148,7 +148,7 @@ class TestQueue:
         assert [entry.request_id for entry in driver.waiting] == [1, 2]
 
     @pytest.mark.parametrize(("num_tokens", "admitted"), [(5, [0]), (6, [0, 1])])
-    def test_guesses_are_reserved_too(self, num_tokens: int, admitted: list[int]) -> None:
+    def test_draft_tokens_are_reserved_too(self, num_tokens: int, admitted: list[int]) -> None:
         """input_length + max_new_tokens + speculate - 1 each, here 3; TGI's padded case counts as many."""
         driver = new_driver(num_tokens=num_tokens, max_draft_tokens=2)
         append(driver)
@@ -157,8 +157,8 @@ class TestQueue:
         driver.run()
         driver.check_idle()
 
-    def test_guesses_keep_nothing_out_that_fits_without_them(self) -> None:
-        """In TGI this one waits for ever; here no guess is made beyond the last token."""
+    def test_draft_tokens_keep_no_request_out_that_fits_without_them(self) -> None:
+        """In TGI this request waits for ever; here there are no draft tokens beyond the last token."""
         driver = new_driver(num_tokens=16, max_draft_tokens=4)
         append(driver, prompt=5, new=12)
         assert next_batch(driver) == [0]
@@ -187,8 +187,8 @@ class TestLoop:
         assert kinds(driver) == "PMDD"
         assert [plan.concat_reason for plan in driver.plans[:2]] == [None, "chunking"]
 
-    def test_guesses_do_not_turn_chunking_off(self) -> None:
-        """As they do in TGI: a prompt is cut to what decodes and their guesses leave of the step."""
+    def test_draft_tokens_do_not_turn_chunking_off(self) -> None:
+        """In TGI they do; here a prompt is cut to the part of the step that decodes and draft tokens leave."""
         driver = new_driver(prefill=12, num_tokens=64, max_draft_tokens=2)
         append(driver, new=12)
         driver.turn()

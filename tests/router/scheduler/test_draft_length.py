@@ -1,4 +1,4 @@
-"""Lengths of guesses against every other choice, and against machines on which they do or do not pay."""
+"""Draft lengths against every other choice, on machines on which draft tokens do or do not pay."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def load_of(rows: Sequence[tuple[Acceptance, int]]) -> StepLoad:
 def rate_of(
     cost: CostModel, rows: Sequence[tuple[Acceptance, int]], lengths: Sequence[int]
 ) -> float:
-    """Expected tokens per second, written out; every guess that is allowed is made."""
+    """Expected tokens per second, written out; every allowed draft token is made."""
     tokens, load = float(len(rows)), load_of(rows)
     for (row, context), length in zip(rows, lengths, strict=True):
         for count in range(1, length + 1):
@@ -77,7 +77,7 @@ def test_no_other_lengths_yield_more_tokens_per_second(
         cost, known, AdaptiveDraftLength(cost, max_draft_tokens=3).lengths(known, load_of(known))
     )
     best = max(rate_of(cost, known, ls) for ls in product(range(4), repeat=len(rows)))
-    # Guesses that are worth hardly more than their cost are not made.
+    # Draft tokens that are worth hardly more than their cost are not made.
     assert found >= best / 1.05
 
 
@@ -92,7 +92,7 @@ def test_lengths_follow_the_formula_for_one_rate(rate: float) -> None:
     assert length == walltime.index(max(walltime))
 
 
-def test_a_full_batch_guesses_less_than_one_row() -> None:
+def test_a_full_batch_gets_fewer_draft_tokens_than_one_row() -> None:
     lengths = []
     for count in (1, 32, 512):
         rows = [(history(0.6, 0.6, 0.6, 0.6), 100) for _ in range(count)]
@@ -108,7 +108,7 @@ def test_a_full_batch_guesses_less_than_one_row() -> None:
     assert lengths[-1] <= 1
 
 
-def test_rows_that_are_likely_to_guess_right_guess_alone() -> None:
+def test_only_rows_with_high_acceptance_get_draft_tokens() -> None:
     rows = [(history(*[rate] * 4), 100) for rate in (0.99, 0.05) * 32]
     lengths = AdaptiveDraftLength(cost_model(), max_draft_tokens=MOST).lengths(rows, load_of(rows))
     assert set(lengths[::2]) == {MOST}
@@ -118,13 +118,13 @@ def test_rows_that_are_likely_to_guess_right_guess_alone() -> None:
 def test_what_a_wide_step_costs_at_all_is_paid_by_all_rows_together() -> None:
     """As where only steps of one position each replay a graph."""
     cost = cost_model(once=STEP)
-    for num_good, draft_tokens in ((1, False), (16, True)):
+    for num_good, drafts in ((1, False), (16, True)):
         rows = [(history(*[0.85 * (place < num_good)] * 4), 10) for place in range(16)]
         lengths = AdaptiveDraftLength(cost, max_draft_tokens=MOST).lengths(rows, load_of(rows))
-        assert (lengths[0] > 1) is draft_tokens, num_good
+        assert (lengths[0] > 1) is drafts, num_good
 
 
-def test_nobody_guesses_while_nothing_is_known_of_costs() -> None:
+def test_there_are_no_draft_tokens_before_costs_are_known() -> None:
     rows = [(history(1.0, 1.0, 1.0, 1.0), 10)]
     assert AdaptiveDraftLength(CostModel(), max_draft_tokens=MOST).lengths(rows, load_of(rows)) == [
         0
@@ -133,62 +133,62 @@ def test_nobody_guesses_while_nothing_is_known_of_costs() -> None:
 
 
 def test_new_rows_begin_with_what_became_of_others() -> None:
-    speculator = AdaptiveDraftLength(cost_model(), max_draft_tokens=MOST)
+    policy = AdaptiveDraftLength(cost_model(), max_draft_tokens=MOST)
     old, new = Acceptance(), Acceptance()
     for _ in range(300):
-        speculator.observe(old, allowed=MOST, drafted=MOST, accepted=0)
+        policy.observe(old, allowed=MOST, drafted=MOST, accepted=0)
     rows = [(new, 10)] * 32
-    assert set(speculator.lengths(rows, load_of(rows))) <= {0, 1}
+    assert set(policy.lengths(rows, load_of(rows))) <= {0, 1}
     assert new.rates[0] < 0.05
 
 
-def test_guesses_after_a_wrong_one_say_nothing() -> None:
-    speculator, row = (
+def test_draft_tokens_after_a_rejected_one_do_not_count() -> None:
+    policy, row = (
         AdaptiveDraftLength(cost_model(), max_draft_tokens=MOST),
         history(0.5, 0.5, 0.5, 0.5),
     )
-    speculator.observe(row, allowed=4, drafted=4, accepted=1)
+    policy.observe(row, allowed=4, drafted=4, accepted=1)
     assert row.rates[0] > 0.5 > row.rates[1]
     assert row.rates[2:] == [0.5, 0.5]
-    speculator.observe(row, allowed=4, drafted=0, accepted=0)
+    policy.observe(row, allowed=4, drafted=0, accepted=0)
     assert row.rates[2:] == [0.5, 0.5]
     assert row.supply < 1.0
 
 
-def test_while_guesses_have_cost_more_than_they_won_there_are_none() -> None:
+def test_while_draft_tokens_have_cost_more_than_they_won_there_are_none() -> None:
     """Whatever is expected of them, and be they right; a fiftieth of the time pays it off."""
     cost = cost_model()
-    speculator = AdaptiveDraftLength(cost, max_draft_tokens=MOST)
+    policy = AdaptiveDraftLength(cost, max_draft_tokens=MOST)
     rows = [(history(1.0, 1.0, 1.0, 1.0), 10)]
     load = load_of(rows)
-    assert speculator.lengths(rows, load) == [MOST]
+    assert policy.lengths(rows, load) == [MOST]
     seconds = cost.seconds(load) or 0.0
-    wide = StepLoad(decodes=1, context=50, extra_positions=4)
-    speculator.step_took(wide, 3 * seconds, accepted=1)
-    speculator.step_took(wide, 3 * seconds, accepted=1)
+    extra = StepLoad(decodes=1, context=50, extra_positions=4)
+    policy.step_took(extra, 3 * seconds, accepted=1)
+    policy.step_took(extra, 3 * seconds, accepted=1)
     off = 0
-    while speculator.lengths(rows, load) == [0]:
-        speculator.step_took(load, seconds, accepted=0)
+    while policy.lengths(rows, load) == [0]:
+        policy.step_took(load, seconds, accepted=0)
         off += 1
     assert off == pytest.approx(2 / 0.02, rel=0.1)
-    speculator.step_took(wide, 1000 * seconds, accepted=4)
-    assert speculator.lengths(rows, load) == [MOST], "it was a neighbour"
+    policy.step_took(extra, 1000 * seconds, accepted=4)
+    assert policy.lengths(rows, load) == [MOST], "another process delayed the step"
 
 
 @dataclass(slots=True)
 class Machine:
-    """A batch on a virtual clock; what steps really cost need not be what the speculator believes."""
+    """A batch on a virtual clock; what steps really cost need not be what the policy believes."""
 
     cost: CostModel
-    speculator: DraftPolicy | None
+    policy: DraftPolicy | None
     is_right: Callable[[int, int], float]
-    """Probability that a guess of this row is right in this step."""
+    """Probability that a draft token of this row is accepted in this step."""
     supply: float = 1.0
     num_rows: int = 1
     learns: CostModel | None = None
     after: float = 0.0
-    """Seconds that a step with guesses adds to the next one, where they are settled."""
-    was_wide: bool = False
+    """Seconds that a step with draft tokens adds to the next one, in which they are verified."""
+    had_drafts: bool = False
     seconds: float = 0.0
     tokens: int = 0
     random: random.Random = field(default_factory=lambda: random.Random(5))
@@ -201,8 +201,8 @@ class Machine:
         for number in range(num_steps):
             known = [(row, 200 + number % 300) for row in self.rows]
             lengths = [0] * self.num_rows
-            if self.speculator is not None:
-                lengths = list(self.speculator.lengths(known, load_of(known)))
+            if self.policy is not None:
+                lengths = list(self.policy.lengths(known, load_of(known)))
             self.lengths.append(lengths)
             self._step(number, known, lengths)
         return self.tokens / self.seconds
@@ -218,15 +218,15 @@ class Machine:
             num_right += accepted
             load.extra_positions += drafted
             load.context += drafted * context
-            if length and self.speculator is not None:
-                self.speculator.observe(row, allowed=length, drafted=drafted, accepted=accepted)
+            if length and self.policy is not None:
+                self.policy.observe(row, allowed=length, drafted=drafted, accepted=accepted)
         seconds = self.cost.seconds(load)
         assert seconds is not None
-        seconds += self.after * self.was_wide
-        self.was_wide = load.extra_positions > 0
+        seconds += self.after * self.had_drafts
+        self.had_drafts = load.extra_positions > 0
         self.seconds += seconds
-        if self.speculator is not None:
-            self.speculator.step_took(load, seconds, accepted=num_right)
+        if self.policy is not None:
+            self.policy.step_took(load, seconds, accepted=num_right)
         if self.learns is not None:
             self.learns.observe(load, seconds)
 
@@ -247,10 +247,10 @@ def test_never_slower_than_95_percent_of_plain(
     true = cost_model(once=once, each=each)
     learns = CostModel()
     plain = Machine(true, None, lambda *_: rate, num_rows=num_rows, learns=learns).run(100)
-    speculator = AdaptiveDraftLength(learns, max_draft_tokens=MOST)
+    policy = AdaptiveDraftLength(learns, max_draft_tokens=MOST)
     machine = Machine(
         true,
-        speculator,
+        policy,
         lambda *_: rate,
         supply=supply,
         num_rows=num_rows,
@@ -263,14 +263,14 @@ def test_never_slower_than_95_percent_of_plain(
 @pytest.mark.parametrize("after", [0.6 * STEP, 2 * STEP])
 @pytest.mark.parametrize("supply", [0.3, 0.8])
 @pytest.mark.parametrize("rate", [0.1, 0.4])
-def test_what_guesses_leave_to_the_next_step_is_a_cost_of_theirs(
+def test_verification_in_the_next_step_is_a_cost_of_draft_tokens(
     rate: float, supply: float, after: float
 ) -> None:
-    """Were it taken for the cost of plain steps, guesses would seem to be had for nothing."""
+    """If it counted as the cost of plain steps, draft tokens would seem to cost nothing."""
     true, learns = cost_model(once=0.002), CostModel()
     plain = Machine(true, None, lambda *_: rate, learns=learns).run(100)
-    speculator = AdaptiveDraftLength(learns, max_draft_tokens=MOST)
-    machine = Machine(true, speculator, lambda *_: rate, supply, learns=learns, after=after)
+    policy = AdaptiveDraftLength(learns, max_draft_tokens=MOST)
+    machine = Machine(true, policy, lambda *_: rate, supply, learns=learns, after=after)
     assert machine.run(1500) >= 0.95 * plain
 
 
@@ -290,7 +290,7 @@ def test_as_good_as_the_best_fixed_length(num_rows: int, rate: float) -> None:
     assert max(fixed) > 1.3 * fixed[0] or rate < 0.9
 
 
-def test_guesses_come_back_when_repetition_begins() -> None:
+def test_draft_tokens_return_when_repetition_begins() -> None:
     """Within some probes, though nothing was expected for hundreds of steps."""
     cost = cost_model()
     machine = Machine(
@@ -305,7 +305,7 @@ def test_guesses_come_back_when_repetition_begins() -> None:
     assert machine.lengths[-1] == [MOST] * 16
 
 
-def test_one_row_that_repeats_itself_guesses_beside_others_that_do_not() -> None:
+def test_a_row_that_repeats_itself_gets_draft_tokens_beside_others_that_do_not() -> None:
     cost = cost_model()
     machine = Machine(
         cost,

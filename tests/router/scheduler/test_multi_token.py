@@ -41,7 +41,7 @@ class Lengths:
 
 
 class Always(Choices):
-    """All guesses there may be, all right or all wrong; chains of one length, up to `filled` positions in a step."""
+    """As many draft tokens as allowed, all accepted or rejected; `forced` tokens, up to `filled` positions a step."""
 
     def __init__(self, *, right: bool = True, forced: int = 0, filled: int = 99) -> None:
         super().__init__(right=float(right))
@@ -139,7 +139,7 @@ def test_plain_rows_are_on_the_wire_as_ever() -> None:
     )
 
 
-def test_guesses_that_are_not_made_leave_no_column() -> None:
+def test_without_draft_tokens_in_a_step_there_is_no_column() -> None:
     driver = new_driver(lengths=Lengths(repeat(0)))
     submit(driver, (4, 6))
     sent(driver)
@@ -160,7 +160,7 @@ def test_columns_say_what_each_row_may_fill() -> None:
     finish(driver)
 
 
-def test_without_guesses_there_is_no_column_of_them() -> None:
+def test_without_speculation_there_is_no_column_of_draft_tokens() -> None:
     driver = new_driver(max_draft_tokens=0)
     submit(driver, (4, 40), guided=True)
     sent(driver)
@@ -172,7 +172,9 @@ def test_without_guesses_there_is_no_column_of_them() -> None:
 
 
 @pytest.mark.parametrize(("right", "steps"), [(True, 6), (False, 21)])
-def test_right_guesses_save_steps_and_wrong_ones_change_nothing(right: bool, steps: int) -> None:
+def test_accepted_draft_tokens_save_steps_and_rejected_ones_change_nothing(
+    right: bool, steps: int
+) -> None:
     driver = new_driver(choices=Always(right=right), depth=1)
     submit(driver, (4, 21))
     assert finish(driver) == steps
@@ -243,7 +245,7 @@ def test_a_chain_longer_than_the_allowance_yields_nothing_until_it_is_computed()
     assert counts == [20, 0, 20, 0, 20]
 
 
-def test_guesses_after_a_forced_chain_teach_nothing() -> None:
+def test_draft_tokens_after_forced_tokens_are_not_learned_from() -> None:
     lengths = Lengths(repeat(4))
     driver = new_driver(choices=Always(forced=3), lengths=lengths)
     submit(driver, (4, 30), guided=True)
@@ -251,7 +253,7 @@ def test_guesses_after_a_forced_chain_teach_nothing() -> None:
     assert lengths.observed == []
 
 
-def test_what_became_of_guesses_is_learned() -> None:
+def test_acceptance_of_draft_tokens_is_learned() -> None:
     lengths = Lengths(repeat(3))
     driver = new_driver(lengths=lengths, depth=1)
     submit(driver, (4, 9))
@@ -259,8 +261,8 @@ def test_what_became_of_guesses_is_learned() -> None:
     assert lengths.observed == [(3, 3, 3), (2, 2, 2)]
 
 
-def test_when_the_budget_is_tight_guesses_go_first_and_no_row_is_left_out() -> None:
-    """Of 26 positions four are kept for a prompt and two are the rows' own: 16 forced ones and 4 guesses."""
+def test_when_the_budget_is_tight_draft_tokens_go_first_and_no_row_is_left_out() -> None:
+    """Four of 26 positions are kept for a prompt and two are the rows' own, beside 16 forced and 4 draft tokens."""
     driver = new_driver(prefill=26, lengths=Lengths(repeat(4)), choices=Always(forced=2))
     submit(driver, (4, 60))
     submit(driver, (4, 60), guided=True)
@@ -311,7 +313,7 @@ def test_the_load_that_is_learned_from_is_of_what_was_computed() -> None:
     assert progress.load.context == round(plan.load.context / 2)
 
 
-def test_guesses_take_no_block_that_others_are_about_to_need() -> None:
+def test_draft_tokens_take_no_block_that_others_soon_need() -> None:
     """Two rows fill a block each, and the four that are left are kept for the next two steps."""
     driver = new_driver(num_blocks=1 + 6, lengths=Lengths(repeat(4)), choices=Always(right=False))
     submit(driver, (3, 20), (3, 20))
@@ -323,14 +325,14 @@ def test_guesses_take_no_block_that_others_are_about_to_need() -> None:
     finish(driver)
 
 
-def test_with_everything_reserved_guesses_find_their_blocks() -> None:
+def test_with_full_reservation_draft_tokens_find_their_blocks() -> None:
     driver = new_driver(num_blocks=1 + 6, reserve_all=True, rows=1, lengths=Lengths(repeat(4)))
     submit(driver, (4, 21))
     assert finish(driver) < 9
     assert sum(plan.num_preempted for plan in driver.plans) == 0
 
 
-def test_blocks_of_guesses_that_were_right_are_shared_and_no_others() -> None:
+def test_only_blocks_of_accepted_draft_tokens_are_shared() -> None:
     driver = new_driver(prefix_caching=True, choices=Choices(3, right=0.5))
     driver.submit(ValidRequest(input_ids=(1,) * 6, max_new_tokens=30))
     finish(driver)

@@ -100,7 +100,7 @@ def test_the_most_junior_goes_when_blocks_run_short_and_comes_back_where_it_was(
     assert run.planner.blocks.num_owned == 0
 
 
-def test_with_everything_reserved_nobody_is_preempted() -> None:
+def test_with_full_reservation_no_row_is_preempted() -> None:
     run = Run(replace(BUDGETS, reserve_all=True), WaitingQueue(), num_blocks=1 + 8)
     entries = [entry(i, 4, 20) for i in range(3)]
     for one in entries:

@@ -80,7 +80,7 @@ def test_an_idle_block_can_be_given_up() -> None:
     assert cache.give_up(b"unknown") is None
 
 
-def test_what_is_forgotten_is_found_by_nobody_and_free_once_nobody_holds_it() -> None:
+def test_a_forgotten_block_is_not_found_and_is_free_once_no_sequence_holds_it() -> None:
     cache = PrefixCache()
     first = enter(cache, KEYS[:2], 1)
     second = cache.find(KEYS[:1])

@@ -111,14 +111,14 @@ class SchedulingMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.driver.unended())
     @rule(data=st.data())
     def corrupt(self, data: st.DataObject) -> None:
-        """From now on what one request computes is not finite, and nobody else ever notices."""
+        """From now on one request computes values that are not finite; no other request is affected."""
         number = data.draw(st.sampled_from(self.driver.unended()))
         self.driver.shard.corrupt.add(number)
         self.driver.clients[number].may_fail = True
 
     @rule()
     def run_to_idle(self) -> None:
-        """Everything ends, within a bound of steps: no deadlock, no livelock, nobody starves."""
+        """Everything ends within a bounded number of steps: no deadlock, no livelock, no starvation."""
         driver = self.driver
         driver.shard.fail_next = None
         live = [driver.clients[number].request for number in driver.unended()]

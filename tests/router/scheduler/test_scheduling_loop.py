@@ -86,7 +86,7 @@ class LoopMachine(RuleBasedStateMachine):
             self.longest = min(self.longest, budgets.max_batch_prefill_tokens)
 
     def count_failures(self) -> None:
-        """Those whose tokens a failed step was to compute never hear of the first one."""
+        """Clients do not learn of the first failed step that was to compute their tokens."""
         streams = {entry_of(row.entry).stream for row in self.batcher._planner.running}
         for client in self.clients:
             client.num_failures += client.stream in streams
@@ -150,7 +150,7 @@ class LoopMachine(RuleBasedStateMachine):
             if not self.shards.num_held:
                 break
             self.shards.release()
-        assert self.live() == [], "the batcher sleeps, and somebody waits"
+        assert self.live() == [], "the batcher sleeps while a client waits"
         planner = self.batcher._planner
         blocks = planner.blocks
         assert len(self.waiting) == planner.num_paused == len(planner.running) == 0
@@ -169,7 +169,7 @@ class LoopMachine(RuleBasedStateMachine):
         check_blocks(self.batcher._planner.blocks)
 
     def teardown(self) -> None:
-        """Whoever is there when the server stops hears of it, once."""
+        """Each client that is connected when the server stops gets one error."""
         if not hasattr(self, "loop"):
             return
         for client in self.clients:

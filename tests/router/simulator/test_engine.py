@@ -55,12 +55,12 @@ def test_one_request_alone_pays_for_its_prefill_and_then_for_each_decode() -> No
 
 def test_the_end_is_learned_one_step_late_unless_the_limit_foretells_it() -> None:
     surprised = run([Arrival(0.0, 100, 5)])
-    foretold = run([Arrival(0.0, 100, 5, max_new_tokens=5)])
+    announced = run([Arrival(0.0, 100, 5, max_new_tokens=5)])
     one_at_a_time = run([Arrival(0.0, 100, 5)], steps_in_flight=1)
-    assert foretold.busy_seconds == pytest.approx(2.5 + 4 * DECODE)
+    assert announced.busy_seconds == pytest.approx(2.5 + 4 * DECODE)
     assert surprised.busy_seconds == pytest.approx(2.5 + 5 * DECODE)
     assert one_at_a_time.busy_seconds == pytest.approx(2.5 + 4 * DECODE)
-    assert surprised.latency.mean == foretold.latency.mean == one_at_a_time.latency.mean
+    assert surprised.latency.mean == announced.latency.mean == one_at_a_time.latency.mean
     assert surprised.between_tokens.count == 4
 
 

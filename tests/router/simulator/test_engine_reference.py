@@ -63,7 +63,7 @@ def deployments(draw: st.DrawFn) -> Deployment:
 def workloads(draw: st.DrawFn) -> list[Arrival]:
     now, arrivals = 0.0, []
     for _ in range(draw(st.integers(1, 25))):
-        # Never at the very time of an answer: who is first then is nobody's business.
+        # Never at the exact time of an answer: the order of the two events is undefined.
         now += draw(st.sampled_from([0.0, 0.0, math.sqrt(2), 7 * math.sqrt(3)]))
         group = draw(st.sampled_from(["", "a", "b"]))
         arrivals.append(

@@ -1,4 +1,4 @@
-"""Drives the scheduler through random stories.
+"""Drives the scheduler through random schedules.
 
 Entry point: `driver`.
 May import: the router.

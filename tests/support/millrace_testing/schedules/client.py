@@ -1,4 +1,4 @@
-"""Clients of a scheduler under test: each hears its own stream and compares every event with the oracle."""
+"""Clients of a scheduler under test: each reads its own stream and compares every event with the oracle."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from millrace_testing.shards.hash_tokens import (
 
 
 def expected_end(request: ValidRequest, *, eos_every: int) -> tuple[list[int], FinishReason]:
-    """All tokens of a request, and why they end there."""
+    """All tokens of a request, and the reason of their end."""
     tokens = expected_tokens(
         request.input_ids,
         request.max_new_tokens,
@@ -41,7 +41,7 @@ def expected_end(request: ValidRequest, *, eos_every: int) -> tuple[list[int], F
 
 @dataclass(eq=False)
 class Client:
-    """One request, what was heard of it, and what has to be. Asserts at the event that is wrong."""
+    """One request with its received and expected events. Wrong events are recorded in `wrong`."""
 
     request: ValidRequest
     stream: TokenStream
@@ -51,11 +51,11 @@ class Client:
     error: Exception | None = None
     has_left: bool = False
     may_fail: bool = False
-    """Whether something was done to it that is no fault of its own: its KV was corrupted, or the server stops."""
+    """Whether it may fail through no fault of its own: its KV was corrupted, or the server stops."""
     num_failures: int = 0
-    """Failed steps that it was in; from the second on it may be taken for their cause."""
+    """Failed steps that it was in; from the second on it may count as their cause."""
     wrong: list[str] = field(default_factory=list)
-    """What broke the rules; kept because a listener may not raise into a batcher."""
+    """Violations; kept because a listener must not raise into the batcher."""
 
     def __post_init__(self) -> None:
         self._tokens, self._reason = expected_end(self.request, eos_every=self.eos_every)
@@ -63,16 +63,16 @@ class Client:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more may come."""
+        """Whether no further event may come."""
         return self.finished is not None or self.error is not None or self.has_left
 
     @property
     def is_poisoned(self) -> bool:
-        """Whether its own prompt makes what it computes not finite."""
+        """Whether its own prompt makes its values not finite."""
         return POISON_TOKEN_ID in self.request.input_ids
 
     def leave(self) -> None:
-        """Close the stream, at whatever moment."""
+        """Close the stream, at any moment."""
         self.has_left = True
         self.stream.close()
 
@@ -106,7 +106,7 @@ class Client:
             self._expect(own, f"failed without a reason: {error}")
 
     def check(self) -> None:
-        """Raise AssertionError for everything heard that should not have been."""
+        """Raise AssertionError if any event was wrong."""
         assert not self.wrong, self.wrong
 
     def _check_prompt(self, prompt: PromptLogprobs | None) -> None:

@@ -1,4 +1,4 @@
-"""Planner, queue, entries and a hash shard, stepped by hand: the batcher's work without its event loop."""
+"""Planner, queue, entries and a hash shard, stepped by hand: a batcher without an event loop."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Flight:
 
 
 class ScheduleDriver:
-    """Sends steps and takes answers when the test says so; at most `depth` are in flight."""
+    """Sends steps and receives answers on calls of the test; at most `depth` steps are in flight."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class ScheduleDriver:
         self.clients: dict[int, Client] = {}
         self.entries: dict[int, Entry] = {}
         self.plans: list[StepPlan] = []
-        """All that were sent."""
+        """All plans that were sent."""
         self.planner = self._new_planner()
         self._epoch = 0
         self._num_stalled = 0
@@ -98,7 +98,7 @@ class ScheduleDriver:
         self.waiting.discard(entry)
 
     def send(self) -> StepPlan | None:
-        """Plan a step and send it; None when there is nothing to do."""
+        """Plan a step and send it; None if there is no work."""
         assert len(self.flights) < self.depth
         plan = self.planner.plan(
             self.waiting, last_sent=self.last_sent, last_answered=self.last_answered
@@ -115,7 +115,7 @@ class ScheduleDriver:
         return plan
 
     def _check_plan(self, plan: StepPlan) -> None:
-        """Nobody who left is worked for, and nobody gets more than he asked for."""
+        """No work for a client that has left, and no more tokens than a request asked for."""
         rows, named = self.planner.rows, {*dict(plan.chunks), *plan.decodes}
         assert named <= set(rows), "a step names a slot without a row"
         for slot in named:
@@ -134,7 +134,7 @@ class ScheduleDriver:
             self._check_order(plan, named)
 
     def _check_order(self, plan: StepPlan, named: set[int]) -> None:
-        """The most senior goes on, replays come before first admissions, prompts are not starved by decodes."""
+        """The most senior row goes on, replays precede first admissions, and decodes do not starve prompts."""
         rows = sorted(self.planner.rows.values(), key=lambda row: row.seniority)
         paused = [item[0] for item in self.planner._admission._paused if not item[2].closed]
         paused += [
@@ -145,7 +145,7 @@ class ScheduleDriver:
         others = [row.seniority for row in rows if not row.promised]
         assert min(others, default=-1) < min(paused, default=math.inf), "a senior was preempted"
         for row in plan.admitted:
-            assert row.seniority < min(paused, default=math.inf), "somebody paused is overtaken"
+            assert row.seniority < min(paused, default=math.inf), "a preempted request is overtaken"
         is_done = rows[0].num_tokens_planned >= rows[0].max_tokens or rows[0].slot in named
         # What it may still need is all in flight.
         is_done |= rows[0].num_room == 0 and len(self.flights) > 1
@@ -160,7 +160,7 @@ class ScheduleDriver:
             }, "a prompt is overtaken by another one"
 
     def _longest_pause(self) -> int:
-        """Steps until blocks come back; without chunking also those that compute others' prompts, in parts."""
+        """Steps until blocks are free again; without chunking, also those that compute other prompts in parts."""
         pause = self.depth + 3
         if not self.budgets.prefill_chunking:
             longest = max(entry.num_inputs for entry in self.entries.values())
@@ -168,7 +168,7 @@ class ScheduleDriver:
         return pause
 
     def receive(self) -> None:
-        """Take the oldest answer; one that is an error ends the epoch."""
+        """Receive the oldest answer; an error ends the epoch."""
         flight = self.flights.popleft()
         if flight.answer.HasField("error"):
             self._recover()
@@ -199,7 +199,7 @@ class ScheduleDriver:
         self._open()
 
     def turn(self) -> bool:
-        """Fill the pipeline and take one answer; whether there was anything to do."""
+        """Fill the pipeline and receive one answer; whether there was any work."""
         while len(self.flights) < self.depth and self.send() is not None:
             pass
         if not self.flights:
@@ -208,7 +208,7 @@ class ScheduleDriver:
         return True
 
     def run(self, most: int = 10_000) -> int:
-        """Turn until nothing is left to do; the number of turns. Raises AssertionError after `most`."""
+        """Call `turn` until no work is left; the number of calls. Raises AssertionError after `most`."""
         for number in range(most):
             if not self.turn():
                 return number
@@ -219,7 +219,7 @@ class ScheduleDriver:
         return [number for number, client in self.clients.items() if not client.has_ended]
 
     def check(self) -> None:
-        """Raise AssertionError unless everything heard so far was right and every block is in one place."""
+        """Raise AssertionError unless all events were right and every block is in one place."""
         for client in self.clients.values():
             client.check()
         for entry in self.entries.values():
@@ -229,7 +229,7 @@ class ScheduleDriver:
             self._check_row(row)
 
     def _check_row(self, row: Row) -> None:
-        """What is planned of a row is a bound of what the shard has done, and exact where nothing is in flight."""
+        """The planned counts of a row bound the shard's, and equal them if no step is in flight."""
         assert row.num_computed <= row.num_kv_tokens <= row.num_kv_owned
         assert row.num_room >= 0, "more positions than it can ever need"
         running = self.shard.running.get(row.slot)
@@ -239,10 +239,10 @@ class ScheduleDriver:
         if not self.flights and not running.has_failed:
             assert row.num_computed == running.num_computed == row.num_kv_tokens
             num_new = row.entry.num_inputs - row.num_inputs
-            assert row.num_tokens_planned == num_new, "tokens are planned that nobody computes"
+            assert row.num_tokens_planned == num_new, "tokens are planned that no step computes"
 
     def check_idle(self) -> None:
-        """Raise AssertionError if anything is left over once everything has ended."""
+        """Raise AssertionError if anything is left over at the end."""
         blocks = self.planner.blocks
         assert self.unended() == []
         assert len(self.waiting) == self.planner.num_paused == 0
@@ -255,7 +255,7 @@ class ScheduleDriver:
 
 
 def check_blocks(blocks: BlockManager) -> None:
-    """Free, cached and owned blocks are disjoint, and together they are all."""
+    """Free, cached and owned blocks are disjoint, and together they are all blocks."""
     cache = blocks.cache
     idle = [] if cache is None else [cached.block for cached in cache._idle.values()]
     held = {block for holding in blocks._holdings.values() for block in holding.blocks}

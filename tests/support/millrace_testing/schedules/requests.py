@@ -19,7 +19,7 @@ from millrace_testing.shards.hash_tokens import POISON_TOKEN_ID, expected_tokens
 MAX_PROMPT = 24
 MAX_NEW = 20
 ANY_TEXT = Grammar(GrammarKind.REGEX, ".*")
-"""A fake shard asks for no more than that there is a grammar."""
+"""A fake shard only needs that there is a grammar."""
 
 policies = st.builds(
     Budgets,
@@ -38,7 +38,7 @@ policies = st.builds(
 
 @st.composite
 def prompts(draw: st.DrawFn, longest: int) -> tuple[int, ...]:
-    """Few beginnings, so that many are shared; ends of their own; sometimes what no model computes."""
+    """Prompts with few beginnings, so that many are shared, and own ends; some have a poison token."""
     shared = [draw(st.sampled_from([1, 2]))] * draw(
         st.integers(0, 4) | st.integers(0, MAX_PROMPT - 4)
     )
@@ -49,7 +49,7 @@ def prompts(draw: st.DrawFn, longest: int) -> tuple[int, ...]:
 
 @st.composite
 def valid_requests(draw: st.DrawFn, *, longest: int, capacity: int, eos_every: int) -> ValidRequest:
-    """A request that validation would let through: its KV fits if it is alone."""
+    """A valid request: its KV fits if it runs alone."""
     prompt = draw(prompts(longest))
     most = max(1, min(MAX_NEW, capacity + 1 - len(prompt)))
     count = draw(st.integers(1, most) | st.just(most))

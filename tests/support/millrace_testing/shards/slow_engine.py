@@ -1,4 +1,4 @@
-"""A replica simulated the obvious way: every token of every step is delivered to its request, one by one."""
+"""A replica simulated token by token: every token of every step is delivered to its request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from millrace_router.simulator.simulated_request import Arrival
 
 @dataclass(eq=False, kw_only=True)
 class SlowRequest(SchedulableRequest):
-    """A request with a clock reading for each token."""
+    """A request with the time of each token."""
 
     arrival: Arrival
     block_size: int
@@ -57,13 +57,13 @@ class SlowFlight:
 
     @property
     def open_until(self) -> float:
-        """When the next one is planned, if that is done late."""
+        """When the next step is planned, with late planning."""
         seconds = self.ends_at - self.began_at
         return self.began_at + max(0.0, min(MOST * seconds, seconds - LEAD_SECONDS))
 
 
 class SlowEngine:
-    """Serves all arrivals of a list, and refuses none; the fields say what became of them."""
+    """Serves all arrivals of a list without refusals, and records them."""
 
     def __init__(self, deployment: Deployment) -> None:
         self.deployment = deployment
