@@ -51,8 +51,6 @@ KNOWN_FUNCTIONS = {
     "launcher/millrace_launcher/verify/options.py: _parser",
     "router/millrace_router/startup.py: assemble",
     "router/millrace_router/startup.py: start",
-    "shard/millrace_shard/commands/serve.py: load",
-    "shard/millrace_shard/commands/serve.py: serve",
     "shard/millrace_shard/engine/warmup.py: _new_runner",
     "tests/e2e/test_scheduled_model.py: _serve",
     "tests/router/server/test_recording.py: test_whoever_comes_and_goes_reads_the_same",

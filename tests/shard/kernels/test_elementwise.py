@@ -65,7 +65,7 @@ def test_any_shape_and_strides_come_back_in_shape() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7, 48, 64])
-def test_every_share_of_a_whole_length_is_whole(threads: int) -> None:
+def test_every_share_of_a_padded_length_is_whole(threads: int) -> None:
     for count in (0, 1, 64, 3000, 40_000, 100_003, 1_000_001, 5_000_003):
         length = padded_length(count, threads)
         assert count <= length <= count + LANES * threads * threads
