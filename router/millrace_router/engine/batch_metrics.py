@@ -1,4 +1,4 @@
-"""What the batcher counts: steps, the batch, KV blocks."""
+"""Metrics of steps, the batch and KV blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from millrace_router.telemetry.metrics import Metrics
 
 
 class _StepMetrics:
-    """What is counted of every step of one kind; looking the series up takes longer than counting."""
+    """The series of one kind of step, looked up once because a look-up takes longer than an update."""
 
     def __init__(self, metrics: Metrics, method: str) -> None:
         self.count = metrics.batch_inference_count.labels(method=method)
@@ -26,14 +26,14 @@ class _StepMetrics:
 
 
 class BatchMetrics:
-    """Turns plans and answers into metrics, under TGI's names where TGI has one."""
+    """Updates metrics from plans and answers."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._steps = {method: _StepMetrics(metrics, method) for method in METHODS}
 
     def show(self, planner: Callable[[], Planner], waiting: Sized) -> None:
-        """Show who waits, what runs and what the KV cache holds, whenever somebody asks for the metrics."""
+        """Read queue, batch and KV cache at every scrape."""
         metrics = self._metrics
         for gauge in (metrics.queue_size, metrics.requests_waiting):
             gauge.follow(lambda: len(waiting))
@@ -45,7 +45,7 @@ class BatchMetrics:
         metrics.kv_blocks_cached.follow(lambda: planner().blocks.num_cached)
 
     def sent(self, plan: StepPlan) -> None:
-        """Count a step that goes out."""
+        """Count a step that is sent."""
         metrics = self._metrics
         if plan.has_forward:
             self._steps[plan.method].count.inc()
@@ -68,7 +68,7 @@ class BatchMetrics:
         sent_at: float,
         answered_at: float,
     ) -> None:
-        """Count a step whose tokens have been handed out; `skipped` is how many each row got beyond the first."""
+        """Count a step whose tokens have been delivered; `skipped` has each row's number of tokens beyond the first."""
         for num_tokens in set(skipped):
             times = skipped.count(num_tokens)
             self._metrics.request_skipped_tokens.observe(num_tokens, times=times)
@@ -90,7 +90,7 @@ class BatchMetrics:
             self._metrics.speculation_accepted_tokens.inc(progress.accepted)
 
     def failed(self, plans: Iterable[StepPlan], kind: str) -> None:
-        """Count an epoch's end, and steps in flight that will never be answered, once for each kind of step."""
+        """Count the end of an epoch, and the steps in flight without an answer, once for each kind of step."""
         self._metrics.recoveries.labels(reason=kind).inc()
         for method in {plan.method for plan in plans if plan.has_forward}:
             self._metrics.batch_inference_failure.labels(method=method).inc()
@@ -100,6 +100,6 @@ class BatchMetrics:
         self._metrics.requests_replayed.inc(num_entries)
 
     def ended(self, error: RouterError) -> None:
-        """Count a request that a failure of the shards has ended."""
+        """Count a request that ended with a failure of the shards."""
         if isinstance(error, Quarantined):
             self._metrics.requests_quarantined.inc()

@@ -1,4 +1,4 @@
-"""Measures what steps cost before the first request comes, so that the first predictions are of this machine."""
+"""Measures the costs of steps before the first request comes, so that the first predictions fit this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from millrace_router.request.token_stream import read_tokens
 log = structlog.get_logger(__name__)
 
 SECONDS = 1.0
-"""After this long no further round begins: starting up matters more than the first predictions."""
+"""Time after which no further round begins: a short start matters more than the first predictions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,14 @@ ROUNDS = (
     _Round(1, 2048, 4),
     _Round(64, 64, 6),
 )
-"""Few and many rows, short and long prompts, each with some decodes; the cheap ones first."""
+"""Few and many rows, short and long prompts, each with some decodes; cheap rounds come first."""
 
 
 async def calibrate(batcher: Batcher, limits: Limits, *, max_batch_size: int) -> None:
     """Run prompts of random tokens through a batcher of its own, whose cost model learns from them.
 
-    Returns early once a request fails: serving will meet the same failure, and report it. How long shards that are
-    gone are waited for is the batcher's to say.
+    Returns early once a request fails: serving will meet the same failure, and report it. The batcher
+    decides how long it waits for shards that are gone.
     """
     task = asyncio.create_task(batcher.run())
     random, until = Random(0), time.monotonic() + SECONDS  # noqa: S311

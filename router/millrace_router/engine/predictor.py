@@ -1,4 +1,4 @@
-"""What is to be expected of a request: predicted when it comes, refused when it is hopeless, compared afterwards."""
+"""Predictions for requests: made on arrival, used to refuse requests that would wait too long, compared afterwards."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class SchedulerSnapshot:
     rows: Iterable[Row]
     num_waiting: int
     ahead: tuple[int, int]
-    """Entries that are served before, and their prompt tokens."""
+    """Number of entries that are served before, and their prompt tokens."""
     now_in_step: float
     """Seconds that the oldest step in flight has run."""
 
 
 class LatencyPredictor:
-    """Forecasts by a cost model that learns from every step, and keeps count of its own errors."""
+    """Predicts latencies by a cost model that learns from every step, and tracks its own errors."""
 
     def __init__(
         self,
@@ -42,58 +42,58 @@ class LatencyPredictor:
         *,
         max_queue_size: int | None = None,
     ) -> None:
-        """`max_queue_size` entries may wait; how long one may wait is among its scheduling parameters."""
+        """`max_queue_size` limits the entries that wait; the scheduling parameters of a request limit its own wait."""
         self.cost = cost
         self._forecaster = forecaster
         self._metrics = metrics
         self._max_queue_size = max_queue_size
-        self._queue_audit = ErrorTracker()
-        self._first_token_audit = ErrorTracker()
+        self._queue_errors = ErrorTracker()
+        self._first_token_errors = ErrorTracker()
         self._expected: dict[int, Prediction] = {}
         self._mean_queue_seconds = 0.0
 
     def predict(
-        self, entry: Entry, outlook: SchedulerSnapshot, *, num_cached: int
+        self, entry: Entry, snapshot: SchedulerSnapshot, *, num_cached: int
     ) -> Prediction | None:
-        """How `entry` fares if it joins the queue now; None while nothing is known."""
+        """Predict the latencies of `entry` if it joins the queue now; None while nothing is known."""
         return self._forecaster.predict(
-            outlook.rows,
-            ahead=outlook.ahead,
+            snapshot.rows,
+            ahead=snapshot.ahead,
             num_prompt_tokens=entry.num_prompt_tokens,
             max_new_tokens=entry.max_new_tokens,
             num_cached=num_cached,
-            now_in_step=outlook.now_in_step,
+            now_in_step=snapshot.now_in_step,
         )
 
-    def drain_seconds(self, outlook: SchedulerSnapshot) -> float:
-        """Seconds until one of the requests ahead has left the queue, or a running one has ended.
+    def drain_seconds(self, snapshot: SchedulerSnapshot) -> float:
+        """Predict the seconds until a request ahead has left the queue, or a running one has ended.
 
-        The mean of the observed queue times where nothing is predicted.
+        Without a prediction this is the mean of the observed queue times.
         """
-        num_ahead, num_tokens = outlook.ahead
+        num_ahead, num_tokens = snapshot.ahead
         predicted = self._forecaster.drain_seconds(
-            outlook.rows,
+            snapshot.rows,
             waiting=(max(1, num_ahead), max(1, num_tokens)),
-            now_in_step=outlook.now_in_step,
+            now_in_step=snapshot.now_in_step,
         )
         return self._mean_queue_seconds if predicted is None else predicted
 
-    def accept(self, entry: Entry, outlook: SchedulerSnapshot, *, num_cached: int) -> None:
-        """Predict, and remember it of `entry`.
+    def accept(self, entry: Entry, snapshot: SchedulerSnapshot, *, num_cached: int) -> None:
+        """Predict the latencies of `entry`, and keep the prediction.
 
         Raises:
-            QueueFull: no more may wait.
-            QueueTooLong: it would wait longer than its scheduling parameters allow.
+            QueueFull: the queue has no room.
+            QueueTooLong: the entry would wait longer than its scheduling parameters allow.
 
         """
-        prediction = self.predict(entry, outlook, num_cached=num_cached)
+        prediction = self.predict(entry, snapshot, num_cached=num_cached)
         wait = 0.0 if prediction is None else prediction.queue_seconds
         allowed = entry.scheduling.max_queue_seconds
         if allowed is not None and wait > allowed:
             raise QueueTooLong(predicted_seconds=wait, allowed_seconds=allowed)
         max_size = self._max_queue_size
-        if max_size is not None and outlook.num_waiting >= max_size:
-            raise QueueFull(max_size, retry_after_seconds=self.drain_seconds(outlook))
+        if max_size is not None and snapshot.num_waiting >= max_size:
+            raise QueueFull(max_size, retry_after_seconds=self.drain_seconds(snapshot))
         if prediction is not None:
             self._expected[entry.request_id] = prediction
             entry.stream.predicted_queue_seconds = prediction.queue_seconds
@@ -107,18 +107,18 @@ class LatencyPredictor:
         self._mean_queue_seconds += _QUEUE_RATE * (seconds - self._mean_queue_seconds)
         prediction = self._expected.get(entry.request_id)
         if prediction is not None:
-            self._queue_audit.add(prediction.queue_seconds, seconds)
-            self._publish("queue", self._queue_audit)
+            self._queue_errors.add(prediction.queue_seconds, seconds)
+            self._publish("queue", self._queue_errors)
 
     def began(self, entry: Entry, now: float) -> None:
         """Compare the predicted with the realised time to the first token."""
         prediction = self._expected.pop(entry.request_id, None)
         if prediction is not None:
-            self._first_token_audit.add(prediction.first_token_seconds, now - entry.queued_at)
-            self._publish("first_token", self._first_token_audit)
+            self._first_token_errors.add(prediction.first_token_seconds, now - entry.queued_at)
+            self._publish("first_token", self._first_token_errors)
 
     def ended(self, entry: Entry) -> None:
-        """Learn how long the answer got."""
+        """Learn from the length of the answer."""
         self._expected.pop(entry.request_id, None)
         if entry.num_generated:
             limit = entry.num_generated if entry.closed else entry.max_new_tokens
@@ -134,11 +134,11 @@ class LatencyPredictor:
         self.cost.observe(load, seconds)
 
     def yielded(self, progress: Progress) -> None:
-        """Learn how many tokens rows yield at once, of those that may yield several."""
+        """Learn how many tokens a multi-token row yields in a step."""
         if progress.num_rows:
             self._forecaster.yielded(progress.num_tokens, progress.num_rows)
 
-    def _publish(self, what: str, audit: ErrorTracker) -> None:
+    def _publish(self, prediction: str, tracker: ErrorTracker) -> None:
         error = self._metrics.prediction_error
-        error.labels(prediction=what, percentile="50").set(audit.median())
-        error.labels(prediction=what, percentile="90").set(audit.p90())
+        error.labels(prediction=prediction, percentile="50").set(tracker.median())
+        error.labels(prediction=prediction, percentile="90").set(tracker.p90())
