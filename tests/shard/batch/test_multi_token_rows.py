@@ -31,8 +31,8 @@ from millrace_testing.engines.multi_token import (
     FakeGrammars,
     Generation,
     PlannedProposer,
-    Told,
     Want,
+    Yielded,
     any_of,
 )
 from millrace_testing.engines.steps import MAX_TOKENS, Stepper, beside, ints, tiny_llama
@@ -73,7 +73,7 @@ class Setup:
     kernels: Kernels
     dtype: torch.dtype
     wants: dict[int, Want]
-    truth: dict[int, Told]
+    truth: dict[int, Yielded]
 
     def stepper(self, **options: Any) -> Stepper:
         return Stepper(self.model, self.kernels, dtype=self.dtype, **options)
@@ -107,7 +107,7 @@ def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     }
     stepper = Stepper(model, kernels, dtype=dtype)
     truth = {
-        slot: Generation(stepper, {slot: want}, NUM_TOKENS).told[slot]
+        slot: Generation(stepper, {slot: want}, NUM_TOKENS).yielded[slot]
         for slot, want in wants.items()
     }
     return Setup(model, kernels, dtype, wants, truth)
@@ -119,16 +119,16 @@ def random_allowances(seed: int, most: int = MOST) -> Callable[[int], tuple[int,
     return lambda _: (int(random.integers(1, most + 3)), int(random.integers(0, most + 1)))
 
 
-def check_equal(found: Mapping[int, Told], truth: Mapping[int, Told]) -> None:
-    for slot, told in found.items():
-        assert told.ids == truth[slot].ids
-        assert told.bits == truth[slot].bits
-        assert told.tops == truth[slot].tops
+def check_equal(found: Mapping[int, Yielded], truth: Mapping[int, Yielded]) -> None:
+    for slot, yielded in found.items():
+        assert yielded.ids == truth[slot].ids
+        assert yielded.bits == truth[slot].bits
+        assert yielded.tops == truth[slot].tops
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("chunk", [1000, 7])
-def test_guesses_change_no_bit(setup: Setup, depth: int, chunk: int) -> None:
+def test_drafts_change_no_bit(setup: Setup, depth: int, chunk: int) -> None:
     run = Generation(
         setup.planned(),
         setup.wants,
@@ -137,37 +137,39 @@ def test_guesses_change_no_bit(setup: Setup, depth: int, chunk: int) -> None:
         chunk=chunk,
         depth=depth,
     )
-    check_equal(run.told, setup.truth)
+    check_equal(run.yielded, setup.truth)
     assert 0 < run.accepted < run.drafted
 
 
-@pytest.mark.parametrize("guessing", [0, 2])
-def test_a_row_that_guesses_changes_nothing_for_plain_ones(setup: Setup, guessing: int) -> None:
+@pytest.mark.parametrize("drafting", [0, 2])
+def test_a_row_with_drafts_changes_nothing_for_plain_rows(setup: Setup, drafting: int) -> None:
     run = Generation(
         setup.planned(error_rate=0.5),
         setup.wants,
         NUM_TOKENS,
-        allow=lambda slot: (1 + MOST, MOST) if slot == guessing else (1, 0),
+        allow=lambda slot: (1 + MOST, MOST) if slot == drafting else (1, 0),
         depth=2,
     )
-    check_equal(run.told, setup.truth)
-    assert all(bool(told.computed) == (slot == guessing) for slot, told in run.told.items())
+    check_equal(run.yielded, setup.truth)
+    assert all(
+        bool(yielded.computed) == (slot == drafting) for slot, yielded in run.yielded.items()
+    )
 
 
-def test_right_guesses_save_steps(setup: Setup) -> None:
+def test_accepted_drafts_save_steps(setup: Setup) -> None:
     run = Generation(
         setup.planned(error_rate=0.0), setup.wants, NUM_TOKENS, allow=lambda _: (1 + MOST, MOST)
     )
-    check_equal(run.told, setup.truth)
+    check_equal(run.yielded, setup.truth)
     assert run.accepted == run.drafted
     assert run.steps == 1 + -(-(NUM_TOKENS - 1) // (1 + MOST))
 
 
-def test_only_wrong_guesses_leave_one_token_a_step(setup: Setup) -> None:
+def test_rejected_drafts_leave_one_token_a_step(setup: Setup) -> None:
     run = Generation(
         setup.planned(error_rate=1.0), setup.wants, NUM_TOKENS, allow=lambda _: (1 + MOST, MOST)
     )
-    check_equal(run.told, setup.truth)
+    check_equal(run.yielded, setup.truth)
     assert run.accepted == 0 < run.drafted
     assert run.steps == NUM_TOKENS
 
@@ -177,16 +179,16 @@ def test_computed_positions_are_those_of_all_tokens_but_the_last(setup: Setup) -
     stepper = setup.planned()
     run = Generation(stepper, {slot: setup.wants[slot]}, 12, allow=lambda _: (4, 3))
     lengths = [len(PROMPTS[slot]) + n for n in range(1, 20)]
-    assert set(run.told[slot].computed) <= set(lengths)
-    assert run.told[slot].computed == sorted(set(run.told[slot].computed))
+    assert set(run.yielded[slot].computed) <= set(lengths)
+    assert run.yielded[slot].computed == sorted(set(run.yielded[slot].computed))
 
 
-def test_guesses_are_no_more_than_the_shard_makes(setup: Setup) -> None:
+def test_drafts_are_no_more_than_the_shard_makes(setup: Setup) -> None:
     """However many are allowed."""
     run = Generation(
         setup.planned(error_rate=0.0), setup.wants, NUM_TOKENS, allow=lambda _: (2**32 - 1,) * 2
     )
-    check_equal(run.told, setup.truth)
+    check_equal(run.yielded, setup.truth)
     assert run.steps == 1 + -(-(NUM_TOKENS - 1) // (1 + MOST))
 
 
@@ -208,11 +210,11 @@ def test_any_allowances_yield_the_same(setup: Setup, data: st.DataObject) -> Non
         chunk=data.draw(st.sampled_from([4, 11, 1000])),
         depth=data.draw(st.sampled_from([1, 2])),
     )
-    check_equal(run.told, setup.truth)
+    check_equal(run.yielded, setup.truth)
 
 
 @pytest.mark.parametrize("fault", [1, -1])
-def test_a_miscounted_guess_is_noticed(
+def test_a_miscounted_draft_is_noticed(
     setup: Setup, fault: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     count = step_tokens.num_accepted
@@ -225,24 +227,26 @@ def test_a_miscounted_guess_is_noticed(
     run = Generation(setup.planned(), setup.wants, NUM_TOKENS, allow=lambda _: (1 + MOST, MOST))
     if fault > 0:
         with pytest.raises(AssertionError):
-            check_equal(run.told, setup.truth)
+            check_equal(run.yielded, setup.truth)
     else:
         # To reject what is right costs time alone.
-        check_equal(run.told, setup.truth)
+        check_equal(run.yielded, setup.truth)
 
 
 def test_ngrams_are_found_in_text_that_repeats(setup: Setup) -> None:
     loop = prompt_of(11, seed=4) * 3
     wants = {slot: Want(loop, fields) for slot, fields in enumerate(FIELDS.values())}
     plain = setup.stepper()
-    truth = {slot: Generation(plain, {slot: want}, 34).told[slot] for slot, want in wants.items()}
+    truth = {
+        slot: Generation(plain, {slot: want}, 34).yielded[slot] for slot, want in wants.items()
+    }
     stepper = setup.stepper(speculation=Speculation(max_draft_tokens=MOST))
     run = Generation(stepper, wants, 34, allow=lambda _: (1 + MOST, MOST), chunk=7, depth=2)
-    check_equal(run.told, truth)
+    check_equal(run.yielded, truth)
     assert run.drafted > run.accepted
 
 
-def test_ngram_guesses_are_right_where_a_model_repeats_itself(tmp_path: Path) -> None:
+def test_ngram_drafts_are_right_where_a_model_repeats_itself(tmp_path: Path) -> None:
     """And the tokens are transformers' own."""
     reference = save_tiny(tmp_path, "llama", vocab_size=24)
     kernels = make_kernels("cpu", deterministic=True, dtype=torch.float32, block_size=BLOCK_SIZE)
@@ -261,7 +265,7 @@ def test_ngram_guesses_are_right_where_a_model_repeats_itself(tmp_path: Path) ->
     wants = {slot: Want(prompt) for slot, prompt in enumerate(prompts)}
     run = Generation(stepper, wants, 48, allow=lambda _: (1 + MOST, MOST), depth=2)
     for slot, prompt in enumerate(prompts):
-        assert run.told[slot].ids == greedy(reference, prompt, 48)[0]
+        assert run.yielded[slot].ids == greedy(reference, prompt, 48)[0]
     assert 0 < run.accepted < run.drafted
     assert run.steps < 48
 
@@ -304,15 +308,15 @@ def test_a_sequence_ends_with_its_positions_whatever_it_is_allowed(setup: Setup)
     stepper = setup.planned(error_rate=0.0)
     stepper.run(stepper.admission(0, prompt_of(MAX_TOKENS - 5, seed=9)))
     stepper.use(PlannedProposer({0: [1] * 200}, error_rate=0.0))
-    wide = Forward(decode_slots=ints([0]), decode_tokens=ints([6]), draft_tokens=ints([5]))
+    multi_token = Forward(decode_slots=ints([0]), decode_tokens=ints([6]), draft_tokens=ints([5]))
     positions, total = [], 1
     for _ in range(8):
-        result = stepper.run(wide)
+        result = stepper.run(multi_token)
         positions += result.computed_positions.tolist()
         total += int(result.counts.sum())
     assert positions[-1] == MAX_TOKENS
     assert total == 6, "one token past the last position is sampled, and nothing after it"
-    assert not len(stepper.run(wide).ids)
+    assert not len(stepper.run(multi_token).ids)
     assert not len(stepper.decode([0]).ids), "a plain decode finds no position either"
 
 
@@ -320,11 +324,11 @@ def test_allowances_are_cut_to_the_block_table(setup: Setup) -> None:
     stepper = setup.planned(error_rate=0.0)
     stepper.run(stepper.admission(0, setup.wants[0].prompt))
     room = len(stepper.batch.blocks.of(0)) * stepper.block_size
-    wide = Forward(decode_slots=ints([0]), decode_tokens=ints([6]), draft_tokens=ints([5]))
-    while (computed := int(stepper.run(wide).computed_positions[0])) < room:
+    multi_token = Forward(decode_slots=ints([0]), decode_tokens=ints([6]), draft_tokens=ints([5]))
+    while (computed := int(stepper.run(multi_token).computed_positions[0])) < room:
         assert computed <= room
     with pytest.raises(StepInvalid, match="block table is too short"):
-        stepper.run(wide)
+        stepper.run(multi_token)
 
 
 @pytest.mark.parametrize(
@@ -346,27 +350,31 @@ def test_allowances_that_make_no_sense_are_refused(setup: Setup, fields: dict[st
 
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("allowed", [4, 2, 1])
-def test_a_forced_chain_is_emitted_at_once_and_computed_as_allowed(
+def test_forced_tokens_are_emitted_at_once_and_computed_as_allowed(
     setup: Setup, allowed: int, drafts: int
 ) -> None:
     """The oracle is a sequence whose prompt held the chain."""
     grammars = FakeGrammars(setup.model.info.vocab_size)
-    chain = [11, 4, 4, 150, 7, 11, 23]
-    grammar = any_of(None, None, None, *([token] for token in chain), None)
+    forced = [11, 4, 4, 150, 7, 11, 23]
+    grammar = any_of(None, None, None, *([token] for token in forced), None)
     free, fields = setup.truth[1], FIELDS["seeded"]
     stepper = setup.planned(error_rate=0.2, grammars=grammars)
     want = Want(PROMPTS[1], fields, top_n_tokens=1, grammar=grammar)
-    wide = (allowed, min(drafts, allowed - 1))
-    told = Generation(stepper, {1: want}, 16, allow=lambda _: wide, depth=2).told[1]
-    assert told.ids[:3] == free.ids[:3]
-    assert told.ids[3:10] == chain
-    assert told.bits[3:10] == [0] * 7, "log probability 0.0"
-    assert told.tops[3:10] == [[(token, 0)] for token in chain]
+    multi_token = (allowed, min(drafts, allowed - 1))
+    yielded = Generation(stepper, {1: want}, 16, allow=lambda _: multi_token, depth=2).yielded[1]
+    assert yielded.ids[:3] == free.ids[:3]
+    assert yielded.ids[3:10] == forced
+    assert yielded.bits[3:10] == [0] * 7, "log probability 0.0"
+    assert yielded.tops[3:10] == [[(token, 0)] for token in forced]
     # One that a mask leaves after a right guess is sampled, which makes no difference.
-    assert len(chain) - drafts <= grammars.num_forced <= len(chain)
-    oracle = Want([*PROMPTS[1], *told.ids[:10]], fields, top_n_tokens=1)
-    rest = Generation(setup.stepper(), {1: oracle}, 6).told[1]
-    assert (told.ids[10:], told.bits[10:], told.tops[10:]) == (rest.ids, rest.bits, rest.tops)
+    assert len(forced) - drafts <= grammars.num_forced <= len(forced)
+    oracle = Want([*PROMPTS[1], *yielded.ids[:10]], fields, top_n_tokens=1)
+    rest = Generation(setup.stepper(), {1: oracle}, 6).yielded[1]
+    assert (yielded.ids[10:], yielded.bits[10:], yielded.tops[10:]) == (
+        rest.ids,
+        rest.bits,
+        rest.tops,
+    )
 
 
 def test_pending_tokens_beyond_the_allowance_yield_nothing_yet(setup: Setup) -> None:
@@ -388,7 +396,7 @@ def test_pending_tokens_beyond_the_allowance_yield_nothing_yet(setup: Setup) -> 
     assert (len(ids), computed) == (1, [length + 6])
 
 
-def test_a_short_chain_waits_where_it_would_hold_up_seven_others(setup: Setup) -> None:
+def test_a_few_forced_tokens_wait_where_they_would_delay_seven_rows(setup: Setup) -> None:
     """Two tokens of a chain wait for room, three are worth a tile of rows; what comes after is the same."""
     wants = {slot: Want(prompt_of(5, seed=slot), FIELDS["seeded"]) for slot in range(1, 8)}
     guided = Want(PROMPTS[0], FIELDS["seeded"])
@@ -418,7 +426,7 @@ def test_a_short_chain_waits_where_it_would_hold_up_seven_others(setup: Setup) -
     assert tokens[1] == tokens[0][: len(tokens[1])]
 
 
-def test_masks_hold_at_every_position_of_a_guess(setup: Setup) -> None:
+def test_masks_hold_at_every_draft_position(setup: Setup) -> None:
     """Guesses that a grammar forbids are refused, and those after right ones are masked as single decodes are."""
     allowed = [None if place % 3 else list(range(20, 60)) for place in range(NUM_TOKENS)]
     grammar = any_of(*allowed)
@@ -432,18 +440,19 @@ def test_masks_hold_at_every_position_of_a_guess(setup: Setup) -> None:
 
     plain = setup.stepper(grammars=guided().as_manager())
     truth = {
-        slot: Generation(plain, {slot: want}, NUM_TOKENS).told[slot] for slot, want in wants.items()
+        slot: Generation(plain, {slot: want}, NUM_TOKENS).yielded[slot]
+        for slot, want in wants.items()
     }
-    assert all(20 <= token < 60 for told in truth.values() for token in told.ids[::3])
+    assert all(20 <= token < 60 for yielded in truth.values() for token in yielded.ids[::3])
     futures = {slot: [*want.prompt, *truth[slot].ids] for slot, want in wants.items()}
     stepper = setup.stepper(max_draft_tokens=MOST, grammars=guided().as_manager())
     stepper.use(PlannedProposer(futures))
     run = Generation(stepper, wants, NUM_TOKENS, allow=lambda _: (1 + MOST, MOST), depth=2)
-    check_equal(run.told, truth)
+    check_equal(run.yielded, truth)
     assert 0 < run.accepted < run.drafted
 
 
-def test_a_grammar_without_guides_fails_its_sequence_alone(setup: Setup) -> None:
+def test_a_grammar_without_a_manager_fails_its_sequence_alone(setup: Setup) -> None:
     stepper = setup.stepper()
     stepper.run(stepper.admission(0, PROMPTS[0]))
     result = stepper.run(beside(stepper.admission(1, PROMPTS[1], grammar=any_of(None)), [0]))
@@ -463,7 +472,7 @@ def test_a_matcher_that_cannot_go_on_fails_its_sequence_alone(setup: Setup) -> N
     assert stepper.decode([1, 0]).failed_slots.tolist() == [1]
 
 
-def test_why_a_matcher_cannot_go_on_is_told(setup: Setup) -> None:
+def test_a_matcher_gives_the_reason_for_its_failure(setup: Setup) -> None:
     grammars = FakeGrammars(setup.model.info.vocab_size)
     stepper = setup.stepper(grammars=grammars.as_manager())
     steps = [
@@ -478,7 +487,7 @@ def test_why_a_matcher_cannot_go_on_is_told(setup: Setup) -> None:
 
 
 @pytest.mark.parametrize("layer_value", [torch.nan, torch.inf])
-def test_a_row_that_is_not_finite_fails_with_all_its_guesses(
+def test_a_row_that_is_not_finite_fails_with_all_its_drafts(
     setup: Setup, layer_value: float
 ) -> None:
     stepper = setup.planned(error_rate=0.0)
@@ -487,46 +496,48 @@ def test_a_row_that_is_not_finite_fails_with_all_its_guesses(
         stepper.run(stepper.admission(slot, want.prompt, **want.fields))
     for layer in stepper.cache:
         layer.values[int(stepper.batch.blocks.of(1)[0])] = layer_value
-    wide = Forward(
+    multi_token = Forward(
         decode_slots=ints([0, 1, 2]), decode_tokens=ints([4] * 3), draft_tokens=ints([3] * 3)
     )
-    result = stepper.run(wide)
+    result = stepper.run(multi_token)
     assert result.failed_slots.tolist() == [1]
     assert result.slots.tolist() == [0, 2]
     assert result.counts.tolist() == [4, 4]
     assert result.ids.tolist() == setup.truth[0].ids[1:5] + setup.truth[2].ids[1:5]
-    again = stepper.run(wide)
+    again = stepper.run(multi_token)
     assert again.failed_slots.tolist() == [1]
     assert again.slots.tolist() == [0, 2]
 
 
-def test_a_slot_used_anew_hears_nothing_of_the_guesses_before(
+def test_a_reused_slot_ignores_earlier_drafts(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, where the step with guesses is still running when its sequence is dropped."""
     monkeypatch.setattr(Stopwatch, "is_done", lambda _: False)
     stepper = setup.planned(error_rate=0.0)
     stepper.run(stepper.admission(0, setup.wants[0].prompt))
-    wide = Forward(decode_slots=ints([0]), decode_tokens=ints([4]), draft_tokens=ints([3]))
+    multi_token = Forward(decode_slots=ints([0]), decode_tokens=ints([4]), draft_tokens=ints([3]))
     with torch.inference_mode():
-        flying = stepper.runner.launch(wide)
+        flying = stepper.runner.launch(multi_token)
         again = stepper.admission(0, setup.wants[0].prompt)
         change = replace(again.change, dropped_slots=ints([0]))
         first = stepper.runner.launch(replace(again, change=change))
-        second = stepper.runner.launch(wide)
+        second = stepper.runner.launch(multi_token)
         results = [launched.finish() for launched in (flying, first, second)]
     truth = setup.truth[0].ids
     assert [r.ids.tolist() for r in results] == [truth[1:5], truth[:1], truth[1:5]]
 
 
-def test_steps_without_guesses_repeat_the_one_before_for_those_who_guess_too(
+def test_steps_without_drafts_repeat_the_previous_one_for_rows_that_may_draft(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stepper = setup.stepper(speculation=Speculation(max_draft_tokens=MOST))
     slots = (0, 1)
     results = [stepper.run(stepper.admission(slot, PROMPTS[slot])) for slot in slots]
-    guess = Forward(decode_slots=ints(slots), decode_tokens=ints([4, 4]), draft_tokens=ints([3, 3]))
-    results += [stepper.decode(slots), stepper.run(guess)]
+    drafted = Forward(
+        decode_slots=ints(slots), decode_tokens=ints([4, 4]), draft_tokens=ints([3, 3])
+    )
+    results += [stepper.decode(slots), stepper.run(drafted)]
 
     def lay_out(*_: object) -> None:
         raise AssertionError("a step was laid out anew")
@@ -534,7 +545,7 @@ def test_steps_without_guesses_repeat_the_one_before_for_those_who_guess_too(
     with monkeypatch.context() as context:
         context.setattr(stepper.batch.sequences, "lay_out", lay_out)
         results += [stepper.decode(slots) for _ in range(3)]
-    results += [stepper.run(guess), stepper.decode(slots)]
+    results += [stepper.run(drafted), stepper.decode(slots)]
     found: dict[int, list[int]] = {slot: [] for slot in slots}
     for result in results:
         ids = result.ids.tolist()
@@ -543,25 +554,25 @@ def test_steps_without_guesses_repeat_the_one_before_for_those_who_guess_too(
             ids = ids[count:]
     for slot in slots:
         alone = Generation(setup.stepper(), {slot: Want(PROMPTS[slot])}, len(found[slot]))
-        assert found[slot] == alone.told[slot].ids
+        assert found[slot] == alone.yielded[slot].ids
 
 
-def test_steps_that_find_nothing_to_guess_repeat_from_the_first_on(
+def test_steps_that_find_no_drafts_repeat_from_the_first_on(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(NgramProposer, "has_drafts", lambda *_: False)
     stepper = setup.stepper(speculation=Speculation(max_draft_tokens=MOST))
     results = [stepper.run(stepper.admission(0, PROMPTS[0]))]
-    guess = Forward(decode_slots=ints([0]), decode_tokens=ints([4]), draft_tokens=ints([3]))
-    results.append(stepper.run(guess))
+    drafted = Forward(decode_slots=ints([0]), decode_tokens=ints([4]), draft_tokens=ints([3]))
+    results.append(stepper.run(drafted))
 
     def lay_out(*_: object) -> None:
         raise AssertionError("a step was laid out anew")
 
     monkeypatch.setattr(stepper.batch.sequences, "lay_out", lay_out)
-    results += [stepper.run(guess) for _ in range(3)]
+    results += [stepper.run(drafted) for _ in range(3)]
     found = [id_ for result in results for id_ in result.ids.tolist()]
-    assert found == Generation(setup.stepper(), {0: Want(PROMPTS[0])}, 5).told[0].ids
+    assert found == Generation(setup.stepper(), {0: Want(PROMPTS[0])}, 5).yielded[0].ids
 
 
 class Waits:
@@ -577,7 +588,7 @@ class Waits:
 
 
 @pytest.mark.parametrize("is_on_host", [True, False], ids=["tokens on the host", "on a device"])
-def test_only_rows_that_depend_on_guesses_wait(
+def test_only_rows_that_depend_on_drafts_wait(
     setup: Setup, monkeypatch: pytest.MonkeyPatch, *, is_on_host: bool
 ) -> None:
     with monkeypatch.context() as context:

@@ -37,7 +37,7 @@ def driver(request: pytest.FixtureRequest) -> Iterator[Driver]:
     driver.engine.close()
 
 
-def wide(*slots: int, positions: int = 4, drafts: int = 3) -> Forward:
+def multi_token(*slots: int, positions: int = 4, drafts: int = 3) -> Forward:
     return Forward(
         decode_slots=ints(slots),
         decode_tokens=ints([positions] * len(slots)),
@@ -45,12 +45,12 @@ def wide(*slots: int, positions: int = 4, drafts: int = 3) -> Forward:
     )
 
 
-def test_wrong_guesses_are_forgotten(driver: Driver) -> None:
+def test_rejected_drafts_are_forgotten(driver: Driver) -> None:
     """The KV they left behind is written over, and their tokens are not part of what follows."""
     driver.run(forward(driver.admit(0, LOOP, room=24, parameters=BIASED), chunks=[(0, len(LOOP))]))
     found, drafted = [], 0
     for _ in range(6):
-        result = driver.run(wide(0))
+        result = driver.run(multi_token(0))
         found += result.ids.tolist()
         drafted += int(result.drafted_tokens.sum())
         assert result.computed_positions.tolist() == [len(LOOP) + len(found)]
@@ -58,10 +58,10 @@ def test_wrong_guesses_are_forgotten(driver: Driver) -> None:
     assert drafted > len(found) - 6 > 0
 
 
-def test_steps_with_guesses_are_sent_ahead(driver: Driver) -> None:
+def test_steps_with_drafts_are_sent_ahead(driver: Driver) -> None:
     admitted = driver.admit(0, LOOP, room=24, parameters=BIASED), driver.admit(3, room=24)
     steps = [driver.send(forward(*admitted, chunks=[(0, len(LOOP)), (3, len(PROMPT))]))]
-    steps += [driver.send(wide(0, 3)) for _ in range(4)]
+    steps += [driver.send(multi_token(0, 3)) for _ in range(4)]
     found: dict[int, list[int]] = {0: [], 3: []}
     for step in steps:
         outcome = step.result(30).outcome
@@ -73,7 +73,7 @@ def test_steps_with_guesses_are_sent_ahead(driver: Driver) -> None:
     assert found[3] == greedy(PROMPT, len(found[3]))
 
 
-def test_a_guess_that_is_not_finite_fails_its_row_alone(driver: Driver) -> None:
+def test_a_draft_that_is_not_finite_fails_its_row_alone(driver: Driver) -> None:
     first = driver.run(
         forward(
             driver.admit(0, LOOP, room=24, parameters=BIASED),
@@ -82,23 +82,23 @@ def test_a_guess_that_is_not_finite_fails_its_row_alone(driver: Driver) -> None:
         )
     )
     driver.model.poison = int(first.ids[0])
-    result = driver.run(wide(0, 1))
+    result = driver.run(multi_token(0, 1))
     assert result.failed_slots.tolist() == [0]
     assert result.slots.tolist() == [1]
     driver.model.poison = None
-    again = driver.run(wide(0, 1))
+    again = driver.run(multi_token(0, 1))
     assert again.failed_slots.tolist() == [0]
     assert again.slots.tolist() == [1]
 
 
-def test_a_failed_step_leaves_nothing_of_its_guesses(driver: Driver) -> None:
+def test_a_failed_step_leaves_nothing_of_its_drafts(driver: Driver) -> None:
     driver.run(forward(driver.admit(0, LOOP, room=24, parameters=BIASED), chunks=[(0, len(LOOP))]))
 
     def explode(_: object) -> None:
         raise ValueError("boom")
 
     driver.model.before_forward = explode
-    driver.fail(wide(0))
+    driver.fail(multi_token(0))
     driver.model.before_forward = lambda _: None
     driver.open()
     driver.free = list(range(1, 64))
@@ -106,7 +106,7 @@ def test_a_failed_step_leaves_nothing_of_its_guesses(driver: Driver) -> None:
         forward(driver.admit(0, PROMPT, room=24), chunks=[(0, len(PROMPT))])
     ).ids.tolist()
     for _ in range(3):
-        ids += driver.run(wide(0)).ids.tolist()
+        ids += driver.run(multi_token(0)).ids.tolist()
     assert ids == greedy(PROMPT, len(ids))
 
 
@@ -118,6 +118,6 @@ def test_ranks_answer_with_one_checksum_for_one_outcome(driver: Driver) -> None:
         driver.run(
             forward(driver.admit(0, LOOP, room=24, parameters=BIASED), chunks=[(0, len(LOOP))])
         )
-        checksums.append([driver.run(wide(0)).checksum for _ in range(3)])
+        checksums.append([driver.run(multi_token(0)).checksum for _ in range(3)])
     assert checksums[0] == checksums[1]
     assert len(set(checksums[0])) > 1

@@ -102,8 +102,8 @@ class Decoding(RuleBasedStateMachine):
     @precondition(lambda self: self.lengths)
     @rule(steps=st.lists(st.tuples(ALLOWANCES, st.booleans()), min_size=1, max_size=6))
     def decode_all(self, steps: list[tuple[tuple[int, ...], bool]]) -> None:
-        for allowances, chains in steps:
-            self.decode(ints(sorted(self.lengths)), allowances, chains=chains)
+        for allowances, jumps in steps:
+            self.decode(ints(sorted(self.lengths)), allowances, jumps=jumps)
 
     @precondition(lambda self: self.lengths)
     @rule(times=st.integers(1, 5))
@@ -140,16 +140,16 @@ class Decoding(RuleBasedStateMachine):
         self.batch.apply(BatchChange(dropped_slots=ints([slot])))
         del self.lengths[slot]
 
-    def decode(self, slots: Ints, allowances: tuple[int, ...], *, chains: bool = False) -> None:
+    def decode(self, slots: Ints, allowances: tuple[int, ...], *, jumps: bool = False) -> None:
         """With a block more for those that need one."""
         lengths = ints(self.lengths[slot] for slot in slots.tolist())
         self.grow(slots[self.batch.blocks.capacity(slots) < lengths], 1)
-        self.step(slots, allowances, chains=chains)
+        self.step(slots, allowances, jumps=jumps)
 
     def step(
-        self, slots: Ints, allowances: tuple[int, ...] = PLAIN, *, chains: bool = False
+        self, slots: Ints, allowances: tuple[int, ...] = PLAIN, *, jumps: bool = False
     ) -> None:
-        """With `chains`, rows yield as many tokens as they may."""
+        """With `jumps`, rows yield as many tokens as they may."""
         self.last = slots
         wide = no_ints()
         if allowances != PLAIN:
@@ -166,7 +166,7 @@ class Decoding(RuleBasedStateMachine):
         layout, _ = expected if repeated is None else repeated
         ends = (layout.starts + layout.counts)[layout.yields]
         assert ends.tolist() == [self.lengths[slot] for slot in layout.yield_slots.tolist()]
-        counts = layout.max_new_tokens if chains else np.ones_like(layout.yields)
+        counts = layout.max_new_tokens if jumps else np.ones_like(layout.yields)
         self.run(layout, counts)
         for slot, count in zip(layout.yield_slots.tolist(), counts.tolist(), strict=True):
             self.lengths[slot] += count

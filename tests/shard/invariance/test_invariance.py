@@ -182,7 +182,9 @@ def alone(shard: Shard) -> list[Found]:
 
 
 @pytest.mark.parametrize("chunk", [64, 7, 1])
-def test_company_and_chunks_change_no_bit(shard: Shard, alone: list[Found], chunk: int) -> None:
+def test_batch_composition_and_chunks_change_no_bit(
+    shard: Shard, alone: list[Found], chunk: int
+) -> None:
     assert generate(shard, [2, 0, 3, 1], chunk) == [alone[which] for which in (2, 0, 3, 1)]
     assert generate(shard, [1, 0], 64) == [alone[1], alone[0]]
 

@@ -131,7 +131,7 @@ def test_more_rows_than_the_largest_run_eagerly(setup: Setup, recorder: Recorder
     assert recorder.replays() == {2: 1}
 
 
-def test_a_row_that_may_have_a_chain_but_has_none_keeps_nobody_from_the_graph(
+def test_a_row_without_its_forced_tokens_lets_the_step_use_the_graph(
     setup: Setup, recorder: Recorder
 ) -> None:
     """As one may whose tokens a grammar decides."""

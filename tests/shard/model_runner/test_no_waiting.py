@@ -140,7 +140,7 @@ def test_launching_waits_for_nothing(
 @pytest.mark.usefixtures("as_on_cuda")
 @pytest.mark.parametrize("kind", SAMPLING)
 @pytest.mark.parametrize("has_draft", [False, True], ids=["ngrams", "draft"])
-def test_launching_guesses_waits_for_no_operation(
+def test_launching_drafts_waits_for_no_operation(
     llama: tuple[CausalModel, Kernels], kind: str, has_draft: bool
 ) -> None:
     """Of earlier steps it reads what was copied to the host; of its own it reads nothing."""

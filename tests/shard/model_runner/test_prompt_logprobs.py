@@ -67,13 +67,13 @@ PROMPT = prompt_of(80, seed=5)
 
 
 def score(
-    runner: Stepper, cuts: list[int], *, company: bool = False, candidates: int = CANDIDATES
+    runner: Stepper, cuts: list[int], *, others: bool = False, candidates: int = CANDIDATES
 ) -> Scored:
     """The prompt in slot 3, in chunks of these lengths; another prompt may be in every step, too."""
     first = runner.admission(3, PROMPT, prefill_logprobs=True, prefill_top_n_tokens=candidates)
     first = replace(first, chunk_tokens=ints(cuts[:1]))
     steps = [first, *(Forward(chunk_slots=ints([3]), chunk_tokens=ints([n])) for n in cuts[1:])]
-    if company:
+    if others:
         steps = [_beside(step, runner, number) for number, step in enumerate(steps)]
     return Scored([runner.run(step) for step in steps], 3)
 
@@ -117,16 +117,16 @@ def test_scores_are_those_of_transformers(
     torch.testing.assert_close(found.logprobs[1:], chosen, atol=tolerance, rtol=0)
     best = expected[:-1].topk(CANDIDATES)
     torch.testing.assert_close(found.candidates[1:], best.values, atol=tolerance, rtol=0)
-    told = expected[:-1].gather(1, found.ids[1:])
-    torch.testing.assert_close(told, found.candidates[1:], atol=tolerance, rtol=0)
+    yielded = expected[:-1].gather(1, found.ids[1:])
+    torch.testing.assert_close(yielded, found.candidates[1:], atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_bits_depend_neither_on_chunks_nor_on_company_nor_on_slices(
+def test_bits_depend_neither_on_chunks_nor_on_the_batch_nor_on_slices(
     kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = []
-    for cuts, company, at_once in [
+    for cuts, others, at_once in [
         (CUTS[0], False, 1 << 24),
         (CUTS[2], False, 1 << 24),
         (CUTS[3], True, 1 << 24),
@@ -135,7 +135,7 @@ def test_bits_depend_neither_on_chunks_nor_on_company_nor_on_slices(
     ]:
         monkeypatch.setattr(prompt_logprobs, "SLICE_ELEMENTS", at_once)
         runner, _ = stepper(tmp_path, kernels=kernels)
-        found.append(score(runner, cuts, company=company))
+        found.append(score(runner, cuts, others=others))
     for other in found[1:]:
         assert torch.equal(other.logprobs[1:], found[0].logprobs[1:])
         assert torch.equal(other.ids, found[0].ids)

@@ -30,8 +30,8 @@ from millrace_testing.engines.multi_token import (
     FakeGrammars,
     Generation,
     RankJob,
-    Told,
     Want,
+    Yielded,
     any_of,
     speculate_on_a_rank,
 )
@@ -59,7 +59,7 @@ class Setup:
     reference: PreTrainedModel
     model: CausalModel
     kernels: Kernels
-    truth: dict[int, Told]
+    truth: dict[int, Yielded]
 
     @property
     def loader(self) -> SpeculationLoader:
@@ -108,7 +108,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
         )
     stepper = Stepper(model, kernels, dtype=torch.float32)
     truth = {
-        slot: Generation(stepper, {slot: want}, NUM_TOKENS).told[slot]
+        slot: Generation(stepper, {slot: want}, NUM_TOKENS).yielded[slot]
         for slot, want in WANTS.items()
     }
     return Setup(folder, reference, model, kernels, truth)
@@ -126,9 +126,9 @@ def nearly(setup: Setup, folder: Path, noise: float) -> Path:
     return folder
 
 
-def check(run: Generation, truth: dict[int, Told]) -> None:
-    for slot, told in run.told.items():
-        assert (told.ids, told.bits, told.tops) == (
+def check(run: Generation, truth: dict[int, Yielded]) -> None:
+    for slot, yielded in run.yielded.items():
+        assert (yielded.ids, yielded.bits, yielded.tops) == (
             truth[slot].ids,
             truth[slot].bits,
             truth[slot].tops,
@@ -167,7 +167,7 @@ def test_the_model_itself_as_draft_is_always_right(setup: Setup, chunk: int) -> 
         depth=2,
     )
     for slot, want in wants.items():
-        assert run.told[slot].ids == greedy(setup.reference, want.prompt, NUM_TOKENS)[0]
+        assert run.yielded[slot].ids == greedy(setup.reference, want.prompt, NUM_TOKENS)[0]
     assert run.accepted == run.drafted > 0
 
 
@@ -184,7 +184,7 @@ def test_a_draft_model_catches_up_after_plain_decodes(setup: Setup) -> None:
     assert run.accepted == run.drafted > MOST
 
 
-def test_wrong_guesses_leave_nothing_in_the_draft(setup: Setup) -> None:
+def test_rejected_drafts_leave_nothing_in_the_draft_model(setup: Setup) -> None:
     """After each step with guesses that sampling refuses, the next are right again."""
     stepper = setup.stepper(setup.folder)
     run = Generation(
@@ -219,12 +219,16 @@ def test_a_draft_model_reads_blocks_that_another_sequence_filled(setup: Setup) -
         admitted=(sequence,), grown_slots=ints([1] * 6), grown_blocks=ints([*shared, *own])
     )
     first = stepper.run(Forward(change=change, chunk_slots=ints([1]), chunk_tokens=ints([3])))
-    wide = Forward(decode_slots=ints([1]), decode_tokens=ints([5]), draft_tokens=ints([4]))
-    ids = first.ids.tolist() + stepper.run(wide).ids.tolist() + stepper.run(wide).ids.tolist()
+    multi_token = Forward(decode_slots=ints([1]), decode_tokens=ints([5]), draft_tokens=ints([4]))
+    ids = (
+        first.ids.tolist()
+        + stepper.run(multi_token).ids.tolist()
+        + stepper.run(multi_token).ids.tolist()
+    )
     assert ids == greedy(setup.reference, prompt, 11)[0]
 
 
-def test_a_draft_model_with_fewer_positions_stops_guessing(setup: Setup, tmp_path: Path) -> None:
+def test_a_draft_model_with_fewer_positions_stops_drafting(setup: Setup, tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama", max_position_embeddings=26)
     run = Generation(
         setup.stepper(tmp_path),
@@ -236,14 +240,14 @@ def test_a_draft_model_with_fewer_positions_stops_guessing(setup: Setup, tmp_pat
     assert 0 < run.drafted <= 26 - len(WANTS[0].prompt)
 
 
-def test_a_draft_model_goes_on_after_a_forced_chain(setup: Setup) -> None:
+def test_a_draft_model_continues_after_forced_tokens(setup: Setup) -> None:
     grammars = FakeGrammars(VOCAB)
     grammar = any_of(None, None, [11], [4], [150], [7], None)
     stepper = setup.stepper(setup.folder, grammars=grammars.as_manager())
     run = Generation(
         stepper, {0: Want(WANTS[0].prompt, grammar=grammar)}, 18, allow=lambda _: (5, 4)
     )
-    ids = run.told[0].ids
+    ids = run.yielded[0].ids
     assert ids[2:6] == [11, 4, 150, 7]
     rest = greedy(setup.reference, [*WANTS[0].prompt, *ids[:6]], 12)[0]
     assert ids[6:] == rest
@@ -285,7 +289,7 @@ def test_a_draft_model_of_other_tokens_is_refused(setup: Setup, tmp_path: Path) 
     ("draft", "speculate", "most"),
     [(False, 3, 3), (True, None, 4), (True, 7, 7), (True, 0, None), (False, None, None)],
 )
-def test_how_many_guesses_there_are(
+def test_the_number_of_drafts(
     setup: Setup, draft: bool, speculate: int | None, most: int | None
 ) -> None:
     folder = setup.folder if draft else None
@@ -353,14 +357,14 @@ def heads(setup: Setup) -> Heads:
 
 
 @pytest.mark.parametrize("prefix", ["", "medusa_head."])
-def test_medusa_heads_guess_what_they_were_fitted_to(
+def test_medusa_heads_draft_what_they_were_fitted_to(
     setup: Setup, heads: Heads, prefix: str, tmp_path: Path
 ) -> None:
     stepper = setup.stepper(heads.save(tmp_path, prefix), None)
     wants = {slot: Want(WANTS[slot].prompt) for slot in (0, 2)}
     run = Generation(stepper, wants, NUM_TOKENS, allow=lambda _: (9, 9), chunk=5, depth=2)
     for slot, want in wants.items():
-        assert run.told[slot].ids == greedy(setup.reference, want.prompt, NUM_TOKENS)[0]
+        assert run.yielded[slot].ids == greedy(setup.reference, want.prompt, NUM_TOKENS)[0]
     assert run.accepted >= 0.7 * run.drafted > 0
     assert run.steps < NUM_TOKENS
 
@@ -394,13 +398,13 @@ def test_medusa_heads_change_no_bit_and_read_the_right_state(
     check(run, setup.truth)
     assert 0 < run.accepted < run.drafted
     assert drafts
-    for slot, length, chain in drafts:
+    for slot, length, forced in drafts:
         whole = [*WANTS[slot].prompt, *setup.truth[slot].ids]
         if length <= len(whole):
-            assert list(chain) == heads.draft(whole[:length], len(chain))
+            assert list(forced) == heads.draft(whole[:length], len(forced))
 
 
-def test_medusa_heads_are_silent_after_a_forced_chain(
+def test_medusa_heads_are_silent_after_forced_tokens(
     setup: Setup, heads: Heads, tmp_path: Path
 ) -> None:
     """Their state is older than the last token then; they go on as soon as there is a new one."""
@@ -410,26 +414,26 @@ def test_medusa_heads_are_silent_after_a_forced_chain(
     run = Generation(
         stepper, {0: Want(WANTS[0].prompt, grammar=grammar)}, 14, allow=lambda _: (4, 3)
     )
-    ids = run.told[0].ids
+    ids = run.yielded[0].ids
     assert ids[2:5] == [11, 4, 150]
     assert ids[5:] == greedy(setup.reference, [*WANTS[0].prompt, *ids[:5]], 9)[0]
     assert run.drafted
 
 
-def test_prompts_are_scored_beside_guesses_of_medusa_heads(
+def test_prompts_are_scored_beside_drafts_of_medusa_heads(
     setup: Setup, heads: Heads, tmp_path: Path
 ) -> None:
     """Such a step is made in two parts, and leaves the heads no state to guess from; the next one does."""
     stepper = setup.stepper(heads.save(tmp_path), None)
-    guessing = Forward(decode_slots=ints([0]), decode_tokens=ints([4]), draft_tokens=ints([3]))
+    drafting = Forward(decode_slots=ints([0]), decode_tokens=ints([4]), draft_tokens=ints([3]))
     scored = stepper.admission(
         1, WANTS[1].prompt, prefill_logprobs=True, prefill_top_n_tokens=2, **SEEDED
     )
     steps = [
         stepper.admission(0, WANTS[0].prompt),
-        guessing,
-        replace(guessing, change=scored.change, chunk_slots=ints([1]), chunk_tokens=ints([30])),
-        *[guessing] * 3,
+        drafting,
+        replace(drafting, change=scored.change, chunk_slots=ints([1]), chunk_tokens=ints([30])),
+        *[drafting] * 3,
     ]
     results = [stepper.run(step) for step in steps]
     ids = [id_ for result in results for id_ in result.ids[result.slots.repeat(result.counts) == 0]]
@@ -446,7 +450,7 @@ def test_prompts_are_scored_beside_guesses_of_medusa_heads(
     assert results[2].prefill_top_ids.tolist() == expected.prefill_top_ids.tolist()
 
 
-def test_more_guesses_than_heads_are_refused(setup: Setup, heads: Heads, tmp_path: Path) -> None:
+def test_more_drafts_than_heads_are_refused(setup: Setup, heads: Heads, tmp_path: Path) -> None:
     folder = heads.save(tmp_path)
     assert setup.load(folder, None)[1].max_draft_tokens == 3
     assert setup.load(folder, 2)[1].max_draft_tokens == 2
@@ -477,7 +481,7 @@ def test_medusa_heads_in_a_pickle_are_refused(setup: Setup, heads: Heads, tmp_pa
         setup.load(tmp_path, None)
 
 
-def test_two_ranks_guess_and_score_the_same_and_yield_what_one_does(
+def test_two_ranks_draft_and_score_the_same_and_yield_what_one_does(
     setup: Setup, heads: Heads, tmp_path: Path
 ) -> None:
     prompts = [list(WANTS[slot].prompt) for slot in (0, 2)]
@@ -486,9 +490,9 @@ def test_two_ranks_guess_and_score_the_same_and_yield_what_one_does(
     first, second = run_ranks(tmp_path, 2, speculate_on_a_rank, jobs)
     assert first == second
     drafted, (logprobs, best) = first
-    for told, _, _ in drafted:
+    for yielded, _, _ in drafted:
         for slot, prompt in enumerate(prompts):
-            assert told[slot].ids == greedy(setup.reference, prompt, NUM_TOKENS)[0]
+            assert yielded[slot].ids == greedy(setup.reference, prompt, NUM_TOKENS)[0]
     _, (_, drafted, accepted), (_, drafted_by_heads, accepted_of_heads) = drafted
     assert accepted == drafted > 0
     assert accepted_of_heads >= 0.7 * drafted_by_heads > 0

@@ -84,7 +84,7 @@ def process_of(compiler: GrammarCompiler) -> psutil.Process:
     [regex("[0-9]{4}"), schema('{"type": "object"}'), lark('start: "a" b\nb: /x+/')],
     ids=["regex", "json schema", "lark"],
 )
-def test_a_grammar_that_can_be_had(compiler: GrammarCompiler, grammar: Grammar) -> None:
+def test_a_valid_grammar(compiler: GrammarCompiler, grammar: Grammar) -> None:
     compiler.check(grammar)
     assert mask_of(compiler.matcher(grammar))
 
@@ -114,7 +114,7 @@ def test_a_grammar_that_can_be_had(compiler: GrammarCompiler, grammar: Grammar) 
         *("optional properties", "size", "surrogate"),
     ],
 )
-def test_a_grammar_that_cannot_be_had_is_refused_with_the_reason(
+def test_an_invalid_grammar_is_refused_with_the_reason(
     compiler: GrammarCompiler, grammar: Grammar, reason: str
 ) -> None:
     with pytest.raises(GrammarInvalid, match=reason) as refusal:
@@ -300,7 +300,7 @@ def test_a_fork_that_dies_refuses_its_grammar_alone(
     compiler.close()
 
 
-def test_of_a_process_that_dies_nothing_is_said_of_grammars_and_there_is_another(
+def test_a_process_that_dies_refuses_no_grammar_and_is_replaced(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler = new_compiler(folder)
@@ -316,7 +316,7 @@ def test_of_a_process_that_dies_nothing_is_said_of_grammars_and_there_is_another
     compiler.close()
 
 
-def test_a_process_that_hangs_is_killed_and_nothing_said_of_the_grammar(
+def test_a_process_that_hangs_is_killed_and_refuses_no_grammar(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler = new_compiler(folder)
@@ -332,7 +332,7 @@ def test_a_process_that_hangs_is_killed_and_nothing_said_of_the_grammar(
     compiler.close()
 
 
-def test_a_fork_that_is_given_no_time_says_nothing_of_its_grammar(
+def test_a_fork_without_cpu_time_refuses_no_grammar(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_process, "ANSWER_SECONDS", 0.2)
@@ -361,7 +361,7 @@ def test_a_grammar_that_takes_too_long_is_refused(folder: Path) -> None:
     compiler.close()
 
 
-def test_without_a_process_nothing_is_said_of_the_grammar(
+def test_without_a_process_no_grammar_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
@@ -438,7 +438,7 @@ def test_the_same_source_of_another_kind_is_another_grammar(
     assert len(counting.calls) == 2
 
 
-def test_more_grammars_than_are_compiled_at_a_time_are_told_to_come_again(
+def test_more_grammars_than_are_compiled_at_a_time_are_refused_for_now(
     folder: Path, counting: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_compiler, "NUM_COMPILES", 2)
@@ -461,7 +461,7 @@ def test_more_grammars_than_are_compiled_at_a_time_are_told_to_come_again(
 LARGE = regex("a" * (grammar_compiler.MAX_RENEWED_CHARS + 1))
 
 
-def test_a_sequence_that_runs_has_its_grammar_whatever_becomes_of_the_processes(
+def test_a_running_sequence_has_its_grammar_without_the_process(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
@@ -471,7 +471,7 @@ def test_a_sequence_that_runs_has_its_grammar_whatever_becomes_of_the_processes(
     assert mask_of(compiler.matcher(LARGE))
 
 
-def test_a_sequence_that_runs_does_not_fail_with_somebody_elses_question(
+def test_a_running_sequence_does_not_fail_with_the_check_of_another(
     folder: Path, counting: Counting
 ) -> None:
     compiler = new_compiler(folder)
@@ -571,7 +571,7 @@ class Call:
         raise RuntimeError(details)
 
 
-class EngineThatMayNotBeAsked:
+class IdleEngine:
     """Has a model and does nothing."""
 
     def __init__(self, grammars: GrammarManager | None) -> None:
@@ -584,7 +584,7 @@ class EngineThatMayNotBeAsked:
 def ask(
     grammars: GrammarManager | None, grammar: pb.Grammar, call: Call
 ) -> pb.CompileGrammarResponse:
-    engine = EngineThatMayNotBeAsked(grammars)
+    engine = IdleEngine(grammars)
     service = ShardService(engine, deterministic=True, prefill_logprobs=False)  # type: ignore[arg-type]
     return service.CompileGrammar(pb.CompileGrammarRequest(grammar=grammar), call)  # type: ignore[arg-type]
 

@@ -24,7 +24,7 @@ from millrace_testing.engines.grammars import (
     Words,
     allowed,
     lark,
-    new_guides,
+    new_manager,
     regex,
 )
 
@@ -55,7 +55,7 @@ def step(grammars: GrammarManager, *rows: MaskRequest) -> Bitmasks:
 
 @pytest.fixture(params=[True, False], ids=["beside the forward pass", "when asked for"])
 def grammars(request: pytest.FixtureRequest) -> GrammarManager:
-    return new_guides(WORDS, overlap=request.param)
+    return new_manager(WORDS, overlap=request.param)
 
 
 @settings(max_examples=60, deadline=None)
@@ -63,7 +63,7 @@ def grammars(request: pytest.FixtureRequest) -> GrammarManager:
 def test_a_mask_allows_exactly_what_some_text_of_the_language_goes_on_with(
     words: list[str], seed: int
 ) -> None:
-    grammars, rng = new_guides(WORDS), random.Random(seed)
+    grammars, rng = new_manager(WORDS), random.Random(seed)
     language = [word.encode() for word in words]
     grammars.admit(3, of_words(words), np.array(NONE, dtype=np.int64))
     new_tokens: tuple[int, ...] = ()
@@ -83,10 +83,10 @@ def test_a_mask_allows_exactly_what_some_text_of_the_language_goes_on_with(
 
 @settings(max_examples=60, deadline=None)
 @given(words=LANGUAGES, seed=st.integers(0, 1000), num_drafts=st.integers(1, 5))
-def test_masks_after_guesses_are_those_of_the_text_with_them_and_guesses_leave_no_trace(
+def test_masks_after_drafts_are_those_of_the_text_with_them_and_drafts_leave_no_trace(
     words: list[str], seed: int, num_drafts: int
 ) -> None:
-    grammars, rng = new_guides(WORDS), random.Random(seed)
+    grammars, rng = new_manager(WORDS), random.Random(seed)
     language = [word.encode() for word in words]
     grammars.admit(0, of_words(words), np.array(NONE, dtype=np.int64))
     drafts = [rng.randrange(len(WORDS.tokens)) for _ in range(num_drafts)]
@@ -113,37 +113,35 @@ def test_masks_after_guesses_are_those_of_the_text_with_them_and_guesses_leave_n
 
 
 def chain_of(words: Words, language: Sequence[bytes], so_far: bytes, most: int) -> tuple[int, ...]:
-    chain: list[int] = []
-    while len(chain) < most:
+    forced: list[int] = []
+    while len(forced) < most:
         expected = words.expected(language, so_far)
         if len(expected) != 1:
             break
         (token,) = expected
-        chain.append(token)
+        forced.append(token)
         if token in words.eos:
             break
         so_far += words.tokens[token]
-    return tuple(chain)
+    return tuple(forced)
 
 
 @settings(max_examples=60, deadline=None)
 @given(words=LANGUAGES, most=st.integers(1, 9))
-def test_a_chain_is_what_one_token_at_a_time_would_be_forced_to(
-    words: list[str], most: int
-) -> None:
+def test_jump_forward_tokens_are_those_of_single_steps(words: list[str], most: int) -> None:
     language = [word.encode() for word in words]
-    grammars = new_guides(ONE_END)
+    grammars = new_manager(ONE_END)
     grammars.admit(1, of_words(words), np.array(NONE, dtype=np.int64))
     so_far, new_tokens = b"", NONE
     for _ in range(20):
         masks = step(grammars, row(1, new_tokens, max_jump_forward_tokens=most))
-        chain = chain_of(ONE_END, language, so_far, most)
-        assert masks.forced == (chain,)
+        forced = chain_of(ONE_END, language, so_far, most)
+        assert masks.forced == (forced,)
         assert allowed(masks.bits[0]) == ONE_END.expected(language, so_far)
-        if chain:
+        if forced:
             new_tokens = ()
-            so_far += ONE_END.text(chain)
-            if chain[-1] in ONE_END.eos:
+            so_far += ONE_END.text(forced)
+            if forced[-1] in ONE_END.eos:
                 return
         else:
             new_tokens = (min(ONE_END.expected(language, so_far)),)
@@ -153,17 +151,17 @@ def test_a_chain_is_what_one_token_at_a_time_would_be_forced_to(
     pytest.fail("no end of the text")
 
 
-def test_the_end_is_the_last_of_a_chain() -> None:
-    grammars = new_guides(ONE_END)
+def test_the_end_is_the_last_forced_token() -> None:
+    grammars = new_manager(ONE_END)
     grammars.admit(0, lark('start: "cc"'), np.array(NONE, dtype=np.int64))
     c = ONE_END.tokens.index(b"c")
     assert step(grammars, row(0, max_jump_forward_tokens=9)).forced == ((c, c, OTHER_EOS),)
 
 
 @pytest.mark.parametrize("num_rows", [5, 2, 3])
-def test_rows_have_chains_of_their_own(num_rows: int) -> None:
+def test_each_row_has_its_own_forced_tokens(num_rows: int) -> None:
     """Steps of more rows and of fewer than the one before, whose masks they overwrite."""
-    grammars = new_guides(ONE_END)
+    grammars = new_manager(ONE_END)
     languages = [[b"c" * (1 + slot), b"c" * (1 + slot) + b"ba"] for slot in range(5)]
     for slots in (range(2), range(2, 2 + num_rows)):
         for slot in slots:
@@ -172,12 +170,12 @@ def test_rows_have_chains_of_their_own(num_rows: int) -> None:
         masks = step(grammars, *(row(slot, max_jump_forward_tokens=4) for slot in slots))
         expected = tuple(chain_of(ONE_END, languages[slot % 5], b"", 4) for slot in slots)
         assert masks.forced == expected
-        assert [len(chain) for chain in expected] == [min(4, 1 + slot % 5) for slot in slots]
+        assert [len(forced) for forced in expected] == [min(4, 1 + slot % 5) for slot in slots]
         assert all(allowed(bits) == {ONE_END.tokens.index(b"c")} for bits in masks.bits)
 
 
-def test_a_row_with_a_chain_ignores_its_guesses() -> None:
-    grammars = new_guides(ONE_END)
+def test_a_row_with_forced_tokens_ignores_its_drafts() -> None:
+    grammars = new_manager(ONE_END)
     grammars.admit(0, lark('start: "cc" ("a"|"b")'), np.array(NONE, dtype=np.int64))
     c = ONE_END.tokens.index(b"c")
     masks = step(grammars, row(0, max_jump_forward_tokens=9, drafts=(c, c)))
@@ -197,7 +195,7 @@ def test_where_every_end_is_allowed_none_is_forced(grammars: GrammarManager) -> 
 @settings(max_examples=40, deadline=None)
 @given(words=LANGUAGES, cut=st.integers(0, 8), seed=st.integers(0, 100))
 def test_a_replayed_sequence_goes_on_where_it_was(words: list[str], cut: int, seed: int) -> None:
-    grammars = new_guides(WORDS)
+    grammars = new_manager(WORDS)
     so_far = words[0].encode()[:cut]
     generated = np.array(WORDS.split(so_far, random.Random(seed)), dtype=np.int64)
     grammars.admit(0, of_words(words), generated)
@@ -237,7 +235,7 @@ def test_a_grammar_that_leads_nowhere_fails_its_row(grammars: GrammarManager) ->
     assert allowed(masks.bits[1]) == {EOS, OTHER_EOS}
 
 
-def test_a_chain_that_leads_nowhere_fails_its_row_as_a_whole(grammars: GrammarManager) -> None:
+def test_forced_tokens_that_lead_nowhere_fail_their_row(grammars: GrammarManager) -> None:
     grammars.admit(0, lark('start: "bd"'), np.array(NONE, dtype=np.int64))
     masks = step(grammars, row(0, max_jump_forward_tokens=9))
     assert list(masks.failed) == [0]
@@ -253,7 +251,7 @@ def test_a_grammar_that_does_not_compile_fails_its_row_alone(grammars: GrammarMa
     assert allowed(masks.bits[1]) == {WORDS.tokens.index(b"a")}
 
 
-def test_without_a_usable_tokenizer_guided_rows_fail() -> None:
+def test_without_a_usable_tokenizer_rows_with_grammars_fail() -> None:
     grammars = GrammarManager(None, SIZE)
     grammars.admit(0, regex("a"), np.array(NONE, dtype=np.int64))
     assert list(step(grammars, row(0)).failed) == [0]
@@ -284,7 +282,7 @@ def test_no_text_has_a_special_token_or_an_id_without_bytes(grammars: GrammarMan
     assert masks.bits.shape == (1, -(-SIZE // 32))
 
 
-def test_slots_are_of_whoever_was_admitted_last(grammars: GrammarManager) -> None:
+def test_slots_belong_to_the_last_admission(grammars: GrammarManager) -> None:
     a, b = WORDS.tokens.index(b"a"), WORDS.tokens.index(b"b")
     grammars.admit(0, regex("a"), np.array(NONE, dtype=np.int64))
     grammars.drop(np.array([0, 7]))
@@ -323,7 +321,7 @@ def test_masks_of_others_come_while_a_grammar_is_compiled() -> None:
     assert WORDS.tokens.index(b"a") in allowed(waiting.result().bits[0])
 
 
-def test_news_are_read_by_the_worker_so_that_no_caller_waits_for_them(
+def test_the_worker_reads_new_tokens_so_that_no_caller_waits(
     grammars: GrammarManager,
 ) -> None:
     grammars.admit(0, regex("ab"), np.array(NONE, dtype=np.int64))
@@ -333,7 +331,7 @@ def test_news_are_read_by_the_worker_so_that_no_caller_waits_for_them(
     assert allowed(job.result().bits[0]) == {WORDS.tokens.index(b"b")}
 
 
-def test_news_that_cannot_be_read_fail_the_step(grammars: GrammarManager) -> None:
+def test_unreadable_new_tokens_fail_the_step(grammars: GrammarManager) -> None:
     grammars.admit(0, regex("ab"), np.array(NONE, dtype=np.int64))
 
     def broken() -> Sequence[int]:

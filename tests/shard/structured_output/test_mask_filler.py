@@ -31,7 +31,7 @@ def seconds(step: float) -> Iterator[float]:
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("num_rows", [0, 1, NUM_SHARED, NUM_ROWS])
 @pytest.mark.parametrize("step", [0.0, ALONE_SECONDS / 3, ALONE_SECONDS], ids=str)
-def test_whoever_fills_them_masks_are_the_same_and_stay_in_their_lines(
+def test_masks_do_not_depend_on_threads_and_stay_in_their_lines(
     *, overlap: bool, num_rows: int, step: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = seconds(step)

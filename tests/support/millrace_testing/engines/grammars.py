@@ -98,7 +98,7 @@ class Compiler:
         return self._words.matcher(grammar)
 
 
-def new_guides(words: Words, *, overlap: bool = True) -> GrammarManager:
+def new_manager(words: Words, *, overlap: bool = True) -> GrammarManager:
     """Guides over `words`."""
     return GrammarManager(Compiler(words), words.vocabulary.size, overlap=overlap)  # type: ignore[arg-type]
 

@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass
-class Told:
+class Yielded:
     """What a sequence has yielded."""
 
     ids: list[int] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Generation:
         chunk: int = 1000,
         depth: int = 1,
     ) -> None:
-        self.told = {slot: Told() for slot in wants}
+        self.yielded = {slot: Yielded() for slot in wants}
         self.drafted = self.accepted = self.steps = 0
         self._stepper = stepper
         self._wants = wants
@@ -87,8 +87,8 @@ class Generation:
                     done, launched = flying.popleft()
                     self._take(done, launched.finish())
             stepper.runner.drop(ints(wants))
-        for told in self.told.values():
-            del told.ids[num_tokens:], told.bits[num_tokens:], told.tops[num_tokens:]
+        for yielded in self.yielded.values():
+            del yielded.ids[num_tokens:], yielded.bits[num_tokens:], yielded.tops[num_tokens:]
 
     def _admission(self) -> BatchChange:
         size, free = self._stepper.block_size, iter(self._stepper.free)
@@ -113,7 +113,9 @@ class Generation:
         )
 
     def _next(self, change: BatchChange) -> Forward | None:
-        going = [slot for slot, told in self.told.items() if len(told.ids) < self._num_tokens]
+        going = [
+            slot for slot, yielded in self.yielded.items() if len(yielded.ids) < self._num_tokens
+        ]
         chunks = {slot: min(self._chunk, self._left[slot]) for slot in going if self._left[slot]}
         decodes = [slot for slot in going if not self._left[slot]]
         if not going:
@@ -134,27 +136,27 @@ class Generation:
     def _take(self, step: Forward, result: StepResult) -> None:
         assert not len(result.failed_slots), result.failed_slots
         assert len(result.ids) == result.counts.sum()
-        wide = step.decode_slots[step.decode_tokens > 1]
-        assert sorted(result.computed_slots.tolist()) == sorted(wide.tolist())
+        multi_token = step.decode_slots[step.decode_tokens > 1]
+        assert sorted(result.computed_slots.tolist()) == sorted(multi_token.tolist())
         most = dict(zip(step.decode_slots.tolist(), step.decode_tokens.tolist(), strict=True))
         ends = result.top_counts.cumsum()
         place = 0
         for slot, count in zip(result.slots.tolist(), result.counts.tolist(), strict=True):
             assert count <= most.get(slot, 1)
-            told = self.told[slot]
+            yielded = self.yielded[slot]
             for token in range(place, place + count):
-                told.ids.append(int(result.ids[token]))
-                told.bits.append(int(result.logprobs.view(np.int32)[token]))
+                yielded.ids.append(int(result.ids[token]))
+                yielded.bits.append(int(result.logprobs.view(np.int32)[token]))
                 span = slice(0, 0)
                 if len(ends):
                     span = slice(ends[token] - result.top_counts[token], ends[token])
                 bits = result.top_logprobs.view(np.int32)[span].tolist()
-                told.tops.append(list(zip(result.top_ids[span].tolist(), bits, strict=True)))
+                yielded.tops.append(list(zip(result.top_ids[span].tolist(), bits, strict=True)))
             place += count
         counts = dict(zip(result.slots.tolist(), result.counts.tolist(), strict=True))
         columns = (result.computed_slots, result.computed_positions, result.drafted_tokens)
         for slot, computed, drafted in zip(*(c.tolist() for c in columns), strict=True):
-            self.told[slot].computed.append(computed)
+            self.yielded[slot].computed.append(computed)
             self.drafted += drafted
             self.accepted += min(counts.get(slot, 1) - 1, drafted)
 
@@ -263,7 +265,7 @@ class RankJob:
 
 def speculate_on_a_rank(
     group: ProcessGroup, jobs: list[RankJob]
-) -> tuple[list[tuple[dict[int, Told], int, int]], tuple[list[float], list[int]]]:
+) -> tuple[list[tuple[dict[int, Yielded], int, int]], tuple[list[float], list[int]]]:
     """What this rank yields of each job, how many guesses it made, and how many were right; then a scored prompt."""
     return [_speculate(group, job) for job in jobs], score_on_a_rank(group, jobs[0])
 
@@ -287,7 +289,7 @@ def score_on_a_rank(group: ProcessGroup, job: RankJob) -> tuple[list[float], lis
     return logprobs[1:].tolist(), ids[1:].tolist()
 
 
-def _speculate(group: ProcessGroup, job: RankJob) -> tuple[dict[int, Told], int, int]:
+def _speculate(group: ProcessGroup, job: RankJob) -> tuple[dict[int, Yielded], int, int]:
     kernels = PlainKernels(deterministic=True)
     options = {
         "dtype": torch.float32,
@@ -302,4 +304,4 @@ def _speculate(group: ProcessGroup, job: RankJob) -> tuple[dict[int, Told], int,
     stepper = Stepper(model, kernels, dtype=torch.float32, speculation=speculation)
     wants = {slot: Want(prompt) for slot, prompt in enumerate(job.prompts)}
     run = Generation(stepper, wants, job.num_tokens, allow=lambda _: (4, 3), chunk=7)
-    return run.told, run.drafted, run.accepted
+    return run.yielded, run.drafted, run.accepted
