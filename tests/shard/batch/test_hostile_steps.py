@@ -1,4 +1,4 @@
-"""Whatever comes over the wire is answered once, harms nobody else's process, and is forgotten by the next epoch."""
+"""Every message is answered once, harms no other process, and has no effect on the next epoch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decodes of several positions yield what single decodes do, bit for bit, whatever they fill and whoever guesses."""
+"""Decodes of several positions yield the bits of single decodes, for all positions and proposers."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def random_allowances(seed: int, most: int = MOST) -> Callable[[int], tuple[int, int]]:
-    """Some rows may guess, some may fill positions and guess nothing, some are plain."""
+    """Some rows may have drafts, some may fill positions without drafts, some are plain."""
     random = np.random.default_rng(seed)
     return lambda _: (int(random.integers(1, most + 3)), int(random.integers(0, most + 1)))
 
@@ -339,7 +339,7 @@ def test_allowances_are_cut_to_the_block_table(setup: Setup) -> None:
         {"draft_tokens": ints([1, 1])},
         {"decode_tokens": ints([2]), "draft_tokens": ints([-1])},
     ],
-    ids=["positions", "none", "guesses", "negative"],
+    ids=["positions", "none", "drafts", "negative"],
 )
 def test_allowances_that_make_no_sense_are_refused(setup: Setup, fields: dict[str, Any]) -> None:
     stepper = setup.stepper()
@@ -353,7 +353,7 @@ def test_allowances_that_make_no_sense_are_refused(setup: Setup, fields: dict[st
 def test_forced_tokens_are_emitted_at_once_and_computed_as_allowed(
     setup: Setup, allowed: int, drafts: int
 ) -> None:
-    """The oracle is a sequence whose prompt held the chain."""
+    """The oracle is a sequence whose prompt has the forced tokens."""
     grammars = FakeGrammars(setup.model.info.vocab_size)
     forced = [11, 4, 4, 150, 7, 11, 23]
     grammar = any_of(None, None, None, *([token] for token in forced), None)
@@ -366,7 +366,7 @@ def test_forced_tokens_are_emitted_at_once_and_computed_as_allowed(
     assert yielded.ids[3:10] == forced
     assert yielded.bits[3:10] == [0] * 7, "log probability 0.0"
     assert yielded.tops[3:10] == [[(token, 0)] for token in forced]
-    # One that a mask leaves after a right guess is sampled, which makes no difference.
+    # After an accepted draft token a forced token is sampled, with the same result.
     assert len(forced) - drafts <= grammars.num_forced <= len(forced)
     oracle = Want([*PROMPTS[1], *yielded.ids[:10]], fields, top_n_tokens=1)
     rest = Generation(setup.stepper(), {1: oracle}, 6).yielded[1]
@@ -397,7 +397,7 @@ def test_pending_tokens_beyond_the_allowance_yield_nothing_yet(setup: Setup) -> 
 
 
 def test_a_few_forced_tokens_wait_where_they_would_delay_seven_rows(setup: Setup) -> None:
-    """Two tokens of a chain wait for room, three are worth a tile of rows; what comes after is the same."""
+    """Two forced tokens wait for room, three are worth a tile of rows; the later tokens are the same."""
     wants = {slot: Want(prompt_of(5, seed=slot), FIELDS["seeded"]) for slot in range(1, 8)}
     guided = Want(PROMPTS[0], FIELDS["seeded"])
     grammar = any_of(None, [5], [6], None, [7], [8], [9], None)
@@ -427,7 +427,7 @@ def test_a_few_forced_tokens_wait_where_they_would_delay_seven_rows(setup: Setup
 
 
 def test_masks_hold_at_every_draft_position(setup: Setup) -> None:
-    """Guesses that a grammar forbids are refused, and those after right ones are masked as single decodes are."""
+    """Drafts that a grammar forbids are rejected; positions after accepted drafts have the masks of single decodes."""
     allowed = [None if place % 3 else list(range(20, 60)) for place in range(NUM_TOKENS)]
     grammar = any_of(*allowed)
     wants = {
@@ -512,7 +512,7 @@ def test_a_row_that_is_not_finite_fails_with_all_its_drafts(
 def test_a_reused_slot_ignores_earlier_drafts(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, where the step with guesses is still running when its sequence is dropped."""
+    """As on a GPU, where the step with drafts is still running when its sequence is dropped."""
     monkeypatch.setattr(Stopwatch, "is_done", lambda _: False)
     stepper = setup.planned(error_rate=0.0)
     stepper.run(stepper.admission(0, setup.wants[0].prompt))
@@ -612,4 +612,4 @@ def test_only_rows_that_depend_on_drafts_wait(
     launch(Forward(decode_slots=ints([1])))
     assert waits.num == before, "another row does not mind"
     launch(Forward(decode_slots=ints([0])))
-    assert waits.num == before + 1, "how many guesses were right is known there alone"
+    assert waits.num == before + 1, "the number of accepted drafts is known only there"

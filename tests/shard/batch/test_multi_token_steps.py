@@ -16,7 +16,7 @@ LOOP = [5, 9, 2, 5, 9, 2, 5]
 OTHER = [44, 17, 3, 60]
 FEW = (2, 5, 9)
 BIASED = SamplingParameters(bias=tuple((id_, 100.0) for id_ in FEW))
-"""So that text repeats, and there is something to guess."""
+"""So that text repeats, and n-grams have drafts."""
 
 
 def among_few(ids: list[int], count: int) -> list[int]:

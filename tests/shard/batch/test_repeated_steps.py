@@ -114,7 +114,7 @@ class Decoding(RuleBasedStateMachine):
     @precondition(lambda self: len(self.last) > 0)
     @rule()
     def decode_as_before(self) -> None:
-        """Whoever is gone by now."""
+        """Sequences that have left."""
         self.step(self.last)
 
     @precondition(lambda self: self.lengths)

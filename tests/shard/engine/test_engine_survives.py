@@ -208,14 +208,14 @@ def test_a_group_that_is_lost_in_a_warm_up_ends_the_engine() -> None:
         """Ranks that have gone."""
 
         def minimum(self, value: int) -> int:
-            raise CollectiveError(f"nobody answers to {value}")
+            raise CollectiveError(f"no rank answers to {value}")
 
     driver = Driver(group=Lost(0, 2, torch.device("cpu")))
     ended = Event()
     driver.engine.when_ended(ended.set)
     failed = driver.engine.warm_up(WARMUP).exception(30)
     assert isinstance(failed, EngineEnded)
-    assert "nobody answers" in str(failed)
+    assert "no rank answers" in str(failed)
     assert ended.wait(30)
 
 

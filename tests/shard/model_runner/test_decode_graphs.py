@@ -54,7 +54,7 @@ def steppers(setup: Setup, recorder: Recorder, sizes: tuple[int, ...] = SIZES) -
 
 
 def story() -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Admissions of slot 0, 1, … beside decodes, then decodes in changing company."""
+    """Admissions of slot 0, 1, … beside decodes, then decodes in changing batches."""
     yield "greedy", ()
     yield "temperature", (0,)
     yield "filters", (1, 0)

@@ -1,4 +1,4 @@
-"""What prompts are scored with: transformers' own numbers, whatever the chunks and the company, in bounded memory."""
+"""Scores of prompts equal those of transformers, for all chunks and batches, in bounded memory."""
 
 from __future__ import annotations
 

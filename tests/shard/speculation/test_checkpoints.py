@@ -1,4 +1,4 @@
-"""From the names of a model and of what guesses for it to folders, against a hub on this machine."""
+"""Names of models and draft models become folders, against a hub on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draft models and Medusa heads: their guesses are those they should make, and change no token."""
+"""Draft models and Medusa heads propose the right drafts, which change no token."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ WANTS = {
 
 @dataclass(frozen=True)
 class Setup:
-    """A model in a folder, transformers' own one, and what each want yields without guesses."""
+    """A model in a folder, transformers' own one, and what each want yields without drafts."""
 
     folder: Path
     reference: PreTrainedModel
@@ -156,7 +156,7 @@ def test_a_draft_model_that_errs_changes_no_bit(
 
 @pytest.mark.parametrize("chunk", [1000, 7])
 def test_the_model_itself_as_draft_is_always_right(setup: Setup, chunk: int) -> None:
-    """So the draft's KV is whole, after prompts in chunks and guesses alike."""
+    """So the KV of the draft model is whole, after prompts in chunks and after drafts."""
     wants = {slot: Want(want.prompt) for slot, want in WANTS.items()}
     run = Generation(
         setup.stepper(setup.folder),
@@ -172,7 +172,7 @@ def test_the_model_itself_as_draft_is_always_right(setup: Setup, chunk: int) -> 
 
 
 def test_a_draft_model_catches_up_after_plain_decodes(setup: Setup) -> None:
-    """And after guesses that were cut off by them."""
+    """And after drafts that they have cut off."""
     calls = iter(range(1000))
     run = Generation(
         setup.stepper(setup.folder),
@@ -185,7 +185,7 @@ def test_a_draft_model_catches_up_after_plain_decodes(setup: Setup) -> None:
 
 
 def test_rejected_drafts_leave_nothing_in_the_draft_model(setup: Setup) -> None:
-    """After each step with guesses that sampling refuses, the next are right again."""
+    """After each step with rejected drafts, the next ones are right again."""
     stepper = setup.stepper(setup.folder)
     run = Generation(
         stepper,
@@ -333,7 +333,7 @@ class Heads:
         return states + F.silu(states @ linear.T + self.tensors[f"{head}.0.linear.bias"])
 
     def draft(self, ids: list[int], most: int) -> list[int]:
-        """What the heads guess after `ids`, whose last token's KV is not computed."""
+        """The drafts of the heads after `ids`, whose last token's KV is not computed."""
         return [
             int((self._features(ids[:-1], head)[-1] @ self.tensors[f"{head}.1.weight"].T).argmax())
             for head in range(most)
@@ -423,7 +423,7 @@ def test_medusa_heads_are_silent_after_forced_tokens(
 def test_prompts_are_scored_beside_drafts_of_medusa_heads(
     setup: Setup, heads: Heads, tmp_path: Path
 ) -> None:
-    """Such a step is made in two parts, and leaves the heads no state to guess from; the next one does."""
+    """Such a step is made in two parts, and leaves the heads no state to draft from; the next one does."""
     stepper = setup.stepper(heads.save(tmp_path), None)
     drafting = Forward(decode_slots=ints([0]), decode_tokens=ints([4]), draft_tokens=ints([3]))
     scored = stepper.admission(

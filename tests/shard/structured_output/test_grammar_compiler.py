@@ -1,4 +1,4 @@
-"""Grammars are tried out in a process of their own, compiled once, and whatever they do harms nobody."""
+"""Grammars are tried out in a separate process, compiled once, and cannot harm other requests."""
 
 from __future__ import annotations
 

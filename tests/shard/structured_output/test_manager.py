@@ -1,4 +1,4 @@
-"""Masks, chains and guesses against languages that can be listed: what may follow is then known without a parser."""
+"""Masks, forced tokens and drafts against finite languages, where the next tokens are known without a parser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sequences of one grammar share the states of its lexer, of which there is room for so many, and nobody minds."""
+"""Sequences of one grammar share the limited states of its lexer without harm."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class Compiler:
 
 
 def new_manager(words: Words, *, overlap: bool = True) -> GrammarManager:
-    """Guides over `words`."""
+    """A manager over `words`."""
     return GrammarManager(Compiler(words), words.vocabulary.size, overlap=overlap)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""Sequences whose decodes are allowed several positions, stepped as a router would; guesses and grammars made up."""
+"""Sequences whose decodes may fill several positions, stepped as by a router, with fake drafts and grammars."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from millrace_shard.structured_output.mask_computer import Bitmasks, MaskRequest
 from millrace_testing.engines.steps import MAX_TOKENS, Stepper, ints
 
 Allow = Callable[[int], tuple[int, int]]
-"""Positions and guesses that a slot's decode is allowed in the next step."""
+"""Positions and draft tokens that the decode of a slot may have in the next step."""
 CPU = torch.device("cpu")
 
 
@@ -171,14 +171,14 @@ class PlannedProposer(Proposer):
         self._random = np.random.default_rng(0)
 
     def propose(self, rows: StepRows) -> DraftTokens:
-        chains = []
+        drafts = []
         for slot, length, most in zip(
             rows.slots.tolist(), rows.num_tokens, rows.max_draft_tokens, strict=True
         ):
-            chain = np.array(self._futures[slot][length : length + most], dtype=np.int64)
-            wrong = self._random.random(len(chain)) < self._error_rate
-            chains.append(np.where(wrong, (chain + 1) % 10, chain))
-        return DraftTokens.of(chains, CPU)
+            ids = np.array(self._futures[slot][length : length + most], dtype=np.int64)
+            wrong = self._random.random(len(ids)) < self._error_rate
+            drafts.append(np.where(wrong, (ids + 1) % 10, ids))
+        return DraftTokens.of(drafts, CPU)
 
 
 def any_of(*allowed: Sequence[int] | None) -> Grammar:
@@ -221,21 +221,21 @@ class FakeGrammars:
                     failed.append(row.slot)
                 self._places[row.slot] += 1
             bits += [self._mask(self._at(row.slot, ahead)) for ahead in range(1 + len(row.drafts))]
-            forced.append(self._chain(row))
+            forced.append(self._jump(row))
         return Bitmasks(
             np.array(bits, dtype=np.int32), tuple(forced), dict.fromkeys(failed, "no place")
         )
 
-    def _chain(self, row: MaskRequest) -> tuple[int, ...]:
-        chain: list[int] = []
+    def _jump(self, row: MaskRequest) -> tuple[int, ...]:
+        forced: list[int] = []
         while (
-            len(chain) < row.max_jump_forward_tokens
+            len(forced) < row.max_jump_forward_tokens
             and len(only := self._at(row.slot, 0) or []) == 1
         ):
-            chain.append(only[0])
+            forced.append(only[0])
             self._places[row.slot] += 1
-        self.num_forced += len(chain)
-        return tuple(chain)
+        self.num_forced += len(forced)
+        return tuple(forced)
 
     def _at(self, slot: int, ahead: int) -> list[int] | None:
         place = self._places[slot] + ahead
@@ -266,7 +266,7 @@ class RankJob:
 def speculate_on_a_rank(
     group: ProcessGroup, jobs: list[RankJob]
 ) -> tuple[list[tuple[dict[int, Yielded], int, int]], tuple[list[float], list[int]]]:
-    """What this rank yields of each job, how many guesses it made, and how many were right; then a scored prompt."""
+    """The tokens, drafts and accepted drafts of each job on this rank; then a scored prompt."""
     return [_speculate(group, job) for job in jobs], score_on_a_rank(group, jobs[0])
 
 
