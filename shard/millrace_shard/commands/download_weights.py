@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import sys
 from collections.abc import Sequence
 
@@ -14,6 +13,7 @@ from millrace_shard.errors import ModelError
 from millrace_shard.logs import configure
 from millrace_shard.model_loader.hub import HubSettings
 from millrace_shard.speculation.checkpoints import Checkpoints
+from millrace_shard.variables import Variables
 
 SAFETENSORS = ".safetensors"
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.model_id,
             draft_model=arguments.draft_model,
             revision=arguments.revision,
-            settings=HubSettings.from_environment(os.environ),
+            settings=HubSettings.of(Variables()),
         )
     except ModelError as error:
         log.error("%s", error)  # noqa: TRY400
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="millrace-shard download-weights", description=__doc__)
     parser.add_argument("model_id", help="a folder or a name on the hub")
-    parser.add_argument("--revision", default=os.environ.get("REVISION") or None)
+    parser.add_argument("--revision", default=Variables().revision)
     parser.add_argument("--draft-model", help="draft model: a folder or a name on the hub")
     parser.add_argument("--json-output", action="store_true", help="logs as JSON lines")
     parser.add_argument(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from millrace_shard.errors import ModelError, WeightsError
 from millrace_shard.model_loader.hub import HubSettings, resolve
 from millrace_shard.model_loader.safetensor_files import SafetensorFiles
 from millrace_shard.models.load import read_any_config
+from millrace_shard.variables import Variables
 
 
 class QuestionError(ModelError):
@@ -62,9 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Answer every line of stdin on stdout; returns 1, with `Error: …` on stderr, for a bad model or line."""
     parser = argparse.ArgumentParser(prog="millrace-shard reference", description=__doc__)
     parser.add_argument("model_id", help="a folder or a name on the hub")
-    parser.add_argument("--revision", default=os.environ.get("REVISION") or None)
+    parser.add_argument("--revision", default=Variables().revision)
     arguments = parser.parse_args(argv)
-    settings = HubSettings.from_environment(os.environ)
+    settings = HubSettings.of(Variables())
     try:
         folder = resolve(arguments.model_id, revision=arguments.revision, settings=settings)
         model = load_reference(folder)

@@ -49,6 +49,7 @@ from millrace_shard.speculation.loading import SpeculationLoader
 from millrace_shard.speculation.medusa_config import is_medusa
 from millrace_shard.structured_output.grammar_compiler import GrammarCompiler
 from millrace_shard.structured_output.manager import GrammarManager
+from millrace_shard.variables import Variables
 
 STOP_SECONDS = 5.0
 """Time for running calls, a step among them, to finish after a signal."""
@@ -243,7 +244,7 @@ def load(config: ShardConfig, device: torch.device) -> LoadedModel:
 
 def with_folders(config: ShardConfig) -> ShardConfig:
     """`config` with local folders of model and draft model, either of which may be on the hub. Raises ModelError."""
-    settings = HubSettings.from_environment(os.environ)
+    settings = HubSettings.of(Variables())
     folder = config.model_folder
     if folder.is_dir() and config.draft_model is not None:
         draft = find_draft(config.draft_model, settings)

@@ -27,6 +27,8 @@ from typing import IO
 
 import torch
 
+from millrace_shard.variables import Variables
+
 SOURCE = Path(__file__).parent / "cpu" / "csrc" / "cpu_ops.cpp"
 BUILD_SECONDS = 600
 VERSION_SECONDS = 60
@@ -161,13 +163,14 @@ def disable_operators() -> None:
 
 def cache_folder() -> Path:
     """The folder of libraries. Raises BuildError if there is no home directory."""
-    if explicit := os.environ.get("MILLRACE_CACHE"):
-        return Path(explicit) / "kernels"
+    variables = Variables()
+    if variables.millrace_cache is not None:
+        return variables.millrace_cache / "kernels"
     try:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        base = variables.xdg_cache_home or Path.home() / ".cache"
     except RuntimeError as error:
         raise BuildError(f"{error}; MILLRACE_CACHE names a folder to build in") from error
-    return Path(base) / "millrace" / "kernels"
+    return base / "millrace" / "kernels"
 
 
 def _check_owners(*paths: Path) -> None:
@@ -256,7 +259,7 @@ def _wait_for(lock: IO[str]) -> None:
 
 def _find_compiler() -> tuple[str, ...] | None:
     """The compiler that CXX names, with its arguments, else g++."""
-    if named := os.environ.get("CXX"):
+    if named := Variables().cxx:
         try:
             program, *arguments = shlex.split(named)
         except ValueError:

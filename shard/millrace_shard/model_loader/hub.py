@@ -6,7 +6,6 @@ import logging
 import os
 import stat
 import tempfile
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,15 +27,14 @@ from millrace_shard.model_loader.checkpoint_files import (
     missing_files,
 )
 from millrace_shard.model_loader.download import TRANSIENT, HubAccess, download_snapshot, first_line
+from millrace_shard.variables import Variables
 
-TRUE_WORDS = frozenset({"1", "true", "on", "yes"})
 DOWNLOAD_FAILURES: tuple[type[Exception], ...] = (
     *TRANSIENT,
     HFValidationError,
     PickledWeightsError,
     IncompleteModelError,
 )
-DEFAULT_ENDPOINT = "https://huggingface.co"
 
 log = logging.getLogger(__name__)
 
@@ -57,30 +55,18 @@ class HubSettings:
     """The folder that holds the model, instead of the cache."""
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str]) -> HubSettings:
-        """Read the variables in `environ`; empty ones count as absent."""
-        given = {name: value for name, value in environ.items() if value}
-        data_home = Path(given.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
-        home = Path(given.get("HF_HOME", data_home / "huggingface")).expanduser()
-        cache = given.get("HF_HUB_CACHE", given.get("HUGGINGFACE_HUB_CACHE", home / "hub"))
-        token = next(
-            (
-                given[name]
-                for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_API_TOKEN")
-                if name in given
-            ),
-            None,
-        )
-        override = given.get("WEIGHTS_CACHE_OVERRIDE")
+    def of(cls, variables: Variables) -> HubSettings:
+        """The settings that the environment names."""
+        override = variables.weights_cache_override
         return cls(
             access=HubAccess(
-                endpoint=given.get("HF_ENDPOINT", DEFAULT_ENDPOINT).rstrip("/"),
-                token=token,
-                cache=Path(cache).expanduser(),
+                endpoint=variables.hf_endpoint.rstrip("/"),
+                token=variables.hub_token,
+                cache=variables.hub_cache,
             ),
-            offline=given.get("HF_HUB_OFFLINE", "").lower() in TRUE_WORDS,
-            side_root=home / "millrace",
-            weights_override=Path(override).expanduser() if override else None,
+            offline=variables.is_offline,
+            side_root=variables.hub_home / "millrace",
+            weights_override=override.expanduser() if override else None,
         )
 
 

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from millrace_shard.model_loader.download import FIRST_WAIT_SECONDS, TRIES, HubAccess, progress_line
 from millrace_shard.model_loader.hub import HubError, HubSettings, private_folder, resolve
+from millrace_shard.variables import Variables
 from millrace_testing.models import fake_hub
 from millrace_testing.models.fake_hub import COMMIT, REPO, Hub
 
@@ -273,9 +274,17 @@ def test_progress_tells_bytes_and_seconds_left() -> None:
     ],
 )
 def test_environment(
-    environment: dict[str, str], token: str | None, cache: str, offline: bool
+    environment: dict[str, str],
+    token: str | None,
+    cache: str,
+    offline: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = HubSettings.from_environment(environment)
+    for name in Variables.model_fields:
+        monkeypatch.delenv(name.upper(), raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    found = HubSettings.of(Variables())
     assert found.access.token == token
     assert found.access.cache == Path(cache).expanduser()
     assert found.offline is offline

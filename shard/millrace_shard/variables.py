@@ -1,0 +1,55 @@
+"""Environment variables of the shard's programs that are no flags: each is declared here once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+DEFAULT_ENDPOINT = "https://huggingface.co"
+TRUE_WORDS = frozenset({"1", "true", "on", "yes"})
+
+
+class Variables(BaseSettings):
+    """The variables by their names in lower case; an empty one counts as absent."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="ignore", env_ignore_empty=True)
+
+    revision: str | None = Field(None, description="Default of --revision.")
+    millrace_cache: Path | None = Field(None, description="Folder for compiled CPU kernels.")
+    cxx: str | None = Field(None, description="C++ compiler with arguments; g++ when absent.")
+    xdg_cache_home: Path | None = Field(None, description="The user's folder for caches.")
+    hf_home: Path | None = Field(None, description="Folder of the hub's client.")
+    hf_hub_cache: Path | None = Field(None, description="Folder of downloaded models.")
+    huggingface_hub_cache: Path | None = Field(None, description="TGI's name of HF_HUB_CACHE.")
+    hf_token: str | None = Field(None, description="The user's token for the hub.")
+    hugging_face_hub_token: str | None = Field(None, description="Old name of HF_TOKEN.")
+    hf_api_token: str | None = Field(None, description="TGI's name of HF_TOKEN.")
+    hf_endpoint: str = Field(DEFAULT_ENDPOINT, description="Address of the hub.")
+    hf_hub_offline: str = Field("", description="A word for yes forbids downloads.")
+    weights_cache_override: Path | None = Field(
+        None, description="Folder to take the model from in place of the cache."
+    )
+
+    @property
+    def hub_home(self) -> Path:
+        """Folder of the hub's client."""
+        home = self.hf_home or (self.xdg_cache_home or Path("~/.cache")) / "huggingface"
+        return home.expanduser()
+
+    @property
+    def hub_cache(self) -> Path:
+        """Folder of downloaded models."""
+        cache = self.hf_hub_cache or self.huggingface_hub_cache or self.hub_home / "hub"
+        return cache.expanduser()
+
+    @property
+    def hub_token(self) -> str | None:
+        """The user's token for the hub."""
+        return self.hf_token or self.hugging_face_hub_token or self.hf_api_token
+
+    @property
+    def is_offline(self) -> bool:
+        """Whether downloads are forbidden."""
+        return self.hf_hub_offline.lower() in TRUE_WORDS
