@@ -47,7 +47,6 @@ KNOWN_FUNCTIONS = {
     "bench/faults/chaos/run.py: run",
     "bench/faults/kills.py: run_scenario",
     "bench/faults/poison.py: run",
-    "launcher/millrace_launcher/__main__.py: prepare",
     "launcher/millrace_launcher/verify/options.py: _parser",
     "router/millrace_router/startup.py: assemble",
     "router/millrace_router/startup.py: start",

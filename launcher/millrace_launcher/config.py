@@ -65,3 +65,15 @@ class LauncherConfig(BaseSettings):
         word = value.strip().lower()
         word = {"warn": "warning", "critical": "error"}.get(word, word)
         return word if word in ("trace", "debug", "info", "warning", "error") else "info"
+
+
+class HostVariables(BaseSettings):
+    """Environment variables that are no flags; container runtimes and images set them. An empty one is not absent."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="ignore")
+
+    cuda_visible_devices: str | None = Field(None, description="GPUs, separated by commas.")
+    nvidia_visible_devices: str | None = Field(None, description="GPUs, or `all`, or `void`.")
+    ze_affinity_mask: str | None = Field(None, description="Intel's GPUs, separated by commas.")
+    vergen_git_sha: str | None = Field(None, description="Commit that an image was built from.")
+    docker_label: str | None = Field(None, description="Label of the image.")

@@ -1,5 +1,5 @@
 """From the command line and environment to the command of each child.
 
-Entry points: `arguments.Settings`, `commands.Commands`.
-May import: config and errors, and the `config` modules of the planes.
+Entry points: `arguments.read_settings`, `prepare.prepare`.
+May import: demo, logs, config, errors, and the `config` modules of the planes.
 """

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
+from millrace_launcher.config import HostVariables
 from millrace_launcher.errors import ArgumentValidation, NotEnoughCUDADevices
 
 QUERY_SECONDS = 30
@@ -27,16 +28,15 @@ def query_gpus(column: str) -> list[str]:
 
 
 def visible_devices(
-    environ: Mapping[str, str], query: Callable[[str], list[str]] = query_gpus
+    variables: HostVariables, query: Callable[[str], list[str]] = query_gpus
 ) -> int | None:
     """GPUs that the environment names; None when it names none, as on a bare host."""
-    cuda = environ.get("CUDA_VISIBLE_DEVICES")
-    if cuda is not None:
-        return _count(cuda)
-    nvidia = environ.get("NVIDIA_VISIBLE_DEVICES")
+    if variables.cuda_visible_devices is not None:
+        return _count(variables.cuda_visible_devices)
+    nvidia = variables.nvidia_visible_devices
     if nvidia is not None:
         return len(query("uuid")) if nvidia.strip() in ("all", "void") else _count(nvidia)
-    intel = environ.get("ZE_AFFINITY_MASK")
+    intel = variables.ze_affinity_mask
     return _count(intel) if intel is not None else None
 
 

@@ -6,22 +6,23 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from millrace_launcher.config import HostVariables
 
 PACKAGES = ("millrace", "torch", "transformers", "tokenizers", "safetensors", "aiohttp", "grpcio")
 PROGRAM_SECONDS = 30
 
 
-def runtime_info(environ: Mapping[str, str]) -> str:
+def runtime_info(variables: HostVariables) -> str:
     """Target, versions, commit, container label and the accelerators that are seen."""
     rows = {
         "Target": f"{platform.machine()}-{platform.system().lower()}",
         "Python version": platform.python_version(),
         **{package: _version(package) for package in PACKAGES},
-        "Commit sha": environ.get("VERGEN_GIT_SHA") or _git_commit() or "N/A",
-        "Docker label": environ.get("DOCKER_LABEL") or "N/A",
+        "Commit sha": variables.vergen_git_sha or _git_commit() or "N/A",
+        "Docker label": variables.docker_label or "N/A",
         "Cores": str(os.cpu_count()),
         "nvidia-smi": _output("nvidia-smi") or "N/A",
         "xpu-smi": _output("xpu-smi", "discovery") or "N/A",

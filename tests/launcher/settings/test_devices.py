@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from millrace_launcher.config import HostVariables
 from millrace_launcher.errors import ArgumentValidation, LaunchError, NotEnoughCUDADevices
 from millrace_launcher.settings.devices import shard_count, visible_devices
 
@@ -23,7 +24,8 @@ from millrace_launcher.settings.devices import shard_count, visible_devices
     ],
 )
 def test_visible_devices(environ: dict[str, str], expected: int | None) -> None:
-    assert visible_devices(environ, query=lambda _: ["gpu"] * 5) == expected
+    variables = HostVariables.model_construct(**{k.lower(): v for k, v in environ.items()})
+    assert visible_devices(variables, query=lambda _: ["gpu"] * 5) == expected
 
 
 @pytest.mark.parametrize(

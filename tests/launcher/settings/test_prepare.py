@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from millrace_launcher.__main__ import prepare
 from millrace_launcher.settings.arguments import read_settings
 from millrace_launcher.settings.commands import Programs
+from millrace_launcher.settings.prepare import prepare
 
 NVIDIA_SMI = """#!/bin/sh
 echo NVIDIA H100

@@ -1,0 +1,107 @@
+"""From checked settings to the commands of one deployment: devices, number of shards, threads, sockets, port."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from millrace_launcher.config import HostVariables
+from millrace_launcher.demo import DEMO_NAME, demo_folder
+from millrace_launcher.logs import log
+from millrace_launcher.settings.arguments import Settings
+from millrace_launcher.settings.checks import check, notices
+from millrace_launcher.settings.claims import claimed_port, claimed_sockets
+from millrace_launcher.settings.commands import Commands, Programs
+from millrace_launcher.settings.devices import query_gpus, shard_count, visible_devices
+from millrace_launcher.settings.runtime import millrace_version, runtime_info
+from millrace_launcher.settings.threads import find_intel_openmp, plan_threads, usable_cores
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """Where the model runs."""
+
+    gpus: tuple[str, ...]
+    """Names of the GPUs that can be used; none with --device cpu."""
+    visible: int | None
+    """GPUs that the environment names; None where it names none."""
+    on_cpu: bool
+
+
+def prepare(settings: Settings, programs: Programs, claims: ExitStack) -> Commands:
+    """Log the settings, check them, and choose shards, sockets and threads. Raises LaunchError.
+
+    `claims` releases the sockets and the port of this deployment.
+    """
+    variables = HostVariables()
+    _log_settings(settings, variables)
+    check(settings)
+    launcher = settings.launcher
+    devices = _find_devices(settings.shard.device, variables)
+    for notice in notices(settings, on_cpu=devices.on_cpu):
+        log.info("%s", notice)
+    num_shard = shard_count(
+        sharded=launcher.sharded, num_shard=launcher.num_shard, visible=devices.visible
+    )
+    threads = plan_threads(
+        cores=usable_cores(),
+        shards=num_shard,
+        requested=settings.shard.cpu_threads,
+        intel_openmp=find_intel_openmp(),
+        environ=os.environ,
+    )
+    shown = list(devices.gpus) or "none"
+    log.info("%d shard(s), GPUs: %s, CPU threads per shard: %d", num_shard, shown, threads.threads)
+    if launcher.model_id is None:
+        log.info("No --model-id, so the demo model is served")
+    uds_path, master_port = _claim(settings, num_shard, claims)
+    card = devices.gpus[0].lower().replace(" ", "-") if devices.gpus else None
+    return Commands(
+        settings=settings,
+        model_id=launcher.model_id or str(demo_folder()),
+        model_name=launcher.model_id or DEMO_NAME,
+        num_shard=num_shard,
+        shard_uds_path=uds_path,
+        master_port=master_port,
+        threads=threads,
+        environ=os.environ,
+        programs=programs,
+        compute_type=None if card is None else f"{num_shard}-{card}",
+    )
+
+
+def _find_devices(device: str, variables: HostVariables) -> Devices:
+    if device == "cpu":
+        return Devices((), visible=None, on_cpu=True)
+    gpus = tuple(query_gpus("name"))
+    on_cpu = device == "auto" and not gpus
+    return Devices(gpus, visible=visible_devices(variables), on_cpu=on_cpu)
+
+
+def _claim(settings: Settings, num_shard: int, claims: ExitStack) -> tuple[str, int]:
+    """The prefix of the shards' sockets, and the port where the shards meet."""
+    uds_path = claims.enter_context(
+        claimed_sockets(
+            settings.launcher.shard_uds_path,
+            num_shard=num_shard,
+            may_move="shard_uds_path" not in settings.chosen,
+        )
+    )
+    master_port = claims.enter_context(
+        claimed_port(
+            settings.shard.master_port,
+            may_move=num_shard > 1 and "master_port" not in settings.chosen,
+        )
+    )
+    return uds_path, master_port
+
+
+def _log_settings(settings: Settings, variables: HostVariables) -> None:
+    log.info("Millrace %s", millrace_version())
+    if settings.show_env:
+        log.info("%s", runtime_info(variables))
+    rows = settings.configured()
+    chosen = [f"{name}={value} ({origin})" for name, value, origin in rows if origin != "default"]
+    log.info("Set: %s", ", ".join(chosen) or "nothing")
+    log.info("Defaults: %s", ", ".join(f"{n}={v}" for n, v, origin in rows if origin == "default"))
