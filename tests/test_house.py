@@ -47,14 +47,12 @@ KNOWN_FUNCTIONS = {
     "bench/faults/chaos/run.py: run",
     "bench/faults/kills.py: run_scenario",
     "bench/faults/poison.py: run",
-    "launcher/millrace_launcher/verify/options.py: _parser",
     "router/millrace_router/startup.py: assemble",
     "router/millrace_router/startup.py: start",
     "shard/millrace_shard/engine/warmup.py: _new_runner",
     "tests/e2e/test_scheduled_model.py: _serve",
     "tests/router/server/test_recording.py: test_whoever_comes_and_goes_reads_the_same",
     "tests/support/millrace_testing/engines/steps.py: __init__",
-    "tests/support/millrace_testing/launcher/e2e.py: launch",
     "tests/support/millrace_testing/router/edge.py: services_over",
 }
 KNOWN_FOLDERS = {"router/millrace_router/api/openai"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -119,6 +119,29 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("model", nargs="?", help="what to check; the demo model when absent", metavar="MODEL")
+    _add_requests(add)
+    add("--revision", metavar="NAME", help="branch, tag or commit of the model on the hub")
+    add("--api-key", metavar="KEY", help="of the server at URL [env: API_KEY]")
+    add(
+        "--log-dir",
+        type=Path,
+        metavar="DIR",
+        help="keep the servers' logs there; otherwise they are shown only where a server fails",
+    )
+    add("--json", action="store_true", help="print JSON in place of the table")
+    add(
+        "--replay",
+        type=Path,
+        metavar="JOURNAL",
+        help="in place of the cases: run what --journal recorded again, and compare the answers",
+    )
+    add("--epoch", type=int, metavar="N", help="of the journal, this one alone")
+    add("-V", "--version", action="version", version=f"millrace {millrace_version()}")
+    return parser
+
+
+def _add_requests(add: Callable[..., object]) -> None:
+    """Flags that choose cases and requests."""
     add("--cases", type=_cases, metavar="NAME,NAME", help="which; all when absent")
     add("--prompts", type=Path, metavar="FILE", help="prompts of your own, one a line")
     add("--requests", type=_positive, default=12, metavar="N", help="how many [default: 12]")
@@ -143,24 +166,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="guesses of speculated [default: 4]",
     )
-    add("--revision", metavar="NAME", help="branch, tag or commit of the model on the hub")
-    add("--api-key", metavar="KEY", help="of the server at URL [env: API_KEY]")
-    add(
-        "--log-dir",
-        type=Path,
-        metavar="DIR",
-        help="keep the servers' logs there; otherwise they are shown only where a server fails",
-    )
-    add("--json", action="store_true", help="print JSON in place of the table")
-    add(
-        "--replay",
-        type=Path,
-        metavar="JOURNAL",
-        help="in place of the cases: run what --journal recorded again, and compare the answers",
-    )
-    add("--epoch", type=int, metavar="N", help="of the journal, this one alone")
-    add("-V", "--version", action="version", version=f"millrace {millrace_version()}")
-    return parser
 
 
 def _cases(text: str) -> tuple[str, ...]:

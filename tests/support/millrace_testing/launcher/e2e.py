@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
@@ -153,21 +153,8 @@ def launch(
     with ExitStack() as stack:
         port, meeting = stack.enter_context(kept_port()), stack.enter_context(kept_port())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millrace-")))
-        process = subprocess.Popen(
-            [
-                *(sys.executable, *launcher, f"--port={port}", "--hostname=127.0.0.1"),
-                *(f"--shard-uds-path={folder}/shard", f"--master-port={meeting}", *args),
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=ROOT,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-                **(env or {}),
-            },
-        )
+        flags = (f"--port={port}", "--hostname=127.0.0.1", f"--shard-uds-path={folder}/shard")
+        process = _start([*launcher, *flags, f"--master-port={meeting}", *args], env or {})
         server = Server(process, port, folder)
         ready = Event()
 
@@ -189,15 +176,31 @@ def launch(
             assert not server.is_silent.is_set(), f"ended before it was ready:\n{server.log}"
             yield server
         finally:
-            if process.poll() is None:
-                process.terminate()
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(END_SECONDS)
-                process.kill()
-            process.wait()
+            _end(process)
             thread.join(END_SECONDS)
             if process.stdout is not None:
                 process.stdout.close()
+
+
+def _start(argv: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    """Python with `argv`; one pipe has what it prints."""
+    return subprocess.Popen(
+        [sys.executable, *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment},
+    )
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(END_SECONDS)
+        process.kill()
+    process.wait()
 
 
 def sse_events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
