@@ -35,7 +35,6 @@ SCRIPTS = {"tests/ecosystem/clients": "each file is one client's own program"}
 KNOWN_FILES = {
     "router/millrace_router/engine/batcher.py",
     "router/millrace_router/startup.py",
-    "router/millrace_router/tool_calls/call_reader.py",
     "shard/millrace_shard/engine/engine.py",
     "shard/millrace_shard/engine/warmup.py",
     "shard/millrace_shard/model_runner/runner.py",

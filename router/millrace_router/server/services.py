@@ -19,7 +19,7 @@ from millrace_router.telemetry.metrics import Metrics
 from millrace_router.telemetry.request_log import RequestLog
 from millrace_router.text.chat_template import ChatTemplate
 from millrace_router.text.tokenizer import Tokenizer
-from millrace_router.tool_calls.tool_format import ToolFormat
+from millrace_router.tool_calls.call_format import CallFormat
 from millrace_router.validation.validator import Validator
 
 KEEP_ALIVE_SECONDS = 15.0
@@ -37,7 +37,7 @@ class Services:
     """The flag's value, or the largest that fits."""
     tokenizer: Tokenizer
     template: ChatTemplate
-    tool_format: ToolFormat
+    tool_format: CallFormat
     """How the model writes tool calls."""
     validator: Validator
     infer: Infer

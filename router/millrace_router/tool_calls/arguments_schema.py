@@ -1,4 +1,4 @@
-"""What the arguments of a call have to match, as the shards' grammars are told it."""
+"""The JSON schema of a call's arguments, in the form that the shards' grammars take."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ SPACING: Schema = {
     "whitespace_flexible": False,
     "json_allowed_escapes": 'nrbtf\\"',
 }
-"""JSON as the shards have it: at most one space after a comma or a colon; no listed name comes again in escapes."""
+"""At most one space after a comma or a colon, and no escapes that could repeat a property under another spelling."""
 LENIENT: Schema = {"lenient": True, "coerce_one_of": True}
-"""What cannot be kept is not, rather than refused; for tools that are not strict."""
+"""For tools that are not strict: unsupported keywords are ignored instead of refused."""
 
 _ANNOTATIONS = frozenset(
     {"title", "description", "default", "examples", "example", "$comment", "deprecated", "readOnly", "writeOnly"}
@@ -30,13 +30,13 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 _OPEN = frozenset(
     {"$ref", "anyOf", "oneOf", "allOf", "patternProperties", "additionalProperties", "unevaluatedProperties"}
 )  # fmt: skip
-"""Beside one of these, the listed properties need not be all."""
+"""With one of these keywords, properties other than the listed ones are possible."""
 _NOT_REGULAR = re.compile(r"\(\?<?[=!]|\\[1-9k]")
-"""Look-around and back-references, which no shard takes."""
+"""Look-around and back-references, which shards do not support."""
 
 
 def arguments_schema(tool: Tool) -> Schema:
-    """Return the schema for `%json`; listed properties are the only ones unless it says otherwise, as in TGI.
+    """Return the schema for `%json`. Only listed properties are allowed unless it says otherwise, as in TGI.
 
     Raises:
         ToolError: the parameters do not describe an object.
@@ -55,7 +55,7 @@ def arguments_schema(tool: Tool) -> Schema:
 
 
 def _without_annotations(schema: Schema, *, keeps_all: bool) -> Schema:
-    """`schema` without what has no effect and, unless it `keeps_all`, without patterns that no shard takes."""
+    """`schema` without annotations and, unless `keeps_all`, without patterns that shards do not support."""
 
     def of(value: object) -> object:
         if isinstance(value, dict):

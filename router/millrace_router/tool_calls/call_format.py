@@ -1,4 +1,4 @@
-"""What the formats share: when there is a grammar, how it is put together, and the parser."""
+"""The base of the call formats: their grammars and their parsers."""
 
 from __future__ import annotations
 
@@ -9,23 +9,29 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import ClassVar
 
+import orjson
+
 from millrace_router.errors import ToolError
 from millrace_router.request.grammar import check_schemas, read_text
 from millrace_router.request.request import Grammar, GrammarKind
-from millrace_router.tool_calls.arguments_schema import arguments_schema
+from millrace_router.tool_calls.arguments_schema import SPACING, arguments_schema
 from millrace_router.tool_calls.call_parser import CallParser
 from millrace_router.tool_calls.lark import json_value, literal, token_or_literal
 from millrace_router.tool_calls.syntax import Syntax
 from millrace_router.tool_calls.tool import Tool, ToolChoice, new_call_id
-from millrace_router.tool_calls.tool_format import ToolParser
 
 NO_IDS: Mapping[str, int] = MappingProxyType({})
+_START = "start: "
 
 
 class CallFormat(ABC):
-    """A `ToolFormat`; a call is a JSON object with a name and arguments, unless `_call` says otherwise."""
+    """How a family of models writes tool calls; stateless, one object for all requests.
+
+    A call is a JSON object with a name and arguments, unless a format overrides `_call`.
+    """
 
     name: ClassVar[str]
+    """Value of `--tool-call-parser`."""
     syntax: ClassVar[Syntax]
     arguments_key: ClassVar[str] = "arguments"
     tokens: ClassVar[tuple[str, ...]] = ()
@@ -33,12 +39,21 @@ class CallFormat(ABC):
     new_id: Callable[[], str] = staticmethod(new_call_id)
 
     def __init__(self, special_ids: Mapping[str, int] = NO_IDS) -> None:
-        """`special_ids` are those of the model's special tokens, by text."""
+        """`special_ids` are the ids of the model's special tokens, by text."""
         self._special_ids = {text: special_ids[text] for text in self.tokens if text in special_ids}
         self.markers = frozenset(self._special_ids)
+        """Special tokens that the parser needs as text. Clients never see them."""
 
     def grammar(self, tools: Sequence[Tool], choice: ToolChoice) -> Grammar | None:
-        """Return what the whole answer has to match, as `ToolFormat` has it."""
+        """Return the grammar of the whole answer; None if any text is valid.
+
+        There is one with `required` and `named`, and with `auto` where a tool is strict.
+
+        Raises:
+            ToolError: no tool has the requested name, or a tool's parameters do not describe an object.
+            ValidationError: the parameters are too long, or nested too deeply.
+
+        """
         if not has_grammar(tools, choice):
             return None
         tools = _callable(tools, choice)
@@ -50,10 +65,10 @@ class CallFormat(ABC):
         source = "".join(f"{name}: {rule}\n" for name, rule in rules.items())
         return read_text(GrammarKind.LARK, source)
 
-    def parser(self, tools: Sequence[Tool], choice: ToolChoice) -> ToolParser:
+    def parser(self, tools: Sequence[Tool], choice: ToolChoice) -> CallParser:
         """Return a parser for one answer."""
         openers = self.syntax.openers
-        # The grammar that a strict tool makes has calls nowhere but where answers begin, and any text on later lines.
+        # The grammar of a strict tool has calls at the start of the answer only, and any text on later lines.
         if self.syntax.bare and not any(tool.strict for tool in tools):
             openers = (*openers, "\n")
         return CallParser(
@@ -65,15 +80,15 @@ class CallFormat(ABC):
 
     @abstractmethod
     def _forced(self, choice: ToolChoice) -> dict[str, str]:
-        """Rules from `start` on for an answer of nothing but calls, each a `call`."""
+        """Rules from `start` on for an answer that consists of calls; each is a `call`."""
 
     @abstractmethod
     def _free(self, choice: ToolChoice) -> dict[str, str]:
-        """Rules from `start` on for text with calls, each a `call`."""
+        """Rules from `start` on for text with calls; each is a `call`."""
 
     def _call(self, name: str, arguments: str) -> str:
-        """Rule of one call, `arguments` being the rule of its arguments."""
-        # In the pieces that `%json` has: where both may come, the longer literal would be all that is looked for.
+        """The rule of one call; `arguments` is the rule of its arguments."""
+        # The pieces equal those of `%json`: where both are possible, the lexer looks for the longer literal only.
         called = json.dumps(name, ensure_ascii=False)
         pieces = ("{", '"name"', ": ", called, ", ", json.dumps(self.arguments_key), ": ")
         return f"{' '.join(map(literal, pieces))} {arguments} {literal('}')}"
@@ -83,16 +98,33 @@ class CallFormat(ABC):
 
 
 def has_grammar(tools: Sequence[Tool], choice: ToolChoice) -> bool:
-    """Whether answers have to match anything."""
+    """Whether answers have to match a grammar."""
     return choice.is_forced or (choice.kind == "auto" and any(tool.strict for tool in tools))
 
 
+def chat_grammar(
+    call_format: CallFormat, tools: Sequence[Tool], choice: ToolChoice, answer: Grammar | None
+) -> Grammar | None:
+    """Return the grammar of a chat with tools; None if any text is valid. Raises as `CallFormat.grammar` does.
+
+    `answer` is the schema of an answer without calls; None for any text.
+    """
+    if answer is None:
+        return call_format.grammar(tools, choice)
+    calls = call_format.grammar(tools, replace(choice, kind="required"))
+    assert calls is not None
+    assert calls.source.startswith(_START)
+    value = json_value({**orjson.loads(answer.source), "x-guidance": SPACING})
+    rules = calls.source.removeprefix(_START)
+    return Grammar(GrammarKind.LARK, f"{_START}calls | answer\nanswer: {value}\ncalls: {rules}")
+
+
 def _callable(tools: Sequence[Tool], choice: ToolChoice) -> list[Tool]:
-    """Tools that may be called; raises ToolError if there is none."""
+    """The tools that may be called; raises ToolError if there is none."""
     if choice.kind == "named":
         tools = [tool for tool in tools if tool.name == choice.name][:1]
         if not tools:
             raise ToolError(f"Tool with name {choice.name} not found")
     if not tools:
-        raise ToolError("a call is asked for, and there is no tool")
+        raise ToolError("a tool call is required, but there are no tools")
     return list(tools)

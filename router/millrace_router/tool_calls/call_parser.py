@@ -1,7 +1,7 @@
-"""Tells calls from text as both come: one machine for all formats, which differ in what surrounds a call.
+"""Separates calls from text in a stream: one state machine for all formats, which differ in the text around a call.
 
-It decides character by character, so that it matters to nothing in which pieces the text comes. What is held back is
-what may yet begin a call: blanks, the beginning of a marker, and a call until its name is known and arguments begin.
+It decides character by character, so the result does not depend on how the stream is cut. It holds text back that may
+begin a call: blanks, the beginning of a marker, and a call until its name is known and its arguments begin.
 """
 
 from __future__ import annotations
@@ -9,25 +9,26 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from millrace_router.tool_calls.call_reader import CallReader, behind_blanks
+from millrace_router.tool_calls.call_reader import CallReader
+from millrace_router.tool_calls.json_scanner import behind_blanks
 from millrace_router.tool_calls.syntax import Syntax, earliest, num_begun
 from millrace_router.tool_calls.tool import CallDelta, Parsed
 
 _CALL_ID, _ARGUMENTS = "[CALL_ID]", "[ARGS]"
 _BLANKS = " \t\n\r"
 _MAX_BLANKS = 256
-"""More are text, and not what stands between text and a call: to hold them would take ever longer."""
+"""More blanks in a row count as text, so that the time to hold them back is bounded."""
 _BETWEEN_CALLS = f"{_BLANKS},;"
 _BEHIND_NAME = re.compile(r"(?:\[CALL_ID\][A-Za-z0-9]*)?(?:\[ARGS\])?[ \t\n\r]*")
 
 
 class CallParser:
-    """A `ToolParser`."""
+    """Parses one answer; the cuts between pushed pieces make no difference."""
 
     def __init__(
         self, syntax: Syntax, names: frozenset[str], *, is_single: bool, new_id: Callable[[], str]
     ) -> None:
-        """`names` are those of the tools; with `is_single`, calls after the first are dropped."""
+        """`names` are the names of the tools; with `is_single`, calls after the first are dropped."""
         self._syntax = syntax
         self._names = names
         self._is_single = is_single
@@ -36,16 +37,16 @@ class CallParser:
         firsts = "".join({marker[0] for marker in self._sought})
         self._begins_marker = re.compile(f"[{re.escape(firsts)}]")
         self._rest = ""
-        """Text that is not decided on."""
+        """Undecided text."""
         self._num_searched = 0
-        """How much of it is known to begin no call: the ends of lines."""
+        """The length of the part of `_rest` that has no beginning of a call."""
         self._is_last = False
         self._before = ""
-        """What led to a call that has not started: given back if it is none."""
+        """The text before a call that has not started; it becomes text if no call follows."""
         self._in_list = False
         self._reader = CallReader(names)
         self._is_called = False
-        """Whether what came last was a call."""
+        """Whether the last output was a call."""
         self._index = -1
         self._is_announced = False
         self._texts: list[str] = []
@@ -53,12 +54,12 @@ class CallParser:
         self._step: Callable[[], bool] = self._at_start if syntax.bare else self._in_text
 
     def push(self, text: str) -> Parsed:
-        """Take more text."""
+        """Parse more text; text that may begin a call is held back."""
         self._rest += text
         return self._parsed()
 
     def finish(self) -> Parsed:
-        """Give back what is held: no more text comes."""
+        """Parse the held text as the end of the answer."""
         self._is_last = True
         return self._parsed()
 
@@ -70,7 +71,7 @@ class CallParser:
         self._calls.clear()
         return parsed
 
-    # Each step takes what it can decide off `_rest`, and says whether another may go on.
+    # Each step removes decided text from `_rest`, and returns whether another step can go on.
 
     def _at_start(self) -> bool:
         begin = behind_blanks(self._rest, 0)
@@ -86,26 +87,26 @@ class CallParser:
         if self._begins_marker.search(self._rest, self._num_searched):
             found = earliest(self._rest, self._sought, self._num_searched)
             num_safe, marker = found or (num_safe - num_begun(self._rest, self._sought), "")
-        num_told = self._num_told(num_safe)
-        self._give_text(self._rest[:num_told])
+        num_released = self._num_released(num_safe)
+        self._give_text(self._rest[:num_released])
         if marker in self._syntax.openers:
-            self._before = self._rest[num_told : num_safe + len(marker)]
+            self._before = self._rest[num_released : num_safe + len(marker)]
             self._step = self._behind_opener
         elif marker:
-            self._give_text(self._rest[num_told:num_safe])
+            self._give_text(self._rest[num_released:num_safe])
         elif self._is_last:
-            left = self._rest[num_told:]
+            left = self._rest[num_released:]
             self._give_text("" if self._is_called and not left.strip(_BLANKS) else left)
             num_safe = len(self._rest)
         else:
-            num_safe = num_told
+            num_safe = num_released
         num_done = num_safe + len(marker)
         self._rest = self._rest[num_done:]
         self._num_searched = max(0, self._num_searched - num_done)
         return bool(marker)
 
-    def _num_told(self, num_safe: int) -> int:
-        """How much of text that belongs to no marker is told: blanks may stand before a call, and are held."""
+    def _num_released(self, num_safe: int) -> int:
+        """The length of text before markers that becomes output; blanks at its end may precede a call, and are held."""
         text = self._rest[max(0, num_safe - _MAX_BLANKS) : num_safe]
         return num_safe - len(text) + len(text.rstrip(_BLANKS))
 
@@ -139,7 +140,7 @@ class CallParser:
             self._read(CallReader(self._names))
 
     def _behind_comma(self) -> bool:
-        """In a list, or behind a separator: another call has to come."""
+        """In a list, or after a separator, where another call must follow."""
         self._move(behind_blanks(self._rest, 0))
         if not self._rest:
             return self._give_back_at_end()
@@ -198,7 +199,7 @@ class CallParser:
             self._step = self._in_text
             return True
         if not rest or (may_close and rest not in self._syntax.closers):
-            # In the end, half of what closes a call is nothing to anybody.
+            # At the end of the answer, an incomplete closer is dropped.
             self._rest = "" if self._is_last else self._rest
             return False
         self._step = self._in_text
@@ -224,12 +225,12 @@ class CallParser:
             self._step = self._behind_call
 
     def _move(self, num_chars: int) -> None:
-        """Take text that belongs to a call, if one follows."""
+        """Move text that belongs to a call, if one follows, from `_rest` to `_before`."""
         self._before += self._rest[:num_chars]
         self._rest = self._rest[num_chars:]
 
     def _give_back(self) -> None:
-        """It was no call that began."""
+        """Output the text before a call that did not follow."""
         for marker in self._syntax.hidden:
             self._before = self._before.replace(marker, "")
         self._give_text(self._before)

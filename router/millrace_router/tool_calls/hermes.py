@@ -1,4 +1,4 @@
-"""Tool calls of Qwen 2.5 and 3, Hermes 2 and 3, and whoever follows them: a JSON object in tags."""
+"""Tool calls of Qwen 2.5 and 3, Hermes 2 and 3 and similar models: a JSON object in tags."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OPENER, _CLOSER = "<tool_call>", "</tool_call>"
 
 
 class Hermes(CallFormat):
-    """`<tool_call>`, a newline, `{"name": …, "arguments": …}`, a newline, `</tool_call>`; again for every call."""
+    """`<tool_call>`, a newline, `{"name": …, "arguments": …}`, a newline, `</tool_call>` for each call."""
 
     name: ClassVar[str] = "hermes"
     syntax: ClassVar[Syntax] = Syntax(openers=(_OPENER,), closers=(_CLOSER,), lists=True)

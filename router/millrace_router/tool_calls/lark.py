@@ -1,6 +1,6 @@
 """Pieces of Lark in llguidance's variant, for grammars of tool calls.
 
-Brackets inside strings are written as escapes, so that those that are left nest as deeply as they look.
+Brackets inside strings are escaped, so that the remaining brackets show the depth of nesting.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ BLANKS = r"[ \t\n\r]*"
 
 
 def literal(text: str) -> str:
-    """Exactly `text`."""
+    """The rule of exactly `text`."""
     return _escape_brackets(json.dumps(text))
 
 
 def token_or_literal(text: str, special_ids: Mapping[str, int]) -> str:
-    """The special token of that text, or else the text itself."""
+    """The rule of the special token with this text, else of the text."""
     return literal(text) if text not in special_ids else f"<[{special_ids[text]}]>"
 
 
 def json_value(schema: Mapping[str, Any]) -> str:
-    """JSON that matches `schema`."""
+    """The rule of JSON that matches `schema`."""
     parts = _STRING.split(json.dumps(schema))
-    # All strings at once, as there may be many; none has a newline, which JSON escapes.
+    # All strings at once, since there may be many. JSON escapes newlines, so none is inside a string.
     parts[1::2] = _escape_brackets("\n".join(parts[1::2])).split("\n")
     return "%json " + "".join(parts)
 
 
 def matching(expression: str, *, without: Iterable[str] = ()) -> str:
-    """Text that an expression matches, and that does not contain any of `without`."""
+    """The rule of text that matches an expression and contains none of `without`."""
     return " & ".join(
         [_pattern(expression), *(f"~{_pattern(f'{ANY}{_escaped(text)}{ANY}')}" for text in without)]
     )
 
 
 def up_to(text: str) -> str:
-    """Anything up to the first place of `text`, and `text`."""
+    """The rule of any text up to and including the first `text`."""
     end = _escaped(text)
     return f"{_pattern(f'{ANY}{end}')} & ~{_pattern(f'{ANY}{end}(?s:.+)')}"
 

@@ -1,4 +1,4 @@
-"""Tool calls of Llama 3.1, 3.2 and 3.3: a JSON object by itself."""
+"""Tool calls of Llama 3.1, 3.2 and 3.3, and of models without a format of their own: bare JSON objects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OPENER = "<|python_tag|>"
 
 
 class Llama(CallFormat):
-    """`{"name": …, "parameters": …}` where a line begins or after a tag; several with `;` between them."""
+    """`{"name": …, "parameters": …}` at the start of a line or after a tag; `;` separates several."""
 
     name: ClassVar[str] = "llama"
     syntax: ClassVar[Syntax] = Syntax(openers=(_OPENER,), separators=";,", bare=True, lists=True)
@@ -25,7 +25,7 @@ class Llama(CallFormat):
         return {"start": f"call{more}"}
 
     def _free(self, choice: ToolChoice) -> dict[str, str]:
-        # Written as text, the tag would be taken for the token by the parser.
+        # The parser would take the tag in text for the token.
         text = matching(rf"{BLANKS}[^ \t\n\r\{{\[]{ANY}", without=[_OPENER])
         return {"start": f"TEXT | {self._forced(choice)['start']}", "TEXT": text}
 
@@ -34,7 +34,7 @@ _FENCES = ("```json\n", "```\n")
 
 
 class JsonCalls(CallFormat):
-    """`{"name": …, "parameters": …}`, or a list of them, where a line begins or in a fenced block."""
+    """`{"name": …, "parameters": …}`, or a list of them, at the start of a line or in a fenced block."""
 
     name: ClassVar[str] = "json"
     syntax: ClassVar[Syntax] = Syntax(

@@ -14,9 +14,9 @@ _OPENER, _CALL_ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
 
 class Mistral(CallFormat):
-    """`[TOOL_CALLS]` and a list of `{"name": …, "arguments": …}`, or for each call `[TOOL_CALLS]name[ARGS]{…}`.
+    """`[TOOL_CALLS]` and a list of `{"name": …, "arguments": …}`, or `[TOOL_CALLS]name[ARGS]{…}` for each call.
 
-    Both are parsed; a grammar has the one of the model.
+    The parser reads both forms; a grammar has the form of the model.
     """
 
     name: ClassVar[str] = "mistral"
@@ -25,7 +25,7 @@ class Mistral(CallFormat):
     new_id: Callable[[], str] = staticmethod(new_short_call_id)
 
     def __init__(self, special_ids: Mapping[str, int] = NO_IDS, *, has_names: bool = False) -> None:
-        """With `has_names` the model writes calls in the newer way."""
+        """With `has_names` the model writes calls in the newer form."""
         super().__init__(special_ids)
         self._has_names = has_names
 
@@ -49,9 +49,9 @@ class Mistral(CallFormat):
         return {"start": start, "UP_TO_OPENER": up_to(_OPENER), "TEXT": text}
 
     def _opened(self, choice: ToolChoice) -> str:
-        """What follows one opener."""
+        """The rule of the text after one opener."""
         if self._has_names:
             return "call"
         more = "" if choice.is_single else f" ({literal(', ')} call)*"
-        # Models with SentencePiece have a blank before the list.
+        # SentencePiece models write a blank before the list.
         return f"{literal(' ')}? {literal('[')} call{more} {literal(']')}"

@@ -1,4 +1,4 @@
-"""What surrounds calls in a format, for the one parser of all."""
+"""The text around calls in a format, for the parser of all formats."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Syntax:
-    """Blanks may stand wherever one part ends and another begins."""
+    """The parts around a call. Blanks are allowed between any two parts."""
 
     openers: tuple[str, ...] = ()
-    """Texts that calls follow, anywhere in the answer."""
+    """Texts before calls, anywhere in the answer."""
     closers: tuple[str, ...] = ()
     """Texts that may follow a call."""
     separators: str = ""
-    """Characters one of which may stand between two calls."""
+    """Characters of which one may separate two calls."""
     bare: bool = False
-    """Whether a call may begin the answer, or another line, by itself."""
+    """Whether a call may begin the answer or a line without an opener."""
     lists: bool = False
     """Whether calls may be in a JSON array."""
     names: bool = False
     """Whether a call may be a name and then its arguments: Mistral's `name[ARGS]{…}`."""
     hidden: frozenset[str] = frozenset()
-    """Special tokens that never are text for clients."""
+    """Special tokens that clients never get as text."""
 
 
 def earliest(text: str, sought: Collection[str], start: int) -> tuple[int, str] | None:
-    """Where the first of `sought` stands from `start` on, and which it is: of several at one place, the longest."""
+    """Position and text of the first of `sought` from `start` on; the longest, if several begin at one position."""
     places = [(text.find(one, start), -len(one), one) for one in sought]
     found = [place for place in places if place[0] >= 0]
     if not found:
@@ -37,7 +37,7 @@ def earliest(text: str, sought: Collection[str], start: int) -> tuple[int, str] 
 
 
 def num_begun(text: str, sought: Collection[str]) -> int:
-    """How many characters at the end of `text` may be the beginning of one of `sought`."""
+    """The number of characters at the end of `text` that may be the beginning of one of `sought`."""
     longest = max(map(len, sought), default=1) - 1
     for num in range(min(longest, len(text)), 0, -1):
         if any(one.startswith(text[-num:]) for one in sought):

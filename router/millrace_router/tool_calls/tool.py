@@ -1,4 +1,4 @@
-"""What a client offers to be called, and what it says about calling it."""
+"""Tools, the choice among them, and parsed calls."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ class Tool:
     name: str
     description: str | None
     parameters: dict[str, Any]
-    """JSON Schema of its arguments, which are an object."""
+    """JSON Schema of the arguments, which are an object."""
     strict: bool
-    """Whether arguments have to match `parameters` even where no call is asked for."""
+    """Whether arguments have to match `parameters` even where a call is optional."""
 
     def as_json(self) -> dict[str, Any]:
-        """Render as chat templates know it: OpenAI's shape, without what is unsaid."""
-        said = {} if self.description is None else {"description": self.description}
-        function = {"name": self.name, **said, "parameters": self.parameters}
+        """Render in OpenAI's form, which chat templates read; an absent description is left out."""
+        described = {} if self.description is None else {"description": self.description}
+        function = {"name": self.name, **described, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Whether tools are to be called, and which."""
+    """Which tools the model may or must call."""
 
     kind: Literal["auto", "none", "required", "named"]
     name: str | None = None
-    """The one tool to call, if `kind` is `named`."""
+    """The tool to call, if `kind` is `named`."""
     parallel: bool = True
-    """Whether there may be several calls; of a named tool there is one in any case, as OpenAI has it."""
+    """Whether several calls are allowed. A named tool is called once in any case, as with OpenAI."""
 
     @property
     def is_forced(self) -> bool:
-        """Whether the answer has to be a call."""
+        """Whether the answer must consist of calls."""
         return self.kind in {"required", "named"}
 
     @property
     def is_single(self) -> bool:
-        """Whether there may be one call at most."""
+        """Whether at most one call is allowed."""
         return self.kind == "named" or not self.parallel
 
 
@@ -52,21 +52,21 @@ _ALPHABET = string.ascii_letters + string.digits
 
 
 def new_call_id() -> str:
-    """Return an id as OpenAI's are."""
+    """Return an id in OpenAI's form."""
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
 def new_short_call_id() -> str:
-    """Return nine letters and digits: the only ids that Mistral's templates take."""
+    """Return nine letters and digits, the only form that Mistral's templates accept."""
     return "".join(secrets.choice(_ALPHABET) for _ in range(9))
 
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """A piece of a call; the first of a call has its id and name, and the pieces of arguments are one JSON object."""
+    """A piece of a call: the first has id and name, and the pieces of arguments together are one JSON object."""
 
     index: int
-    """Which call of the answer, from 0."""
+    """The call's place in the answer, from 0."""
     id: str | None
     name: str | None
     arguments: str
@@ -74,7 +74,7 @@ class CallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """Text for the client, and pieces of calls; which of the two came first is not said, as in OpenAI's answers."""
+    """Text for the client and pieces of calls. Their order among each other is not kept, as in OpenAI's answers."""
 
     text: str = ""
     calls: tuple[CallDelta, ...] = ()

@@ -1,4 +1,4 @@
-"""What a model is told of its tools whose chat template does not tell it: TGI's words, behind the last message."""
+"""TGI's prompt about tools after the last message, for chat templates that do not render tools."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ DEFAULT_TOOL_PROMPT = (
     " best answers the given prompt. Respond in the format {name: function name, parameters: dictionary of argument"
     " name and its value}.Do not use variables.\n"
 )
-"""TGI's, spelled as it is there."""
+"""TGI's text, with its spelling."""
 
 
 def with_tool_prompt(
     messages: Sequence[Message], tools: Sequence[Tool], prompt: str, *, lists_tools: bool
 ) -> list[Message]:
-    """Return `messages`, the last of which ends with the tools and `prompt`.
+    """Return `messages` with the tools and `prompt` at the end of the last one.
 
-    Where the template `lists_tools` by itself it is `prompt` alone.
+    With `lists_tools`, the template renders the tools itself, and only `prompt` is added.
 
     Raises:
         ToolError: parameters are nested too deeply.
@@ -46,7 +46,7 @@ def _with_text(content: object, text: str) -> object:
 
 
 def _as_tgi(tools: Sequence[Tool]) -> str:
-    """Write tools in TGI's order, parameters as text with TGI's name; raises ToolError."""
+    """Write tools with TGI's field names and order; parameters are JSON text. Raises ToolError."""
     try:
         return orjson.dumps([_tool_as_tgi(tool) for tool in tools]).decode()
     except orjson.JSONEncodeError as error:

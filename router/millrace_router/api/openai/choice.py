@@ -15,8 +15,8 @@ from millrace_router.request.events import Token, TokenEvent
 from millrace_router.request.float32 import shortest
 from millrace_router.request.request import FinishReason
 from millrace_router.text.stopping import StopTrimmer
+from millrace_router.tool_calls.call_parser import CallParser
 from millrace_router.tool_calls.tool import CallDelta, Parsed
-from millrace_router.tool_calls.tool_format import ToolParser
 
 STOP = "stop"
 TOOL_CALLS = "tool_calls"
@@ -107,7 +107,7 @@ class ChoiceText(TrimmedText):
         stop_sequences: Sequence[str],
         *,
         logprobs: TokenLogprobs | None = None,
-        parser: ToolParser | None = None,
+        parser: CallParser | None = None,
         markers: Sequence[str] = (),
         keeps_stops: bool = False,
     ) -> None:
@@ -143,7 +143,7 @@ class ChoiceText(TrimmedText):
             return STOP_SEQUENCE
         return super()._reason(reason)
 
-    def _parse(self, parser: ToolParser, text: str, *, ended: bool) -> Parsed:
+    def _parse(self, parser: CallParser, text: str, *, ended: bool) -> Parsed:
         parsed = parser.push(text)
         if ended:
             rest = parser.finish()

@@ -15,10 +15,8 @@ from millrace_router.request.grammar import RawGrammar
 from millrace_router.request.request import Grammar, GrammarKind
 from millrace_router.server.services import Services
 from millrace_router.text.tokenizer import Tokenizer
-from millrace_router.tool_calls.call_format import has_grammar
-from millrace_router.tool_calls.grammar import chat_grammar
+from millrace_router.tool_calls.call_format import CallFormat, chat_grammar, has_grammar
 from millrace_router.tool_calls.tool import Tool, ToolChoice
-from millrace_router.tool_calls.tool_format import ToolFormat
 from millrace_router.tool_calls.tool_prompt import DEFAULT_TOOL_PROMPT, with_tool_prompt
 
 
@@ -30,7 +28,7 @@ class PreparedChat:
     tools: tuple[Tool, ...]
     """The tools that may be called; empty if none may."""
     choice: ToolChoice
-    tool_format: ToolFormat
+    tool_format: CallFormat
     logprobs: TokenLogprobs | None
     keeps_stops: bool
 
