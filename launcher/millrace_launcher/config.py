@@ -72,8 +72,14 @@ class HostVariables(BaseSettings):
 
     model_config = SettingsConfigDict(frozen=True, extra="ignore")
 
-    cuda_visible_devices: str | None = Field(None, description="GPUs, separated by commas.")
-    nvidia_visible_devices: str | None = Field(None, description="GPUs, or `all`, or `void`.")
-    ze_affinity_mask: str | None = Field(None, description="Intel's GPUs, separated by commas.")
-    vergen_git_sha: str | None = Field(None, description="Commit that an image was built from.")
-    docker_label: str | None = Field(None, description="Label of the image.")
+    cuda_visible_devices: str | None = Field(default=None, description="GPUs, separated by commas.")
+    nvidia_visible_devices: str | None = Field(
+        default=None, description="GPUs, or `all`, or `void`."
+    )
+    ze_affinity_mask: str | None = Field(
+        default=None, description="Intel's GPUs, separated by commas."
+    )
+    vergen_git_sha: str | None = Field(
+        default=None, description="Commit that an image was built from."
+    )
+    docker_label: str | None = Field(default=None, description="Label of the image.")

@@ -16,20 +16,26 @@ class Variables(BaseSettings):
 
     model_config = SettingsConfigDict(frozen=True, extra="ignore", env_ignore_empty=True)
 
-    revision: str | None = Field(None, description="Default of --revision.")
-    millrace_cache: Path | None = Field(None, description="Folder for compiled CPU kernels.")
-    cxx: str | None = Field(None, description="C++ compiler with arguments; g++ when absent.")
-    xdg_cache_home: Path | None = Field(None, description="The user's folder for caches.")
-    hf_home: Path | None = Field(None, description="Folder of the hub's client.")
-    hf_hub_cache: Path | None = Field(None, description="Folder of downloaded models.")
-    huggingface_hub_cache: Path | None = Field(None, description="TGI's name of HF_HUB_CACHE.")
-    hf_token: str | None = Field(None, description="The user's token for the hub.")
-    hugging_face_hub_token: str | None = Field(None, description="Old name of HF_TOKEN.")
-    hf_api_token: str | None = Field(None, description="TGI's name of HF_TOKEN.")
-    hf_endpoint: str = Field(DEFAULT_ENDPOINT, description="Address of the hub.")
-    hf_hub_offline: str = Field("", description="A word for yes forbids downloads.")
+    revision: str | None = Field(default=None, description="Default of --revision.")
+    millrace_cache: Path | None = Field(
+        default=None, description="Folder for compiled CPU kernels."
+    )
+    cxx: str | None = Field(
+        default=None, description="C++ compiler with arguments; g++ when absent."
+    )
+    xdg_cache_home: Path | None = Field(default=None, description="The user's folder for caches.")
+    hf_home: Path | None = Field(default=None, description="Folder of the hub's client.")
+    hf_hub_cache: Path | None = Field(default=None, description="Folder of downloaded models.")
+    huggingface_hub_cache: Path | None = Field(
+        default=None, description="TGI's name of HF_HUB_CACHE."
+    )
+    hf_token: str | None = Field(default=None, description="The user's token for the hub.")
+    hugging_face_hub_token: str | None = Field(default=None, description="Old name of HF_TOKEN.")
+    hf_api_token: str | None = Field(default=None, description="TGI's name of HF_TOKEN.")
+    hf_endpoint: str = Field(default=DEFAULT_ENDPOINT, description="Address of the hub.")
+    hf_hub_offline: str = Field(default="", description="A word for yes forbids downloads.")
     weights_cache_override: Path | None = Field(
-        None, description="Folder to take the model from in place of the cache."
+        default=None, description="Folder to take the model from in place of the cache."
     )
 
     @property

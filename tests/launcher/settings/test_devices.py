@@ -24,7 +24,7 @@ from millrace_launcher.settings.devices import shard_count, visible_devices
     ],
 )
 def test_visible_devices(environ: dict[str, str], expected: int | None) -> None:
-    variables = HostVariables.model_construct(**{k.lower(): v for k, v in environ.items()})
+    variables = HostVariables.model_construct(None, **{k.lower(): v for k, v in environ.items()})
     assert visible_devices(variables, query=lambda _: ["gpu"] * 5) == expected
 
 
