@@ -31,13 +31,14 @@ from millrace_shard.server.wire import (
 
 
 class InProcessShard:
-    """The interface that the batcher needs of a `ShardedClient`, over one engine in this process.
+    """The interface that the batcher needs of a `StepChannel` and its `ShardGroup`, over one engine in this process.
 
     Messages are written and parsed as on the wire, so that only the transport is missing from the time.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self.group = self
         self._epoch = 0
         self._number = 0
         self._replies: deque[asyncio.Future[StepReply]] = deque()
@@ -52,12 +53,13 @@ class InProcessShard:
         message = info_to_pb(self._engine.loaded, deterministic=True, prefill_logprobs=False)
         return info_from_pb(message)
 
-    async def warm_up(self, request: pb.WarmupRequest) -> Capacity:
+    async def warm_up(self, **fields: int) -> Capacity:
         """Allocate the KV cache and run the largest step."""
-        future = self._engine.warm_up(warmup_from_pb(request))
+        future = self._engine.warm_up(warmup_from_pb(pb.WarmupRequest(**fields)))
         return capacity_from_pb([capacity_to_pb(await asyncio.wrap_future(future))])
 
-    world_size = 1
+    def __len__(self) -> int:
+        return 1
 
     async def health(self) -> bool:
         """Do nothing: the engine lives as long as this process."""
@@ -71,12 +73,11 @@ class InProcessShard:
         self._submit(open_to_pb(self._epoch))
         await self._answer()
 
-    async def send(self, plan: StepPlan) -> int:
-        """Submit a step to the engine; returns its number."""
+    async def send(self, plan: StepPlan) -> None:
+        """Submit a step to the engine."""
         self._number += 1
         message = plan_to_pb(plan, epoch=self._epoch, number=self._number)
         self._submit(message)
-        return self._number
 
     async def answers_within(self, seconds: float) -> bool:
         """Wait up to `seconds` for the answer to the oldest step; whether it arrived."""

@@ -20,14 +20,13 @@ import torch
 from bench.peers.engines import SHARD_FLAGS
 from bench.peers.in_process import InProcessShard
 from bench.peers.worker import Limits, Moments, Request, check_lengths, main
-from millrace_proto import generate_pb2 as pb
 from millrace_router.__main__ import EVENT_LOOP_MODULE
 from millrace_router.config import RouterConfig
 from millrace_router.engine.batcher import Batcher
 from millrace_router.request.events import TokenEvent
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import read_tokens
-from millrace_router.shards.group import ShardedClient
+from millrace_router.shards.step_channel import StepChannel
 from millrace_router.startup import assemble, num_slots, prefill_tokens
 from millrace_router.text.chat_template import ChatTemplate
 from millrace_router.text.model_files import ModelFiles
@@ -135,15 +134,13 @@ async def _assemble(shard: InProcessShard, config: RouterConfig, tokenizer: Toke
     """The batcher that the router assembles at its start, over a shard in this process."""
     info = shard.info()
     capacity = await shard.warm_up(
-        pb.WarmupRequest(
-            max_batch_prefill_tokens=prefill_tokens(config, info),
-            max_batch_size=num_slots(config),
-            max_concurrent_requests=config.max_concurrent_requests,
-        )
+        max_batch_prefill_tokens=prefill_tokens(config, info),
+        max_batch_size=num_slots(config),
+        max_concurrent_requests=config.max_concurrent_requests,
     )
     _, batcher = assemble(
         config,
-        shards=cast("ShardedClient", shard),
+        shards=cast("StepChannel", shard),
         info=info,
         capacity=capacity,
         tokenizer=tokenizer,

@@ -14,7 +14,7 @@ from millrace_router.recovery.shard_status import Timeouts
 from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.draft_length import AdaptiveDraftLength
 from millrace_router.scheduler.factory import forecaster_from, planner_from, queue_from
-from millrace_router.shards.group import ShardedClient
+from millrace_router.shards.step_channel import StepChannel
 from millrace_router.shards.wire import Capacity, ShardInfo
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.text.tokenizer import Tokenizer
@@ -24,7 +24,7 @@ def batcher_from(  # noqa: PLR0913
     config: RouterConfig,
     budgets: Budgets,
     *,
-    shards: ShardedClient,
+    shards: StepChannel,
     info: ShardInfo,
     capacity: Capacity,
     tokenizer: Tokenizer,

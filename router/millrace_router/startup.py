@@ -33,7 +33,8 @@ from millrace_router.scheduler.factory import (
 from millrace_router.server.services import Services
 from millrace_router.shards.channels import TlsError, is_exposed, tls_from
 from millrace_router.shards.errors import ShardError, ShardHung, ShardLost
-from millrace_router.shards.group import ShardedClient
+from millrace_router.shards.group import ShardGroup
+from millrace_router.shards.step_channel import StepChannel
 from millrace_router.shards.wire import Capacity, ShardInfo
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.telemetry.request_file import RequestFile
@@ -59,7 +60,7 @@ class Running:
 
     services: Services
     batcher_task: asyncio.Task[None]
-    shards: ShardedClient
+    shards: StepChannel
     launcher: LauncherChannel
     supervisor_task: asyncio.Task[None]
     journal: Journal | None
@@ -100,9 +101,10 @@ async def start(config: RouterConfig) -> Running:
     for address in config.shard_addresses:
         if is_exposed(address, tls):
             log.warning("Prompts go to the shard without TLS", address=address)
-    shards = ShardedClient(config.shard_addresses, tls, silence_seconds=config.step_timeout)
+    group = ShardGroup(config.shard_addresses, tls, silence_seconds=config.step_timeout)
+    shards = StepChannel(group)
     try:
-        info, capacity = await warm_up(config, shards)
+        info, capacity = await warm_up(config, group)
         check_capacity(config, capacity)
     except StartupError:
         await shards.close()
@@ -125,7 +127,7 @@ async def start(config: RouterConfig) -> Running:
     )
     journal = None
     if folder is not None:
-        journal = open_journal(folder, config, services, shards.warmup_fields)
+        journal = open_journal(folder, config, services, group.warmup_fields)
         shards.observer = journal
     return Running(
         services=services,
@@ -168,7 +170,7 @@ def prefill_tokens(config: RouterConfig, info: ShardInfo, capacity: Capacity | N
     )
 
 
-async def warm_up(config: RouterConfig, shards: ShardedClient) -> tuple[ShardInfo, Capacity]:
+async def warm_up(config: RouterConfig, group: ShardGroup) -> tuple[ShardInfo, Capacity]:
     """Learn what the shards have loaded, and have them make room; shards that die meanwhile are waited for.
 
     Raises:
@@ -178,23 +180,23 @@ async def warm_up(config: RouterConfig, shards: ShardedClient) -> tuple[ShardInf
     log.info("Connecting to the shards", addresses=",".join(config.shard_addresses))
     while True:
         try:
-            return await _warm_up(config, shards)
+            return await _warm_up(config, group)
         except (ShardLost, ShardHung) as error:
             log.warning("the shards went away while warming up", error=str(error))
             await asyncio.sleep(RETRY_SECONDS)
-            await shards.reset()
+            await group.reset()
 
 
-async def _warm_up(config: RouterConfig, shards: ShardedClient) -> tuple[ShardInfo, Capacity]:
+async def _warm_up(config: RouterConfig, group: ShardGroup) -> tuple[ShardInfo, Capacity]:
     try:
-        info = await _info(shards)
+        info = await _info(group)
     except (ShardLost, ShardHung):
         raise
     except ShardError as error:
         raise StartupError(f"Unable to get the Python model shards info: {error}") from error
     log.info("Warming up model")
     try:
-        capacity = await shards.warmup(
+        capacity = await group.warm_up(
             max_batch_prefill_tokens=prefill_tokens(config, info),
             max_batch_size=num_slots(config),
             max_concurrent_requests=config.max_concurrent_requests,
@@ -210,19 +212,19 @@ async def _warm_up(config: RouterConfig, shards: ShardedClient) -> tuple[ShardIn
     return info, capacity
 
 
-async def _info(shards: ShardedClient) -> ShardInfo:
+async def _info(group: ShardGroup) -> ShardInfo:
     """Wait for the shards to listen, which takes as long as loading; raises ShardError."""
     while True:
         try:
-            return await shards.info(timeout=PATIENCE_SECONDS)
+            return await group.info(timeout=PATIENCE_SECONDS)
         except ShardHung:
-            await _say_why(shards)
+            await _say_why(group)
 
 
-async def _say_why(shards: ShardedClient) -> None:
+async def _say_why(group: ShardGroup) -> None:
     """Log what keeps shards from answering: wrong papers for TLS, for one, would be waited out in silence."""
     try:
-        await shards.health()
+        await group.health()
     except ShardError as error:
         log.warning("Waiting for the shards", error=str(error))
 
@@ -239,7 +241,7 @@ def num_slots(config: RouterConfig) -> int:
 
 async def _calibrate(
     config: RouterConfig,
-    shards: ShardedClient,
+    shards: StepChannel,
     info: ShardInfo,
     capacity: Capacity,
     *,
@@ -292,7 +294,7 @@ def _metrics(limits: Limits) -> Metrics:
 def assemble(  # noqa: PLR0913
     config: RouterConfig,
     *,
-    shards: ShardedClient,
+    shards: StepChannel,
     info: ShardInfo,
     capacity: Capacity,
     tokenizer: Tokenizer,
@@ -324,7 +326,7 @@ def assemble(  # noqa: PLR0913
     metrics.show_recoveries()
     health = Health(batcher.recovery, batcher, grace_seconds=config.recovery_grace)
     grammars = GrammarAdmission(
-        shards, batcher.recovery, metrics, grace_seconds=config.recovery_grace
+        shards.group, batcher.recovery, metrics, grace_seconds=config.recovery_grace
     )
     validator = Validator(tokenizer, limits, metrics, grammars)
     services = Services(

@@ -14,7 +14,6 @@ import torch
 from bench.peers.in_process import InProcessShard
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from millrace_proto import generate_pb2 as pb
 from millrace_router.engine.batcher import Batcher
 from millrace_router.engine.predictor import LatencyPredictor
 from millrace_router.prediction.cost import CostModel
@@ -28,7 +27,7 @@ from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.prefix_cache import PrefixCache
 from millrace_router.scheduler.tenants import TenantQueue
 from millrace_router.scheduler.waiting import WaitingQueue
-from millrace_router.shards.group import ShardedClient
+from millrace_router.shards.step_channel import StepChannel
 from millrace_router.telemetry.metrics import Metrics
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.engine.engine import Engine
@@ -120,12 +119,10 @@ def model(
     engine.start()
     asyncio.run(
         InProcessShard(engine).warm_up(
-            pb.WarmupRequest(
-                max_batch_prefill_tokens=512,
-                max_batch_size=8,
-                max_concurrent_requests=8,
-                max_total_tokens=320,
-            )
+            max_batch_prefill_tokens=512,
+            max_batch_size=8,
+            max_concurrent_requests=8,
+            max_total_tokens=320,
         )
     )
     yield Model(engine, kernels.block_size)
@@ -168,7 +165,7 @@ async def _serve(model: Model, schedule: Schedule, requests: tuple[ValidRequest,
             return entries[-1]
 
     batcher = KeepingBatcher(
-        shards=cast("ShardedClient", InProcessShard(model.engine)),
+        shards=cast("StepChannel", InProcessShard(model.engine)),
         new_planner=lambda: Planner(
             schedule.budgets,
             BlockManager(num_blocks, size, PrefixCache() if schedule.cached else None),

@@ -14,7 +14,8 @@ from millrace_router.checks import StartupError, check_arguments, check_capacity
 from millrace_router.config import RouterConfig
 from millrace_router.prediction.cost import CostModel
 from millrace_router.recovery.launcher_channel import LauncherChannel
-from millrace_router.shards.group import ShardedClient
+from millrace_router.shards.group import ShardGroup
+from millrace_router.shards.step_channel import StepChannel
 from millrace_router.shards.wire import Capacity
 from millrace_router.startup import _calibrate, assemble, prefill_tokens, start, warm_up
 from millrace_router.text.chat_template import ChatTemplate
@@ -135,7 +136,7 @@ async def test_what_is_resolved_is_what_is_used() -> None:
     config, capacity = config_with(), capacity_with(max_batch_total_tokens=250)
     info = replace(INFO, max_position_embeddings=100_000, vocab_size=77)
     check_capacity(config, capacity)
-    shards, tokenizer = ShardedClient(["unix:/nowhere"]), word_tokenizer()
+    shards, tokenizer = StepChannel(ShardGroup(["unix:/nowhere"])), word_tokenizer()
     cost = CostModel()
     services, batcher = assemble(
         config,
@@ -164,10 +165,10 @@ async def test_shards_that_go_while_steps_are_measured_do_not_keep_the_port_clos
     tmp_path: Path,
 ) -> None:
     address, tokenizer = f"unix:{tmp_path}/shard", tiny_tokenizer()
-    shards = ShardedClient([address])
+    shards = StepChannel(ShardGroup([address]))
     config = config_with(shard_addresses=(address,), max_batch_prefill_tokens=16)
     with serve_fake_shard(address, FakeShard()):
-        info, capacity = await warm_up(config, shards)
+        info, capacity = await warm_up(config, shards.group)
     with structlog.testing.capture_logs() as logs:
         async with asyncio.timeout(SECONDS):
             await _calibrate(

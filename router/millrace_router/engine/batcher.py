@@ -38,7 +38,7 @@ from millrace_router.scheduler.step_plan import StepPlan
 from millrace_router.scheduler.tenants import RequestQueue
 from millrace_router.scheduler.waiting import WaitingQueue
 from millrace_router.shards.errors import ShardError
-from millrace_router.shards.group import ShardedClient
+from millrace_router.shards.step_channel import StepChannel
 from millrace_router.shards.wire import StepResult
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.text.tokenizer import Tokenizer
@@ -75,7 +75,7 @@ class Batcher:
     def __init__(  # noqa: PLR0913
         self,
         *,
-        shards: ShardedClient,
+        shards: StepChannel,
         new_planner: PlannerFactory,
         waiting: RequestQueue,
         prospects: LatencyPredictor,

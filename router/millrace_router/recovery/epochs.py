@@ -15,7 +15,7 @@ from millrace_router.recovery.interrupt import Interrupt
 from millrace_router.recovery.launcher_channel import LauncherChannel
 from millrace_router.recovery.shard_status import ShardStatus, Timeouts
 from millrace_router.shards.errors import ShardChanged, ShardError, ShardHung, ShardLost, StepFailed
-from millrace_router.shards.group import ShardedClient
+from millrace_router.shards.step_channel import StepChannel
 from millrace_router.telemetry.metrics import Metrics
 
 REOPEN_SECONDS = 0.2
@@ -28,7 +28,7 @@ class EpochManager:
 
     def __init__(
         self,
-        shards: ShardedClient,
+        shards: StepChannel,
         supervisor: LauncherChannel,
         patience: Timeouts,
         cost: CostModel,
@@ -51,7 +51,7 @@ class EpochManager:
             StepTimer(patience.step_seconds, cost),
             oldest=oldest,
             is_idle=lambda: self._has_served and oldest() is None,
-            ask=shards.health,
+            ask=shards.group.health,
             alarm=self.interrupt.trigger,
         )
         supervisor.on_restarting = self._on_restarting
@@ -95,7 +95,7 @@ class EpochManager:
         self._has_served = False
         self._begin(str(error))
         kind = self._kind_of(error)
-        self._shards.failed(kind, error)
+        self._shards.report_failure(kind, error)
         return kind
 
     def restart(self, kind: str, error: ShardError, *, num_suspects: int) -> None:
@@ -103,7 +103,7 @@ class EpochManager:
         if num_suspects:
             self._supervisor.suspect(num_suspects)
         # After a failure of one rank the others may wait for it in a collective.
-        is_stuck = kind in {"failed", "out_of_memory"} and self._shards.world_size > 1
+        is_stuck = kind in {"failed", "out_of_memory"} and len(self._shards.group) > 1
         if kind == "hung" or is_stuck:
             self._supervisor.restart_shards(str(error))
 

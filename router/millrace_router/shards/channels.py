@@ -17,11 +17,11 @@ CHANNEL_OPTIONS = (
 
 
 class TlsError(Exception):
-    """The files for TLS are not usable."""
+    """The TLS files are missing or unusable."""
 
 
 class TlsFiles(Protocol):
-    """The flags for TLS, as `RouterConfig` has them."""
+    """The TLS flags of `RouterConfig`."""
 
     @property
     def shard_tls_cert(self) -> Path | None:
@@ -29,18 +29,18 @@ class TlsFiles(Protocol):
 
     @property
     def shard_tls_key(self) -> Path | None:
-        """Its key."""
+        """The key of that certificate."""
 
     @property
     def shard_tls_ca(self) -> Path | None:
-        """The authority that signs shards' certificates."""
+        """The authority that signs the certificates of shards."""
 
 
 def tls_from(config: TlsFiles) -> grpc.ChannelCredentials | None:
-    """What the router shows to shards at TCP addresses, and whom it trusts there; None when nothing is configured.
+    """The router's certificate and the authority it trusts, for shards at TCP addresses; None without TLS flags.
 
     Raises:
-        TlsError: some of the three files are not given, or not usable.
+        TlsError: one of the three files is missing or unusable.
 
     """
     cert, key, ca = config.shard_tls_cert, config.shard_tls_key, config.shard_tls_ca
@@ -52,7 +52,7 @@ def tls_from(config: TlsFiles) -> grpc.ChannelCredentials | None:
         raise TlsError(f"TLS needs {' and '.join(missing)} too")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
-        # Without a password function OpenSSL would ask the terminal.
+        # Without a password function OpenSSL asks the terminal.
         context.load_cert_chain(cert, key, password=lambda: "")
         context.load_verify_locations(ca)
         return grpc.ssl_channel_credentials(ca.read_bytes(), key.read_bytes(), cert.read_bytes())
@@ -61,14 +61,14 @@ def tls_from(config: TlsFiles) -> grpc.ChannelCredentials | None:
 
 
 def open_channel(address: str, tls: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
-    """Make a channel to a gRPC target; with `tls`, the shard's certificate has to name the target's host."""
+    """Make a channel to a gRPC target; with `tls`, the shard's certificate must name the target's host."""
     if tls is None or address.startswith("unix:"):
         return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
     return grpc.aio.secure_channel(address, tls, options=CHANNEL_OPTIONS)
 
 
 def is_exposed(address: str, tls: grpc.ChannelCredentials | None) -> bool:
-    """Whether prompts on their way to `address` may be read by others."""
+    """Whether prompts cross a network to `address` without encryption."""
     if tls is not None or address.startswith("unix:"):
         return False
     host = address.rpartition(":")[0].strip("[]")

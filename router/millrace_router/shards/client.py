@@ -1,4 +1,4 @@
-"""One shard: its control calls, its stream of numbered steps, and what can become of either."""
+"""One shard: control calls, a stream of numbered steps, and the errors of both."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ StepCall = grpc.aio.StreamStreamCall[pb.StepRequest, pb.StepResponse]
 
 
 class ShardClient:
-    """One shard: unary control calls, and the stream of numbered steps."""
+    """The gRPC calls of one shard."""
 
     def __init__(self, address: str, tls: grpc.ChannelCredentials | None = None) -> None:
         self.address = address
@@ -31,15 +31,15 @@ class ShardClient:
         self._steps: StepCall | None = None
 
     async def info(self, *, timeout: float | None = None) -> pb.InfoResponse:
-        """What the shard has loaded; waits for it to listen."""
+        """Describe the loaded model; waits until the shard listens."""
         return await self._stub.Info(pb.InfoRequest(), wait_for_ready=True, timeout=timeout)
 
     async def health(self, *, timeout: float) -> pb.HealthResponse:
-        """How far the engine has come."""
+        """The progress of the engine."""
         return await self._stub.Health(pb.HealthRequest(), timeout=timeout)
 
     async def compile_grammar(self, request: pb.CompileGrammarRequest) -> pb.CompileGrammarResponse:
-        """Whether a sequence may have a grammar; waits for the shard to listen."""
+        """Compile a grammar; waits until the shard listens."""
         return await self._stub.CompileGrammar(request, wait_for_ready=True)
 
     async def warmup(self, request: pb.WarmupRequest) -> pb.WarmupResponse:
@@ -53,11 +53,11 @@ class ShardClient:
         await self._steps.write(message)
 
     async def read(self) -> pb.StepResponse:
-        """The oldest answer that has not been read.
+        """The oldest unread answer.
 
         Raises:
-            StepFailed: it says that the step failed.
-            ShardLost: the stream has ended.
+            StepFailed: the step failed.
+            ShardLost: the stream ended.
 
         """
         if self._steps is None:
@@ -73,17 +73,17 @@ class ShardClient:
         return answer
 
     async def reset(self) -> None:
-        """Discard stream and channel: an old channel reconnects late, a fresh one at once."""
+        """Replace stream and channel: a used channel backs off before it reconnects, a new one connects at once."""
         await self._channel.close()
         self._connect()
 
     async def close(self) -> None:
-        """End stream and channel."""
+        """Close stream and channel."""
         await self._channel.close()
 
 
 def from_grpc(error: BaseException) -> ShardError:
-    """What a failed call means; its message may be told to clients."""
+    """The error of a failed call; clients may see its message."""
     if not isinstance(error, grpc.aio.AioRpcError):
         return ShardLost("the stream to the shard has ended")
     code, message = error.code(), error.details() or error.code().name
@@ -91,7 +91,7 @@ def from_grpc(error: BaseException) -> ShardError:
         return ShardHung("a shard does not answer")
     if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
         return ShardBusy(message)
-    # A connection that breaks may be reported as "Stream removed", of the same code as an exception in a servicer.
+    # gRPC may report a broken connection as "Stream removed", with the code of an exception in a servicer.
     if code in GONE or (code == grpc.StatusCode.UNKNOWN and "xception" not in message):
         return ShardLost(message)
     return ShardError(message)

@@ -1,14 +1,14 @@
-"""What can go wrong between the router and its shards."""
+"""Errors of calls to the shards."""
 
 from __future__ import annotations
 
 
 class ShardError(Exception):
-    """A call to the shards failed; if it was a step, everything in flight has failed with it."""
+    """A call to the shards failed. When a step fails, all steps in flight fail with it."""
 
 
 class StepFailed(ShardError):  # noqa: N818
-    """The shards are there, but a step raised or was refused."""
+    """The shards are reachable, but a step raised an error or was refused."""
 
     def __init__(self, message: str, *, out_of_memory: bool = False) -> None:
         super().__init__(message)
@@ -16,16 +16,16 @@ class StepFailed(ShardError):  # noqa: N818
 
 
 class ShardLost(ShardError):  # noqa: N818
-    """A shard is not there, or has gone."""
+    """A shard is unreachable."""
 
 
 class ShardHung(ShardError):  # noqa: N818
-    """A shard is there, and does nothing."""
+    """A shard is reachable and does not answer."""
 
 
 class ShardChanged(ShardError):  # noqa: N818
-    """Shards differ from each other, or those started anew from what they were: they cannot serve as promised."""
+    """Ranks differ from each other, or restarted shards from those of the first warm-up, so answers could change."""
 
 
 class ShardBusy(ShardError):  # noqa: N818
-    """The shards are there, and have no room for what was asked of them; later they may."""
+    """The shards have no capacity for the call now; a later call may succeed."""

@@ -1,48 +1,35 @@
-"""The router's side of the wire: epochs of numbered steps, for all ranks of a group as if they were one shard."""
+"""The shards of a tensor-parallel group: each call goes to all ranks at once, and their answers must agree."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Awaitable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import grpc
 
 from millrace_proto import generate_pb2 as pb
 from millrace_router.request.request import Grammar
-from millrace_router.scheduler.step_plan import StepPlan
-from millrace_router.shards.errors import ShardError, ShardHung
-from millrace_router.shards.ranks import Ranks
-from millrace_router.shards.warm_up import WarmUp
+from millrace_router.shards.client import STREAM_ERRORS, ShardClient, from_grpc
+from millrace_router.shards.errors import ShardChanged, ShardError
 from millrace_router.shards.wire import (
     Capacity,
     ShardInfo,
-    StepResult,
+    capacity_from_pb,
     grammar_to_pb,
-    open_to_pb,
-    plan_to_pb,
-    result_from_pb,
+    info_from_pb,
 )
 
+WATCH_SECONDS = 1.0
+"""Period of the health checks during a warm-up."""
 
-class StepObserver(Protocol):
-    """Sees every message to the shards and every answer; the journal is one. No method raises."""
-
-    def sent(self, message: pb.StepRequest) -> None:
-        """A message leaves for the shards."""
-
-    def answered(self, answers: Sequence[pb.StepResponse]) -> None:
-        """The ranks, in their order, have answered the oldest message without an answer."""
-
-    def failed(self, kind: str, reason: str) -> None:
-        """The epoch has ended early."""
+T = TypeVar("T")
 
 
-class ShardedClient:
-    """All ranks of a tensor-parallel group. Every rank gets every step; rank 0's tokens count.
+class ShardGroup:
+    """The ranks of a model, in order of rank after the first `info`. Every call may raise a ShardError.
 
-    Steps may be sent ahead of answers; answers come in order. Any `ShardError` ends the epoch.
+    The first `info` and `warm_up` define the group: restarted shards must have the same model and KV capacity.
     """
 
     def __init__(
@@ -52,177 +39,158 @@ class ShardedClient:
         *,
         silence_seconds: float = 30.0,
     ) -> None:
-        """A rank that does not answer for `silence_seconds` while nothing is computed counts as hung."""
-        self._silence_seconds = silence_seconds
-        self._ranks = Ranks(addresses, tls, silence_seconds=silence_seconds)
-        self._warm_up = WarmUp(self._ranks, silence_seconds=silence_seconds)
-        self._epoch = 0
-        self._number = 0
-        self._reading: asyncio.Task[list[pb.StepResponse]] | None = None
-        """Of the oldest answer, where it was waited for with a limit."""
-        self.observer: StepObserver | None = None
-        """Sees every message and answer from the next epoch on."""
+        """A rank that does not answer a health check for `silence_seconds` counts as hung."""
+        self.silence_seconds = silence_seconds
+        self._shards = [ShardClient(address, tls) for address in addresses]
+        self._warmup = pb.WarmupRequest()
+        self._info: ShardInfo | None = None
+        self._capacity: Capacity | None = None
+        self._was_restarted = False
+        """Whether shards were restarted and not yet found equal to those of the first warm-up."""
 
-    @property
-    def epoch(self) -> int:
-        """The current epoch; 0 before the first."""
-        return self._epoch
-
-    @property
-    def last_sent(self) -> int:
-        """Number of the last step sent in this epoch."""
-        return self._number
+    def __len__(self) -> int:
+        return len(self._shards)
 
     @property
     def warmup_fields(self) -> dict[str, int]:
-        """Fields of the WarmupRequest that shards were given."""
-        return self._warm_up.fields
+        """The fields of the first WarmupRequest that were set."""
+        return {field.name: value for field, value in self._warmup.ListFields()}
 
     async def info(self, *, timeout: float | None = None) -> ShardInfo:
-        """Rank 0's view of the model.
+        """Rank 0's description of the model.
 
         Raises:
-            ShardError: unreachable, or the ranks are not one group.
-            ShardChanged: they differ in what has to be the same on all of them.
+            ShardError: a rank is unreachable, or the ranks are not one group.
+            ShardChanged: the ranks differ in something that must be the same on all.
 
         """
-        return await self._warm_up.info(timeout=timeout)
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of the group."""
-        return len(self._ranks)
+        self._info = await self._ask_info(timeout)
+        return self._info
 
     async def health(self) -> bool:
-        """Ask every rank, which answers while it computes; whether all have been warmed up.
+        """Whether all ranks are warmed up. A rank answers while it computes.
 
         Raises:
-            ShardLost: one is not there.
-            ShardHung: one did not answer for `silence_seconds`.
+            ShardLost: a rank is unreachable.
+            ShardHung: a rank did not answer for `silence_seconds`.
 
         """
-        return await self._ranks.health()
+        timeout = self.silence_seconds
+        states = await self._all(shard.health(timeout=timeout) for shard in self._shards)
+        return all(state.warmed_up for state in states)
 
     async def compile_grammar(self, grammar: Grammar) -> str | None:
-        """Why no sequence may have `grammar`, or None if one may. Raises ShardError."""
+        """Have rank 0 compile `grammar`; the reason of a refusal, or None."""
         request = pb.CompileGrammarRequest(grammar=grammar_to_pb(grammar))
-        answer = await self._ranks.compile_grammar(request)
+        (answer,) = await self._all([self._shards[0].compile_grammar(request)])
         return answer.error if answer.HasField("error") else None
 
-    async def warmup(
-        self,
-        *,
-        max_batch_prefill_tokens: int,
-        max_batch_size: int,
-        max_concurrent_requests: int,
-        max_input_tokens: int | None,
-        max_total_tokens: int | None,
-        max_batch_total_tokens: int | None,
-    ) -> Capacity:
-        """Have every rank allocate its KV cache and run the largest step once."""
-        return await self.warm_up(
-            pb.WarmupRequest(
-                max_batch_prefill_tokens=max_batch_prefill_tokens,
-                max_batch_size=max_batch_size,
-                max_concurrent_requests=max_concurrent_requests,
-                max_input_tokens=max_input_tokens,
-                max_total_tokens=max_total_tokens,
-                max_batch_total_tokens=max_batch_total_tokens,
-            )
-        )
+    async def warm_up(self, **fields: int | None) -> Capacity:
+        """Have every rank allocate its KV cache and run the largest step; `fields` are those of WarmupRequest."""
+        given = {name: value for name, value in fields.items() if value is not None}
+        self._warmup = pb.WarmupRequest(**given)
+        self._capacity = await self._warm_up(self._warmup)
+        return self._capacity
 
-    async def warm_up(self, request: pb.WarmupRequest) -> Capacity:
-        """Have every rank do as `request` says; raises ShardError."""
-        return await self._warm_up.run(request)
+    async def restore(self) -> None:
+        """Warm up restarted shards, so that they have the KV capacity of the first warm-up.
 
-    async def open(self) -> None:
-        """Begin a new epoch with an empty batch on every rank, which has to be there.
+        Raises:
+            ShardChanged: they have another capacity or other kernels, for example because the compiled kernels are
+                missing on some ranks. Further calls raise it too.
 
-        Shards that were started anew have no KV cache yet, and are warmed up again. Raises ShardError; ShardChanged, as
-        often as it is called, where those are not as before.
         """
-        if self._epoch:
-            await self.reset()
-        await self._warm_up.restore()
-        self._epoch = max(self._epoch + 1, time.time_ns())
-        self._number = 0
-        try:
-            async with asyncio.timeout(self._silence_seconds):
-                await self.write(open_to_pb(self._epoch))
-                await self.read()
-        except TimeoutError:
-            raise ShardHung("a shard does not begin") from None
-
-    async def send(self, plan: StepPlan) -> int:
-        """Send a step without waiting for its answer; its number."""
-        self._number += 1
-        await self.write(plan_to_pb(plan, epoch=self._epoch, number=self._number))
-        return self._number
-
-    async def answers_within(self, seconds: float) -> bool:
-        """Wait so long, or until the oldest step is answered; whether it is. If it failed, `receive` says so."""
-        # A call that is cancelled ends the stream, so no timeout may cancel it.
-        reading = self._reading
-        if reading is None:
-            reading = self._reading = asyncio.create_task(self.read())
-        await _done_within(reading, seconds)
-        return reading.done()
-
-    async def receive(self) -> StepResult:
-        """The answer to the oldest step that has none yet."""
-        reading, self._reading = self._reading, None
-        return result_from_pb(await (reading or self.read()))
+        # A rank must not wait in a warm-up for another rank that is still starting.
+        is_warm = await self.health()
+        if self._capacity is not None and (self._was_restarted or not is_warm):
+            self._was_restarted = True
+            await self._warm_up_again(self._capacity)
+            self._was_restarted = False
 
     async def write(self, message: pb.StepRequest) -> None:
-        """Send a message to every rank as it is."""
-        if self.observer is not None:
-            self.observer.sent(message)
-        await self._ranks.write(message)
+        """Send the same message to every rank."""
+        if len(self._shards) == 1:
+            try:
+                await self._shards[0].write(message)
+            except STREAM_ERRORS as error:
+                raise from_grpc(error) from error
+        else:
+            await self._all(shard.write(message) for shard in self._shards)
 
     async def read(self) -> list[pb.StepResponse]:
-        """What every rank answers to the oldest message that has no answer yet."""
-        answers = await self._ranks.read()
-        if self.observer is not None:
-            self.observer.answered(answers)
+        """Every rank's answer to the oldest unanswered message, in order of rank."""
+        if len(self._shards) == 1:
+            try:
+                return [await self._shards[0].read()]
+            except STREAM_ERRORS as error:
+                raise from_grpc(error) from error
+        answers = await self._all(shard.read() for shard in self._shards)
+        first = answers[0]
+        if any((a.number, a.checksum) != (first.number, first.checksum) for a in answers):
+            raise ShardError("the ranks of the group disagree about a step")
         return answers
 
-    def failed(self, kind: str, error: ShardError) -> None:
-        """Take note of why the epoch has ended."""
-        if self.observer is not None:
-            self.observer.failed(kind, str(error))
-
     async def reset(self) -> None:
-        """Discard every stream and channel, with whatever is under way, and begin anew."""
-        await self._stop_reading()
-        await self._ranks.reset()
+        """Replace every stream and channel."""
+        for shard in self._shards:
+            await shard.reset()
 
     async def close(self) -> None:
-        """End every stream and channel."""
-        await self._stop_reading()
-        await self._ranks.close()
+        """Close every stream and channel."""
+        for shard in self._shards:
+            await shard.close()
 
-    async def _stop_reading(self) -> None:
-        reading, self._reading = self._reading, None
-        if reading is not None:
-            reading.cancel()
-            await asyncio.wait({reading})
-            if not reading.cancelled():
-                reading.exception()
+    async def _ask_info(self, timeout: float | None) -> ShardInfo:
+        infos = await self._all(shard.info(timeout=timeout) for shard in self._shards)
+        ranks = sorted(info.rank for info in infos)
+        if ranks != list(range(len(infos))) or any(i.world_size != len(infos) for i in infos):
+            raise ShardError(f"{len(infos)} shards given, but they are ranks {ranks}")
+        by_rank = {info.rank: shard for info, shard in zip(infos, self._shards, strict=True)}
+        self._shards = [by_rank[rank] for rank in ranks]
+        first, *others = map(info_from_pb, sorted(infos, key=lambda info: info.rank))
+        for rank, other in enumerate(others, start=1):
+            if difference := other.difference(first):
+                raise ShardChanged(f"rank {rank} differs from rank 0: {difference}")
+        return first
 
+    async def _warm_up(self, request: pb.WarmupRequest) -> Capacity:
+        """Warm up all ranks at once; health checks detect a rank that dies or hangs meanwhile."""
+        warming = asyncio.gather(*(shard.warmup(request) for shard in self._shards))
+        watching = asyncio.create_task(self._watch())
+        try:
+            both: set[asyncio.Future[Any]] = {warming, watching}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if not warming.done():
+                watching.result()
+            return capacity_from_pb(await warming)
+        except STREAM_ERRORS as error:
+            raise from_grpc(error) from error
+        finally:
+            watching.cancel()
+            warming.cancel()
+            await asyncio.gather(watching, warming, return_exceptions=True)
 
-async def _done_within(task: asyncio.Task[Any], seconds: float) -> None:
-    """Wait so long, or until `task` is done. Runs in every step; `asyncio.wait` takes three times the calls."""
-    loop = asyncio.get_running_loop()
-    waiter: asyncio.Future[None] = loop.create_future()
+    async def _watch(self) -> None:
+        """Check health until a check fails."""
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            await self.health()
 
-    def wake(_: object = None) -> None:
-        if not waiter.done():
-            waiter.set_result(None)
+    async def _warm_up_again(self, capacity: Capacity) -> None:
+        # Ranks with different kernels may wait for each other in a warm-up, so this call comes first.
+        info = await self._ask_info(self.silence_seconds)
+        request = pb.WarmupRequest(num_blocks=capacity.num_blocks)
+        request.MergeFrom(self._warmup)
+        if await self._warm_up(request) != capacity:
+            raise ShardChanged("the shards came back with another KV capacity")
+        known = self._info
+        if known is None or not known.deterministic:
+            return
+        if info.arithmetic != known.arithmetic:
+            raise ShardChanged(f"the shards came back with {info.attention} attention")
 
-    timer = loop.call_later(seconds, wake)
-    task.add_done_callback(wake)
-    try:
-        await waiter
-    finally:
-        timer.cancel()
-        task.remove_done_callback(wake)
+    async def _all(self, calls: Iterable[Awaitable[T]]) -> list[T]:
+        try:
+            return list(await asyncio.gather(*calls))
+        except STREAM_ERRORS as error:
+            raise from_grpc(error) from error

@@ -1,4 +1,4 @@
-"""Between the router's own types and the messages of the wire, both ways and nothing else."""
+"""Converts between the router's types and the messages of the wire."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GRAMMAR_KINDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardInfo:
-    """What a shard group says of its model; the same on every rank."""
+    """A shard group's description of its model; the same on every rank."""
 
     model_type: str
     dtype: str
@@ -43,15 +43,20 @@ class ShardInfo:
     """The largest number of draft tokens of one sequence in one step; `speculate` in JSON."""
     grammars: bool = False
 
+    @property
+    def arithmetic(self) -> tuple[object, ...]:
+        """The fields that determine an answer's last bits."""
+        return (self.dtype, self.attention, self.block_size, self.deterministic)
+
     def difference(self, other: ShardInfo) -> str:
-        """In what it is not as `other`, in words; empty where it is."""
+        """The fields that differ from `other`, in words; empty if none do."""
         pairs = [(f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
         return ", ".join(f"{name} is {a} instead of {b}" for name, a, b in pairs if a != b)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """What Warmup found; limits the user left open are filled in."""
+    """The result of Warmup, with values for the limits that the user left open."""
 
     num_blocks: int
     max_batch_total_tokens: int
@@ -76,25 +81,25 @@ Candidates = Sequence[tuple[int, float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """A step's answer, merged over the ranks."""
+    """The answer to a step, merged over the ranks."""
 
     number: int
     tokens: Sequence[tuple[int, int, float, Candidates]]
     """(slot, token id, log probability, candidates beside it); a slot's tokens stand together, in order."""
     counts: Sequence[tuple[int, int]]
-    """(slot, how many of the tokens are its own)."""
+    """(slot, number of its tokens)."""
     prompt_logprobs: Sequence[tuple[int, PromptChunk]]
     """(slot, log probabilities of the prompt tokens computed in this step)."""
     failed_slots: Sequence[int]
     timings: StepTimings
     failure_reasons: Mapping[int, str] = field(default_factory=dict)
-    """Of the failed slots whose grammar could not be followed any further."""
+    """Reasons of failed slots whose grammar allowed no further token."""
     computed: Sequence[tuple[int, int, int]] = ()
     """(slot, KV positions filled so far, draft tokens of the step), for decodes with more than one position allowed."""
 
 
 def info_from_pb(message: pb.InfoResponse) -> ShardInfo:
-    """Read a shard's self-description."""
+    """Read a shard's description of its model."""
     return ShardInfo(
         model_type=message.model_type,
         dtype=message.dtype,
@@ -221,7 +226,7 @@ def result_from_pb(messages: Sequence[pb.StepResponse]) -> StepResult:
 
 
 def _tokens(message: pb.StepResponse) -> Iterator[tuple[int, int, float, Candidates]]:
-    """Flatten the columns, by C iterators because this runs for every token; raises ValueError if lengths differ."""
+    """Flatten the columns with C iterators, because this runs for every token. Raises ValueError if lengths differ."""
     ids, logprobs, counts = message.ids, message.logprobs, message.counts
     if not len(ids) == len(logprobs) == sum(counts):
         raise ValueError("a step's columns differ in length")

@@ -23,7 +23,8 @@ from bench.router.event_counter import (
 )
 
 from millrace_proto import generate_pb2_grpc as pb_grpc
-from millrace_router.shards.group import ShardedClient
+from millrace_router.shards.group import ShardGroup
+from millrace_router.shards.step_channel import StepChannel
 from millrace_testing.router.fake_router import collect, ids_of, new_batcher, running
 from millrace_testing.router.fake_router import request as valid_request
 from millrace_testing.router.sse import FakeServer, event, served, whole_stream
@@ -46,7 +47,7 @@ def blank(address: str) -> Iterator[BlankShard]:
 async def test_the_blank_shard_gives_every_request_its_tokens(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/s"
     with blank(address) as shard:
-        shards = ShardedClient([address])
+        shards = StepChannel(ShardGroup([address]))
         # Prompts longer than a step's budget, so that they are cut.
         async with running(new_batcher(shards, FakeShard())) as batcher:
             streams = [batcher.submit(valid_request([1] * 20, count)) for count in (1, 5, 9)]

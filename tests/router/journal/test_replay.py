@@ -23,7 +23,8 @@ from millrace_router.journal.replay.synthetic import token_at
 from millrace_router.journal.rotation import Folder, journal_files
 from millrace_router.journal.writer import JournalWriter
 from millrace_router.scheduler.budgets import Budgets
-from millrace_router.shards.group import ShardedClient
+from millrace_router.shards.group import ShardGroup
+from millrace_router.shards.step_channel import StepChannel
 from millrace_router.shards.wire import open_to_pb
 from millrace_router.telemetry.instruments import Counter
 from millrace_testing.router.fake_router import collect, ids_of, new_batcher, request, running
@@ -245,7 +246,7 @@ async def test_where_bits_are_not_promised_only_tokens_count(
 
 
 async def test_shards_that_speculate_otherwise_are_noted() -> None:
-    player = Player(cast("ShardedClient", ReplayShards(new_shard())), step_seconds=30.0)
+    player = Player(cast("StepChannel", ReplayShards(new_shard())), step_seconds=30.0)
     notes = await player.notes(header(new_shard(max_draft_tokens=3)))
     assert notes == ["recorded with max_draft_tokens 3, replayed with 0"]
 
@@ -436,9 +437,9 @@ async def record_over_sockets(address: str, folder: Path, *, keeps_tokens: bool 
     """A router's own client, with a journal, over a fake shard."""
     shard = FakeShard()
     with serve_fake_shard(address, shard):
-        shards = ShardedClient([address])
-        info = await shards.info()
-        capacity = await shards.warmup(
+        shards = StepChannel(ShardGroup([address]))
+        info = await shards.group.info()
+        capacity = await shards.group.warm_up(
             max_batch_prefill_tokens=16,
             max_batch_size=shard.max_batch_size,
             max_concurrent_requests=16,
@@ -453,7 +454,7 @@ async def record_over_sockets(address: str, folder: Path, *, keeps_tokens: bool 
             model_sha="abc",
             keeps_tokens=keeps_tokens,
             shard=info,
-            warmup=shards.warmup_fields,
+            warmup=shards.group.warmup_fields,
             capacity=capacity,
         )
         shards.observer = journal = Journal(

@@ -9,7 +9,8 @@ import pytest
 
 from millrace_router.recovery.launcher_channel import LauncherChannel
 from millrace_router.shards.errors import ShardChanged
-from millrace_router.shards.group import ShardedClient
+from millrace_router.shards.group import ShardGroup
+from millrace_router.shards.step_channel import StepChannel
 from millrace_testing.router.fake_router import collect, ids_of, new_batcher, request, running
 from millrace_testing.shards.fake_shard import FakeShard, continuation, serve_fake_shard
 
@@ -29,9 +30,9 @@ def shard_with(
     return shard
 
 
-async def warm_up(shards: ShardedClient) -> None:
-    await shards.info()
-    await shards.warmup(
+async def warm_up(shards: StepChannel) -> None:
+    await shards.group.info()
+    await shards.group.warm_up(
         max_batch_prefill_tokens=16,
         max_batch_size=4,
         max_concurrent_requests=8,
@@ -48,7 +49,7 @@ async def warm_up(shards: ShardedClient) -> None:
 async def test_no_epoch_begins_on_other_shards_however_often_it_is_tried(
     address: str, attention: str, block_size: int, words: str
 ) -> None:
-    shards = ShardedClient([address])
+    shards = StepChannel(ShardGroup([address]))
     changed = shard_with(attention=attention, block_size=block_size, is_warm=False)
     with serve_fake_shard(address, shard_with()):
         await warm_up(shards)
@@ -67,7 +68,7 @@ async def test_no_epoch_begins_on_other_shards_however_often_it_is_tried(
 
 
 async def test_other_kernels_may_take_over_where_no_bits_are_promised(address: str) -> None:
-    shards = ShardedClient([address])
+    shards = StepChannel(ShardGroup([address]))
     with serve_fake_shard(address, shard_with(deterministic=False)):
         await warm_up(shards)
         await shards.open()
@@ -86,7 +87,7 @@ async def test_a_restart_is_asked_for_until_they_are_as_before(address: str) -> 
             assert "another KV capacity" in reason
             asked.set()
 
-    shards, first = ShardedClient([address]), shard_with()
+    shards, first = StepChannel(ShardGroup([address])), shard_with()
     batcher = new_batcher(shards, first, supervisor=Launcher(None))
     with serve_fake_shard(address, first):
         await warm_up(shards)

@@ -19,7 +19,8 @@ from millrace_router.checks import StartupError
 from millrace_router.config import RouterConfig
 from millrace_router.shards.channels import TlsError, is_exposed, tls_from
 from millrace_router.shards.errors import ShardLost
-from millrace_router.shards.group import ShardedClient
+from millrace_router.shards.group import ShardGroup
+from millrace_router.shards.step_channel import StepChannel
 from millrace_router.startup import start
 from millrace_testing.launcher.certificates import Certificate, certificate
 from millrace_testing.shards.fake_shard import VOCAB_SIZE, FakeShard, FakeShardService
@@ -62,11 +63,11 @@ def port(tmp_path: Path, authority: trustme.CA) -> Iterator[int]:
 async def reaches(target: str, files: Certificate | None) -> bool:
     """Whether a router with these papers gets an answer of the shard."""
     tls = tls_from(config(**flags(files))) if files else None
-    shards = ShardedClient([target], tls)
+    shards = StepChannel(ShardGroup([target], tls))
     try:
         # Health fails where the connection does; Info would wait for a shard that is still to come.
-        await shards.health()
-        return (await shards.info()).vocab_size == VOCAB_SIZE
+        await shards.group.health()
+        return (await shards.group.info()).vocab_size == VOCAB_SIZE
     except ShardLost:
         return False
     finally:

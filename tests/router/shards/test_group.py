@@ -16,7 +16,8 @@ from millrace_router.checks import StartupError
 from millrace_router.config import RouterConfig
 from millrace_router.scheduler.step_plan import StepPlan
 from millrace_router.shards.errors import ShardChanged, ShardError, ShardLost
-from millrace_router.shards.group import ShardedClient
+from millrace_router.shards.group import ShardGroup
+from millrace_router.shards.step_channel import StepChannel
 from millrace_router.startup import warm_up
 from millrace_testing.router.fake_router import collect, ids_of, new_batcher, request, running
 from millrace_testing.shards.fake_shard import FakeShard, continuation, serve_fake_shard
@@ -31,9 +32,9 @@ def address(tmp_path: Path) -> str:
 
 async def test_info_and_warmup(address: str) -> None:
     with serve_fake_shard(address, FakeShard(num_blocks=9, block_size=4)):
-        shards = ShardedClient([address])
-        info = await shards.info()
-        capacity = await shards.warmup(
+        shards = StepChannel(ShardGroup([address]))
+        info = await shards.group.info()
+        capacity = await shards.group.warm_up(
             max_batch_prefill_tokens=16,
             max_batch_size=4,
             max_concurrent_requests=8,
@@ -41,7 +42,7 @@ async def test_info_and_warmup(address: str) -> None:
             max_total_tokens=20,
             max_batch_total_tokens=None,
         )
-        await shards.health()
+        await shards.group.health()
         await shards.close()
     assert (info.model_type, set(info.eos_token_ids), info.window_size) == ("fake", {96}, None)
     assert (capacity.num_blocks, capacity.max_input_tokens, capacity.max_total_tokens) == (
@@ -54,7 +55,7 @@ async def test_info_and_warmup(address: str) -> None:
 async def test_streams_over_a_real_socket(address: str) -> None:
     shard = FakeShard()
     with serve_fake_shard(address, shard):
-        shards = ShardedClient([address])
+        shards = StepChannel(ShardGroup([address]))
         async with running(new_batcher(shards, shard)) as batcher:
             streams = [batcher.submit(request([i, i + 1], 9)) for i in range(20)]
             outputs = await asyncio.gather(*(collect(stream) for stream in streams))
@@ -66,7 +67,7 @@ async def test_streams_over_a_real_socket(address: str) -> None:
 async def test_a_stream_outlives_the_shard_that_computed_it(address: str) -> None:
     shard = FakeShard()
     shard.gate = Event()
-    shards = ShardedClient([address])
+    shards = StepChannel(ShardGroup([address]))
     with serve_fake_shard(address, shard) as server:
         async with running(new_batcher(shards, shard)) as batcher:
             stream = batcher.submit(request([1, 2, 3], 5))
@@ -85,11 +86,11 @@ async def test_a_stream_outlives_the_shard_that_computed_it(address: str) -> Non
 
 
 async def test_shards_started_anew_are_warmed_up_again(address: str) -> None:
-    shards = ShardedClient([address])
+    shards = StepChannel(ShardGroup([address]))
     limits = {"max_input_tokens": None, "max_total_tokens": 20, "max_batch_total_tokens": None}
     sizes = {"max_batch_prefill_tokens": 16, "max_batch_size": 4, "max_concurrent_requests": 8}
     with serve_fake_shard(address, FakeShard()):
-        await shards.warmup(**sizes, **limits)  # type: ignore[arg-type]
+        await shards.group.warm_up(**sizes, **limits)
         await shards.open()
     # It has become roomier, as far as it can tell; what was planned with stays.
     cold = FakeShard(num_blocks=500)
@@ -111,8 +112,8 @@ async def test_every_rank_gets_every_step(tmp_path: Path) -> None:
         serve_fake_shard(addresses[0], ranks[0], rank=0, world_size=2),
         serve_fake_shard(addresses[1], ranks[1], rank=1, world_size=2),
     ):
-        shards = ShardedClient(list(reversed(addresses)))
-        assert (await shards.info()).world_size == 2
+        shards = StepChannel(ShardGroup(list(reversed(addresses))))
+        assert (await shards.group.info()).world_size == 2
         async with running(new_batcher(shards, ranks[0])) as batcher:
             events = await collect(batcher.submit(request([7], 6)))
         await shards.close()
@@ -145,9 +146,9 @@ async def test_a_step_that_ranks_disagree_about_is_computed_again(
         serve_fake_shard(addresses[0], ranks[0], rank=0, world_size=2),
         serve_fake_shard(addresses[1], ranks[1], rank=1, world_size=2),
     ):
-        shards = ShardedClient(addresses)
-        monkeypatch.setattr(shards, "failed", lambda _, error: failures.append(str(error)))
-        await shards.info()
+        shards = StepChannel(ShardGroup(addresses))
+        monkeypatch.setattr(shards, "report_failure", lambda _, error: failures.append(str(error)))
+        await shards.group.info()
         async with running(new_batcher(shards, ranks[0])) as batcher:
             events = await collect(batcher.submit(request([7], 6)))
         await shards.close()
@@ -161,9 +162,9 @@ async def test_a_group_that_is_not_one_is_refused(tmp_path: Path) -> None:
         serve_fake_shard(addresses[0], FakeShard(), rank=0, world_size=2),
         serve_fake_shard(addresses[1], FakeShard(), rank=0, world_size=2),
     ):
-        shards = ShardedClient(addresses)
+        shards = StepChannel(ShardGroup(addresses))
         with pytest.raises(ShardError, match="ranks"):
-            await shards.info()
+            await shards.group.info()
         await shards.close()
 
 
@@ -193,10 +194,10 @@ async def test_a_rank_that_differs_ends_the_start(
     setattr(ranks[2], name, value)
     with group_of(tmp_path, ranks) as addresses:
         # In the order in which they are given, rank 0 is not the first.
-        shards = ShardedClient(addresses[::-1])
+        shards = StepChannel(ShardGroup(addresses[::-1]))
         config = RouterConfig(model_folder=Path("/nowhere"), shard_addresses=tuple(addresses))
         with pytest.raises(StartupError, match=words):
-            await warm_up(config, shards)
+            await warm_up(config, shards.group)
         await shards.close()
 
 
@@ -204,9 +205,9 @@ async def test_ranks_that_come_back_different_get_no_step(tmp_path: Path) -> Non
     limits = {"max_input_tokens": None, "max_total_tokens": 20, "max_batch_total_tokens": None}
     sizes = {"max_batch_prefill_tokens": 16, "max_batch_size": 4, "max_concurrent_requests": 8}
     with group_of(tmp_path, [FakeShard(), FakeShard()]) as addresses:
-        shards = ShardedClient(addresses)
-        await shards.info()
-        await shards.warmup(**sizes, **limits)  # type: ignore[arg-type]
+        shards = StepChannel(ShardGroup(addresses))
+        await shards.group.info()
+        await shards.group.warm_up(**sizes, **limits)
         await shards.open()
     changed = [FakeShard(), FakeShard()]
     changed[1].attention = "plain"
@@ -221,20 +222,20 @@ async def test_ranks_that_come_back_different_get_no_step(tmp_path: Path) -> Non
 
 
 async def test_an_absent_shard_is_an_error_not_a_hang(address: str) -> None:
-    shards = ShardedClient([address])
+    shards = StepChannel(ShardGroup([address]))
     with pytest.raises(ShardError):
-        await shards.info(timeout=0.3)
+        await shards.group.info(timeout=0.3)
     with pytest.raises(ShardError):
-        await shards.health()
+        await shards.group.health()
     await shards.close()
 
 
 @asynccontextmanager
-async def held_step(address: str) -> AsyncIterator[tuple[ShardedClient, FakeShard, grpc.Server]]:
+async def held_step(address: str) -> AsyncIterator[tuple[StepChannel, FakeShard, grpc.Server]]:
     """A client that has sent a step, which the shard holds until its gate is set."""
     shard = FakeShard()
     shard.gate = Event()
-    shards = ShardedClient([address])
+    shards = StepChannel(ShardGroup([address]))
     with serve_fake_shard(address, shard) as server:
         await shards.open()
         await shards.send(StepPlan())

@@ -17,7 +17,8 @@ from millrace_proto import generate_pb2_grpc as pb_grpc
 from millrace_router.errors import Overloaded, ValidationError
 from millrace_router.recovery.shard_status import ShardStatus
 from millrace_router.request.request import Grammar, GrammarKind
-from millrace_router.shards.group import ShardedClient
+from millrace_router.shards.group import ShardGroup
+from millrace_router.shards.step_channel import StepChannel
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.validation.grammar_admission import GrammarAdmission
 from millrace_testing.shards.fake_shard import FakeShard, FakeShardService
@@ -62,9 +63,12 @@ def address(tmp_path: Path) -> str:
     return f"unix:{tmp_path}/shard"
 
 
-def grammars_over(shards: ShardedClient) -> GrammarAdmission:
+def grammars_over(shards: StepChannel) -> GrammarAdmission:
     return GrammarAdmission(
-        shards, ShardStatus(), Metrics(max_input_tokens=8, max_total_tokens=16), grace_seconds=300.0
+        shards.group,
+        ShardStatus(),
+        Metrics(max_input_tokens=8, max_total_tokens=16),
+        grace_seconds=300.0,
     )
 
 
@@ -78,7 +82,7 @@ async def test_kind_and_text_go_there_and_the_reason_comes_back(address: str) ->
     service = CompilingShard()
     service.gate.set()
     with listening(address, service):
-        shards = ShardedClient([address])
+        shards = StepChannel(ShardGroup([address]))
         grammars = grammars_over(shards)
         for kind in GrammarKind:
             await grammars.check(Grammar(kind, "x"))
@@ -98,7 +102,7 @@ async def test_a_shard_that_is_full_refuses_for_now(address: str) -> None:
     service.gate.set()
     service.is_full = True
     with listening(address, service):
-        shards = ShardedClient([address])
+        shards = StepChannel(ShardGroup([address]))
         grammars = grammars_over(shards)
         with pytest.raises(Overloaded):
             await grammars.check(GRAMMAR)
@@ -111,7 +115,7 @@ async def test_channels_that_are_given_up_meanwhile_cancel_nobody(address: str) 
     """As when a step fails: the router begins a new epoch on new channels."""
     service = CompilingShard()
     with listening(address, service):
-        shards = ShardedClient([address])
+        shards = StepChannel(ShardGroup([address]))
         checking = asyncio.create_task(grammars_over(shards).check(GRAMMAR))
         await asked(service, 1)
         await shards.reset()
@@ -123,7 +127,7 @@ async def test_channels_that_are_given_up_meanwhile_cancel_nobody(address: str) 
 
 async def test_a_shard_that_is_started_anew_is_asked_again(address: str) -> None:
     first, second = CompilingShard(), CompilingShard()
-    shards = ShardedClient([address])
+    shards = StepChannel(ShardGroup([address]))
     with listening(address, first) as server:
         checking = asyncio.create_task(grammars_over(shards).check(GRAMMAR))
         await asked(first, 1)
@@ -138,7 +142,7 @@ async def test_a_shard_that_is_started_anew_is_asked_again(address: str) -> None
 async def test_a_client_that_leaves_ends_its_call(address: str) -> None:
     service = CompilingShard()
     with listening(address, service):
-        shards = ShardedClient([address])
+        shards = StepChannel(ShardGroup([address]))
         grammars = grammars_over(shards)
         checking = asyncio.create_task(grammars.check(GRAMMAR))
         await asked(service, 1)

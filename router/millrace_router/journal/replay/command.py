@@ -13,7 +13,8 @@ from millrace_router.journal.replay.player import Outcome, Player
 from millrace_router.journal.replay.report import as_json, head, table
 from millrace_router.shards.channels import TlsError, tls_from
 from millrace_router.shards.errors import ShardError
-from millrace_router.shards.group import ShardedClient
+from millrace_router.shards.group import ShardGroup
+from millrace_router.shards.step_channel import StepChannel
 
 EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
 
@@ -29,9 +30,9 @@ def replay(argv: Sequence[str]) -> int:
 
 
 async def _replay(config: ReplayConfig) -> int:
-    shards = ShardedClient(
-        config.shard_addresses, tls_from(config), silence_seconds=config.step_timeout
-    )
+    tls = tls_from(config)
+    group = ShardGroup(config.shard_addresses, tls, silence_seconds=config.step_timeout)
+    shards = StepChannel(group)
     player = Player(shards, step_seconds=config.step_timeout)
     outcomes: list[Outcome] = []
     notes: list[str] = []

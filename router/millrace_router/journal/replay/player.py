@@ -15,7 +15,7 @@ from millrace_router.journal.replay.comparison import Comparison, Difference
 from millrace_router.journal.replay.rebuild import Rebuild, sequences_of
 from millrace_router.journal.replay.synthetic import fill_in
 from millrace_router.shards.errors import ShardError, ShardHung
-from millrace_router.shards.group import ShardedClient
+from millrace_router.shards.step_channel import StepChannel
 from millrace_router.shards.wire import ShardInfo
 
 NEEDED = ("model_type", "vocab_size", "block_size")
@@ -48,7 +48,7 @@ class Outcome:
 class Player:
     """Replays epochs, one after the other."""
 
-    def __init__(self, shards: ShardedClient, *, step_seconds: float) -> None:
+    def __init__(self, shards: StepChannel, *, step_seconds: float) -> None:
         """A step that takes longer counts as failed."""
         self._shards = shards
         self._step_seconds = step_seconds
@@ -90,7 +90,7 @@ class Player:
 
     async def _ask(self) -> ShardInfo:
         if self._info is None:
-            self._info = await self._shards.info(timeout=self._step_seconds)
+            self._info = await self._shards.group.info(timeout=self._step_seconds)
         return self._info
 
     async def _prepare(self, header: Header) -> ShardInfo:
@@ -102,8 +102,9 @@ class Player:
                 raise JournalUnusable(f"recorded with {name} {was}, but these shards have {now}")
         room = dict(header.warmup), header.capacity.num_blocks
         if room != self._room:
-            fields = {**header.warmup, "num_blocks": header.capacity.num_blocks}
-            capacity = await self._shards.warm_up(pb.WarmupRequest(**fields))
+            capacity = await self._shards.group.warm_up(
+                **header.warmup, num_blocks=header.capacity.num_blocks
+            )
             if capacity.num_blocks != header.capacity.num_blocks:
                 raise JournalUnusable(
                     f"recorded with {header.capacity.num_blocks} blocks, but these shards have "
@@ -117,7 +118,7 @@ class _Run:
     """The replay of one epoch."""
 
     def __init__(
-        self, shards: ShardedClient, epoch: Epoch, *, is_exact: bool, step_seconds: float
+        self, shards: StepChannel, epoch: Epoch, *, is_exact: bool, step_seconds: float
     ) -> None:
         header = epoch.header
         self.outcome = Outcome(epoch=epoch, is_compared=header.keeps_tokens)

@@ -30,7 +30,7 @@ from millrace_router.scheduler.step_plan import StepPlan
 from millrace_router.scheduler.tenants import RequestQueue
 from millrace_router.scheduler.waiting import WaitingQueue
 from millrace_router.shards.errors import ShardError, StepFailed
-from millrace_router.shards.group import ShardedClient
+from millrace_router.shards.step_channel import StepChannel
 from millrace_router.shards.wire import StepResult, open_to_pb, plan_to_pb, result_from_pb
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.text.tokenizer import Tokenizer
@@ -49,15 +49,17 @@ def tiny_tokenizer() -> Tokenizer:
 
 
 class DirectShards:
-    """A `ShardedClient` whose only shard is a fake in the same process."""
-
-    world_size = 1
+    """A `StepChannel`, and its `ShardGroup`, whose only shard is a fake in the same process."""
 
     def __init__(self, shard: FakeShard | HashShard) -> None:
         self.shard = shard
+        self.group = self
         self.last_sent = 0
         self._epoch = 0
         self._answers: deque[StepResult | ShardError] = deque()
+
+    def __len__(self) -> int:
+        return 1
 
     async def health(self) -> bool:
         return True
@@ -68,10 +70,10 @@ class DirectShards:
         self._answers.clear()
         self.shard.step(open_to_pb(self._epoch))
 
-    def failed(self, kind: str, error: ShardError) -> None:
+    def report_failure(self, kind: str, error: ShardError) -> None:
         pass
 
-    async def send(self, plan: StepPlan) -> int:
+    async def send(self, plan: StepPlan) -> None:
         self.last_sent += 1
         message = plan_to_pb(plan, epoch=self._epoch, number=self.last_sent)
         answer = self.shard.step(message)
@@ -84,7 +86,6 @@ class DirectShards:
             if failed
             else result_from_pb([answer])
         )
-        return self.last_sent
 
     async def receive(self) -> StepResult:
         await asyncio.sleep(0)
@@ -97,7 +98,7 @@ class DirectShards:
 
 
 def new_batcher(
-    shards: ShardedClient | DirectShards,
+    shards: StepChannel | DirectShards,
     shard: FakeShard | HashShard,
     *,
     max_batch_prefill_tokens: int = 16,
@@ -127,7 +128,7 @@ def new_batcher(
         num_blocks=shard.num_blocks - 1,
     )
     return Batcher(
-        shards=cast("ShardedClient", shards),
+        shards=cast("StepChannel", shards),
         new_planner=lambda: Planner(
             budgets,
             BlockManager(

@@ -19,7 +19,7 @@ from millrace_router.request.request import SamplingParameters, ValidRequest
 from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.step_plan import StepPlan
 from millrace_router.shards.errors import StepFailed
-from millrace_router.shards.group import ShardedClient
+from millrace_router.shards.step_channel import StepChannel
 from millrace_router.shards.wire import Capacity, ShardInfo, open_to_pb
 from millrace_router.telemetry.instruments import Counter
 from millrace_testing.schedules.driver import ScheduleDriver
@@ -131,20 +131,21 @@ class RecordedDriver(ScheduleDriver):
 
 
 class ReplayShards:
-    """As much of a `ShardedClient` as replays use, over a hash shard that may answer something else now and then."""
+    """As much of a `StepChannel` and its `ShardGroup` as replays use, over a hash shard."""
 
     def __init__(self, shard: HashShard) -> None:
         self.shard = shard
+        self.group = self
         self.epoch = 0
-        self.warmups: list[pb.WarmupRequest] = []
+        self.warmups: list[dict[str, int]] = []
         self.info_now = info_of(shard)
         self._answers: deque[pb.StepResponse] = deque()
 
     async def info(self, *, timeout: float | None = None) -> ShardInfo:
         return self.info_now
 
-    async def warm_up(self, request: pb.WarmupRequest) -> Capacity:
-        self.warmups.append(request)
+    async def warm_up(self, **fields: int) -> Capacity:
+        self.warmups.append(fields)
         return capacity_of(self.shard)
 
     async def open(self) -> None:
@@ -167,7 +168,7 @@ async def replayed(path: Path, shard: HashShard, **info: object) -> list[Outcome
     """The outcomes of all epochs of a journal; `info` changes what `shard` says of itself."""
     shards = ReplayShards(shard)
     shards.info_now = ShardInfo(**{**asdict(shards.info_now), **info})
-    player = Player(cast("ShardedClient", shards), step_seconds=30.0)
+    player = Player(cast("StepChannel", shards), step_seconds=30.0)
     return [await player.play(epoch) for epoch in read_epochs(path)]
 
 
