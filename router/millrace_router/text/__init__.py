@@ -1,4 +1,4 @@
-"""Tokens, text and chat templates.
+"""Tokenizer, detokenizer, stop sequences and chat templates.
 
 Entry points: `tokenizer.Tokenizer`, `chat_template.ChatTemplate`.
 May import: errors alone.

@@ -1,4 +1,4 @@
-"""Vocabulary pieces to bytes, for tokenizers whose tokens add the same bytes wherever they stand."""
+"""The bytes of each token, for tokenizers where they do not depend on the token's neighbours."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's map: printable Latin-1 characters stand for themselves, the other bytes for U+0100 upwards."""
+    """GPT-2's map of characters to bytes: printable Latin-1 maps to itself, U+0100 and following to the other bytes."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(0x100) if byte not in shown]
     alphabet = {chr(byte): byte for byte in shown}
@@ -42,22 +42,22 @@ def _replacement(old: str, new: str) -> _Step:
 
 
 class ByteDecoder:
-    """Applies a tokenizer's decoder to one piece, as if it stood in the middle of a text."""
+    """Applies a tokenizer's decoder to one vocabulary entry, as in the middle of a text."""
 
     def __init__(self, steps: list[_Step]) -> None:
         self._steps = steps
 
     @classmethod
     def of(cls, rust: RustTokenizer) -> ByteDecoder | None:
-        """Read the decoder of `rust`; None if what a token adds can depend on its neighbours."""
+        """Read the decoder of `rust`; None if the bytes of a token can depend on its neighbours."""
         if rust.decoder is None:
             return None
-        # The pickled form is the decoder's part of tokenizer.json, without the vocabulary's megabytes.
+        # The pickled decoder is its part of tokenizer.json, without the vocabulary.
         steps = _steps(_flat(json.loads(rust.decoder.__getstate__())))
         return None if steps is None else cls(steps)
 
     def decode(self, piece: str) -> bytes:
-        """Bytes that `piece` adds."""
+        """The bytes of `piece`, an entry of the vocabulary."""
         result: str | bytes = piece
         for step in self._steps:
             result = step(result)
@@ -85,7 +85,7 @@ def _steps(parts: list[dict[str, Any]]) -> list[_Step] | None:
             steps.append(_replacement(part["pattern"]["String"], part["content"]))
         elif kind == "Fuse":
             fused = True
-        # After Fuse, Strip works on the ends of the whole text, never on a token in its middle.
+        # After Fuse, Strip affects the ends of the whole text, not a token in the middle.
         elif not (kind == "Strip" and fused):
             return None
     return steps

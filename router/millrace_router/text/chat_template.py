@@ -1,4 +1,4 @@
-"""Chat templates: messages to prompt. Templates come from model repositories, so they run in a sandbox."""
+"""Renders messages as a prompt. Templates come from model repositories, so they run in a sandbox."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from millrace_router.text.template_messages import Message, lacks_content, messa
 from millrace_router.text.template_shape import TemplateShape
 
 _END_MARK = "\ue0f1\ue0f2\ue0f1"
-"""Private-use characters that mark the end of a message to be continued."""
+"""Private-use characters that mark the end of a message that the model continues."""
 _LARGE_PROMPT_CHARS = 16_384
 _RENDER_SECONDS = 30.0
 
@@ -27,7 +27,7 @@ _NO_SHAPE = TemplateShape()
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
-    """A template, or why there is none."""
+    """A template, or the reason why there is none."""
 
     template: jinja2.Template | None = None
     shape: TemplateShape = _NO_SHAPE
@@ -42,18 +42,18 @@ class _Compiled:
             tree = environment.parse(source)
             shape = TemplateShape.of(tree, source)
             return cls(environment.from_string(tree), shape)
-        # The compiler's own mistakes come as anything; a bad template is to refuse chats, and nothing else.
+        # The compiler may raise anything; a bad template makes chats fail, and nothing else.
         except Exception as error:  # noqa: BLE001
             return cls(fault=f"the model's chat template is not valid: {error}")
 
     def render(
         self, messages: Sequence[Message], context: Mapping[str, Any], *, is_marked: bool
     ) -> str:
-        """Render, with a mark at the end of the last message if it `is_marked`; raises TemplateError.
+        """Render, with a mark at the end of the last message if `is_marked`; raises TemplateError.
 
-        Of None and no text, some templates bear only one for the content of a turn of calls, whatever they ask for.
+        Some templates accept only one of None and "" as the content of a message with calls alone, so both are tried.
         """
-        stand_ins = [None, ""] if self.shape.asks_for_none else ["", None]
+        stand_ins = [None, ""] if self.shape.tests_for_none else ["", None]
         if not any(map(lacks_content, messages)):
             del stand_ins[1]
         errors = []
@@ -81,13 +81,13 @@ class _Compiled:
             )
         except TemplateError:
             raise
-        # Templates are programs of strangers: anything may go wrong in one.
+        # A template is a program of its model's authors and may raise anything.
         except Exception as error:
             raise TemplateError(str(error) or type(error).__name__) from error
 
 
 class ChatTemplate:
-    """A compiled template with the model's special tokens; without a source every render is refused."""
+    """A compiled template with the model's special tokens; without a source, rendering fails."""
 
     def __init__(
         self,
@@ -96,18 +96,18 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         tool_source: str | None = None,
     ) -> None:
-        """`tool_source` is the template for chats with tools, if it is another."""
+        """`tool_source` is the template for chats with tools, if the model has a separate one."""
         self.special_tokens = dict(special_tokens)
         """Texts by name, such as `eos_token`."""
         self.source = source
         self._plain = _Compiled.of(source)
         self._with_tools = self._plain if tool_source is None else _Compiled.of(tool_source)
         self.tool_source = source if tool_source is None else tool_source
-        """Source of the template that tools are given to."""
+        """Source of the template for chats with tools."""
 
     @classmethod
     def of(cls, files: ModelFiles) -> ChatTemplate:
-        """Take the templates of a model folder."""
+        """Compile the templates of a model folder."""
         return cls(
             files.chat_template,
             special_tokens=files.special_tokens,
@@ -116,7 +116,7 @@ class ChatTemplate:
 
     @property
     def lists_tools(self) -> bool:
-        """Whether the model is told of its tools by the template; else the messages have to."""
+        """Whether the template renders tools; otherwise the messages must."""
         return self._with_tools.shape.names_tools
 
     def render(
@@ -128,14 +128,14 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt of `messages`, which `messages_for` describes.
+        """Return the prompt of `messages` in the form that `messages_for` describes.
 
-        If neither option is given and the assistant spoke last, the prompt ends right after its words, without blanks,
-        so that generation continues them; that is TGI's rule. `continue_final_message` keeps the blanks that the
-        template keeps, as in transformers. `variables` are further names for it; they hide none of its own.
+        Without either option, an assistant's last message is continued: the prompt ends after its text without blanks,
+        as in TGI. With `continue_final_message` the template's blanks are kept, as in transformers. `variables` are
+        further variables of the template; the template's own take precedence.
 
         Raises:
-            TemplateError: there is no template, it is not valid, or it refuses the messages.
+            TemplateError: there is no template, it is not valid, or it fails for these messages.
 
         """
         chosen = self._with_tools if tools else self._plain
@@ -163,7 +163,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Do as `render`; what is large in a thread, for a bounded time."""
+        """Do as `render`; large prompts are rendered in a thread, for a bounded time."""
         render = functools.partial(
             self.render,
             messages,
@@ -182,23 +182,23 @@ class ChatTemplate:
 
 
 def _is_small(values: object) -> bool:
-    """Whether rendering takes no time worth a thread."""
+    """Whether rendering is so quick that it needs no thread."""
     try:
         return len(orjson.dumps(values)) < _LARGE_PROMPT_CHARS
     except orjson.JSONEncodeError:
-        # Nested too deeply for it.
+        # The values are nested too deeply for orjson.
         return False
 
 
 def _is_open(messages: Sequence[Message]) -> bool:
-    """Whether TGI would have the last message continued."""
+    """Whether the last message is continued by TGI's rule."""
     if not messages or messages[-1].get("role") != "assistant":
         return False
     return messages[-1].get("content") is not None and not messages[-1].get("tool_calls")
 
 
 def _marked(messages: list[Message]) -> list[Message]:
-    """Messages whose last one ends with a mark, and a blank to see whether the template trims it."""
+    """Messages with a mark at the end of the last one, and a blank that shows whether the template trims it."""
     if not messages or messages[-1]["content"] is None or "tool_calls" in messages[-1]:
         raise TemplateError("the last message has no text that could be continued")
     content = messages[-1]["content"]
@@ -211,13 +211,13 @@ def _marked(messages: list[Message]) -> list[Message]:
 
 
 def _up_to_mark(prompt: str) -> str:
-    """As TGI does: without blanks, and all of the prompt where the template has dropped the message."""
+    """The prompt up to the mark without blanks; the whole prompt if the template dropped the message, as in TGI."""
     before, mark, _ = prompt.rpartition(_END_MARK)
     return _without_marks(before).rstrip() if mark else prompt
 
 
 def _up_to_mark_exactly(prompt: str) -> str:
-    """As transformers does: with the blanks that the template keeps."""
+    """The prompt up to the mark with the blanks that the template keeps, as in transformers."""
     before, mark, after = prompt.rpartition(_END_MARK)
     if not mark:
         raise TemplateError("the chat template leaves out the message that is to be continued")
@@ -226,5 +226,5 @@ def _up_to_mark_exactly(prompt: str) -> str:
 
 
 def _without_marks(prompt: str) -> str:
-    """Templates may write a message more than once."""
+    """Remove every mark, since templates may write a message more than once."""
     return prompt.replace(f"{_END_MARK} ", "").replace(_END_MARK, "")

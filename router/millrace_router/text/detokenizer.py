@@ -1,4 +1,4 @@
-"""Token ids to text, token by token. Pure; a character is emitted only when it is whole."""
+"""Token ids to text, token by token; only complete characters are returned."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from millrace_router.text.tokenizer import Tokenizer
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _NUM_CONTEXT_TOKENS = 5
 _MAX_WITHHELD_TOKENS = 4
-"""A character has at most four bytes: what four tokens have not finished is no character."""
+"""A character has at most four bytes, so four tokens that do not complete one are not a character."""
 
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
@@ -23,20 +23,22 @@ class _Steps(Protocol):
 
 
 class IncrementalDetokenizer:
-    """Text of one generation as it grows, read as the continuation of its prompt.
+    """The growing text of one generation, as the continuation of its prompt.
 
-    A first word keeps its leading space. Bytes that can be no character become U+FFFD as soon as that is certain.
+    The first word keeps its leading space. Invalid bytes become U+FFFD as soon as they are certain to be invalid.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._steps: _Steps = (
-            _BytesSteps(tokenizer) if tokenizer.has_pieces else _WindowSteps(tokenizer, prompt_ids)
+            _BytesSteps(tokenizer)
+            if tokenizer.has_token_bytes
+            else _WindowSteps(tokenizer, prompt_ids)
         )
         self._texts: list[str] = []
 
     def step(self, token_id: int) -> str:
-        """Text that this token adds; "" while a character is unfinished."""
+        """The text that this token adds; "" while a character is incomplete."""
         if self._tokenizer.is_special(token_id):
             pending = self._steps.flush()
             self._texts.append(pending)
@@ -46,19 +48,19 @@ class IncrementalDetokenizer:
         return text
 
     def flush(self) -> str:
-        """Text still withheld after the last token: what is there of a character, as U+FFFD."""
+        """The withheld text after the last token; an incomplete character becomes U+FFFD."""
         text = self._steps.flush()
         self._texts.append(text)
         return text
 
     def final_text(self) -> str:
-        """Text of everything generated, special tokens left out; ends the generation."""
+        """The whole text without special tokens; ends the generation."""
         self.flush()
         return "".join(self._texts)
 
 
 class _BytesSteps:
-    """For tokens that are byte strings: concatenate and decode."""
+    """For tokens with bytes of their own: concatenate and decode."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -80,7 +82,7 @@ class _BytesSteps:
 
 
 class _WindowSteps:
-    """For any decoder: what the text of a few tokens gains by one more (TGI's method, with bounds)."""
+    """For any decoder: compare the text of a few tokens with and without the new one (TGI's method, bounded)."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -95,7 +97,7 @@ class _WindowSteps:
             return self._emit(text)
         whole = text[self._num_chars : -1]
         if whole and not whole.endswith(_REPLACEMENT):
-            # The token ends one character and begins another.
+            # The token completes one character and begins another.
             return self._emit(text, num_unfinished=1)
         num_withheld = len(self._window) - self._num_read
         return "" if num_withheld < _MAX_WITHHELD_TOKENS else self._emit(text)
@@ -106,7 +108,7 @@ class _WindowSteps:
     def _emit(self, text: str, *, num_unfinished: int = 0) -> str:
         added = text[self._num_chars : len(text) - num_unfinished]
         if not added:
-            # A token without text, such as one outside the vocabulary, is no context for the next.
+            # A token without text, such as an id outside the vocabulary, is dropped from the context.
             del self._window[self._num_read :]
             return ""
         del self._window[: self._num_read]

@@ -1,4 +1,4 @@
-"""What the router reads of a model folder besides the tokenizer: small JSON files and the chat template."""
+"""Reads the files of a model folder besides the tokenizer: small JSON files and the chat template."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 class ModelFilesError(Exception):
-    """A file of the model folder is there but cannot be read as what it should be."""
+    """A file of the model folder cannot be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFiles:
-    """Parsed files; a missing one is empty, for none is needed to generate."""
+    """Parsed files; a missing file is empty, since generation needs none of them."""
 
     config: JsonObject = field(default_factory=dict)
     tokenizer_config: JsonObject = field(default_factory=dict)
     generation_config: JsonObject = field(default_factory=dict)
     chat_template: str | None = None
     tool_template: str | None = None
-    """Template for chats with tools, where the model has one of its own for them."""
+    """Template for chats with tools, if the model has a separate one."""
 
     @classmethod
     def load(cls, folder: Path, *, tokenizer_config_path: Path | None = None) -> ModelFiles:
@@ -68,7 +68,7 @@ class ModelFiles:
 def _places(
     folder: Path, tokenizer_config: JsonObject, *, is_chosen: bool
 ) -> Iterator[dict[str, str]]:
-    """Yield templates by name, those to prefer first: TGI's order, with files before what newer models drop."""
+    """Yield templates by name in order of preference: TGI's order, with template files before tokenizer_config.json."""
     yield _templates(_read_json(folder / "chat_template.json"))
     if is_chosen and (chosen := _templates(tokenizer_config)):
         yield chosen
@@ -79,7 +79,7 @@ def _places(
 
 
 def _template_files(folder: Path) -> dict[str, str]:
-    """Templates that are files of their own, named as transformers names them."""
+    """Templates in separate files, with the names that transformers uses."""
     paths = {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
     paths["default"] = folder / "chat_template.jinja"
     read = {name: _read_text(path) for name, path in paths.items()}
@@ -87,7 +87,7 @@ def _template_files(folder: Path) -> dict[str, str]:
 
 
 def _templates(holder: JsonObject) -> dict[str, str]:
-    """Take the templates out of a file: the only one, or those of a list, or of an object, by name."""
+    """Templates of a JSON file by name: a single one, a list, or an object."""
     value = holder.get("chat_template")
     if isinstance(value, str):
         value = {"default": value}
@@ -100,7 +100,7 @@ def _templates(holder: JsonObject) -> dict[str, str]:
 
 
 def _token_text(value: object) -> str | None:
-    """Text of a token that is given as a string or as `{"content": string}`."""
+    """Text of a token in the form of a string or of `{"content": string}`."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None

@@ -1,7 +1,7 @@
-"""Stop sequences in growing text: literal, found wherever they stand, in bounded memory.
+"""Finds stop sequences in growing text, at any position and in bounded memory.
 
-Where several are there, the one that ends first counts, and of those that end together the longest: so the result
-does not depend on how the text is cut into tokens.
+If the text has several, the one that ends first counts; of those that end together, the longest counts. So the result
+does not depend on the cuts between tokens.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Watches accumulated text for the first stop sequence to be completed."""
+    """Finds the first completed stop sequence."""
 
     def __init__(self, stop_sequences: Sequence[str]) -> None:
         self._stops = tuple(stop for stop in stop_sequences if stop)
@@ -18,7 +18,7 @@ class StopMatcher:
         self._tail = ""
 
     def push(self, text: str) -> str | None:
-        """Take more text; return the stop sequence it completes, if any. To be left alone after that."""
+        """Read more text; return the stop sequence that it completes, if any. The matcher is of no use after that."""
         if not text:
             return None
         seen = self._tail + text
@@ -28,14 +28,14 @@ class StopMatcher:
 
 
 class StopTrimmer:
-    """Passes text on up to the first stop sequence, holding back what may turn out to begin one."""
+    """Returns text up to the first stop sequence; text that may begin one is held back."""
 
     def __init__(self, stop_sequences: Sequence[str]) -> None:
         self._stops = tuple(stop for stop in stop_sequences if stop)
         self._beginnings = [_Beginning(stop) for stop in self._stops]
         self._held = ""
         self.stop: str | None = None
-        """The stop sequence that was found."""
+        """The found stop sequence."""
 
     @property
     def stopped(self) -> bool:
@@ -43,7 +43,7 @@ class StopTrimmer:
         return self.stop is not None
 
     def push(self, text: str) -> str:
-        """Take more text; return what certainly stands before any stop sequence, once each."""
+        """Read more text; return the new part that is certain to precede any stop sequence."""
         if self.stop is not None or not text:
             return ""
         if not self._stops:
@@ -60,7 +60,7 @@ class StopTrimmer:
         return text[:num_safe]
 
     def finish(self) -> str:
-        """Return what is held back: no more text comes."""
+        """Return the held text at the end of the answer."""
         held, self._held = self._held, ""
         return held
 
@@ -80,12 +80,12 @@ def _order(start: int, stop: str) -> tuple[int, int]:
 
 
 class _Beginning:
-    """How much of a stop sequence the text so far ends with, by Knuth, Morris and Pratt: a few steps a character."""
+    """The length of a stop sequence's beginning at the end of the text, by Knuth, Morris and Pratt."""
 
     def __init__(self, stop: str) -> None:
         self._stop = stop
         self._length = 0
-        # For each beginning of the sequence, the longest shorter one that it ends with.
+        # The length of the longest proper prefix that is also a suffix, for each prefix.
         self._shorter = [0] * len(stop)
         length = 0
         for i in range(1, len(stop)):
@@ -93,7 +93,7 @@ class _Beginning:
             self._shorter[i] = length
 
     def push(self, text: str) -> int:
-        """Take text in which the sequence is not completed; the length of the longest beginning at its end."""
+        """Read text that does not complete the sequence; return the length of the longest prefix at its end."""
         length = self._length
         if length == 0 and self._stop[0] not in text:
             return 0

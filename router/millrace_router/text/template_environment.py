@@ -1,4 +1,4 @@
-"""What chat templates are run in: jinja2's sandbox, with what transformers gives them."""
+"""The environment of chat templates: jinja2's sandbox with the names that transformers defines."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _MAX_INDENTED_CHARS = 8_000_000
-"""Indentation makes a deeply nested list a hundred times as long as it was on its way here."""
+"""Limit for indented JSON, since indentation makes a deeply nested list a hundred times as long."""
 
 
 def template_environment() -> ImmutableSandboxedEnvironment:
-    """Return what transformers gives templates: whitespace rules, `tojson`, `raise_exception`, `strftime_now`."""
+    """Make an environment as transformers does: whitespace rules, `tojson`, `raise_exception`, `strftime_now`."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTags, loopcontrols]
     )
@@ -28,7 +28,7 @@ def template_environment() -> ImmutableSandboxedEnvironment:
 
 
 class _GenerationTags(Extension):
-    """`{% generation %}` blocks, which tell training what the assistant said, are plain text here."""
+    """Renders `{% generation %}` blocks, which mark assistant text for training, as plain text."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -39,7 +39,7 @@ class _GenerationTags(Extension):
 
 def _to_json(
     value: object,
-    ensure_ascii: bool = False,  # noqa: FBT001, FBT002  (templates may give it by position)
+    ensure_ascii: bool = False,  # noqa: FBT001, FBT002  (templates pass it by position)
     indent: int | None = None,
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,  # noqa: FBT001, FBT002
@@ -63,5 +63,5 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _strftime_now(pattern: str) -> str:
-    # Local time, as in transformers: templates write it as the user's date.
+    # Templates show local time as the user's date, as in transformers.
     return datetime.now().astimezone().strftime(pattern)

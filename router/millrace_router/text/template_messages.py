@@ -1,4 +1,4 @@
-"""Messages in OpenAI's form, made into what a chat template expects."""
+"""Converts messages in OpenAI's form to the form that a chat template expects."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ _ALPHABET = string.digits + string.ascii_letters
 def messages_for(
     shape: TemplateShape, messages: Sequence[Message], *, no_content: str | None = ""
 ) -> list[Message]:
-    """Return messages as `shape` bears them; what a message has besides the keys of OpenAI is left as it is.
+    """Return messages in the form of `shape`; keys that OpenAI does not define are kept.
 
-    Content is text, a list of `{"type": "text", "text": …}`, or None beside `tool_calls`, where `no_content` stands for
-    it. The arguments of those are JSON text or what it says.
+    Content is text, a list of `{"type": "text", "text": …}`, or None beside `tool_calls`, where `no_content` replaces
+    it. Arguments of calls are JSON text or the parsed object.
     """
     names = _names_of_calls(messages)
     return [_message_for(shape, message, names, no_content) for message in messages]
 
 
 def lacks_content(message: Message) -> bool:
-    """Whether a message is nothing but calls."""
+    """Whether a message has calls alone."""
     return bool(message.get("tool_calls")) and not message.get("content")
 
 
 def text_of(content: object) -> str:
-    """Return content as one text."""
+    """Return content as one string."""
     if isinstance(content, list):
         return "".join(part["text"] for part in content)
     return content if isinstance(content, str) else ""
 
 
 def _names_of_calls(messages: Sequence[Message]) -> dict[str, str]:
-    """Names of the functions that were called, by the call's id."""
+    """Names of called functions by the call's id."""
     return {
         call["id"]: call["function"]["name"]
         for message in messages
@@ -70,7 +70,7 @@ def _message_for(
         made["tool_call_id"] = _short(call_id) if shape.has_short_ids else call_id
         if role == "tool" and call_id in names:
             made.setdefault("name", names[call_id])
-    # The name that gpt-oss has for it, as in transformers.
+    # gpt-oss calls it `thinking`, as in transformers.
     if message.get("reasoning_content") is not None:
         made.setdefault("thinking", message["reasoning_content"])
     return made
@@ -79,7 +79,7 @@ def _message_for(
 def _content_for(shape: TemplateShape, content: object) -> object:
     if not shape.loops_over_content:
         return text_of(content)
-    if isinstance(content, list) or shape.asks_for_string:
+    if isinstance(content, list) or shape.tests_for_string:
         return content
     return [{"type": "text", "text": text_of(content)}]
 
@@ -100,7 +100,7 @@ def _call_for(shape: TemplateShape, call: dict[str, Any], index: int) -> dict[st
 
 
 def _arguments_of(given: object) -> object:
-    """Return the object that arguments are, or what else they are."""
+    """Return the arguments as an object, or unchanged if they are none."""
     if given is None or given == "":
         return {}
     if not isinstance(given, str):
@@ -113,7 +113,7 @@ def _arguments_of(given: object) -> object:
 
 
 def _as_text(calls: Sequence[dict[str, Any]]) -> str:
-    """Write calls as TGI does for all templates: arguments always as text."""
+    """Write calls as TGI does for every template, with arguments as text."""
     return orjson.dumps([_call_as_tgi(call) for call in calls]).decode()
 
 
@@ -129,7 +129,7 @@ def _call_as_tgi(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _short(call_id: str) -> str:
-    """Return nine letters and digits that stand for an id from elsewhere."""
+    """Return nine letters and digits for an id in another form."""
     if _SHORT_ID.fullmatch(call_id):
         return call_id
     number = int.from_bytes(hashlib.blake2b(call_id.encode(errors="surrogatepass")).digest())

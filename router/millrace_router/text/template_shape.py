@@ -1,4 +1,4 @@
-"""What a chat template expects of messages, as far as its syntax tree tells."""
+"""The form of messages that a chat template expects, as its syntax tree shows."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ _SHORT_ID = re.compile(r"length\s*[!=]=\s*9\b")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateShape:
-    """Whatever it tells not of is taken to be text."""
+    """Features of a chat template. Without a feature, messages are converted to plain text."""
 
     names_tools: bool = False
-    """Whether it tells the model of tools."""
+    """Whether it renders tools."""
     names_tool_calls: bool = False
-    """Whether it writes the calls of earlier turns by itself."""
+    """Whether it renders calls of earlier messages."""
     loops_over_content: bool = False
     """Whether content may be a list of parts."""
-    asks_for_string: bool = False
-    """Whether it tells text from a list of parts."""
-    asks_for_none: bool = False
-    """Whether it tells a turn of calls alone by its content of None."""
+    tests_for_string: bool = False
+    """Whether it tests content for being a string, so that both forms are valid."""
+    tests_for_none: bool = False
+    """Whether it tests content for None, in a message with calls alone."""
     names_developer: bool = False
-    """Whether it knows the role `developer`."""
+    """Whether it has the role `developer`."""
     has_short_ids: bool = False
-    """Whether it takes no ids of calls but those of nine characters, as Mistral's do."""
+    """Whether call ids must have nine characters, as in Mistral's templates."""
 
     @classmethod
     def of(cls, tree: nodes.Template, source: str) -> TemplateShape:
-        """Read a parsed template."""
+        """Inspect a parsed template."""
         constants = {
             node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)
         }
@@ -43,11 +43,11 @@ class TemplateShape:
             ),
             names_tool_calls="tool_calls" in constants | attributes,
             loops_over_content=any(content.has(loop.iter) for loop in tree.find_all(nodes.For)),
-            asks_for_string=any(
+            tests_for_string=any(
                 test.name == "string" and content.has(test.node)
                 for test in tree.find_all(nodes.Test)
             ),
-            asks_for_none=any(
+            tests_for_none=any(
                 test.name == "none" and content.has(test.node) for test in tree.find_all(nodes.Test)
             ),
             names_developer="developer" in constants,
@@ -56,7 +56,7 @@ class TemplateShape:
 
 
 class _Content:
-    """Which expressions stand for the content of a message: by its key, or by a name that was given it."""
+    """Finds expressions for a message's content: by key, or by a variable that it was assigned to."""
 
     def __init__(self, tree: nodes.Template) -> None:
         self._names: set[str] = set()
@@ -79,7 +79,7 @@ class _Content:
                 self._names.add(parameter.name)
 
     def has(self, node: nodes.Node) -> bool:
-        """Whether `node` is content, or a part of it."""
+        """Whether `node` is the content or a part of it."""
         match node:
             case nodes.Name():
                 return node.name in self._names

@@ -1,4 +1,4 @@
-"""How much text one token can stand for: a prompt with more bytes than that times its limit needs no tokenizing."""
+"""The largest number of bytes in one token; a prompt with more bytes than that times the limit is too long."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models, pre_tokenizers
 
 NFC_SHRINKS = 4
-"""Bytes of text for each byte of its composed form, at most: U+1FBE U+0308 U+0301, 7 bytes, become U+0390, 2 bytes."""
+"""Largest ratio of bytes before and after NFC: U+1FBE U+0308 U+0301, 7 bytes, become U+0390, 2 bytes."""
 KEEPS_TEXT = frozenset({"ByteLevel", "Digits", "Metaspace", "Punctuation"})
 
 
 def longest_token(rust: RustTokenizer) -> int | None:
-    """The most UTF-8 bytes of a text that become one token; None where nothing bounds them.
+    """The largest number of UTF-8 bytes of text in one token; None if it is not bounded.
 
-    Known for byte-pair models that have a token for every byte, and before which no text is
-    removed: an unknown word, or blanks that a tokenizer skips, may be of any length.
+    It is bounded for byte-pair models with a token for every byte and without a step that removes text. An unknown
+    word, or blanks that a tokenizer skips, can have any length.
     """
     vocab = rust.get_vocab(with_added_tokens=False)
     added = rust.get_added_tokens_decoder().values()
@@ -42,7 +42,7 @@ def _has_every_byte(rust: RustTokenizer, vocab: dict[str, int]) -> bool:
 
 
 def _shrinking(steps: list[dict[str, Any]]) -> int | None:
-    """Bytes before for each byte after, at most."""
+    """The largest ratio of bytes before and after these steps; None if it is not bounded."""
     factor = 1
     for step in steps:
         if step["type"] == "NFC":
@@ -62,7 +62,7 @@ def _keeps_text(step: dict[str, Any]) -> bool:
 
 
 def _parts(component: Any, key: str) -> list[dict[str, Any]]:  # noqa: ANN401
-    """The steps of a component, in order; a pickled one is its part of tokenizer.json."""
+    """The steps of a component in order, from its pickled form, which is its part of tokenizer.json."""
     if component is None:
         return []
     return _flat(json.loads(component.__getstate__()), key)

@@ -90,6 +90,8 @@ def test_a_replay_goes_on_where_it_was(kind: str, ids: list[int], cut: int) -> N
     rest = [*(again.step(id_) for id_ in ids[cut:]), again.flush()]
     assert rest == pieces[len(ids[:cut]) :]
     # Where a decode of a few tokens says what one adds, those outside the vocabulary are no prompt to add to.
-    is_prompt = one.has_pieces or all(one._rust.id_to_token(id_) is not None for id_ in ids[:cut])
+    is_prompt = one.has_token_bytes or all(
+        one._rust.id_to_token(id_) is not None for id_ in ids[:cut]
+    )
     if is_prompt and pieces_of(one, prompt, ids[:cut])[-1] == "":
         assert pieces_of(one, [*prompt, *ids[:cut]], ids[cut:]) == rest

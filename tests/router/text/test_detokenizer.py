@@ -172,7 +172,7 @@ def test_a_window_over_broken_bytes_is_bounded(raw: bytes) -> None:
     rust = byte_level()
     rust.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip("\0", 0, 0)])
     one = Tokenizer(rust)
-    assert not one.has_pieces
+    assert not one.has_token_bytes
     ids = byte_ids(tokenizer("byte_level"), raw)
     text = IncrementalDetokenizer(one, ())
     silent = 0

@@ -27,7 +27,7 @@ class CompletionOffsets:
         """Take the next token and the text sent with it; return the position of the token's own text."""
         start = self._end
         self._end += len(text)
-        if not self._tokenizer.has_pieces:
+        if not self._tokenizer.has_token_bytes:
             return start
         unfinished = self._utf8.getstate()[0]
         if token.special:

@@ -110,6 +110,6 @@ def _logprobs(tokenizer: Tokenizer, num_candidates: int | None) -> TokenLogprobs
 
 
 def _bytes_of(tokenizer: Tokenizer, token: Token) -> bytes:
-    if tokenizer.has_pieces and not token.special:
+    if tokenizer.has_token_bytes and not token.special:
         return tokenizer.token_bytes(token.id)
     return token.text.encode()
