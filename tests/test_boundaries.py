@@ -1,4 +1,4 @@
-"""What importing a plane loads, seen in a fresh interpreter; import-linter cannot see through dependencies."""
+"""The modules that importing a plane loads, in a new interpreter; import-linter does not follow dependencies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/from-tgi.md says of flags, variables and metrics what the programs do."""
+"""docs/from-tgi.md agrees with the programs on flags, variables and metrics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def section(title: str) -> str:
 
 
 def in_first_column(text: str) -> set[str]:
-    """What is named as code in the first cell of a table's rows."""
+    """Names in code in the first column of a section's tables."""
     cells = re.findall(r"^\|([^|]*)\|", text, flags=re.MULTILINE)
     return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
 
@@ -38,7 +38,7 @@ def test_what_has_no_effect_is_what_the_launcher_says_has_none() -> None:
             *checks.WITHOUT_EFFECT_ON_CPU,
         )
     }
-    # Ours, and no business of those who come from TGI.
+    # This flag is Millrace's own.
     flags.remove("--one-shot-all-reduce")
     named = in_first_column(section("Accepted without effect"))
     assert named == flags | checks.VARIABLES_WITHOUT_EFFECT.keys()

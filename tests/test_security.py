@@ -1,4 +1,4 @@
-"""No code comes in with data, and the threat model names tests that exist."""
+"""Data never contains code that runs, and the threat model names existing tests."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ RUNNERS = frozenset({"eval", "exec", "compile", "__import__"})
 """Builtins that make text into code."""
 UNPICKLERS = frozenset({"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"})
 LOADERS = frozenset({"from_pretrained", "from_config"})
-"""Those of transformers' Auto classes take their class from a repository where they may."""
+"""Methods of transformers' Auto classes, which may run code of a repository."""
 OBJECT_COLLECTIVES = re.compile(r"\w*(object_list|gather_object|broadcast_object)\w*")
-"""Those of torch.distributed pickle what they send."""
+"""Functions of torch.distributed that pickle."""
 ALLOWED = {
-    # Named for the errors of torch's restricted unpickler; nothing is read with it.
+    # Imported for the errors of torch's restricted unpickler; nothing is read with it.
     ("shard/millrace_shard/commands/convert.py", "imports pickle"),
 }
 
 
 def dangers(tree: ast.AST) -> Iterator[str]:
-    """What in a module could run what it reads."""
+    """Parts of a module that could run data."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (f"imports {n.name}" for n in node.names if _root(n.name) in UNPICKLERS)
@@ -48,7 +48,7 @@ def _dangers_of_call(call: ast.Call) -> Iterator[str]:
     if called == "torch.load" and not _is(keywords.get("weights_only"), value=True):
         yield "calls torch.load without weights_only"
     if "trust_remote_code" in keywords and not _is(keywords["trust_remote_code"], value=False):
-        # The flag itself is declared and forwarded: it is a field then, and no argument of a loader.
+        # The flag is declared and forwarded as a field, and is no argument of a loader.
         yield f"passes trust_remote_code to {called}"
     if not _is(keywords.get("shell"), value=False) and "shell" in keywords:
         yield f"calls {called} with a shell"
@@ -131,7 +131,7 @@ BOUNDARIES = (
 def test_the_threat_model_names_tests_that_exist() -> None:
     page = PAGE.read_text(encoding="utf-8")
     named = NAMED.findall(page)
-    # Nothing that looks like a test may escape the pattern.
+    # The pattern must match every name of a test.
     assert len(named) == page.count("::test_") > 30
     for path, name in named:
         functions = {

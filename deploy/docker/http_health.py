@@ -1,4 +1,4 @@
-"""Container health check of router and launcher: exit 0 when `/health` answers 200 on AIP_HTTP_PORT, or else PORT."""
+"""Container health check of router and launcher: exit 0 if `/health` answers 200 on AIP_HTTP_PORT, or else PORT."""
 
 from __future__ import annotations
 

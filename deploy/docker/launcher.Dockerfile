@@ -1,9 +1,9 @@
-# All in one, used as TGI's image is:
+# Launcher, router and shards in one image, used like TGI's:
 #   docker build -f deploy/docker/launcher.Dockerfile -t millrace .
 #   docker run --shm-size 1g -p 8080:80 -v "$PWD/data:/data" millrace --model-id <hub name or folder>
-# Add --gpus all for NVIDIA GPUs. Without a TORCH_INDEX that names PyTorch's CPU builds, the default
-# build of torch runs on both kinds of machine. With --target sagemaker it reads SageMaker's variables
-# and listens on 8080 (docs/from-tgi.md).
+# Add --gpus all for NVIDIA GPUs. The default build of torch runs on both kinds of machine; a TORCH_INDEX with
+# PyTorch's CPU builds makes a smaller image. With --target sagemaker the image reads SageMaker's variables and
+# listens on 8080 (docs/from-tgi.md).
 ARG PYTHON_IMAGE=python:3.12.11-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS build
@@ -25,9 +25,9 @@ LABEL org.opencontainers.image.title="Millrace" \
       org.opencontainers.image.description="Text-generation server: launcher, router and shards in one container" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="0.1.0"
-# The compiler builds the kernels for the processor that they run on; they are kept on the volume, or each
-# new container would build them again. /data is writable for uid 10001 in a named volume; the default user
-# stays root, because the folders that users mount there are root's.
+# The compiler builds the CPU kernels for the container's processor. The volume keeps them for the next container.
+# In a named volume uid 10001 can write to /data. The default user is root, because folders that users mount there
+# belong to root.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --no-install-recommends --yes g++ \
@@ -51,7 +51,7 @@ ENV PORT=8080
 EXPOSE 8080
 ENTRYPOINT ["python", "/opt/millrace/sagemaker.py"]
 
-# The last stage is what is built when no --target is named.
+# Without --target, docker builds the last stage.
 FROM runtime AS launcher
 EXPOSE 80
 ENTRYPOINT ["millrace-launcher"]

@@ -1,4 +1,4 @@
-# The router alone: REST, scheduling and text, without torch.
+# The router alone: HTTP, scheduling and text, without torch.
 #   docker build -f deploy/docker/router.Dockerfile -t millrace-router .
 ARG PYTHON_IMAGE=python:3.12.11-slim-bookworm
 

@@ -1,6 +1,6 @@
-"""Entrypoint of the image for SageMaker: its variables become the launcher's, and then it is the launcher.
+"""Entrypoint of the image for SageMaker: translates SageMaker's variables and runs the launcher.
 
-SageMaker calls it with the word `serve`, which says nothing; settings come as variables alone, as in TGI's image.
+SageMaker passes the argument `serve`, which is ignored; settings come from variables alone, as in TGI's image.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ VARIABLES = {
 
 
 def main() -> NoReturn:
-    """Become the launcher; exit 1 where no model is named."""
+    """Run the launcher; exit with 1 if no model is named."""
     environment = dict(os.environ)
     for theirs, ours in VARIABLES.items():
         if value := environment.pop(theirs, ""):

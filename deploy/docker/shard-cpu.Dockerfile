@@ -1,4 +1,4 @@
-# One shard of a Millrace model on CPU; needs no other container but its group.
+# One shard of a Millrace model on CPU; it needs no containers except the other shards of its group.
 #   docker build -f deploy/docker/shard-cpu.Dockerfile -t millrace-shard-cpu --build-arg TORCH_INDEX=... .
 ARG PYTHON_IMAGE=python:3.12.11-slim-bookworm
 
@@ -12,7 +12,7 @@ COPY router router
 COPY shard shard
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
     && python -m venv /opt/millrace
-# PyTorch publishes its CPU builds in an index of its own; without it the CUDA build is taken.
+# PyTorch publishes its CPU builds in a separate index; without it, pip installs the CUDA build.
 ARG TORCH_INDEX=""
 RUN /opt/millrace/bin/pip install --no-cache-dir -c constraints.txt \
     ${TORCH_INDEX:+--extra-index-url "${TORCH_INDEX}"} "$(echo /wheels/*.whl)[shard]"
@@ -22,8 +22,8 @@ LABEL org.opencontainers.image.title="Millrace shard (CPU)" \
       org.opencontainers.image.description="One shard of a Millrace model on CPU; needs no other container but its group." \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="0.1.0"
-# The CPU kernels are compiled for the processor they run on, when they first run. A volume at /data keeps them
-# for the next container.
+# The CPU kernels are compiled for the processor at the first start. A volume at /data keeps them for the next
+# container.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --no-install-recommends --yes g++ \

@@ -1,4 +1,4 @@
-# One shard of a Millrace model on an NVIDIA GPU; torch brings the CUDA libraries, the host the driver.
+# One shard of a Millrace model on an NVIDIA GPU. torch includes the CUDA libraries; the host has the driver.
 #   docker build -f deploy/docker/shard-cuda.Dockerfile -t millrace-shard-cuda .
 ARG PYTHON_IMAGE=python:3.12.11-slim-bookworm
 

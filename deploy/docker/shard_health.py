@@ -1,4 +1,4 @@
-"""Container health check of a shard: exit 0 when its standard gRPC health service says SERVING."""
+"""Container health check of a shard: exit 0 if its gRPC health service answers SERVING."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TIMEOUT_SECONDS = 5
 
 
 def open_channel(port: str) -> grpc.Channel:
-    """With TLS where TLS_CERT, TLS_KEY and TLS_CA are set; the certificate has to name localhost too."""
+    """A channel with TLS if TLS_CERT, TLS_KEY and TLS_CA are set; the certificate must name localhost."""
     files = [os.environ.get(name) for name in ("TLS_CA", "TLS_KEY", "TLS_CERT")]
     if not any(files):
         return grpc.insecure_channel(f"127.0.0.1:{port}")

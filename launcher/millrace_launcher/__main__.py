@@ -1,7 +1,7 @@
 """`millrace-launcher`: check the settings, then run the deployment until it ends.
 
-Exit codes: 0 after a signal; 1 when something cannot be had or started, or the router dies again and again; 2 for a
-wrong command line; 3 when the shards die again and again (`ShardCrashLoop`).
+Exit codes: 0 after a signal; 1 if a part cannot start or the router dies repeatedly; 2 for a wrong command line; 3 if
+the shards die repeatedly (`ShardCrashLoop`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from millrace_launcher.supervision.launcher import Launcher
 
 
 def main(argv: Sequence[str] | None = None, programs: Programs | None = None) -> int:
-    """The exit code; 1 and 3 come with `Error: …` on stderr."""
+    """Run and return the exit code; with 1 and 3, stderr has `Error: …`."""
     settings = read_settings(sys.argv[1:] if argv is None else argv)
     logs.setup(settings.launcher)
     try:

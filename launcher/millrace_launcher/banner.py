@@ -1,4 +1,4 @@
-"""What is printed once the server answers: where it is, and requests to paste."""
+"""The text that is printed once the server answers: its address, and requests to paste."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ NUM_TOKENS = 60
 
 
 def url(hostname: str, port: int) -> str:
-    """Where a client on this machine reaches the server."""
+    """The server's URL for clients on this machine."""
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(hostname)  # noqa: S104
     if host is None:
         host = f"[{hostname}]" if ":" in hostname else hostname
@@ -17,7 +17,7 @@ def url(hostname: str, port: int) -> str:
 
 
 def closing_banner(base: str, *, model: str, needs_key: bool) -> str:
-    """URLs for people, a curl command and two lines of Python, ready to paste."""
+    """URLs, a curl command and two lines of Python."""
     request = {"inputs": PROMPT, "parameters": {"max_new_tokens": NUM_TOKENS}}
     body = json.dumps(request, separators=(",", ":"))
     key = ' -H "Authorization: Bearer $API_KEY"' if needs_key else ""

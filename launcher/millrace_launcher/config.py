@@ -1,4 +1,4 @@
-"""The launcher's own flags; those of router and shards are declared by their owners."""
+"""The launcher's own flags. The flags of router and shards are declared in their packages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
 class LauncherConfig(BaseSettings):
-    """What concerns processes alone; an environment variable is the field's name in capitals, the flag beats it."""
+    """Settings of processes. The environment variable is the field's name in capitals; the flag takes precedence."""
 
     model_config = SettingsConfigDict(
         frozen=True, extra="ignore", env_ignore_empty=True, protected_namespaces=()

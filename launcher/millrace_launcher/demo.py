@@ -1,4 +1,4 @@
-"""The small model that is served when none is named."""
+"""The demo model, which is served without --model-id."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).resolve().parent
 
 
 def demo_folder(package: Path = PACKAGE) -> Path:
-    """Its folder, inside the installed package or in a checkout; ArgumentValidation where there is none."""
+    """The model's folder in the installed package or in a checkout. Raises ArgumentValidation."""
     places = (package / "demo_model", package.parents[1] / "demo" / "model")
     for place in places:
         if (place / "config.json").is_file():

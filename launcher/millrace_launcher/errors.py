@@ -1,4 +1,4 @@
-"""How a launch can fail; each but the last is one of TGI's variants, which operators grep for on stderr."""
+"""Failures of a launch. All but the last have the names of TGI's errors, which operators search for on stderr."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class LaunchError(Exception):
 
 
 class ArgumentValidation(LaunchError):  # noqa: N818
-    """Flags that contradict each other or ask for what does not exist."""
+    """Flags contradict each other or cannot be met."""
 
 
 class NotEnoughCUDADevices(LaunchError):  # noqa: N818
-    """Fewer GPUs than shards."""
+    """There are fewer GPUs than shards."""
 
 
 class DownloadError(LaunchError):
@@ -29,19 +29,19 @@ class DownloadError(LaunchError):
 
 
 class ShardCannotStart(LaunchError):  # noqa: N818
-    """A shard said why it cannot start."""
+    """A shard reported why it cannot start."""
 
 
 class WebserverCannotStart(LaunchError):  # noqa: N818
-    """The router said why it cannot start, or never became ready."""
+    """The router reported why it cannot start, or never became ready."""
 
 
 class WebserverFailed(LaunchError):  # noqa: N818
-    """The router died again and again."""
+    """The router died repeatedly."""
 
 
 class ShardCrashLoop(LaunchError):  # noqa: N818
-    """The shards died again and again without a step between."""
+    """The shards died repeatedly without a step in between."""
 
     exit_code = 3
 

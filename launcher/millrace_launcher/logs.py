@@ -1,4 +1,4 @@
-"""The launcher's log, and its children's lines relayed into it: plain text, or one JSON object a line."""
+"""The launcher's log with the lines of its children, as plain text or one JSON object a line."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ LEVELS: Mapping[str, int] = {
 WORDS = {TRACE: "TRACE", logging.DEBUG: "DEBUG", logging.INFO: "INFO", logging.WARNING: "WARN"}
 COLOURS = {"TRACE": "35", "DEBUG": "34", "INFO": "32", "WARN": "33", "ERROR": "31"}
 
-# Control characters but the tab, line separators, marks of direction, and halves of UTF-16 pairs.
+# Control characters except the tab, line separators, direction marks, and halves of UTF-16 pairs.
 UNSAFE = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 log = logging.getLogger("millrace_launcher")
 
 
 def setup(config: LauncherConfig, stream: TextIO | None = None) -> None:
-    """Send the log to `stream`, stdout when absent, in the format the user asked for."""
+    """Write the log to `stream`, or to stdout, in the configured format."""
     stream = sys.stdout if stream is None else stream
     colour = config.log_colorize if config.log_colorize is not None else stream.isatty()
     handler = logging.StreamHandler(stream)
@@ -44,7 +44,7 @@ def setup(config: LauncherConfig, stream: TextIO | None = None) -> None:
 
 
 def relay(line: str, *, source: str, plain_level: int = logging.INFO) -> None:
-    """Log a child's line: a JSON object at the level it names, anything else at `plain_level`."""
+    """Log a child's line: a JSON object at its own level, any other line at `plain_level`."""
     record = _parse(line)
     if record is None:
         if line.strip():
@@ -72,7 +72,7 @@ class JsonFormatter(logging.Formatter):
             "fields": fields,
             "target": getattr(record, "target", record.name),
         }
-        # Half of a UTF-16 pair, which JSON can say and UTF-8 cannot, stays escaped.
+        # Half of a UTF-16 pair is valid in JSON but not in UTF-8, so it stays escaped.
         return json.dumps(line, ensure_ascii=False).encode(errors="backslashreplace").decode()
 
 
@@ -90,7 +90,7 @@ class PlainFormatter(logging.Formatter):
         fields = {k: v for k, v in getattr(record, "fields", {}).items() if k != "message"}
         traceback = fields.pop("exception", None)
         target, message = getattr(record, "target", None), record.getMessage()
-        # Only the launcher's own messages are trusted with more lines than one.
+        # Only the launcher's own messages may have several lines.
         text = _indented(message) if target is None else _one_line(message)
         tail = "".join(f" {_one_line(name)}={_one_line(value)}" for name, value in fields.items())
         if traceback is not None:
@@ -100,17 +100,17 @@ class PlainFormatter(logging.Formatter):
 
 
 def _one_line(text: object) -> str:
-    """Nothing in it moves a terminal's cursor, ends the line or turns the direction of writing."""
+    """Escape characters that move the cursor, end the line or change the direction of writing."""
     return UNSAFE.sub(lambda found: repr(found.group())[1:-1], str(text))
 
 
 def _indented(text: object) -> str:
-    """Its lines, none of which can pass for the start of a record."""
+    """Indent further lines, so that none looks like the start of a record."""
     return "\n    ".join(map(_one_line, str(text).split("\n")))
 
 
 def _parse(line: str) -> dict[str, Any] | None:
-    """A log object with fields, or None for any other line."""
+    """Parse a log object with fields; None for any other line."""
     if not line.startswith("{"):
         return None
     try:
@@ -131,7 +131,7 @@ def _parse(line: str) -> dict[str, Any] | None:
 
 
 def _timestamp(record: logging.LogRecord) -> str:
-    """The child's own time where the line is relayed."""
+    """The child's own time for a relayed line."""
     given = getattr(record, "timestamp", None)
     if given:
         return str(given)

@@ -1,4 +1,4 @@
-"""What Dockerfiles and docker-compose.yml say, read without Docker."""
+"""Reads Dockerfiles and docker-compose.yml without Docker."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def last(dockerfile: Path, instruction: str) -> str:
 
 
 def environment(dockerfile: Path, target: str | None = None) -> dict[str, str]:
-    """What ENV sets in the image."""
+    """The variables that ENV sets in the image."""
     found: dict[str, str] = {}
     for word, rest in image(dockerfile, target):
         if word == "ENV":
@@ -66,16 +66,16 @@ def entrypoint(dockerfile: Path) -> str:
 
 
 def health_script(dockerfile: Path) -> Path:
-    """What HEALTHCHECK runs, in this repository."""
+    """The file of this repository that HEALTHCHECK runs."""
     command = json.loads(last(dockerfile, "HEALTHCHECK").partition("CMD ")[2])
     return ROOT / "deploy" / "docker" / Path(command[-1]).name
 
 
 def dockerfile_of(service: str) -> Path:
-    """Where the image of a service of ours is described."""
+    """The Dockerfile of a service."""
     return ROOT / str(OURS[service]["build"]["dockerfile"])
 
 
 def command_of(service: str) -> list[str]:
-    """The arguments of a service of ours, variables at their defaults."""
+    """The arguments of a service, with default values of variables."""
     return [DEFAULT.sub(r"\1", argument) for argument in OURS[service]["command"]]

@@ -114,7 +114,7 @@ def test_every_foreign_image_is_pinned(service: str) -> None:
 
 
 def volumes_of(service: dict[str, Any]) -> dict[str, str]:
-    """Source by the place where it is mounted, variables at their defaults."""
+    """Sources by mount point, with default values of variables."""
     volumes = (DEFAULT.sub(r"\1", volume) for volume in service.get("volumes", []))
     parts = (volume.removesuffix(":ro").rpartition(":") for volume in volumes)
     return {target: source for source, _, target in parts}
@@ -149,7 +149,7 @@ def test_compiled_kernels_outlive_the_container(service: str) -> None:
 
 
 def test_secrets_are_handed_on_only_where_they_are_set() -> None:
-    """A name without a value; an empty one would be refused as a key."""
+    """The variable is passed without a value, since an empty key is refused."""
     assert OURS["launcher"]["environment"] == ["HF_TOKEN", "API_KEY"]
     assert OURS["router"]["environment"] == ["API_KEY"]
 

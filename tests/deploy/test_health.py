@@ -27,7 +27,7 @@ def status(script: str, **environment: str) -> int:
 
 
 class Answer(BaseHTTPRequestHandler):
-    """200 on /health while the server is well, 503 when not."""
+    """A server whose /health answers 200, or 503 if it is not healthy."""
 
     def do_GET(self) -> None:
         well = self.path == "/health" and getattr(self.server, "well", True)
@@ -35,7 +35,7 @@ class Answer(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        """Stay quiet."""
+        """Do not log."""
 
 
 @pytest.fixture

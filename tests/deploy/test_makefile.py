@@ -1,4 +1,4 @@
-"""What make's verbs would run, and where they are told of."""
+"""The commands of make's verbs, and their descriptions."""
 
 from __future__ import annotations
 

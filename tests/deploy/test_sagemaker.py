@@ -1,4 +1,4 @@
-"""The entrypoint of the image for SageMaker, run as the image runs it, before a launcher that tells what it gets."""
+"""The entrypoint of the image for SageMaker with a launcher that prints its arguments and variables."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def sagemaker_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def run() -> subprocess.CompletedProcess[str]:
-    """As SageMaker does."""
+    """Start it as SageMaker does."""
     return subprocess.run(
         [sys.executable, str(SCRIPT), "serve"], capture_output=True, text=True, check=False
     )

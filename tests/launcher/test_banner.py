@@ -1,4 +1,4 @@
-"""What the banner offers can be pasted."""
+"""The banner's commands run when they are pasted."""
 
 from __future__ import annotations
 

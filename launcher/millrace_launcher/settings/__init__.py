@@ -1,4 +1,4 @@
-"""From the command line and environment to the command of each child.
+"""Command line and environment, checked, and the commands of the children.
 
 Entry points: `arguments.read_settings`, `prepare.prepare`.
 May import: demo, logs, config, errors, and the `config` modules of the planes.

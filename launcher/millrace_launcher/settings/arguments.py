@@ -1,4 +1,4 @@
-"""The launcher's command line: TGI's flags and ours, to checked settings; wrong ones end with exit code 2."""
+"""Parses the launcher's command line: TGI's flags and Millrace's own. Errors end with exit code 2."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from millrace_shard.config import ShardConfig
 
 Config = TypeVar("Config", bound=BaseSettings)
 
-# Stand-ins until the model is resolved and the shards are counted; torchrun and others export RANK too.
+# Placeholders until the model is resolved and the number of shards is known; torchrun and others export RANK.
 ROUTER_LATER = {"model_folder": Path()}
 SHARD_LATER = {
     "model_folder": Path(),
@@ -44,24 +44,24 @@ GROUPS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Everything the user asked for. The folders and addresses of router and shard are not resolved yet."""
+    """All settings of the user. Folders and addresses of router and shards are not resolved yet."""
 
     launcher: LauncherConfig
     router: RouterConfig
     shard: ShardConfig
     given: frozenset[str]
-    """Fields that came from the command line."""
+    """Fields from the command line."""
     from_environment: frozenset[str]
-    """Fields that came from the environment."""
+    """Fields from the environment."""
     show_env: bool = False
 
     @property
     def chosen(self) -> frozenset[str]:
-        """Fields that the user set, either way."""
+        """Fields from either."""
         return self.given | self.from_environment
 
     def configured(self) -> list[tuple[str, str, str]]:
-        """(field, value, origin) of every flag, secrets hidden; the origin is flag, environment or default."""
+        """(field, value, origin) of every flag without secrets; the origin is flag, environment or default."""
         configs: Mapping[str, BaseSettings] = {
             "launcher": self.launcher,
             "router": self.router,
@@ -77,7 +77,7 @@ class Settings:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Argparse, but an unknown flag is answered with the nearest right one."""
+    """An argument parser whose errors name the most similar flag."""
 
     def __init__(self, flags: Sequence[Flag]) -> None:
         super().__init__(
@@ -102,7 +102,7 @@ class _Parser(argparse.ArgumentParser):
         self._options = ["--env", "--version", "--help", *(flag.option for flag in flags)]
 
     def parse(self, argv: Sequence[str]) -> dict[str, str | list[str]]:
-        """What was given, unchecked, by field name."""
+        """Parse to unchecked values by field name."""
         known, unknown = self.parse_known_args(argv)
         if unknown:
             self.error(self._unexpected(unknown[0]))
@@ -120,7 +120,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def read_settings(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Settings:
-    """Parse and check the command line and `os.environ`; SystemExit 2 with a message when either is wrong."""
+    """Parse and check the command line and `os.environ`; SystemExit 2 with a message if either is wrong."""
     environ = os.environ if environ is None else environ
     parser = _Parser(list(all_flags()))
     given = parser.parse(argv)
@@ -158,7 +158,7 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
 
 
 def _build(config: type[Config], given: Mapping[str, object], problems: list[str]) -> Config | None:
-    """The owner's settings from what was given and the environment; problems are appended as sentences."""
+    """The owner's settings from arguments and environment; messages about errors are appended to `problems`."""
     try:
         return config(**_owned(config, given))
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""Settings that contradict each other, ask for what does not exist, or are accepted without effect."""
+"""Checks for contradictory and unsupported settings, and for settings without effect."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ VARIABLES_WITHOUT_EFFECT = {
     "HF_MODEL_TRUST_REMOTE_CODE": "code from a model repository is never run",
     "SM_NUM_GPUS": f"{_SAGEMAKER}; NUM_SHARD is read",
 }
-"""What TGI or its image for SageMaker reads from the environment alone."""
+"""Variables of TGI, or of its image for SageMaker, that are no flags."""
 
 
 def check(settings: Settings) -> None:
-    """Raise ArgumentValidation for the first thing that cannot be served."""
+    """Raise ArgumentValidation for the first setting that cannot be served."""
     _refuse_unsupported(settings)
     router, launcher = settings.router, settings.launcher
     if launcher.max_input_length is not None and router.max_input_tokens is not None:
@@ -115,7 +115,7 @@ def check(settings: Settings) -> None:
 def notices(
     settings: Settings, *, on_cpu: bool, environ: Mapping[str, str] | None = None
 ) -> Iterator[str]:
-    """A line for each flag, and each of TGI's variables in `os.environ`, that was set and changes nothing."""
+    """A line for each flag, and for each of TGI's variables in `os.environ`, that is set but has no effect."""
     environ = os.environ if environ is None else environ
     chunked = settings.router.prefill_chunking == "on"
     reasons = (

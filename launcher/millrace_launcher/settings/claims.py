@@ -1,4 +1,4 @@
-"""Socket paths and a port that belong to one deployment of this host, for as long as its launcher lives."""
+"""Reserves socket paths and a port of this host for one launcher."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from millrace_launcher.settings.sockets import clear_socket
 
 
 def socket_paths(prefix: str, num_shard: int) -> list[Path]:
-    """The shards' sockets by rank."""
+    """The paths of the shards' sockets by rank."""
     return [Path(f"{prefix}-{rank}") for rank in range(num_shard)]
 
 
 @contextmanager
 def claimed_sockets(prefix: str, *, num_shard: int, may_move: bool) -> Iterator[str]:
-    """Keep `prefix` from every other launcher while the block runs, its dead sockets removed.
+    """Reserve `prefix` during the block, and remove dead sockets.
 
-    Where it is taken, the prefix given is a new one in a private folder if it may move; else ArgumentValidation.
+    If it is in use, the result is a prefix in a new private folder, or ArgumentValidation unless `may_move`.
     """
     with ExitStack() as held:
         try:
@@ -44,10 +44,10 @@ def claimed_sockets(prefix: str, *, num_shard: int, may_move: bool) -> Iterator[
 
 @contextmanager
 def claimed_port(wanted: int, *, may_move: bool, locks: Path | None = None) -> Iterator[int]:
-    """Where the shards meet: `wanted`, or a free port if that one is taken and may be left.
+    """The port where the shards meet: `wanted`, or a free port if that one is in use and `may_move`.
 
-    The shards listen there only once they have loaded, so until then a lock in `locks`, the folder of temporary
-    files when absent, keeps the port from other launchers.
+    The shards listen there only after loading, so a lock file in `locks`, by default in the folder of temporary files,
+    reserves the port against other launchers.
     """
     with ExitStack() as held:
         port = wanted
@@ -82,7 +82,7 @@ def _is_free(port: int) -> bool:
 
 @contextmanager
 def _locked(prefix: str) -> Iterator[None]:
-    """Hold `{prefix}.lock`; the kernel lets go of it however this process ends."""
+    """Hold `{prefix}.lock`; the kernel releases it however this process ends."""
     path = Path(f"{prefix}.lock")
     descriptor = _lock(path, prefix)
     try:
@@ -108,14 +108,14 @@ def _lock(path: Path, prefix: str) -> int:
             raise ArgumentValidation(
                 f"another server uses {prefix}; stop it or choose another --shard-uds-path"
             ) from None
-        # An ending launcher may have removed the file between the two calls.
+        # Another launcher may have removed the file between the two calls.
         if _names(path, descriptor):
             return descriptor
         os.close(descriptor)
 
 
 def _names(path: Path, descriptor: int) -> bool:
-    """Whether the path still leads to the open file."""
+    """Whether the path still names the open file."""
     with suppress(FileNotFoundError):
         return os.path.samestat(path.lstat(), os.fstat(descriptor))
     return False

@@ -16,13 +16,13 @@ from millrace_launcher.settings.flags import OWNERS, SECRETS, as_text, option_na
 from millrace_launcher.settings.threads import ThreadPlan
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
-# What the hub's client and the download read from the environment under a flag's name.
+# The hub's client and the download read these variables, which have names of flags.
 KEPT_VARIABLES = frozenset({"HUGGINGFACE_HUB_CACHE", "WEIGHTS_CACHE_OVERRIDE"})
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What to run: a program by absolute path with arguments, its whole environment, descriptors it inherits."""
+    """A program by absolute path with arguments, its environment, and inherited file descriptors."""
 
     name: str
     argv: tuple[str, ...]
@@ -32,7 +32,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """What the children are."""
+    """The programs of the children."""
 
     shard: tuple[str, ...] = (sys.executable, "-m", "millrace_shard")
     router: tuple[str, ...] = (sys.executable, "-m", "millrace_router")
@@ -40,7 +40,7 @@ class Programs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commands:
-    """Builds the commands of one launch; the environment given is the launcher's own."""
+    """Builds the commands of one launch; `environ` is the launcher's environment."""
 
     settings: Settings
     model_id: str
@@ -54,7 +54,7 @@ class Commands:
     programs: Programs = Programs()
 
     def download(self) -> Command:
-        """Resolves the model, and what guesses for it, to folders, which are the last line it prints."""
+        """The command that resolves model and draft model; its last line of stdout has their folders."""
         launcher, draft_model = self.settings.launcher, self.settings.shard.draft_model
         revision = (f"--revision={launcher.revision}",) if launcher.revision else ()
         draft = (f"--draft-model={draft_model}",) if draft_model else ()
@@ -63,7 +63,7 @@ class Commands:
         return Command("download", argv, self._environment())
 
     def shard(self, rank: int, folder: Path, draft: Path | None = None) -> Command:
-        """One rank of the tensor-parallel group; `draft` is the folder of what guesses for the model."""
+        """The command of one rank of the tensor-parallel group; `draft` is the folder of the draft model."""
         config = self.settings.shard.model_copy(
             update={
                 "uds_path": self.shard_uds_path,
@@ -88,7 +88,7 @@ class Commands:
         return Command(f"shard-{rank}", argv, self._environment() | dict(self.threads.environment))
 
     def router(self, folder: Path, supervisor_fd: int | None = None) -> Command:
-        """The HTTP server in front of all shards; it inherits `supervisor_fd`."""
+        """The command of the HTTP server, which inherits `supervisor_fd`."""
         launcher, router = self.settings.launcher, self.settings.router
         commit = COMMIT.search(folder.name)
         config = router.model_copy(
@@ -116,7 +116,7 @@ class Commands:
         return Command("router", argv, environment, inherited)
 
     def guard(self) -> Command:
-        """Unlinks the sockets once the launcher is gone."""
+        """The command of the guard, which removes the sockets after the launcher's end."""
         argv = (
             sys.executable,
             "-m",
@@ -126,11 +126,11 @@ class Commands:
         return Command("guard", argv, dict(self.environ))
 
     def socket_paths(self) -> list[Path]:
-        """The shards' sockets by rank."""
+        """The paths of the shards' sockets by rank."""
         return socket_paths(self.shard_uds_path, self.num_shard)
 
     def _environment(self) -> dict[str, str]:
-        """The launcher's, less what is forwarded as flags, plus what the hub's client reads."""
+        """The launcher's environment without forwarded flags, with the hub client's variables."""
         forwarded = {name.upper() for config in OWNERS.values() for name in config.model_fields}
         dropped = forwarded - KEPT_VARIABLES
         environment = {name: value for name, value in self.environ.items() if name not in dropped}
@@ -148,7 +148,7 @@ class Commands:
 
 
 def options(config: BaseSettings, *, leave_out: frozenset[str] | set[str]) -> list[str]:
-    """Flags that recreate a configuration: every field that differs from its default."""
+    """The flags of a configuration: every field that differs from its default."""
     found = []
     for name, field in type(config).model_fields.items():
         value = getattr(config, name)

@@ -30,7 +30,7 @@ def query_gpus(column: str) -> list[str]:
 def visible_devices(
     variables: HostVariables, query: Callable[[str], list[str]] = query_gpus
 ) -> int | None:
-    """GPUs that the environment names; None when it names none, as on a bare host."""
+    """The number of GPUs that the environment names; None if it names none, as on a bare host."""
     if variables.cuda_visible_devices is not None:
         return _count(variables.cuda_visible_devices)
     nvidia = variables.nvidia_visible_devices
@@ -41,9 +41,9 @@ def visible_devices(
 
 
 def shard_count(*, sharded: bool | None, num_shard: int | None, visible: int | None) -> int:
-    """TGI's table of `--sharded` and `--num-shard`.
+    """The number of shards by TGI's rules for `--sharded` and `--num-shard`.
 
-    Raises ArgumentValidation or NotEnoughCUDADevices where the flags ask for shards that there cannot be.
+    Raises ArgumentValidation or NotEnoughCUDADevices if the flags cannot be met.
     """
     if sharded and num_shard is None:
         if visible is None or visible <= 1:
@@ -61,5 +61,5 @@ def shard_count(*, sharded: bool | None, num_shard: int | None, visible: int | N
 
 
 def _count(devices: str) -> int:
-    """Entries of a comma-separated list; an empty list or -1 means none."""
+    """The number of entries of a comma-separated list; an empty list or -1 means none."""
     return len([device for device in devices.split(",") if device.strip() not in ("", "-1")])

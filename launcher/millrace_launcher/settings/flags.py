@@ -1,4 +1,4 @@
-"""Every flag a user of the launcher may give, collected from the three owners' declarations."""
+"""The launcher's flags, collected from the declarations of launcher, router and shard."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OWNERS: Mapping[str, type[BaseSettings]] = {
     "router": RouterConfig,
     "shard": ShardConfig,
 }
-# What the launcher tells its children, and no user the launcher.
+# Settings that the launcher passes to its children, and that users cannot give to the launcher.
 WIRING: Mapping[str, frozenset[str]] = {
     "launcher": frozenset(),
     "router": frozenset(
@@ -68,7 +68,7 @@ SECRETS = frozenset({"api_key", "ngrok_authtoken"})
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One flag, as its owner declares it."""
+    """One flag as its owner declares it."""
 
     owner: str
     name: str
@@ -76,7 +76,7 @@ class Flag:
 
     @property
     def option(self) -> str:
-        """As typed: `--max-input-tokens`."""
+        """The flag's name on the command line, such as `--max-input-tokens`."""
         return option_name(self.name)
 
     @property
@@ -86,17 +86,17 @@ class Flag:
 
     @property
     def is_switch(self) -> bool:
-        """Whether it takes no value on the command line."""
+        """Whether it has no value on the command line."""
         return self.field.annotation is bool
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether it may be given more than once."""
+        """Whether it may occur several times."""
         return get_origin(self.field.annotation) is tuple
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The words it takes, or nothing when it takes any."""
+        """The allowed words, or empty if any value is allowed."""
         for kind in _alternatives(self.field.annotation):
             if get_origin(kind) is Literal:
                 return tuple(map(str, get_args(kind)))
@@ -104,7 +104,7 @@ class Flag:
 
     @property
     def type_word(self) -> str:
-        """For --help: INT, STR, …"""
+        """The type for --help: INT, STR, …"""
         kinds = [kind for kind in _alternatives(self.field.annotation) if kind is not type(None)]
         kind = get_args(kinds[0])[0] if get_origin(kinds[0]) is tuple else kinds[0]
         words = {"ByteSize": "BYTES", "bool": "true|false"}
@@ -113,12 +113,12 @@ class Flag:
 
     @property
     def default_text(self) -> str | None:
-        """The default as a user would type it; None when there is none."""
+        """The default as it is written on the command line, or None."""
         return as_text(self.field.default)
 
 
 def all_flags() -> Iterator[Flag]:
-    """By owner, in the order of declaration; a flag that two children share appears once."""
+    """All flags by owner in the order of declaration; a shared flag appears once."""
     seen: set[str] = set()
     for owner, config in OWNERS.items():
         for name, field in config.model_fields.items():
@@ -128,12 +128,12 @@ def all_flags() -> Iterator[Flag]:
 
 
 def option_name(name: str) -> str:
-    """The flag of a field."""
+    """The flag's name on the command line."""
     return "--" + name.replace("_", "-")
 
 
 def as_text(value: Any) -> str | None:  # noqa: ANN401
-    """A field's value in the form that the command line and the environment take."""
+    """A field's value in the form of command line and environment."""
     if value is None or value is PydanticUndefined:
         return None
     if isinstance(value, bool):

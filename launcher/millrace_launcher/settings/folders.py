@@ -1,4 +1,4 @@
-"""Where what is served lies."""
+"""The folders of the served model."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class ModelFolders:
-    """Local folders, as the download has found them."""
+    """Local folders that the download found."""
 
     model: Path
     draft: Path | None = None
-    """Of a draft model or of Medusa heads, which guess for the model."""
+    """The folder of a draft model or of Medusa heads."""

@@ -1,4 +1,4 @@
-"""What OpenMP's runtime leaves behind in shared memory when its process is killed."""
+"""Removes files of OpenMP runtimes of killed processes from shared memory."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 
 
 def remove_registration(pid: int, folder: Path = SHARED_MEMORY) -> None:
-    """Unlink the entries by which a process that has ended knew its copy of the runtime; one that exits does it itself.
+    """Remove the files with which the OpenMP runtime of an ended process was registered.
 
-    Intel's and LLVM's runtimes make `__KMP_REGISTERED_LIB_{pid}_{uid}`: 4 KiB for every shard that was ever killed.
+    Intel's and LLVM's runtimes make `__KMP_REGISTERED_LIB_{pid}_{uid}` of 4 KiB, and remove it unless they are killed.
     """
     for entry in folder.glob(f"__KMP_REGISTERED_LIB_{pid}_*"):
         with suppress(OSError):

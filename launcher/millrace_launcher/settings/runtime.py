@@ -1,4 +1,4 @@
-"""What `--env` prints: the facts that a bug report needs."""
+"""The output of `--env`: facts for bug reports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROGRAM_SECONDS = 30
 
 
 def runtime_info(variables: HostVariables) -> str:
-    """Target, versions, commit, container label and the accelerators that are seen."""
+    """Target, versions, commit, container label and accelerators."""
     rows = {
         "Target": f"{platform.machine()}-{platform.system().lower()}",
         "Python version": platform.python_version(),
@@ -34,7 +34,7 @@ def runtime_info(variables: HostVariables) -> str:
 
 
 def millrace_version() -> str:
-    """The distribution's; a checkout that was never installed has none."""
+    """The version of the installed distribution; `not installed` for a bare checkout."""
     return _version("millrace")
 
 

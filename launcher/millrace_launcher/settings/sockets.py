@@ -1,4 +1,4 @@
-"""Addresses that must be free before a start, and socket files that must not outlive a server."""
+"""Checks of ports, and removal of dead socket files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from millrace_launcher.errors import ArgumentValidation
 
 
 def refuse_busy_port(hostname: str, port: int) -> None:
-    """Raise ArgumentValidation when the router could not listen there."""
+    """Raise ArgumentValidation if the router could not listen there."""
     family = socket.AF_INET6 if ":" in hostname else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -22,7 +22,7 @@ def refuse_busy_port(hostname: str, port: int) -> None:
 
 
 def clear_socket(path: Path) -> None:
-    """Remove the socket that a dead server left; raise ArgumentValidation when it is anything else."""
+    """Remove the socket of a dead server; raise ArgumentValidation for any other file."""
     if not path.exists() and not path.is_symlink():
         return
     if not path.is_socket():
@@ -38,7 +38,7 @@ def clear_socket(path: Path) -> None:
 
 
 def remove_dead_socket(path: Path) -> bool:
-    """Unlink a socket nobody listens on; False when somebody does. True when there is none."""
+    """Remove a socket without a listener; False if a process listens on it, True if it does not exist."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(str(path))

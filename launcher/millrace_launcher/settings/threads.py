@@ -1,4 +1,4 @@
-"""How many threads a shard computes with on CPU, and which OpenMP runtime runs them."""
+"""The number of a shard's CPU threads, and its OpenMP runtime."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INTEL_OPENMP = "libiomp5.so"
 
 @dataclass(frozen=True, slots=True)
 class ThreadPlan:
-    """Threads of one shard, and the environment that its OpenMP runtime reads at start."""
+    """Threads of one shard, and variables of its OpenMP runtime."""
 
     threads: int
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -29,13 +29,12 @@ def plan_threads(
     intel_openmp: Path | None,
     environ: Mapping[str, str],
 ) -> ThreadPlan:
-    """Share `cores` between the shards of this host and the router.
+    """Divide `cores` among the shards of this host and the router.
 
-    The idle threads of libgomp, which PyTorch brings, spin at every barrier: next to a busy router a step of two
-    threads on two cores then takes ten to twenty times as long. Intel's runtime with a block time of 1 ms sleeps
-    soon enough, so with it the shards take all cores. Without it one core is left to the router, and the threads
-    of a shard never outnumber the cores they have. A count the user asked for is kept, and so is every variable
-    the user has set.
+    The idle threads of libgomp, which PyTorch includes, spin at every barrier, so a step of two threads on two cores
+    takes ten to twenty times as long beside a busy router. With Intel's runtime and a block time of 1 ms idle threads
+    sleep, so the shards get all cores. Without it the router keeps one core. A requested number of threads and the
+    user's variables are kept.
     """
     environment = {"THP_MEM_ALLOC_ENABLE": "1"}
     if intel_openmp is not None and "LD_PRELOAD" not in environ:
@@ -53,14 +52,14 @@ def plan_threads(
 
 
 def usable_cores(*, cgroup: Path = CGROUP) -> int:
-    """Cores this process may run on, by affinity and by the container's quota, at least 1."""
+    """Cores of this process by affinity and by the container's quota, at least 1."""
     cores = len(os.sched_getaffinity(0))
     quota = _cgroup_cores(cgroup)
     return cores if quota is None else min(cores, max(1, quota))
 
 
 def _cgroup_cores(cgroup: Path) -> int | None:
-    """Whole cores of the quota of version 2 or 1, whose words for none are `max` and -1."""
+    """Whole cores in the quota of cgroups 2 or 1; no quota is `max` or -1."""
     for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
         try:
             quota, period = " ".join((cgroup / name).read_text() for name in files).split()
@@ -71,7 +70,7 @@ def _cgroup_cores(cgroup: Path) -> int | None:
 
 
 def find_intel_openmp() -> Path | None:
-    """Intel's OpenMP runtime as PyPI's intel-openmp installs it; None elsewhere than on x86 Linux."""
+    """The library of PyPI's intel-openmp; None except on x86 Linux."""
     if platform.machine() != "x86_64" or sys.platform != "linux":
         return None
     packages = [Path(entry).parents[1] for entry in sys.path if entry.endswith("site-packages")]

@@ -1,4 +1,4 @@
-"""Starts, watches, restarts and stops the children.
+"""Starts, monitors, restarts and stops the children.
 
 Entry point: `launcher.Launcher`.
 May import: settings, banner, demo, logs.

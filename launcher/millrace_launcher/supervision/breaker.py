@@ -1,4 +1,4 @@
-"""Decides how soon what died is started again, and when to stop trying."""
+"""Decides when a dead child is restarted, and when restarting ends."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ LONGEST_DELAY_SECONDS = 30.0
 
 @dataclass(slots=True)
 class Breaker:
-    """Counts restarts without progress; those of a search for the request that kills shards are counted apart."""
+    """Counts restarts without progress. Restarts of a poison-request search are counted separately."""
 
     max_restarts: int
-    """How many restarts without progress there may be."""
+    """Allowed restarts without progress."""
     restarts: int = 0
-    """How many there were since the last progress."""
+    """Restarts since the last progress."""
     searches: int = 0
-    """How many more there were that a search had to itself."""
+    """Restarts of the poison-request search since the last progress."""
     allowance: int = 0
-    """How many of those the search may have."""
+    """Allowed restarts of the search."""
 
     def progressed(self) -> None:
-        """What was restarted has done its work: everything is forgiven."""
+        """Reset the counts after progress."""
         self.restarts = self.searches = self.allowance = 0
 
     def suspect(self, count: int) -> None:
-        """A search goes on among `count` requests; bisection takes two restarts for each halving."""
+        """Allow restarts for a search among `count` requests: bisection needs two for each halving."""
         if count > 0:
             self.allowance = max(self.allowance, 2 * math.ceil(math.log2(count)) + 4)
 
     def restart(self, *, was_ready: bool = True) -> float | None:
-        """One more restart is due: seconds to wait before it, None when there have been enough.
+        """Count a restart and return the seconds to wait before it; None if no more restarts are allowed.
 
-        What was not ready when it died was not killed by a request, so that is no part of a search.
+        A child that was not ready was not killed by a request, so its death is not part of a search.
         """
         if was_ready and self.searches < self.allowance:
             self.searches += 1
@@ -46,13 +46,13 @@ class Breaker:
 
 
 def delay_seconds(restarts: int) -> float:
-    """The first restart comes at once, each further one after twice as long as the one before it."""
+    """The pause before a restart: none before the first, then doubled with each."""
     if restarts <= 1:
         return 0.0
-    # Doubling ends long before the exponent is a problem.
+    # The bound keeps the exponent small; the longest delay is reached before.
     return min(FIRST_DELAY_SECONDS * 2.0 ** min(restarts - 2, 16), LONGEST_DELAY_SECONDS)
 
 
 def is_steady(ready_at: float | None, now: float, *, enough_seconds: float) -> bool:
-    """Whether what has been ready since then, if ever, served so long that it did more than start."""
+    """Whether a child that became ready at `ready_at`, if ever, served for `enough_seconds`."""
     return ready_at is not None and now - ready_at >= enough_seconds

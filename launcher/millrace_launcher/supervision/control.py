@@ -1,4 +1,4 @@
-"""The launcher's end of the line to the router: one JSON object a line, each way. It never waits and never raises."""
+"""The launcher's end of the socket to the router: JSON lines both ways. It never blocks and never raises."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ LONGEST_REASON = 1000
 
 
 class Control:
-    """One router's line; a new router gets a new one. The router's end has to be closed here once it has it."""
+    """The socket to one router. The launcher closes the router's end after the router has inherited it."""
 
     def __init__(self, on_event: Callable[[Mapping[str, Any]], None]) -> None:
-        """Events are objects whose `event` is a string; anything else that arrives is dropped."""
+        """`on_event` gets objects whose `event` is a string; anything else is dropped."""
         self._on_event = on_event
         self._ours, self.theirs = socket.socketpair()
         self._ours.settimeout(0)
@@ -29,27 +29,27 @@ class Control:
         asyncio.get_running_loop().add_reader(self._ours, self._read)
 
     def restarting(self, reason: str, *, planned: bool) -> None:
-        """The shards are about to be brought down, or are down."""
+        """Report that the shards are about to go down, or are down."""
         self._write({"event": "restarting", "planned": planned, "reason": reason[:LONGEST_REASON]})
 
     def gave_up(self, reason: str) -> None:
-        """Nobody restarts the shards any more."""
+        """Report that the shards will not be restarted."""
         self._write({"event": "gave_up", "reason": reason[:LONGEST_REASON]})
 
     def close(self) -> None:
-        """Hang up."""
+        """Close both ends."""
         self.theirs.close()
         if self._ours.fileno() != -1:
             asyncio.get_running_loop().remove_reader(self._ours)
             self._ours.close()
 
     def _write(self, event: Mapping[str, Any]) -> None:
-        # The rest of a line that was cut off must not swallow this one.
+        # An incomplete line must not merge with this one.
         line = b"\n" * self._is_broken + json.dumps(event).encode() + b"\n"
         try:
             sent = self._ours.send(line)
         except OSError as error:
-            log.debug("the router was not told of %s: %s", event["event"], error)
+            log.debug("event %s was not sent to the router: %s", event["event"], error)
         else:
             self._is_broken = sent < len(line)
 
@@ -66,14 +66,14 @@ class Control:
         *lines, rest = (self._received + received).split(b"\n")
         self._received = rest if len(rest) <= LONGEST_LINE_BYTES else b""
         for line in lines:
-            self._heed(line)
+            self._handle(line)
 
-    def _heed(self, line: bytes) -> None:
+    def _handle(self, line: bytes) -> None:
         event = None
-        # Deeply nested JSON is garbage too.
+        # Deeply nested JSON raises RecursionError.
         with suppress(ValueError, RecursionError):
             event = json.loads(line)
         if isinstance(event, dict) and isinstance(event.get("event"), str):
             self._on_event(event)
         elif line:
-            log.debug("the router sent what is no event: %r", line[:100])
+            log.debug("the router sent an invalid event: %r", line[:100])

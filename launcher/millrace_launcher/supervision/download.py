@@ -1,4 +1,4 @@
-"""From the name of a model to the folder it lies in."""
+"""Resolves the name of a model to its folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GRACE_SECONDS = 10.0
 
 
 async def resolve_model(commands: Commands, children: Children) -> ModelFolders:
-    """Run the download, whose last line of stdout names the folders. Raises DownloadError."""
+    """Run the download; its last line of stdout has the folders. Raises DownloadError."""
     log.info("Starting check and download process for %s", commands.model_name)
     last = ""
 

@@ -1,8 +1,7 @@
-"""Outlives the launcher by a moment, so that even its `kill -9` leaves no child and no socket file.
+"""Kills the launcher's children and removes their sockets if the launcher itself was killed.
 
-Its stdin closes however the launcher ends. Until then it reads lines: `PID` of a child that has been started, `gone
-PID` of one that has ended with all it started, and `done` once that is true of all. Without that word it kills those
-that are left.
+The guard reads lines on stdin: `PID` for a started child, `gone PID` for one that has ended with its descendants, and
+`done` at an orderly end. When stdin closes without `done`, the guard kills the remaining children.
 """
 
 from __future__ import annotations
@@ -18,21 +17,21 @@ from pathlib import Path
 from millrace_launcher.settings.openmp import remove_registration
 from millrace_launcher.settings.sockets import remove_dead_socket
 
-PATIENCE_SECONDS = 10.0
+TIMEOUT_SECONDS = 10.0
 POLL_SECONDS = 0.02
 DONE = "done"
 GONE = "gone "
 
 
 def main() -> None:
-    """Guard the sockets named on the command line."""
+    """Guard the sockets on the command line."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     left = left_over(sys.stdin)
     for pid in left:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     waiting = [Path(name) for name in sys.argv[1:]]
     while waiting and time.monotonic() < deadline:
         waiting = [path for path in waiting if not remove_dead_socket(path)]
@@ -43,7 +42,7 @@ def main() -> None:
 
 
 def left_over(lines: Iterable[str]) -> set[int]:
-    """Children that the launcher left behind."""
+    """The process ids of remaining children."""
     left: set[int] = set()
     for line in map(str.strip, lines):
         if line == DONE:

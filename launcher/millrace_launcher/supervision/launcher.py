@@ -1,4 +1,4 @@
-"""The life of a deployment: download, shards, router, whatever happens to them, and down again in reverse."""
+"""Runs a deployment: download, shards, router, and an orderly end in reverse order."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from millrace_launcher.supervision.tasks import cancel, first
 from millrace_launcher.supervision.webserver import Webserver
 from millrace_router.config import listen_address
 
-# When the grace is over, the router still cuts off what runs and gives its last answers 5 s to be sent.
+# After the grace, the router ends running requests and has 5 s to send its last answers.
 EXIT_MARGIN_SECONDS = 10.0
-# For the router to tell its clients that the shards do not come back, before it is asked to end.
+# Time for the router to report to its clients that the shards do not come back.
 LAST_WORDS_SECONDS = 1.0
 LOST_GRACE_SECONDS = 5.0
 
 
 class Launcher:
-    """Owns every child: whatever ends `run`, none of them and none of their sockets is left."""
+    """Owns every child; after `run`, no child and no socket is left."""
 
     def __init__(self, commands: Commands) -> None:
         self._commands = commands
@@ -42,7 +42,7 @@ class Launcher:
         self._had_terminal = has_terminal()
 
     async def run(self) -> None:
-        """Serve until a signal; raises LaunchError for every other ending."""
+        """Serve until a signal. Raises LaunchError for any other end."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
@@ -56,7 +56,7 @@ class Launcher:
             await self._shut_down()
 
     def _on_signal(self, number: signal.Signals) -> None:
-        """The first signal asks for an orderly end; a second Ctrl-C takes everything down at once."""
+        """Start an orderly end; kill the children after a second Ctrl-C."""
         if not self._stop.is_set():
             log.info("%s received, shutting down", signal.Signals(number).name)
             self._stop.set()
@@ -65,7 +65,7 @@ class Launcher:
             self._children.kill()
 
     def _on_hang_up(self) -> None:
-        """A terminal that was closed ends the deployment; anybody else who sends it wants new shards."""
+        """End the deployment if its terminal was closed; otherwise restart the shards."""
         if self._had_terminal and not has_terminal():
             self._on_signal(signal.SIGHUP)
         elif self._is_announced:
@@ -94,7 +94,7 @@ class Launcher:
         sys.stdout.flush()
 
     async def _give_up(self, reason: str) -> None:
-        """Leave the router a moment to tell its clients."""
+        """Give the router time to report to its clients."""
         log.error("Giving up on the shards: %s", reason)
         self._webserver.gave_up(reason)
         self._grace = LOST_GRACE_SECONDS
@@ -103,9 +103,9 @@ class Launcher:
                 await self._stop.wait()
 
     async def _shut_down(self) -> None:
-        """Router first, so that requests drain while the shards live; then shards; then sockets."""
-        warning = asyncio.create_task(self._warn_of_dead_shards())
-        # If they are gone already, the router hears of it before it is asked to end.
+        """End the router first, so that requests finish on live shards; then the shards; then the guard."""
+        warning = asyncio.create_task(self._report_dead_shards())
+        # If the shards are dead already, the router gets that message before SIGTERM.
         await asyncio.sleep(0)
         try:
             await self._webserver.terminate(self._grace)
@@ -114,14 +114,14 @@ class Launcher:
         await self._shards.terminate(self._grace)
         await self._children.dismiss_guard()
 
-    async def _warn_of_dead_shards(self) -> None:
-        """Requests do not wait out the grace for shards that nobody restarts any more."""
+    async def _report_dead_shards(self) -> None:
+        """Report dead shards to the router, so that requests do not wait for them during the grace."""
         await self._shards.death()
         self._webserver.gave_up("the server is shutting down, and its shards are gone")
 
 
 def has_terminal() -> bool:
-    """Whether stdin is the terminal that controls this process, and still there."""
+    """Whether stdin is this process's controlling terminal and still open."""
     try:
         os.tcgetpgrp(0)
     except OSError:

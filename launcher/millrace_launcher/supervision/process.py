@@ -1,4 +1,4 @@
-"""One child process: started so that it cannot outlive the launcher, its lines relayed, its end explained."""
+"""One child process: it cannot outlive the launcher, and its output is passed on line by line."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from millrace_launcher.settings.commands import Command
 
 READ_BYTES = 65536
 TAIL_LINES = 50
-# A grandchild may hold a pipe open after the child is gone; its lines are waited for this long.
+# A grandchild may hold a pipe open after the child's end; the wait for its lines ends after this time.
 DRAIN_SECONDS = 2.0
 
 
 class ManagedProcess:
-    """A child in a process group of its own, so that a terminal's Ctrl-C reaches the launcher alone.
+    """A child in its own process group, so that a terminal's Ctrl-C reaches the launcher alone.
 
-    Not in a session of its own: Linux may share CPUs out among sessions (`sched_autogroup`), and then a router that
-    wakes waits for the end of a shard's slice, or a shard for the router's.
+    It has no session of its own, because Linux may schedule sessions as groups (`sched_autogroup`): a waking router
+    would wait for the end of a shard's time slice, and a shard for the router's.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class ManagedProcess:
         on_line: Callable[[str], None],
         on_error_line: Callable[[str], None],
     ) -> ManagedProcess:
-        """Run a command; each line of its stdout and stderr is handed over without its newline."""
+        """Run a command; each line of stdout and stderr is passed on without its newline."""
         loop = asyncio.get_running_loop()
         transport, protocol = await loop.subprocess_exec(
             lambda: _Protocol(loop),
@@ -76,12 +76,12 @@ class ManagedProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not ended yet."""
+        """Whether it runs."""
         return self.exit_code is None
 
     @property
     def ending(self) -> str:
-        """How it ended, in words."""
+        """How it ended, as text."""
         code = self.exit_code
         if code is None:
             return "still running"
@@ -101,11 +101,11 @@ class ManagedProcess:
         return list(self._tail)
 
     async def wait(self) -> int:
-        """Until it has ended and its lines are relayed: the exit code, negative for a signal."""
+        """Wait for its end and its last lines; return the exit code, negative for a signal."""
         return await asyncio.shield(self._finished)
 
     async def terminate(self, grace_seconds: float) -> None:
-        """Ask it to end, wait, kill it when the grace is over; returns when it is gone."""
+        """Send SIGTERM, wait, and kill it after the grace; returns after its end."""
         if self.is_running:
             log.info("Terminating %s", self.name)
             self._signal(signal.SIGTERM)
@@ -120,7 +120,7 @@ class ManagedProcess:
         log.info("%s terminated", self.name)
 
     def kill(self) -> None:
-        """End it and its descendants at once."""
+        """Kill it and its descendants."""
         if self.is_running:
             _kill_group(self.pid)
 
@@ -140,7 +140,7 @@ class ManagedProcess:
 
 
 class _Protocol(asyncio.subprocess.SubprocessStreamProtocol):
-    """Knows of a child's end at once, where asyncio's own `wait` waits until nobody holds its pipes."""
+    """Reports a child's end at once; asyncio's own `wait` waits until all copies of its pipes are closed."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(READ_BYTES, loop)
@@ -153,7 +153,7 @@ class _Protocol(asyncio.subprocess.SubprocessStreamProtocol):
         self._pid = transport.get_pid()
 
     def process_exited(self) -> None:
-        """Whatever it started goes with it."""
+        """Kill its descendants, then report its end."""
         _kill_group(self._pid)
         super().process_exited()
         self.exited.set()
@@ -171,7 +171,7 @@ async def _pump(stream: asyncio.StreamReader, *receivers: Callable[[str], None])
 
 
 async def lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
-    """Lines of any length, without their newlines; the last one needs none. Broken UTF-8 is replaced."""
+    """Lines of any length without newlines; the last needs none. Invalid UTF-8 is replaced."""
     parts: list[bytes] = []
     while chunk := await stream.read(READ_BYTES):
         *whole, rest = chunk.split(b"\n")

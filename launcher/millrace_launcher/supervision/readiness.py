@@ -1,4 +1,4 @@
-"""Asks the children whether they are ready: shards by gRPC health, the router by GET /health."""
+"""Waits until children are ready: shards by gRPC health, the router by GET /health."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from millrace_launcher.logs import log
 POLL_SECONDS = 0.1
 ASK_SECONDS = 5.0
 SAY_SECONDS = 10.0
-# The socket appears late; gRPC's own pauses between attempts grow to minutes.
+# The socket appears after loading; gRPC's own pauses between attempts grow to minutes.
 CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
@@ -26,7 +26,7 @@ CHANNEL_OPTIONS = (
 
 
 async def shard_ready(socket_path: Path) -> None:
-    """Return once the shard on this socket says that it serves."""
+    """Return once the shard on this socket reports that it serves."""
     async with grpc.aio.insecure_channel(f"unix:{socket_path}", options=CHANNEL_OPTIONS) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
 
@@ -45,7 +45,7 @@ async def router_ready(base: str) -> None:
 
     async def ask() -> bool:
         with contextlib.suppress(OSError, TimeoutError, ValueError, IndexError):
-            # Python 3.11's `wait_for` may lose a cancellation that comes with the end of what it waits for.
+            # Python 3.11's `wait_for` may lose a cancellation that arrives with the awaited result.
             async with asyncio.timeout(ASK_SECONDS):
                 return await _status(f"{base}/health") == 200
         return False
@@ -54,7 +54,7 @@ async def router_ready(base: str) -> None:
 
 
 async def _poll(ask: Callable[[], Awaitable[bool]], *, say: str) -> None:
-    """Ask until the answer is yes; say so now and then meanwhile."""
+    """Ask until the answer is yes; log `say` every SAY_SECONDS."""
     said = time.monotonic()
     while not await ask():
         if time.monotonic() - said >= SAY_SECONDS:
@@ -64,7 +64,7 @@ async def _poll(ask: Callable[[], Awaitable[bool]], *, say: str) -> None:
 
 
 async def _status(url: str) -> int:
-    """The status of a GET; raises OSError, ValueError or IndexError where there is none."""
+    """The status of a GET. Raises OSError, ValueError or IndexError without one."""
     parts = urlsplit(url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
     try:

@@ -1,4 +1,4 @@
-"""The ranks that compute one model together: they start, serve and end as one."""
+"""The ranks of one model, which start, serve and end together."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from millrace_launcher.supervision.process import ManagedProcess
 from millrace_launcher.supervision.readiness import shard_ready
 from millrace_launcher.supervision.tasks import first
 
-# What a shard says by it: the settings, the model or the memory will not do. Python and argparse choose these codes.
+# Exit codes of Python and argparse: settings, model or memory are not sufficient.
 ORDERLY_FAILURES = (1, 2)
 
 
 class ShardGroup:
-    """At most one process for each rank at a time."""
+    """The processes of all ranks, at most one for each."""
 
     def __init__(self, commands: Commands, children: Children) -> None:
         self._commands = commands
@@ -35,11 +35,11 @@ class ShardGroup:
 
     @property
     def listens(self) -> bool:
-        """Whether any rank can be reached, ready or not."""
+        """Whether the socket of any rank exists, ready or not."""
         return any(path.exists() for path in self._commands.socket_paths())
 
     async def start(self, folders: ModelFolders) -> None:
-        """Start every rank; none may run. Raises ArgumentValidation when somebody else took a socket's path."""
+        """Start every rank; none may run. Raises ArgumentValidation if another process uses a socket's path."""
         self._started = time.monotonic()
         self._ranks = []
         for path in self._commands.socket_paths():
@@ -50,7 +50,7 @@ class ShardGroup:
             self._ranks.append(await self._children.start(command))
 
     async def ready(self) -> None:
-        """Return once every rank says that it serves."""
+        """Return once every rank reports that it serves."""
 
         async def ready(path: Path) -> None:
             await shard_ready(path)
@@ -64,7 +64,7 @@ class ShardGroup:
             await first(*(process.wait() for process in self._ranks))
 
     def explain_death(self, *, was_ready: bool) -> str:
-        """Say how the first ranks ended, with their last words; returns it in one line."""
+        """Log how dead ranks ended, with the end of their stderr; return a summary in one line."""
         what = "crashed" if was_ready else "failed to start"
         dead = self._dead()
         for process in dead:
@@ -73,22 +73,22 @@ class ShardGroup:
 
     @property
     def has_refused(self) -> bool:
-        """Whether ranks ended because they could not start, and said so, rather than were struck."""
+        """Whether dead ranks reported that they cannot start, and were not killed."""
         codes = [process.exit_code for process in self._dead()]
         return bool(codes) and all(code in ORDERLY_FAILURES for code in codes)
 
     async def kill(self) -> None:
-        """End every rank at once, even a stopped one, and leave no socket."""
+        """Kill every rank and remove the sockets."""
         for process in self._ranks:
             process.kill()
         await asyncio.gather(*(process.wait() for process in self._ranks))
         for process, path in zip(self._ranks, self._commands.socket_paths(), strict=False):
             path.unlink(missing_ok=True)
-            # Where a rank listens before it publishes its socket.
+            # A rank listens at this path before it publishes its socket.
             path.with_name(f"{path.name}.{process.pid}").unlink(missing_ok=True)
 
     async def terminate(self, grace_seconds: float) -> None:
-        """Ask every rank to end and wait; those that have not ended by then are killed."""
+        """Send SIGTERM to every rank and wait; remaining ranks are killed after the grace."""
         await asyncio.gather(*(process.terminate(grace_seconds) for process in self._ranks))
         await self.kill()
 

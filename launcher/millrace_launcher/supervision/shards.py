@@ -1,4 +1,4 @@
-"""Keeps the shards serving: what dies or hangs is killed as a whole and started again, until the breaker says no."""
+"""Keeps the shards serving: after a death or a hang the group is killed and restarted while the breaker allows it."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from millrace_launcher.supervision.children import Children
 from millrace_launcher.supervision.shard_group import ShardGroup
 from millrace_launcher.supervision.tasks import first
 
-# Shards that served so long before they died are no crash loop, even if nobody asked them for anything.
+# Shards that served for this time before they died are no crash loop, even without requests.
 STEADY_SECONDS = 60.0
 PLANNED = "the shards are restarted as planned"
 
 
 class Restarting(Protocol):
-    """Hears of restarts before the shards are brought down."""
+    """A function that is called before a restart of the shards."""
 
     def __call__(self, reason: str, *, planned: bool) -> None:
-        """`planned`: by an operator, so that no request is to blame."""
+        """`planned` means that an operator restarts them, and no request caused it."""
 
 
 class Why(IntEnum):
-    """Why the shards go down; of several reasons the first counts."""
+    """Reasons for a restart; the first of several counts."""
 
     DEATH = 0
     ASKED = 1
@@ -38,7 +38,7 @@ class Why(IntEnum):
 
 
 class Shards:
-    """The one group of shards over all its lives."""
+    """The group of shards over all restarts."""
 
     def __init__(
         self,
@@ -62,20 +62,20 @@ class Shards:
 
     @property
     def life(self) -> int | None:
-        """Which life this is, None while they do not all serve."""
+        """The number of this start; None unless all ranks serve."""
         return self._lives if self._ready.is_set() and self._group.is_whole else None
 
     async def ready(self) -> None:
-        """Return once they serve."""
+        """Return once all ranks serve."""
         await self._ready.wait()
 
     async def death(self) -> None:
-        """Return once they no longer serve; at once if they do not."""
+        """Return once not all ranks serve."""
         if self.life is not None:
             await self._group.death()
 
     def restart(self, reason: str) -> None:
-        """Kill them all and start them again. Who asks while none listens means those that are gone already."""
+        """Restart all ranks; without effect while none listens, since a restart is in progress."""
         if self._group.listens and not self._asked.is_set():
             self._asked_reason = reason
             self._asked.set()
@@ -83,11 +83,11 @@ class Shards:
             log.debug("The shards are being restarted already: %s", reason)
 
     def restart_as_planned(self) -> None:
-        """Replace them as soon as they serve; what they compute is computed again."""
+        """Restart all ranks once they serve; running requests are recomputed."""
         self._planned.set()
 
     async def run(self, folders: ModelFolders) -> None:
-        """Keep them serving for ever; raises ShardCannotStart or ShardCrashLoop."""
+        """Keep them serving. Raises ShardCannotStart or ShardCrashLoop."""
         while True:
             self._lives += 1
             self._asked.clear()
@@ -101,11 +101,11 @@ class Shards:
                 await asyncio.sleep(await self._end_at_once(why))
 
     async def terminate(self, grace_seconds: float) -> None:
-        """End them in order."""
+        """End all ranks in an orderly way."""
         await self._group.terminate(grace_seconds)
 
     async def _live(self) -> Why:
-        """From start to end; returns why they have to go down, if they have not already."""
+        """Wait for the end of this start; return the reason for the restart."""
         group = self._group
         place = await first(group.death(), self._asked.wait(), group.ready())
         if place < Why.PLANNED:
@@ -121,11 +121,11 @@ class Shards:
         self._planned.clear()
         log.info("Restarting the shards as planned")
         self._restarting(PLANNED, planned=True)
-        # Shards that end in order might take one more stream from the router, and break it: a failure without a reason.
+        # Shards that end in an orderly way could accept one more stream from the router and break it without a reason.
         await self._group.kill()
 
     async def _end_at_once(self, why: Why) -> float:
-        """Seconds to wait before the next start; raises when there is none."""
+        """Kill the ranks; return the seconds before the next start, or raise if there is none."""
         was_ready = self._ready_at is not None
         if why is Why.DEATH:
             if is_steady(self._ready_at, self._clock(), enough_seconds=STEADY_SECONDS):
@@ -135,9 +135,9 @@ class Shards:
             if has_refused and not self._have_served:
                 raise ShardCannotStart
         else:
-            # Shards that hang again and again may well be up for long in between.
+            # Shards that hang repeatedly may serve for long in between.
             reason = self._asked_reason
-            log.error("The router asks for a restart of the shards: %s", reason)
+            log.error("The router requests a restart of the shards: %s", reason)
         self._restarting(reason, planned=False)
         await self._group.kill()
         delay = self.breaker.restart(was_ready=was_ready)

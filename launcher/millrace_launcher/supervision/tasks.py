@@ -1,4 +1,4 @@
-"""Waiting for whichever comes first."""
+"""Runs coroutines until the first one ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 async def first(*coroutines: Coroutine[Any, Any, Any]) -> int:
-    """Run all until one is over, cancel the others: its place in the order given. What it raises is raised."""
+    """Run all until one ends, cancel the others, and return its index. Its exception is raised."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -20,7 +20,7 @@ async def first(*coroutines: Coroutine[Any, Any, Any]) -> int:
 
 
 async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel and wait; whatever they raise by now is nobody's concern."""
+    """Cancel the tasks and wait; their exceptions are ignored."""
     found = list(tasks)
     for task in found:
         task.cancel()

@@ -1,4 +1,4 @@
-"""Keeps the router serving, and speaks with it; the shards stay up while it is started again."""
+"""Keeps the router serving, and exchanges events with it; the shards keep running during its restart."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from millrace_launcher.supervision.shards import Shards
 from millrace_launcher.supervision.tasks import first
 from millrace_router.config import listen_address
 
-# A router that served so long before it died is no crash loop.
+# A router that served for this time before it died is no crash loop.
 STEADY_SECONDS = 10.0
 
 
 class Webserver:
-    """The router over all its lives, each with a line of its own to the launcher."""
+    """The router over all restarts; each start has its own socket to the launcher."""
 
     def __init__(
         self, commands: Commands, children: Children, announce: Callable[[str], None]
     ) -> None:
-        """`announce` is called with the base URL when it first answers there."""
+        """`announce` is called with the base URL when the router first answers."""
         router = commands.settings.router
         self._commands = commands
         self._children = children
@@ -49,7 +49,7 @@ class Webserver:
         self._has_given_up = False
 
     async def run(self, folder: Path, shards: Shards) -> None:
-        """Keep it serving for ever; raises WebserverCannotStart or WebserverFailed."""
+        """Keep it serving. Raises WebserverCannotStart or WebserverFailed."""
         self._shards = shards
         while True:
             await shards.ready()
@@ -62,18 +62,18 @@ class Webserver:
             await asyncio.sleep(self._died(process, disturbed=shards.life != life))
 
     def restarting(self, reason: str, *, planned: bool) -> None:
-        """Tell it that the shards are brought down."""
+        """Report to the router that the shards go down."""
         if self._control is not None:
             self._control.restarting(reason, planned=planned)
 
     def gave_up(self, reason: str) -> None:
-        """Tell it, once, that the shards do not come back."""
+        """Report to the router, once, that the shards do not come back."""
         if self._control is not None and not self._has_given_up:
             self._has_given_up = True
             self._control.gave_up(reason)
 
     async def terminate(self, grace_seconds: float) -> None:
-        """End it in order."""
+        """End it in an orderly way."""
         if self._process is not None:
             await self._process.terminate(grace_seconds)
         self._hang_up()
@@ -90,7 +90,10 @@ class Webserver:
         return self._process
 
     async def _ready(self) -> None:
-        """Return once this router answers: another server on its port keeps it from listening there."""
+        """Return once this router answers.
+
+        It first reports itself that it listens, because another server could answer on its port.
+        """
         await self._listening.wait()
         await router_ready(self._base)
 
@@ -103,12 +106,12 @@ class Webserver:
         self._announce(self._base)
 
     def _died(self, process: ManagedProcess, *, disturbed: bool) -> float:
-        """Seconds to wait before the next start; raises when there is none."""
+        """The seconds before the next start; raises if there is none."""
         was_ready = self._ready_at is not None
         explain(process, "Webserver Crashed" if was_ready else "Webserver failed to start")
         has_refused = not was_ready and process.exit_code in ORDERLY_FAILURES
         if has_refused and disturbed:
-            # It could not do without the shards; their breaker counts this.
+            # The router failed without shards; the shards' breaker counts this.
             return 0.0
         if has_refused and not self._has_served:
             raise WebserverCannotStart
@@ -122,7 +125,7 @@ class Webserver:
         return delay
 
     def _on_event(self, event: Mapping[str, Any]) -> None:
-        """What the router says; whatever is none of the events known is dropped."""
+        """Handle an event of the router; unknown events are dropped."""
         assert self._shards is not None
         match event:
             case {"event": "listening"}:

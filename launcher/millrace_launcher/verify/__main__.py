@@ -1,7 +1,7 @@
-"""`millrace-verify`: run the cases, print what was found.
+"""`millrace-verify`: run the cases and print the report.
 
-Exit codes: 0 when everything promised held; 1 when a promise was broken, or a circumstance did not come about; 2 for a
-wrong command line, or when no server could be had. With --replay, the exit code of `millrace-router replay`.
+Exit codes: 0 if every promise held; 1 if one was broken, or a case could not be exercised; 2 for a wrong command line,
+or if no server could be started. With --replay, the exit code of `millrace-router replay`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from millrace_launcher.verify.servers.outside import verify_server
 
 
 def main(argv: Sequence[str] | None = None, launcher: Sequence[str] = LAUNCHER) -> int:
-    """The exit code; `launcher` is what Python is told to run for a server."""
+    """Run and return the exit code; `launcher` are Python's arguments that start a server."""
     options = read_options(sys.argv[1:] if argv is None else list(argv))
     try:
         if options.replay is not None:
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None, launcher: Sequence[str] = LAUNCHER) 
 
 
 def _deployer(options: Options, launcher: Sequence[str], stack: ExitStack) -> Deployer:
-    """Logs are kept where the user wants them, and as long as `stack` otherwise."""
+    """Logs are kept in --log-dir, or until `stack` ends."""
     if options.log_dir is None:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millrace-verify-")))
     else:
@@ -59,6 +59,6 @@ def _deployer(options: Options, launcher: Sequence[str], stack: ExitStack) -> De
 
 
 if __name__ == "__main__":
-    # Ends the servers as well, as an interrupt does.
+    # End the servers as well, as an interrupt does.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     sys.exit(main())

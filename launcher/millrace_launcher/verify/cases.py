@@ -1,4 +1,4 @@
-"""What is compared on servers of our own, and with which flags some of them are started."""
+"""The cases that compare servers of this program, and their launcher flags."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from millrace_launcher.verify.servers.deployment import Deployment
 from millrace_launcher.verify.servers.reference import Reference, until_tie
 
 ALONE = ("--prefix-caching=off", "--speculate=0")
-"""The server that answers each request alone, and computes every prompt whole."""
+"""The first server answers each request alone and computes every prompt in one step."""
 CACHED = ("--prefix-caching=on", "--speculate=0")
 KILL_AFTER = 0.3
-"""Share of all tokens after which the shard is killed."""
+"""Share of all tokens before a shard is killed."""
 DEMAND = 4
-"""Blocks that growing requests need in all, in multiples of what a server is given that has to preempt."""
+"""Blocks that growing requests need together, in multiples of the blocks of the server that preempts."""
 MOST_ROUNDS = 3
 
 
 def chunked_flags(suite: Suite) -> tuple[str, ...]:
-    """Prompts in pieces that end inside blocks."""
+    """Flags for prompt chunks that end inside blocks."""
     return (*ALONE, f"--max-batch-prefill-tokens={chunk_tokens(suite.info)}")
 
 
 def preempted_flags(suite: Suite) -> tuple[str, ...]:
-    """Room for the largest request and one block more."""
+    """Flags for a KV cache with one block more than the largest request needs."""
     blocks = max(suite.info.num_blocks(question.num_tokens) for question in suite.questions) + 1
     return (
         *ALONE,
@@ -50,12 +50,12 @@ def preempted_flags(suite: Suite) -> tuple[str, ...]:
 
 
 def chunk_tokens(info: ServerInfo) -> int:
-    """Prompt tokens of a step: no multiple of a block."""
+    """Prompt tokens in a step, not a multiple of a block."""
     return max(24, info.block_size // 2 + 5)
 
 
 def batched(server: Deployment, suite: Suite) -> Iterator[Row]:
-    """All at once on the server that answered each alone, then beside other traffic."""
+    """Ask all requests at once, then beside other traffic, and compare with the answers alone."""
     client, promise = server.client, suite.info.promise
     with counting(client) as counted:
         answers = ask_together(client, suite.questions, suite.num_workers)
@@ -82,7 +82,7 @@ def batched(server: Deployment, suite: Suite) -> Iterator[Row]:
 
 
 def chunked(server: Deployment, suite: Suite) -> Iterator[Row]:
-    """Prompts in small pieces beside decodes."""
+    """Compute prompts in small chunks beside decodes."""
     chunk = chunk_tokens(suite.info)
     longest = max(len(question.input_ids) for question in suite.questions)
     with counting(server.client) as counted:
@@ -99,7 +99,7 @@ def chunked(server: Deployment, suite: Suite) -> Iterator[Row]:
 
 
 def cached(server: Deployment, suite: Suite) -> Iterator[Row]:
-    """From an empty prefix cache, and from one that holds the prompts."""
+    """Ask with an empty prefix cache, then with the prompts in it."""
     client, promise = server.client, suite.info.promise
     cold = ask_alone(client, suite.questions)
     yield judged(
@@ -118,7 +118,7 @@ def cached(server: Deployment, suite: Suite) -> Iterator[Row]:
 
 
 def preempted(server: Deployment, suite: Suite) -> Iterator[Row]:
-    """With too few KV blocks for all, so that requests are paused and replayed; again until some were."""
+    """Ask with too few KV blocks for all, so that the server preempts requests; repeat until it did."""
     info = ServerInfo.of(server.client)
     order = crowd(suite, server_tokens=info.max_batch_total_tokens)
     questions = [suite.questions[number] for number in order]
@@ -141,15 +141,15 @@ def preempted(server: Deployment, suite: Suite) -> Iterator[Row]:
 
 
 def restarted(server: Deployment, suite: Suite) -> Iterator[Row]:
-    """With a shard killed while tokens flow; again if all had flowed by then."""
+    """Kill a shard during streams; repeat if the streams ended first."""
     client, questions = server.client, suite.questions
     total = sum(len(answer.ids) for answer in suite.expected)
     found: list[Comparison] = []
     lost = replayed = 0
     while not (lost and replayed) and len(found) < MOST_ROUNDS:
-        blow = After(max(1, int(total * KILL_AFTER)), server.kill_shard)
+        kill = After(max(1, int(total * KILL_AFTER)), server.kill_shard)
         with counting(client) as counted:
-            answers = ask_together(client, questions, suite.num_workers, blow.on_token)
+            answers = ask_together(client, questions, suite.num_workers, kill.on_token)
         lost += counted.of(LOST)
         replayed += counted.of(REPLAYED)
         found.append(compare(questions, suite.expected, answers))
@@ -164,7 +164,7 @@ def restarted(server: Deployment, suite: Suite) -> Iterator[Row]:
 
 
 def speculated(server: Deployment, suite: Suite) -> Iterator[Row]:
-    """With guesses verified, alone and in company; each again until some guesses were right and some wrong."""
+    """Ask with speculative decoding, alone and together; repeat until draft tokens were accepted and rejected."""
     client, questions = server.client, suite.questions
     rounds: Mapping[str, Callable[[], Sequence[Answer]]] = {
         "speculation": lambda: ask_alone(client, questions),
@@ -184,12 +184,12 @@ def speculated(server: Deployment, suite: Suite) -> Iterator[Row]:
             suite.info.promise,
             merged(found),
             exercised=0 < accepted < drafted,
-            note=f"{drafted} tokens guessed, {accepted} of them right",
+            note=f"{drafted} draft tokens, {accepted} accepted",
         )
 
 
 def tensor_parallel(server: Deployment, suite: Suite) -> Iterator[Row]:
-    """Several ranks against one, which is not promised to be equal, and against themselves, which is."""
+    """Compare several ranks with one, where a tolerance is promised, and with themselves, where equality is."""
     info = ServerInfo.of(server.client)
     alone = ask_alone(server.client, suite.questions)
     yield judged(
@@ -212,7 +212,7 @@ def tensor_parallel(server: Deployment, suite: Suite) -> Iterator[Row]:
 
 
 def transformers(server: Deployment, suite: Suite, reference: Reference) -> Iterator[Row]:
-    """Greedy answers of a float32 server against those of plain `transformers`, until the first tie."""
+    """Compare greedy answers of a float32 server with plain `transformers`, up to the first tie."""
     greedy = plain_greedy(suite.questions, reference.max_new_tokens)
     answers = ask_together(server.client, greedy, suite.num_workers)
     promise = same_tokens(REFERENCE_TOLERANCE)
@@ -231,7 +231,7 @@ def transformers(server: Deployment, suite: Suite, reference: Reference) -> Iter
 
 
 class After:
-    """Does something once, when so many tokens have come, on the thread that saw the last of them."""
+    """Calls a function once, after a number of tokens, on the thread that received the last of them."""
 
     def __init__(self, num_tokens: int, act: Callable[[], object]) -> None:
         self._left = num_tokens
@@ -239,7 +239,7 @@ class After:
         self._lock = Lock()
 
     def on_token(self) -> None:
-        """Count one."""
+        """Count one token."""
         with self._lock:
             self._left -= 1
             is_time = self._left == 0
@@ -248,9 +248,9 @@ class After:
 
 
 def crowd(suite: Suite, *, server_tokens: int) -> list[int]:
-    """Places of questions: those that grow most, again and again until they need DEMAND times the room; then the rest.
+    """Indexes of questions: those that grow most, repeated until they need DEMAND times the room, then the rest.
 
-    With so many, there is always one to admit beside rows that have yet to grow.
+    So the server always has one to admit beside sequences that have yet to grow.
     """
     info, questions = suite.info, suite.questions
     growth = [info.num_blocks(q.num_tokens) - info.num_blocks(len(q.input_ids)) for q in questions]

@@ -1,4 +1,4 @@
-"""How far two rounds of answers to the same requests agree."""
+"""Compares two rounds of answers to the same requests."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ from millrace_launcher.verify.servers.answers import Answer, Candidates, Scored,
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where two answers part: positions count from 0; past the last token, text or ending differ."""
+    """The first difference of two answers. Positions count from 0; past the last token, text or ending differ."""
 
     request: int
     position: int
     in_prompt: bool = False
-    """Whether the position is one of the prompt's tokens, which come before all others."""
+    """Whether the position is in the prompt, which precedes the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What was found; requests are named by their place in the round."""
+    """The result of a comparison; requests are numbered by their place in the round."""
 
     num_requests: int
     num_tokens: int
-    """Tokens compared: those of each request up to the first that differs, that one included."""
+    """Compared tokens: those of each request up to and including the first that differs."""
     num_different: int = 0
-    """Requests of which any bit differs."""
+    """Requests with any different bit."""
     num_other_tokens: int = 0
-    """Requests whose tokens differ; of the others with a difference, only log probabilities or candidates do."""
+    """Requests with different tokens. The other differences are in log probabilities or candidates."""
     first_difference: Place | None = None
-    """The earliest position, over all requests."""
+    """The earliest position over all requests."""
     largest_gap: float = 0.0
-    """Between log probabilities, in nats: over equal tokens, and over the first pair of greedy ones that differ.
+    """The largest difference of log probabilities, in nats, of equal tokens and of the first different greedy tokens.
 
-    In the same places over the candidates that both have, and over the whole prompt where it was scored.
+    It includes common candidates at these positions, and the prompt where it was scored.
     """
     failures: tuple[str, ...] = ()
-    """Requests that were not answered to the end."""
+    """Requests without a complete answer."""
 
     @property
     def num_equal(self) -> int:
-        """Requests without any difference."""
+        """Requests without a difference."""
         return self.num_requests - self.num_different
 
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """The comparison of one request, or of its prompt."""
+    """The comparison of one answer or of one prompt."""
 
     num_tokens: int
     difference: int | None
@@ -59,13 +59,13 @@ class _Pair:
 
 @dataclass(frozen=True, slots=True)
 class _Pairs:
-    """Both of a request."""
+    """The comparisons of one request."""
 
     prompt: _Pair
     answer: _Pair
 
     def difference(self, request: int) -> Place | None:
-        """The earlier one."""
+        """The earlier difference."""
         if self.prompt.difference is not None:
             return Place(request, self.prompt.difference, in_prompt=True)
         if self.answer.difference is not None:
@@ -76,7 +76,7 @@ class _Pairs:
 def compare(
     questions: Sequence[Question], expected: Sequence[Answer], found: Sequence[Answer]
 ) -> Comparison:
-    """Compare answer by answer, bit for bit; all three are in the same order."""
+    """Compare answers bit for bit; all three sequences have the same order."""
     pairs = [
         _compare(one, other, is_greedy=question.is_greedy)
         for question, one, other in zip(questions, expected, found, strict=True)
@@ -103,7 +103,7 @@ def compare(
 
 
 def merged(comparisons: Sequence[Comparison]) -> Comparison:
-    """Several rounds as one; the place of the first difference is that in its own round."""
+    """Several rounds as one; the first difference has its place in its own round."""
     places = [c.first_difference for c in comparisons if c.first_difference is not None]
     return Comparison(
         num_requests=sum(c.num_requests for c in comparisons),
@@ -123,7 +123,7 @@ def _earliest(places: Sequence[Place]) -> Place | None:
 def _compare(one: Answer, other: Answer, *, is_greedy: bool) -> _Pairs:
     prompt = _compare_scored(one.prompt, other.prompt, is_greedy=False)
     if prompt.other_tokens:
-        # The prompt is given: one that was scored, and one that was not, are not close.
+        # The prompts are equal, so one without scores is not close to one with scores.
         prompt = replace(prompt, gap=math.inf)
     answer = _compare_scored(one, other, is_greedy=is_greedy)
     if answer.difference is None and _ends_differ(one, other):
@@ -135,7 +135,7 @@ def _compare_scored(one: Scored, other: Scored, *, is_greedy: bool) -> _Pair:
     length = min(len(one.ids), len(other.ids))
     alike = next((i for i in range(length) if one.ids[i] != other.ids[i]), length)
     other_tokens = alike < length or len(one.ids) != len(other.ids)
-    # Each server holds its own greedy token for the best, so their gap is bounded as that of one token is.
+    # Each server chose its own best token, so the gap of the two is bounded like the gap of one token.
     num_measured = alike + (alike < length and is_greedy)
     gaps = [_gap_at(one, other, i) for i in range(num_measured)]
     difference = next((i for i in range(alike) if not _same_at(one, other, i)), None)
@@ -159,7 +159,7 @@ def _same_at(one: Scored, other: Scored, position: int) -> bool:
 
 
 def _gap_at(one: Scored, other: Scored, position: int) -> float:
-    """Of the token and of the candidates that both have; infinite where only one of the two has any."""
+    """The gap of the token and of common candidates; infinite if only one answer has candidates."""
     gap = _gap(one.logprobs[position], other.logprobs[position])
     mine, others = dict(_candidates_at(one, position)), dict(_candidates_at(other, position))
     if bool(mine) != bool(others):
@@ -172,7 +172,7 @@ def _candidates_at(scored: Scored, position: int) -> Candidates:
 
 
 def _gap(one: float, other: float) -> float:
-    """Infinite where only one of the two is a number."""
+    """The difference of two log probabilities; infinite if only one is a number."""
     if same_bits(one, other):
         return 0.0
     gap = abs(one - other)

@@ -43,13 +43,13 @@ exit codes: 0 when everything promised held; 1 when a promise was broken, or a c
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the user asked for."""
+    """The options of `millrace-verify`."""
 
     target: str | None
     """A folder, a name on the hub, or a URL; the demo model when None."""
     cases: tuple[str, ...]
     chosen: bool
-    """Whether the user named the cases."""
+    """Whether --cases was given."""
     prompts: Path | None
     num_requests: int
     max_new_tokens: int
@@ -62,11 +62,11 @@ class Options:
     replay: Path | None
     epoch: int | None
     flags: tuple[str, ...]
-    """What came after a lone --."""
+    """The launcher flags after a lone --."""
 
     @property
     def is_url(self) -> bool:
-        """Whether a running server is to be checked."""
+        """Whether the target is a running server."""
         return self.target is not None and self.target.startswith(("http://", "https://"))
 
 
@@ -77,7 +77,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def read_options(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Options:
-    """Parse the command line; SystemExit 2 with a message when it is wrong."""
+    """Parse the command line; SystemExit 2 with a message if it is wrong."""
     environ = os.environ if environ is None else environ
     cut = argv.index("--") if "--" in argv else len(argv)
     parser = _parser()

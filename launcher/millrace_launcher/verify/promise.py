@@ -1,4 +1,4 @@
-"""What two rounds of answers owe each other, and whether they keep it."""
+"""Promises about two rounds of answers, and verdicts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from millrace_launcher.verify.comparison import Comparison
 REFERENCE_TOLERANCE = 1e-3
 """Nats between float32 log probabilities of different implementations."""
 TOLERANCES: Mapping[str, float] = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5}
-"""Nats between log probabilities that differ in the order of their sums alone, by the model's dtype."""
+"""Nats between log probabilities that differ in the order of sums alone, by the model's dtype."""
 
 
 class Verdict(Enum):
-    """What became of a case."""
+    """The result of a case."""
 
     EQUAL = "equal"
     CLOSE = "within tolerance"
@@ -25,22 +25,22 @@ class Verdict(Enum):
 
     @property
     def is_green(self) -> bool:
-        """Whether nothing that was promised, or asked for, is missing."""
+        """Whether no promise was broken and no requested case is missing."""
         return self not in (Verdict.BROKEN, Verdict.NOT_EXERCISED)
 
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """Equality of bits; or of tokens, with log probabilities within a tolerance; or that tolerance alone."""
+    """Equal bits, or equal tokens with log probabilities within a tolerance, or the tolerance alone."""
 
     words: str
     tolerance: float = 0.0
     """In nats."""
     tokens: bool = True
-    """Whether tokens have to be the same."""
+    """Whether tokens must be equal."""
 
     def judge(self, found: Comparison) -> Verdict:
-        """Whether it is kept; requests that were not answered keep none."""
+        """Judge a comparison; requests without a complete answer break every promise."""
         if found.failures:
             return Verdict.BROKEN
         if found.num_different == 0:
@@ -54,11 +54,11 @@ BITS = Promise("same bits")
 
 
 def close(dtype: str) -> Promise:
-    """What is left where no equality is promised: the same distribution, but for rounding."""
+    """The promise without equality: the same distribution up to rounding."""
     tolerance = TOLERANCES.get(dtype, max(TOLERANCES.values()))
     return Promise(f"within {tolerance:g}", tolerance, tokens=False)
 
 
 def same_tokens(tolerance: float) -> Promise:
-    """The same tokens, and log probabilities within the tolerance."""
+    """The promise of equal tokens, and of log probabilities within the tolerance."""
     return Promise(f"same tokens, within {tolerance:g}", tolerance)

@@ -1,4 +1,4 @@
-"""`--replay`: shards as a launcher would start them, without a router, for `millrace-router replay` to drive."""
+"""`--replay`: start shards as the launcher does, without a router, and run `millrace-router replay` on them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ STOP_SECONDS = 10.0
 
 
 def replay(options: Options, journal: Path, programs: Programs | None = None) -> int:
-    """Replay a journal, a file or the folder, on shards with the user's flags.
+    """Replay a journal, a file or a folder, on shards with the user's flags.
 
-    The exit code is the router's: 0 for the recorded answers, 1 for others, 2 where journal or shards are of no use.
+    The exit code is the router's: 0 for the recorded answers, 1 for others, 2 if journal or shards cannot be used.
     """
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="millrace-verify-"))
@@ -54,7 +54,7 @@ def replay(options: Options, journal: Path, programs: Programs | None = None) ->
 
 
 async def _replay(commands: Commands, arguments: Sequence[str]) -> int:
-    """Start every rank, drive them, end them. Raises LaunchError."""
+    """Start every rank, run the router's replay, and end the ranks. Raises LaunchError."""
     children = Children()
     folder = await resolve_model(commands, children)
     group = ShardGroup(commands, children)

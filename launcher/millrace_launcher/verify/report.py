@@ -1,4 +1,4 @@
-"""Everything that was found, as a table or as JSON."""
+"""The report of all cases, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from millrace_launcher.verify.requests.suite import ServerInfo
 
 COLUMNS = ("case", "requests", "tokens", "equal", "first difference", "largest gap", "verdict")
 FAST = """\
-The server says deterministic: false. In this fast mode no equality is promised, only that no token that was sent is
-taken back or drawn again: answers are held to the tolerance of the dtype, and what differs within it is no fault.
+The server reports deterministic: false. In this fast mode equality is not promised, only that sent tokens are never
+replaced. Answers have to agree within the tolerance of the dtype.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The rows in the order in which they were found, and the server that answered each request alone."""
+    """The rows, and the server that answered each request alone."""
 
     info: ServerInfo
     rows: tuple[Row, ...]
 
     @property
     def exit_code(self) -> int:
-        """0 when every verdict is green."""
+        """0 if every verdict is green."""
         return 0 if all(row.verdict.is_green for row in self.rows) else 1
 
     def as_table(self) -> str:
-        """For people; notes follow the table."""
+        """The report as a table, followed by notes."""
         info = self.info
         kind = "deterministic" if info.deterministic else "fast"
         head = (
@@ -45,7 +45,7 @@ class Report:
         return head + fast + "\n" + _aligned(cells) + "\n" + "".join(notes)
 
     def as_json(self) -> str:
-        """For programs: one object; gaps that are not finite are null."""
+        """The report as a JSON object; gaps that are not finite are null."""
         info = self.info
         server = {
             "model_id": info.model_id,
@@ -86,7 +86,7 @@ def _place(place: Place | None) -> str:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Columns side by side, numbers to the right."""
+    """Aligned columns, with numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     is_number = [name in ("requests", "tokens", "equal", "largest gap") for name in rows[0]]
     lines = []

@@ -1,4 +1,4 @@
-"""TGI's flags and environment variables: every one is taken, wrong ones are answered with help."""
+"""Every flag and variable of TGI is accepted, and errors point to the help."""
 
 from __future__ import annotations
 

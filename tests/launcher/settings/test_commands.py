@@ -1,4 +1,4 @@
-"""The children read back exactly what the launcher was told."""
+"""The children read the launcher's settings back exactly."""
 
 from __future__ import annotations
 

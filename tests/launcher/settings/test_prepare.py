@@ -1,4 +1,4 @@
-"""What is decided before anything is started."""
+"""Devices and shards are chosen before any child starts."""
 
 from __future__ import annotations
 

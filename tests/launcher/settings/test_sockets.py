@@ -1,4 +1,4 @@
-"""Sockets of dead servers are removed, everything else is left alone."""
+"""Sockets of dead servers are removed, and no other files."""
 
 from __future__ import annotations
 

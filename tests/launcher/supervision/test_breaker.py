@@ -1,4 +1,4 @@
-"""The breaker: bounded without progress, patient with a search, forgiving after progress."""
+"""The breaker bounds restarts without progress, allows more for a search, and resets after progress."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ Move = st.one_of(
 def test_only_what_came_after_the_last_progress_counts(
     max_restarts: int, moves: list[str | tuple[str, int]]
 ) -> None:
-    """Oracle: a breaker that saw nothing but the moves since then."""
+    """The oracle: a new breaker that gets only the events since then."""
     breaker = Breaker(max_restarts)
     since: list[str | tuple[str, int]] = []
 

@@ -1,4 +1,4 @@
-"""The launcher's end of the line: garbage is dropped, a router that does not listen holds nobody up."""
+"""The launcher's end of the socket: invalid events are dropped, and a router that does not read blocks nothing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def received(line: socket.socket) -> list[dict[str, object]]:
 
 
 def drained(reader: socket.socket) -> bytes:
-    """What is there to be read now."""
+    """All bytes that can be read now."""
     parts = []
     with suppress(BlockingIOError):
         while part := reader.recv(1 << 20):
@@ -99,7 +99,7 @@ async def test_long_deep_and_broken_lines_are_dropped(line: bytes) -> None:
 
 async def test_router_that_does_not_read_holds_nobody_up() -> None:
     control = Control(lambda _: None)
-    # So small that lines are cut off.
+    # The buffer is so small that lines are cut.
     control._ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
     for _ in range(100):
         control.restarting("é" * 900, planned=False)

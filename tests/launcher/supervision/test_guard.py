@@ -1,4 +1,4 @@
-"""What the guard takes for left behind."""
+"""The children that the guard finds left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every ending of a deployment, with stand-in children: exit code, message, order, no orphan, no socket."""
+"""Every end of a deployment with fake children: exit code, message, order, no orphan, no socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines of any length arrive whole; endings are told apart; children die with their descendants."""
+"""Lines of any length arrive complete, kinds of ends differ, and children die with their descendants."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from millrace_launcher.supervision.process import TAIL_LINES, ManagedProcess, li
 
 
 class Lines(list[str]):
-    """What a child wrote; the event is set by its first line."""
+    """The output of a child; its first line sets the event."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ from millrace_launcher.supervision import readiness
 async def test_a_cancellation_that_comes_with_a_refused_connection_is_not_lost(
     num_turns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whenever it comes: the launcher waits for what it has cancelled."""
+    """The launcher awaits cancelled tasks, so a lost cancellation would block it."""
     refused: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     asked = asyncio.Event()
 

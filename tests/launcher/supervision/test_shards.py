@@ -1,4 +1,4 @@
-"""Whatever happens to the shards, they come back, or the launch ends with words; nothing is left behind."""
+"""After any failure the shards come back, or the launch ends with a message; no process or socket is left."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ async def test_router_has_hanging_shards_killed(tmp_path: Path) -> None:
         ]
         assert [len(deployment.lives(f"shard-{rank}")) for rank in (0, 1)] == [2, 2]
         for rank in (0, 1):
-            # Whose peer has died is killed by the launcher as well.
+            # The launcher kills the other rank as well.
             with suppress(ProcessLookupError):
                 os.kill(deployment.pid(f"shard-{rank}"), signal.SIGKILL)
 

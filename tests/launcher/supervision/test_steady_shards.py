@@ -1,4 +1,4 @@
-"""Shards that served for long before they died are no crash loop; those that the router has restarted may be one."""
+"""Shards that served for long before they died are no crash loop; shards that the router restarts may be one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from millrace_testing.launcher.fake_launcher import CHILDREN
 
 
 def one_shard(folder: Path, behaviour: str) -> Commands:
-    """A stand-in that may be restarted once without progress."""
+    """Fake commands that allow one restart without progress."""
     paths = os.pathsep.join(path for path in sys.path if path)
     return Commands(
         settings=read_settings(["--max-restarts=1"]),
@@ -44,7 +44,7 @@ def one_shard(folder: Path, behaviour: str) -> Commands:
 
 
 class Served:
-    """Shards under a clock that a test turns."""
+    """Shards with a clock that the test sets."""
 
     def __init__(self, folder: Path, behaviour: str = "serve") -> None:
         self._folder = folder
@@ -61,7 +61,7 @@ class Served:
         os.kill(int((self._folder / "shard-0.pid").read_text()), signal.SIGKILL)
 
     async def endure(self, blow: Callable[[], None], *seconds: float) -> None:
-        """Strike after so many seconds of service of each life; returns once they are back. Raises what `run` does."""
+        """Kill the shards after each number of seconds of service; return once they are back. Raises as `run` does."""
         try:
             await first(self.shards.run(ModelFolders(self._folder)), self._strike(blow, seconds))
         finally:

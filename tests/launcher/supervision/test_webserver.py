@@ -1,4 +1,4 @@
-"""The router is started again beside shards that stay, until it will not stay up."""
+"""The router is restarted beside running shards, until it dies repeatedly."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def test_router_is_restarted_and_the_shards_stay(tmp_path: Path) -> None:
             assert [len(deployment.lives(f"shard-{rank}")) for rank in (0, 1)] == [1, 1]
             assert len(deployment.lives("router")) == deaths + 1
             assert deployment.output.count(SERVED) == 1
-        # The new one has a line of its own.
+        # The new router has its own socket to the launcher.
         await deployment.tell('{"event": "restart", "reason": "r"}')
         await deployment.until("router heard")
         family = deployment.family()

@@ -1,4 +1,4 @@
-"""The circumstances: flags that bring them about, and blows that fall once."""
+"""The flags of the cases, and faults that happen once."""
 
 from __future__ import annotations
 

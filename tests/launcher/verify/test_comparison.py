@@ -1,4 +1,4 @@
-"""Two rounds of answers: which bits differ, from where on, by how much; and what a promise makes of it."""
+"""Comparisons of two rounds: which bits differ, from which position, by how much, and the verdict."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def answer(
 
 
 def beside(*candidates: Candidates) -> Answer:
-    """The same three tokens each time, and what is told beside them."""
+    """Three fixed tokens with the given details."""
     return replace(answer([1, 2, 3]), candidates=candidates)
 
 
 def scoring(logprob: float, candidate: float = -2.0) -> Answer:
-    """The same three tokens each time, and a prompt of two."""
+    """Three fixed tokens with a prompt of two."""
     prompt = Scored(
         ids=(7, 8), logprobs=(math.nan, logprob), candidates=((), ((9, candidate), (8, logprob)))
     )

@@ -1,4 +1,4 @@
-"""A text completion that echoes its prompt, as millrace-verify reads it."""
+"""Reading a text completion with an echoed prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers of millrace-verify's own: started with its flags, found again to be killed, gone afterwards."""
+"""Servers of millrace-verify start with its flags, can be killed, and end with the block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers of millrace-verify's own that could not have the kernels of the first one."""
+"""Servers of millrace-verify with other kernels than the first are an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The port of a server of millrace-verify's own, which is chosen long before the server listens on it."""
+"""The port of a server of millrace-verify stays reserved until the server listens."""
 
 from __future__ import annotations
 

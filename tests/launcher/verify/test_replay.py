@@ -1,4 +1,4 @@
-"""A journal is replayed on shards of this command's own, which the router drives; stand-ins play both."""
+"""The router replays a journal on shards of this command; both are fakes here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A running server, here one that answers by arithmetic, is checked from outside."""
+"""A running server, here one that answers by arithmetic, is checked over HTTP."""
 
 from __future__ import annotations
 

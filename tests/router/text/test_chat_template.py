@@ -1,4 +1,4 @@
-"""Chat templates: the usual shapes, what templates may call, and what happens when they refuse."""
+"""Chat templates: common forms, available functions, and errors."""
 
 from __future__ import annotations
 

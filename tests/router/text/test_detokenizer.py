@@ -168,7 +168,7 @@ def test_unknown_decoders_are_read_through_a_window() -> None:
 @given(raw=st.binary(min_size=1, max_size=24))
 @example(raw=b"\xff" * 24)
 def test_a_window_over_broken_bytes_is_bounded(raw: bytes) -> None:
-    """A decoder that is not understood, yet yields bytes: nothing is withheld for longer than a character is."""
+    """An unknown decoder that yields bytes: text is withheld for at most one character."""
     rust = byte_level()
     rust.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip("\0", 0, 0)])
     one = Tokenizer(rust)

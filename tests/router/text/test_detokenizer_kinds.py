@@ -1,4 +1,4 @@
-"""Incremental text of every kind of tokenizer against what the library makes of the whole, and what it costs."""
+"""Incremental text of every kind of tokenizer equals the library's text, at a bounded cost."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_a_long_token_comes_whole(kind: str) -> None:
 
 
 class Counting:
-    """A tokenizer that counts the tokens it was asked to make text of."""
+    """A tokenizer that counts decoded tokens."""
 
     def __init__(self, one: Tokenizer) -> None:
         self._one = one

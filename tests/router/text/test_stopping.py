@@ -15,7 +15,7 @@ PIECES = st.lists(st.text(LETTERS, max_size=4), max_size=20)
 
 
 def naive(text: str, stops: list[str]) -> tuple[int, str] | None:
-    """Where the earliest end is, character by character; of several stops there, the longest."""
+    """The earliest end, found character by character, and the longest stop sequence that ends there."""
     for end in range(1, len(text) + 1):
         hits = [stop for stop in stops if text[:end].endswith(stop)]
         if hits:
@@ -69,7 +69,7 @@ def test_trimmer_holds_back_only_what_may_begin_a_stop(pieces: list[str], stops:
 @settings(deadline=None, max_examples=150)
 @given(pieces=st.lists(st.text("ab", max_size=5), max_size=12), stop=st.text("ab", min_size=1))
 def test_what_is_held_back_is_the_longest_beginning_of_a_stop(pieces: list[str], stop: str) -> None:
-    """Of a sequence that repeats itself too, where one beginning ends with another."""
+    """The sequence may repeat itself, so that one prefix ends with another."""
     trimmer = StopTrimmer([stop])
     text = shown = ""
     for piece in pieces:
@@ -82,7 +82,7 @@ def test_what_is_held_back_is_the_longest_beginning_of_a_stop(pieces: list[str],
 
 
 class Counted(str):
-    """Counts how often it was looked into."""
+    """A string that counts its index operations."""
 
     __slots__ = ()
     looks = 0
@@ -93,7 +93,7 @@ class Counted(str):
 
 
 def test_holding_back_costs_a_few_steps_a_character() -> None:
-    """Text that is for ever about to become a long stop sequence, whose beginnings all end with shorter ones."""
+    """Text that always ends with a prefix of a long stop sequence, whose prefixes all end with shorter ones."""
     trimmer = StopTrimmer(["a" * 4000 + "b"])
     (beginning,) = trimmer._beginnings
     beginning._stop = Counted(beginning._stop)

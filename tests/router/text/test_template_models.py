@@ -1,4 +1,4 @@
-"""Conversations with tools through the templates of well-known models: the same prompts as transformers'."""
+"""Conversations with tools in the templates of well-known models give the same prompts as transformers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BOT = {"role": "assistant", "content": "Fine. "}
 
 
 def call(id_: str, city: str) -> dict[str, Any]:
-    """A call as OpenAI's clients give it back."""
+    """A call as OpenAI's clients send it."""
     return {
         "id": id_,
         "type": "function",
@@ -62,14 +62,14 @@ CONVERSATIONS = {
 
 @dataclass(frozen=True)
 class Model:
-    """A template, and what is known of it from its model's documentation."""
+    """A template with facts from its model's documentation."""
 
     source: str
     no_content: str | None = ""
     one_call: bool = False
     knows_tools: bool = True
     in_parts: bool = False
-    """Whether all content has to be in parts."""
+    """Whether all content must be a list of parts."""
 
 
 MODELS = {
@@ -92,7 +92,7 @@ def template(name: str) -> ChatTemplate:
 
 
 def as_documented(model: Model, message: Message) -> Message:
-    """A message as it is handed to transformers: arguments as an object, results with their function's name."""
+    """A message in the form of transformers: arguments as an object, results with the function's name."""
     content = model.no_content if message["content"] is None else message["content"]
     made = {
         **message,
@@ -117,7 +117,7 @@ def as_documented(model: Model, message: Message) -> Message:
 def oracle(
     name: str, messages: list[Message], tools: list[dict[str, Any]] | None = None, **options: Any
 ) -> str:
-    """The prompt that transformers makes."""
+    """The prompt of transformers."""
     model = MODELS[name]
     rendered, _ = render_jinja_template(
         [[as_documented(model, message) for message in messages]],
@@ -262,7 +262,7 @@ def test_ids_are_made_short_where_only_short_ones_are_taken() -> None:
 
 
 def shown(message: Message, others: tuple[Message, ...] = (), *, source: str = "") -> Message:
-    """What a template sees of its last message."""
+    """The last message as the template gets it."""
     asked = "{{ messages[-1] | tojson }}{# #}" + source
     template = ChatTemplate(asked, special_tokens={})
     seen: Message = json.loads(template.render([*others, message], continue_final_message=False))

@@ -1,4 +1,4 @@
-"""The most text that one token stands for, against what tokenizers really make of texts."""
+"""The bound of bytes in one token holds for real tokenizers and texts."""
 
 from __future__ import annotations
 
@@ -121,14 +121,14 @@ def test_where_a_token_may_stand_for_any_text_nothing_is_promised(
 ) -> None:
     rust = make()
     ids = rust.encode_batch_fast([text], add_special_tokens=False)[0].ids
-    # The case is real: that much text is far fewer tokens than the vocabulary's longest would make of it.
+    # The text really has far fewer tokens than its length divided by the longest vocabulary entry.
     longest = max(map(len, rust.get_vocab()))
     assert len(ids) * longest < len(text)
     assert longest_token(rust) is None
 
 
 def test_composing_shrinks_no_text_by_more() -> None:
-    """Whatever composes to a character is made of what its decomposition stands for."""
+    """Texts that compose to one character have its decomposition."""
     longest_source: dict[str, int] = defaultdict(int)
     characters = [chr(code) for code in range(sys.maxunicode + 1) if not 0xD800 <= code < 0xE000]
     for char in characters:

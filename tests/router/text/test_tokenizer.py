@@ -164,7 +164,7 @@ async def test_the_loop_goes_on_while_a_long_text_is_encoded() -> None:
     interval = sys.getswitchinterval()
     sys.setswitchinterval(60.0)
     try:
-        # On a busy machine the loop may not get a turn within the few milliseconds of one text.
+        # On a busy machine the event loop may not run within the few milliseconds of one text.
         while len(during) < 100 and not any(during):
             encoding = asyncio.ensure_future(one.encode_async(" ".join(CORPUS) * 200))
             while not encoding.done():

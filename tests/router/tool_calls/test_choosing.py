@@ -1,4 +1,4 @@
-"""Which format a model's calls have."""
+"""The choice of the call format."""
 
 from __future__ import annotations
 

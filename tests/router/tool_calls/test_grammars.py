@@ -1,4 +1,4 @@
-"""Grammars of tool calls, compiled and followed as shards do: what they allow is what is parsed as calls that match."""
+"""Grammars of tool calls, compiled as in shards: allowed texts are parsed as calls that match."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ CHOICES = {
 
 
 def chosen(name: str, *, special: bool = False) -> CallFormat:
-    """A format; `named` is the newer of Mistral's."""
+    """The format; `named` is Mistral's newer form."""
     source = {"named": "[TOOL_CALLS][ARGS]", "mistral": "[TOOL_CALLS]"}.get(name)
     asked = "mistral" if name == "named" else name
     made = format_of(source, asked, special_ids=SPECIAL if special else {})
@@ -72,14 +72,14 @@ def chosen(name: str, *, special: bool = False) -> CallFormat:
 
 
 def matcher_of(grammar: Grammar | None) -> Matcher:
-    """As the shards compile it."""
+    """Compile a grammar as shards do."""
     assert grammar is not None
     assert grammar.kind == GrammarKind.LARK
     return Matcher.of(lark_of(lark(grammar.source)), VOCABULARY)
 
 
 def ids_of(text: str, markers: frozenset[str]) -> list[int]:
-    """Tokens of a text: special ones for the markers that are, bytes for the rest."""
+    """The tokens of a text: special tokens for markers, bytes for the rest."""
     ids: list[int] = []
     while text:
         marker = next((m for m in markers if text.startswith(m)), None)
@@ -102,7 +102,7 @@ def object_of(name: str, key: str, arguments: str = '{"city": "Rome"}') -> str:
 
 
 def written(name: str, *called: str) -> str:
-    """Calls of these tools as a model of that kind writes them."""
+    """Calls of these tools in the format's form."""
     key = "parameters" if name in {"llama", "json"} else "arguments"
     arguments = {"weather": '{"city": "Rome"}'}
     objects = [object_of(one, key, arguments.get(one, "{}")) for one in called]
@@ -182,7 +182,7 @@ def test_without_need_there_is_no_grammar(name: str) -> None:
 def test_whatever_is_generated_is_parsed_as_calls_that_match(
     name: str, special: bool, choice: ToolChoice
 ) -> None:
-    """Walks that choose among what masks allow; markers and brackets often enough to get somewhere."""
+    """Random choices among allowed tokens, with frequent markers and brackets."""
     made, rng = chosen(name, special=special), random.Random(f"{name} {special} {choice}")
     start, num_ended = matcher_of(made.grammar(TOOLS, choice)), 0
     for _ in range(4):
@@ -213,7 +213,7 @@ def test_whatever_is_generated_is_parsed_as_calls_that_match(
 
 
 def walk(matcher: Matcher, rng: random.Random, *, most: int) -> str | None:
-    """Text of an answer; None if `most` tokens do not end it."""
+    """The text of an answer; None if it does not end within `most` tokens."""
     text = b""
     for _ in range(most):
         choices = [
@@ -231,7 +231,7 @@ def walk(matcher: Matcher, rng: random.Random, *, most: int) -> str | None:
 
 
 def forced(parameters: dict[str, Any], arguments: str, *, strict: bool) -> bool:
-    """Whether a tool with these parameters may be called so."""
+    """Whether the grammar of these parameters allows the call."""
     tool = Tool("t", None, parameters, strict)
     return takes(chosen("llama"), REQUIRED, object_of("t", "parameters", arguments), [tool])
 
@@ -310,7 +310,7 @@ def test_limits_of_grammars_hold() -> None:
             made.grammar(
                 [Tool("t", None, {"type": "object", **parameters}, strict=False)], REQUIRED
             )
-    # Brackets in what is only said do not count.
+    # Brackets in annotations do not count.
     wordy = Tool(
         "t",
         "(" * 300,

@@ -1,4 +1,4 @@
-"""Finding the end of a JSON value that is still coming: the same as the standard library finds in the whole text."""
+"""The end of a JSON value in pieces equals the end that the standard library finds in the whole text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NEARLY_JSON = st.text('{}[]",:0123.eE+-\\u/btrfalsn \n\t', max_size=14)
 
 
 def scan(pieces: list[str]) -> tuple[int | None, bool]:
-    """How many characters the value has, if it ends, and whether it is none."""
+    """The number of characters of the value if it ends, and whether it is invalid."""
     scanner, num_taken = JsonScanner(), 0
     for piece in pieces:
         num_taken += scanner.push(piece)
@@ -33,7 +33,7 @@ def refuse(name: str) -> None:
 
 
 def end_of(text: str) -> int | None:
-    """What the standard library says."""
+    """The standard library's result."""
     try:
         return json.JSONDecoder(parse_constant=refuse).raw_decode(text)[1]
     except ValueError:

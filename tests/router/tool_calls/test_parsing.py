@@ -1,4 +1,4 @@
-"""Finding calls in generated text as it comes, in each format."""
+"""Calls in streamed text, in each format."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Call = tuple[str, str]
 
 @dataclass
 class Answer:
-    """What a client has put together of the pieces."""
+    """The text and calls that a client assembles."""
 
     text: str = ""
     calls: list[Call] = field(default_factory=list)
@@ -41,7 +41,7 @@ def read(
     choice: ToolChoice = AUTO,
     special: bool = True,
 ) -> Answer:
-    """Parse pieces as a client sees them, and check what holds for any."""
+    """Parse pieces, and check the invariants of every answer."""
     parser = format_of(None, name, special_ids=SPECIAL if special else {}).parser(TOOLS, choice)
     answer = Answer()
     for parsed in [*(parser.push(piece) for piece in pieces), parser.finish()]:
@@ -203,7 +203,7 @@ def test_any_pieces_give_the_same(name: str, data: st.DataObject, text: str, spe
 @given(text=TEXTS)
 @example(text='<tool_call>{"name": "time", "arguments": "{\\"\\ud800\\": 1}"}')
 def test_nothing_is_made_up(name: str, text: str) -> None:
-    """Text that is given is of the text, in its order; complete arguments are an object."""
+    """Returned text is a subsequence of the answer, and complete arguments are an object."""
     answer = read(name, [text], special=False)
     left = iter(text)
     assert all(char in left for char in answer.text)
@@ -222,7 +222,7 @@ CALLS = st.lists(st.tuples(NAMES, ARGUMENTS), min_size=1, max_size=3)
 
 
 def written(name: str, calls: Sequence[tuple[str, str]]) -> str:
-    """As a model of that kind writes it."""
+    """The call in the format's form."""
     key = "parameters" if name in {"llama", "json"} else "arguments"
     objects = [
         f'{{"name": {json.dumps(called)}, "{key}": {arguments}}}' for called, arguments in calls

@@ -1,5 +1,5 @@
-"""The requests that are asked again and again.
+"""The requests of the cases.
 
-Entry point: `suite`.
+Entry point: `suite.Suite`.
 May import: nothing of verify but this room.
 """

@@ -1,4 +1,4 @@
-"""From the chunks of `/v1/completions` to an answer, of a request that echoes its prompt and asks for `logprobs`."""
+"""Makes an answer of the chunks of `/v1/completions`, for requests with `echo` and `logprobs`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from millrace_launcher.verify.servers.answers import (
 
 
 def completion_from(chunks: Iterable[Mapping[str, Any]]) -> Answer:
-    """Put the chunks together: first the prompt's, then one a token; an error chunk ends the answer.
+    """Combine the chunks: first the prompt's, then one for each token; an error chunk ends the answer.
 
-    Raises StreamError unless the last chunk alone has a finish reason, and usage counts the tokens that came.
+    Raises StreamError unless only the last chunk has a finish reason, and usage has the number of received tokens.
     """
     prompt: Scored | None = None
     parts: list[Scored] = []
@@ -73,5 +73,5 @@ def _scored(columns: Mapping[str, Any]) -> Scored:
 
 
 def _candidates(named: Mapping[str, float] | None) -> Candidates:
-    """The likeliest first, and the token itself; none in the place of the prompt's first token."""
+    """The likeliest tokens in order, then the token itself; none for the prompt's first token."""
     return tuple((name, as_float32(logprob)) for name, logprob in (named or {}).items())

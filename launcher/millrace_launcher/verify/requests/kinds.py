@@ -1,4 +1,4 @@
-"""The ways in which a request is continued: how its tokens are chosen, and what is told beside them."""
+"""Kinds of requests: how tokens are chosen, and which details the answer has."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Any
 from millrace_launcher.verify.requests.question import COMPLETIONS, GENERATE
 
 LETTERS: Mapping[str, Any] = {"type": "regex", "value": "[QZ]{1000}"}
-"""Leaves a handful of tokens at each place, so that whatever the model, guesses are right now and then."""
+"""Allows a few tokens at each position, so that draft tokens of any model are sometimes right."""
 CHAINS: Mapping[str, Any] = {"type": "regex", "value": "([QZ]%){500}"}
-"""Forces every other token, as the only one that is left."""
+"""Forces every other token."""
 BIASES = (4.0, -4.0, 2.5, -100.0)
 COUNTS_OF_CANDIDATES = ("top_n_tokens", "logprobs")
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Parameters of a route, but for what differs from request to request."""
+    """Parameters of a route, without those that differ between requests."""
 
     parameters: Mapping[str, Any]
     route: str = GENERATE
     biases: tuple[float, ...] = ()
-    """Added to the scores of the prompt's last tokens, which a text is likely to take up."""
+    """Biases of the prompt's last tokens, which are likely in the answer."""
 
     def parameters_for(
         self, input_ids: Sequence[int], *, ignore_eos: bool, max_top_n_tokens: int
     ) -> dict[str, Any]:
-        """For one prompt; `ignore_eos` holds unless a grammar says what ends."""
+        """The parameters for one prompt; `ignore_eos` is set unless there is a grammar."""
         found = {**self.parameters, "ignore_eos": ignore_eos and "grammar" not in self.parameters}
         for name in COUNTS_OF_CANDIDATES:
             if name in found:
@@ -43,7 +43,7 @@ class Kind:
 
 KINDS = (
     Kind({}),
-    # All but uniform over what the grammar leaves: right and wrong guesses are both certain to come.
+    # Almost uniform over the allowed tokens, so that draft tokens are both accepted and rejected.
     Kind({"do_sample": True, "temperature": 1000.0, "grammar": LETTERS}),
     Kind({"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_n_tokens": 5}),
     Kind({"repetition_penalty": 1.2, "frequency_penalty": 0.3, "top_n_tokens": 2}),
@@ -62,7 +62,7 @@ KINDS = (
             "presence_penalty": 0.5,
             "frequency_penalty": 0.2,
             "echo": True,
-            # Without candidates, as `decoder_input_details` has them.
+            # No candidates, as with `decoder_input_details`.
             "logprobs": 0,
         },
         COMPLETIONS,
@@ -71,5 +71,5 @@ KINDS = (
 
 
 def kinds_for(*, grammars: bool) -> list[Kind]:
-    """What a server can be asked for, which takes grammars or does not."""
+    """The kinds for a server with or without grammars."""
     return [kind for kind in KINDS if grammars or "grammar" not in kind.parameters]

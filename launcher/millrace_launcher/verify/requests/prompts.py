@@ -1,4 +1,4 @@
-"""What is asked when the user brings no prompts: short and long, alike at the beginning, and not only ASCII."""
+"""The built-in prompts: short and long, with common beginnings, and with more than ASCII."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ UNRELATED = (
 
 
 class PromptsError(Exception):
-    """The user's file has no prompts."""
+    """The prompt file cannot be read or has no prompts."""
 
 
 def read_prompts(path: Path) -> tuple[str, ...]:
-    """The prompts of a text file, one a line, blank lines apart. Raises PromptsError."""
+    """Read the prompts of a text file, one a line without blank lines. Raises PromptsError."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeError) as error:

@@ -1,4 +1,4 @@
-"""A request that every case asks: a prompt of known tokens, and how to continue it."""
+"""A request of the cases: a prompt with known tokens and the parameters of the answer."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 GENERATE = "/generate_stream"
 COMPLETIONS = "/v1/completions"
-"""Takes a bias for each token, and tells log probabilities of the prompt, which no stream of the native routes does."""
+"""Supports logit biases and prompt log probabilities, which TGI's streams do not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """Its text, cut to its last `truncate` tokens, which are `input_ids`; `parameters` are the route's."""
+    """A prompt, whose last `truncate` tokens are `input_ids`; `parameters` are the route's."""
 
     text: str
     input_ids: tuple[int, ...]
@@ -23,19 +23,19 @@ class Question:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is taken, penalties or not."""
+        """Whether the answer takes the likeliest token, possibly after penalties."""
         if self.route == COMPLETIONS:
             return bool(self.parameters["temperature"] == 0)
         return not self.parameters.get("do_sample", False)
 
     @property
     def num_tokens(self) -> int:
-        """KV positions it may come to need."""
+        """KV positions that it may need."""
         return len(self.input_ids) + self.max_new_tokens
 
     @property
     def body(self) -> dict[str, Any]:
-        """For its route."""
+        """The body of the HTTP request."""
         if self.route == COMPLETIONS:
             return {
                 **self.parameters,
@@ -52,5 +52,5 @@ class Question:
         return {"inputs": self.text, "parameters": parameters}
 
     def seeded(self, seed: int) -> Question:
-        """The same with this seed."""
+        """The same question with this seed."""
         return replace(self, parameters={**self.parameters, "seed": seed})

@@ -1,4 +1,4 @@
-"""Ways to ask the same requests: one after the other, all at once, beside traffic that nobody compares."""
+"""Ways to ask the same requests: one at a time, all at once, or beside unrelated traffic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from millrace_launcher.verify.servers.client import Client
 
 
 def ask_alone(client: Client, questions: Sequence[Question]) -> tuple[Answer, ...]:
-    """Each request once the one before it is answered."""
+    """Ask one request at a time."""
     return tuple(client.answer(question) for question in questions)
 
 
@@ -24,13 +24,13 @@ def ask_together(
     num_workers: int,
     on_token: Callable[[], None] = lambda: None,
 ) -> tuple[Answer, ...]:
-    """All of them at once, or `num_workers` at a time; `on_token` is called from the threads that ask."""
+    """Ask all at once, or `num_workers` at a time; `on_token` is called from worker threads."""
     with ThreadPoolExecutor(num_workers) as pool:
         return tuple(pool.map(lambda question: client.answer(question, on_token), questions))
 
 
 def ask_in_traffic(client: Client, suite: Suite) -> tuple[Answer, ...]:
-    """All of them at once, while unrelated requests come and go until the last one is answered."""
+    """Ask all at once, beside unrelated requests that repeat until the last answer."""
     done, running = Event(), Event()
     rounds = count()
 

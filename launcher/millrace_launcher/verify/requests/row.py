@@ -1,4 +1,4 @@
-"""One line of the report."""
+"""One row of the report."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from millrace_launcher.verify.promise import Promise, Verdict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A comparison, what was promised of it, and the verdict; or why there is none."""
+    """A comparison with promise and verdict, or the reason why there is none."""
 
     case: str
-    """The name by which `--cases` chooses it."""
+    """Its name in `--cases`."""
     title: str
     verdict: Verdict
     promise: str = ""
@@ -30,7 +30,7 @@ def judged(
     exercised: bool = True,
     note: str = "",
 ) -> Row:
-    """A row by what was found; equality proves nothing unless what might break it did happen."""
+    """Make a row; equality proves nothing unless the case was exercised."""
     verdict = promise.judge(comparison)
     if verdict.is_green and not exercised:
         verdict = Verdict.NOT_EXERCISED
@@ -46,6 +46,6 @@ def judged(
 
 
 def unchecked(case: str, title: str, reason: str, *, asked_for: bool) -> Row:
-    """A case that did not run: red if the user asked for it by name."""
+    """Make a row for a case that did not run; it is red if the user requested the case."""
     verdict = Verdict.NOT_EXERCISED if asked_for else Verdict.NOT_CHECKED
     return Row(case=case, title=title, verdict=verdict, note=reason)

@@ -1,4 +1,4 @@
-"""What every server is asked, made to fit the first of them, and what that one answered to each request alone."""
+"""The requests for every server, fitted to the limits of the first, and its answers to each request alone."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from millrace_launcher.verify.servers.client import Client, ServerError
 FIRST_SEED = 1001
 LONG_EVERY = 4
 LONG_BLOCKS = 2
-"""Every LONG_EVERY-th answer grows by so many KV blocks and a little, which is what runs a small cache out of them."""
+"""KV blocks, and a few tokens, by which every LONG_EVERY-th answer grows, so that a small cache runs out of blocks."""
 PROMPT_BLOCKS = 5
-"""Built-in prompts are cut to so many KV blocks and a little."""
+"""KV blocks, and a few tokens, to which built-in prompts are cut."""
 UNRELATED_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerInfo:
-    """What `/info` says that matters here."""
+    """The fields of `/info` that the cases need."""
 
     model_id: str
     dtype: str
@@ -36,17 +36,17 @@ class ServerInfo:
     max_total_tokens: int
     max_concurrent_requests: int
     max_batch_total_tokens: int
-    """Room of the KV cache."""
+    """Tokens that the KV cache has room for."""
     caches_prefixes: bool
     max_top_n_tokens: int
     grammars: bool
-    """Whether it takes any."""
+    """Whether the server accepts grammars."""
     attention: str = ""
-    """The name of its kernels, which decide about the last bits."""
+    """The name of its attention kernels, which determine the last bits."""
 
     @classmethod
     def of(cls, client: Client) -> ServerInfo:
-        """Ask for it. Raises ServerError for a server that is not Millrace."""
+        """Read `/info`. Raises ServerError for a server that is not Millrace."""
         info = client.info()
         try:
             return cls(
@@ -71,17 +71,17 @@ class ServerInfo:
 
     @property
     def promise(self) -> Promise:
-        """What two answers of such a server to one request owe each other."""
+        """The promise about two answers of such a server to one request."""
         return BITS if self.deterministic else close(self.dtype)
 
     def num_blocks(self, num_tokens: int) -> int:
-        """KV blocks for so many tokens."""
+        """KV blocks for `num_tokens`."""
         return -(-num_tokens // self.block_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suite:
-    """The requests, and the answers that all others are compared with."""
+    """The requests, and the expected answers."""
 
     info: ServerInfo
     questions: tuple[Question, ...]
@@ -90,7 +90,7 @@ class Suite:
 
     @property
     def num_workers(self) -> int:
-        """Requests that may be asked at once, with room for unrelated ones."""
+        """Requests to ask at once, with room for unrelated ones."""
         return max(1, min(64, self.info.max_concurrent_requests - len(self.unrelated)))
 
 
@@ -103,7 +103,7 @@ def questions_for(
     max_new_tokens: int,
     cut: bool,
 ) -> tuple[Question, ...]:
-    """Requests of all kinds over `prompts`, taken in turn; `cut` bounds prompts to a few blocks. Raises ServerError."""
+    """Requests of all kinds over `prompts`, in turn; `cut` bounds prompts to a few blocks. Raises ServerError."""
     ids = {text: client.token_ids(text) for text in prompts}
     kinds = kinds_for(grammars=info.grammars)
     found = []
@@ -121,7 +121,7 @@ def questions_for(
 
 
 def unrelated_questions(client: Client, info: ServerInfo) -> tuple[Question, ...]:
-    """Requests whose answers nobody compares. Raises ServerError."""
+    """Requests whose answers are not compared. Raises ServerError."""
     kinds = kinds_for(grammars=info.grammars)
     return tuple(
         _question(
@@ -138,7 +138,7 @@ def unrelated_questions(client: Client, info: ServerInfo) -> tuple[Question, ...
 
 
 def plain_greedy(questions: Sequence[Question], max_new_tokens: int) -> tuple[Question, ...]:
-    """The same prompts, each once, continued by nothing but the most likely tokens."""
+    """Each prompt once, with plain greedy decoding."""
     by_prompt = {question.input_ids: question for question in questions}
     return tuple(
         Question(
@@ -161,7 +161,7 @@ def _question(
     most: int,
     ignore_eos: bool,
 ) -> Question:
-    """Within what the server grants: half of the longest sequence at most is new."""
+    """Cut to the server's limits; at most half of the longest sequence is generated."""
     max_new_tokens = min(wanted, info.max_total_tokens // 2)
     room = min(most, info.max_input_tokens, info.max_total_tokens - max_new_tokens)
     input_ids = ids[-room:]

@@ -1,4 +1,4 @@
-"""What a request was answered with, exactly: tokens, and log probabilities as the float32 values they are."""
+"""Exact answers: tokens, and log probabilities as float32 values."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from typing import Any
 
 _FLOAT32 = struct.Struct("<f")
 TokenId = int | str
-"""A name where the route tells no ids."""
+"""A text where the route has no ids."""
 Candidates = tuple[tuple[TokenId, float], ...]
-"""Tokens that were likely in a place, and their log probabilities, in the order in which they were told."""
+"""Likely tokens at one position with their log probabilities, in the server's order."""
 
 
 class StreamError(Exception):
-    """A stream of events is not one: an index is missing or repeated, or there is no end or more than one."""
+    """A stream is not valid: an index is missing or repeated, or it has no end or several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """Tokens, and what was told of each."""
+    """Tokens with log probabilities and candidates."""
 
     ids: tuple[TokenId, ...] = ()
     logprobs: tuple[float, ...] = ()
-    """Each exactly a float32; NaN where the server had none."""
+    """Exact float32 values; NaN where the server has none."""
     candidates: tuple[Candidates, ...] = ()
-    """Of each place, or none at all."""
+    """Candidates of each position, or empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer(Scored):
-    """A finished stream, or what came of it before it failed."""
+    """A finished stream, or its part before a failure."""
 
     prompt: Scored = Scored()
-    """Empty unless it was asked for."""
+    """The scored prompt, if requested."""
     text: str | None = None
     finish_reason: str | None = None
     cached_tokens: int = 0
     error: str | None = None
-    """Why there is no more of it."""
+    """The failure, if any."""
 
 
 def answer_from(events: Iterable[Mapping[str, Any]]) -> Answer:
-    """Put the events of `/generate_stream` together; an error event ends the answer.
+    """Combine the events of `/generate_stream`; an error event ends the answer.
 
-    Raises StreamError unless the indexes are 1, 2, 3, … and the last event alone has the text.
+    Raises StreamError unless the indexes are 1, 2, 3, … and only the last event has the text.
     """
     parts: list[Scored] = []
     last: Mapping[str, Any] | None = None
@@ -81,17 +81,17 @@ def answer_from(events: Iterable[Mapping[str, Any]]) -> Answer:
 
 
 def failed(found: Scored, error: str) -> Answer:
-    """What came, and why no more did."""
+    """A partial answer and its failure."""
     return Answer(ids=found.ids, logprobs=found.logprobs, candidates=found.candidates, error=error)
 
 
 def message_of(error: object) -> str:
-    """The words of an error, which OpenAI's routes put into an object."""
+    """The message of an error, which OpenAI's routes put into an object."""
     return str(error.get("message", error) if isinstance(error, Mapping) else error)
 
 
 def joined(parts: Sequence[Scored]) -> Scored:
-    """One after the other."""
+    """Concatenate the parts."""
     return Scored(
         ids=tuple(chain.from_iterable(part.ids for part in parts)),
         logprobs=tuple(chain.from_iterable(part.logprobs for part in parts)),
@@ -100,14 +100,14 @@ def joined(parts: Sequence[Scored]) -> Scored:
 
 
 def as_float32(value: float | None) -> float:
-    """The float32 that JSON's decimal stands for, NaN for null."""
+    """The float32 value of a JSON number, NaN for null."""
     if value is None:
         return math.nan
     return float(_FLOAT32.unpack(_FLOAT32.pack(value))[0])
 
 
 def same_bits(one: float, other: float) -> bool:
-    """Whether two float32 values are the same one; 0.0 and -0.0 are not."""
+    """Whether two float32 values have the same bits; 0.0 and -0.0 differ."""
     return _FLOAT32.pack(one) == _FLOAT32.pack(other)
 
 

@@ -1,4 +1,4 @@
-"""Talks to a server over HTTP, a connection for each request."""
+"""An HTTP client of a server, with one connection for each request."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from millrace_launcher.verify.requests.question import COMPLETIONS, Question
 from millrace_launcher.verify.servers.answers import Answer, StreamError, answer_from, message_of
 
 SILENCE_SECONDS = 600.0
-"""Longest wait for the next bytes; a restart of large shards takes minutes."""
+"""Longest wait for the next bytes, since a restart of large shards takes minutes."""
 DATA = b"data:"
 DONE = b"[DONE]"
-"""Ends a stream of OpenAI's routes."""
+"""The last event of OpenAI's streams."""
 MOST_TRIES = 20
 LONGEST_PAUSE = 10.0
-"""Seconds between two tries at most, whatever the server says."""
+"""Longest pause between two tries, whatever `Retry-After` says."""
 
 
 class ServerError(Exception):
@@ -30,10 +30,10 @@ class ServerError(Exception):
 
 
 class Client:
-    """One server; safe to be used by several threads."""
+    """The client of one server; several threads may use it."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        """`url` is http:// or https://, with or without a path. Raises ServerError for any other."""
+        """`url` begins with http:// or https://, and may have a path. Raises ServerError for any other."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ServerError(f"{url} is no http:// or https:// address")
@@ -45,7 +45,7 @@ class Client:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def is_ready(self) -> bool:
-        """Whether `/readyz` says that a request would run at once."""
+        """Whether `/readyz` answers 200."""
         try:
             with self._asked("GET", "/readyz") as response:
                 return response.status == 200
@@ -53,7 +53,7 @@ class Client:
             return False
 
     def info(self) -> dict[str, Any]:
-        """`/info`. Raises ServerError."""
+        """The object of `/info`. Raises ServerError."""
         with self._asked("GET", "/info") as response:
             found = _json(response)
         if not isinstance(found, dict):
@@ -61,12 +61,12 @@ class Client:
         return found
 
     def token_ids(self, text: str) -> tuple[int, ...]:
-        """What `/tokenize` makes of a text. Raises ServerError."""
+        """The token ids of a text from `/tokenize`. Raises ServerError."""
         with self._asked("POST", "/tokenize", {"inputs": text}) as response:
             return tuple(token["id"] for token in _json(response))
 
     def metrics(self) -> dict[str, float]:
-        """`/metrics`: the value of each series, which is named as there, labels included. Raises ServerError."""
+        """The values of `/metrics` by series, with its labels. Raises ServerError."""
         with self._asked("GET", "/metrics") as response:
             text = _body(response).decode()
         lines = (line for line in text.splitlines() if line and not line.startswith("#"))
@@ -74,9 +74,9 @@ class Client:
         return {name: float(value) for name, _, value in pairs}
 
     def answer(self, question: Question, on_token: Callable[[], None] = lambda: None) -> Answer:
-        """Ask the question's route; `on_token` is called with each event. What goes wrong is in the answer.
+        """Ask the question's route; `on_token` is called for each event. The answer has the error, if any.
 
-        A server that has no room says nothing about its outputs: it is asked again, `MOST_TRIES` times in all.
+        After 429 the request is repeated, up to `MOST_TRIES` tries.
         """
         answer, pause = self._try(question, on_token)
         for _ in range(MOST_TRIES - 1):
@@ -87,7 +87,7 @@ class Client:
         return answer
 
     def _try(self, question: Question, on_token: Callable[[], None]) -> tuple[Answer, float | None]:
-        """An answer, and after how many seconds to ask again if the server had no room."""
+        """An answer, and the seconds before the next try after 429."""
         pause = None
         read = completion_from if question.route == COMPLETIONS else answer_from
         try:
@@ -106,7 +106,7 @@ class Client:
     def _asked(
         self, method: str, path: str, body: Mapping[str, Any] | None = None
     ) -> Iterator[HTTPResponse]:
-        """Send a request; its response is readable inside the block. Raises ServerError."""
+        """Send a request; the response can be read inside the block. Raises ServerError."""
         connection = self._connect(self._host, self._port, timeout=SILENCE_SECONDS)
         try:
             content = None if body is None else json.dumps(body).encode()
@@ -122,7 +122,7 @@ class Client:
 
 
 def _seconds_until_retry(response: HTTPResponse) -> float:
-    """What `Retry-After` says, if that is a number of seconds."""
+    """The seconds in `Retry-After`, else 1."""
     try:
         seconds = float(response.headers.get("Retry-After", "1"))
     except ValueError:
@@ -131,7 +131,7 @@ def _seconds_until_retry(response: HTTPResponse) -> float:
 
 
 def _events(response: HTTPResponse, on_token: Callable[[], None]) -> Iterator[dict[str, Any]]:
-    """The events of a stream, as they come."""
+    """The events of a stream as they arrive."""
     for line in response:
         if line.startswith(DATA):
             data = line[len(DATA) :].strip()
@@ -146,7 +146,7 @@ def _events(response: HTTPResponse, on_token: Callable[[], None]) -> Iterator[di
 
 
 def _json(response: HTTPResponse) -> Any:  # noqa: ANN401
-    """The body, which must be JSON. Raises ServerError, with the server's words, unless the status is 200."""
+    """The JSON of the body. Raises ServerError with the server's message unless the status is 200."""
     body = _body(response)
     try:
         found = json.loads(body)

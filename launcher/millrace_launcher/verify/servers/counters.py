@@ -1,4 +1,4 @@
-"""What a server counted while something was asked of it."""
+"""Increases of a server's counters during a block."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ ACCEPTED = "millrace_speculation_accepted_tokens_total"
 
 
 class Counted:
-    """Increases of counters; all zero until the block that counts has ended."""
+    """Increases of counters; zero until the block has ended."""
 
     def __init__(self) -> None:
         self._before: Mapping[str, float] = {}
         self._after: Mapping[str, float] = {}
 
     def of(self, name: str) -> int:
-        """By how much the series of this name grew, or all series that differ in their labels alone."""
+        """The increase of the series of this name, or of all series with this name and labels."""
         return int(_total(self._after, name) - _total(self._before, name))
 
     def between(self, before: Mapping[str, float], after: Mapping[str, float]) -> None:
-        """Take the values at both ends."""
+        """Set the values at both ends."""
         self._before, self._after = before, after
 
 
 @contextmanager
 def counting(client: Client) -> Iterator[Counted]:
-    """Count over the block. Raises ServerError."""
+    """Count during the block. Raises ServerError."""
     before, counted = client.metrics(), Counted()
     yield counted
     counted.between(before, client.metrics())

@@ -1,6 +1,6 @@
-"""A server of our own: a launcher on a free port, with sockets in a folder of its own, ended with the block.
+"""Starts a server for the length of a block: a launcher on a free port, with sockets in a new folder.
 
-However this process ends, the launcher ends with it, and the launcher's guard sees to the rest.
+The launcher ends with this process in any case, and the launcher's guard ends its children.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ PROCESSES = Path("/proc")
 
 
 class StartError(Exception):
-    """The launcher ended before it served; the message has its last error."""
+    """The launcher ended before it was ready; the message has its last error."""
 
     def __init__(self, reason: str, log: str) -> None:
         super().__init__(reason)
         self.log = log
-        """The end of its log."""
+        """The end of the launcher's log."""
 
 
 class NoShard(Exception):  # noqa: N818
-    """No process of a shard can be found."""
+    """No shard process was found."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A server that is ready."""
+    """A ready server."""
 
     client: Client
     socket_prefix: str
 
     def kill_shard(self) -> int:
-        """Send SIGKILL to the first shard; its process id. Raises NoShard."""
+        """Send SIGKILL to the first shard and return its process id. Raises NoShard."""
         deadline = time.monotonic() + FIND_SECONDS
         while time.monotonic() < deadline:
             for pid in self._shards():
@@ -59,7 +59,7 @@ class Deployment:
         raise NoShard(f"no process serves {self.socket_prefix}")
 
     def _shards(self) -> list[int]:
-        """Process ids of those that were told our socket, which no other deployment's were."""
+        """Process ids with this deployment's socket path in their command line."""
         mark = f"--uds-path={self.socket_prefix}".encode()
         found = []
         for path in PROCESSES.glob("[0-9]*/cmdline"):
@@ -71,22 +71,22 @@ class Deployment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployer:
-    """How servers are started; each writes a log of its own."""
+    """Starts servers; each has its own log file."""
 
     model: str | None
-    """A folder or a name on the hub; the demo model when None."""
+    """A folder or a name on the hub; the demo model if None."""
     logs: Path
-    """Folder."""
+    """Folder of log files."""
     revision: str | None = None
     api_key: str | None = None
     flags: tuple[str, ...] = ()
-    """The user's, for every server; those of a case come after them, and win."""
+    """The user's flags for every server; flags of a case follow and take precedence."""
     launcher: Sequence[str] = LAUNCHER
-    """What Python is told to run."""
+    """Python's arguments that start the launcher."""
 
     @contextmanager
     def deployed(self, name: str, *flags: str) -> Iterator[Deployment]:
-        """Run a launcher for the length of the block, which begins when it is ready. Raises StartError."""
+        """Run a launcher during the block, which begins when it is ready. Raises StartError."""
         with (
             tempfile.TemporaryDirectory(prefix="millrace-verify-") as folder,
             _kept_port() as port,
@@ -120,9 +120,9 @@ class Deployer:
 
 @contextmanager
 def _kept_port() -> Iterator[int]:
-    """A port that the kernel gives to nobody else meanwhile: another server there would be taken for ours.
+    """A port that the kernel gives to no other process during the block.
 
-    The router listens on it all the same, as both set SO_REUSEADDR and this socket does not listen.
+    The router can listen on it, since both sockets set SO_REUSEADDR and this one does not listen.
     """
     with socket.socket() as keeper:
         keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -140,14 +140,14 @@ def _wait_until_ready(launcher: subprocess.Popen[bytes], client: Client, log: Pa
 
 
 def _last_error(log: str) -> str:
-    """What the launcher, or the child that ended it, said last of what went wrong."""
+    """The last error in the log of the launcher or its children."""
     errors = [line.strip() for line in log.splitlines() if "rror: " in line]
     words = [line for line in errors if not line.startswith("Error: ShardCannotStart")] or errors
     return words[-1] if words else "the server did not start"
 
 
 def _stop(launcher: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, and SIGKILL after the grace; its guard ends whatever it leaves."""
+    """Send SIGTERM, and SIGKILL after the grace; the launcher's guard ends remaining children."""
     if launcher.poll() is None:
         launcher.send_signal(signal.SIGTERM)
     try:

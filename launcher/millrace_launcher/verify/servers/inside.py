@@ -1,4 +1,4 @@
-"""A model is checked: servers of our own, one at a time, each asked what the first one was asked."""
+"""Checks a model: starts one server at a time and asks each the requests of the first."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ from millrace_launcher.verify.servers.deployment import Deployer, Deployment, No
 from millrace_launcher.verify.servers.reference import NoReference, Reference
 
 CHANGES_THE_MODEL = ("--quantize", "--rope-scaling", "--rope-factor")
-"""Flags with which a server computes something else than `transformers` does with the same checkpoint."""
+"""Flags that make a server compute another model than `transformers` does with the checkpoint."""
 FIRST = "alone"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A check, and the server that it needs."""
+    """A case and its server."""
 
     name: str
     server: str
-    """Cases that name the same one share it, and come after each other."""
+    """Cases with the same server run on it in a row."""
     flags: Callable[[Suite], tuple[str, ...]]
     check: Callable[[Deployment, Suite], Iterator[Row]]
     refusals: tuple[str, ...] = ()
-    """Words in the log of a server that cannot be had with these flags, which is nobody's fault."""
+    """Texts in the log of a server that does not support these flags; the case is then not checked."""
 
 
 class NoServer(Exception):  # noqa: N818
-    """The first server did not start, or did not answer: there is nothing to compare with."""
+    """The first server did not start or did not answer, so there are no expected answers."""
 
 
 def verify_model(options: Options, deployer: Deployer) -> Report:
-    """Run every case that was asked for. Raises NoServer or PromptsError."""
+    """Run every requested case. Raises NoServer or PromptsError."""
     prompts = PROMPTS if options.prompts is None else read_prompts(options.prompts)
     planned = plan(options, deployer)
     rows: list[Row] = []
-    say("starting a server that answers each request alone")
+    log_progress("starting a server that answers each request alone")
     try:
         with deployer.deployed(FIRST, *cases.ALONE) as server:
             suite = _suite(server.client, options, prompts)
@@ -70,7 +70,7 @@ def verify_model(options: Options, deployer: Deployer) -> Report:
 
 
 def plan(options: Options, deployer: Deployer) -> list[Case]:
-    """The cases that were asked for, those that share a server together."""
+    """The requested cases, in groups that share a server."""
     reference = Reference(
         model=deployer.model or str(demo_folder()),
         max_new_tokens=options.max_new_tokens,
@@ -111,8 +111,8 @@ def plan(options: Options, deployer: Deployer) -> list[Case]:
     return [case for case in every if case.name in options.cases]
 
 
-def say(words: str) -> None:
-    """Show what is done now; stdout is the report's alone."""
+def log_progress(words: str) -> None:
+    """Show progress on stderr, since stdout has the report alone."""
     sys.stderr.write(f"{words}\n")
     sys.stderr.flush()
 
@@ -128,7 +128,7 @@ def _suite(client: Client, options: Options, prompts: tuple[str, ...]) -> Suite:
         cut=options.prompts is None,
     )
     unrelated = unrelated_questions(client, info)
-    say(f"asking {len(questions)} requests, one at a time")
+    log_progress(f"asking {len(questions)} requests, one at a time")
     expected = ask_alone(client, questions)
     for answer in expected:
         if answer.error is not None:
@@ -139,7 +139,7 @@ def _suite(client: Client, options: Options, prompts: tuple[str, ...]) -> Suite:
 def _on_server(
     name: str, group: list[Case], deployer: Deployer, suite: Suite, options: Options
 ) -> Iterator[Row]:
-    """The rows of all cases that share a server; where there is none, why."""
+    """The rows of all cases that share a server, or of the reason why it did not start."""
     runnable = []
     for case in group:
         reason = _senseless(case, options)
@@ -149,7 +149,7 @@ def _on_server(
             yield unchecked(case.name, case.name, reason, asked_for=options.chosen)
     if not runnable:
         return
-    say(f"starting a server: {name}")
+    log_progress(f"starting a server: {name}")
     try:
         with deployer.deployed(name, *group[0].flags(suite)) as server:
             for case in runnable:
@@ -163,23 +163,23 @@ def _on_server(
 
 
 def _checked(case: Case, server: Deployment, suite: Suite, options: Options) -> list[Row]:
-    """The rows of one case; what could not be compared is red."""
+    """The rows of one case; a failure is a red row."""
     reason = _senseless(case, options)
     if reason is not None:
         return [unchecked(case.name, case.name, reason, asked_for=options.chosen)]
-    say(f"checking: {CASES[case.name]}")
+    log_progress(f"checking: {CASES[case.name]}")
     try:
         _check_kernels(server, suite)
         rows = list(case.check(server, suite))
     except (ServerError, NoShard, NoReference) as error:
         rows = [unchecked(case.name, case.name, str(error), asked_for=True)]
     for row in rows:
-        say(f"  {row.title}: {row.verdict.value}")
+        log_progress(f"  {row.title}: {row.verdict.value}")
     return rows
 
 
 def _check_kernels(server: Deployment, suite: Suite) -> None:
-    """Raise ServerError where a server owes the first one nothing, as when it could not have the compiled kernels."""
+    """Raise ServerError if a server has other kernels than the first, for instance because compiling failed."""
     found, first = ServerInfo.of(server.client), suite.info
     if found.dtype == first.dtype and found.attention != first.attention:
         raise ServerError(
@@ -188,7 +188,7 @@ def _check_kernels(server: Deployment, suite: Suite) -> None:
 
 
 def _senseless(case: Case, options: Options) -> str | None:
-    """Why a case cannot be checked with the user's flags."""
+    """The reason why a case makes no sense with the user's flags, or None."""
     if case.name != "transformers":
         return None
     changed = [f for f in options.flags if f.partition("=")[0] in CHANGES_THE_MODEL]
@@ -196,7 +196,7 @@ def _senseless(case: Case, options: Options) -> str | None:
 
 
 def _on_first(planned: list[Case], name: str) -> list[Case]:
-    """Have the first server do for the case called `name`, too."""
+    """Let the first server run the case `name` as well."""
     return [replace(case, server=FIRST) if case.name == name else case for case in planned]
 
 

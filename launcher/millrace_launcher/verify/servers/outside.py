@@ -1,4 +1,4 @@
-"""A running server is checked by what can be asked of it; what needs other servers is named, not checked."""
+"""Checks a running server; cases that need other servers are reported as not checked."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from millrace_launcher.verify.requests.suite import (
     unrelated_questions,
 )
 from millrace_launcher.verify.servers.client import Client, ServerError
-from millrace_launcher.verify.servers.inside import NoServer, say
+from millrace_launcher.verify.servers.inside import NoServer, log_progress
 
 NEEDS_SERVERS = "needs servers of its own: name the model in place of the URL"
 CHECKED = ("batched", "cached")
 
 
 def verify_server(options: Options) -> Report:
-    """Solo, batched, beside traffic, cold and warm. Raises NoServer or PromptsError.
+    """Ask requests alone, batched, beside traffic, and with a cold and a warm cache. Raises NoServer or PromptsError.
 
-    Others may use the server meanwhile, so that alone means: the only one of ours.
+    Other clients may use the server meanwhile; alone means that this program asks one request at a time.
     """
     assert options.target is not None
     prompts = PROMPTS if options.prompts is None else read_prompts(options.prompts)
     try:
         client = Client(options.target, options.api_key)
         info = ServerInfo.of(client)
-        # A prompt of another run would be in the cache already.
+        # The prompts of an earlier run would be in the prefix cache.
         nonce = secrets.token_hex(4)
         questions = questions_for(
             client,
@@ -45,7 +45,7 @@ def verify_server(options: Options) -> Report:
             cut=options.prompts is None,
         )
         unrelated = unrelated_questions(client, info)
-        say(f"asking {len(questions)} requests, one at a time")
+        log_progress(f"asking {len(questions)} requests, one at a time")
         cold = ask_alone(client, questions)
         suite = Suite(info=info, questions=questions, unrelated=unrelated, expected=cold)
         rows = [row for name in options.cases for row in _rows(name, client, suite, options)]
@@ -58,7 +58,7 @@ def _rows(name: str, client: Client, suite: Suite, options: Options) -> Iterator
     if name not in CHECKED:
         yield unchecked(name, name, NEEDS_SERVERS, asked_for=options.chosen)
         return
-    say(f"checking: {CASES[name]}")
+    log_progress(f"checking: {CASES[name]}")
     yield from (_batched if name == "batched" else _cached)(client, suite)
 
 

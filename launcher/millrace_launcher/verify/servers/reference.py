@@ -1,4 +1,4 @@
-"""The answers of plain `transformers` in float32, from a process of the shard's package."""
+"""Answers of plain `transformers` in float32, from `millrace-shard reference`."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ TAIL_LINES = 5
 
 
 class NoReference(Exception):  # noqa: N818
-    """`transformers` could not answer; the message has its last words."""
+    """`transformers` failed; the message has the end of its stderr."""
 
 
 @dataclass(frozen=True, slots=True)
 class Greedy:
-    """What `transformers` chose, and what it would have chosen in each place otherwise: (id, log probability)."""
+    """An answer of `transformers`, with the second-best token of each position: (id, log probability)."""
 
     answer: Answer
     runners_up: tuple[tuple[int, float], ...]
 
     def is_tie(self, position: int, other: TokenId, tolerance: float) -> bool:
-        """Whether `other` is as likely as the token at `position`, as far as `tolerance` tells."""
+        """Whether `other` is as likely as the token at `position`, within `tolerance`."""
         runner_up, logprob = self.runners_up[position]
         return runner_up == other and self.answer.logprobs[position] - logprob <= tolerance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """How `transformers` is asked."""
+    """How to run `transformers`."""
 
     model: str
     """A folder or a name on the hub."""
@@ -43,7 +43,7 @@ class Reference:
     program: Sequence[str] = Programs().shard
 
     def ask(self, questions: Sequence[Question]) -> tuple[Greedy, ...]:
-        """Run `millrace-shard reference` on plain greedy questions; minutes for a large model. Raises NoReference."""
+        """Run `millrace-shard reference` on greedy questions, for minutes with a large model. Raises NoReference."""
         lines = (
             json.dumps({"input_ids": q.input_ids, "max_new_tokens": q.max_new_tokens})
             for q in questions
@@ -55,7 +55,7 @@ class Reference:
             capture_output=True,
             text=True,
             check=False,
-            # Idle threads of libgomp spin otherwise: ten times as long on cores that somebody else uses, too.
+            # Idle threads of libgomp would spin, which takes ten times as long on busy cores.
             env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
         )
         answers = done.stdout.splitlines()
@@ -66,9 +66,9 @@ class Reference:
 
 
 def until_tie(one: Greedy, found: Answer, tolerance: float) -> tuple[Answer, Answer, bool]:
-    """Both answers as far as they can be compared, and whether a tie ended that early.
+    """Both answers up to the first tie, and whether there is one.
 
-    Where two tokens are as likely as the tolerance can tell, either may be taken, and what follows is another text.
+    At a tie two tokens are equally likely within the tolerance, so either is right and the texts after it differ.
     """
     expected = one.answer
     found = replace(found, text=None, finish_reason=None)

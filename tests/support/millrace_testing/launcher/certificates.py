@@ -24,7 +24,7 @@ def certificate(
     authority: trustme.CA | None = None,
     trusts: trustme.CA | None = None,
 ) -> Certificate:
-    """A certificate for `names`, signed by `authority`, or by one that nobody else knows; it trusts the same."""
+    """A certificate for `names`, signed by `authority` or by a new one; it trusts the same authority."""
     authority = authority or trustme.CA()
     issued = authority.issue_cert(*names or ("localhost",))
     files = Certificate(*(folder / f"{name}-{part}.pem" for part in ("cert", "key", "ca")))

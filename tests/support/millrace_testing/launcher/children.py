@@ -1,11 +1,11 @@
-"""Stand-ins for the launcher's children; run as `python FILE ROLE ARGUMENT…`.
+"""Fakes of the launcher's children; run as `python FILE ROLE ARGUMENT…`.
 
 They write `{FAKE_DIR}/{name}.pid`, append it to `{name}.lives`, and append to `events`. `FAKE_{ROLE}` says how they
 behave, a word for each life and the last for all further ones: `serve`; `crash` says why on stderr and exits 1; `lost`
 is killed at once; `gone` exits 0 at once; `deaf` ignores SIGTERM; `mute` never becomes ready, and crashes at SIGUSR1;
 `parent` has a child of its own.
 
-The router logs what it hears from the launcher, and tells it what is POSTed.
+The router logs events from the launcher, and sends it the bodies of POST requests.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def event(text: str) -> None:
 
 
 def begin(name: str, role: str) -> threading.Event:
-    """Register the process, misbehave if told to; the event is set by SIGTERM."""
+    """Register the process and behave as configured; SIGTERM sets the event."""
     (FOLDER / f"{name}.pid").write_text(str(os.getpid()))
     (FOLDER / f"{name}.json").write_text(
         json.dumps({"argv": sys.argv[2:], "environ": dict(os.environ)})
@@ -52,7 +52,7 @@ def begin(name: str, role: str) -> threading.Event:
     if behaviour == "gone":
         sys.exit(0)
     if behaviour == "parent":
-        # The alarm is for tests that fail.
+        # The alarm ends it after a failed test.
         code = "import signal; signal.alarm(120); signal.pause()"
         subprocess.Popen([sys.executable, "-c", code])
     stop = threading.Event()
@@ -87,7 +87,7 @@ def shard(argv: list[str]) -> None:
     known, _ = parser.parse_known_args(argv)
     name = f"shard-{known.rank}"
     stop = begin(name, "shard")
-    # Only here, as most of the time of a start goes there, and many do not come so far.
+    # Imported late, since it takes most of the start and many fakes do not need it.
     import grpc
     from grpc_health.v1 import health, health_pb2_grpc
 

@@ -1,4 +1,4 @@
-"""A launcher with stand-in children, started, watched and talked to by a test."""
+"""A launcher with fake children, under a test's control."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Deployment:
     output: str = ""
 
     async def until(self, text: str, times: int = 1) -> None:
-        """Read its log until this has been said so often."""
+        """Read its log until it has `text` the given number of times."""
         assert self.process.stdout is not None
         while self.output.count(text) < times:
             line = await self.process.stdout.readline()
@@ -52,12 +52,12 @@ class Deployment:
         return [int(line) for line in (self.folder / f"{name}.lives").read_text().split()]
 
     def heard(self) -> list[dict[str, object]]:
-        """What the launcher told the routers."""
+        """Events from the launcher to the routers."""
         marks = [event.partition("router heard ") for event in self.events()]
         return [json.loads(text) for _, mark, text in marks if mark]
 
     async def tell(self, text: str) -> None:
-        """Have the router tell the launcher something."""
+        """Let the router send `text` to the launcher."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         writer.write(f"POST / HTTP/1.0\r\nContent-Length: {len(text) + 1}\r\n\r\n{text}\n".encode())
         assert b" 200 " in await reader.readline()
@@ -81,7 +81,7 @@ class Deployment:
 
 @asynccontextmanager
 async def deploy(folder: Path, *flags: str, **environment: str) -> AsyncIterator[Deployment]:
-    """The launcher in a session of its own, gone afterwards; `FAKE_TERMINAL` is the descriptor of its terminal."""
+    """The launcher in its own session during the block; `FAKE_TERMINAL` is the descriptor of its terminal."""
     with kept_port() as port:
         paths = os.pathsep.join(path for path in sys.path if path)
         process = await asyncio.create_subprocess_exec(

@@ -39,7 +39,7 @@ class Server:
     sockets: Path
     lines: list[str] = field(default_factory=list)
     is_silent: Event = field(default_factory=Event)
-    """Set once nobody is left who could print."""
+    """Set once all processes of the launcher have closed their output."""
 
     @property
     def url(self) -> str:
@@ -52,7 +52,7 @@ class Server:
         return "\n".join(self.lines)
 
     def find(self, role: str) -> psutil.Process | None:
-        """The child of that role that lives now."""
+        """The running child of that role."""
         for child in psutil.Process(self.process.pid).children(recursive=True):
             try:
                 if role_of(child.cmdline()) == role and child.status() != psutil.STATUS_ZOMBIE:
@@ -70,7 +70,7 @@ class Server:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """No step of the shard ends meanwhile."""
+        """Stop the shard during the block."""
         stopped = self.shard
         stopped.suspend()
         try:
@@ -85,9 +85,9 @@ class Server:
         is_time: Callable[[], bool],
         num_running: int,
     ) -> tuple[asyncio.Task[Found], psutil.Process]:
-        """What `send` sends, with so many requests under way since `is_time()`, and the shard, which is stopped.
+        """Start `send`, and stop the shard while `num_running` requests run after `is_time()`; return both.
 
-        Where fewer are left by then, as this process had to wait for its turn, all of it is sent again.
+        If fewer requests are left by then on a busy machine, all are sent again.
         """
         while True:
             task = asyncio.create_task(send())
@@ -101,7 +101,7 @@ class Server:
             await task
 
     def end(self) -> int:
-        """The exit code after SIGTERM; from then on the log is whole."""
+        """Send SIGTERM and return the exit code; the log is complete then."""
         self.process.terminate()
         code = self.process.wait(END_SECONDS)
         assert self.is_silent.wait(END_SECONDS)
@@ -120,7 +120,7 @@ class Server:
 
 
 async def until(condition: Callable[[], Found]) -> Found:
-    """Poll until `condition()` holds, and say what it then says; the test's own deadline ends it."""
+    """Poll until `condition()` holds and return its value; the test's deadline bounds it."""
     while not (found := condition()):
         await asyncio.sleep(POLL_SECONDS)
     return found

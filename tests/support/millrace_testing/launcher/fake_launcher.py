@@ -1,8 +1,8 @@
-"""The launcher itself with stand-in children; run as `python FILE FLAG…`.
+"""The real launcher with fake children; run as `python FILE FLAG…`.
 
 With `FAKE_TERMINAL` the terminal at stdin becomes its controlling one. `FAKE_DELAY` is the pause, in seconds, before
-the second restart without progress. However slow the machine is, no child counts as steady, and each may say and do
-what it has to before it is killed.
+the second restart without progress. Times are such that a slow machine changes nothing: no child counts as steady, and
+each has time for its last output.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def kept_port() -> Iterator[int]:
-    """A port of 127.0.0.1 that the kernel gives to nobody else meanwhile.
+    """A port of 127.0.0.1 that the kernel gives to no other process during the block.
 
-    A server listens there all the same if it sets SO_REUSEADDR, as ours do; until then connections are refused.
+    A server can listen on it if it sets SO_REUSEADDR, as Millrace's do; until then connections are refused.
     """
     with socket.socket() as keeper:
         keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""A server that answers by arithmetic, and can be told to say something else when it is asked again."""
+"""A server that answers by arithmetic, and can be configured to change repeated answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VOCAB = 1000
 
 
 def tokens_of(text: str) -> list[int]:
-    """One a character."""
+    """One token for each character."""
     return [ord(letter) % VOCAB for letter in text]
 
 
@@ -32,12 +32,12 @@ def generated(ids: Sequence[int], count: int, seed: int) -> list[tuple[int, floa
 
 @dataclass
 class FakeServer:
-    """Knows which prompts it has seen; the faults make answers depend on that."""
+    """A server that remembers prompts; its faults change answers to repeated ones."""
 
     deterministic: bool = True
     dtype: str = "float32"
     again_adds: float = 0.0
-    """Added to the third log probability of an answer that was given before."""
+    """Added to the third log probability of a repeated answer."""
     again_adds_to: Literal["token", "candidate", "prompt"] = "token"
     """… of its tokens, of what is told beside each, or of its prompt."""
     again_changes_tokens: bool = False
@@ -46,9 +46,9 @@ class FakeServer:
     attention: str = "cpu"
     fails: bool = False
     refuses: int = 0
-    """How many requests it has no room for before it has."""
+    """The number of requests that get 429 first."""
     guesses: tuple[int, int] = (0, 0)
-    """Made for each answer, and right ones of these."""
+    """Draft tokens of each answer, and accepted ones."""
     num_answers: int = 0
     seen: set[tuple[int, ...]] = field(default_factory=set)
     url: str = ""
@@ -148,7 +148,7 @@ class FakeServer:
 
 @dataclass
 class Drawn:
-    """An answer, with the faults that it is to have."""
+    """An answer with the configured faults."""
 
     tokens: list[tuple[int, float]]
     num_cached: int
@@ -165,7 +165,7 @@ class Drawn:
 def _choice(
     text: str, tokens: list[tuple[int, float]], candidates: Sequence[tuple[int, float]] = ()
 ) -> dict[str, Any]:
-    """A piece of a text completion; each token is called by its id."""
+    """A chunk of a text completion; the text of a token is its id."""
     named = {f"<{id_}>": logprob for id_, logprob in candidates}
     columns = {
         "tokens": [f"<{id_}>" for id_, _ in tokens],
@@ -225,7 +225,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
-    """Lets many connect at once: the kernel resets what does not fit into the usual queue of 5."""
+    """Allows many connections at once; the kernel would reset those beyond the usual queue of 5."""
 
     request_queue_size = 128
 

@@ -1,4 +1,4 @@
-"""Chat templates with the constructs of well-known models', cut down to what takes part in a conversation with tools."""
+"""Chat templates with the constructs of well-known models, reduced to conversations with tools."""
 
 # ruff: noqa: E501
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Small tokenizers of the usual kinds, trained on the spot, and a model folder around one."""
+"""Small tokenizers of the usual kinds, trained when they are needed, and a model folder with one."""
 
 from __future__ import annotations
 
@@ -120,13 +120,13 @@ Plan = Sequence[int | RouterError]
 class Generations:
     """A script for the edge's fake batcher: generates planned ids through real entries, one each turn of the loop.
 
-    A plan that ends before its generation does leaves the stream open until it is closed.
+    If a plan ends before its generation, the stream stays open until it is closed.
     """
 
     def __init__(
         self, *plans: Plan, tokenizer: Tokenizer, eos_token_id: int = 0, together: int = 1
     ) -> None:
-        """With `together`, nobody gets a token until that many requests are there."""
+        """With `together`, tokens begin once that many requests have arrived."""
         self._together = asyncio.Barrier(together)
         self.requests: list[ValidRequest] = []
         self.streams: list[TokenStream] = []
