@@ -25,7 +25,7 @@ GENERATED := proto/millrace_proto/generate_pb2.py
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 PIP_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help install serve test test-ecosystem test-json-schema check format verify bench bench-quick bench-curves bench-gpu chaos proto clean
+.PHONY: help install serve test test-ecosystem test-json-schema check format verify bench bench-quick bench-curves bench-gpu bench-gpu-bundle chaos proto clean
 .DEFAULT_GOAL := help
 
 help:
@@ -40,6 +40,7 @@ help:
 	@echo "make bench-quick      whether our engine became slower; three minutes"
 	@echo "make bench-curves     throughput over concurrency and context length, to bench/out"
 	@echo "make bench-gpu        on a machine with a GPU and torch: engine, server, transformers; ten minutes"
+	@echo "make bench-gpu-bundle wheels that such a machine lacks, to run it without a network, to .gpu-bundle"
 	@echo "make chaos            break the server 100 times under load, and audit it; a quarter of an hour"
 	@echo "make format           rewrite the sources in house style"
 	@echo "make proto            regenerate the protobuf code"
@@ -112,10 +113,13 @@ bench-gpu:
 	-@test -e $(GENERATED) || $(PYTHON) proto/compile.py
 	@$(if $(wildcard $(INSTALLED)),$(BIN)/python,$(PYTHON)) -m bench.gpu $(ARGS)
 
+bench-gpu-bundle: install
+	$(BIN)/python -m bench.gpu.bundle $(ARGS)
+
 chaos: install
 	$(BIN)/python -m bench.faults.chaos $(ARGS)
 
 clean:
 	find proto router shard launcher tests bench demo -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
-	rm -rf build dist bench/out bench/models .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf build dist bench/out bench/models .gpu-bundle .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	rm -f proto/millrace_proto/*_pb2.py proto/millrace_proto/*_pb2.pyi proto/millrace_proto/*_pb2_grpc.py proto/millrace_proto/*_pb2_grpc.pyi

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.gpu.bundle.files import BundleError, use_bundle
 from bench.gpu.children import Ended, run
 from bench.gpu.figures import read
 from bench.gpu.report import Run
@@ -79,7 +80,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.out.mkdir(parents=True, exist_ok=True)
     report = Run(command.out, device=command.device, shape=command.shape)
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as scratch:
-        environment = child_environment(os.environ)
+        try:
+            added = use_bundle(ROOT, Path(scratch) / "site")
+        except BundleError as error:
+            print(f"without the bundle: {error}", flush=True)
+            added = ()
+        environment = child_environment(os.environ, added)
         figures = Path(scratch) / "figures.jsonl"
         for name in command.stages:
             limit = min(BUDGET_SECONDS[name], deadline - time.monotonic())
@@ -94,9 +100,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if report.is_whole else 1
 
 
-def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Our environment with the sources before installed packages."""
-    path = [str(ROOT / source) for source in SOURCES]
+def child_environment(environ: Mapping[str, str], added: Sequence[Path]) -> dict[str, str]:
+    """Our environment with the bundle and the sources before installed packages."""
+    path = [*map(str, added), *(str(ROOT / source) for source in SOURCES)]
     if environ.get("PYTHONPATH"):
         path.append(environ["PYTHONPATH"])
     return {
