@@ -36,8 +36,6 @@ OPERATORS = frozenset("();<>|&\n")
 SUBCOMMANDS = {"millrace_shard.__main__", "millrace_router.__main__"}
 """Programs whose first word may be a command of its own."""
 FILE_NAME = re.compile(r"[\w./-]+\.(py|cpp|h|md|proto|toml|sh)")
-BEING_WRITTEN = {"ARCHITECTURE.md"}
-"""Pages that still name files by their old places."""
 HELP = """
 import contextlib, io, json, runpy, sys, warnings
 warnings.simplefilter("ignore")
@@ -207,8 +205,6 @@ def files() -> str:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_that_are_named_exist(page: Path, files: str) -> None:
-    if page.name in BEING_WRITTEN:
-        pytest.skip("this page is being written")
     assert missing_files(page.read_text(), files) == []
 
 
