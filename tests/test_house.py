@@ -33,8 +33,6 @@ SCRIPTS = {"tests/ecosystem/clients": "each file is one client's own program"}
 """Folders that may hold more files."""
 
 KNOWN_FILES = {
-    "router/millrace_router/engine/batcher.py",
-    "router/millrace_router/startup.py",
     "shard/millrace_shard/engine/engine.py",
     "shard/millrace_shard/engine/warmup.py",
     "shard/millrace_shard/model_runner/runner.py",
@@ -46,8 +44,6 @@ KNOWN_FUNCTIONS = {
     "bench/faults/chaos/run.py: run",
     "bench/faults/kills.py: run_scenario",
     "bench/faults/poison.py: run",
-    "router/millrace_router/startup.py: assemble",
-    "router/millrace_router/startup.py: start",
     "shard/millrace_shard/engine/warmup.py: _new_runner",
     "tests/e2e/test_scheduled_model.py: _serve",
     "tests/router/server/test_recording.py: test_whoever_comes_and_goes_reads_the_same",

@@ -23,13 +23,15 @@ from bench.peers.worker import Limits, Moments, Request, check_lengths, main
 from millrace_router.__main__ import EVENT_LOOP_MODULE
 from millrace_router.config import RouterConfig
 from millrace_router.engine.batcher import Batcher
+from millrace_router.engine_factory import new_engine
+from millrace_router.prediction.cost import CostModel
+from millrace_router.recovery.launcher_channel import LauncherChannel
 from millrace_router.request.events import TokenEvent
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import read_tokens
 from millrace_router.shards.step_channel import StepChannel
-from millrace_router.startup import assemble, num_slots, prefill_tokens
-from millrace_router.text.chat_template import ChatTemplate
-from millrace_router.text.model_files import ModelFiles
+from millrace_router.sizing import Deployment, num_slots, prefill_tokens
+from millrace_router.startup import metrics_of
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_shard.commands.serve import load as load_model
 from millrace_shard.config import ShardConfig
@@ -138,15 +140,16 @@ async def _assemble(shard: InProcessShard, config: RouterConfig, tokenizer: Toke
         max_batch_size=num_slots(config),
         max_concurrent_requests=config.max_concurrent_requests,
     )
-    _, batcher = assemble(
-        config,
-        shards=cast("StepChannel", shard),
-        info=info,
-        capacity=capacity,
-        tokenizer=tokenizer,
-        template=ChatTemplate.of(ModelFiles.load(config.model_folder)),
+    deployment = Deployment(config=config, info=info, capacity=capacity)
+    engine = new_engine(
+        deployment,
+        cast("StepChannel", shard),
+        tokenizer,
+        metrics_of(deployment),
+        cost=CostModel(),
+        launcher=LauncherChannel(None),
     )
-    return batcher
+    return engine.batcher
 
 
 if __name__ == "__main__":

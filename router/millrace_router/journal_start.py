@@ -1,4 +1,4 @@
-"""Begins the journal that the flags ask for."""
+"""Opens the journal of the flags."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import secrets
 from millrace_router.config import RouterConfig
 from millrace_router.journal.header import Header, Setting
 from millrace_router.journal.journal import Journal
-from millrace_router.journal.rotation import Folder
+from millrace_router.journal.rotation import JournalFolder
 from millrace_router.journal.writer import JournalWriter
 from millrace_router.server.services import Services
 from millrace_router.version import VERSION
@@ -29,20 +29,19 @@ SETTINGS = (
     "late_planning",
     "step_timeout",
 )
-"""Flags that shape the schedule."""
+"""Flags that affect the schedule."""
 
 
-def journal_folder(config: RouterConfig) -> Folder | None:
-    """Where a journal is wanted, if it is; raises JournalError where none can be."""
+def journal_folder(config: RouterConfig) -> JournalFolder | None:
+    """Open the folder of --journal, if the flag is given; raises JournalError."""
     if config.journal is None:
         return None
-    return Folder(config.journal, max_bytes=config.journal_max_bytes)
+    return JournalFolder(config.journal, max_bytes=config.journal_max_bytes)
 
 
-def open_journal(
-    folder: Folder, config: RouterConfig, services: Services, warmup: dict[str, int]
-) -> Journal:
-    """The journal of this life of the router; `warmup` are the fields of the WarmupRequest."""
+def open_journal(folder: JournalFolder, services: Services, warmup: dict[str, int]) -> Journal:
+    """The journal of this run of the router; `warmup` has the fields of the WarmupRequest."""
+    config = services.config
     header = Header(
         life=secrets.token_hex(8),
         version=VERSION,
@@ -52,11 +51,11 @@ def open_journal(
         shard=services.shard,
         warmup=warmup,
         capacity=services.capacity,
-        settings=_settings(config, services),
+        settings=_settings(services),
     )
     return Journal(JournalWriter(folder, header), services.metrics.journal_dropped_records)
 
 
-def _settings(config: RouterConfig, services: Services) -> dict[str, Setting]:
-    settings: dict[str, Setting] = {name: getattr(config, name) for name in SETTINGS}
+def _settings(services: Services) -> dict[str, Setting]:
+    settings: dict[str, Setting] = {name: getattr(services.config, name) for name in SETTINGS}
     return settings | {"max_batch_prefill_tokens": services.max_batch_prefill_tokens}

@@ -14,10 +14,19 @@ import torch
 from bench.peers.in_process import InProcessShard
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from millrace_router.engine.batch_metrics import BatchMetrics
 from millrace_router.engine.batcher import Batcher
+from millrace_router.engine.in_flight import InFlight
 from millrace_router.engine.predictor import LatencyPredictor
+from millrace_router.engine_factory import entries_of
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.forecast import Forecaster
+from millrace_router.prediction.late_planning import LatePlanning
+from millrace_router.recovery.epochs import EpochManager
+from millrace_router.recovery.launcher_channel import LauncherChannel
+from millrace_router.recovery.quarantine import Quarantine
+from millrace_router.recovery.recovery_policy import RecoveryPolicy
+from millrace_router.recovery.shard_status import ShardStatus
 from millrace_router.request.entry import Entry
 from millrace_router.request.request import SamplingParameters, SchedulingParameters, ValidRequest
 from millrace_router.request.token_stream import TokenStream
@@ -159,32 +168,35 @@ async def _serve(model: Model, schedule: Schedule, requests: tuple[ValidRequest,
     size, num_blocks = model.block_size, schedule.num_blocks
     entries: list[Entry] = []
 
-    class KeepingBatcher(Batcher):
-        def _entry(self, request: ValidRequest) -> Entry:
-            entries.append(super()._entry(request))
-            return entries[-1]
+    new_entry = entries_of(tiny_tokenizer(), frozenset({VOCAB_SIZE - 1}), block_size=size)
 
-    batcher = KeepingBatcher(
-        shards=cast("StepChannel", InProcessShard(model.engine)),
-        new_planner=lambda: Planner(
-            schedule.budgets,
-            BlockManager(num_blocks, size, PrefixCache() if schedule.cached else None),
-        ),
+    def kept_entry(request: ValidRequest) -> Entry:
+        entries.append(new_entry(request))
+        return entries[-1]
+
+    def new_planner() -> Planner:
+        cache = PrefixCache() if schedule.cached else None
+        return Planner(schedule.budgets, BlockManager(num_blocks, size, cache))
+
+    channel = cast("StepChannel", InProcessShard(model.engine))
+    in_flight = InFlight(channel, LatePlanning(cost, most=0.0))
+    forecaster = Forecaster(
+        cost,
+        max_batch_size=8,
+        max_batch_prefill_tokens=512,
+        block_size=size,
+        num_blocks=num_blocks,
+    )
+    launcher, status = LauncherChannel(None), ShardStatus()
+    epochs = EpochManager(channel, launcher, status, cost, metrics, oldest=in_flight.oldest)
+    batcher = Batcher(
+        in_flight,
+        epochs,
+        RecoveryPolicy(new_planner, Quarantine()),
         waiting=(TenantQueue(quantum=16) if schedule.budgets.share_slots else WaitingQueue()),
-        prospects=LatencyPredictor(
-            cost,
-            Forecaster(
-                cost,
-                max_batch_size=8,
-                max_batch_prefill_tokens=512,
-                block_size=size,
-                num_blocks=num_blocks,
-            ),
-            metrics,
-        ),
-        tokenizer=tiny_tokenizer(),
-        eos_token_ids=frozenset({VOCAB_SIZE - 1}),
-        metrics=metrics,
+        predictor=LatencyPredictor(cost, forecaster, metrics),
+        new_entry=kept_entry,
+        metrics=BatchMetrics(metrics),
     )
     task = asyncio.create_task(batcher.run())
     found: list[Found] = []

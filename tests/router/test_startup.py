@@ -12,13 +12,16 @@ import structlog
 
 from millrace_router.checks import StartupError, check_arguments, check_capacity
 from millrace_router.config import RouterConfig
+from millrace_router.engine_factory import new_engine
 from millrace_router.prediction.cost import CostModel
 from millrace_router.recovery.launcher_channel import LauncherChannel
 from millrace_router.shards.group import ShardGroup
 from millrace_router.shards.step_channel import StepChannel
 from millrace_router.shards.wire import Capacity
-from millrace_router.startup import _calibrate, assemble, prefill_tokens, start, warm_up
+from millrace_router.sizing import Deployment, prefill_tokens
+from millrace_router.startup import measure_steps, metrics_of, services_of, start
 from millrace_router.text.chat_template import ChatTemplate
+from millrace_router.warm_up import warm_up
 from millrace_testing.router.edge import FakeBatcher, services_over, word_tokenizer
 from millrace_testing.router.fake_router import tiny_tokenizer
 from millrace_testing.shards.fake_shard import FakeShard, serve_fake_shard
@@ -136,23 +139,26 @@ async def test_what_is_resolved_is_what_is_used() -> None:
     config, capacity = config_with(), capacity_with(max_batch_total_tokens=250)
     info = replace(INFO, max_position_embeddings=100_000, vocab_size=77)
     check_capacity(config, capacity)
-    shards, tokenizer = StepChannel(ShardGroup(["unix:/nowhere"])), word_tokenizer()
-    cost = CostModel()
-    services, batcher = assemble(
-        config,
-        shards=shards,
-        info=info,
-        capacity=capacity,
+    channel, tokenizer = StepChannel(ShardGroup(["unix:/nowhere"])), word_tokenizer()
+    deployment = Deployment(config=config, info=info, capacity=capacity)
+    cost, metrics = CostModel(), metrics_of(deployment)
+    engine = new_engine(
+        deployment, channel, tokenizer, metrics, cost=cost, launcher=LauncherChannel(None)
+    )
+    services = services_of(
+        deployment,
+        engine,
+        channel.group,
+        metrics,
         tokenizer=tokenizer,
         template=ChatTemplate(None, special_tokens={}),
-        cost=cost,
     )
     assert services.cost is cost
-    assert batcher._prospects.cost is cost
+    assert engine.batcher._predictor.cost is cost
     assert services.max_batch_prefill_tokens == 250
-    assert batcher._planner.budgets.max_batch_prefill_tokens == 250
+    assert engine.batcher._planner.budgets.max_batch_prefill_tokens == 250
     assert services.limits.vocab_size == 77
-    await shards.close()
+    await channel.close()
     tokenizer.close()
 
 
@@ -165,21 +171,15 @@ async def test_shards_that_go_while_steps_are_measured_do_not_keep_the_port_clos
     tmp_path: Path,
 ) -> None:
     address, tokenizer = f"unix:{tmp_path}/shard", tiny_tokenizer()
-    shards = StepChannel(ShardGroup([address]))
+    channel = StepChannel(ShardGroup([address]))
     config = config_with(shard_addresses=(address,), max_batch_prefill_tokens=16)
     with serve_fake_shard(address, FakeShard()):
-        info, capacity = await warm_up(config, shards.group)
+        deployment = await warm_up(config, channel.group)
     with structlog.testing.capture_logs() as logs:
         async with asyncio.timeout(SECONDS):
-            await _calibrate(
-                config,
-                shards,
-                info,
-                capacity,
-                tokenizer=tokenizer,
-                cost=CostModel(),
-                supervisor=LauncherChannel(None),
+            await measure_steps(
+                deployment, channel, tokenizer, cost=CostModel(), launcher=LauncherChannel(None)
             )
     assert "cannot measure steps" in logs[-1]["event"]
-    await shards.close()
+    await channel.close()
     tokenizer.close()

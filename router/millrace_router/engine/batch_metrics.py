@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence, Sized
 
+from millrace_router.engine.in_flight import AnsweredStep
 from millrace_router.errors import Quarantined, RouterError
 from millrace_router.scheduler.multi_token import Progress
 from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.step_plan import METHODS, StepPlan
-from millrace_router.shards.wire import StepTimings
 from millrace_router.telemetry.metrics import Metrics
 
 
@@ -59,27 +59,19 @@ class BatchMetrics:
         if plan.concat_reason is not None:
             metrics.batch_concat.labels(reason=plan.concat_reason).inc()
 
-    def answered(
-        self,
-        plan: StepPlan,
-        timings: StepTimings,
-        skipped: Sequence[int],
-        *,
-        sent_at: float,
-        answered_at: float,
-    ) -> None:
+    def answered(self, step: AnsweredStep, skipped: Sequence[int]) -> None:
         """Count a step whose tokens have been delivered; `skipped` has each row's number of tokens beyond the first."""
         for num_tokens in set(skipped):
             times = skipped.count(num_tokens)
             self._metrics.request_skipped_tokens.observe(num_tokens, times=times)
-        if not plan.has_forward:
+        if not step.plan.has_forward:
             return
-        step = self._steps[plan.method]
-        step.success.inc()
-        step.duration.observe(answered_at - sent_at)
-        step.forward.observe(timings.forward)
-        step.decode.observe(timings.decode)
-        step.filter.observe(time.monotonic() - answered_at)
+        timings, series = step.result.timings, self._steps[step.plan.method]
+        series.success.inc()
+        series.duration.observe(step.answered_at - step.sent_at)
+        series.forward.observe(timings.forward)
+        series.decode.observe(timings.decode)
+        series.filter.observe(time.monotonic() - step.answered_at)
         if timings.concat is not None:
             self._metrics.batch_concat_duration.labels(method="decode").observe(timings.concat)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
 
 import structlog
 
@@ -38,19 +36,15 @@ class Health:
 
     def __init__(
         self,
-        recovery: ShardStatus,
+        status: ShardStatus,
         batcher: Batcher,
         *,
-        grace_seconds: float,
         probe_seconds: float = PROBE_SECONDS,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`grace_seconds` limit a recovery, and then the time to the next token; `clock` is that of `recovery`."""
-        self._recovery = recovery
+        """The grace of `status` limits a recovery, and then the time to the next token."""
+        self._status = status
         self._batcher = batcher
-        self._grace_seconds = grace_seconds
         self._probe_seconds = probe_seconds
-        self._clock = clock
         self._generates = asyncio.Event()
         self._generates.set()
         self._failure: str | None = None
@@ -70,12 +64,12 @@ class Health:
     async def check(self) -> None:
         """Return while the shards serve, or recover within their grace; raises Unhealthy."""
         self._check_overdue()
-        if self._recovery.since is not None:
+        if self._status.since is not None:
             self._generates.clear()
         if self._generates.is_set():
             return
         probe = self._start_probe()
-        if self._recovery.since is not None:
+        if self._status.since is not None:
             return
         await asyncio.wait({probe}, timeout=self._probe_seconds)
         # The shards may have gone for good in the meantime.
@@ -84,26 +78,26 @@ class Health:
             raise Unhealthy(self._failure)
         if probe.done():
             probe.result()
-        elif (seconds := self._clock() - self._probed_at) > self._grace_seconds:
+        elif (seconds := self._status.clock() - self._probed_at) > self._status.grace_seconds:
             raise Unhealthy(f"no token has been generated for {seconds:.0f} s")
 
     async def check_ready(self) -> None:
         """Return while the shards serve; raises Unhealthy."""
         await self.check()
-        if self._recovery.since is not None:
-            raise Unhealthy(f"the shards are recovering: {self._recovery.reason}")
+        if self._status.since is not None:
+            raise Unhealthy(f"the shards are recovering: {self._status.reason}")
 
     def _check_overdue(self) -> None:
-        recovery, now = self._recovery, self._clock()
-        if recovery.has_given_up:
-            raise Unhealthy(f"the shards do not come back: {recovery.reason}")
-        if recovery.since is not None and recovery.is_overdue(now, self._grace_seconds):
-            seconds = now - recovery.since
-            raise Unhealthy(f"the shards have not served for {seconds:.0f} s: {recovery.reason}")
+        status = self._status
+        if status.has_given_up:
+            raise Unhealthy(f"the shards do not come back: {status.reason}")
+        if status.is_overdue:
+            seconds = status.outage_seconds
+            raise Unhealthy(f"the shards have not served for {seconds:.0f} s: {status.reason}")
 
     def _start_probe(self) -> asyncio.Task[None]:
         if self._probe is None or self._probe.done():
-            self._probed_at = self._clock()
+            self._probed_at = self._status.clock()
             self._probe = asyncio.create_task(self._await_token())
         return self._probe
 

@@ -18,7 +18,7 @@ MOST_FILES = 256
 """However small they are."""
 
 
-class Folder:
+class JournalFolder:
     """A folder of journal files, by name in the order in which they were begun."""
 
     def __init__(self, path: Path, *, max_bytes: int) -> None:

@@ -18,7 +18,7 @@ from millrace_router.journal.frames import MAGIC, frame
 from millrace_router.journal.header import Header, header_to_json
 from millrace_router.journal.records import Kind, pack
 from millrace_router.journal.redaction import Redaction
-from millrace_router.journal.rotation import Folder
+from millrace_router.journal.rotation import JournalFolder
 from millrace_router.journal.shard_state import Snapshot
 
 GATHER_SECONDS = 0.1
@@ -55,7 +55,7 @@ class JournalWriter:
     A file that cannot be written is given up with all that comes before the next page.
     """
 
-    def __init__(self, folder: Folder, header: Header) -> None:
+    def __init__(self, folder: JournalFolder, header: Header) -> None:
         self.inbox: deque[Item] = deque()
         self.wants_page = True
         """Whether a page should come next; the event loop takes it back when it sends one."""

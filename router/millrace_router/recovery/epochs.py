@@ -1,121 +1,131 @@
-"""The way to the shards and back to them: epochs that last until something fails, and what is done about it then."""
+"""Opens epochs, detects their failures, and asks the launcher for restarts."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 
 import structlog
 
 from millrace_router.errors import RouterError, ShardsGone
 from millrace_router.prediction.cost import CostModel
-from millrace_router.recovery.hang_detector import HangDetector, Oldest, StepTimer
+from millrace_router.recovery.hang_detector import HangDetector, OldestStep, StepTimer
 from millrace_router.recovery.interrupt import Interrupt
 from millrace_router.recovery.launcher_channel import LauncherChannel
-from millrace_router.recovery.shard_status import ShardStatus, Timeouts
+from millrace_router.recovery.shard_status import ShardStatus
 from millrace_router.shards.errors import ShardChanged, ShardError, ShardHung, ShardLost, StepFailed
 from millrace_router.shards.step_channel import StepChannel
 from millrace_router.telemetry.metrics import Metrics
 
 REOPEN_SECONDS = 0.2
+"""Pause between attempts to open an epoch."""
 
 log = structlog.get_logger(__name__)
 
 
 class EpochManager:
-    """Opens epochs, notices that one has failed, and has the launcher restart what does not come back by itself."""
+    """The life of epochs: an epoch lasts until a failure, and the next one begins when the shards are back."""
 
     def __init__(
         self,
-        shards: StepChannel,
-        supervisor: LauncherChannel,
-        patience: Timeouts,
+        channel: StepChannel,
+        launcher: LauncherChannel,
+        status: ShardStatus,
         cost: CostModel,
         metrics: Metrics,
         *,
-        oldest: Callable[[], Oldest | None],
+        oldest: Callable[[], OldestStep | None],
+        step_seconds: float = 30.0,
     ) -> None:
-        """`oldest` tells of the step that the shards are at."""
-        self.recovery = ShardStatus()
+        """A step of more than `step_seconds` counts as hung unless `cost` predicts such a duration.
+
+        `oldest` returns the oldest step in flight.
+        """
         self.interrupt = Interrupt()
-        """What the scheduling loop waits in; triggered by whatever is noticed from outside of it."""
-        self._shards = shards
-        self._supervisor = supervisor
-        self._patience = patience
+        """The batcher waits inside this context; failures detected elsewhere interrupt it."""
+        self._channel = channel
+        self._launcher = launcher
+        self.status = status
         self._metrics = metrics
-        self._has_served = False
+        self._serves = False
+        """Whether the shards did their work since the epoch began."""
         self._has_computed = False
+        """Whether a step of the epoch was computed."""
         self._restart_is_planned = False
-        self._sentry = HangDetector(
-            StepTimer(patience.step_seconds, cost),
+        self._hang_detector = HangDetector(
+            StepTimer(step_seconds, cost),
             oldest=oldest,
-            is_idle=lambda: self._has_served and oldest() is None,
-            ask=shards.group.health,
-            alarm=self.interrupt.trigger,
+            is_idle=lambda: self._serves and oldest() is None,
+            check=channel.group.health,
+            report=self.interrupt.trigger,
         )
-        supervisor.on_restarting = self._on_restarting
-        supervisor.on_gave_up = self._on_gave_up
 
     @property
     def refusal(self) -> RouterError | None:
-        """Why it is in vain to wait for the shards, if it is."""
-        if self.recovery.is_overdue(time.monotonic(), self._patience.recovery_seconds):
-            return ShardsGone(self.recovery.reason)
-        return None
+        """The error of requests that need not wait for the shards; None if they may wait."""
+        return ShardsGone(self.status.reason) if self.status.is_overdue else None
 
-    async def watch(self) -> None:
-        """Look after the shards, until cancelled."""
-        await self._sentry.run()
+    def watch(self) -> asyncio.Task[None]:
+        """Follow the launcher's messages, and watch for hangs until the task is cancelled."""
+        self._launcher.on_restarting = self._on_restarting
+        self._launcher.on_gave_up = self._on_gave_up
+        return asyncio.create_task(self._hang_detector.run())
 
     async def open(self, meanwhile: Callable[[RouterError | None], None]) -> None:
-        """Begin an epoch, however long that takes.
+        """Begin an epoch; retries until the shards are back.
 
-        `meanwhile` is called now and then, with an error once it is in vain to wait.
+        `meanwhile` is called after every failed attempt, with an error once the outage is overdue.
         """
-        self._has_served = self._has_computed = False
+        self._serves = self._has_computed = False
         while True:
             try:
                 async with self.interrupt:
-                    await self._shards.open()
+                    await self._channel.open()
             except ShardError as error:
-                if str(error) != self.recovery.reason:
+                if str(error) != self.status.reason:
                     log.warning("cannot open a stream to the shards", error=str(error))
-                self._begin(str(error))
+                self._begin_outage(str(error))
                 if isinstance(error, (ShardHung, ShardChanged)):
-                    self._supervisor.restart_shards(str(error))
+                    self._launcher.restart_shards(str(error))
             else:
                 self._restart_is_planned = False
                 return
             meanwhile(self.refusal)
             await asyncio.sleep(REOPEN_SECONDS)
 
-    def failed(self, error: ShardError) -> str:
-        """The epoch is over; the kind of failure, as `millrace_recoveries_total` has it."""
-        self._has_served = False
-        self._begin(str(error))
+    def fail(self, error: ShardError) -> str:
+        """End the epoch; returns the kind of failure, the `reason` of `millrace_recoveries_total`."""
+        self._serves = False
+        self._begin_outage(str(error))
         kind = self._kind_of(error)
-        self._shards.report_failure(kind, error)
+        self._channel.report_failure(kind, error)
         return kind
 
     def restart(self, kind: str, error: ShardError, *, num_suspects: int) -> None:
-        """Have the shards restarted if they will not serve again as they are."""
+        """Ask for a restart if the shards cannot serve the next epoch as they are."""
         if num_suspects:
-            self._supervisor.suspect(num_suspects)
-        # After a failure of one rank the others may wait for it in a collective.
-        is_stuck = kind in {"failed", "out_of_memory"} and len(self._shards.group) > 1
+            self._launcher.report_suspects(num_suspects)
+        # After one rank failed, the others may wait for it in a collective.
+        is_stuck = kind in {"failed", "out_of_memory"} and len(self._channel.group) > 1
         if kind == "hung" or is_stuck:
-            self._supervisor.restart_shards(str(error))
+            self._launcher.restart_shards(str(error))
 
-    def served(self, *, computed: bool) -> None:
-        """The shards do their work: they have computed something, or there is nothing to compute."""
-        if computed and not self._has_computed:
+    def step_computed(self) -> None:
+        """The shards computed a step."""
+        if not self._has_computed:
             self._has_computed = True
-            self._supervisor.progressed()
-        if self._has_served:
+            self._launcher.report_progress()
+        self._end_outage()
+
+    def idle(self) -> None:
+        """The shards answered every step, and there is no further work."""
+        self._end_outage()
+
+    def _end_outage(self) -> None:
+        if self._serves:
             return
-        self._has_served = True
-        seconds = self.recovery.end(time.monotonic())
+        self._serves = True
+        seconds = self.status.end_outage()
         if seconds is not None:
             log.info("the shards serve again", seconds=round(seconds, 3))
             self._metrics.recovering.set(0)
@@ -128,17 +138,17 @@ class EpochManager:
             return "hung"
         return "planned" if self._restart_is_planned else "lost"
 
-    def _begin(self, reason: str) -> None:
-        self.recovery.begin(reason, time.monotonic())
+    def _begin_outage(self, reason: str) -> None:
+        self.status.begin_outage(reason)
         self._metrics.recovering.set(1)
 
     def _on_restarting(self, is_planned: bool, reason: str) -> None:  # noqa: FBT001
         self._restart_is_planned = is_planned
-        self._begin(reason)
-        # They may be back before the loop would notice that they were gone.
+        self._begin_outage(reason)
+        # The shards may be back before the batcher notices that their streams ended.
         self.interrupt.trigger(ShardLost(reason))
 
     def _on_gave_up(self, reason: str) -> None:
-        self.recovery.give_up(reason, time.monotonic())
+        self.status.give_up(reason)
         self._metrics.recovering.set(1)
         self.interrupt.trigger(ShardLost(reason))

@@ -1,4 +1,4 @@
-"""Looks after the shards from outside the scheduling loop: whether a step hangs, and whether they are there at all."""
+"""Detects shards that hang in a step, and idle shards that are gone."""
 
 from __future__ import annotations
 
@@ -12,78 +12,82 @@ from millrace_router.prediction.step_load import StepLoad
 from millrace_router.shards.errors import ShardError, ShardHung
 
 HEARTBEAT_SECONDS = 1.0
-"""How often idle shards are asked whether they are there."""
+"""Period of the health checks of idle shards."""
 
 
-class Oldest(NamedTuple):
+class OldestStep(NamedTuple):
     """The oldest step in flight."""
 
     number: int
     step: object
+    """Identifies the step across epochs."""
     load: StepLoad
 
 
 class HangDetector:
-    """Watches for ever, and reports to `alarm` what it finds."""
+    """Watches the oldest step while steps are in flight, and checks the health of the shards otherwise."""
 
     def __init__(
         self,
-        watchdog: StepTimer,
+        timer: StepTimer,
         *,
-        oldest: Callable[[], Oldest | None],
+        oldest: Callable[[], OldestStep | None],
         is_idle: Callable[[], bool],
-        ask: Callable[[], Awaitable[object]],
-        alarm: Callable[[ShardError], None],
+        check: Callable[[], Awaitable[object]],
+        report: Callable[[ShardError], None],
     ) -> None:
-        """`ask` asks the shards for their health; it raises ShardError, or is cancelled when their channel goes."""
-        self._watchdog = watchdog
+        """`check` is a health check; it raises ShardError, or is cancelled when its channel is closed.
+
+        `report` receives the failures that are found.
+        """
+        self._timer = timer
         self._oldest = oldest
         self._is_idle = is_idle
-        self._ask = ask
-        self._alarm = alarm
+        self._check = check
+        self._report = report
 
     async def run(self) -> None:
         """Watch until cancelled."""
-        then = asked_at = time.monotonic()
+        last_tick = last_check = time.monotonic()
         while True:
-            await asyncio.sleep(self._watchdog.tick_seconds)
+            await asyncio.sleep(self._timer.tick_seconds)
             now = time.monotonic()
-            seconds, then = now - then, now
+            seconds, last_tick = now - last_tick, now
             oldest = self._oldest()
             if oldest is not None:
-                if self._watchdog.is_hung(oldest.step, oldest.load, seconds):
-                    self._alarm(ShardHung(f"step {oldest.number} does not end"))
-            elif self._is_idle() and now - asked_at >= HEARTBEAT_SECONDS:
-                asked_at = now
-                await self._ask_for_health()
+                if self._timer.is_hung(oldest.step, oldest.load, seconds):
+                    self._report(ShardHung(f"step {oldest.number} does not end"))
+            elif self._is_idle() and now - last_check >= HEARTBEAT_SECONDS:
+                last_check = now
+                await self._check_health()
 
-    async def _ask_for_health(self) -> None:
+    async def _check_health(self) -> None:
         try:
-            await self._ask()
+            await self._check()
         except ShardError as error:
-            # If steps are under way again, they tell.
+            # If steps are in flight again, they report the failure.
             if self._is_idle():
-                self._alarm(error)
+                self._report(error)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            # A channel that is discarded cancels its calls, though nobody cancelled this task.
+            # A closed channel cancels its calls, but not this task.
 
 
 SLOWEST = 30.0
-"""How many times longer than predicted a step may take: a busy neighbour made steps on a CPU 12 to 29 times slower."""
+"""Limit of a step over its prediction: a busy neighbour made steps on a CPU 12 to 29 times slower."""
 TICK_SECONDS = 0.5
 
 
 class StepTimer:
-    """Adds up the time that the oldest step has been running, tick by tick.
+    """Adds up the ticks during which the oldest step ran.
 
-    Its own ticks and not the clock, because a router that was stopped for a while must not take that for the shards'
-    doing: a tick counts as two at most.
+    A tick counts as two at most. So the time in which the router itself was stopped does not count as the shards'.
     """
 
     def __init__(self, floor_seconds: float, cost: CostModel) -> None:
+        """Every step may take `floor_seconds`."""
         self._floor_seconds = floor_seconds
         self._cost = cost
         self._step: object = None
@@ -91,16 +95,16 @@ class StepTimer:
 
     @property
     def tick_seconds(self) -> float:
-        """How often to look."""
+        """Seconds between two ticks."""
         return min(TICK_SECONDS, self._floor_seconds / 4)
 
     def limit_seconds(self, load: StepLoad) -> float:
-        """How long a step of this size may take."""
+        """The longest duration of a step of this load."""
         predicted = self._cost.seconds(load)
         return max(self._floor_seconds, SLOWEST * (predicted or 0.0))
 
     def is_hung(self, step: object, load: StepLoad, seconds: float) -> bool:
-        """Whether `step`, the oldest in flight, has been running for too long, `seconds` after the last look."""
+        """Whether `step`, the oldest in flight, runs for too long; called `seconds` after the last tick."""
         if step is not self._step:
             self._step, self._seconds = step, 0.0
             return False

@@ -1,4 +1,4 @@
-"""A way to end, from outside, whatever a task is waiting for, with an error that says why."""
+"""Interrupts what a task waits for, with an error that another task chooses."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from types import TracebackType
 
 
 class Interrupt:
-    """An asynchronous context that `trigger` leaves with an error; can be entered again and again, not nested.
+    """An asynchronous context that `trigger` ends with an error. It can be entered repeatedly, but not nested.
 
-    Without a trigger it costs about a microsecond: no timer is set.
+    Without a trigger it costs about a microsecond, because no timer is set.
     """
 
     def __init__(self) -> None:
@@ -17,14 +17,14 @@ class Interrupt:
         self._limit: asyncio.Timeout | None = None
 
     def trigger(self, error: Exception) -> None:
-        """Leave the context with `error`, or the next one as soon as it is entered. The first trigger counts."""
+        """End the context with `error`, or the next context as soon as it is entered. The first trigger counts."""
         if self._error is None:
             self._error = error
             if self._limit is not None:
                 self._limit.reschedule(asyncio.get_running_loop().time())
 
     def clear(self) -> None:
-        """Forget a trigger that nobody has met with yet."""
+        """Forget a trigger that has not ended a context yet."""
         self._error = None
 
     async def __aenter__(self) -> None:

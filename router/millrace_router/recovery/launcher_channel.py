@@ -1,4 +1,4 @@
-"""The launcher, as the router speaks to it: one JSON object a line, each way. It never waits and never raises."""
+"""Messages to and from the launcher: one JSON object per line in each direction."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ log = structlog.get_logger(__name__)
 
 
 class LauncherChannel:
-    """The launcher as the router speaks to it; without one, what is said is dropped."""
+    """The connection to the launcher. Methods neither wait nor raise; without a launcher they do nothing."""
 
     def __init__(self, fd: int | None) -> None:
-        """Takes over the inherited socket; one that is none counts as no launcher."""
+        """Own the inherited socket `fd`; a descriptor that is no socket counts as no launcher."""
         self.on_restarting: Callable[[bool, str], None] = lambda _planned, _reason: None
-        """Called with (planned, reason) when the shards are brought down; planned: no request is to blame."""
+        """Called with (planned, reason) when the launcher stops the shards; planned: no request caused it."""
         self.on_gave_up: Callable[[str], None] = lambda _reason: None
-        """Called with the reason when nobody restarts the shards any more."""
+        """Called with the reason when the launcher stops restarting the shards."""
         self._socket: socket.socket | None = None
         self._is_broken = False
         if fd is None:
@@ -41,11 +41,11 @@ class LauncherChannel:
 
     @property
     def is_there(self) -> bool:
-        """Whether somebody restarts the shards."""
+        """Whether a launcher is connected, which restarts the shards."""
         return self._socket is not None
 
     async def run(self) -> None:
-        """Heed the launcher until it hangs up; returns at once without one."""
+        """Receive messages until the launcher disconnects; returns at once without one."""
         if self._socket is None:
             return
         loop = asyncio.get_running_loop()
@@ -55,9 +55,9 @@ class LauncherChannel:
                 *lines, rest = (received + data).split(b"\n")
                 received = rest if len(rest) <= LONGEST_LINE_BYTES else b""
                 for line in lines:
-                    self._heed(line)
+                    self._receive(line)
         except OSError as error:
-            log.debug("the launcher cannot be heard", error=str(error))
+            log.debug("the launcher disconnected", error=str(error))
         finally:
             self._socket.close()
             self._socket = None
@@ -66,33 +66,33 @@ class LauncherChannel:
         """Report that this process listens on its HTTP port, so that an answer from there is its own."""
         self._write({"event": "listening"})
 
-    def progressed(self) -> None:
-        """Tell that the first step of an epoch has completed."""
+    def report_progress(self) -> None:
+        """Report that the first step of an epoch is complete."""
         self._write({"event": "progress"})
 
     def restart_shards(self, reason: str) -> None:
-        """Ask for all shards to be killed and started anew."""
+        """Ask the launcher to kill and restart all shards."""
         self._write({"event": "restart", "reason": reason[:LONGEST_REASON]})
 
-    def suspect(self, count: int) -> None:
-        """Tell that one of `count` requests kills shards and is searched for, which takes restarts."""
+    def report_suspects(self, count: int) -> None:
+        """Report that one of `count` requests kills the shards, and that the search for it needs restarts."""
         self._write({"event": "suspects", "count": count})
 
     def _write(self, event: Mapping[str, Any]) -> None:
         if self._socket is None:
             return
-        # The rest of a line that was cut off must not swallow this one.
+        # A newline ends a line that was sent in part, so that it does not absorb this one.
         line = b"\n" * self._is_broken + json.dumps(event).encode() + b"\n"
         try:
             sent = self._socket.send(line)
         except OSError as error:
-            log.debug("the launcher was not told", what=event["event"], error=str(error))
+            log.debug("cannot send to the launcher", what=event["event"], error=str(error))
         else:
             self._is_broken = sent < len(line)
 
-    def _heed(self, line: bytes) -> None:
+    def _receive(self, line: bytes) -> None:
         event = None
-        # Deeply nested JSON is garbage too.
+        # Deeply nested JSON is invalid too.
         with suppress(ValueError, RecursionError):
             event = json.loads(line)
         match event:
@@ -102,5 +102,5 @@ class LauncherChannel:
                 self.on_gave_up(reason)
             case _ if line:
                 log.debug(
-                    "the launcher sent what is no event", line=line[:100].decode(errors="replace")
+                    "the launcher sent an unknown event", line=line[:100].decode(errors="replace")
                 )

@@ -1,4 +1,4 @@
-"""Smaller steps after the shards ran out of memory, and larger ones again when that has gone well."""
+"""Smaller steps after the shards ran out of memory, and larger ones after enough steps succeeded."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import replace
 from millrace_router.scheduler.budgets import Budgets
 
 STEPS_BEFORE_RELIEF = 256
-"""Steps that have to succeed before they may be twice as large again."""
+"""Successful steps before the limits double again."""
 
 
 class OomBackoff:
-    """Halves batch and prompt tokens of a step with every failure; below one row and one block there is nothing."""
+    """Halves the batch and the prompt tokens of a step after every failure, down to one row and one block."""
 
     def __init__(self, budgets: Budgets, *, block_size: int) -> None:
         self._full = budgets
@@ -21,12 +21,12 @@ class OomBackoff:
 
     @property
     def is_off(self) -> bool:
-        """Whether steps may be as large as the flags say."""
+        """Whether steps may be as large as the flags allow."""
         return self._level == 0
 
     @property
     def budgets(self) -> Budgets:
-        """What a step may hold now."""
+        """The current limits of a step."""
         full = self._full
         return replace(
             full,
@@ -36,8 +36,8 @@ class OomBackoff:
             max_batch_size=max(1, full.max_batch_size >> self._level),
         )
 
-    def rise(self) -> bool:
-        """A step ran out of memory; whether steps can become smaller."""
+    def shrink(self) -> bool:
+        """Record that a step ran out of memory; whether the limits could be reduced."""
         before = self.budgets
         self._level += 1
         self._num_succeeded = 0
@@ -47,7 +47,7 @@ class OomBackoff:
         return True
 
     def succeeded(self) -> bool:
-        """A step has succeeded; whether they may be larger from now on."""
+        """Record a successful step; whether the limits grew."""
         if self.is_off:
             return False
         self._num_succeeded += 1

@@ -1,4 +1,4 @@
-"""Which request breaks steps: found by running halves of those that were in a failed one."""
+"""Finds the request that breaks steps, by bisection of the requests of a failed step."""
 
 from __future__ import annotations
 
@@ -6,70 +6,72 @@ from collections.abc import Mapping
 
 
 class PoisonSearch:
-    """Ids of requests that were in a failed step, until each has got past the position at which that step failed.
+    """The suspects: ids of requests of a failed step that have not passed the position at which that step failed.
 
-    After a first failure all of them run again together, and nobody else: a process that was killed from outside is
-    the likelier cause. If that fails too, they run in halves, the one that breaks being halved again; who breaks a
-    step all alone is guilty. One guilty entry among n is found with at most 3 + ceil(log2(n)) failures, two if n is 1.
+    After a first failure all suspects run again together and without other requests, because a process that was
+    killed from outside is the likelier cause. If that fails too, they run in halves, and a half that fails is halved
+    again. A request whose step fails alone is guilty. Among n suspects, one guilty request is found after at most
+    3 + ceil(log2(n)) failures, or 2 if n is 1.
 
-    A search is in vain where both halves of what broke run well: the cause was outside, or it takes several entries at
-    once. Then everybody runs as before, but who was searched in vain is not searched again. If such entries fail
-    together twice more, all that failed with them run *apart*: each to its end, and never more at once than half as
-    many as failed last. So a fault that always comes when some of n run together ends after 2 + 2 ceil(log2(n))
-    failures, and nobody is guilty of it.
+    If both halves of a failed group succeed, the cause was outside, or the fault takes several requests. Then all
+    requests run as before, but a searched request is not searched again. If searched requests fail together twice
+    more, all that failed with them run *separately*: each to its end, and never more at once than half of the last
+    failed group. So a fault that occurs whenever some of n requests run together ends after 2 + 2 ceil(log2(n))
+    failures, without a guilty request.
     """
 
     def __init__(self) -> None:
         self._targets: dict[int, int] = {}
-        """Who is not cleared, and the number of KV positions that will clear him; most senior first."""
+        """Suspects, and the number of KV positions that clears each; the most senior first."""
         self._group: list[int] = []
-        """Who runs now, of them or of those that run apart."""
+        """Suspects, or separate requests, that run now."""
         self._rest: list[int] = []
-        """Where the guilty one is if it is not in the group."""
+        """The half that contains the guilty request if the group does not."""
         self._has_halved = False
-        """Whether the search has come to halves, and has found nobody since."""
+        """Whether the suspects were halved, and no guilty request was found since."""
         self._searched: set[int] = set()
-        """Who was among those that were halved, and lives; empty once somebody is found guilty, which explains it."""
-        self._apart: list[int] = []
-        """Who runs to its end, cleared or not; most senior first."""
-        self._most_together = 0
-        """How many of those may be in the group."""
+        """Live requests that were halved; empty after a guilty request is found, because it explains the failures."""
+        self._separate: list[int] = []
+        """Requests that run separately until they end; the most senior first."""
+        self._max_together = 0
+        """The largest number of separate requests in the group."""
 
     def __bool__(self) -> bool:
         return self.count > 0
 
     def __contains__(self, request_id: int) -> bool:
-        return request_id in self._targets or request_id in self._apart
+        return request_id in self._targets or request_id in self._separate
 
     @property
     def count(self) -> int:
-        """How many are not cleared, or run apart."""
-        return len(self._apart or self._targets)
+        """The number of suspects or of separate requests."""
+        return len(self._separate or self._targets)
 
     @property
     def group(self) -> frozenset[int]:
-        """Who may run now; nobody else may, unless this is empty."""
+        """The only requests that may run now; empty if all may."""
         return frozenset(self._group)
 
-    def failed(self, named: Mapping[int, int]) -> int | None:
-        """A step has failed that named these entries, each with the KV positions it would have had after it.
+    def fail(self, positions: Mapping[int, int]) -> int | None:
+        """Record a failed step; returns the guilty request if one is found, which then is no suspect.
 
-        Returns the one that is proven guilty, who is a suspect no more. `named` is ordered by seniority.
+        `positions` has the requests of the step, the most senior first, each with its number of KV positions after
+        the step.
         """
-        found = [entry for entry in self._group if entry in named]
+        found = [request_id for request_id in self._group if request_id in positions]
         if not found:
             self._end()
-            self._targets, self._group = dict(named), list(named)
+            self._targets, self._group = dict(positions), list(positions)
             return None
         is_first = self._targets.keys().isdisjoint(found)
-        for entry in found:
-            self._targets[entry] = max(self._targets.get(entry, 0), named[entry])
+        for request_id in found:
+            self._targets[request_id] = max(self._targets.get(request_id, 0), positions[request_id])
         if is_first:
-            # They run apart, and had got past what failed before: this may be a kill from outside.
+            # Separate requests that passed the earlier failures: a kill from outside is the likelier cause.
             return None
-        if len(named) == 1:
+        if len(positions) == 1:
             return self._convict(found[0])
-        if self._apart or not (self._has_halved or self._searched.isdisjoint(found)):
+        if self._separate or not (self._has_halved or self._searched.isdisjoint(found)):
             self._part(found)
         else:
             self._has_halved = True
@@ -78,16 +80,16 @@ class PoisonSearch:
         return None
 
     def computed(self, request_id: int, num_positions: int) -> bool:
-        """The request has so many KV positions, which may clear it; whether others are to run now."""
+        """Record that a request has so many KV positions, which may clear it; whether another group runs next."""
         if num_positions < self._targets.get(request_id, num_positions + 1):
             return False
-        if request_id in self._apart:
+        if request_id in self._separate:
             del self._targets[request_id]
             return False
         return self._leave(request_id)
 
     def ended(self, request_id: int) -> bool:
-        """The request has ended, however it did; whether others are to run now."""
+        """Record the end of a request; whether another group runs next."""
         self._searched.discard(request_id)
         return request_id in self and self._leave(request_id)
 
@@ -102,7 +104,7 @@ class PoisonSearch:
         self._forget(guilty)
         self._has_halved = False
         self._searched.clear()
-        if self._apart:
+        if self._separate:
             self._end()
         else:
             self._next()
@@ -110,14 +112,14 @@ class PoisonSearch:
 
     def _forget(self, request_id: int) -> None:
         self._targets.pop(request_id, None)
-        for ids in (self._group, self._rest, self._apart):
+        for ids in (self._group, self._rest, self._separate):
             if request_id in ids:
                 ids.remove(request_id)
 
     def _next(self) -> None:
-        """The group is done with: its other half is next, then whoever is left, together."""
-        if self._apart:
-            self._group = self._apart[: self._most_together]
+        """Choose the next group: separate requests, the other half, or all remaining suspects."""
+        if self._separate:
+            self._group = self._separate[: self._max_together]
         elif self._rest:
             self._halve(self._rest)
         elif self._has_halved:
@@ -125,18 +127,18 @@ class PoisonSearch:
         else:
             self._group = list(self._targets)
 
-    def _halve(self, entries: list[int]) -> None:
-        middle = (len(entries) + 1) // 2
-        self._group, self._rest = entries[:middle], entries[middle:]
+    def _halve(self, ids: list[int]) -> None:
+        middle = (len(ids) + 1) // 2
+        self._group, self._rest = ids[:middle], ids[middle:]
 
     def _part(self, found: list[int]) -> None:
-        """Have all suspects run apart, so many of whom have failed together."""
-        self._apart = self._apart or list(self._targets)
-        self._most_together = (len(found) + 1) // 2
-        self._group, self._rest = self._apart[: self._most_together], []
+        """Run all suspects separately, at most half as many at once as failed together."""
+        self._separate = self._separate or list(self._targets)
+        self._max_together = (len(found) + 1) // 2
+        self._group, self._rest = self._separate[: self._max_together], []
 
     def _end(self) -> None:
-        """Nobody is under suspicion any more."""
+        """End the search without a guilty request."""
         self._targets.clear()
-        self._group, self._rest, self._apart = [], [], []
+        self._group, self._rest, self._separate = [], [], []
         self._has_halved = False

@@ -1,4 +1,4 @@
-"""Requests that broke the shards, in company and alone: what is kept of them, and who is like one of them."""
+"""Records of requests whose steps failed with other requests and alone, and the refusal of equal requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hashlib import sha256
 from millrace_router.request.request import SchedulingParameters, ValidRequest
 
 REFUSED_SECONDS = 600.0
-"""How long a request like a quarantined one is refused; clients retry much sooner, and new shards may fare better."""
+"""How long equal requests are refused. Clients retry much sooner; after this time restarted shards may succeed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,19 +24,19 @@ class _Record:
 
 
 class Quarantine:
-    """A bounded record of such requests, without any text or token ids."""
+    """The latest quarantined requests, without text or token ids."""
 
     def __init__(self, *, capacity: int = 100, clock: Callable[[], float] = time.monotonic) -> None:
-        """`capacity` records are kept, the oldest go; `clock` counts seconds."""
+        """Keep the latest `capacity` records; `clock` counts seconds."""
         self._records: deque[_Record] = deque(maxlen=capacity)
         self._clock = clock
 
     def add(self, request: ValidRequest, *, num_generated: int, reason: str) -> None:
-        """Keep what may be kept of `request`, which broke the shards after so many tokens of its answer."""
+        """Record `request`, whose steps failed after `num_generated` tokens of its answer."""
         self._records.append(
             _Record(
                 refused_until=self._clock() + REFUSED_SECONDS,
-                # What breaks before its first token does so with every seed.
+                # A request that fails before its first token fails with every seed.
                 key=_key(request, has_seed=num_generated > 0),
                 num_prompt_tokens=len(request.input_ids),
                 description=_describe(request, num_generated=num_generated, reason=reason),
@@ -44,9 +44,9 @@ class Quarantine:
         )
 
     def refuses(self, request: ValidRequest) -> bool:
-        """Whether the very same prompt and parameters were added less than ten minutes ago.
+        """Whether a request with the same prompt and parameters was added in the last `REFUSED_SECONDS`.
 
-        The seed counts if there was a token for it to choose; when and for whom a request runs never does.
+        The seed counts if the request had generated a token; the scheduling parameters never count.
         """
         now, length = self._clock(), len(request.input_ids)
         keys = {
@@ -91,7 +91,7 @@ def _prompt_hash(request: ValidRequest) -> bytes:
 
 
 def _key(request: ValidRequest, *, has_seed: bool) -> bytes:
-    """A name of prompt and parameters; the seed is one of them if `has_seed` and if it changes anything."""
+    """A hash of prompt and parameters; the seed is one of them with `has_seed`, if the request samples."""
     seed = request.sampling.seed if has_seed and request.sampling.samples else None
     parameters = replace(
         request,

@@ -1,4 +1,4 @@
-"""What becomes of entries in flight when the shards fail: who is to blame, who runs next, in steps of which size."""
+"""Decides after a failure which requests end, which run next, and how large their steps may be."""
 
 from __future__ import annotations
 
@@ -16,110 +16,110 @@ from millrace_router.scheduler.row import Row
 from millrace_router.scheduler.step_plan import StepPlan
 
 PlannerFactory = Callable[[], Planner]
-"""Makes an empty planner for each new epoch."""
+"""Makes the planner of a new epoch, without rows."""
 
 
 class RecoveryPolicy:
-    """Carries entries from a failed epoch into the next, where they are replayed. Pure decisions, no I/O.
+    """Carries entries from a failed epoch into the next, where their tokens are computed again. Does no I/O.
 
-    Entries of the failed step run first, all or in parts (`PoisonSearch`), until each has got past
-    what failed, or has ended; the others are held back so long. Without suspects everybody runs.
+    The entries of the failed step run first, in the groups of `PoisonSearch`, until each has passed the failed
+    position or has ended. All other entries are held back until then.
     """
 
     def __init__(self, new_planner: PlannerFactory, quarantine: Quarantine) -> None:
         self.planner = new_planner()
-        """Of the current epoch."""
-        self._new_planner = new_planner
-        self._quarantine = quarantine
-        self._suspects = PoisonSearch()
-        self._held: list[tuple[int, SchedulableRequest]] = []
-        self._pressure = OomBackoff(self.planner.budgets, block_size=self.planner.blocks.block_size)
+        """The planner of the current epoch."""
+        self.quarantine = quarantine
         self.must_regroup = False
-        """Whether others are to run now, in an epoch of their own, once no step is in flight."""
+        """Whether another group runs next, in a new epoch, once no step is in flight."""
+        self._new_planner = new_planner
+        self._search = PoisonSearch()
+        self._held: list[tuple[int, SchedulableRequest]] = []
+        self._backoff = OomBackoff(self.planner.budgets, block_size=self.planner.blocks.block_size)
 
     @property
     def is_searching(self) -> bool:
-        """Whether nobody else may be admitted, for the sake of those under suspicion."""
-        return bool(self._suspects)
+        """Whether a poison request is searched for, during which no other entry is admitted."""
+        return bool(self._search)
 
     @property
     def num_suspects(self) -> int:
-        """How many are under suspicion."""
-        return self._suspects.count
+        """The number of suspects of the search."""
+        return self._search.count
 
     @property
     def num_held(self) -> int:
-        """Entries that are held back."""
+        """The number of entries that are held back."""
         return len(self._held)
 
     @property
     def num_held_tokens(self) -> int:
-        """Tokens of those so far."""
+        """Tokens of the entries that are held back."""
         return sum(entry.num_inputs for _, entry in self._held)
 
     @property
     def budgets(self) -> Budgets:
-        """What a step may hold now."""
-        return self._pressure.budgets
+        """The current limits of a step."""
+        return self._backoff.budgets
 
-    def blame(self, plans: Iterable[StepPlan]) -> tuple[Entry, RouterError] | None:
-        """Steps have failed for a reason that may lie in their rows; who ends by that, and with what."""
+    def find_poison(self, plans: Iterable[StepPlan]) -> tuple[Entry, RouterError] | None:
+        """Search the rows of failed steps for a poison request; the entry to end, and its error, if one is found."""
         rows = self._rows(plans)
-        named = {row.entry.request_id: row.num_kv_tokens for row in rows}
-        guilty_id = self._suspects.failed(named) if named else None
+        positions = {row.entry.request_id: row.num_kv_tokens for row in rows}
+        guilty_id = self._search.fail(positions) if positions else None
         if guilty_id is None:
             return None
         guilty = entry_of(next(row.entry for row in rows if row.entry.request_id == guilty_id))
-        self._quarantine.add(
+        self.quarantine.add(
             guilty.request,
             num_generated=guilty.num_generated,
-            reason="it was in a step that failed, in company and alone",
+            reason="its steps failed with other requests and alone",
         )
         return guilty, Quarantined()
 
     def shrink(self, plan: StepPlan) -> tuple[Entry, RouterError] | None:
-        """A step ran out of memory; who ends by that, because it cannot be made smaller."""
-        if self._pressure.rise():
+        """Reduce steps after one ran out of memory; the entry to end, and its error, if it failed at the minimum."""
+        if self._backoff.shrink():
             return None
         rows = self._rows([plan])
         return (entry_of(rows[0].entry), DoesNotFit()) if len(rows) == 1 else None
 
     def next_epoch(self) -> int:
-        """Put an empty planner in the place of the one there is; how many entries it is going to replay."""
+        """Begin with an empty planner; the number of entries whose tokens are computed again."""
         old, self.planner = self.planner, self._new_planner()
         entries = sorted([*old.take_all(), *self._held], key=lambda held: held[0])
         entries = [held for held in entries if not entry_of(held[1]).stream.ended]
-        group = self._suspects.group
+        group = self._search.group
         running = [held for held in entries if not group or held[1].request_id in group]
         self._held = [held for held in entries if group and held[1].request_id not in group]
         self.planner.take_over(old, running)
-        self.planner.limit(self._pressure.budgets)
+        self.planner.limit(self._backoff.budgets)
         self.must_regroup = False
         return len(running)
 
     def computed(self, plan: StepPlan) -> None:
-        """A step has succeeded, and the planner knows."""
-        if self._pressure.succeeded():
-            self.planner.limit(self._pressure.budgets)
-        if self._suspects:
+        """Record a successful step, after the planner did."""
+        if self._backoff.succeeded():
+            self.planner.limit(self._backoff.budgets)
+        if self._search:
             for row in self._rows([plan]):
-                if self._suspects.computed(row.entry.request_id, row.num_computed):
+                if self._search.computed(row.entry.request_id, row.num_computed):
                     self._go_on()
 
     def ended(self, entry: SchedulableRequest) -> None:
-        """An entry has ended, however it did."""
-        if self._suspects.ended(entry.request_id):
+        """Record the end of an entry."""
+        if self._search.ended(entry.request_id):
             self._go_on()
 
-    def surrender(self) -> list[SchedulableRequest]:
-        """Give up, and return, every entry that was ever admitted."""
+    def take_all(self) -> list[SchedulableRequest]:
+        """Remove and return every admitted entry, held ones included."""
         entries = [entry for _, entry in (*self.planner.take_all(), *self._held)]
         self._held.clear()
         return entries
 
     def _go_on(self) -> None:
-        """The suspects that ran are cleared: others run now, or everybody does."""
-        if self._suspects:
+        """Run the next group, or all entries once the search has ended."""
+        if self._search:
             self.must_regroup = True
         else:
             self.planner.readmit(self._held)

@@ -1,50 +1,56 @@
-"""Whether the shards serve, and if they do not, since when and why. What health is judged by."""
+"""Whether the shards serve, and how long requests should wait while they do not."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
+
+DEFAULT_GRACE_SECONDS = 300.0
 
 
-@dataclass(slots=True)
 class ShardStatus:
-    """Written by the batcher, read by health checks; times are of `time.monotonic`."""
+    """The current outage of the shards, if any. The batcher writes it; health checks and grammar admission read it."""
 
-    since: float | None = None
-    """When the shards stopped serving; None while they serve."""
-    reason: str = ""
-    """Why they stopped, in words for an operator."""
-    has_given_up: bool = False
-    """Whether nobody restarts them any more."""
+    def __init__(
+        self,
+        grace_seconds: float = DEFAULT_GRACE_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """An outage of more than `grace_seconds` is overdue: requests fail instead of waiting for its end."""
+        self.grace_seconds = grace_seconds
+        self.since: float | None = None
+        """Start of the outage by `clock`; None while the shards serve."""
+        self.reason = ""
+        """Reason of the outage, for operators."""
+        self.has_given_up = False
+        """Whether the launcher no longer restarts the shards."""
+        self.clock = clock
 
-    def begin(self, reason: str, now: float) -> None:
-        """The shards do not serve; a failure during a recovery does not begin another."""
+    @property
+    def outage_seconds(self) -> float:
+        """Duration of the outage so far; 0 while the shards serve."""
+        return 0.0 if self.since is None else self.clock() - self.since
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether requests should fail instead of waiting for the shards."""
+        return self.has_given_up or self.outage_seconds > self.grace_seconds
+
+    def begin_outage(self, reason: str) -> None:
+        """Record that the shards stopped serving; a failure during an outage changes only the reason."""
         self.reason = reason
         if self.since is None:
-            self.since = now
+            self.since = self.clock()
 
-    def end(self, now: float) -> float | None:
-        """They serve again; how many seconds they did not, None if they always did."""
-        since, self.since, self.reason = self.since, None, ""
-        return None if since is None else now - since
+    def end_outage(self) -> float | None:
+        """Record that the shards serve; the duration of the outage in seconds, None if there was none."""
+        if self.since is None:
+            return None
+        seconds = self.outage_seconds
+        self.since, self.reason = None, ""
+        return seconds
 
-    def give_up(self, reason: str, now: float) -> None:
-        """They will not come back."""
-        self.begin(reason, now)
+    def give_up(self, reason: str) -> None:
+        """Record that the shards will not be restarted."""
+        self.begin_outage(reason)
         self.has_given_up = True
-
-    def is_overdue(self, now: float, grace_seconds: float) -> bool:
-        """Whether to tell those who wait that it is in vain."""
-        return self.has_given_up or (self.since is not None and now - self.since > grace_seconds)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timeouts:
-    """In seconds."""
-
-    step_seconds: float = 30.0
-    """What every step gets, and an idle shard that is asked whether it is there."""
-    recovery_seconds: float = 300.0
-    """What shards get to come back before those who wait are told that it is in vain."""
-
-
-DEFAULT_TIMEOUTS = Timeouts()

@@ -8,9 +8,8 @@ with one grammar again and again, and no other grammar is refused for it.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -61,19 +60,15 @@ class GrammarAdmission:
     def __init__(
         self,
         compiler: Compiler,
-        recovery: ShardStatus,
+        status: ShardStatus,
         metrics: Metrics,
         *,
-        grace_seconds: float,
         check_seconds: float = CHECK_SECONDS,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Requests wait `grace_seconds` for a recovery of the shards; `clock` is that of `recovery`."""
+        """Requests wait for a recovery of the shards as long as `status` allows."""
         self._compiler = compiler
-        self._recovery = recovery
-        self._grace_seconds = grace_seconds
+        self._status = status
         self._check_seconds = check_seconds
-        self._clock = clock
         self._metrics = metrics
         self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
         self._locks: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
@@ -110,7 +105,7 @@ class GrammarAdmission:
         """
         with suppress(TimeoutError, ShardError, Overloaded):
             async with asyncio.timeout(wait_seconds):
-                if self._recovery.since is None:
+                if self._status.since is None:
                     await self._compile(grammar)
 
     async def _decide(self, key: bytes, grammar: Grammar) -> _Verdict:
@@ -125,14 +120,14 @@ class GrammarAdmission:
         return verdict
 
     async def _ask_and_count(self, grammar: Grammar) -> str | None:
-        began, outcome = self._clock(), "unavailable"
+        began, outcome = self._status.clock(), "unavailable"
         try:
             reason = await self._ask(grammar)
             outcome = "accepted" if reason is None else "refused"
             return reason
         finally:
             self._metrics.grammars.labels(outcome=outcome).inc()
-            self._metrics.grammar_seconds.observe(self._clock() - began)
+            self._metrics.grammar_seconds.observe(self._status.clock() - began)
 
     async def _ask(self, grammar: Grammar) -> str | None:
         if self._num_waiting >= MAX_WAITING:
@@ -166,9 +161,9 @@ class GrammarAdmission:
 
     async def _wait_for_shards(self) -> None:
         """Wait until the shards serve; raises ShardsGone."""
-        while self._recovery.since is not None:
-            if self._recovery.is_overdue(self._clock(), self._grace_seconds):
-                raise ShardsGone(self._recovery.reason)
+        while self._status.since is not None:
+            if self._status.is_overdue:
+                raise ShardsGone(self._status.reason)
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _compile(self, grammar: Grammar) -> str | None:
@@ -184,8 +179,8 @@ class GrammarAdmission:
             async with asyncio.timeout(self._check_seconds):
                 return await self._compiler.compile_grammar(grammar)
         except TimeoutError:
-            if self._recovery.since is not None:
-                raise ShardHung(self._recovery.reason) from None
+            if self._status.since is not None:
+                raise ShardHung(self._status.reason) from None
             raise Overloaded(BUSY) from None
         except asyncio.CancelledError:
             task = asyncio.current_task()
@@ -203,7 +198,7 @@ class GrammarAdmission:
     def _recall(self, key: bytes) -> _Verdict | None:
         verdict = self._verdicts.get(key)
         if verdict is None or (
-            verdict.reason is not None and self._clock() >= verdict.refused_until
+            verdict.reason is not None and self._status.clock() >= verdict.refused_until
         ):
             return None
         self._verdicts.move_to_end(key)
@@ -211,7 +206,7 @@ class GrammarAdmission:
 
     def _remember(self, key: bytes, reason: str | None) -> _Verdict:
         short = None if reason is None else reason[:MAX_REASON_CHARS]
-        verdict = self._verdicts[key] = _Verdict(short, self._clock() + REFUSED_SECONDS)
+        verdict = self._verdicts[key] = _Verdict(short, self._status.clock() + REFUSED_SECONDS)
         self._verdicts.move_to_end(key)
         if len(self._verdicts) > MAX_REMEMBERED:
             self._verdicts.popitem(last=False)

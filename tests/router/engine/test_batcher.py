@@ -160,14 +160,14 @@ async def test_what_the_router_takes_for_an_answer_is_not_how_long_nobody_came(
 ) -> None:
     late, seen = [0.0], list[float]()
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late[0])
-    monkeypatch.setattr("millrace_router.engine.batcher.time", clock)
+    monkeypatch.setattr("millrace_router.engine.in_flight.time", clock)
     shard = HashShard()
     batcher = new_batcher(DirectShards(shard), shard)
-    monkeypatch.setattr(batcher._prospects.cost.overhead, "add_answer", seen.append)
+    monkeypatch.setattr(batcher._in_flight, "_on_router_seconds", seen.append)
     async with running(batcher):
         for _ in range(3):
             await collect(batcher.submit(request([1, 2], 6)))
-            while batcher._flights:
+            while batcher._in_flight:
                 await asyncio.sleep(0)
             await asyncio.sleep(0)
             late[0] += 1000.0

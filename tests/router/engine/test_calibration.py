@@ -21,7 +21,7 @@ async def test_costs_are_known_afterwards_and_nothing_is_left_behind(
     monkeypatch.setattr(calibration, "SECONDS", 60.0)
     shard = FakeShard(num_blocks=300)
     batcher = new_batcher(DirectShards(shard), shard)
-    cost = batcher._prospects.cost
+    cost = batcher._predictor.cost
     assert cost.seconds(StepLoad(decodes=1, context=10)) is None
     await calibrate(batcher, LIMITS, max_batch_size=4)
     assert cost.seconds(StepLoad(decodes=1, context=10)) is not None

@@ -42,13 +42,15 @@ ILL = {"error": "unhealthy", "error_type": "healthcheck"}
 
 
 def bring_into(state: str, edge: Edge) -> None:
-    now, recovery = time.monotonic(), edge.batcher.recovery
+    now, status = time.monotonic(), edge.batcher.status
     if state == "recovers":
-        recovery.begin(AT_FAULT, now - GRACE_SECONDS / 2)
+        status.begin_outage(AT_FAULT)
+        status.since = now - GRACE_SECONDS / 2
     elif state == "recovers for too long":
-        recovery.begin(AT_FAULT, now - GRACE_SECONDS - 1)
+        status.begin_outage(AT_FAULT)
+        status.since = now - GRACE_SECONDS - 1
     elif state == "has given up":
-        recovery.give_up(AT_FAULT, now)
+        status.give_up(AT_FAULT)
     elif state == "drains":
         edge.services.infer.drain()
 
@@ -86,9 +88,9 @@ async def test_every_route_in_every_state(state: str) -> None:
 
 async def test_it_says_what_it_waits_for_and_for_how_long() -> None:
     now = 1000.0
-    recovery = ShardStatus()
-    health = Health(recovery, FakeBatcher(), grace_seconds=60.0, clock=lambda: now)
-    recovery.begin(AT_FAULT, now)
+    status = ShardStatus(60.0, lambda: now)
+    health = Health(status, FakeBatcher())
+    status.begin_outage(AT_FAULT)
     with pytest.raises(Unhealthy) as raised:
         await health.check_ready()
     assert raised.value.reason == "the shards are recovering: a shard was killed"
@@ -98,7 +100,7 @@ async def test_it_says_what_it_waits_for_and_for_how_long() -> None:
     with pytest.raises(Unhealthy) as raised:
         await health.check()
     assert raised.value.reason == "the shards have not served for 61 s: a shard was killed"
-    recovery.give_up("it fails at every start", now)
+    status.give_up("it fails at every start")
     with pytest.raises(Unhealthy) as raised:
         await health.check()
     assert raised.value.reason == "the shards do not come back: it fails at every start"
@@ -155,10 +157,10 @@ async def test_a_generation_restores_health(parameters: dict[str, object]) -> No
 
 async def test_after_a_recovery_too_only_a_generation_restores_health() -> None:
     batcher = FakeBatcher()
-    health = Health(batcher.recovery, batcher, grace_seconds=60.0, probe_seconds=60.0)
-    batcher.recovery.begin(AT_FAULT, time.monotonic())
+    health = Health(batcher.status, batcher, probe_seconds=60.0)
+    batcher.status.begin_outage(AT_FAULT)
     await health.check()
-    batcher.recovery.end(time.monotonic())
+    batcher.status.end_outage()
     await batcher.arrived.wait()
     batcher.streams[0].fail(GenerationError("no"))
     with pytest.raises(Unhealthy):
@@ -182,7 +184,7 @@ async def test_many_checks_are_one_probe() -> None:
 
 async def test_a_token_of_another_request_stands_in_for_the_probe() -> None:
     batcher = FakeBatcher()
-    health = Health(batcher.recovery, batcher, grace_seconds=60.0, probe_seconds=60.0)
+    health = Health(batcher.status, batcher, probe_seconds=60.0)
     health.failed(GenerationError("no"))
     asking = asyncio.create_task(health.check())
     await batcher.arrived.wait()
@@ -210,9 +212,7 @@ async def test_a_token_of_a_request_reaches_the_flag() -> None:
 async def test_a_probe_may_take_as_long_as_a_recovery() -> None:
     now = 1000.0
     batcher = FakeBatcher()
-    health = Health(
-        batcher.recovery, batcher, grace_seconds=60.0, probe_seconds=0.001, clock=lambda: now
-    )
+    health = Health(ShardStatus(60.0, lambda: now), batcher, probe_seconds=0.001)
     health.failed(GenerationError("no"))
     await health.check()
     now += 60.0
@@ -228,7 +228,7 @@ async def test_a_probe_may_take_as_long_as_a_recovery() -> None:
 
 async def test_a_probe_that_has_failed_is_not_forgotten_while_another_runs() -> None:
     batcher = FakeBatcher()
-    health = Health(batcher.recovery, batcher, grace_seconds=60.0, probe_seconds=0.001)
+    health = Health(batcher.status, batcher, probe_seconds=0.001)
     health.failed(GenerationError("no"))
     await health.check()
     batcher.streams[0].fail(ShardsGone("no more"))
@@ -257,7 +257,7 @@ class FullBatcher(FakeBatcher):
 async def test_with_a_full_queue_it_is_up_to_the_tokens_of_others(*, expires: bool) -> None:
     batcher = FullBatcher()
     batcher.expires = expires
-    health = Health(batcher.recovery, batcher, grace_seconds=60.0, probe_seconds=60.0)
+    health = Health(batcher.status, batcher, probe_seconds=60.0)
     health.failed(GenerationError("no"))
     asking = asyncio.create_task(health.check())
     await batcher.arrived.wait()
@@ -277,7 +277,7 @@ class BrokenBatcher(FakeBatcher):
 
 async def test_a_defect_is_not_taken_for_health() -> None:
     batcher = BrokenBatcher()
-    health = Health(batcher.recovery, batcher, grace_seconds=60.0, probe_seconds=60.0)
+    health = Health(batcher.status, batcher, probe_seconds=60.0)
     health.failed(GenerationError("no"))
     with pytest.raises(RuntimeError):
         await health.check()
@@ -285,11 +285,11 @@ async def test_a_defect_is_not_taken_for_health() -> None:
 
 async def test_a_check_during_which_the_shards_are_given_up_says_so() -> None:
     batcher = FakeBatcher()
-    health = Health(batcher.recovery, batcher, grace_seconds=60.0, probe_seconds=60.0)
+    health = Health(batcher.status, batcher, probe_seconds=60.0)
     health.failed(GenerationError("no"))
     asking = asyncio.create_task(health.check())
     await batcher.arrived.wait()
-    batcher.recovery.give_up(AT_FAULT, time.monotonic())
+    batcher.status.give_up(AT_FAULT)
     batcher.streams[0].fail(ShardsGone(AT_FAULT))
     with pytest.raises(Unhealthy) as raised:
         await asking

@@ -29,7 +29,7 @@ from millrace_router.journal.reader import (
     read_events,
 )
 from millrace_router.journal.records import Kind, split
-from millrace_router.journal.rotation import Folder, journal_files
+from millrace_router.journal.rotation import JournalFolder, journal_files
 from millrace_router.journal.shard_state import ShardState
 from millrace_router.journal.writer import JournalWriter
 from millrace_router.request.request import Grammar, GrammarKind, SamplingParameters, ValidRequest
@@ -193,7 +193,7 @@ async def test_each_file_of_an_epoch_can_be_replayed_alone(tmp_path: Path) -> No
 
 
 def test_files_of_an_epoch_tell_one_story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Folder, "_make_room", lambda _: None)
+    monkeypatch.setattr(JournalFolder, "_make_room", lambda _: None)
     shard = new_shard()
     journal, scribe, _ = journal_in(tmp_path, header(shard), max_bytes=1 << 15)
     run(journal, shard, count=40)
@@ -373,14 +373,14 @@ def test_a_defect_ends_the_journal_alone(tmp_path: Path) -> None:
 
 async def test_the_thread_writes_all_before_it_ends(tmp_path: Path) -> None:
     shard = new_shard()
-    scribe = JournalWriter(Folder(tmp_path, max_bytes=1 << 20), header(shard))
+    scribe = JournalWriter(JournalFolder(tmp_path, max_bytes=1 << 20), header(shard))
     journal = Journal(scribe, Counter())
     run(journal, shard)
     await journal.close()
     (outcome,) = await replayed(tmp_path, new_shard())
     assert outcome.difference is None
     assert outcome.num_steps == len(shard.steps) - 1
-    Folder(tmp_path, max_bytes=1 << 20).close()
+    JournalFolder(tmp_path, max_bytes=1 << 20).close()
 
 
 async def test_a_disk_that_hangs_keeps_nobody(
@@ -396,7 +396,7 @@ async def test_a_disk_that_hangs_keeps_nobody(
 
     monkeypatch.setattr(scribe_module, "write_all", hang)
     shard = new_shard()
-    scribe = JournalWriter(Folder(tmp_path, max_bytes=1 << 20), header(shard))
+    scribe = JournalWriter(JournalFolder(tmp_path, max_bytes=1 << 20), header(shard))
     journal = Journal(scribe, Counter())
     run(journal, shard)
     with capture_logs() as lines:

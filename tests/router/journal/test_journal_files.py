@@ -20,7 +20,7 @@ from millrace_router.journal.header import header_from_json, header_to_json
 from millrace_router.journal.reader import Event, Sent, read_epochs, read_events
 from millrace_router.journal.records import Kind, Record, pack, split
 from millrace_router.journal.redaction import Redaction
-from millrace_router.journal.rotation import Folder, journal_files
+from millrace_router.journal.rotation import JournalFolder, journal_files
 from millrace_testing.router.journals import (
     BUDGETS,
     RecordedDriver,
@@ -281,21 +281,21 @@ def test_only_their_user_reads_journals(tmp_path: Path) -> None:
 
 
 def test_two_routers_do_not_share_a_folder(tmp_path: Path) -> None:
-    first = Folder(tmp_path, max_bytes=1 << 20)
+    first = JournalFolder(tmp_path, max_bytes=1 << 20)
     with pytest.raises(JournalError, match="another router"):
-        Folder(tmp_path, max_bytes=1 << 20)
+        JournalFolder(tmp_path, max_bytes=1 << 20)
     first.close()
-    Folder(tmp_path, max_bytes=1 << 20).close()
+    JournalFolder(tmp_path, max_bytes=1 << 20).close()
 
 
 def test_a_folder_that_cannot_be_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(JournalError, match="cannot keep a journal"):
-        Folder(tmp_path / "file", max_bytes=1 << 20)
+        JournalFolder(tmp_path / "file", max_bytes=1 << 20)
 
 
 def test_the_oldest_files_make_room(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, max_bytes=8000)
+    folder = JournalFolder(tmp_path, max_bytes=8000)
     (tmp_path / "notes.txt").write_bytes(bytes(9000))
     names = []
     for _ in range(12):
@@ -308,7 +308,7 @@ def test_the_oldest_files_make_room(tmp_path: Path) -> None:
     assert [path.name for path in journal_files(tmp_path)] == names[-8:]
     assert (tmp_path / "notes.txt").exists()
     folder.close()
-    smaller = Folder(tmp_path, max_bytes=4000)
+    smaller = JournalFolder(tmp_path, max_bytes=4000)
     os.close(smaller.begin())
     assert [path.name for path in journal_files(tmp_path)][:-1] == names[-3:]
     smaller.close()
@@ -316,7 +316,7 @@ def test_the_oldest_files_make_room(tmp_path: Path) -> None:
 
 def test_files_are_few_however_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder_module, "MOST_FILES", 5)
-    folder = Folder(tmp_path, max_bytes=1 << 20)
+    folder = JournalFolder(tmp_path, max_bytes=1 << 20)
     for _ in range(9):
         os.close(folder.begin())
     assert len(journal_files(tmp_path)) == 5

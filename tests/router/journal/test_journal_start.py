@@ -11,7 +11,7 @@ import pytest
 from millrace_router.checks import StartupError
 from millrace_router.config import RouterConfig
 from millrace_router.journal.reader import Answered, Epoch, Sent, read_epochs
-from millrace_router.journal.rotation import Folder, journal_files
+from millrace_router.journal.rotation import JournalFolder, journal_files
 from millrace_router.request.request import ValidRequest
 from millrace_router.startup import start
 from millrace_testing.router.fake_router import collect, tiny_tokenizer
@@ -104,7 +104,7 @@ async def test_it_does_not_start_where_it_cannot_write(folder: Path) -> None:
     with pytest.raises(StartupError, match="cannot keep a journal"):
         await start(config(folder))
     (folder / "journal").unlink()
-    taken = Folder(folder / "journal", max_bytes=1 << 20)
+    taken = JournalFolder(folder / "journal", max_bytes=1 << 20)
     with pytest.raises(StartupError, match="another router"):
         await asyncio.wait_for(start(config(folder)), 30)
     taken.close()

@@ -20,7 +20,7 @@ from millrace_router.journal.replay.comparison import Comparison
 from millrace_router.journal.replay.player import Player, Unanswered, settled
 from millrace_router.journal.replay.rebuild import Rebuild, sequences_of
 from millrace_router.journal.replay.synthetic import token_at
-from millrace_router.journal.rotation import Folder, journal_files
+from millrace_router.journal.rotation import JournalFolder, journal_files
 from millrace_router.journal.writer import JournalWriter
 from millrace_router.scheduler.budgets import Budgets
 from millrace_router.shards.group import ShardGroup
@@ -458,7 +458,7 @@ async def record_over_sockets(address: str, folder: Path, *, keeps_tokens: bool 
             capacity=capacity,
         )
         shards.observer = journal = Journal(
-            JournalWriter(Folder(folder, max_bytes=1 << 20), head), Counter()
+            JournalWriter(JournalFolder(folder, max_bytes=1 << 20), head), Counter()
         )
         async with running(new_batcher(shards, shard)) as batcher:
             streams = [batcher.submit(request([number, 7], 9)) for number in range(5)]

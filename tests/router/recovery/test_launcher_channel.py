@@ -22,7 +22,7 @@ class Line:
     """Both ends, and what the router's hears."""
 
     launcher: socket.socket
-    supervisor: LauncherChannel
+    channel: LauncherChannel
     heard: list[tuple[object, ...]] = field(default_factory=list)
 
 
@@ -31,8 +31,8 @@ def line() -> Iterator[Line]:
     ours, theirs = socket.socketpair()
     ours.settimeout(10)
     line = Line(ours, LauncherChannel(theirs.detach()))
-    line.supervisor.on_restarting = lambda *said: line.heard.append(said)
-    line.supervisor.on_gave_up = lambda *said: line.heard.append(said)
+    line.channel.on_restarting = lambda *said: line.heard.append(said)
+    line.channel.on_gave_up = lambda *said: line.heard.append(said)
     with ours:
         yield line
 
@@ -47,13 +47,13 @@ def drained(reader: socket.socket) -> bytes:
 
 
 async def test_both_ways(line: Line) -> None:
-    launcher, supervisor, heard = line.launcher, line.supervisor, line.heard
-    assert supervisor.is_there
-    running = asyncio.create_task(supervisor.run())
-    supervisor.listening()
-    supervisor.progressed()
-    supervisor.restart_shards("hung")
-    supervisor.suspect(7)
+    launcher, channel, heard = line.launcher, line.channel, line.heard
+    assert channel.is_there
+    running = asyncio.create_task(channel.run())
+    channel.listening()
+    channel.report_progress()
+    channel.restart_shards("hung")
+    channel.report_suspects(7)
     launcher.sendall(
         b'{"event": "restarting", "planned": true, "reason": "a"}\n'
         b'{"event": "restarting", "planned": false, "reason": "b"}\n'
@@ -69,16 +69,16 @@ async def test_both_ways(line: Line) -> None:
             {"event": "restart", "reason": "hung"},
             {"event": "suspects", "count": 7},
         ]
-    supervisor.progressed()
+    channel.report_progress()
 
 
 async def test_without_a_launcher_what_is_said_is_dropped() -> None:
-    supervisor = LauncherChannel(None)
-    assert not supervisor.is_there
-    await supervisor.run()
-    supervisor.progressed()
-    supervisor.restart_shards("r")
-    supervisor.suspect(1)
+    channel = LauncherChannel(None)
+    assert not channel.is_there
+    await channel.run()
+    channel.report_progress()
+    channel.restart_shards("r")
+    channel.report_suspects(1)
 
 
 def test_descriptor_that_is_no_socket_is_no_launcher() -> None:
@@ -93,13 +93,13 @@ def test_descriptor_that_is_no_socket_is_no_launcher() -> None:
 def test_garbage_is_dropped(garbage: list[bytes]) -> None:
     async def play() -> list[str]:
         ours, theirs = socket.socketpair()
-        supervisor = LauncherChannel(theirs.detach())
+        channel = LauncherChannel(theirs.detach())
         heard: list[str] = []
-        supervisor.on_gave_up = heard.append
+        channel.on_gave_up = heard.append
         good = b'{"event": "gave_up", "reason": "r"}'
         with ours:
             ours.sendall(b"\n".join([good, *garbage, good, b""]))
-        await supervisor.run()
+        await channel.run()
         return heard
 
     assert asyncio.run(play()) == ["r", "r"]
@@ -117,36 +117,36 @@ def test_garbage_is_dropped(garbage: list[bytes]) -> None:
     ],
 )
 async def test_what_is_no_event_of_ours_is_dropped(line: Line, sent: bytes) -> None:
-    launcher, supervisor, heard = line.launcher, line.supervisor, line.heard
+    launcher, channel, heard = line.launcher, line.channel, line.heard
     launcher.sendall(sent + b'\n{"event": "gave_up", "reason": "end"}\n')
     launcher.shutdown(socket.SHUT_WR)
-    await supervisor.run()
+    await channel.run()
     assert heard == [("end",)]
 
 
 async def test_launcher_that_does_not_read_holds_nobody_up(line: Line) -> None:
-    launcher, supervisor = line.launcher, line.supervisor
-    assert supervisor._socket is not None
+    launcher, channel = line.launcher, line.channel
+    assert channel._socket is not None
     # So small that lines are cut off.
-    supervisor._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    channel._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
     for _ in range(100):
-        supervisor.restart_shards("é" * 900)
+        channel.restart_shards("é" * 900)
     launcher.settimeout(0)
     cut = drained(launcher)
     assert not cut.endswith(b"\n")
-    supervisor.suspect(3)
+    channel.report_suspects(3)
     lines = (cut + drained(launcher)).split(b"\n")
     assert json.loads(lines[-2]) == {"event": "suspects", "count": 3}
     launcher.shutdown(socket.SHUT_RDWR)
-    await supervisor.run()
+    await channel.run()
 
 
 async def test_end_of_the_router_closes_the_line(line: Line) -> None:
-    launcher, supervisor = line.launcher, line.supervisor
-    running = asyncio.create_task(supervisor.run())
+    launcher, channel = line.launcher, line.channel
+    running = asyncio.create_task(channel.run())
     await asyncio.sleep(0)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert not supervisor.is_there
+    assert not channel.is_there
     assert launcher.recv(1) == b""

@@ -9,16 +9,16 @@ from millrace_router.recovery.oom_backoff import STEPS_BEFORE_RELIEF, OomBackoff
 from millrace_router.scheduler.budgets import Budgets
 
 
-def pressure(prefill: int = 4096, rows: int = 32, block_size: int = 64) -> OomBackoff:
+def backoff(prefill: int = 4096, rows: int = 32, block_size: int = 64) -> OomBackoff:
     budgets = Budgets(max_batch_prefill_tokens=prefill, max_batch_size=rows, spare_slots=8)
     return OomBackoff(budgets, block_size=block_size)
 
 
 def test_each_failure_halves_and_success_doubles_again() -> None:
-    one = pressure()
+    one = backoff()
     assert one.is_off
-    assert one.rise()
-    assert one.rise()
+    assert one.shrink()
+    assert one.shrink()
     assert (one.budgets.max_batch_prefill_tokens, one.budgets.max_batch_size) == (1024, 8)
     assert [one.succeeded() for _ in range(STEPS_BEFORE_RELIEF)].count(True) == 1
     assert (one.budgets.max_batch_prefill_tokens, one.budgets.max_batch_size) == (2048, 16)
@@ -29,11 +29,11 @@ def test_each_failure_halves_and_success_doubles_again() -> None:
 
 
 def test_a_failure_begins_the_count_of_successes_anew() -> None:
-    one = pressure()
-    one.rise()
+    one = backoff()
+    one.shrink()
     for _ in range(STEPS_BEFORE_RELIEF - 1):
         assert not one.succeeded()
-    one.rise()
+    one.shrink()
     assert not one.succeeded()
 
 
@@ -41,9 +41,9 @@ def test_a_failure_begins_the_count_of_successes_anew() -> None:
 def test_it_ends_with_one_row_and_one_block_and_finds_back(
     prefill: int, rows: int, block_size: int
 ) -> None:
-    one = pressure(prefill, rows, block_size)
+    one = backoff(prefill, rows, block_size)
     full, num_rises = one.budgets, 0
-    while one.rise():
+    while one.shrink():
         num_rises += 1
         assert num_rises < 20
     assert one.budgets.max_batch_size == 1

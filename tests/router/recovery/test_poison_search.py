@@ -30,7 +30,7 @@ def search(members: list[int], poison: set[int]) -> tuple[list[int], int]:
                 suspects.computed(member, 10 + member)
             continue
         num_failures += 1
-        found = suspects.failed(positions(running))
+        found = suspects.fail(positions(running))
         if found is not None:
             assert running == [found], "found guilty in company"
             guilty.append(found)
@@ -59,7 +59,7 @@ def test_several_are_found_one_after_the_other(count: int, data: st.DataObject) 
 
 def test_a_failure_that_does_not_come_again_clears_everybody() -> None:
     suspects: PoisonSearch = PoisonSearch()
-    assert suspects.failed(positions([1, 2, 3])) is None
+    assert suspects.fail(positions([1, 2, 3])) is None
     assert suspects.group == {1, 2, 3}
     assert not suspects.computed(1, 10), "short of where it failed"
     assert 1 in suspects
@@ -69,37 +69,37 @@ def test_a_failure_that_does_not_come_again_clears_everybody() -> None:
 
 def test_one_alone_is_guilty_after_a_second_failure_only() -> None:
     suspects: PoisonSearch = PoisonSearch()
-    assert suspects.failed({7: 5}) is None
-    assert suspects.failed({7: 5}) == 7
+    assert suspects.fail({7: 5}) is None
+    assert suspects.fail({7: 5}) == 7
     assert not suspects
 
 
 def test_one_whose_mates_are_cleared_already_is_tried_alone_before_it_is_guilty() -> None:
     suspects: PoisonSearch = PoisonSearch()
-    suspects.failed({1: 5, 2: 5})
+    suspects.fail({1: 5, 2: 5})
     suspects.computed(1, 5)
-    assert suspects.failed({1: 6, 2: 5}) is None
+    assert suspects.fail({1: 6, 2: 5}) is None
     assert suspects.group == {2}
-    assert suspects.failed({2: 5}) == 2
+    assert suspects.fail({2: 5}) == 2
 
 
 def test_a_half_that_runs_well_gives_way_to_the_other_one() -> None:
     suspects: PoisonSearch = PoisonSearch()
-    suspects.failed(positions([1, 2, 3, 4]))
-    suspects.failed(positions([1, 2, 3, 4]))
+    suspects.fail(positions([1, 2, 3, 4]))
+    suspects.fail(positions([1, 2, 3, 4]))
     assert suspects.group == {1, 2}
     assert not suspects.computed(1, 11)
     assert suspects.computed(2, 12), "others are to run now"
     assert suspects.group == {3}
     assert suspects.ended(3), "its client has left"
     assert suspects.group == {4}
-    assert suspects.failed({4: 14}) == 4
+    assert suspects.fail({4: 14}) == 4
 
 
 def test_a_failure_of_others_begins_a_new_search() -> None:
     suspects: PoisonSearch = PoisonSearch()
-    suspects.failed({1: 5})
-    assert suspects.failed({8: 5, 9: 5}) is None
+    suspects.fail({1: 5})
+    assert suspects.fail({8: 5, 9: 5}) is None
     assert suspects.group == {8, 9}
 
 
@@ -137,7 +137,7 @@ class Crowd:
             self._running, self._admitted = list(self._tokens), list(self._tokens)
         if self._is_bad(set(self._running)):
             self.failures.update(self._running)
-            found = self._suspects.failed({m: self._tokens[m] + 1 for m in self._running})
+            found = self._suspects.fail({m: self._tokens[m] + 1 for m in self._running})
             if found is not None:
                 self.guilty.append(found)
                 self._gone(found)
@@ -215,12 +215,12 @@ def parted(members: list[int]) -> PoisonSearch:
     """Suspects that were searched in vain, and have failed together twice more."""
     suspects: PoisonSearch = PoisonSearch()
     for _ in range(2):
-        suspects.failed(positions(members))
+        suspects.fail(positions(members))
     while suspects:
         for member in suspects.group:
             suspects.computed(member, 10 + member)
     for _ in range(2):
-        suspects.failed(positions(members))
+        suspects.fail(positions(members))
     return suspects
 
 
@@ -233,7 +233,7 @@ def test_who_fails_together_after_a_search_in_vain_runs_apart_to_the_end() -> No
     assert not suspects.ended(1)
     assert suspects.ended(2), "others are to run now"
     assert suspects.group == {3, 4}
-    suspects.failed(positions([3, 4]))
+    suspects.fail(positions([3, 4]))
     assert suspects.group == {3}
     assert suspects.ended(3)
     assert suspects.group == {4}
@@ -246,23 +246,23 @@ def test_a_kill_while_some_run_apart_costs_nothing() -> None:
     assert suspects.group == {1}
     for position in (50, 60):
         assert not suspects.computed(1, position)
-        assert suspects.failed({1: position + 1}) is None
+        assert suspects.fail({1: position + 1}) is None
         assert suspects.group == {1}
-    assert suspects.failed({1: 62}) == 1, "before it has got past where it failed"
+    assert suspects.fail({1: 62}) == 1, "before it has got past where it failed"
     assert not suspects, "what breaks them is known now"
 
 
 def test_a_search_that_finds_somebody_was_not_in_vain() -> None:
     suspects: PoisonSearch = PoisonSearch()
     for _ in range(2):
-        suspects.failed(positions([1, 2, 3, 4]))
-    suspects.failed(positions([1, 2]))
-    assert suspects.failed({1: 11}) == 1
+        suspects.fail(positions([1, 2, 3, 4]))
+    suspects.fail(positions([1, 2]))
+    assert suspects.fail({1: 11}) == 1
     while suspects:
         for member in suspects.group:
             suspects.computed(member, 10 + member)
     for _ in range(2):
-        suspects.failed(positions([2, 3, 4]))
+        suspects.fail(positions([2, 3, 4]))
     assert suspects.group == {2, 3}
     assert not suspects.computed(2, 12)
     assert suspects.computed(3, 13), "cleared, and not kept to its end"
@@ -271,7 +271,7 @@ def test_a_search_that_finds_somebody_was_not_in_vain() -> None:
 def test_failures_that_do_not_come_again_never_part_anybody() -> None:
     suspects: PoisonSearch = PoisonSearch()
     for _ in range(10):
-        suspects.failed(positions([1, 2, 3]))
+        suspects.fail(positions([1, 2, 3]))
         assert suspects.group == {1, 2, 3}
         for member in (1, 2, 3):
             suspects.computed(member, 10 + member)

@@ -15,7 +15,6 @@ from millrace_router.errors import DoesNotFit, Quarantined, ShardsGone
 from millrace_router.recovery import hang_detector
 from millrace_router.recovery.hang_detector import StepTimer
 from millrace_router.recovery.launcher_channel import LauncherChannel
-from millrace_router.recovery.shard_status import Timeouts
 from millrace_router.request.events import TokenEvent
 from millrace_router.shards.errors import ShardLost
 from millrace_router.shards.wire import StepResult
@@ -38,13 +37,13 @@ class FakeLauncher(LauncherChannel):
         super().__init__(None)
         self.said: list[str] = []
 
-    def progressed(self) -> None:
+    def report_progress(self) -> None:
         self.said.append("progress")
 
     def restart_shards(self, reason: str) -> None:
         self.said.append(f"restart: {reason}")
 
-    def suspect(self, count: int) -> None:
+    def report_suspects(self, count: int) -> None:
         self.said.append(f"suspects: {count}")
 
 
@@ -86,7 +85,7 @@ async def serving(
     shards: DirectShards, shard: FakeShard, **options: object
 ) -> AsyncIterator[tuple[Batcher, FakeLauncher]]:
     launcher = FakeLauncher()
-    batcher = new_batcher(shards, shard, supervisor=launcher, **options)  # type: ignore[arg-type]
+    batcher = new_batcher(shards, shard, launcher=launcher, **options)  # type: ignore[arg-type]
     async with running(batcher):
         yield batcher, launcher
 
@@ -113,7 +112,7 @@ async def test_who_breaks_steps_alone_is_quarantined_and_the_others_get_their_to
         assert isinstance(results.pop(place), Quarantined)
         prompts.pop(place)
         assert list(map(outcome, results)) == [continuation(prompt, 12) for prompt in prompts]
-        (record,) = batcher.quarantine.to_json()
+        (record,) = batcher._recovery.quarantine.to_json()
         with pytest.raises(Quarantined):
             batcher.submit(request([3, poison, 4], 12))
         num_epochs = sum(step.WhichOneof("work") == "open" for step in shard.steps)
@@ -163,14 +162,14 @@ async def test_a_fault_that_takes_several_ends_and_costs_nobody_a_token(most_row
         late = await collect(batcher.submit(request([5], 3)))
     assert [ids_of(events) for events in results] == [continuation(p, 40) for p in prompts]
     assert ids_of(late) == continuation([5], 3)
-    assert not batcher.quarantine.to_json()
+    assert not batcher._recovery.quarantine.to_json()
     # Each in the first search, and once more in the groups that run apart.
     assert shard.num_failures <= 2 * (math.ceil(math.log2(len(prompts))) + 1)
     assert shard.blocks_in_use == 0
 
 
 def is_recovering(batcher: Batcher) -> bool:
-    return batcher.recovery.since is not None
+    return batcher._epochs.status.since is not None
 
 
 async def test_an_epoch_that_is_lost_costs_nobody_a_token_and_whoever_waits_waits_on() -> None:
@@ -192,7 +191,7 @@ async def test_an_epoch_that_is_lost_costs_nobody_a_token_and_whoever_waits_wait
         rest = [await collect(stream) for stream in streams]
     tokens = [[event.token.id for event in events] for events in rest]
     assert [continuation([0], 15)[3:], *(continuation([i], 15) for i in (1, 2, 3))] == tokens
-    assert not batcher.quarantine.to_json()
+    assert not batcher._recovery.quarantine.to_json()
     assert "progress" in launcher.said
 
 
@@ -218,18 +217,17 @@ async def test_shards_that_are_lost_while_idle_are_missed(monkeypatch: pytest.Mo
     async with serving(shards, shard) as (batcher, _):
         await collect(batcher.submit(request([1], 2)))
         shards.is_there = False
-        while batcher.recovery.since is None:
+        while batcher._epochs.status.since is None:
             await asyncio.sleep(0.01)
         shards.is_there = True
         assert ids_of(await collect(batcher.submit(request([2], 2)))) == continuation([2], 2)
-    assert not batcher.quarantine.to_json()
+    assert not batcher._recovery.quarantine.to_json()
 
 
 async def test_who_waits_for_shards_that_do_not_come_back_is_told_so() -> None:
     shard = FakeShard()
     shards = DyingShards(shard)
-    patience = Timeouts(step_seconds=30.0, recovery_seconds=0.0)
-    async with serving(shards, shard, patience=patience, max_batch_size=1) as (batcher, _):
+    async with serving(shards, shard, grace_seconds=0.0, max_batch_size=1) as (batcher, _):
         streams = [batcher.submit(request([i], 30)) for i in range(3)]
         await next_token(streams[0])
         shards.is_there = False
@@ -239,7 +237,7 @@ async def test_who_waits_for_shards_that_do_not_come_back_is_told_so() -> None:
         with pytest.raises(ShardsGone):
             batcher.submit(request([1], 2))
         shards.is_there = True
-        while batcher.recovery.since is not None:
+        while batcher._epochs.status.since is not None:
             await asyncio.sleep(0.01)
         assert ids_of(await collect(batcher.submit(request([2], 2)))) == continuation([2], 2)
 
@@ -267,9 +265,9 @@ async def test_a_planned_restart_makes_nobody_a_suspect() -> None:
         await next_token(stream)
         launcher.on_restarting(True, "SIGHUP")
         shards.is_there = False
-        while not batcher._rescue.planner.num_paused:
+        while not batcher._recovery.planner.num_paused:
             await asyncio.sleep(0)
-        assert not batcher._rescue.is_searching
+        assert not batcher._recovery.is_searching
         shards.is_there = True
         await collect(stream)
     assert not any(said.startswith("suspects") for said in launcher.said)

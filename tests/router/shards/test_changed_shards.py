@@ -88,7 +88,7 @@ async def test_a_restart_is_asked_for_until_they_are_as_before(address: str) -> 
             asked.set()
 
     shards, first = StepChannel(ShardGroup([address])), shard_with()
-    batcher = new_batcher(shards, first, supervisor=Launcher(None))
+    batcher = new_batcher(shards, first, launcher=Launcher(None))
     with serve_fake_shard(address, first):
         await warm_up(shards)
     async with running(batcher), asyncio.timeout(SECONDS):

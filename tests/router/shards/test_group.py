@@ -18,7 +18,7 @@ from millrace_router.scheduler.step_plan import StepPlan
 from millrace_router.shards.errors import ShardChanged, ShardError, ShardLost
 from millrace_router.shards.group import ShardGroup
 from millrace_router.shards.step_channel import StepChannel
-from millrace_router.startup import warm_up
+from millrace_router.warm_up import warm_up
 from millrace_testing.router.fake_router import collect, ids_of, new_batcher, request, running
 from millrace_testing.shards.fake_shard import FakeShard, continuation, serve_fake_shard
 

@@ -64,12 +64,8 @@ def address(tmp_path: Path) -> str:
 
 
 def grammars_over(shards: StepChannel) -> GrammarAdmission:
-    return GrammarAdmission(
-        shards.group,
-        ShardStatus(),
-        Metrics(max_input_tokens=8, max_total_tokens=16),
-        grace_seconds=300.0,
-    )
+    metrics = Metrics(max_input_tokens=8, max_total_tokens=16)
+    return GrammarAdmission(shards.group, ShardStatus(), metrics)
 
 
 async def asked(service: CompilingShard, count: int) -> None:

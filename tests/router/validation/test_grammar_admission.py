@@ -48,7 +48,6 @@ class Parts:
     """Grammars, and what they look at."""
 
     compiler: Compiler
-    recovery: ShardStatus = field(default_factory=ShardStatus)
     clock: Clock = field(default_factory=Clock)
     check_seconds: float = 60.0
     metrics: Metrics = field(
@@ -56,13 +55,9 @@ class Parts:
     )
 
     def __post_init__(self) -> None:
+        self.status = ShardStatus(300.0, self.clock)
         self.grammars = GrammarAdmission(
-            self.compiler,
-            self.recovery,
-            self.metrics,
-            grace_seconds=300.0,
-            check_seconds=self.check_seconds,
-            clock=self.clock,
+            self.compiler, self.status, self.metrics, check_seconds=self.check_seconds
         )
 
     async def reason(self, grammar: Grammar) -> str | None:
@@ -252,12 +247,12 @@ async def test_what_is_known_takes_no_time() -> None:
 
 async def test_shards_that_recover_are_waited_for() -> None:
     parts = Parts(compiler := FakeCompiler())
-    parts.recovery.begin("killed", parts.clock.now)
+    parts.status.begin_outage("killed")
     checking = asyncio.create_task(parts.grammars.check(regex()))
     for _ in range(5):
         await asyncio.sleep(0)
     assert compiler.asked == []
-    parts.recovery.end(parts.clock.now)
+    parts.status.end_outage()
     await checking
     assert compiler.asked == [regex()]
 
@@ -265,11 +260,11 @@ async def test_shards_that_recover_are_waited_for() -> None:
 @pytest.mark.parametrize("has_given_up", [False, True])
 async def test_shards_that_do_not_come_back_are_not(*, has_given_up: bool) -> None:
     parts = Parts(FakeCompiler())
-    parts.recovery.begin("killed", parts.clock.now)
+    parts.status.begin_outage("killed")
     checking = asyncio.create_task(parts.grammars.check(regex()))
     await asyncio.sleep(0)
     if has_given_up:
-        parts.recovery.give_up("five crashes", parts.clock.now)
+        parts.status.give_up("five crashes")
     else:
         parts.clock.now += 301.0
     with pytest.raises(ShardsGone, match="five crashes" if has_given_up else "killed"):
@@ -312,9 +307,9 @@ async def test_after_a_loss_the_recovery_is_waited_for() -> None:
         async def compile_grammar(self, _: Grammar) -> str | None:
             self.num_asked += 1
             if self.num_asked == 1:
-                parts.recovery.begin("killed", parts.clock.now)
+                parts.status.begin_outage("killed")
                 raise ShardLost("killed")
-            assert parts.recovery.since is None
+            assert parts.status.since is None
             return None
 
     parts = Parts(compiler := Killed())
@@ -322,7 +317,7 @@ async def test_after_a_loss_the_recovery_is_waited_for() -> None:
     for _ in range(10):
         await asyncio.sleep(0)
     assert compiler.num_asked == 1
-    parts.recovery.end(parts.clock.now)
+    parts.status.end_outage()
     await checking
     assert compiler.num_asked == 2
 
@@ -403,7 +398,7 @@ async def test_one_that_is_known_waits_no_longer_than_is_worth_it() -> None:
     await parts.grammars.check(regex())
     compiler.gate.clear()
     await parts.grammars.check(regex(), wait_seconds=0.0)
-    parts.recovery.begin("killed", parts.clock.now)
+    parts.status.begin_outage("killed")
     await parts.grammars.check(regex())
 
 

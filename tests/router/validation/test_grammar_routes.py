@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from millrace_router.request.limits import Limits
 from millrace_router.request.request import FinishReason, Grammar, GrammarKind, ValidRequest
 from millrace_router.request.token_stream import TokenStream
-from millrace_router.startup import limits_from
+from millrace_router.server.services import Services
+from millrace_router.sizing import Deployment
 from millrace_testing.router.edge import (
     FakeBatcher,
     finished,
@@ -112,14 +114,19 @@ async def test_grammars_can_be_off(path: str) -> None:
 def test_shards_or_flag_turn_them_off(*, of_shards: bool, flag: bool, are_on: bool) -> None:
     limits = limits_with(grammars=of_shards)
     services = services_over(FakeBatcher(), limits=limits, disable_grammar_support=flag)
-    resolved = limits_from(services.config, services.shard, services.capacity)
+    resolved = limits_from(services)
     assert resolved.grammars is are_on
     services.tokenizer.close()
 
 
+def limits_from(services: Services) -> Limits:
+    deployment = Deployment(config=services.config, info=services.shard, capacity=services.capacity)
+    return deployment.limits()
+
+
 def test_more_choices_than_permits_are_never_allowed() -> None:
     services = services_over(FakeBatcher(), max_concurrent_requests=5, max_n=9)
-    assert limits_from(services.config, services.shard, services.capacity).max_n == 5
+    assert limits_from(services).max_n == 5
     services.tokenizer.close()
 
 
@@ -181,16 +188,16 @@ async def test_a_client_that_leaves_while_its_grammar_is_compiled_gives_its_perm
 @pytest.mark.parametrize("has_given_up", [False, True])
 async def test_a_restart_of_the_shards_is_waited_for(*, has_given_up: bool) -> None:
     async with served() as edge:
-        recovery = edge.batcher.recovery
-        recovery.begin("killed", asyncio.get_running_loop().time())
+        shards = edge.batcher.status
+        shards.begin_outage("killed")
         task = asyncio.create_task(edge.post("/generate", WITH_REGEX["/generate"]))
         async with asyncio.timeout(10):
             while not edge.services.infer.permits.taken:
                 await asyncio.sleep(0)
         if has_given_up:
-            recovery.give_up("five crashes", 0.0)
+            shards.give_up("five crashes")
         else:
-            recovery.end(0.0)
+            shards.end_outage()
         status, answer, _ = await task
     if has_given_up:
         assert (status, answer["error_type"]) == (503, "unavailable")
@@ -201,7 +208,7 @@ async def test_a_restart_of_the_shards_is_waited_for(*, has_given_up: bool) -> N
 
 async def test_who_may_not_wait_for_a_restart_is_sent_away() -> None:
     async with served() as edge:
-        edge.batcher.recovery.begin("killed", asyncio.get_running_loop().time())
+        edge.batcher.status.begin_outage("killed")
         headers = {"x-max-queue-ms": "20"}
         status, answer, response = await edge.post(
             "/generate", WITH_REGEX["/generate"], headers=headers

@@ -328,7 +328,7 @@ async def test_a_failure_in_mid_stream_is_an_event_as_documented(name: str) -> N
 @pytest.mark.parametrize("operation", GETS, ids=lambda operation: operation.id)
 async def test_ill_health_is_documented_where_it_is_told(operation: Operation) -> None:
     async with serving() as edge:
-        edge.batcher.recovery.give_up("the shards are lost", 0.0)
+        edge.batcher.status.give_up("the shards are lost")
         status, media_type, body, _ = await ask(edge, operation)
     assert (status == 503) == (operation.id in HEALTH)
     assert (status == 503) == (HTTPStatus.SERVICE_UNAVAILABLE in operation.failures)

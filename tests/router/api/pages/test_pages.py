@@ -100,7 +100,7 @@ async def test_head_says_what_get_would() -> None:
 
 async def test_the_page_keeps_the_status_of_ill_health_and_is_shown_all_the_same() -> None:
     async with serving() as edge:
-        edge.batcher.recovery.give_up("the shards are lost", 0.0)
+        edge.batcher.status.give_up("the shards are lost")
         _, _, plain = await edge.get("/")
         status, body, answer = await edge.get("/", headers=PAGE)
     assert (plain.status, status) == (503, 503)

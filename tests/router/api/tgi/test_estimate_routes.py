@@ -211,7 +211,7 @@ def test_the_batcher_estimates_from_what_it_knows() -> None:
     request = ValidRequest(input_ids=tuple(range(2, 10)), max_new_tokens=4)
     assert batcher.estimate(request) == UNKNOWN
     for decodes in range(1, 17):
-        batcher._prospects.observe(StepLoad(decodes=decodes, context=8 * decodes), 1.0)
+        batcher._predictor.observe(StepLoad(decodes=decodes, context=8 * decodes), 1.0)
     batcher.submit(request)
     known = batcher.estimate(request)
     assert (known.num_waiting, known.num_running) == (1, 0)

@@ -118,23 +118,21 @@ class FakeCompiler:
 def grammars_of(compiler: FakeCompiler | None = None) -> GrammarAdmission:
     """Ask `compiler`, which always serves."""
     metrics = Metrics(max_input_tokens=8, max_total_tokens=16)
-    return GrammarAdmission(
-        compiler or FakeCompiler(), ShardStatus(), metrics, grace_seconds=GRACE_SECONDS
-    )
+    return GrammarAdmission(compiler or FakeCompiler(), ShardStatus(GRACE_SECONDS), metrics)
 
 
 @dataclass
 class FakeBatcher:
     """Keeps what is submitted; `script` says what happens to it, if anything.
 
-    Its shards serve until `recovery` says otherwise. Estimates every request as `outlook` says, and remembers which
+    Its shards serve until `status` says otherwise. Estimates every request as `outlook` says, and remembers which
     they were.
     """
 
     script: Callable[[ValidRequest, TokenStream], None] | None = None
     outlook: Estimate = UNKNOWN
     drains_in: float = 0.0
-    recovery: ShardStatus = field(default_factory=ShardStatus)
+    status: ShardStatus = field(default_factory=lambda: ShardStatus(GRACE_SECONDS))
     quarantine: Quarantine = field(default_factory=Quarantine)
     compiler: FakeCompiler = field(default_factory=FakeCompiler)
     estimated: list[ValidRequest] = field(default_factory=list)
@@ -222,12 +220,8 @@ def services_over(
     metrics = Metrics(
         max_input_tokens=limits.max_input_tokens, max_total_tokens=limits.max_total_tokens
     )
-    health = Health(
-        batcher.recovery, batcher, grace_seconds=GRACE_SECONDS, probe_seconds=PROBE_SECONDS
-    )
-    grammars = GrammarAdmission(
-        batcher.compiler, batcher.recovery, metrics, grace_seconds=GRACE_SECONDS
-    )
+    health = Health(batcher.status, batcher, probe_seconds=PROBE_SECONDS)
+    grammars = GrammarAdmission(batcher.compiler, batcher.status, metrics)
     validator = Validator(tokenizer, limits, metrics, grammars)
     return Services(
         config=RouterConfig(

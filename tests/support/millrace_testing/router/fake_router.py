@@ -12,13 +12,19 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
 from millrace_proto import generate_pb2 as pb
+from millrace_router.engine.batch_metrics import BatchMetrics
 from millrace_router.engine.batcher import Batcher
+from millrace_router.engine.in_flight import InFlight
 from millrace_router.engine.predictor import LatencyPredictor
+from millrace_router.engine_factory import entries_of
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.forecast import Forecaster
 from millrace_router.prediction.late_planning import LatePlanning
+from millrace_router.recovery.epochs import EpochManager
 from millrace_router.recovery.launcher_channel import LauncherChannel
-from millrace_router.recovery.shard_status import DEFAULT_TIMEOUTS, Timeouts
+from millrace_router.recovery.quarantine import Quarantine
+from millrace_router.recovery.recovery_policy import RecoveryPolicy
+from millrace_router.recovery.shard_status import ShardStatus
 from millrace_router.request.events import Finished, TokenEvent
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
@@ -36,6 +42,8 @@ from millrace_router.telemetry.metrics import Metrics
 from millrace_router.text.tokenizer import Tokenizer
 from millrace_testing.shards.fake_shard import EOS_TOKEN_ID, VOCAB_SIZE, FakeShard
 from millrace_testing.shards.hash_shard import HashShard
+
+EOS_TOKEN_IDS = frozenset({EOS_TOKEN_ID})
 
 
 def tiny_tokenizer() -> Tokenizer:
@@ -97,8 +105,27 @@ class DirectShards:
         return answer
 
 
+def predictor_of(
+    budgets: Budgets,
+    shard: FakeShard | HashShard,
+    cost: CostModel,
+    metrics: Metrics,
+    *,
+    max_queue_size: int | None,
+) -> LatencyPredictor:
+    """Predicts by `cost` for a batch in `shard`'s blocks."""
+    forecaster = Forecaster(
+        cost,
+        max_batch_size=budgets.max_batch_size,
+        max_batch_prefill_tokens=budgets.max_batch_prefill_tokens,
+        block_size=shard.block_size,
+        num_blocks=shard.num_blocks - 1,
+    )
+    return LatencyPredictor(cost, forecaster, metrics, max_queue_size=max_queue_size)
+
+
 def new_batcher(
-    shards: StepChannel | DirectShards,
+    channel: StepChannel | DirectShards,
     shard: FakeShard | HashShard,
     *,
     max_batch_prefill_tokens: int = 16,
@@ -108,8 +135,8 @@ def new_batcher(
     prefix_caching: bool = True,
     waiting: RequestQueue | None = None,
     max_queue_size: int | None = None,
-    supervisor: LauncherChannel | None = None,
-    patience: Timeouts = DEFAULT_TIMEOUTS,
+    launcher: LauncherChannel | None = None,
+    grace_seconds: float = 300.0,
     depth: int = 2,
     late: LatePlanning | None = None,
 ) -> Batcher:
@@ -120,31 +147,28 @@ def new_batcher(
         max_draft_tokens=max_draft_tokens,
     )
     metrics, cost = Metrics(max_input_tokens=1000, max_total_tokens=1000), CostModel()
-    forecaster = Forecaster(
-        cost,
-        max_batch_size=budgets.max_batch_size,
-        max_batch_prefill_tokens=budgets.max_batch_prefill_tokens,
-        block_size=shard.block_size,
-        num_blocks=shard.num_blocks - 1,
-    )
-    return Batcher(
-        shards=cast("StepChannel", shards),
-        new_planner=lambda: Planner(
-            budgets,
-            BlockManager(
-                shard.num_blocks, shard.block_size, PrefixCache() if prefix_caching else None
-            ),
-            cost,
-        ),
-        waiting=waiting or WaitingQueue(),
-        prospects=LatencyPredictor(cost, forecaster, metrics, max_queue_size=max_queue_size),
-        tokenizer=tiny_tokenizer(),
-        eos_token_ids=frozenset({EOS_TOKEN_ID}),
-        metrics=metrics,
-        supervisor=supervisor,
-        patience=patience,
+    channel = cast("StepChannel", channel)
+    in_flight = InFlight(
+        channel,
+        late or LatePlanning(cost, most=0.0),
         depth=depth,
-        late=late,
+        on_router_seconds=cost.overhead.add_answer,
+    )
+    launcher, status = launcher or LauncherChannel(None), ShardStatus(grace_seconds)
+    epochs = EpochManager(channel, launcher, status, cost, metrics, oldest=in_flight.oldest)
+
+    def new_planner() -> Planner:
+        cache = PrefixCache() if prefix_caching else None
+        return Planner(budgets, BlockManager(shard.num_blocks, shard.block_size, cache), cost)
+
+    return Batcher(
+        in_flight,
+        epochs,
+        RecoveryPolicy(new_planner, Quarantine()),
+        waiting=waiting or WaitingQueue(),
+        predictor=predictor_of(budgets, shard, cost, metrics, max_queue_size=max_queue_size),
+        new_entry=entries_of(tiny_tokenizer(), EOS_TOKEN_IDS, block_size=shard.block_size),
+        metrics=BatchMetrics(metrics),
     )
 
 

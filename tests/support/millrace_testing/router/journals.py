@@ -13,7 +13,7 @@ from millrace_router.journal.header import Header
 from millrace_router.journal.journal import Journal
 from millrace_router.journal.reader import read_epochs
 from millrace_router.journal.replay.player import Outcome, Player
-from millrace_router.journal.rotation import Folder
+from millrace_router.journal.rotation import JournalFolder
 from millrace_router.journal.writer import JournalWriter
 from millrace_router.request.request import SamplingParameters, ValidRequest
 from millrace_router.scheduler.budgets import Budgets
@@ -94,7 +94,7 @@ def journal_in(
     folder: Path, header: Header, *, max_bytes: int = MOST_BYTES
 ) -> tuple[Journal, InlineScribe, Counter]:
     """A journal, its scribe, and what counts the records that are dropped."""
-    scribe, dropped = InlineScribe(Folder(folder, max_bytes=max_bytes), header), Counter()
+    scribe, dropped = InlineScribe(JournalFolder(folder, max_bytes=max_bytes), header), Counter()
     return Journal(scribe, dropped), scribe, dropped
 
 

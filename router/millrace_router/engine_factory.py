@@ -1,0 +1,117 @@
+"""Assembles the batcher and its parts from the flags."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+
+from millrace_router.engine.batch_metrics import BatchMetrics
+from millrace_router.engine.batcher import Batcher
+from millrace_router.engine.in_flight import InFlight
+from millrace_router.engine.predictor import LatencyPredictor
+from millrace_router.prediction.cost import CostModel
+from millrace_router.prediction.late_planning import LatePlanning
+from millrace_router.recovery.epochs import EpochManager
+from millrace_router.recovery.launcher_channel import LauncherChannel
+from millrace_router.recovery.quarantine import Quarantine
+from millrace_router.recovery.recovery_policy import PlannerFactory, RecoveryPolicy
+from millrace_router.recovery.shard_status import ShardStatus
+from millrace_router.request.entry import Entry
+from millrace_router.request.request import ValidRequest
+from millrace_router.scheduler.draft_length import AdaptiveDraftLength
+from millrace_router.scheduler.factory import (
+    forecaster_from,
+    late_planning_from,
+    planner_from,
+    queue_from,
+)
+from millrace_router.shards.step_channel import StepChannel
+from millrace_router.sizing import Deployment
+from millrace_router.telemetry.metrics import Metrics
+from millrace_router.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """A batcher that does not run yet, and its parts that other components read."""
+
+    batcher: Batcher
+    status: ShardStatus
+    quarantine: Quarantine
+    cost: CostModel
+    late: LatePlanning
+
+
+def new_engine(
+    deployment: Deployment,
+    channel: StepChannel,
+    tokenizer: Tokenizer,
+    metrics: Metrics,
+    *,
+    cost: CostModel,
+    launcher: LauncherChannel,
+) -> Engine:
+    """An engine over `channel` that learns with `cost`."""
+    config, info, capacity = deployment.config, deployment.info, deployment.capacity
+    late = late_planning_from(config, cost)
+    status, quarantine = ShardStatus(config.recovery_grace), Quarantine()
+    in_flight = InFlight(
+        channel,
+        late,
+        depth=config.steps_in_flight,
+        on_router_seconds=cost.overhead.add_answer,
+    )
+    forecaster = forecaster_from(
+        config,
+        deployment.budgets(),
+        cost,
+        late,
+        block_size=info.block_size,
+        num_blocks=capacity.num_blocks - 1,
+    )
+    batcher = Batcher(
+        in_flight,
+        EpochManager(
+            channel,
+            launcher,
+            status,
+            cost,
+            metrics,
+            oldest=in_flight.oldest,
+            step_seconds=config.step_timeout,
+        ),
+        RecoveryPolicy(_planners(deployment, cost), quarantine),
+        waiting=queue_from(config),
+        predictor=LatencyPredictor(cost, forecaster, metrics, max_queue_size=config.max_queue_size),
+        new_entry=entries_of(tokenizer, info.eos_token_ids, block_size=info.block_size),
+        metrics=BatchMetrics(metrics),
+    )
+    return Engine(batcher=batcher, status=status, quarantine=quarantine, cost=cost, late=late)
+
+
+def entries_of(
+    tokenizer: Tokenizer, eos_token_ids: frozenset[int], *, block_size: int
+) -> Callable[[ValidRequest], Entry]:
+    """A function that makes entries with the ids 0, 1, 2, …"""
+    ids = count()
+    return lambda request: Entry(
+        next(ids), request, tokenizer, eos_token_ids, block_size=block_size
+    )
+
+
+def _planners(deployment: Deployment, cost: CostModel) -> PlannerFactory:
+    budgets, max_draft_tokens = deployment.budgets(), deployment.info.max_draft_tokens
+    drafts = None
+    if max_draft_tokens:
+        drafts = AdaptiveDraftLength(cost, max_draft_tokens=max_draft_tokens)
+    return partial(
+        planner_from,
+        budgets,
+        cost,
+        num_blocks=deployment.capacity.num_blocks,
+        block_size=deployment.info.block_size,
+        prefix_caching=deployment.config.prefix_caching == "on",
+        drafts=drafts,
+    )
