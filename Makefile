@@ -107,8 +107,8 @@ bench-quick: install
 bench-curves: install
 	$(BIN)/python -m bench.curves $(ARGS)
 
-# It installs nothing, so that it runs from a plain checkout with torch in $(PYTHON). Without compiled protobuf code or its compiler
-# the stages that need it fail, and the others run.
+# It changes no installed packages, so that it runs from a plain checkout with torch in $(PYTHON). Protobuf code comes from
+# the compiler or from .gpu-bundle; without both, the stages that need it fail, and the others run.
 bench-gpu:
 	-@test -e $(GENERATED) || $(PYTHON) proto/compile.py
 	@$(if $(wildcard $(INSTALLED)),$(BIN)/python,$(PYTHON)) -m bench.gpu $(ARGS)

@@ -1,6 +1,6 @@
 """`make bench-gpu`: every stage in a process of its own, the table of goals at the end, under ten minutes.
 
-Needs the standard library alone; a stage needs torch, and reports which of its packages are missing.
+It needs the standard library alone. A stage needs torch and the packages of `.gpu-bundle`, and reports missing ones.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             added = use_bundle(ROOT, Path(scratch) / "site")
         except BundleError as error:
+            # Stages whose packages are installed can run without the bundle.
             print(f"without the bundle: {error}", flush=True)
             added = ()
         environment = child_environment(os.environ, added)

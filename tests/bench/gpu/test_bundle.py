@@ -1,4 +1,4 @@
-"""The bundle for a machine without a network: what belongs in it, and what a bad one is told."""
+"""The bundle for a machine without a network: its contents, and the problems of a bad one."""
 
 from __future__ import annotations
 
