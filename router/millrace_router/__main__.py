@@ -1,4 +1,4 @@
-"""`millrace-router`: parse, start, serve until told to stop, drain."""
+"""`millrace-router`: parses the flags, starts, serves until a signal, and drains."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from millrace_router.telemetry import logs
 
 EVENT_LOOP_MODULE = "uvloop" if find_spec("uvloop") else "asyncio"
 BACKLOG = 2048
-"""Connections that wait to be accepted; the kernel, which may allow fewer, resets those beyond."""
+"""Connections that wait to be accepted. The kernel may allow fewer, and resets further ones."""
 GC_THRESHOLD = 20_000
-"""Objects made and not yet freed before the youngest generation is searched."""
+"""Net allocations of objects between collections of the youngest generation."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 log = structlog.get_logger(__name__)
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _profiled(path: str | None) -> Iterator[None]:
-    """Write a cProfile of everything inside to `path`, for `pstats`; slows the router down by half or so."""
+    """Write a cProfile of the block to `path`, for `pstats`; the router then takes about 1.5 times as long."""
     if path is None:
         yield
         return
@@ -73,9 +73,9 @@ def _profiled(path: str | None) -> Iterator[None]:
 
 
 async def serve(config: RouterConfig) -> None:
-    """Start, serve, and return once everything has ended in good order; raises StartupError."""
+    """Start, serve, and return after an orderly end; raises StartupError."""
     stop = asyncio.Event()
-    # Before the long part of the start, so that a signal is heeded during it as well.
+    # The start takes long, and a signal should end it too.
     _listen_to_signals(stop)
     with _reserve_port(config) as reserved:
         running = await _start_unless(stop, config)
@@ -89,7 +89,7 @@ async def serve(config: RouterConfig) -> None:
 
 
 def _settle() -> None:
-    """Tidy up after the start, and keep the garbage collector from walking what it made or running every few tokens.
+    """Clean up after the start; exempt its objects from the garbage collector, which then runs rarely.
 
     A stream makes no cycles; those that a request makes may wait for a few hundred others.
     """
@@ -104,7 +104,7 @@ def _listen_to_signals(stop: asyncio.Event) -> None:
 
     def on_signal() -> None:
         stop.set()
-        # The second one ends the process at once.
+        # A second signal ends the process at once.
         for number in STOP_SIGNALS:
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_DFL)
@@ -148,7 +148,7 @@ async def _serve_http(
     await runner.setup()
     try:
         try:
-            # Another may have reserved the same; uvloop would not say so.
+            # Another process may have bound the same port; uvloop does not report it.
             reserved.listen(BACKLOG)
             await web.SockSite(runner, reserved, backlog=BACKLOG).start()
         except OSError as error:
@@ -164,14 +164,14 @@ async def _serve_http(
             await drain(running.services.infer, config.graceful_termination_timeout)
     finally:
         try:
-            # Handlers that still wait for tokens have to hear of the end, to tell their clients.
+            # Handlers that wait for tokens receive an error, which they send to their clients.
             await running.stop_batcher()
         finally:
             await runner.cleanup()
 
 
 async def drain(infer: Infer, seconds: float) -> None:
-    """Refuse what is new and wait for what runs, no longer than `seconds`."""
+    """Refuse new requests and wait up to `seconds` for the running ones."""
     infer.drain()
     log.info("Draining", running=infer.permits.taken)
     try:

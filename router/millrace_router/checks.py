@@ -1,4 +1,4 @@
-"""What has to hold of the flags, and of what the shards have room for, before anything is served."""
+"""Checks of the flags and of the shards' capacity before the router serves."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from millrace_router.shards.wire import Capacity
 
 
 class StartupError(Exception):
-    """The server cannot start; the message says what to change."""
+    """The server cannot start; the message names what to change."""
 
 
 def check_arguments(config: RouterConfig) -> None:
-    """Check what needs no model; raises StartupError."""
+    """Check the flags alone; raises StartupError."""
     if config.validation_workers < 1:
         raise _argument_error("`validation_workers` must be > 0")
     if config.max_batch_size is not None and config.max_batch_size < 1:
@@ -24,7 +24,7 @@ def check_arguments(config: RouterConfig) -> None:
 
 
 def check_capacity(config: RouterConfig, capacity: Capacity) -> None:
-    """Check the limits against what the shards have room for; raises StartupError."""
+    """Check the flags against the capacity of the shards; raises StartupError."""
     _check_lengths(capacity.max_input_tokens, capacity.max_total_tokens)
     prefill, available = config.max_batch_prefill_tokens, capacity.max_batch_total_tokens
     if prefill is not None and prefill > available:

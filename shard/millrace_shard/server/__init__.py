@@ -1,4 +1,4 @@
-"""The gRPC server: protobuf in and out, TLS, sockets.
+"""The gRPC server of a shard: protobuf, TLS and sockets.
 
 Entry point: `service.ShardService`.
 May import: engine and below, and protobuf.

@@ -1,4 +1,4 @@
-"""Who may speak to a shard at a TCP address: routers whose certificate its authority has signed."""
+"""TLS of a shard at a TCP address: it accepts routers with a certificate of its authority."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from millrace_shard.config import ShardConfig
 
 
 class CredentialsError(RuntimeError):
-    """The address would be open to anyone, or the files for TLS are not usable."""
+    """The address would be open to other hosts, or the TLS files are unusable."""
 
 
 def server_credentials(config: ShardConfig) -> grpc.ServerCredentials | None:
-    """TLS that asks clients for a certificate, or None where the address needs none: a unix socket, or loopback.
+    """TLS that requires a client certificate, or None for an address without TLS: a unix socket, or loopback.
 
     Raises:
-        CredentialsError: some of the three files are not given or not usable, or other hosts could
-            reach the address without TLS.
+        CredentialsError: one of the three files is missing or unusable, or other hosts could reach the address without
+            TLS.
 
     """
     if config.address is None:
@@ -56,10 +56,10 @@ def is_local(address: str) -> bool:
 
 
 def check_files(cert: Path, key: Path, ca: Path) -> None:
-    """Raise CredentialsError unless they are a certificate, its key without a password, and authorities."""
+    """Raise CredentialsError unless the files are a certificate, its key without a password, and authorities."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        # Without a password function OpenSSL would ask the terminal.
+        # Without a password function OpenSSL asks the terminal.
         context.load_cert_chain(cert, key, password=lambda: "")
         context.load_verify_locations(ca)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The shard's gRPC server: threads that speak the wire and hand all work to the engine."""
+"""The shard's gRPC service; its threads pass all work to the engine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),
 )
 NUM_WORKERS = 96
-"""Threads come with the calls. Grammars may keep `MAX_CALLS` of them waiting, and steps and health checks go on."""
+"""Threads start with the calls. Grammars may occupy `MAX_CALLS` of them; the rest serve steps and health checks."""
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ShardService"].full_name
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ Replies = SimpleQueue[Future[StepReply] | None]
 
 
 class ShardService(pb_grpc.ShardServiceServicer):
-    """One method per call of the wire. A stream of steps occupies one worker and a thread that reads ahead."""
+    """One method per call of the wire. A stream of steps uses one worker and one thread that reads ahead."""
 
     def __init__(self, engine: Engine, *, deterministic: bool, prefill_logprobs: bool) -> None:
         self.engine = engine
@@ -54,7 +54,7 @@ class ShardService(pb_grpc.ShardServiceServicer):
         self._prefill_logprobs = prefill_logprobs
 
     def Info(self, request: pb.InfoRequest, context: grpc.ServicerContext) -> pb.InfoResponse:
-        """What the loaded model is."""
+        """Describe the loaded model."""
         return info_to_pb(
             self.engine.loaded,
             deterministic=self._deterministic,
@@ -62,7 +62,7 @@ class ShardService(pb_grpc.ShardServiceServicer):
         )
 
     def Health(self, request: pb.HealthRequest, context: grpc.ServicerContext) -> pb.HealthResponse:
-        """Counters alone; the engine is not asked."""
+        """The engine's counters; does not wait for the engine."""
         if not self.engine.is_alive():
             context.abort(grpc.StatusCode.UNAVAILABLE, "the engine has ended")
         return progress_to_pb(self.engine.progress())
@@ -84,7 +84,7 @@ class ShardService(pb_grpc.ShardServiceServicer):
     def CompileGrammar(
         self, request: pb.CompileGrammarRequest, context: grpc.ServicerContext
     ) -> pb.CompileGrammarResponse:
-        """Compile on this thread and in another process; the engine is not asked."""
+        """Compile on this thread and in another process; does not wait for the engine."""
         grammars = self.engine.loaded.grammars
         if grammars is None or grammars.compiler is None:
             return pb.CompileGrammarResponse(error=NO_GRAMMARS)
@@ -99,7 +99,7 @@ class ShardService(pb_grpc.ShardServiceServicer):
     def Steps(
         self, request_iterator: Iterator[pb.StepRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.StepResponse]:
-        """Answer each step once, in order; the next ones are handed to the engine meanwhile."""
+        """Answer each step once and in order; a second thread passes further steps to the engine meanwhile."""
         replies: Replies = SimpleQueue()
         self._streams.add(replies)
         reader = Thread(
@@ -114,12 +114,12 @@ class ShardService(pb_grpc.ShardServiceServicer):
             self._streams.discard(replies)
 
     def end_streams(self) -> None:
-        """Let every stream end once the steps it has sent so far are answered."""
+        """End every stream after the answers to the steps received so far."""
         for replies in tuple(self._streams):
             replies.put(None)
 
     def _read(self, requests: Iterator[pb.StepRequest], replies: Replies) -> None:
-        """Hand over the steps of a stream until it ends, however it does; its epochs end with it."""
+        """Pass the steps of a stream to the engine. The epochs of the stream end with it."""
         epochs = set()
         try:
             for request in requests:
@@ -138,10 +138,10 @@ class ShardService(pb_grpc.ShardServiceServicer):
 def new_server(
     service: ShardService, address: str, credentials: grpc.ServerCredentials | None = None
 ) -> grpc.Server:
-    """A server that will listen at `address`, a gRPC target such as `unix:/path` or `host:port`, once it is started.
+    """A server for `address`, a gRPC target such as `unix:/path` or `host:port`, that listens once it is started.
 
-    With credentials it speaks TLS. Beside the shard's own service it has grpc.health.v1 and
-    reflection. Raises RuntimeError when the address cannot be had.
+    It uses TLS if there are credentials, and also serves grpc.health.v1 and reflection. Raises RuntimeError if the
+    address is not available.
     """
     server = grpc.server(
         ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="grpc"), options=SERVER_OPTIONS

@@ -1,4 +1,4 @@
-"""The unix socket a shard listens at: never taken from another shard, and removed only by the one that made it."""
+"""The unix socket of a shard. A shard neither takes over nor removes the socket of another process."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 
 class SocketTaken(RuntimeError):  # noqa: N818
-    """The path belongs to somebody else."""
+    """Another process uses the path."""
 
 
 @contextmanager
 def for_this_user_only() -> Iterator[None]:
-    """Files and sockets made inside, by any thread, have mode 0600 at most, whatever the umask."""
+    """Files and sockets that any thread creates inside have at most mode 0600."""
     before = os.umask(0o177)
     try:
         yield
@@ -27,8 +27,8 @@ def for_this_user_only() -> Iterator[None]:
 class SocketFile:
     """A path that appears once a server listens there.
 
-    gRPC removes whatever lies at its address when it begins and when it ends. So it is given an
-    address of its own, `private`, and the socket gets its real name from here.
+    gRPC removes any file at its address at its start and at its end. So gRPC listens at `private`, and `publish`
+    renames that socket to `path`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,7 +37,7 @@ class SocketFile:
         self._inode: tuple[int, int] | None = None
 
     def check_free(self) -> None:
-        """Raise SocketTaken when somebody listens at the path, or it is no socket; one left behind is free."""
+        """Raise SocketTaken if a process listens at the path, or it is no socket. An abandoned socket is free."""
         try:
             mode = self.path.stat().st_mode
         except FileNotFoundError:
@@ -52,13 +52,13 @@ class SocketFile:
         raise SocketTaken(f"another process listens at {self.path}; choose another --uds-path")
 
     def publish(self) -> None:
-        """Give the socket at `private`, which is listening, its name. Raises SocketTaken."""
+        """Rename the listening socket from `private` to `path`. Raises SocketTaken."""
         self.check_free()
         self._inode = _inode(self.private)
         self.private.rename(self.path)
 
     def remove(self) -> None:
-        """Remove the path, unless another process has replaced what was published."""
+        """Remove the path, unless another process has replaced the published socket."""
         self.private.unlink(missing_ok=True)
         try:
             if _inode(self.path) == self._inode:

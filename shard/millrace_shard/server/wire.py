@@ -1,4 +1,4 @@
-"""Between the engine's types and the messages of the wire, both ways and nothing else."""
+"""Converts between the engine's types and the messages of the wire."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ GRAMMAR_KINDS = {
 
 
 def warmup_from_pb(message: pb.WarmupRequest) -> WarmupRequest:
-    """Read what the router plans with."""
+    """Read the router's limits."""
     return WarmupRequest(
         max_batch_prefill_tokens=message.max_batch_prefill_tokens,
         max_batch_size=message.max_batch_size,
@@ -88,7 +88,7 @@ def info_to_pb(
 
 
 def progress_to_pb(progress: Progress) -> pb.HealthResponse:
-    """Write how far the engine has come."""
+    """Write the progress of the engine."""
     return pb.HealthResponse(
         last_step=progress.last_step,
         pending_steps=progress.pending_steps,
@@ -154,7 +154,7 @@ def _sequence(message: pb.Sequence) -> Sequence:
 
 
 def grammar_from_pb(message: pb.Grammar) -> Grammar:
-    """Read a grammar; one of no known kind is a regular expression, as TGI has it."""
+    """Read a grammar; an unknown kind counts as a regular expression, as in TGI."""
     return Grammar(GRAMMAR_KINDS.get(message.kind, GrammarKind.REGEX), message.source)
 
 
@@ -180,7 +180,7 @@ def _parameters(message: pb.Sequence) -> SamplingParameters:
 
 
 def reply_to_pb(reply: StepReply, *, with_tokens: bool) -> pb.StepResponse:
-    """Write the answer to a step; ranks other than 0 leave out the tokens."""
+    """Write the answer to a step, without the tokens on ranks other than 0."""
     message = pb.StepResponse(epoch=reply.epoch, number=reply.number)
     if isinstance(reply.outcome, StepFailure):
         message.error.kind = KINDS[reply.outcome.kind]
