@@ -1,15 +1,15 @@
-"""What can be wrong with a journal."""
+"""Errors of journals."""
 
 from __future__ import annotations
 
 
 class JournalError(Exception):
-    """A journal cannot be written where it should be, or not be read."""
+    """A journal cannot be written or read."""
 
 
 class JournalUnusable(JournalError):  # noqa: N818
-    """It is not there, is no journal, or one of another version or another model."""
+    """The file is missing, is no journal, or belongs to another version or model."""
 
 
 class JournalDamaged(JournalError):  # noqa: N818
-    """Something within it is not as it was written; a torn end is no damage."""
+    """The content of a journal is damaged; an incomplete end is no damage."""

@@ -1,9 +1,9 @@
-"""The outermost layer of a journal file: compressed frames with checksums, so that a torn end is told from damage.
+"""The outer layer of a journal file: compressed frames with checksums, which distinguish an incomplete end from damage.
 
     file  = MAGIC frame*
     frame = MARK, bytes of the body, bytes it inflates to, CRC-32 of both and of the body, body (zlib)
 
-A process that is killed leaves at most one frame incomplete, the last; after a loss of power the end may also be zeros.
+After a kill, at most the last frame is incomplete; after a loss of power, the end may also be zeros.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from millrace_router.journal.errors import JournalDamaged, JournalUnusable
 MAGIC = b"millrace journal\n"
 MARK = b"\xf5frame\r\n"
 LEVEL = 1
-"""Of zlib: steps look like each other, so that more effort gains little."""
-MOST_INFLATED = 1 << 30
+"""zlib level: steps resemble each other, so higher levels gain little."""
+MAX_INFLATED = 1 << 30
 SIZES = Struct("<II")
 CHECKSUM = Struct("<I")
 HEAD_SIZE = len(MARK) + SIZES.size + CHECKSUM.size
@@ -33,11 +33,11 @@ def frame(records: bytes | bytearray) -> bytes:
 
 
 def read_frames(stream: BinaryIO) -> Iterator[bytes]:
-    """Yield the records of each frame, up to the end or where it is torn.
+    """Yield the records of each complete frame.
 
     Raises:
-        JournalUnusable: the file does not begin as a journal does.
-        JournalDamaged: a frame is not as it was written, and is not the last.
+        JournalUnusable: the file does not begin with the magic of a journal.
+        JournalDamaged: a frame before the last one is damaged.
 
     """
     magic = stream.read(len(MAGIC))
@@ -54,7 +54,7 @@ def read_frames(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def _body(stream: BinaryIO, head: bytes) -> tuple[int, bytes | None]:
-    """The size of a frame's body and its records; None where they are not those that were written."""
+    """The size of a frame's body, and its records; None for a damaged or incomplete frame."""
     if len(head) < HEAD_SIZE or not head.startswith(MARK):
         return 0, None
     sizes = head[len(MARK) : len(MARK) + SIZES.size]
@@ -62,22 +62,22 @@ def _body(stream: BinaryIO, head: bytes) -> tuple[int, bytes | None]:
     body = stream.read(size)
     if CHECKSUM.unpack(head[-CHECKSUM.size :])[0] != _checksum(sizes, body):
         return size, None
-    if inflated > MOST_INFLATED:
-        raise JournalDamaged(f"a frame of {inflated} bytes is more than any that is written")
+    if inflated > MAX_INFLATED:
+        raise JournalDamaged(f"a frame of {inflated} bytes exceeds the limit")
     inflater = zlib.decompressobj()
     try:
         records = inflater.decompress(body, inflated or 1)
     except zlib.error as error:
         raise JournalDamaged(f"a frame does not inflate: {error}") from error
     if len(records) != inflated or inflater.unconsumed_tail:
-        raise JournalDamaged("a frame inflates to another size than it says")
+        raise JournalDamaged("a frame does not inflate to its declared size")
     return size, records
 
 
 def _check_nothing_follows(stream: BinaryIO, position: int) -> None:
     stream.seek(position + 1)
     if MARK in stream.read():
-        raise JournalDamaged(f"the frame at byte {position} is damaged, and others follow it")
+        raise JournalDamaged(f"the frame at byte {position} is damaged, and other frames follow")
 
 
 def _checksum(sizes: bytes, body: bytes) -> int:

@@ -1,4 +1,4 @@
-"""What a journal file says of the deployment before anything else: all that is needed to warm up equal shards."""
+"""The header of a journal file: the deployment, with everything that a warm-up of equal shards needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from millrace_router.journal.errors import JournalUnusable
 from millrace_router.shards.wire import Capacity, ShardInfo
 
 FORMAT = 1
-"""Grows when older readers would misunderstand."""
+"""Increased by changes that older readers cannot interpret."""
 
 Setting = bool | int | float | str | None
 
@@ -22,33 +22,33 @@ class Header:
 
     format: int = FORMAT
     life: str
-    """Of the router: the same in all files that one process wrote."""
+    """Id of the router process: the same in all files that it wrote."""
     part: int = 0
-    """Which of them this is."""
+    """Number of the file among those of the process."""
     version: str
-    """Of Millrace."""
+    """Version of Millrace."""
     model_id: str
     model_sha: str | None
     keeps_tokens: bool
-    """Whether token ids, log probabilities and grammars are in it."""
+    """Whether the journal holds token ids, log probabilities and grammars."""
     shard: ShardInfo
     warmup: Mapping[str, int]
-    """Fields of the WarmupRequest."""
+    """Fields of the WarmupRequest that were set."""
     capacity: Capacity
     settings: Mapping[str, Setting] = field(default_factory=dict)
-    """Flags of the router that shape the schedule, resolved."""
+    """Flags of the router that affect the schedule, resolved."""
 
 
 _adapter = TypeAdapter(Header)
 
 
 def header_to_json(header: Header) -> bytes:
-    """Write it."""
+    """Write a header as JSON."""
     return _adapter.dump_json(header, by_alias=True)
 
 
 def header_from_json(data: bytes) -> Header:
-    """Read it; raises JournalUnusable."""
+    """Read a header; raises JournalUnusable."""
     try:
         header = _adapter.validate_json(data)
     except ValidationError as error:

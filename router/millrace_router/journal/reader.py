@@ -1,4 +1,4 @@
-"""Reads a journal: one file, or all files of a folder as the one story they tell."""
+"""Reads a journal: one file, or all files of a folder in order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from millrace_router.journal.rotation import journal_files
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A message left for the shards."""
+    """A message to the shards."""
 
     time_ns: int
     message: pb.StepRequest
@@ -29,22 +29,22 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The oldest message without an answer got one."""
+    """The answer to the oldest unanswered message."""
 
     time_ns: int
     answer: pb.StepResponse
-    """Rank 0's."""
+    """The answer of rank 0."""
     acknowledgements: tuple[pb.StepResponse, ...] = ()
-    """Those of the other ranks, in their order."""
+    """The answers of the other ranks, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Something ended the epoch."""
+    """The failure of an epoch."""
 
     time_ns: int
     kind: str
-    """As `reason` of `millrace_recoveries_total`."""
+    """The `reason` of `millrace_recoveries_total`."""
     reason: str
     unanswered: tuple[int, ...]
     """Steps in flight, the oldest first."""
@@ -52,11 +52,11 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The records begin, or go on after some that are missing, in the middle of an epoch."""
+    """The first record, or the first one after missing ones, in the middle of an epoch."""
 
     time_ns: int
     snapshot: pb.StepRequest
-    """What the shards hold: see `ledger.py`."""
+    """The state of the shards: see `shard_state.py`."""
     num_dropped: int = 0
 
 
@@ -65,66 +65,66 @@ Event = Sent | Answered | Failed | Resumed
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """What is recorded of one epoch, without a gap."""
+    """The record of one epoch, or of a part of it, without gaps."""
 
     index: int
-    """From 1, in the order in which they are recorded."""
+    """Number of the epoch in the journal, from 1."""
     header: Header
     began_ns: int
     snapshot: pb.StepRequest | None
     """What the shards held; None when the record begins with the epoch."""
     events: Iterator[Sent | Answered | Failed] = field(repr=False, compare=False)
-    """In order; to be read before the next epoch is asked for."""
+    """Events in order; valid until the next epoch is read."""
 
     @property
     def began(self) -> datetime:
-        """By the router's clock."""
+        """The start of the epoch by the router's clock."""
         return datetime.fromtimestamp(self.began_ns / 1e9, UTC)
 
 
 def read_epochs(path: Path) -> Iterator[Epoch]:
-    """Yield the epochs of a file or folder; whatever is left of one is passed over when the next is asked for.
+    """Yield the epochs of a file or folder. Reading the next epoch skips the unread events of the last one.
 
     Raises:
-        JournalUnusable: there is no journal, or it is another version's.
-        JournalDamaged: a record is not as it was written.
+        JournalUnusable: there is no journal, or it belongs to another version.
+        JournalDamaged: a record is damaged.
 
     """
-    story = _Story(path)
+    events = _Events(path)
     index = 0
-    while (start := story.next_start()) is not None:
-        header = story.header
-        story.take()
+    while (start := events.next_start()) is not None:
+        header = events.header
+        events.take()
         index += 1
         yield Epoch(
             index,
             header,
             start.time_ns,
             start.snapshot if isinstance(start, Resumed) else None,
-            chain([start] if isinstance(start, Sent) else [], story.rest()),
+            chain([start] if isinstance(start, Sent) else [], events.rest()),
         )
 
 
 def read_events(path: Path) -> Iterator[tuple[Header, Event]]:
-    """Yield everything recorded in order, each with the header that holds for it; raises as `read_epochs` does."""
-    thread = _Thread()
+    """Yield all events in order, each with the header of its file; raises as `read_epochs` does."""
+    joiner = _Joiner()
     for file in _files(path):
         header: Header | None = None
         try:
             for record in _records(file):
                 if header is None:
                     header = _header_of(record)
-                    thread.turn(header)
+                    joiner.begin_file(header)
                     continue
-                for event in thread.follow(record):
+                for event in joiner.events_of(record):
                     yield header, event
         except (JournalError, DecodeError, ValueError, KeyError, TypeError) as error:
             kind = type(error) if isinstance(error, JournalError) else JournalDamaged
             raise kind(f"{file.name}: {error}") from error
 
 
-class _Story:
-    """All events of a journal, looked at one ahead."""
+class _Events:
+    """The events of a journal, with a look-ahead of one."""
 
     def __init__(self, path: Path) -> None:
         self._events = read_events(path)
@@ -142,7 +142,7 @@ class _Story:
         self._next = next(self._events, None)
 
     def next_start(self) -> Sent | Resumed | None:
-        """Where the next epoch begins."""
+        """The first event of the next epoch."""
         while (event := self.peek()) is not None:
             if isinstance(event, Sent | Resumed) and _begins(event):
                 return event
@@ -150,7 +150,7 @@ class _Story:
         return None
 
     def rest(self) -> Iterator[Sent | Answered | Failed]:
-        """Up to where the next epoch begins."""
+        """The events up to the next epoch."""
         while (event := self.peek()) is not None and not isinstance(event, Resumed):
             if _begins(event):
                 return
@@ -167,7 +167,7 @@ def _begins(event: Event) -> bool:
 def _files(path: Path) -> list[Path]:
     files = journal_files(path)
     if not files:
-        raise JournalUnusable(f"{path}: there is no journal in it")
+        raise JournalUnusable(f"{path} contains no journal")
     return files
 
 
@@ -186,8 +186,8 @@ def _header_of(record: Record) -> Header:
     return header_from_json(record.payload)
 
 
-class _Thread:
-    """The thread of the story over the ends of files: a snapshot that tells nothing new is passed over."""
+class _Joiner:
+    """Joins the records of consecutive files: skips snapshots and requests that repeat what is known."""
 
     def __init__(self) -> None:
         self._header: Header | None = None
@@ -198,8 +198,8 @@ class _Thread:
         self._last_answered = -1
         self._acknowledgements: list[pb.StepResponse] = []
 
-    def turn(self, header: Header) -> None:
-        """A file begins."""
+    def begin_file(self, header: Header) -> None:
+        """Begin a file."""
         before = self._header
         self._is_next = before is not None and (before.life, before.part + 1) == (
             header.life,
@@ -211,8 +211,8 @@ class _Thread:
         self._num_dropped = 0
         self._acknowledgements.clear()
 
-    def follow(self, record: Record) -> Iterator[Event]:
-        """What `record` tells, if it is anything new."""
+    def events_of(self, record: Record) -> Iterator[Event]:
+        """The event of `record`, if it is new."""
         match record.kind:
             case Kind.GAP:
                 self._num_dropped = json.loads(record.payload)["dropped_records"]
@@ -246,7 +246,7 @@ class _Thread:
         if message.HasField("open"):
             self._epoch, self._last_sent, self._last_answered = message.epoch, -1, -1
         elif message.epoch == self._epoch and message.number <= self._last_sent:
-            # Sent while the file before was written, and not answered by its end.
+            # The file before has this request too, without an answer.
             return
         self._check(message.epoch, message.number, self._last_sent)
         self._last_sent = message.number

@@ -1,4 +1,4 @@
-"""What frames hold: records, each with its kind and the time at which it happened."""
+"""The records in a frame, each with a kind and a time."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ HEAD = Struct("<BQI")
 
 
 class Kind(IntEnum):
-    """What a record's payload is. Readers pass over kinds they do not know."""
+    """The kind of a record's payload. Readers skip unknown kinds."""
 
     HEADER = 1
-    """JSON of a `Header`; first in each file, and nowhere else."""
+    """JSON of a `Header`; the first record of each file, and no other."""
     SNAPSHOT = 2
-    """A StepRequest that says what the shards hold: see `ledger.py`."""
+    """A StepRequest with the state of the shards: see `shard_state.py`."""
     REQUEST = 3
-    """A StepRequest as it was sent; where token ids are not kept, zeros stand for them."""
+    """A StepRequest as it was sent; with zeros for token ids if the journal keeps none."""
     ACKNOWLEDGEMENT = 4
-    """The StepResponse of a rank other than 0, in the order of ranks; the answer they belong to follows."""
+    """The StepResponse of a rank other than 0, in order of rank, before rank 0's answer to the same step."""
     ANSWER = 5
     """The StepResponse of rank 0."""
     PROMPT = 6
-    """JSON: what stands for a prompt whose ids are not kept. The request that admits it follows."""
+    """JSON: the description of a prompt without its ids, before the request that admits it."""
     FAILURE = 7
-    """JSON: what ended an epoch, and the steps that were in flight."""
+    """JSON: the reason of an epoch's end, and the steps in flight."""
     GAP = 8
-    """JSON: how many records were dropped before this file began."""
+    """JSON: the number of records that were dropped before this file."""
     END = 9
-    """Empty: the router stopped in good order."""
+    """Empty: the router stopped in an orderly way."""
 
 
 class Record(NamedTuple):
-    """One of them."""
+    """A record of a frame."""
 
     kind: int
     time_ns: int

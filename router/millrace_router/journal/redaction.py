@@ -1,7 +1,8 @@
-"""What of a message is written: all of it, or all but what would tell the text.
+"""Removes the fields of a message that reveal the text, unless the journal keeps tokens.
 
-Log probabilities tell it as well: whoever has the model finds the token that has this one, position by position. So
-does a checksum of few ids. They go with the ids; lengths, parameters, seeds, slots, blocks and times stay.
+Log probabilities reveal it too: with the model, the token of each log probability can be found position by position.
+So does a checksum of few ids. These fields are removed with the ids; lengths, parameters, seeds, slots, blocks and
+times are written.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from hashlib import blake2b
 from millrace_proto import generate_pb2 as pb
 from millrace_router.journal.shard_state import IDS
 
-TELLING = (
+REVEALING = (
     "ids",
     "logprobs",
     "top_ids",
@@ -26,22 +27,22 @@ TELLING = (
     "checksum",
     "failure_reasons",
 )
-"""Fields of an answer that tell of its tokens, or may."""
+"""Fields of an answer that reveal tokens, or may."""
 HASH_BYTES = 8
 
 
 class Redaction:
-    """Writes messages, with or without what would tell the text."""
+    """Serializes messages with or without the fields that reveal the text."""
 
     def __init__(self, *, keeps_tokens: bool) -> None:
         self._keeps_tokens = keeps_tokens
-        # Never written anywhere: nobody can check a guess at a prompt against its hash.
+        # The key is never written, so a guessed prompt cannot be checked against its hash.
         self._key = secrets.token_bytes(blake2b.MAX_KEY_SIZE)
 
     def notes(self, message: pb.StepRequest) -> Iterator[bytes]:
-        """JSON that stands for each admitted prompt whose ids are left out.
+        """JSON descriptions of the admitted prompts whose ids are removed.
 
-        Its hash tells that two prompts of one life of the router are the same, and nothing else.
+        Equal prompts of one router process have equal hashes. The hash reveals nothing else.
         """
         if self._keeps_tokens:
             return
@@ -56,7 +57,7 @@ class Redaction:
             yield json.dumps(note).encode()
 
     def request(self, message: pb.StepRequest) -> bytes:
-        """`message` as it is written, with zeros for the ids that are left out."""
+        """Serialize `message`, with zeros for removed ids."""
         if self._keeps_tokens or not _admitted(message):
             return message.SerializeToString()
         blank = pb.StepRequest()
@@ -69,12 +70,12 @@ class Redaction:
         return blank.SerializeToString()
 
     def answer(self, answer: pb.StepResponse) -> bytes:
-        """`answer` as it is written."""
+        """Serialize `answer`."""
         if self._keeps_tokens:
             return answer.SerializeToString()
         blank = pb.StepResponse()
         blank.CopyFrom(answer)
-        for name in TELLING:
+        for name in REVEALING:
             blank.ClearField(name)  # type: ignore[arg-type]
         return blank.SerializeToString()
 

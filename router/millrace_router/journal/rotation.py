@@ -1,4 +1,4 @@
-"""Where journal files lie: one router writes to a folder, and the oldest files make room for new ones."""
+"""The folder of journal files: one router writes to it, and the oldest files are deleted for new ones."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from millrace_router.journal.errors import JournalError, JournalUnusable
 SUFFIX = ".journal"
 MODE = 0o600
 SHARE = 8
-"""Files together hold `max_bytes`; each is about this part of it."""
-MOST_FILES = 256
-"""However small they are."""
+"""Each file holds about this fraction of `max_bytes`."""
+MAX_FILES = 256
+"""The largest number of files."""
 
 
 class JournalFolder:
-    """A folder of journal files, by name in the order in which they were begun."""
+    """A folder of journal files. The order of their names is that of their creation."""
 
     def __init__(self, path: Path, *, max_bytes: int) -> None:
-        """Create it, for this user alone, and lock it; raises JournalError."""
+        """Create the folder for this user only, and lock it; raises JournalError."""
         self._path = path
         self._max_bytes = max_bytes
         self._last_ns = 0
@@ -39,11 +39,11 @@ class JournalFolder:
 
     @property
     def file_bytes(self) -> int:
-        """After so many bytes a file is full."""
+        """The size of a full file."""
         return self._max_bytes // SHARE
 
     def begin(self) -> int:
-        """A descriptor of a new file that only this user can read, once there is room for it; raises OSError."""
+        """Delete old files if necessary, and create a file for this user only; returns a descriptor. Raises OSError."""
         self._make_room()
         self._last_ns = max(time.time_ns(), self._last_ns + 1)
         seconds, ns = divmod(self._last_ns, 1_000_000_000)
@@ -52,13 +52,13 @@ class JournalFolder:
         return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, MODE, dir_fd=self._lock)
 
     def close(self) -> None:
-        """Let another router have it."""
+        """Unlock the folder."""
         os.close(self._lock)
 
     def _make_room(self) -> None:
         files = [(path, path.stat().st_size) for path in journal_files(self._path)]
         room = self._max_bytes - self.file_bytes - sum(size for _, size in files)
-        surplus = len(files) - MOST_FILES + 1
+        surplus = len(files) - MAX_FILES + 1
         for path, size in files:
             if room >= 0 and surplus <= 0:
                 return
@@ -69,9 +69,9 @@ class JournalFolder:
 
 
 def journal_files(path: Path) -> list[Path]:
-    """The files of a folder in order, or the one file that `path` is; raises JournalUnusable if there is none."""
+    """The files of a folder in order, or the file at `path`; raises JournalUnusable if there is none."""
     if path.is_dir():
         return sorted(path.glob(f"*{SUFFIX}"))
     if not path.is_file():
-        raise JournalUnusable(f"{path} is not there")
+        raise JournalUnusable(f"{path} does not exist")
     return [path]

@@ -1,8 +1,8 @@
-"""What the shards hold, followed from the messages alone, so that a journal file can begin in the middle of an epoch.
+"""The state of the shards, derived from the messages, so that a journal file can begin in the middle of an epoch.
 
-A snapshot is a StepRequest whose `number` is the last step answered and whose Prefill reads: `admitted` are the live
-sequences with every token known so far, `grown_*` their block tables, `chunk_tokens` how many KV positions of each are
-filled, `decode_slots` those whose prompt is finished.
+A snapshot is a StepRequest. Its `number` is that of the last answered step. In its Prefill, `admitted` has the live
+sequences with all known tokens, `grown_*` their block tables, `chunk_tokens` the number of filled KV positions of
+each, and `decode_slots` the sequences whose prompt is complete.
 """
 
 from __future__ import annotations
@@ -20,69 +20,69 @@ IDS = "I"
 
 
 @dataclass(slots=True)
-class Life:
+class LiveSequence:
     """A sequence in a slot."""
 
     sequence: pb.Sequence
-    """As it was admitted; never changed."""
+    """The sequence at its admission; not changed."""
     num_pending: int
-    """Tokens known whose KV is not computed: what is left of the prompt, and those emitted last."""
+    """Known tokens whose KV is not computed: the rest of the prompt, and the last emitted tokens."""
     emitted: array[int] = field(default_factory=lambda: array(IDS))
-    """Tokens since it was admitted."""
+    """Tokens emitted since the admission."""
     blocks: list[int] = field(default_factory=list)
 
     @property
     def computed(self) -> int:
-        """KV positions filled, cached ones included."""
+        """Filled KV positions, cached ones included."""
         return len(self.sequence.input_ids) + len(self.emitted) - self.num_pending
 
     @property
     def decodes(self) -> bool:
-        """Whether its prompt is computed."""
+        """Whether the prompt is complete."""
         return self.num_pending <= len(self.emitted)
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What the shards held after a step, and what had been sent and not answered by then."""
+    """The state of the shards after a step, and the unanswered messages at that time."""
 
     epoch: int
     number: int
-    """Of the last step answered."""
-    lives: tuple[Life, ...]
+    """Number of the last answered step."""
+    sequences: tuple[LiveSequence, ...]
     pending: tuple[pb.StepRequest, ...]
 
     def message(self) -> pb.StepRequest:
-        """As the StepRequest described above; takes milliseconds when there is much text."""
+        """The StepRequest described above; takes milliseconds for long texts."""
         message = pb.StepRequest(epoch=self.epoch, number=self.number)
         prefill = message.prefill
         change = prefill.change
-        for life in self.lives:
-            slot = life.sequence.slot
+        for live in self.sequences:
+            slot = live.sequence.slot
             sequence = change.admitted.add()
-            sequence.CopyFrom(life.sequence)
-            sequence.input_ids.extend(life.emitted)
-            sequence.generated_tokens += len(life.emitted)
+            sequence.CopyFrom(live.sequence)
+            sequence.input_ids.extend(live.emitted)
+            sequence.generated_tokens += len(live.emitted)
             sequence.cached_tokens = 0
-            change.grown_slots.extend([slot] * len(life.blocks))
-            change.grown_blocks.extend(life.blocks)
+            change.grown_slots.extend([slot] * len(live.blocks))
+            change.grown_blocks.extend(live.blocks)
             prefill.chunk_slots.append(slot)
-            prefill.chunk_tokens.append(life.computed)
-            if life.decodes:
+            prefill.chunk_tokens.append(live.computed)
+            if live.decodes:
                 prefill.decode_slots.append(slot)
         return message
 
 
 class ShardState:
-    """Every live sequence by slot, as of the last step answered."""
+    """The live sequences by slot, after the last answered step."""
 
     def __init__(self) -> None:
         self.epoch = 0
-        """0 between epochs."""
+        """The current epoch; 0 between epochs."""
         self.number = 0
-        self._lives: dict[int, Life] = {}
+        self._live: dict[int, LiveSequence] = {}
         self._append: dict[int, Callable[[int], None]] = {}
-        """Adds a token to what a slot's sequence has emitted."""
+        """Functions that append a token to the emitted tokens of a slot."""
         self._pending: deque[pb.StepRequest] = deque()
         self._failed: set[int] = set()
 
@@ -93,32 +93,32 @@ class ShardState:
 
     @property
     def is_restorable(self) -> bool:
-        """Whether a snapshot would say it all.
+        """Whether a snapshot would be complete.
 
-        What a sequence that failed holds cannot be computed again, and what has not been opened holds nothing.
+        The KV of a failed sequence cannot be computed again, and an epoch that is not open has no state.
         """
         is_opening = bool(self._pending) and self._pending[0].HasField("open")
-        return not is_opening and self._failed.isdisjoint(self._lives)
+        return not is_opening and self._failed.isdisjoint(self._live)
 
     def end_epoch(self) -> None:
-        """Forget everything; the shards will as well."""
+        """Clear the state, as the shards do."""
         self.epoch = self.number = 0
-        self._lives.clear()
+        self._live.clear()
         self._append.clear()
         self._pending.clear()
         self._failed.clear()
 
     def sent(self, message: pb.StepRequest) -> None:
-        """Expect an answer to `message`."""
+        """Record a message to the shards."""
         self.epoch = message.epoch
         self._pending.append(message)
 
     def answered(self, answer: pb.StepResponse) -> None:
-        """The oldest step in flight has been done.
+        """Apply the oldest unanswered step.
 
         Raises:
-            ValueError: it is another one, or its columns contradict each other.
-            KeyError: it names a slot that is empty.
+            ValueError: the answer is to another step, or its columns contradict each other.
+            KeyError: the step names an empty slot.
 
         """
         message = self._pending.popleft()
@@ -132,7 +132,7 @@ class ShardState:
             self._change(message.prefill.change)
             prefill = message.prefill
             for slot, count in zip(prefill.chunk_slots, prefill.chunk_tokens, strict=True):
-                self._lives[slot].num_pending -= count
+                self._live[slot].num_pending -= count
             self._computed(prefill.decode_slots, answer)
         elif work == "decode":
             self._change(message.decode.change)
@@ -143,29 +143,29 @@ class ShardState:
                 self._computed(decodes, answer)
 
     def snapshot(self) -> Snapshot:
-        """A copy as of now; copies no more than the tokens emitted and the blocks."""
-        lives = (
-            Life(life.sequence, life.num_pending, life.emitted[:], life.blocks[:])
-            for life in self._lives.values()
+        """A copy of the current state; copies only emitted tokens and blocks."""
+        sequences = (
+            LiveSequence(live.sequence, live.num_pending, live.emitted[:], live.blocks[:])
+            for live in self._live.values()
         )
-        return Snapshot(self.epoch, self.number, tuple(lives), tuple(self._pending))
+        return Snapshot(self.epoch, self.number, tuple(sequences), tuple(self._pending))
 
     def _drop(self, slots: Iterable[int]) -> None:
         for slot in slots:
-            del self._lives[slot], self._append[slot]
+            del self._live[slot], self._append[slot]
             self._failed.discard(slot)
 
     def _change(self, change: pb.BatchChange) -> None:
         self._drop(change.dropped_slots)
         for sequence in change.admitted:
-            life = Life(sequence, len(sequence.input_ids) - sequence.cached_tokens)
-            self._lives[sequence.slot] = life
-            self._append[sequence.slot] = life.emitted.append
+            live = LiveSequence(sequence, len(sequence.input_ids) - sequence.cached_tokens)
+            self._live[sequence.slot] = live
+            self._append[sequence.slot] = live.emitted.append
         for slot, block in zip(change.grown_slots, change.grown_blocks, strict=True):
-            self._lives[slot].blocks.append(block)
+            self._live[slot].blocks.append(block)
 
     def _decoded(self, answer: pb.StepResponse) -> None:
-        """Every row has computed a token and emitted one, as nearly always: as many are pending as before."""
+        """Apply the usual step: every row computed a token and emitted one, so as many tokens are pending as before."""
         append = self._append
         for slot, id_ in zip(answer.slots, answer.ids, strict=True):
             append[slot](id_)
@@ -173,18 +173,18 @@ class ShardState:
             self._positions(answer)
 
     def _computed(self, decodes: Iterable[int], answer: pb.StepResponse) -> None:
-        lives = self._lives
+        sequences = self._live
         for slot in decodes:
-            lives[slot].num_pending -= 1
+            sequences[slot].num_pending -= 1
         ids = iter(answer.ids)
         for slot, count in zip(answer.slots, answer.counts, strict=True):
-            lives[slot].emitted.extend(islice(ids, count))
-            lives[slot].num_pending += count
+            sequences[slot].emitted.extend(islice(ids, count))
+            sequences[slot].num_pending += count
         self._positions(answer)
         self._failed.update(answer.failed_slots)
 
     def _positions(self, answer: pb.StepResponse) -> None:
-        """Rows that were allowed several positions say how many they have filled."""
+        """Apply the filled positions of rows that were allowed several."""
         for slot, computed in zip(answer.computed_slots, answer.computed_positions, strict=True):
-            life = self._lives[slot]
-            life.num_pending += life.computed - computed
+            live = self._live[slot]
+            live.num_pending += live.computed - computed

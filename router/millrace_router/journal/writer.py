@@ -1,4 +1,4 @@
-"""The thread that writes: whatever the disk does, only it waits."""
+"""The thread that writes the journal, so that only this thread waits for the disk."""
 
 from __future__ import annotations
 
@@ -22,45 +22,45 @@ from millrace_router.journal.rotation import JournalFolder
 from millrace_router.journal.shard_state import Snapshot
 
 GATHER_SECONDS = 0.1
-"""How long records are gathered before they are written: as much is lost when the process is killed."""
+"""How long records are gathered before they are written; a kill loses as much."""
 FRAME_BYTES = 1 << 18
 RETRY_SECONDS = 10.0
-"""How soon a new file is tried after one that could not be written."""
+"""Pause before a new file after one that could not be written."""
 CLOSE_SECONDS = 10.0
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
-    """Begins a new file."""
+class NewFile:
+    """The start of a new file."""
 
     snapshot: Snapshot | None
-    """What the shards hold; None between epochs."""
+    """The state of the shards; None between epochs."""
     num_dropped: int
-    """Records that were dropped since the last page."""
+    """Records dropped since the last file began."""
 
 
 class Item(NamedTuple):
-    """A record to be written; messages are handed over and never changed afterwards."""
+    """A record to write. Its message must not change afterwards."""
 
     kind: Kind
     time_ns: int
-    content: pb.StepRequest | pb.StepResponse | Mapping[str, Any] | Page
+    content: pb.StepRequest | pb.StepResponse | Mapping[str, Any] | NewFile
 
 
 class JournalWriter:
-    """Takes items from `inbox`, a deque that the event loop appends to, and writes them in the order given.
+    """Writes items in the order in which the event loop appends them to `inbox`.
 
-    A file that cannot be written is given up with all that comes before the next page.
+    When a file cannot be written, all records up to the next `NewFile` are lost.
     """
 
     def __init__(self, folder: JournalFolder, header: Header) -> None:
         self.inbox: deque[Item] = deque()
-        self.wants_page = True
-        """Whether a page should come next; the event loop takes it back when it sends one."""
+        self.wants_new_file = True
+        """Whether a `NewFile` should come next; the event loop clears it when it appends one."""
         self.num_lost = 0
-        """Records that could not be written so far; only the thread changes it."""
+        """Records that could not be written; only the thread changes it."""
         self._folder = folder
         self._header = header
         self._redaction = Redaction(keeps_tokens=header.keeps_tokens)
@@ -76,16 +76,16 @@ class JournalWriter:
         self._thread = Thread(target=self._run, name="journal", daemon=True)
 
     def start(self) -> None:
-        """Begin to write."""
+        """Start the thread."""
         self._thread.start()
 
     def wake(self) -> None:
-        """Say that there are items."""
+        """Wake the thread after an item was appended."""
         if not self._wake.is_set():
             self._wake.set()
 
     def close(self) -> bool:
-        """Write what is left and end; whether that was done in `CLOSE_SECONDS`. A disk that hangs keeps nobody."""
+        """Write the remaining items and end the thread; False if that takes longer than `CLOSE_SECONDS`."""
         self._closing.set()
         self._wake.set()
         self._thread.join(CLOSE_SECONDS)
@@ -106,8 +106,8 @@ class JournalWriter:
     def _drain(self) -> None:
         while self.inbox:
             item = self.inbox.popleft()
-            if isinstance(item.content, Page):
-                self._turn(item.time_ns, item.content)
+            if isinstance(item.content, NewFile):
+                self._begin(item.time_ns, item.content)
             else:
                 self._write(item)
         self._flush()
@@ -144,8 +144,8 @@ class JournalWriter:
             payload = json.dumps(content).encode()
         self._add(pack(item.kind, item.time_ns, payload))
 
-    def _turn(self, time_ns: int, page: Page) -> None:
-        """Begin a file that can be understood without the ones before it."""
+    def _begin(self, time_ns: int, new: NewFile) -> None:
+        """Begin a file that is complete without earlier files."""
         self._flush()
         self._close_file()
         try:
@@ -155,13 +155,13 @@ class JournalWriter:
             return
         self._add(pack(Kind.HEADER, time_ns, header_to_json(self._header)), counts=False)
         self._header = replace(self._header, part=self._header.part + 1)
-        if page.num_dropped:
-            gap = json.dumps({"dropped_records": page.num_dropped}).encode()
+        if new.num_dropped:
+            gap = json.dumps({"dropped_records": new.num_dropped}).encode()
             self._add(pack(Kind.GAP, time_ns, gap), counts=False)
-        if page.snapshot is not None:
-            state = self._redaction.request(page.snapshot.message())
+        if new.snapshot is not None:
+            state = self._redaction.request(new.snapshot.message())
             self._add(pack(Kind.SNAPSHOT, time_ns, state), counts=False)
-            for message in page.snapshot.pending:
+            for message in new.snapshot.pending:
                 self._write(Item(Kind.REQUEST, time_ns, message))
         self._flush()
         self._has_asked = False
@@ -193,10 +193,10 @@ class JournalWriter:
             self._is_failing = False
             log.info("the journal is written again")
         if self._size >= self._folder.file_bytes and not self._has_asked:
-            self._has_asked = self.wants_page = True
+            self._has_asked = self.wants_new_file = True
 
     def _give_up(self, error: Exception) -> None:
-        """Drop the file, whose end is torn, and everything until a new one is begun."""
+        """Close the incomplete file, and drop all records until a new file begins."""
         if not self._is_failing:
             self._is_failing = True
             log.error("the journal cannot be written; records are dropped", error=str(error))
@@ -210,7 +210,7 @@ class JournalWriter:
     def _lose(self, count: int) -> None:
         self.num_lost += count
         if not self._has_asked and time.monotonic() >= self._retry_at:
-            self._has_asked = self.wants_page = True
+            self._has_asked = self.wants_new_file = True
 
 
 def write_all(file: int, data: bytes) -> None:

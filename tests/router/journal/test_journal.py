@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 
 from millrace_proto import generate_pb2 as pb
 from millrace_router.journal import journal as journal_module
-from millrace_router.journal import writer as scribe_module
+from millrace_router.journal import writer as writer_module
 from millrace_router.journal.frames import read_frames
 from millrace_router.journal.journal import Journal
 from millrace_router.journal.reader import (
@@ -68,9 +68,9 @@ def told(path: Path) -> list[tuple[Epoch, list[Any]]]:
 
 def test_every_message_and_answer_is_there_in_order(tmp_path: Path) -> None:
     shard = new_shard()
-    journal, scribe, dropped = journal_in(tmp_path, header(shard))
+    journal, writer, dropped = journal_in(tmp_path, header(shard))
     driver = run(journal, shard)
-    scribe.close()
+    writer.close()
     ((epoch, events),) = told(tmp_path)
     sent = [event.message for event in events if isinstance(event, Sent)]
     assert [m.SerializeToString() for m in sent] == [m.SerializeToString() for m in shard.steps]
@@ -86,7 +86,7 @@ def test_every_message_and_answer_is_there_in_order(tmp_path: Path) -> None:
 
 def test_failures_end_epochs_and_say_what_was_in_flight(tmp_path: Path) -> None:
     shard = new_shard()
-    journal, scribe, _ = journal_in(tmp_path, header(shard))
+    journal, writer, _ = journal_in(tmp_path, header(shard))
     driver = RecordedDriver(BUDGETS, shard, journal)
     for request in requests(6):
         driver.submit(request)
@@ -94,7 +94,7 @@ def test_failures_end_epochs_and_say_what_was_in_flight(tmp_path: Path) -> None:
         driver.turn()
     shard.fail_next = "the device caught fire"
     driver.run()
-    scribe.close()
+    writer.close()
     first, second = told(tmp_path)
     failed = first[1][-1]
     assert isinstance(failed, Failed)
@@ -107,30 +107,30 @@ def test_failures_end_epochs_and_say_what_was_in_flight(tmp_path: Path) -> None:
 
 
 class Tap:
-    """A ledger that is told of every step as a shard runs it, and has to know what the shard holds."""
+    """Passes every step of a shard to a `ShardState`, and compares the two."""
 
     def __init__(self, shard: HashShard) -> None:
         self.shard = shard
-        self.ledger = ShardState()
+        self.state = ShardState()
         self._step = shard.step
 
     def step(self, request: pb.StepRequest) -> pb.StepResponse:
         if request.HasField("open"):
-            self.ledger.end_epoch()
+            self.state.end_epoch()
         answer = self._step(request)
         if answer.HasField("error"):
             return answer
-        self.ledger.sent(request)
-        self.ledger.answered(answer)
+        self.state.sent(request)
+        self.state.answered(answer)
         self.check(request.epoch, request.number)
         return answer
 
     def check(self, epoch: int, number: int) -> None:
         failed = {slot for slot, running in self.shard.running.items() if running.has_failed}
-        assert self.ledger.is_restorable == (not failed)
-        snapshot = self.ledger.snapshot()
+        assert self.state.is_restorable == (not failed)
+        snapshot = self.state.snapshot()
         assert (snapshot.epoch, snapshot.number, snapshot.pending) == (epoch, number, ())
-        lives = {life.sequence.slot: life for life in snapshot.lives}
+        lives = {life.sequence.slot: life for life in snapshot.sequences}
         assert lives.keys() == self.shard.running.keys()
         for slot, running in self.shard.running.items():
             if slot in failed:
@@ -143,9 +143,7 @@ class Tap:
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), budgets=policies, seed=st.integers(0, 99))
-def test_the_ledger_knows_what_the_shard_holds(
-    data: st.DataObject, budgets: Any, seed: int
-) -> None:
+def test_the_state_is_that_of_the_shard(data: st.DataObject, budgets: Any, seed: int) -> None:
     shard = HashShard(
         num_blocks=20,
         block_size=4,
@@ -165,14 +163,14 @@ def test_the_ledger_knows_what_the_shard_holds(
         shard.corrupt.add(0)
         driver.clients[0].may_fail = True
     driver.run()
-    assert tap.ledger.snapshot().lives == ()
+    assert tap.state.snapshot().sequences == ()
 
 
 async def test_each_file_of_an_epoch_can_be_replayed_alone(tmp_path: Path) -> None:
     shard = new_shard()
-    journal, scribe, dropped = journal_in(tmp_path, header(shard), max_bytes=1 << 15)
+    journal, writer, dropped = journal_in(tmp_path, header(shard), max_bytes=1 << 15)
     run(journal, shard, count=60)
-    scribe.close()
+    writer.close()
     files = journal_files(tmp_path)
     assert len(files) > 3
     assert sum(path.stat().st_size for path in files) <= 1 << 15
@@ -195,9 +193,9 @@ async def test_each_file_of_an_epoch_can_be_replayed_alone(tmp_path: Path) -> No
 def test_files_of_an_epoch_tell_one_story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(JournalFolder, "_make_room", lambda _: None)
     shard = new_shard()
-    journal, scribe, _ = journal_in(tmp_path, header(shard), max_bytes=1 << 15)
+    journal, writer, _ = journal_in(tmp_path, header(shard), max_bytes=1 << 15)
     run(journal, shard, count=40)
-    scribe.close()
+    writer.close()
     assert len(journal_files(tmp_path)) > 3
     ((_, events),) = told(tmp_path)
     sent = [event.message for event in events if isinstance(event, Sent)]
@@ -207,26 +205,26 @@ def test_files_of_an_epoch_tell_one_story(tmp_path: Path, monkeypatch: pytest.Mo
 async def test_a_slow_disk_costs_records_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal_module, "MOST_WAITING", 10)
+    monkeypatch.setattr(journal_module, "MAX_WAITING", 10)
     shard = new_shard()
-    journal, scribe, dropped = journal_in(tmp_path, header(shard))
+    journal, writer, dropped = journal_in(tmp_path, header(shard))
     driver = RecordedDriver(BUDGETS, shard, journal)
     for request in requests(30):
         driver.submit(request)
     for _ in range(12):
         driver.turn()
-    scribe.stuck = True
+    writer.stuck = True
     with capture_logs() as lines:
         for _ in range(12):
             driver.turn()
     assert sum("cannot keep up" in str(line) for line in lines) == 1
-    assert len(scribe.inbox) == 10
+    assert len(writer.inbox) == 10
     assert dropped.value > 0
-    scribe.stuck = False
-    scribe.wake()
+    writer.stuck = False
+    writer.wake()
     driver.run()
     driver.check_idle()
-    scribe.close()
+    writer.close()
     first, second = (epoch for epoch, _ in told(tmp_path))
     assert (first.snapshot is None, second.snapshot is None) == (True, False)
     resumed = [event for _, event in read_events(tmp_path) if isinstance(event, Resumed)]
@@ -240,29 +238,29 @@ async def test_a_full_disk_costs_records_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shard = new_shard()
-    journal, scribe, dropped = journal_in(tmp_path, header(shard))
+    journal, writer, dropped = journal_in(tmp_path, header(shard))
     driver = RecordedDriver(BUDGETS, shard, journal)
     for request in requests(30):
         driver.submit(request)
     for _ in range(12):
         driver.turn()
-    write_all = scribe_module.write_all
+    write_all = writer_module.write_all
 
     def full(file: int, data: bytes) -> None:
         os.write(file, data[: len(data) // 2])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(scribe_module, "write_all", full)
+    monkeypatch.setattr(writer_module, "write_all", full)
     with capture_logs() as lines:
         for _ in range(12):
             driver.turn()
     assert sum("cannot be written" in str(line) for line in lines) == 1
     assert dropped.value > 0
     assert len(journal_files(tmp_path)) == 1, "a new file is not tried at each step"
-    monkeypatch.setattr(scribe_module, "write_all", write_all)
-    scribe._retry_at = 0.0
+    monkeypatch.setattr(writer_module, "write_all", write_all)
+    writer._retry_at = 0.0
     driver.run()
-    scribe.close()
+    writer.close()
     first, second = (epoch for epoch, _ in told(tmp_path))
     assert (first.snapshot is None, second.snapshot is None) == (True, False)
     resumed = [event for _, event in read_events(tmp_path) if isinstance(event, Resumed)]
@@ -274,7 +272,7 @@ async def test_a_full_disk_costs_records_and_nothing_else(
 
 def test_what_failed_is_never_in_a_snapshot(tmp_path: Path) -> None:
     shard = new_shard()
-    journal, scribe, _ = journal_in(tmp_path, header(shard))
+    journal, writer, _ = journal_in(tmp_path, header(shard))
     driver = RecordedDriver(BUDGETS, shard, journal, depth=1)
     for request in requests(4):
         driver.submit(request)
@@ -285,7 +283,7 @@ def test_what_failed_is_never_in_a_snapshot(tmp_path: Path) -> None:
     num_files = len(journal_files(tmp_path))
     while not shard.running or not any(row.has_failed for row in shard.running.values()):
         assert driver.turn()
-    scribe.wants_page = True
+    writer.wants_new_file = True
     driver.send()
     assert len(journal_files(tmp_path)) == num_files, "a row that failed is in its slot"
     driver.run()
@@ -295,7 +293,7 @@ def test_what_failed_is_never_in_a_snapshot(tmp_path: Path) -> None:
 def secret_run(folder: Path, *, keeps_tokens: bool) -> bytes:
     """All that is written, inflated, of a run whose prompts, answers, biases and grammars are known."""
     shard = new_shard()
-    journal, scribe, _ = journal_in(
+    journal, writer, _ = journal_in(
         folder, header(shard, keeps_tokens=keeps_tokens), max_bytes=1 << 16
     )
     driver = RecordedDriver(BUDGETS, shard, journal)
@@ -313,7 +311,7 @@ def secret_run(folder: Path, *, keeps_tokens: bool) -> bytes:
         )
     driver.run()
     assert all(client.tokens for client in driver.clients.values())
-    scribe.close()
+    writer.close()
     assert len(journal_files(folder)) > 1, "there is a snapshot too"
     raw = b""
     for path in journal_files(folder):
@@ -360,21 +358,21 @@ def test_hashes_of_prompts_tell_equal_ones_within_one_life_alone(tmp_path: Path)
 
 
 def test_a_defect_ends_the_journal_alone(tmp_path: Path) -> None:
-    journal, scribe, _ = journal_in(tmp_path, header(new_shard()))
+    journal, writer, _ = journal_in(tmp_path, header(new_shard()))
     journal.sent(pb.StepRequest(epoch=3, open=pb.Open()))
     with capture_logs() as lines:
         journal.answered([pb.StepResponse(epoch=4)])
         journal.sent(pb.StepRequest(epoch=3, number=1))
     assert sum("has a defect" in str(line) for line in lines) == 1
-    scribe.close()
+    writer.close()
     (event,) = (event for _, event in read_events(tmp_path))
     assert isinstance(event, Sent)
 
 
 async def test_the_thread_writes_all_before_it_ends(tmp_path: Path) -> None:
     shard = new_shard()
-    scribe = JournalWriter(JournalFolder(tmp_path, max_bytes=1 << 20), header(shard))
-    journal = Journal(scribe, Counter())
+    writer = JournalWriter(JournalFolder(tmp_path, max_bytes=1 << 20), header(shard))
+    journal = Journal(writer, Counter())
     run(journal, shard)
     await journal.close()
     (outcome,) = await replayed(tmp_path, new_shard())
@@ -386,32 +384,32 @@ async def test_the_thread_writes_all_before_it_ends(tmp_path: Path) -> None:
 async def test_a_disk_that_hangs_keeps_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scribe_module, "GATHER_SECONDS", 0.0)
-    monkeypatch.setattr(scribe_module, "CLOSE_SECONDS", 0.1)
-    hanging, write_all = Flag(), scribe_module.write_all
+    monkeypatch.setattr(writer_module, "GATHER_SECONDS", 0.0)
+    monkeypatch.setattr(writer_module, "CLOSE_SECONDS", 0.1)
+    hanging, write_all = Flag(), writer_module.write_all
 
     def hang(file: int, data: bytes) -> None:
         assert hanging.wait(30)
         write_all(file, data)
 
-    monkeypatch.setattr(scribe_module, "write_all", hang)
+    monkeypatch.setattr(writer_module, "write_all", hang)
     shard = new_shard()
-    scribe = JournalWriter(JournalFolder(tmp_path, max_bytes=1 << 20), header(shard))
-    journal = Journal(scribe, Counter())
+    writer = JournalWriter(JournalFolder(tmp_path, max_bytes=1 << 20), header(shard))
+    journal = Journal(writer, Counter())
     run(journal, shard)
     with capture_logs() as lines:
         await journal.close()
     assert any("end of the journal" in str(line) for line in lines)
     hanging.set()
-    scribe._thread.join(30)
-    assert not scribe._thread.is_alive()
+    writer._thread.join(30)
+    assert not writer._thread.is_alive()
 
 
 def test_acknowledgements_of_other_ranks_stand_with_their_answer(tmp_path: Path) -> None:
-    journal, scribe, _ = journal_in(tmp_path, header(new_shard()))
+    journal, writer, _ = journal_in(tmp_path, header(new_shard()))
     journal.sent(pb.StepRequest(epoch=3, open=pb.Open()))
     journal.answered([pb.StepResponse(epoch=3, checksum=rank) for rank in range(3)])
-    scribe.close()
+    writer.close()
     _, answered = (event for _, event in read_events(tmp_path))
     assert isinstance(answered, Answered)
     assert [each.checksum for each in (answered.answer, *answered.acknowledgements)] == [0, 1, 2]

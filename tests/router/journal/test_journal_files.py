@@ -159,12 +159,12 @@ def _admitted(message: pb.StepRequest) -> list[pb.Sequence]:
 def a_file(folder: Path, *, num_requests: int = 3) -> Path:
     """The only file of a journal."""
     shard = new_shard()
-    journal, scribe, _ = journal_in(folder, header(shard))
+    journal, writer, _ = journal_in(folder, header(shard))
     driver = RecordedDriver(BUDGETS, shard, journal)
     for request in requests(num_requests):
         driver.submit(request)
     driver.run()
-    scribe.close()
+    writer.close()
     (file,) = journal_files(folder)
     return file
 
@@ -224,7 +224,7 @@ def test_a_frame_inflates_to_no_more_than_it_says() -> None:
     sealed[16:20] = zlib.crc32(body, zlib.crc32(sealed[8:16])).to_bytes(4, "little")
     assert sealed[HEAD_SIZE:][:8] == frame(bytes(1 << 20))[HEAD_SIZE:][:8]
     sealed[16:20] = zlib.crc32(sealed[HEAD_SIZE:], zlib.crc32(sealed[8:16])).to_bytes(4, "little")
-    with pytest.raises(JournalDamaged, match="another size"):
+    with pytest.raises(JournalDamaged, match="declared size"):
         list(read_frames(io.BytesIO(MAGIC + sealed)))
 
 
@@ -241,9 +241,9 @@ def test_records_of_kinds_to_come_are_passed_over(tmp_path: Path) -> None:
 
 
 def test_what_is_no_journal_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(JournalUnusable, match="is not there"):
+    with pytest.raises(JournalUnusable, match="does not exist"):
         list(read_epochs(tmp_path / "nothing"))
-    with pytest.raises(JournalUnusable, match="no journal in it"):
+    with pytest.raises(JournalUnusable, match="contains no journal"):
         list(read_epochs(tmp_path))
     other = tmp_path / "other.journal"
     other.write_text("{}")
@@ -315,7 +315,7 @@ def test_the_oldest_files_make_room(tmp_path: Path) -> None:
 
 
 def test_files_are_few_however_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder_module, "MOST_FILES", 5)
+    monkeypatch.setattr(folder_module, "MAX_FILES", 5)
     folder = JournalFolder(tmp_path, max_bytes=1 << 20)
     for _ in range(9):
         os.close(folder.begin())

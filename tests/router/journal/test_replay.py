@@ -56,7 +56,7 @@ def record(
     """A journal of requests that come while others run; `meanwhile` is called in the middle."""
     shard = new_shard(max_draft_tokens=max_draft_tokens)
     head = header(shard, keeps_tokens=keeps_tokens, deterministic=deterministic)
-    journal, scribe, _ = journal_in(folder, head)
+    journal, writer, _ = journal_in(folder, head)
     driver = RecordedDriver(budgets, shard, journal)
     for number, asked in enumerate(requests(count)):
         driver.submit(asked)
@@ -64,7 +64,7 @@ def record(
         if meanwhile is not None and number == count // 2:
             meanwhile(driver)
     driver.run()
-    scribe.close()
+    writer.close()
     return driver
 
 
@@ -304,15 +304,15 @@ async def test_an_epoch_whose_beginning_is_gone_is_rebuilt_at_any_step(tmp_path:
     for turn in range(4, 40, 3):
         folder = tmp_path / str(turn)
         shard = new_shard()
-        journal, scribe, _ = journal_in(folder, header(shard))
+        journal, writer, _ = journal_in(folder, header(shard))
         driver = RecordedDriver(BUDGETS, shard, journal)
         for number, asked in enumerate(requests(24, seed=turn)):
             driver.submit(asked)
             driver.turn()
             if number == turn // 3:
-                scribe.wants_page = True
+                writer.wants_new_file = True
         driver.run()
-        scribe.close()
+        writer.close()
         first, second = journal_files(folder)
         first.unlink()
         (outcome,) = await replayed(second, new_shard())
@@ -327,16 +327,16 @@ async def test_a_restored_sequence_that_chooses_another_token_is_a_difference(
     tmp_path: Path,
 ) -> None:
     shard = new_shard()
-    journal, scribe, _ = journal_in(tmp_path, header(shard))
+    journal, writer, _ = journal_in(tmp_path, header(shard))
     driver = RecordedDriver(BUDGETS, shard, journal, depth=1)
     driver.submit(request([1, 2, 3, 4, 5], 12))
     for _ in range(4):
         driver.turn()
     (was,) = shard.running.values()
     position, token = len(was.ids) - 1, was.ids[-1]
-    scribe.wants_page = True
+    writer.wants_new_file = True
     driver.run()
-    scribe.close()
+    writer.close()
 
     def lie(answer: pb.StepResponse) -> None:
         answer.ids[0] += 1
@@ -348,7 +348,7 @@ async def test_a_restored_sequence_that_chooses_another_token_is_a_difference(
 
 
 def test_only_the_blocks_that_nobody_has_filled_are_filled() -> None:
-    rebuild = Rebuild(block_size=2, most_tokens=3)
+    rebuild = Rebuild(block_size=2, max_tokens=3)
     ids = list(range(10, 19))
     change = pb.BatchChange(
         admitted=[pb.Sequence(slot=1, input_ids=ids)], grown_slots=[1], grown_blocks=[6]
@@ -387,7 +387,7 @@ def test_blocks_are_restored_by_whom_they_are_not_shared_with() -> None:
         snapshot.prefill.chunk_slots.append(slot)
         snapshot.prefill.chunk_tokens.append(computed)
         snapshot.prefill.decode_slots.append(slot)
-    shard, rebuild = new_shard(), Rebuild(block_size=4, most_tokens=16)
+    shard, rebuild = new_shard(), Rebuild(block_size=4, max_tokens=16)
     shard.step(open_to_pb(1))
     chosen = {}
     for restored in sequences_of(snapshot):
@@ -525,7 +525,11 @@ def test_what_cannot_be_replayed(
 ) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "text").write_text("hello, this is no journal")
-    for path, words in (("empty", "no journal in it"), ("none", "not there"), ("text", "is no jo")):
+    for path, words in (
+        ("empty", "contains no journal"),
+        ("none", "does not exist"),
+        ("text", "is no jo"),
+    ):
         assert replay([str(tmp_path / path), f"--shard-addresses={address}"]) == 2
         assert words in capsys.readouterr().err
     asyncio.run(record_over_sockets(address, tmp_path / "journal"))

@@ -1,4 +1,4 @@
-"""Runs a recorded journal again on other shards and compares.
+"""Replays a journal on other shards and compares the answers.
 
 Entry point: `command.replay`.
 May import: journal, shards, and protobuf.

@@ -1,4 +1,4 @@
-"""`millrace-router replay`: read a journal, replay it, say whether the answers are the same."""
+"""`millrace-router replay`: replays a journal and reports whether the answers are the same."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
 
 
 def replay(argv: Sequence[str]) -> int:
-    """Replay what the arguments say; return the exit status."""
+    """Replay the journal of the arguments; returns the exit status."""
     config = config_from_args(argv)
     try:
         return asyncio.run(_replay(config))
@@ -45,12 +45,12 @@ async def _replay(config: ReplayConfig) -> int:
                 notes = await player.notes(epoch.header)
             outcomes.append(await player.play(epoch))
     except (JournalError, ShardError) as error:
-        # What comes before has been replayed, and is worth telling.
+        # The epochs before were replayed, so their results are reported.
         problem = error
     finally:
         await shards.close()
     if not outcomes:
-        raise problem or JournalUnusable(f"{config.journal}: there is no such epoch in it")
+        raise problem or JournalUnusable(f"{config.journal} contains no such epoch")
     _show(config, notes, outcomes)
     is_different = any(outcome.difference for outcome in outcomes)
     if problem is not None and not is_different:

@@ -1,4 +1,4 @@
-"""Whether a shard answered what the record says, token by token."""
+"""Compares the answers of a replay with the record, token by token."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from millrace_proto import generate_pb2 as pb
 
 
 class Token(NamedTuple):
-    """One that was chosen."""
+    """A sampled token."""
 
     id: int
     logprob: float
     candidates: tuple[tuple[int, float], ...] = ()
-    """Ids and log probabilities reported beside it."""
+    """Ids and log probabilities of the candidates reported with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The first thing in an epoch that is not as recorded."""
+    """The first difference of an epoch."""
 
     step: int
     """Number of the step in the record."""
@@ -31,57 +31,57 @@ class Difference:
     slot: int | None = None
     request_id: int | None = None
     position: int | None = None
-    """Of the token in its sequence, from 0, the prompt's included."""
+    """Position of the token in its sequence, from 0, prompt included."""
     recorded: str = ""
     replayed: str = ""
     gap: float | None = None
-    """Between the log probabilities."""
+    """Difference of the log probabilities."""
 
 
 @dataclass(slots=True)
-class _Line:
-    """Tokens of the sequence in a slot, recorded and replayed, that have no counterpart yet."""
+class _Row:
+    """Recorded and replayed tokens of a slot without a counterpart so far."""
 
     request_id: int
     position: int
-    """Of the next token to be compared."""
+    """Position of the next token to compare."""
     is_restored: bool = False
     recorded: deque[Token] = field(default_factory=deque)
     replayed: deque[Token] = field(default_factory=deque)
 
 
 class Comparison:
-    """Compares the answers of an epoch, in order."""
+    """Compares the answers of an epoch in order."""
 
     def __init__(self, *, is_exact: bool) -> None:
-        """Log probabilities have to be the same bits if it `is_exact`; otherwise only tokens have to be the same."""
+        """With `is_exact`, log probabilities must have the same bits; otherwise only tokens are compared."""
         self._is_exact = is_exact
-        self._lines: dict[int, _Line] = {}
+        self._rows: dict[int, _Row] = {}
         self.num_tokens = 0
-        """Tokens that were the same."""
+        """Number of equal tokens."""
         self.largest_gap = 0.0
-        """Between log probabilities of the same token at the same place."""
+        """Largest difference of the log probabilities of equal tokens."""
 
     def admit(self, sequence: pb.Sequence) -> None:
-        """A sequence begins in its slot."""
-        self._lines[sequence.slot] = _Line(sequence.request_id, len(sequence.input_ids))
+        """Begin a sequence in its slot."""
+        self._rows[sequence.slot] = _Row(sequence.request_id, len(sequence.input_ids))
 
     def restore(self, sequence: pb.Sequence, num_inputs: int) -> None:
-        """A sequence goes on in its slot, of whose tokens all but the first `num_inputs` are to be chosen again.
+        """Continue a sequence in its slot; its tokens after the first `num_inputs` are sampled again.
 
-        A chain of tokens that a grammar forces may be cut at other places from here on, so tokens need not come in the
-        same steps.
+        Jump-forward tokens of a grammar may be split over steps in another way than recorded, so tokens may come in
+        other steps.
         """
-        line = _Line(sequence.request_id, num_inputs, is_restored=True)
-        line.recorded.extend(Token(id_, nan) for id_ in sequence.input_ids[num_inputs:])
-        self._lines[sequence.slot] = line
+        row = _Row(sequence.request_id, num_inputs, is_restored=True)
+        row.recorded.extend(Token(id_, nan) for id_ in sequence.input_ids[num_inputs:])
+        self._rows[sequence.slot] = row
 
     def restored(self, step: int, replayed: pb.StepResponse) -> Difference | None:
-        """A step that is not in the record has chosen the last tokens of restored sequences again."""
+        """Compare the tokens that restored sequences sampled again, in a step that is not in the record."""
         return self._tokens(step, pb.StepResponse(), replayed)
 
     def answered(self, recorded: pb.StepResponse, replayed: pb.StepResponse) -> Difference | None:
-        """The first difference between two answers to the same step; None if there is none."""
+        """The first difference between two answers to the same step, or None."""
         step = recorded.number
         failed, now = set(recorded.failed_slots), set(replayed.failed_slots)
         if failed != now:
@@ -102,38 +102,36 @@ class Comparison:
         self, step: int, recorded: pb.StepResponse, replayed: pb.StepResponse
     ) -> Difference | None:
         for slot, tokens in _tokens_by_slot(recorded):
-            self._lines[slot].recorded.extend(tokens)
+            self._rows[slot].recorded.extend(tokens)
         for slot, tokens in _tokens_by_slot(replayed):
-            self._lines[slot].replayed.extend(tokens)
+            self._rows[slot].replayed.extend(tokens)
         for slot in dict.fromkeys((*recorded.slots, *replayed.slots)):
-            found = self._line(step, slot, self._lines[slot])
+            found = self._compare_row(step, slot, self._rows[slot])
             if found is not None:
                 return found
         return None
 
-    def _line(self, step: int, slot: int, line: _Line) -> Difference | None:
-        while line.recorded and line.replayed:
-            was, now = line.recorded.popleft(), line.replayed.popleft()
-            found = self._token(step, slot, line, was, now)
+    def _compare_row(self, step: int, slot: int, row: _Row) -> Difference | None:
+        while row.recorded and row.replayed:
+            was, now = row.recorded.popleft(), row.replayed.popleft()
+            found = self._token(step, slot, row, was, now)
             if found is not None:
                 return found
-            line.position += 1
+            row.position += 1
             self.num_tokens += 1
-        if line.is_restored or not (line.recorded or line.replayed):
+        if row.is_restored or not (row.recorded or row.replayed):
             return None
         return Difference(
             step=step,
             what="number of tokens",
             slot=slot,
-            request_id=line.request_id,
-            position=line.position,
-            recorded=_ids(line.recorded),
-            replayed=_ids(line.replayed),
+            request_id=row.request_id,
+            position=row.position,
+            recorded=_ids(row.recorded),
+            replayed=_ids(row.replayed),
         )
 
-    def _token(
-        self, step: int, slot: int, line: _Line, was: Token, now: Token
-    ) -> Difference | None:
+    def _token(self, step: int, slot: int, row: _Row, was: Token, now: Token) -> Difference | None:
         is_known = not isnan(was.logprob)
         gap = _gap(was.logprob, now.logprob) if is_known else 0.0
         if was.id != now.id:
@@ -149,8 +147,8 @@ class Comparison:
             step=step,
             what=what,
             slot=slot,
-            request_id=line.request_id,
-            position=line.position,
+            request_id=row.request_id,
+            position=row.position,
             recorded=_shown(was, what),
             replayed=_shown(now, what),
             gap=gap,
@@ -159,7 +157,7 @@ class Comparison:
     def _prompts(
         self, step: int, recorded: pb.StepResponse, replayed: pb.StepResponse
     ) -> Difference | None:
-        """Log probabilities of prompts."""
+        """Compare the log probabilities of prompts."""
         was, now = _prompts_by_slot(recorded), _prompts_by_slot(replayed)
         for slot in dict.fromkeys((*was, *now)):
             before, after = was.get(slot, ()), now.get(slot, ())
@@ -171,7 +169,7 @@ class Comparison:
                 step=step,
                 what="log probability of the prompt",
                 slot=slot,
-                request_id=self._lines[slot].request_id,
+                request_id=self._rows[slot].request_id,
                 recorded=_number(before[index : index + 1]),
                 replayed=_number(after[index : index + 1]),
                 gap=gaps[index] if index < len(gaps) else None,
@@ -191,7 +189,7 @@ class Comparison:
                     step=step,
                     what="candidates of the prompt",
                     slot=slot,
-                    request_id=self._lines[slot].request_id,
+                    request_id=self._rows[slot].request_id,
                     recorded=_shown_candidates(pair[:1]),
                     replayed=_shown_candidates(pair[1:]),
                 )
@@ -200,18 +198,18 @@ class Comparison:
     def _positions(
         self, step: int, recorded: pb.StepResponse, replayed: pb.StepResponse
     ) -> Difference | None:
-        """KV positions filled by decodes that were allowed several."""
+        """Compare the KV positions filled by decodes that were allowed several."""
         now = dict(zip(replayed.computed_slots, replayed.computed_positions, strict=True))
         for slot, position in zip(
             recorded.computed_slots, recorded.computed_positions, strict=True
         ):
-            line = self._lines[slot]
-            if now.get(slot) != position and not line.is_restored:
+            row = self._rows[slot]
+            if now.get(slot) != position and not row.is_restored:
                 return Difference(
                     step=step,
                     what="positions filled",
                     slot=slot,
-                    request_id=line.request_id,
+                    request_id=row.request_id,
                     recorded=str(position),
                     replayed=str(now.get(slot, "none")),
                 )
@@ -246,7 +244,7 @@ def _differ(was: tuple[int, float], now: tuple[int, float]) -> bool:
 
 
 def _gap(was: float, now: float) -> float:
-    """0 for the same, NaN for NaN included."""
+    """The absolute difference; 0 for two NaNs, infinite for one."""
     if was == now or (isnan(was) and isnan(now)):
         return 0.0
     gap = abs(was - now)

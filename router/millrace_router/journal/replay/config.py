@@ -1,4 +1,4 @@
-"""What `millrace-router replay` is told."""
+"""The command line of `millrace-router replay`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EPILOG = """exit status: 0 the answers are those recorded, or there are none to 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayConfig:
-    """The command line."""
+    """The arguments of the command line."""
 
     journal: Path
     shard_addresses: tuple[str, ...]
@@ -30,7 +30,7 @@ class ReplayConfig:
 
 
 def config_from_args(argv: Sequence[str]) -> ReplayConfig:
-    """Read the command line; exits with 2 and a message when it is wrong."""
+    """Parse the arguments; exits with 2 and a message if they are wrong."""
     given = vars(_parser().parse_args(argv))
     addresses = split_commas(given.pop("shard_addresses")) or (
         f"unix:{given['master_shard_uds_path']}",
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add(parser: argparse.ArgumentParser, name: str, kind: type[str] | type[Path]) -> None:
-    """A flag of the router's, with its words."""
+    """Add a flag of the router, with its description."""
     field = RouterConfig.model_fields[name]
     default = field.default if isinstance(field.default, str) else None
     parser.add_argument(

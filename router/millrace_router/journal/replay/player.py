@@ -1,4 +1,4 @@
-"""Sends what a journal holds to shards, in its order and with as many steps in flight."""
+"""Sends the steps of a journal to shards, in order and with as many steps in flight as recorded."""
 
 from __future__ import annotations
 
@@ -18,49 +18,49 @@ from millrace_router.shards.errors import ShardError, ShardHung
 from millrace_router.shards.step_channel import StepChannel
 from millrace_router.shards.wire import ShardInfo
 
-NEEDED = ("model_type", "vocab_size", "block_size")
-"""What shards have to have in common with those recorded."""
-TOLD = ("dtype", "device_type", "attention", "world_size", "deterministic", "max_draft_tokens")
-"""What explains another answer."""
+REQUIRED_EQUAL = ("model_type", "vocab_size", "block_size")
+"""Properties that must equal those of the recorded shards."""
+REPORTED = ("dtype", "device_type", "attention", "world_size", "deterministic", "max_draft_tokens")
+"""Properties that may explain other answers."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What became of an epoch."""
+    """The result of an epoch's replay."""
 
     epoch: Epoch
     is_compared: bool
     num_steps: int = 0
-    """Steps answered, those without a forward pass included."""
+    """Answered steps, those without a forward pass included."""
     num_tokens: int = 0
-    """Tokens yielded."""
+    """Tokens of the recorded answers."""
     recorded_ns: int = 0
     replayed_ns: int = 0
-    """By the shards' clock, over those steps."""
+    """Total duration of those steps by the shards' clock."""
     largest_gap: float = 0.0
     difference: Difference | None = None
     failure: Failed | None = None
-    """What the record says of its end."""
+    """The recorded failure of the epoch."""
     unanswered: tuple[int, ...] = ()
-    """Steps that are recorded without an answer, and are not sent."""
+    """Recorded steps without an answer, which are not sent."""
 
 
 class Player:
-    """Replays epochs, one after the other."""
+    """Replays epochs one after another."""
 
     def __init__(self, shards: StepChannel, *, step_seconds: float) -> None:
-        """A step that takes longer counts as failed."""
+        """A step of more than `step_seconds` counts as failed."""
         self._shards = shards
         self._step_seconds = step_seconds
         self._info: ShardInfo | None = None
         self._room: tuple[dict[str, int], int] | None = None
 
     async def play(self, epoch: Epoch) -> Outcome:
-        """Replay an epoch up to where the record ends, or the answers begin to differ.
+        """Replay an epoch up to its end or the first difference.
 
         Raises:
-            JournalUnusable: these are not the shards for it.
-            ShardError: they cannot begin.
+            JournalUnusable: the shards do not match the record.
+            ShardError: the epoch cannot begin.
 
         """
         info = await self._prepare(epoch.header)
@@ -80,11 +80,11 @@ class Player:
         return run.outcome
 
     async def notes(self, header: Header) -> list[str]:
-        """In what these shards are others than those recorded; raises ShardError."""
+        """Differences between these shards and the recorded ones; raises ShardError."""
         info = await self._ask()
         return [
             f"recorded with {name} {getattr(header.shard, name)}, replayed with {getattr(info, name)}"
-            for name in TOLD
+            for name in REPORTED
             if getattr(header.shard, name) != getattr(info, name)
         ]
 
@@ -94,9 +94,9 @@ class Player:
         return self._info
 
     async def _prepare(self, header: Header) -> ShardInfo:
-        """Make the room that there was."""
+        """Warm up the shards with the recorded sizes."""
         info = await self._ask()
-        for name in NEEDED:
+        for name in REQUIRED_EQUAL:
             was, now = getattr(header.shard, name), getattr(info, name)
             if was != now:
                 raise JournalUnusable(f"recorded with {name} {was}, but these shards have {now}")
@@ -123,7 +123,7 @@ class _Run:
         header = epoch.header
         self.outcome = Outcome(epoch=epoch, is_compared=header.keeps_tokens)
         self.step = 0
-        """The last step of the record that was waited for."""
+        """The last step of the record whose answer was read."""
         self._shards = shards
         self._header = header
         self._step_seconds = step_seconds
@@ -131,9 +131,9 @@ class _Run:
         self._rebuild: Rebuild | None = None
         self._number = 0
         self._flights: deque[Sequence[pb.Sequence]] = deque()
-        """Who is admitted by each step of the record that is sent and not compared."""
+        """Sequences admitted by each recorded step that is sent and not compared."""
         self._early: deque[pb.StepResponse] = deque()
-        """Answers to the first of them, read before their turn."""
+        """Answers to the first of those steps that were read ahead."""
 
     async def play(self) -> None:
         outcome = self.outcome
@@ -158,7 +158,7 @@ class _Run:
         header = self._header
         self._rebuild = rebuild = Rebuild(
             block_size=header.shard.block_size,
-            most_tokens=header.warmup.get("max_batch_prefill_tokens", header.shard.block_size),
+            max_tokens=header.warmup.get("max_batch_prefill_tokens", header.shard.block_size),
         )
         self._fill_in(snapshot)
         for restored in sequences_of(snapshot):
@@ -196,7 +196,7 @@ class _Run:
             outcome.difference = self._comparison.answered(recorded, answer)
 
     async def _compute(self, message: pb.StepRequest) -> pb.StepResponse:
-        """Run a step that is not in the record, once nothing is in flight."""
+        """Run a step that is not in the record, after all answers in flight are read."""
         while len(self._early) < len(self._flights):
             self._early.append(await self._read())
         await self._write(message)
@@ -221,7 +221,7 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class Unanswered:
-    """Steps that have no answer in the record; the epoch ends with them."""
+    """Steps without an answer in the record, at the end of an epoch."""
 
     numbers: tuple[int, ...]
 
@@ -229,10 +229,10 @@ class Unanswered:
 def settled(
     events: Iterable[Sent | Answered | Failed], *, after: int
 ) -> Iterator[Sent | Answered | Failed | Unanswered]:
-    """`events` in order without the messages that were never answered, which come last, by their numbers.
+    """`events` in order, without unanswered messages; their numbers come last.
 
-    `after` is the number of the last answer before `events`, -1 if there was none. Only as many events are held back
-    as are recorded between a message and its answer.
+    `after` is the number of the last answer before `events`, or -1. At most the events between a message and its
+    answer are held back.
     """
     held: deque[Sent | Answered | Failed] = deque()
     for event in events:
@@ -254,7 +254,7 @@ def _waits(event: Sent | Answered | Failed, answered: int) -> bool:
 
 
 def _is_exact(header: Header, info: ShardInfo) -> bool:
-    """Whether these shards have to compute the same bits as those recorded."""
+    """Whether these shards must compute the same bits as the recorded ones."""
     return header.shard.deterministic and all(
-        getattr(header.shard, name) == getattr(info, name) for name in TOLD
+        getattr(header.shard, name) == getattr(info, name) for name in REPORTED
     )

@@ -1,4 +1,4 @@
-"""The way back into the middle of an epoch: what the shards held then is computed again, as after a preemption."""
+"""Restores the state of the shards in the middle of an epoch by computing it again, as after a preemption."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ class Restored:
     """A live sequence of a snapshot."""
 
     sequence: pb.Sequence
-    """With every token known at the time."""
+    """The sequence with all tokens known at that time."""
     blocks: Sequence[int]
     computed: int
-    """KV positions that were filled."""
+    """Filled KV positions."""
     decodes: bool
 
     @property
     def num_inputs(self) -> int:
-        """Tokens it is admitted with; of one that decodes, those whose KV was there: the others are chosen again."""
+        """Tokens of its admission; for a decoding sequence those with KV, because the others are sampled again."""
         return self.computed if self.decodes else len(self.sequence.input_ids)
 
 
 class Rebuild:
-    """Messages that are not in the record, and compute what it takes for granted.
+    """Makes messages that are not in the record, and that compute the KV which the record assumes.
 
-    Each has to be answered before the next. Cached blocks may be older than the record as well: they are filled when a
-    sequence is admitted that shares them, by another one in its slot, which is dropped again.
+    Each must be answered before the next. Cached blocks may be older than the record too: when a sequence that shares
+    them is admitted, another sequence in its slot fills them first and is dropped again.
     """
 
-    def __init__(self, *, block_size: int, most_tokens: int) -> None:
-        """A step may compute `most_tokens` of a prompt."""
+    def __init__(self, *, block_size: int, max_tokens: int) -> None:
+        """A step may compute `max_tokens` of a prompt."""
         self._block_size = block_size
-        self._most_tokens = most_tokens
+        self._max_tokens = max_tokens
         self._filled: set[int] = set()
-        """Blocks whose contents were computed since, or will be by the time they are shared."""
+        """Blocks that are computed, or will be before they are shared."""
 
     def restore(self, restored: Restored) -> Iterator[pb.StepRequest]:
-        """Admit a sequence and compute what it had; sequences come by `computed`, the shortest first.
+        """Admit a sequence and compute its KV; sequences come in order of `computed`.
 
-        One that decodes chooses the tokens after its inputs again in the last of these steps. Raises JournalDamaged.
+        A decoding sequence samples the tokens after its inputs again in the last step. Raises JournalDamaged.
         """
         sequence = pb.Sequence()
         sequence.CopyFrom(restored.sequence)
@@ -54,7 +54,7 @@ class Rebuild:
             del sequence.input_ids[restored.num_inputs :]
             sequence.generated_tokens -= num_left
             sequence.prefill_logprobs = False
-        # One position at least is left to compute, and what has one in use behind it has to be there too.
+        # At least one position is left to compute, and the blocks before a filled block must be filled too.
         shareable = restored.blocks[: (restored.computed - 1) // self._block_size]
         shared = [i + 1 for i, block in enumerate(shareable) if block in self._filled]
         num_shared = max(shared, default=0)
@@ -65,7 +65,7 @@ class Rebuild:
         yield from self._steps(sequence, restored.blocks, restored.computed, dropped)
 
     def missing(self, message: pb.StepRequest) -> Iterator[pb.StepRequest]:
-        """Fill the cached blocks of those whom `message` admits, which is changed to come after that."""
+        """Fill the cached blocks of the sequences that `message` admits; changes `message` to follow these steps."""
         work = message.WhichOneof("work")
         if work not in {"prefill", "decode"}:
             return
@@ -85,9 +85,9 @@ class Rebuild:
     def _fill(
         self, sequence: pb.Sequence, blocks: Sequence[int], dropped: list[int]
     ) -> Iterator[pb.StepRequest]:
-        """Fill those of `blocks`, the first that `sequence` has, which nobody has filled.
+        """Fill the unfilled ones of `blocks`, the first blocks of `sequence`.
 
-        The first message drops the slots `dropped`, which then names what the next one has to drop.
+        The first message drops the slots `dropped`; afterwards `dropped` has the slots for the next message to drop.
         """
         for start, end in _runs(block in self._filled for block in blocks):
             filler = pb.Sequence(
@@ -104,10 +104,10 @@ class Rebuild:
     def _steps(
         self, sequence: pb.Sequence, blocks: Sequence[int], computed: int, dropped: Iterable[int]
     ) -> Iterator[pb.StepRequest]:
-        """Admit `sequence` and compute its prompt as far as `computed`."""
+        """Admit `sequence` and compute its first `computed` positions."""
         position = sequence.cached_tokens
         if not position < computed <= len(sequence.input_ids):
-            raise JournalDamaged(f"request {sequence.request_id} has nothing to be computed")
+            raise JournalDamaged(f"request {sequence.request_id} has nothing to compute")
         while position < computed:
             message = pb.StepRequest()
             prefill = message.prefill
@@ -116,7 +116,7 @@ class Rebuild:
                 prefill.change.admitted.append(sequence)
                 prefill.change.grown_slots.extend([sequence.slot] * len(blocks))
                 prefill.change.grown_blocks.extend(blocks)
-            count = min(self._most_tokens, computed - position)
+            count = min(self._max_tokens, computed - position)
             prefill.chunk_slots.append(sequence.slot)
             prefill.chunk_tokens.append(count)
             position += count
@@ -124,7 +124,7 @@ class Rebuild:
 
 
 def _runs(is_filled: Iterable[bool]) -> list[tuple[int, int]]:
-    """(start, end) of each run that is not filled."""
+    """(start, end) of each run of unfilled blocks."""
     runs: list[tuple[int, int]] = []
     for filled, group in groupby(enumerate(is_filled), key=itemgetter(1)):
         indexes = [index for index, _ in group]
@@ -134,7 +134,7 @@ def _runs(is_filled: Iterable[bool]) -> list[tuple[int, int]]:
 
 
 def tables_of(change: pb.BatchChange) -> dict[int, list[int]]:
-    """Blocks that each slot grows by, in order."""
+    """The blocks that each slot grows by, in order."""
     tables: dict[int, list[int]] = {}
     for slot, block in zip(change.grown_slots, change.grown_blocks, strict=True):
         tables.setdefault(slot, []).append(block)
@@ -142,7 +142,7 @@ def tables_of(change: pb.BatchChange) -> dict[int, list[int]]:
 
 
 def sequences_of(snapshot: pb.StepRequest) -> list[Restored]:
-    """What a snapshot says, those with the fewest positions first, so that blocks are filled before they are shared."""
+    """The sequences of a snapshot, the shortest first, so that blocks are filled before they are shared."""
     prefill = snapshot.prefill
     tables = tables_of(prefill.change)
     computed = dict(zip(prefill.chunk_slots, prefill.chunk_tokens, strict=True))

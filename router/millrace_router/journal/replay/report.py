@@ -1,4 +1,4 @@
-"""What a replay has found, as a table or JSON."""
+"""Reports of a replay, as a table or JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WITHOUT_TOKENS = (
 
 
 def head(header: Header, notes: Sequence[str]) -> str:
-    """What is replayed, and on what."""
+    """The lines above the table: the recorded deployment, and notes."""
     shard = header.shard
     lines = [
         f"{header.model_id}{f' ({header.model_sha})' if header.model_sha else ''}, {shard.model_type}, {shard.dtype}, "
@@ -31,7 +31,7 @@ def head(header: Header, notes: Sequence[str]) -> str:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """A row for each epoch, and what there is to say of it below."""
+    """A row per epoch, and remarks below."""
     rows = [COLUMNS, *map(_row, outcomes)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     lines = []
@@ -49,7 +49,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def as_json(header: Header, notes: Sequence[str], outcomes: Sequence[Outcome]) -> str:
-    """The same, for programs."""
+    """The report as JSON."""
     report = {
         "model_id": header.model_id,
         "model_sha": header.model_sha,
@@ -83,7 +83,9 @@ def _remarks(outcome: Outcome) -> list[str]:
     remarks = []
     if outcome.epoch.snapshot is not None:
         number = outcome.epoch.snapshot.number
-        remarks.append(f"recorded after step {number}; what the shards held then was computed anew")
+        remarks.append(
+            f"recorded after step {number}; the state of the shards at that time was computed again"
+        )
     if outcome.difference is not None:
         remarks.append(f"first difference at {describe(outcome.difference)}")
     elif outcome.largest_gap:
@@ -101,7 +103,7 @@ def _remarks(outcome: Outcome) -> list[str]:
 
 
 def describe(difference: Difference) -> str:
-    """In words."""
+    """The text of a difference."""
     where = [f"step {difference.step}"]
     if difference.slot is not None:
         where.append(f"slot {difference.slot}")

@@ -1,4 +1,4 @@
-"""Token ids for a journal that holds none: the schedule and its times are replayed, not what was said."""
+"""Token ids for a journal without any: the replay repeats the schedule, but not the text."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ MASK = (1 << 64) - 1
 
 
 def token_at(position: int, vocab_size: int) -> int:
-    """The id at a position of every sequence: the same for all, so that what is said to be cached fits.
+    """The id at a position, the same for every sequence, so that cached blocks match.
 
-    splitmix64, so that no guess from the text before comes true.
+    The ids are those of splitmix64, so that no draft token is right.
     """
     value = (position + 1) * 0x9E3779B97F4A7C15 & MASK
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & MASK
@@ -19,10 +19,10 @@ def token_at(position: int, vocab_size: int) -> int:
 
 
 def fill_in(message: pb.StepRequest, vocab_size: int) -> None:
-    """Give every admitted sequence ids, and nothing that depends on them.
+    """Give every admitted sequence ids, and remove the fields that depend on the recorded ids.
 
-    Grammars go, because their sources are not known, and with them and the guesses the rows of several positions: a
-    shard that guessed better than the recorded one would need blocks that it was not given.
+    Grammars are removed, because their sources are unknown. Rows of several positions are removed with grammars and
+    draft tokens: with more right draft tokens than in the record, a row would need further blocks.
     """
     work = message.WhichOneof("work")
     if work not in {"prefill", "decode"}:

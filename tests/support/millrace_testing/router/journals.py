@@ -73,7 +73,7 @@ def capacity_of(shard: HashShard) -> Capacity:
     )
 
 
-class InlineScribe(JournalWriter):
+class InlineWriter(JournalWriter):
     """Writes as soon as it is woken, on the thread that wakes it; not while it is `stuck`."""
 
     stuck = False
@@ -92,10 +92,10 @@ class InlineScribe(JournalWriter):
 
 def journal_in(
     folder: Path, header: Header, *, max_bytes: int = MOST_BYTES
-) -> tuple[Journal, InlineScribe, Counter]:
-    """A journal, its scribe, and what counts the records that are dropped."""
-    scribe, dropped = InlineScribe(JournalFolder(folder, max_bytes=max_bytes), header), Counter()
-    return Journal(scribe, dropped), scribe, dropped
+) -> tuple[Journal, InlineWriter, Counter]:
+    """A journal, its writer, and the counter of dropped records."""
+    writer, dropped = InlineWriter(JournalFolder(folder, max_bytes=max_bytes), header), Counter()
+    return Journal(writer, dropped), writer, dropped
 
 
 class RecordedDriver(ScheduleDriver):
