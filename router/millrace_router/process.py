@@ -1,4 +1,4 @@
-"""What the operating system has to know of this process."""
+"""Calls of the operating system for this process."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Have the kernel send SIGTERM when the process that started this one has died; Linux only."""
+    """Have the kernel send SIGTERM when the parent process ends; Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def return_freed_memory() -> None:
-    """Give freed memory back to the system where the C library can: reading a large vocabulary frees as much again."""
+    """Return freed memory to the system, if the C library can: loading a large vocabulary frees as much as it keeps."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def bind(hostname: str, port: int) -> socket.socket:
-    """Reserve the address without listening: clients are refused until the server is ready.
+    """Bind the address without listening, so that connections are refused until the server is ready.
 
     Raises:
-        OSError: the address is taken or not ours.
+        OSError: the address is in use, or belongs to another host.
 
     """
     family = socket.AF_INET6 if ":" in hostname else socket.AF_INET

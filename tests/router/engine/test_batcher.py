@@ -45,7 +45,7 @@ requests = st.lists(
 def test_every_request_ends_once_with_its_own_tokens(
     wanted: list[tuple[list[int], int, int | None]], prefill: int, rows: int, depth: int
 ) -> None:
-    """Whoever shares the batch, leaves it, or waits: outputs are those of the request alone."""
+    """Outputs do not depend on other requests that run, leave or wait."""
 
     async def run() -> None:
         shard = FakeShard(num_blocks=32, block_size=4)
@@ -80,7 +80,7 @@ def test_every_request_ends_once_with_its_own_tokens(
 
 
 async def until_idle(shard: FakeShard) -> None:
-    """Let the loop turn until the shard has been told to drop everything."""
+    """Run the event loop until the shard has no sequence."""
     for _ in range(1000):
         if not shard.sequences:
             return
@@ -98,7 +98,7 @@ def _without_collector() -> Iterator[None]:
 @pytest.mark.usefixtures("_without_collector")
 @pytest.mark.parametrize("leaves", [False, True], ids=["ends", "leaves"])
 async def test_a_request_is_freed_when_it_has_gone_and_not_by_the_collector(leaves: bool) -> None:
-    """Otherwise memory grows for as long as the collector sees no reason to come."""
+    """Cycles would keep their memory until the garbage collector runs."""
     shard = FakeShard()
     batcher = new_batcher(DirectShards(shard), shard)
     async with running(batcher):
@@ -138,7 +138,7 @@ async def test_requests_join_while_others_decode_and_blocks_are_reused() -> None
 
 
 async def test_two_steps_are_in_flight() -> None:
-    """Step n+1 is sent before n is answered, and names no token of it."""
+    """Step n + 1 is sent before step n is answered."""
     shard = FakeShard()
     shards = DirectShards(shard)
     batcher = new_batcher(shards, shard)
@@ -354,7 +354,7 @@ SPECULATE = 4
 
 
 def speculating(num_right: Callable[[int], int] = int) -> tuple[FakeShard, Batcher]:
-    """A shard whose draft tokens are right as `num_right` says of so many, and a batcher that allows all it can."""
+    """A shard with `num_right` right draft tokens of a number, and a batcher that allows as many as it can."""
     shard = FakeShard(num_blocks=200)
     shard.max_draft_tokens, shard.num_right = SPECULATE, num_right
     return shard, new_batcher(
@@ -437,7 +437,7 @@ async def test_forced_tokens_end_with_the_last_that_was_asked_for(count: int) ->
 
 
 async def test_steps_that_yield_nothing_are_no_steps_that_saved_one() -> None:
-    """A chain of 20 takes two steps, of which the first is without a token."""
+    """20 jump-forward tokens take two steps, of which the first yields no token."""
     shard = FakeShard(num_blocks=100)
     shard.num_forced = 20
     batcher = new_batcher(DirectShards(shard), shard, max_batch_prefill_tokens=64)

@@ -1,4 +1,4 @@
-"""What is measured before the first request comes."""
+"""The measurement of step costs before the first request."""
 
 from __future__ import annotations
 

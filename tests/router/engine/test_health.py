@@ -1,4 +1,4 @@
-"""The health routes in every state; what takes the flag down, and what puts it up."""
+"""The health routes in every state, and the events that clear and set the flag."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def bring_into(state: str, edge: Edge) -> None:
 
 
 def expected(state: str, path: str) -> int:
-    """By the failure contract."""
+    """The status by the failure contract."""
     if path == "/livez":
         return 200
     well = {"serves"} if path == "/readyz" else {"serves", "recovers"}
@@ -240,7 +240,7 @@ async def test_a_probe_that_has_failed_is_not_forgotten_while_another_runs() -> 
 
 
 class FullBatcher(FakeBatcher):
-    """Nobody may queue, or nobody may wait for long."""
+    """A batcher whose queue is full, or whose requests expire at once."""
 
     expires = False
 
@@ -269,7 +269,7 @@ async def test_with_a_full_queue_it_is_up_to_the_tokens_of_others(*, expires: bo
 
 
 class BrokenBatcher(FakeBatcher):
-    """Has a defect."""
+    """A batcher with a defect."""
 
     def submit(self, request: ValidRequest) -> TokenStream:
         raise RuntimeError("a defect")

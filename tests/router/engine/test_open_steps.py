@@ -1,4 +1,4 @@
-"""The batcher while the step beside the one in flight stays undecided."""
+"""The batcher with late planning, while the next plan is delayed."""
 
 from __future__ import annotations
 

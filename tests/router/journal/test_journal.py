@@ -1,4 +1,4 @@
-"""What a journal tells of a schedule: everything, in order, whatever happens to the disk; and nothing of the text."""
+"""A journal records the whole schedule in order, in spite of disk errors, and without tokens it reveals no text."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from millrace_testing.shards.hash_shard import HashShard
 
 
 def run(journal: Journal, shard: HashShard, *, count: int = 12, seed: int = 0) -> RecordedDriver:
-    """Everything that becomes of some requests that come one by one."""
+    """The events of some requests that arrive one by one."""
     driver = RecordedDriver(BUDGETS, shard, journal)
     for request in requests(count, seed=seed):
         driver.submit(request)
@@ -62,7 +62,7 @@ def run(journal: Journal, shard: HashShard, *, count: int = 12, seed: int = 0) -
 
 
 def told(path: Path) -> list[tuple[Epoch, list[Any]]]:
-    """Each epoch, and what is recorded of it."""
+    """Each epoch and its recorded events."""
     return [(epoch, list(epoch.events)) for epoch in read_epochs(path)]
 
 
@@ -184,7 +184,7 @@ async def test_each_file_of_an_epoch_can_be_replayed_alone(tmp_path: Path) -> No
         num_tokens += outcome.num_tokens
     assert num_tokens > 150
     assert resumed >= len(files) - 1
-    # Together they are one story.
+    # The files join to one record.
     (whole,) = await replayed(tmp_path, new_shard())
     assert whole.difference is None
     assert whole.num_tokens == num_tokens
@@ -291,7 +291,7 @@ def test_what_failed_is_never_in_a_snapshot(tmp_path: Path) -> None:
 
 
 def secret_run(folder: Path, *, keeps_tokens: bool) -> bytes:
-    """All that is written, inflated, of a run whose prompts, answers, biases and grammars are known."""
+    """The decompressed journal of a run with known prompts, answers, biases and grammars."""
     shard = new_shard()
     journal, writer, _ = journal_in(
         folder, header(shard, keeps_tokens=keeps_tokens), max_bytes=1 << 16

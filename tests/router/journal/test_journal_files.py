@@ -1,4 +1,4 @@
-"""Journal files as bytes: frames and records, torn ends and damage, names, modes and room."""
+"""Journal files: frames, records, incomplete ends, damage, names, modes and rotation."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_a_sealed_frame_of_nonsense_is_an_error(tmp_path: Path) -> None:
 def test_a_frame_inflates_to_no_more_than_it_says() -> None:
     body = zlib.compress(bytes(1 << 20))
     sealed = bytearray(frame(bytes(1 << 20)))
-    # The size it inflates to, and a checksum that fits.
+    # A wrong decompressed size with a matching checksum.
     sealed[12:16] = (1000).to_bytes(4, "little")
     sealed[16:20] = zlib.crc32(body, zlib.crc32(sealed[8:16])).to_bytes(4, "little")
     assert sealed[HEAD_SIZE:][:8] == frame(bytes(1 << 20))[HEAD_SIZE:][:8]

@@ -1,4 +1,4 @@
-"""A router that is told to keep a journal: what it says of itself, what it records, and when it does not start."""
+"""A router with --journal: the header, the records, and errors at the start."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def config(folder: Path, **values: Any) -> RouterConfig:
 
 
 async def serve(folder: Path, **values: Any) -> tuple[str, list[int]]:
-    """One request, served by a router with all its parts; /metrics, and its tokens."""
+    """Serve one request by a complete router; returns /metrics and the tokens."""
     asked = ValidRequest(input_ids=(5, 6, 7), max_new_tokens=6, ignore_eos=True)
     with serve_fake_shard(f"unix:{folder}/shard", FakeShard(num_blocks=600, max_batch_size=256)):
         running = await start(config(folder, **values))

@@ -1,4 +1,4 @@
-"""Replaying journals to a shard whose tokens depend on everything it was told: equal, or different where it is."""
+"""Replays of journals on a hash shard: equal answers, or the first difference."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def record(
     max_draft_tokens: int = 0,
     meanwhile: Callable[[RecordedDriver], None] | None = None,
 ) -> RecordedDriver:
-    """A journal of requests that come while others run; `meanwhile` is called in the middle."""
+    """Record requests that arrive while others run; `meanwhile` is called in the middle."""
     shard = new_shard(max_draft_tokens=max_draft_tokens)
     head = header(shard, keeps_tokens=keeps_tokens, deterministic=deterministic)
     journal, writer, _ = journal_in(folder, head)
@@ -99,7 +99,7 @@ async def test_rows_of_several_tokens_are_the_same_too(tmp_path: Path) -> None:
 
 
 class Liar(HashShard):
-    """Answers as it should, but for one step."""
+    """Answers all steps but one correctly."""
 
     def __init__(self, step: int, lie: Callable[[pb.StepResponse], None]) -> None:
         like = new_shard()
@@ -272,7 +272,7 @@ async def test_without_token_ids_the_schedule_is_replayed(tmp_path: Path) -> Non
 NEVER_PREEMPTED = Budgets(
     max_batch_prefill_tokens=16, max_batch_size=3, spare_slots=2, reserve_all=True
 )
-"""Cached blocks hold prompts alone: shards without the token ids cannot have those of answers."""
+"""Cached blocks hold only prompts: without token ids, a replay cannot fill blocks of answers."""
 
 
 async def test_a_failed_epoch_is_replayed_up_to_the_step_that_failed(tmp_path: Path) -> None:
@@ -299,7 +299,7 @@ async def test_a_step_that_fails_in_the_replay_is_a_difference(tmp_path: Path) -
 
 
 async def test_an_epoch_whose_beginning_is_gone_is_rebuilt_at_any_step(tmp_path: Path) -> None:
-    """Each step in turn is where the record begins; blocks cached before are computed when somebody shares them."""
+    """The record begins at each step in turn; blocks cached before are computed when a sequence shares them."""
     number_of_files = 0
     for turn in range(4, 40, 3):
         folder = tmp_path / str(turn)
@@ -376,7 +376,7 @@ def test_only_the_blocks_that_nobody_has_filled_are_filled() -> None:
 
 
 def test_blocks_are_restored_by_whom_they_are_not_shared_with() -> None:
-    """Of two that share full blocks the one that has no more than these cannot come second: it has to write in one."""
+    """A sequence that fills exactly the shared blocks comes first, because it writes the last of them."""
     snapshot = pb.StepRequest(epoch=1, number=9)
     change, prompt = snapshot.prefill.change, [1, 2, 3, 4, 5, 6, 7]
     for slot, (num_ids, computed, blocks) in enumerate([(10, 9, [1, 2, 3]), (9, 8, [1, 2, 4])]):
@@ -434,7 +434,7 @@ def address(tmp_path: Path) -> str:
 
 
 async def record_over_sockets(address: str, folder: Path, *, keeps_tokens: bool = True) -> None:
-    """A router's own client, with a journal, over a fake shard."""
+    """Record a batcher over a real channel to a fake shard."""
     shard = FakeShard()
     with serve_fake_shard(address, shard):
         shards = StepChannel(ShardGroup([address]))

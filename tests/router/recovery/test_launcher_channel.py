@@ -1,4 +1,4 @@
-"""The router's end of the line to the launcher."""
+"""The router's end of the channel to the launcher."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from millrace_router.recovery.launcher_channel import LauncherChannel
 
 @dataclass
 class Line:
-    """Both ends, and what the router's hears."""
+    """Both ends, and the messages that the router's end received."""
 
     launcher: socket.socket
     channel: LauncherChannel
@@ -38,7 +38,7 @@ def line() -> Iterator[Line]:
 
 
 def drained(reader: socket.socket) -> bytes:
-    """What is there to be read now."""
+    """All data that can be read now."""
     parts = []
     with suppress(BlockingIOError):
         while part := reader.recv(1 << 20):
@@ -127,7 +127,7 @@ async def test_what_is_no_event_of_ours_is_dropped(line: Line, sent: bytes) -> N
 async def test_launcher_that_does_not_read_holds_nobody_up(line: Line) -> None:
     launcher, channel = line.launcher, line.channel
     assert channel._socket is not None
-    # So small that lines are cut off.
+    # A small buffer, so that lines are sent in part.
     channel._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
     for _ in range(100):
         channel.restart_shards("é" * 900)

@@ -1,4 +1,4 @@
-"""Smaller steps after a lack of memory, larger ones again when they succeed."""
+"""Smaller steps after one ran out of memory, and larger ones after enough succeeded."""
 
 from __future__ import annotations
 

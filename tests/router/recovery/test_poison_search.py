@@ -1,4 +1,4 @@
-"""Finding the request that breaks steps, against a world that knows who does."""
+"""The search for poison requests, against a simulation that knows them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def positions(members: list[int]) -> dict[int, int]:
 
 
 def search(members: list[int], poison: set[int]) -> tuple[list[int], int]:
-    """Run until nobody is suspected: who was found guilty, after how many failures. A step names whoever may run."""
+    """Run until there are no suspects; returns the guilty requests and the number of failures."""
     suspects: PoisonSearch = PoisonSearch()
     guilty: list[int] = []
     alive, num_failures = list(members), 0
@@ -108,10 +108,10 @@ IsBad = Callable[[set[int]], bool]
 
 
 class Crowd:
-    """Members that want some tokens each, one per step, and that arrive over time; some sets of them break steps."""
+    """Members that arrive over time and get one token per step; some sets of them break steps."""
 
     def __init__(self, arrivals: Iterable[tuple[int, int]], is_bad: IsBad) -> None:
-        """`arrivals` are members, each with the number of the step before which it comes."""
+        """`arrivals` has members, each with the number of the step before which it arrives."""
         self._coming = sorted((number, member) for member, number in arrivals)
         self._is_bad = is_bad
         self._suspects: PoisonSearch = PoisonSearch()
@@ -121,7 +121,7 @@ class Crowd:
         self.guilty: list[int] = []
         self.ended: list[int] = []
         self.failures: Counter[int] = Counter()
-        """How many each was in."""
+        """Failures of each member."""
 
     def run(self) -> None:
         num_steps = 0
@@ -212,7 +212,7 @@ def test_a_culprit_in_a_crowd_that_breaks_by_itself_is_found_all_the_same(
 
 
 def parted(members: list[int]) -> PoisonSearch:
-    """Suspects that were searched in vain, and have failed together twice more."""
+    """A search without result whose suspects failed together twice more."""
     suspects: PoisonSearch = PoisonSearch()
     for _ in range(2):
         suspects.fail(positions(members))

@@ -1,4 +1,4 @@
-"""What is kept of requests that broke the shards, who is refused for being like them, and what the route shows."""
+"""The records of quarantined requests, the refusal of equal requests, and the route that shows the records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a batcher does about shards that fail: replay, the search for who is to blame, smaller steps, hangs."""
+"""The batcher with shards that fail: recomputation, the poison search, OOM backoff and hangs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from millrace_testing.shards.fake_shard import FakeShard, continuation
 
 
 class FakeLauncher(LauncherChannel):
-    """Remembers what it is asked for."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -48,9 +48,9 @@ class FakeLauncher(LauncherChannel):
 
 
 class DyingShards(DirectShards):
-    """Shards that go when told to, with what is in flight, and come back when told to.
+    """Shards that the test takes away, with the steps in flight, and brings back.
 
-    While they hang, time is up at the router's second look: no other step is taken for one that hangs.
+    A step that hangs exceeds its limit at the second tick; no other step does.
     """
 
     def __init__(self, shard: FakeShard) -> None:
@@ -124,7 +124,7 @@ async def test_who_breaks_steps_alone_is_quarantined_and_the_others_get_their_to
 
 
 async def test_poison_that_works_after_a_while_is_found_too() -> None:
-    """Its replay fails as a prompt, where it failed as a decode before."""
+    """It fails as a decode first, and then as a part of the prompt."""
     shard = FakeShard(num_blocks=256)
     expected = continuation([1, 2], 20)
     shard.poison_id = expected[9]
@@ -138,7 +138,7 @@ async def test_poison_that_works_after_a_while_is_found_too() -> None:
 
 
 class CrowdedShard(FakeShard):
-    """Every step of more than so many rows fails."""
+    """Steps of more than `most_rows` rows fail."""
 
     most_rows = 1
     num_failures = 0
@@ -163,7 +163,7 @@ async def test_a_fault_that_takes_several_ends_and_costs_nobody_a_token(most_row
     assert [ids_of(events) for events in results] == [continuation(p, 40) for p in prompts]
     assert ids_of(late) == continuation([5], 3)
     assert not batcher._recovery.quarantine.to_json()
-    # Each in the first search, and once more in the groups that run apart.
+    # Each in the first search, and once more in the separate groups.
     assert shard.num_failures <= 2 * (math.ceil(math.log2(len(prompts))) + 1)
     assert shard.blocks_in_use == 0
 

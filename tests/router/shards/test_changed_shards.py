@@ -1,4 +1,4 @@
-"""Shards that come back from a restart as others than they were: no step is sent to them."""
+"""Restarted shards that differ from the first ones get no step."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_no_epoch_begins_on_other_shards_however_often_it_is_tried(
         await warm_up(shards)
         await shards.open()
     with serve_fake_shard(address, changed):
-        # The second time they have been warmed up.
+        # The second time, the shards are warmed up.
         for _ in range(2):
             with pytest.raises(ShardChanged, match=words):
                 await shards.open()

@@ -1,4 +1,4 @@
-"""Channels to shards that ask for papers, and to those that do not; real servers, and the client that uses them."""
+"""Channels to real servers, with and without TLS."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def authority() -> trustme.CA:
 
 @pytest.fixture
 def port(tmp_path: Path, authority: trustme.CA) -> Iterator[int]:
-    """A shard that wants certificates of `authority`, and has one for localhost alone."""
+    """A shard that requires certificates of `authority`, and has one for localhost only."""
     files = certificate(tmp_path, "shard", "localhost", authority=authority)
     credentials = grpc.ssl_server_credentials(
         [(files.key.read_bytes(), files.cert.read_bytes())],
@@ -60,11 +60,11 @@ def port(tmp_path: Path, authority: trustme.CA) -> Iterator[int]:
 
 
 async def reaches(target: str, files: Certificate | None) -> bool:
-    """Whether a router with these papers gets an answer of the shard."""
+    """Whether a router with this certificate gets an answer from the shard."""
     tls = tls_from(config(**flags(files))) if files else None
     shards = StepChannel(ShardGroup([target], tls))
     try:
-        # Health fails where the connection does; Info would wait for a shard that is still to come.
+        # Health fails with the connection; Info would wait for a shard that starts later.
         await shards.group.health()
         return (await shards.group.info()).vocab_size == VOCAB_SIZE
     except ShardLost:
@@ -73,7 +73,7 @@ async def reaches(target: str, files: Certificate | None) -> bool:
         await shards.close()
 
 
-async def test_a_router_with_papers_reaches_its_shard(
+async def test_a_router_with_a_certificate_reaches_its_shard(
     port: int, tmp_path: Path, authority: trustme.CA
 ) -> None:
     mine = certificate(tmp_path, "router", authority=authority)

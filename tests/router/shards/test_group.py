@@ -1,4 +1,4 @@
-"""The wire client against fake shards behind real gRPC servers on unix sockets."""
+"""Shard groups and step channels with fake shards behind real gRPC servers on unix sockets."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ async def test_shards_started_anew_are_warmed_up_again(address: str) -> None:
     with serve_fake_shard(address, FakeShard()):
         await shards.group.warm_up(**sizes, **limits)
         await shards.open()
-    # It has become roomier, as far as it can tell; what was planned with stays.
+    # The new shard has more memory; the capacity stays that of the first warm-up.
     cold = FakeShard(num_blocks=500)
     cold.is_warm = False
     with serve_fake_shard(address, cold):
@@ -124,7 +124,7 @@ async def test_every_rank_gets_every_step(tmp_path: Path) -> None:
 
 
 class StrayShard(FakeShard):
-    """A rank that has sampled something else, once."""
+    """A rank that samples another token once."""
 
     has_strayed = False
 
@@ -193,7 +193,7 @@ async def test_a_rank_that_differs_ends_the_start(
     ranks = [FakeShard() for _ in range(3)]
     setattr(ranks[2], name, value)
     with group_of(tmp_path, ranks) as addresses:
-        # In the order in which they are given, rank 0 is not the first.
+        # Rank 0 is not the first of the addresses.
         shards = StepChannel(ShardGroup(addresses[::-1]))
         config = RouterConfig(model_folder=Path("/nowhere"), shard_addresses=tuple(addresses))
         with pytest.raises(StartupError, match=words):
@@ -232,7 +232,7 @@ async def test_an_absent_shard_is_an_error_not_a_hang(address: str) -> None:
 
 @asynccontextmanager
 async def held_step(address: str) -> AsyncIterator[tuple[StepChannel, FakeShard, grpc.Server]]:
-    """A client that has sent a step, which the shard holds until its gate is set."""
+    """A channel with a step in flight, which the shard answers after its gate is set."""
     shard = FakeShard()
     shard.gate = Event()
     shards = StepChannel(ShardGroup([address]))

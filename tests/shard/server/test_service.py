@@ -1,4 +1,4 @@
-"""A real gRPC server over a unix socket, with the engine behind it."""
+"""The gRPC service over a unix socket, with a real engine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WARMUP = pb.WarmupRequest(max_batch_prefill_tokens=32, max_batch_size=4, max_con
 
 
 class Group(ProcessGroup):
-    """A rank whose peers need no asking."""
+    """A rank without real peers."""
 
     def minimum(self, value: int) -> int:
         """This rank's own."""
@@ -47,7 +47,7 @@ class Group(ProcessGroup):
 
 @dataclass
 class Shard:
-    """A server and what stands behind it."""
+    """A server and its engine."""
 
     engine: Engine
     service: ShardService
@@ -56,14 +56,14 @@ class Shard:
     stub: pb_grpc.ShardServiceStub
 
     def health(self) -> pb.HealthResponse:
-        """How far the engine has come."""
+        """The progress of the engine."""
         answer: pb.HealthResponse = self.stub.Health(pb.HealthRequest(), timeout=SECONDS)
         return answer
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Shard]]:
-    """Starts shards, each on a socket of its own, and ends them."""
+    """Starts shards on sockets of their own, and stops them."""
     endings: list[Callable[[], object]] = []
 
     def start(*, rank: int = 0, prefill_logprobs: bool = True) -> Shard:
@@ -215,7 +215,7 @@ def test_a_warm_up_that_fails_says_so_and_the_next_one_succeeds(
 def test_a_warm_up_in_which_the_group_is_lost_says_that_the_shard_goes(
     start: Callable[..., Shard],
 ) -> None:
-    """Whoever asked may wait for another one."""
+    """UNAVAILABLE, so the router may wait for a restarted shard."""
     shard = start()
 
     def lose(_: object) -> None:
@@ -385,7 +385,7 @@ def test_failed_rows_are_named(shard: Shard) -> None:
 
 
 def test_long_prompts_pass(shard: Shard) -> None:
-    """Messages beyond gRPC's usual 4 MiB are read; the sequence of this one is too long for the shard, though."""
+    """Messages above gRPC's default limit of 4 MiB are read; the sequence of this one is too long for the shard."""
     steps = Steps(shard, 5)
     steps.open()
     answer = steps.ask(prefill=prefill(ids=[90] * 5_000_000))

@@ -1,4 +1,4 @@
-"""Whose socket it is: real ones, in a folder."""
+"""Ownership of sockets in a folder."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_what_is_no_socket_is_never_replaced(tmp_path: Path) -> None:
 
 
 def test_no_other_user_reaches_a_shard_whatever_the_umask(tmp_path: Path) -> None:
-    """As a shard makes its socket: gRPC binds it with the umask's mode, before anything could change it."""
+    """gRPC creates the socket with the umask's mode."""
     mine = SocketFile(tmp_path / "shard-0")
     server = grpc.server(ThreadPoolExecutor(1))
     before = os.umask(0)

@@ -1,4 +1,4 @@
-"""Shards that are fake, slow, poisonous or doomed.
+"""Fake shards, and real ones with planned faults.
 
 Entry point: `fake_shard`.
 May import: all planes.

@@ -1,6 +1,6 @@
-"""The poison shard, until the file that MILLRACE_DOOM names exists: from then on it dies before it does anything.
+"""The poison shard, which exits at its start while the file MILLRACE_DOOM exists.
 
-It does not warm up as long as the file that MILLRACE_COLD names exists.
+It does not warm up while the file MILLRACE_COLD exists.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ POLL_SECONDS = 0.02
 
 
 def main() -> int:
-    """As the poison shard's; what it takes to load that is imported only by one that lives."""
+    """Run the poison shard; imports it only if this process is to live."""
     if "serve" in sys.argv and Path(os.environ["MILLRACE_DOOM"]).exists():
         sys.stderr.write(f"{LAST_WORDS}\n")
         return 9

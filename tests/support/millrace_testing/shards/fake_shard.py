@@ -1,6 +1,6 @@
-"""A shard without a model: checks every step as strictly as a real one, and predicts tokens from whole sequences.
+"""A shard without a model, which checks every step as strictly as a real one.
 
-The next token depends on every id before it, so a lost, repeated or misplaced token changes all that follow.
+The next token is computed from every id before it, so a lost, repeated or misplaced token changes all that follow.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EOS_TOKEN_ID = 96
 
 
 def next_token(ids: list[int], seed: int = 0) -> int:
-    """The token this shard generates after `ids`; never the end of sequence."""
+    """The token after `ids`; never the end of sequence."""
     value = seed + 17
     for id_ in ids:
         value = (value * 31 + id_ + 7) % 1_000_003
@@ -30,7 +30,7 @@ def next_token(ids: list[int], seed: int = 0) -> int:
 
 
 def continuation(ids: list[int], count: int, seed: int = 0) -> list[int]:
-    """What a request for `count` tokens after `ids` has to yield."""
+    """The `count` tokens after `ids`."""
     sequence = list(ids)
     for _ in range(count):
         sequence.append(next_token(sequence, seed))
@@ -39,7 +39,7 @@ def continuation(ids: list[int], count: int, seed: int = 0) -> list[int]:
 
 @dataclass
 class FakeSequence:
-    """One slot's state."""
+    """The state of a slot."""
 
     pb: pb.Sequence
     ids: list[int]
@@ -48,7 +48,7 @@ class FakeSequence:
 
 
 class FakeShard:
-    """Executes steps; raises AssertionError where the router breaks the rules of the wire."""
+    """Executes steps; raises AssertionError if the router breaks the rules of the wire."""
 
     def __init__(
         self, *, num_blocks: int = 64, block_size: int = 4, max_batch_size: int = 16
@@ -61,17 +61,17 @@ class FakeShard:
         self.fail_next: str | None = None
         self.fail_always: str | None = None
         self.poison_id: int | None = None
-        """A token that makes every step fail whose rows have it in their history."""
+        """Steps fail if one of their rows contains this token."""
         self.most_tokens: int | None = None
         """A step of more tokens runs out of memory."""
         self.not_finite: set[int] = set()
         self.eos_after: dict[int, int] = {}
         self.max_draft_tokens = 0
-        """The largest number of draft tokens of a row; each row gets as many as the router allows."""
+        """The largest number of draft tokens of a row; every row gets as many as the router allows."""
         self.num_right: Callable[[int], int] = int
-        """The number of right tokens among so many draft tokens: all of them."""
+        """The number of right tokens among so many draft tokens."""
         self.num_forced = 0
-        """Tokens that a grammar forces whenever a token is due."""
+        """Jump-forward tokens of every row with a grammar, in every step."""
         self.gate: Event | None = None
         self.warmup_gate: Event | None = None
         self.is_warm = True
@@ -225,7 +225,7 @@ class FakeShard:
             sequence.blocks.append(block)
 
     def _covered(self, sequence: FakeSequence) -> None:
-        """Check that there are blocks for what is computed, and remember what the full ones hold."""
+        """Check that blocks cover the computed positions, and remember the contents of full blocks."""
         size = self.block_size
         assert len(sequence.blocks) * size >= sequence.num_computed
         for i, block in enumerate(sequence.blocks[: sequence.num_computed // size]):
@@ -234,7 +234,7 @@ class FakeShard:
     def _sample(
         self, slot: int, sequence: FakeSequence, response: pb.StepResponse, draft_tokens: int = 0
     ) -> int:
-        """Yield a token, those that are forced or those after right draft tokens; the number of right draft tokens."""
+        """Yield the tokens of a row: forced ones, or one more than the right draft tokens, whose number is returned."""
         if sequence.pb.request_id in self.not_finite:
             self._broken.add(slot)
             response.failed_slots.append(slot)
@@ -271,7 +271,7 @@ def _num_tokens(request: pb.StepRequest) -> int:
 
 
 class FakeShardService(pb_grpc.ShardServiceServicer):
-    """The fake behind a real gRPC server."""
+    """Serves a fake shard over gRPC."""
 
     def __init__(self, shard: FakeShard, *, rank: int = 0, world_size: int = 1) -> None:
         self.shard = shard

@@ -1,6 +1,6 @@
-"""Processes forked from one that has loaded torch, gRPC and the shard, so that each begins in a moment.
+"""Processes forked from a server that has imported torch, gRPC and the shard, so that each starts at once.
 
-That one belongs to the test process, ends with it, and never computes, so that no thread of torch is lost in a fork.
+The server is a child of the test process and ends with it. It never computes, so that a fork loses no thread of torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Program = Callable[[Sequence[str]], int]
 
 @cache
 def forking() -> ForkServerContext:
-    """The context whose processes are forked from the one that has loaded all."""
+    """The multiprocessing context whose processes are forked from the server."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     path = os.pathsep.join(filter(None, sys.path))
@@ -38,7 +38,7 @@ def forking() -> ForkServerContext:
 
 
 class Forked:
-    """A program in a process of its own, with a few of the methods of `subprocess.Popen`."""
+    """A program in its own process, with some methods of `subprocess.Popen`."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Forked:
         arguments: Sequence[str],
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Start it, with a umask of 0: whatever is private has to be so by its own doing."""
+        """Start the program with a umask of 0, so that it must set private modes itself."""
         self._output = NamedTemporaryFile("r")  # noqa: SIM115
         self._process: ForkServerProcess = forking().Process(
             target=_run, args=(program, list(arguments), self._output.name, dict(environment or {}))
@@ -55,27 +55,27 @@ class Forked:
 
     @property
     def returncode(self) -> int | None:
-        """As of `Popen`: None while it runs, and -N where signal N ended it."""
+        """As in `Popen`: None while the process runs, and -N after signal N ended it."""
         return self._process.exitcode
 
     @property
     def pid(self) -> int:
-        """Of a process that has been started."""
+        """The process id."""
         assert self._process.pid is not None
         return self._process.pid
 
     def send_signal(self, number: signal.Signals) -> None:
-        """To a process that still runs."""
+        """Send a signal to the running process."""
         os.kill(self.pid, number)
 
     def end(self) -> None:
-        """Kill it if it still runs, and forget its output."""
+        """Kill the process if it runs, and delete its output."""
         self._process.kill()
         self._process.join()
         self._output.close()
 
     def communicate(self, timeout: float) -> str:
-        """All it wrote to stdout and stderr, once it has ended; raises TimeoutError after `timeout` seconds."""
+        """The output of the ended process on stdout and stderr; raises TimeoutError after `timeout` seconds."""
         self._process.join(timeout)
         if self._process.exitcode is None:
             raise TimeoutError(f"it runs on after {timeout} s")
@@ -92,6 +92,6 @@ def _run(
             os.dup2(file.fileno(), standard)
     os.environ.update(environment)
     os.umask(0)
-    # Noted when the module was loaded, which was in the process that this one was forked from.
+    # The module recorded its value at import, in the server.
     vars(process)["PARENT"] = os.getppid()
     sys.exit(program(arguments))

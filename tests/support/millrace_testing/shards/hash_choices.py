@@ -1,4 +1,4 @@
-"""What a shard without a model does where the wire leaves it a choice, and how it reads what a decode is allowed."""
+"""The random choices of fake shards where the wire allows several, and the limits of decodes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from millrace_router.prediction.step_load import StepLoad
 from millrace_router.request.schedulable import Acceptance
 
 LONGEST_CHAIN = 20
-"""Tokens a grammar forces at most: more than the router allows for in one step."""
+"""Most jump-forward tokens: more than the router allows in one step."""
 
 
 class Choices:
@@ -22,7 +22,7 @@ class Choices:
         self._forced = forced
 
     def num_draft_tokens(self, most: int) -> int:
-        """Often all that are allowed, sometimes fewer or none."""
+        """Often `most`, sometimes fewer or none."""
         return most if self._random.random() < 0.5 else self._random.randint(0, most)
 
     def is_right(self) -> bool:
@@ -30,45 +30,45 @@ class Choices:
         return self._random.random() < self._right
 
     def chain_length(self) -> int:
-        """Tokens that are forced now, often 0."""
+        """The number of jump-forward tokens, often 0."""
         if self._random.random() >= self._forced:
             return 0
         return self._random.randint(1, LONGEST_CHAIN)
 
     def num_filled(self, most: int) -> int:
-        """Positions of a chain that a step fills of those it may: often all, sometimes one or a few."""
+        """The number of jump-forward positions that a step fills, of `most` allowed: often all, sometimes fewer."""
         if most == 1 or self._random.random() < 0.7:
             return most
         return self._random.randint(1, most)
 
     def says_zero(self) -> bool:
-        """Whether a row without tokens is in the answer with a count of 0, or not at all."""
+        """Whether a row without tokens has a count of 0 in the answer, or is missing."""
         return self._random.random() < 0.5
 
 
 class RandomLengths:
-    """Any length for any row, each step anew."""
+    """A random length for each row and step."""
 
     def __init__(self, seed: int, most: int) -> None:
         self._random = Random(seed)
         self._most = most
 
     def lengths(self, rows: Sequence[tuple[Acceptance, int]], load: StepLoad) -> Sequence[int]:
-        """As `DraftPolicy`."""
+        """See `DraftPolicy`."""
         assert load.decodes == len(rows)
         return [self._random.choice([0, self._random.randint(0, self._most)]) for _ in rows]
 
     def observe(self, row: Acceptance, *, allowed: int, drafted: int, accepted: int) -> None:
-        """Check what is said of a row."""
+        """Check the numbers of a row."""
         assert 0 <= accepted <= drafted <= allowed <= self._most
         row.silent += 1
 
     def step_took(self, load: StepLoad, seconds: float, *, accepted: int) -> None:
-        """Nothing of it depends on time."""
+        """Ignore the duration."""
 
 
 def decode_limits(work: pb.Prefill | pb.Decode, *, max_draft_tokens: int) -> list[tuple[int, int]]:
-    """(positions, draft tokens among them) of each decode; raises AssertionError where the columns break a rule."""
+    """(positions, draft tokens among them) of each decode; raises AssertionError if the columns break a rule."""
     tokens, drafts, count = work.decode_tokens, work.draft_tokens, len(work.decode_slots)
     if not tokens:
         assert not drafts, "draft tokens without positions"

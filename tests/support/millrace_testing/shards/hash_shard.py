@@ -1,9 +1,9 @@
-"""A shard with a KV cache and no model: what it generates is a hash of what its blocks really hold.
+"""A shard with a KV cache and without a model, whose tokens are hashes of the contents of its blocks.
 
-Computing a token writes a cell of KV through the block table: the token, its position, who wrote it when, and a digest
-of the context it was computed in. Predicting reads all cells back through the block table. So a block that is wrong,
-shared too early, reused too soon or not computed changes every token that follows, and so does a position off by one.
-The rules of `millrace_shard.batch.batch` and of the wire are checked on top, each with its own message.
+A computed token is written to a cell of the KV cache through the block table: the token, its position, the request and
+step that wrote it, and a digest of its context. A prediction reads all cells through the block table. So a wrong
+block, or one that is shared too early, reused too soon or not computed, changes every later token; a wrong position
+does too. The rules of `millrace_shard.batch.batch` and of the wire are also checked, each with its own message.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from millrace_testing.shards.hash_tokens import (
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """KV of one position."""
+    """The KV of a position."""
 
     token_id: int
     position: int
     digest: int
-    """Of all tokens up to this one."""
+    """Digest of all tokens up to this one."""
     is_finite: bool
     request_id: int
     step: int
@@ -39,7 +39,7 @@ class Cell:
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A sequence in a slot. `ids` are only what is to be computed next, never what is predicted from."""
+    """A sequence in a slot. Predictions read the KV cache, never `ids`."""
 
     pb: pb.Sequence
     ids: list[int]
@@ -50,7 +50,7 @@ class Running:
 
 
 class HashShard:
-    """Executes steps in the order given; raises AssertionError, and goes on doing so, once a rule was broken."""
+    """Executes steps in order. After a broken rule, this and every later step raise AssertionError."""
 
     def __init__(
         self,
@@ -70,17 +70,17 @@ class HashShard:
         self.eos_every = eos_every
         self.running: dict[int, Running] = {}
         self.answered = 0
-        """Number of the last step whose answer the router has read; whoever carries the answers sets it."""
+        """Number of the last step whose answer the router has read; set by the code that passes the answers on."""
         self.fail_next: str | None = None
-        """What the next step fails with."""
+        """Error message of the next step."""
         self.corrupt: set[int] = set()
-        """Ids of requests whose KV, from now on, comes out not finite."""
+        """Ids of requests whose KV is not finite from now on."""
         self.steps: list[pb.StepRequest] = []
         self.violation: AssertionError | None = None
         self.num_prefilled = 0
-        """Prompt tokens computed."""
+        """Computed prompt tokens."""
         self.num_hit = 0
-        """Prompt tokens found computed."""
+        """Prompt tokens found in the cache."""
         self._epoch = 0
         self._begin()
 
@@ -274,7 +274,7 @@ class HashShard:
     def _answer(
         self, running: Running, response: pb.StepResponse, num_prompt: int, draft_tokens: int = 0
     ) -> int:
-        """Answer for a row whose tokens are computed; the number of draft tokens, up to `draft_tokens`."""
+        """Add a computed row to the answer; returns its number of draft tokens, up to `draft_tokens`."""
         cells = [self._read(running, position) for position in range(running.num_computed)]
         sequence = running.pb
         if sequence.prefill_logprobs and num_prompt:
@@ -305,7 +305,7 @@ class HashShard:
     def _answer_candidates(
         self, running: Running, response: pb.StepResponse, before: list[Cell], *, first: int
     ) -> None:
-        """Candidates beside the tokens from position `first` on, which come after the cells `before`."""
+        """Add the candidates of the tokens from position `first` on; `before` has the cells before each token."""
         count = running.pb.prefill_top_n_tokens
         response.prefill_top_counts.append(count)
         told = [(0, float("nan"))] * (count if first == 0 else 0)
@@ -314,7 +314,7 @@ class HashShard:
         response.prefill_top_logprobs.extend(logprob for _, logprob in told)
 
     def _predict(self, running: Running) -> int:
-        """The token that follows what is computed."""
+        """The token after the computed positions."""
         folded, sequence = 0, running.pb
         for position in range(running.num_computed):
             folded = fold(folded, self._read(running, position).digest, position)
@@ -328,7 +328,7 @@ class HashShard:
         )
 
     def _forced(self, running: Running) -> list[int]:
-        """Tokens that are known without a prediction, as those are that a grammar leaves no choice about."""
+        """Jump-forward tokens, which are known without a prediction."""
         sequence = running.pb
         if not sequence.HasField("grammar"):
             return []

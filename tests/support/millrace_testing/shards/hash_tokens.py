@@ -1,4 +1,4 @@
-"""What a model without weights predicts: a hash of the whole sequence, from scratch. The oracle of the hash shard."""
+"""The expected tokens of the hash shard, computed from whole sequences."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Sequence
 from millrace_testing.shards.fake_shard import EOS_TOKEN_ID
 
 POISON_TOKEN_ID = 95
-"""Never generated; whatever is computed in a context that holds it is not finite."""
+"""Never generated; the KV of every context with this token is not finite."""
 MODULUS = (1 << 61) - 1
 
 
 def extend(digest: int, token_id: int, position: int) -> int:
-    """The digest of a context that is longer by `token_id` at `position`."""
+    """The digest of a context extended by `token_id` at `position`."""
     return (digest * 1_000_003 + token_id * 65_537 + position + 1) % MODULUS
 
 
 def fold(folded: int, digest: int, position: int) -> int:
-    """What all of a context says together, longer by the digest at `position`."""
+    """The combined digest of a context, extended by the digest at `position`."""
     return extend(folded, digest % 8191, position)
 
 
 def choose(context: int, *, seed: int, num_prompt: int, eos_every: int, may_end: bool) -> int:
-    """The token predicted from a folded context; the end of sequence for one in `eos_every` contexts (0: for none)."""
+    """The token after a folded context: the end of sequence for one in `eos_every` contexts (0: for none)."""
     value = extend(extend(context, seed % MODULUS, 3), num_prompt, 5)
     if eos_every and may_end and value % eos_every == 0:
         return EOS_TOKEN_ID
@@ -37,7 +37,7 @@ def expected_tokens(
     eos_every: int = 0,
     min_new_tokens: int = 0,
 ) -> list[int]:
-    """What a request alone yields: `count` tokens, or fewer if the end of sequence is among them."""
+    """The tokens of a request that runs alone: `count`, or fewer if the end of sequence is among them."""
     digest = folded = 0
     generated: list[int] = []
     for position, token_id in enumerate(prompt):
@@ -70,7 +70,7 @@ def candidates(digest: int, count: int) -> list[tuple[int, float]]:
 
 
 def expected_prompt_candidates(prompt: Sequence[int], count: int) -> list[list[tuple[int, float]]]:
-    """Beside every prompt token but the first, which has none."""
+    """Candidates of every prompt token but the first."""
     digest, found = 0, []
     for position, token_id in enumerate(prompt[:-1]):
         digest = extend(digest, token_id, position)
@@ -79,7 +79,7 @@ def expected_prompt_candidates(prompt: Sequence[int], count: int) -> list[list[t
 
 
 def expected_prompt_logprobs(prompt: Sequence[int]) -> list[float]:
-    """Of every prompt token but the first, which has none."""
+    """Log probabilities of every prompt token but the first."""
     digest, logprobs = 0, []
     for position, token_id in enumerate(prompt[:-1]):
         digest = extend(digest, token_id, position)

@@ -1,4 +1,4 @@
-"""A client of a hash shard whose answers come when the test says so."""
+"""A channel to a hash shard whose answers the test releases."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from millrace_testing.shards.hash_shard import HashShard
 
 
 class HeldShards(DirectShards):
-    """Executes steps at once, and gives out an answer for each `release`."""
+    """Executes steps at once, and delivers one answer for each `release`."""
 
     def __init__(self, shard: HashShard, *, on_error: Callable[[], None]) -> None:
-        """`on_error` is told of a failed step right before the router is."""
+        """`on_error` is called for a failed step, before the router receives the error."""
         super().__init__(shard)
         self._on_error = on_error
         self._released = asyncio.Semaphore(0)
@@ -24,16 +24,16 @@ class HeldShards(DirectShards):
 
     @property
     def num_held(self) -> int:
-        """Answers nobody has read."""
+        """The number of unread answers."""
         return len(self._answers)
 
     def release(self) -> None:
-        """Let the router read one more answer."""
+        """Deliver one more answer."""
         self._released.release()
         self._changed.set()
 
     def let_time_pass(self) -> None:
-        """Let the router wait no longer for an answer than it wants to."""
+        """End the router's wait for an answer within a time."""
         self._time_is_up = True
         self._changed.set()
 

@@ -1,4 +1,4 @@
-"""A batcher whose next step stays undecided for as long as the test wants."""
+"""A batcher whose next plan is delayed until the test allows it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from millrace_testing.shards.hash_shard import HashShard
 from millrace_testing.shards.held_shards import HeldShards
 
 NUM_TURNS = 6
-"""Turns of the event loop after which the batcher waits for an answer or a request, whatever was done to it."""
+"""Turns of the event loop after which the batcher surely waits for an answer or a request."""
 
 
 class AlwaysOpen(LatePlanning):
-    """Leaves every step open until the test lets time pass, or the one before is answered."""
+    """Delays every plan until the test lets time pass, or the step before is answered."""
 
     seconds = math.inf
 
     def __init__(self) -> None:
         super().__init__(CostModel())
         self.learned: list[bool] = []
-        """Whether the step was open, of each that something was to be learned of."""
+        """Whether the plan was delayed, for each step that was learned from."""
 
     def learn(self, spare_seconds: float, *, was_open: bool = True) -> None:
         self.learned.append(was_open)
@@ -35,24 +35,24 @@ class AlwaysOpen(LatePlanning):
 
 
 class NeverOpen(AlwaysOpen):
-    """Has fallen so low that every step is planned at once."""
+    """Plans every step at once."""
 
     seconds = 1e-9
 
 
 def late_batcher(late: LatePlanning | None = None) -> tuple[Batcher, HeldShards, HashShard]:
-    """One that does not run yet, and the shard whose answers come when the test says so."""
+    """A batcher that does not run yet, its channel and its shard."""
     shard = HashShard()
     shards = HeldShards(shard, on_error=lambda: None)
     return new_batcher(shards, shard, late=late or AlwaysOpen()), shards, shard
 
 
 async def turns() -> None:
-    """Let the batcher do all it can."""
+    """Let the batcher run until it waits."""
     for _ in range(NUM_TURNS):
         await asyncio.sleep(0)
 
 
 def admissions(shard: HashShard) -> list[int]:
-    """How many sequences each step admits; the first message only opens the epoch."""
+    """The number of sequences that each step admits, without the message that opens the epoch."""
     return [len(step.prefill.change.admitted) for step in shard.steps[1:]]

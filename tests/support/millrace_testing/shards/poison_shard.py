@@ -1,9 +1,9 @@
-"""`python -m millrace_shard`, but for prompts that break it on purpose.
+"""`python -m millrace_shard`, with prompts that break it.
 
-A step that has a sequence whose input ids contain MILLRACE_TEST_POISON, such as "17,23,42", does what
-MILLRACE_TEST_POISON_HOW says: `kill`, `segv`, `raise`, `hang`, `freeze` or `oom`. Apart from that, a step of more than
-MILLRACE_TEST_OOM_ROWS rows or MILLRACE_TEST_OOM_TOKENS tokens runs out of memory. Ranks above 0 do the same.
-MILLRACE_TEST_STOP_SECONDS and MILLRACE_TEST_ABORT_SECONDS take the place of the constants of `serve`.
+MILLRACE_TEST_POISON has token ids such as "17,23,42". A step with a sequence whose input ids contain them fails as
+MILLRACE_TEST_POISON_HOW names: `kill`, `segv`, `raise`, `hang`, `freeze` or `oom`. A step of more than
+MILLRACE_TEST_OOM_ROWS rows or MILLRACE_TEST_OOM_TOKENS tokens runs out of memory. All ranks behave alike.
+MILLRACE_TEST_STOP_SECONDS and MILLRACE_TEST_ABORT_SECONDS replace the constants of `serve`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OUT_OF_MEMORY = "CUDA out of memory, as a test asked for"
 
 @dataclass(frozen=True, kw_only=True)
 class Poison:
-    """What breaks a step, and how."""
+    """The conditions that break a step, and the fault."""
 
     ids: tuple[int, ...] = ()
     how: str = "raise"
@@ -44,7 +44,7 @@ class Poison:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Poison:
-        """As the module says; nothing breaks where nothing is set."""
+        """Read the variables; without any, no step breaks."""
         rows, tokens = (
             environ.get(f"MILLRACE_TEST_OOM_{what}") or None for what in ("ROWS", "TOKENS")
         )
@@ -56,7 +56,7 @@ class Poison:
         )
 
     def is_in(self, ids: Sequence[int]) -> bool:
-        """Whether `ids` contain the poison, all of it and in order."""
+        """Whether `ids` contain the poison ids in a row."""
         width = len(self.ids)
         starts = range(len(ids) - width + 1) if width else range(0)
         return any(tuple(ids[start : start + width]) == self.ids for start in starts)
@@ -68,26 +68,26 @@ class Poison:
         )
 
     def act(self) -> NoReturn:
-        """Break."""
+        """Cause the fault."""
         match self.how:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "segv":
                 os.kill(os.getpid(), signal.SIGSEGV)
             case "freeze":
-                # Never lets go of the interpreter, so that the shard does not even answer for its health.
+                # Holds the interpreter's lock, so that the shard does not answer health checks.
                 ctypes.PyDLL(None).pause()
             case "oom":
                 raise torch.OutOfMemoryError(OUT_OF_MEMORY)
             case "raise":
                 raise RuntimeError("poisoned")
-        # Also where a signal to the own process is still on its way.
+        # A signal to this process may still be pending.
         Event().wait()
         raise AssertionError
 
 
 def install(poison: Poison) -> None:
-    """Have every runner of this process obey `poison`, inside its forward pass; warming up breaks nothing."""
+    """Apply `poison` to the forward passes of every runner of this process, except in a warm-up."""
     launch, forward, warm_up = StepRunner.launch, StepRunner._forward, warmup.warm_up
     carriers: set[int] = set()
     warming: list[bool] = []
@@ -125,7 +125,7 @@ def install(poison: Poison) -> None:
 
 
 def poisoned_main(arguments: Sequence[str] | None = None) -> int:
-    """As `millrace_shard.__main__.main`, with the poison and the seconds of the environment."""
+    """Run `millrace_shard.__main__.main` with the poison and the seconds of the environment."""
     install(Poison.from_environment(os.environ))
     for name in ("STOP_SECONDS", "ABORT_SECONDS"):
         if (value := os.environ.get(f"MILLRACE_TEST_{name}")) is not None:

@@ -15,12 +15,12 @@ from millrace_testing.shards.forked import forking
 
 
 def part_of(rank: int) -> Tensor:
-    """What a rank adds, [64, 33]."""
+    """The addend of a rank, [64, 33]."""
     return torch.randn(64, 33, generator=torch.Generator().manual_seed(rank)) * 10.0 ** (rank - 1)
 
 
 def sums_by_rows(group: ProcessGroup, rows: Sequence[int]) -> dict[str, Any]:
-    """Sums in rank order of the first rows of the ranks' parts, by how many."""
+    """Sums, in rank order, of the first n rows of the ranks' parts, by n."""
     group.add_in_rank_order()
     mine = part_of(group.rank)
     return {
@@ -33,7 +33,7 @@ def sums_by_rows(group: ProcessGroup, rows: Sequence[int]) -> dict[str, Any]:
 def run_ranks(
     folder: Path, world_size: int, work: Callable[[ProcessGroup, Any], Any], argument: Any
 ) -> list[Any]:
-    """Run `work` in `world_size` processes that are one group; what each rank returned."""
+    """Run `work` in the `world_size` processes of a group; returns the result of each rank."""
     with kept_port() as port:
         ranks = [
             forking().Process(target=_rank, args=(rank, world_size, port, folder, work, argument))

@@ -1,4 +1,4 @@
-"""What a rank of a group samples, for every kind of parameters side by side."""
+"""Samples of a rank with every kind of parameters in one batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Outcome = tuple[list[int], list[float]]
 
 
 def sample_on_a_rank(group: ProcessGroup, folder: Path) -> Outcome:
-    """Ids and log probabilities of the checkpoint in `folder`, a row for each of `SAMPLING`, that join one by one."""
+    """Ids and log probabilities of the checkpoint in `folder`; one row per entry of `SAMPLING`, admitted one by one."""
     kernels = PlainKernels(deterministic=True)
     with torch.inference_mode():
         model = load_model(

@@ -21,7 +21,7 @@ from millrace_testing.shards.rank_processes import run_ranks as run_ranks
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank runs on one checkpoint."""
+    """The work of every rank on a checkpoint."""
 
     folder: Path
     prompts: list[list[int]]
@@ -30,17 +30,17 @@ class Job:
 
 
 class GlooMemory:
-    """Memory of processes on CPU: what a rank would read from the others' memory, gloo brings."""
+    """The shared memory of ranks on CPU, for which gloo exchanges the parts."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
 
     def buffer(self, num_bytes: int) -> Tensor:
-        """This rank's own."""
+        """This rank's buffer."""
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
     def all_reduce(self, part: Tensor) -> Tensor:
-        """A new tensor; `part` is kept."""
+        """A new tensor; `part` is unchanged."""
         self.sizes.append(part.nbytes)
         total = part.clone()
         dist.all_reduce(total)
@@ -48,10 +48,10 @@ class GlooMemory:
 
 
 class NoMemory(GlooMemory):
-    """No GPU can read another's."""
+    """GPUs that cannot read each other's memory."""
 
     def buffer(self, num_bytes: int) -> Tensor:
-        """As torch says it."""
+        """Raise torch's error."""
         raise RuntimeError("no peer access")
 
 
@@ -70,7 +70,7 @@ def generate(job: Job, group: ProcessGroup) -> list[Run]:
 
 
 def work_of_a_rank(group: ProcessGroup, jobs: list[Job]) -> tuple[dict[str, Any], list[list[Run]]]:
-    """One call of each collective, from values that tell the ranks apart; then all jobs; then rank 0 stays alone."""
+    """Call each collective with values that differ by rank, run all jobs, and then leave rank 0 alone."""
     mine = torch.arange(4.0).view(2, 2) + 10 * group.rank
     results: dict[str, Any] = {
         "sum": group.all_reduce(mine.clone()),
@@ -86,7 +86,7 @@ def work_of_a_rank(group: ProcessGroup, jobs: list[Job]) -> tuple[dict[str, Any]
 
 
 def _one_shot_sums(group: ProcessGroup) -> dict[str, Any]:
-    """Sums of tensors that fit and do not, and what went through shared memory."""
+    """Sums of tensors that fit the shared memory and of larger ones, and the sums that used it."""
     mine = torch.arange(8.0) + 10 * group.rank
     found: dict[str, Any] = {}
     # Rank 1 cannot share its memory at first.
@@ -107,7 +107,7 @@ def _one_shot_sums(group: ProcessGroup) -> dict[str, Any]:
 
 
 def _failing_collectives(group: ProcessGroup) -> list[str]:
-    """Those that raise CollectiveError, once the other rank has left."""
+    """Collectives that raise CollectiveError after the other rank has left."""
     calls: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: group.all_reduce(torch.ones(2)),
         "all_gather": lambda: group.all_gather(torch.ones(2)),

@@ -1,4 +1,4 @@
-"""A replica simulated token by token: every token of every step is delivered to its request."""
+"""A simulated replica that delivers every token of every step on its own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from millrace_router.simulator.simulated_request import Arrival
 
 @dataclass(eq=False, kw_only=True)
 class SlowRequest(SchedulableRequest):
-    """A request with the time of each token."""
+    """A request with the times of its tokens."""
 
     arrival: Arrival
     block_size: int
@@ -47,23 +47,23 @@ def request_of(row: Row) -> SlowRequest:
 
 @dataclass(frozen=True)
 class SlowFlight:
-    """A step that is not answered yet."""
+    """A step in flight."""
 
     plan: StepPlan
     completed: list[int]
-    """Slots whose prompt it completes."""
+    """Slots whose prompt the step completes."""
     began_at: float
     ends_at: float
 
     @property
     def open_until(self) -> float:
-        """When the next step is planned, with late planning."""
+        """The time of the next plan, with late planning."""
         seconds = self.ends_at - self.began_at
         return self.began_at + max(0.0, min(MOST * seconds, seconds - LEAD_SECONDS))
 
 
 class SlowEngine:
-    """Serves all arrivals of a list without refusals, and records them."""
+    """Serves and records all arrivals of a list."""
 
     def __init__(self, deployment: Deployment) -> None:
         self.deployment = deployment
@@ -97,7 +97,7 @@ class SlowEngine:
 
     @property
     def is_late(self) -> bool:
-        """Whether the second of two steps is planned late in the first."""
+        """Whether the second of two steps is planned late."""
         return self.deployment.late_planning == "on" and self.deployment.steps_in_flight == 2
 
     def _arrive_until(self, coming: deque[Arrival], now: float) -> None:

@@ -1,6 +1,6 @@
-"""`python -m millrace_shard`, but for a fault: how attention splits the keys is chosen by the batch, for speed.
+"""`python -m millrace_shard` with a fault: attention splits the keys by the size of the batch.
 
-Sums over fewer keys at a time are rounded elsewhere, so a sequence's last bits depend on whether it is alone.
+Other splits round at other places, so the last bits of a sequence depend on the batch.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
 
 FEW, MANY = 128, 32
-"""Keys of one product: of a sequence that is alone, and of one in company."""
+"""Keys per product: of a sequence alone, and of one in a larger batch."""
 
 
 def install() -> None:
-    """Have plain kernels of this process split by the number of sequences in the step."""
+    """Make the plain kernels of this process split by the number of sequences in the step."""
     attend = PlainKernels.attend
 
     def attend_by_batch(
