@@ -30,8 +30,8 @@ PARTS = {
     "frame to transport": ("StreamWriter.token",),
     "token, event, end of generation": ("Entry.accept", "Batcher._deliver"),
     "plan a step": ("Planner.plan",),
-    "message and call of a step": ("StepChannel.send", "Batcher._send"),
-    "answer of a step": ("StepChannel.receive", "result_from_pb"),
+    "message and call of a step": ("StepChannel.send", "InFlight.send", "Batcher._send"),
+    "answer of a step": ("StepChannel.receive", "InFlight.receive", "result_from_pb"),
     "begin and end requests": ("RequestHandler.", "access_log", "Infer.", "respond"),
     "event loop and the rest": ("",),
 }

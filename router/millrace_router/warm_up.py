@@ -32,7 +32,7 @@ async def warm_up(config: RouterConfig, group: ShardGroup) -> Deployment:
         try:
             return await _warm_up(config, group)
         except (ShardLost, ShardHung) as error:
-            log.warning("the shards went away while warming up", error=str(error))
+            log.warning("the shards were lost during the warm-up", error=str(error))
             await asyncio.sleep(RETRY_SECONDS)
             await group.reset()
 

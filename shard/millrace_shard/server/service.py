@@ -128,7 +128,7 @@ class ShardService(pb_grpc.ShardServiceServicer):
                 step = step_from_pb(request)
                 replies.put(self.engine.step(step))
         except grpc.RpcError:
-            logger.info("the router has left a stream of steps")
+            logger.info("the router closed a stream of steps")
         finally:
             for epoch in epochs:
                 self.engine.end_epoch(epoch)
