@@ -124,23 +124,7 @@ def main() -> int:
         say(str(error))
         return 1
     measured = measured.best(roofline.measure(threads, plan.quiet))
-    record = Record(
-        bench="curves",
-        title=f"curves of the {options.model} shape, CPU",
-        command=command("curves"),
-        figures={
-            "roofline": measured.as_json(),
-            "points": [
-                {
-                    "case": row.case.name,
-                    "engine": row.engine,
-                    "samples": [[s.value, s.other_cores] for s in row.samples],
-                }
-                for row in rows
-            ],
-            "notes": notes,
-        },
-    )
+    record = _record(options, rows, measured, notes)
     record.save(options.out / f"{options.model}-curves.json")
     where = f"{options.model}, bfloat16, on {record.machine['cpu']} ({record.machine['cores']})"
     panels = [
@@ -163,6 +147,28 @@ def main() -> int:
     if options.record:
         record.write()
     return 0
+
+
+def _record(
+    options: argparse.Namespace, rows: Sequence[Row], measured: Machine, notes: list[str]
+) -> Record:
+    return Record(
+        bench="curves",
+        title=f"curves of the {options.model} shape, CPU",
+        command=command("curves"),
+        figures={
+            "roofline": measured.as_json(),
+            "points": [
+                {
+                    "case": row.case.name,
+                    "engine": row.engine,
+                    "samples": [[s.value, s.other_cores] for s in row.samples],
+                }
+                for row in rows
+            ],
+            "notes": notes,
+        },
+    )
 
 
 if __name__ == "__main__":

@@ -8,11 +8,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from bench.faults.deployment import Deployment, deployed
 from bench.faults.fixture import Fixture, Part, Report
 from bench.faults.recovery import PARTS, recovery_series
-from bench.faults.signals import SentSignal, measure, schedule, send_all
+from bench.faults.signals import PlannedSignal, SentSignal, measure, schedule, send_all
 from bench.faults.streams import Answer, Clients, differences, mixed_bodies
 from bench.harness.quiet import wait_until_quiet
 from bench.harness.repeats import figure
@@ -58,19 +59,7 @@ def run_scenario(fixture: Fixture, scenario: Scenario, report: Report) -> None:
             number=scenario.number,
             seed=f"{fixture.seed}/{scenario.name}",
         )
-
-        async def disturbed() -> tuple[list[Answer], list[SentSignal], str]:
-            async with Clients(deployment.url) as clients:
-                answering = asyncio.create_task(clients.send_all(bodies))
-                sending = asyncio.create_task(send_all(deployment, clients, signals))
-                answers = await answering
-                sending.cancel()
-                (sent,) = await asyncio.gather(sending, return_exceptions=True)
-                if isinstance(sent, BaseException):
-                    sent = []
-                return answers, sent, await clients.text("/metrics")
-
-        answers, sent, metrics = asyncio.run(disturbed())
+        answers, sent, metrics = asyncio.run(_disturbed(deployment, bodies, signals))
         measure(sent, answers, deployment)
         stop()
     lost = differences(undisturbed, answers)
@@ -96,6 +85,21 @@ def run_scenario(fixture: Fixture, scenario: Scenario, report: Report) -> None:
         ],
         "metrics": recovery_series(metrics),
     }
+
+
+async def _disturbed(
+    deployment: Deployment, bodies: Sequence[dict[str, Any]], signals: Sequence[PlannedSignal]
+) -> tuple[list[Answer], list[SentSignal], str]:
+    """Return the answers, the signals that were sent meanwhile, and the metrics after them."""
+    async with Clients(deployment.url) as clients:
+        answering = asyncio.create_task(clients.send_all(bodies))
+        sending = asyncio.create_task(send_all(deployment, clients, signals))
+        answers = await answering
+        sending.cancel()
+        (sent,) = await asyncio.gather(sending, return_exceptions=True)
+        if isinstance(sent, BaseException):
+            sent = []
+        return answers, sent, await clients.text("/metrics")
 
 
 async def _undisturbed(

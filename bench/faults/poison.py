@@ -188,14 +188,7 @@ def run(fixture: Fixture) -> Report:
             stop()
         report.problems += problems(kind, found, undisturbed[PLACE])
         right = NUM_REQUESTS - 1 - len(found.lost)
-        report.data[kind.name] = {
-            "right": right,
-            "poison": outcome(found.poisoned),
-            "failures": found.failures,
-            "restarts": found.restarts,
-            "records": found.records,
-            "seconds": found.seconds,
-        }
+        report.data[kind.name] = _figures(found, right)
         rows.append(
             (
                 *(kind.name, f"{right} of {NUM_REQUESTS - 1}", outcome(found.poisoned)),
@@ -217,6 +210,17 @@ def run(fixture: Fixture) -> Report:
         ),
     ]
     return report
+
+
+def _figures(found: Found, right: int) -> dict[str, object]:
+    return {
+        "right": right,
+        "poison": outcome(found.poisoned),
+        "failures": found.failures,
+        "restarts": found.restarts,
+        "records": found.records,
+        "seconds": found.seconds,
+    }
 
 
 PART = Part(name="poison", title="One poison request among 50", run=run)

@@ -202,12 +202,29 @@ async def _serve(model: Model, schedule: Schedule, requests: tuple[ValidRequest,
     found: list[Found] = []
     for _ in range(schedule.rounds):
         entries.clear()
-        num_first = len(requests) - schedule.num_late
-        streams = [batcher.submit(request) for request in requests[:num_first]]
-        while schedule.num_late and not entries[0].generated_ids:
-            await asyncio.sleep(0)
-        streams += [batcher.submit(request) for request in requests[num_first:]]
-        found = [await _read(stream) for stream in streams]
+        found = await _submit(batcher, requests, schedule.num_late, entries)
+    await _end(batcher, task)
+    return Served(
+        found,
+        sum(entry.num_preemptions for entry in entries),
+        sum(entry.stream.cached_tokens or 0 for entry in entries),
+    )
+
+
+async def _submit(
+    batcher: Batcher, requests: tuple[ValidRequest, ...], num_late: int, entries: list[Entry]
+) -> list[Found]:
+    """Submit the requests, the late ones after the first token, and read their answers."""
+    num_first = len(requests) - num_late
+    streams = [batcher.submit(request) for request in requests[:num_first]]
+    while num_late and not entries[0].generated_ids:
+        await asyncio.sleep(0)
+    streams += [batcher.submit(request) for request in requests[num_first:]]
+    return [await _read(stream) for stream in streams]
+
+
+async def _end(batcher: Batcher, task: asyncio.Task[None]) -> None:
+    """Wait until every block is free or cached, and stop the batcher."""
     blocks = batcher._planner.blocks
     while blocks.num_owned:
         await asyncio.sleep(0)
@@ -215,11 +232,6 @@ async def _serve(model: Model, schedule: Schedule, requests: tuple[ValidRequest,
     task.cancel()
     with suppress(asyncio.CancelledError):
         await task
-    return Served(
-        found,
-        sum(entry.num_preemptions for entry in entries),
-        sum(entry.stream.cached_tokens or 0 for entry in entries),
-    )
 
 
 async def _read(stream: TokenStream) -> Found:

@@ -82,19 +82,7 @@ async def run(server: Deployment, options: argparse.Namespace) -> Outcome:
             unread=unread,
             burst_size=3 * MAX_CONCURRENT,
         )
-        started = time.monotonic()
-        load.start()
-        try:
-            await _disturb(scene, faults, outcome, pids=pids, until=started + options.seconds)
-            while load.num_sent < options.requests and not outcome.not_recovered:
-                load.check()
-                await asyncio.sleep(POLL_SECONDS)
-            if not outcome.not_recovered:
-                await finish_others(scene)
-                await load.stop()
-        finally:
-            load.cancel()
-        outcome.seconds = time.monotonic() - started
+        await _run_load(scene, faults, outcome, options, pids)
         if not outcome.not_recovered:
             for request in requests[:NUM_AGAIN]:
                 await client.ask(request)
@@ -103,6 +91,29 @@ async def run(server: Deployment, options: argparse.Namespace) -> Outcome:
     outcome.exit_code = await asyncio.to_thread(server.stop)
     _audit_end(server, outcome, pids)
     return outcome
+
+
+async def _run_load(
+    scene: Scene,
+    faults: list[Fault],
+    outcome: Outcome,
+    options: argparse.Namespace,
+    pids: set[int],
+) -> None:
+    """Send the load, with the faults, until both are complete or a fault was not recovered."""
+    load, started = scene.load, time.monotonic()
+    load.start()
+    try:
+        await _disturb(scene, faults, outcome, pids=pids, until=started + options.seconds)
+        while load.num_sent < options.requests and not outcome.not_recovered:
+            load.check()
+            await asyncio.sleep(POLL_SECONDS)
+        if not outcome.not_recovered:
+            await finish_others(scene)
+            await load.stop()
+    finally:
+        load.cancel()
+    outcome.seconds = time.monotonic() - started
 
 
 async def _disturb(

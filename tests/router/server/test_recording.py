@@ -138,6 +138,40 @@ async def test_a_resumed_stream_takes_a_buffer_full_at_a_time(size: int) -> None
         assert MAX_UNREAD_BYTES <= len(resumed.drain()) < MAX_UNREAD_BYTES + size + 100
 
 
+class Reader:
+    """A resumed stream, the connection that it writes to, and everything that it received."""
+
+    def __init__(self, recording: Recording, position: int) -> None:
+        self.recording, self.position = recording, position
+        self.resumed, self.transport = ResumedStream(recording, position), FakeTransport()
+        self.resumed.__enter__()
+        self.received = b""
+
+    def after(self, step: str) -> Reader:
+        """Take one step; the reader that goes on, which is another one after a reconnect."""
+        if step == "buffer":
+            self.resumed.buffer()
+        elif step == "read":
+            self.transport.num_unread = 0
+        elif step == "open":
+            self.received = self.all_received()
+            open_to(self.resumed, self.transport)
+        else:
+            self._collect()
+            self.resumed.__exit__()
+            return Reader(self.recording, self.position + self.received.count(b"id: "))
+        return self
+
+    def all_received(self) -> bytes:
+        self._collect()
+        self.resumed.buffer()
+        return self.received + everything(self.resumed)
+
+    def _collect(self) -> None:
+        self.received += self.transport.written
+        self.transport.written = b""
+
+
 @settings(deadline=None, max_examples=200)
 @given(
     steps=st.lists(
@@ -149,56 +183,25 @@ async def test_a_resumed_stream_takes_a_buffer_full_at_a_time(size: int) -> None
     ),
     tail=st.integers(0, 2),
 )
-def test_whoever_comes_and_goes_reads_the_same(  # noqa: C901 - one branch for each thing a reader does
+def test_readers_that_join_and_leave_at_any_time_read_the_same(
     steps: list[tuple[str, int]], tail: int
 ) -> None:
     async def run() -> None:
-        recording, sent = new_recording(), list[bytes]()
-        readers: list[tuple[ResumedStream, FakeTransport, int]] = []
-        received: dict[ResumedStream, bytes] = {}
-
-        def collect(resumed: ResumedStream, transport: FakeTransport) -> None:
-            received[resumed] += transport.written
-            transport.written = b""
-
+        recording, sent, readers = new_recording(), list[bytes](), list[Reader]()
         for step, number in steps:
             if step in {"send", "big"}:
                 index, size = len(sent) + 1, MAX_UNREAD_BYTES if step == "big" else 1
                 recording.token(frame(index, size))
                 sent.append(numbered(index, size))
             elif step == "join":
-                position = number % (len(sent) + 1)
-                resumed = ResumedStream(recording, position)
-                resumed.__enter__()
-                received[resumed] = b""
-                readers.append((resumed, FakeTransport(), position))
+                readers.append(Reader(recording, number % (len(sent) + 1)))
             elif readers:
-                resumed, transport, position = readers[number % len(readers)]
-                if step == "buffer":
-                    resumed.buffer()
-                elif step == "read":
-                    transport.num_unread = 0
-                elif step == "open":
-                    collect(resumed, transport)
-                    resumed.buffer()
-                    received[resumed] += everything(resumed)
-                    open_to(resumed, transport)
-                else:
-                    # It comes back where it was, on another connection.
-                    collect(resumed, transport)
-                    resumed.__exit__()
-                    readers.remove((resumed, transport, position))
-                    position += received[resumed].count(b"id: ")
-                    heir = ResumedStream(recording, position)
-                    heir.__enter__()
-                    received[heir] = b""
-                    readers.append((heir, FakeTransport(), position))
+                place = number % len(readers)
+                readers[place] = readers[place].after(step)
         rest = [b"data: tail\n\n"] * tail
         recording.end(*rest)
-        for resumed, transport, position in readers:
-            collect(resumed, transport)
-            assert resumed.ended
-            resumed.buffer()
-            assert received[resumed] + everything(resumed) == b"".join((sent + rest)[position:])
+        for reader in readers:
+            assert reader.resumed.ended
+            assert reader.all_received() == b"".join((sent + rest)[reader.position :])
 
     asyncio.run(run())

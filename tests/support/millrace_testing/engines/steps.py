@@ -16,7 +16,7 @@ from millrace_shard.batch.batch_limits import BatchLimits
 from millrace_shard.batch.sequence import SamplingParameters, Sequence
 from millrace_shard.batch.step import BatchChange, Forward, StepResult
 from millrace_shard.device.process_group import ProcessGroup
-from millrace_shard.kernels.base import Kernels
+from millrace_shard.kernels.base import Kernels, LayerCache
 from millrace_shard.model_runner.decode_graphs import DecodeGraphs, GraphSettings
 from millrace_shard.model_runner.runner import DecodingFeatures, StepRunner
 from millrace_shard.model_runner.step_planner import StepPlanner
@@ -70,6 +70,36 @@ def tiny_llama(
         )
 
 
+def _limits(kernels: Kernels, vocab_size: int, max_draft_tokens: int, row_tile: int) -> BatchLimits:
+    return BatchLimits(
+        max_batch_size=MAX_BATCH_SIZE,
+        max_tokens=MAX_TOKENS,
+        num_blocks=NUM_BLOCKS,
+        block_size=kernels.block_size,
+        vocab_size=vocab_size,
+        padding_block=NUM_BLOCKS,
+        max_draft_tokens=max_draft_tokens,
+        row_tile=row_tile,
+    )
+
+
+def _poisoned_cache(
+    kernels: Kernels, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> LayerCache:
+    """A layer's cache full of NaN, but for the reserved blocks."""
+    layer = kernels.new_cache(
+        num_blocks=NUM_BLOCKS + 1,
+        num_kv_heads=heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        device=device,
+    )
+    layer.keys.fill_(torch.nan)
+    layer.values.fill_(torch.nan)
+    kernels.zero_blocks(layer, torch.tensor([0, NUM_BLOCKS], device=device))
+    return layer
+
+
 class Stepper:
     """Sequences by slot, with blocks of their own; free pages hold NaN."""
 
@@ -89,34 +119,14 @@ class Stepper:
         """`max_draft_tokens` for a proposer that `use` sets."""
         self.device = torch.device(device)
         self.block_size = kernels.block_size
+        layers = (*model.geometry.layers, *(speculation.layers if speculation else ()))
         self.cache = [
-            kernels.new_cache(
-                num_blocks=NUM_BLOCKS + 1,
-                num_kv_heads=heads,
-                head_dim=head_dim,
-                dtype=dtype,
-                device=self.device,
-            )
-            for heads, head_dim in (
-                *model.geometry.layers,
-                *(speculation.layers if speculation else ()),
-            )
+            _poisoned_cache(kernels, heads, head_dim, dtype, self.device)
+            for heads, head_dim in layers
         ]
-        reserved = torch.tensor([0, NUM_BLOCKS], device=self.device)
-        for layer in self.cache:
-            layer.keys.fill_(torch.nan)
-            layer.values.fill_(torch.nan)
-            kernels.zero_blocks(layer, reserved)
-        limits = BatchLimits(
-            max_batch_size=MAX_BATCH_SIZE,
-            max_tokens=MAX_TOKENS,
-            num_blocks=NUM_BLOCKS,
-            block_size=kernels.block_size,
-            vocab_size=model.info.vocab_size,
-            padding_block=NUM_BLOCKS,
-            max_draft_tokens=speculation.max_draft_tokens if speculation else max_draft_tokens,
-            row_tile=row_tile,
-        )
+        if speculation is not None:
+            max_draft_tokens = speculation.max_draft_tokens
+        limits = _limits(kernels, model.info.vocab_size, max_draft_tokens, row_tile)
         self.batch = Batch(limits, self.device)
         own = len(model.geometry.layers)
         self.cache, self.draft_cache = self.cache[:own], self.cache[own:]

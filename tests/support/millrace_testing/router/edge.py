@@ -227,29 +227,8 @@ def services_over(
         config=RouterConfig(
             **{"model_folder": Path("model"), "model_id": "org/tiny", "revision": "abc", **config}
         ),
-        shard=ShardInfo(
-            model_type="llama",
-            dtype="float32",
-            device_type="cpu",
-            vocab_size=8,
-            max_position_embeddings=32,
-            eos_token_ids=frozenset({1}),
-            block_size=4,
-            world_size=1,
-            attention="plain",
-            deterministic=True,
-            prefill_logprobs=limits.prefill_logprobs,
-            window_size=None,
-            max_draft_tokens=2,
-            grammars=limits.grammars,
-        ),
-        capacity=Capacity(
-            num_blocks=9,
-            max_batch_total_tokens=32,
-            max_input_tokens=limits.max_input_tokens,
-            max_total_tokens=limits.max_total_tokens,
-            kv_bytes_per_token=1,
-        ),
+        shard=_shard_info(limits),
+        capacity=_capacity(limits),
         limits=limits,
         max_batch_prefill_tokens=32,
         tokenizer=tokenizer,
@@ -270,6 +249,35 @@ def services_over(
         cost=cost,
         compute_type="1-cpu",
         keep_alive_seconds=keep_alive_seconds,
+    )
+
+
+def _shard_info(limits: Limits) -> ShardInfo:
+    return ShardInfo(
+        model_type="llama",
+        dtype="float32",
+        device_type="cpu",
+        vocab_size=8,
+        max_position_embeddings=32,
+        eos_token_ids=frozenset({1}),
+        block_size=4,
+        world_size=1,
+        attention="plain",
+        deterministic=True,
+        prefill_logprobs=limits.prefill_logprobs,
+        window_size=None,
+        max_draft_tokens=2,
+        grammars=limits.grammars,
+    )
+
+
+def _capacity(limits: Limits) -> Capacity:
+    return Capacity(
+        num_blocks=9,
+        max_batch_total_tokens=32,
+        max_input_tokens=limits.max_input_tokens,
+        max_total_tokens=limits.max_total_tokens,
+        kv_bytes_per_token=1,
     )
 
 
