@@ -81,17 +81,17 @@ async def serve(config: RouterConfig) -> None:
         running = await _start_unless(stop, config)
         if running is None:
             return
-        _settle()
+        _freeze_objects()
         try:
             await _serve_http(config, running, reserved, stop)
         finally:
             await running.close()
 
 
-def _settle() -> None:
-    """Clean up after the start; exempt its objects from the garbage collector, which then runs rarely.
+def _freeze_objects() -> None:
+    """Collect garbage after the start, exempt the remaining objects from collection, and collect rarely from then on.
 
-    A stream makes no cycles; those that a request makes may wait for a few hundred others.
+    A stream makes no reference cycles; those of a request may wait until a few hundred requests have made theirs.
     """
     gc.collect()
     gc.freeze()

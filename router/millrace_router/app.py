@@ -80,7 +80,7 @@ def create_runner(services: Services) -> web.AppRunner:
         create_app(services),
         handler_cancellation=True,
         access_log=None,
-        # `bodies` decompresses, so that a mistake gets an ordinary answer.
+        # `bodies` decompresses, so that invalid data gets an ordinary error response.
         auto_decompress=False,
         shutdown_timeout=RESPONSE_SECONDS,
     )
@@ -101,7 +101,7 @@ async def describe_errors(request: web.Request, handler: Handler) -> web.StreamR
     except (ConnectionError, asyncio.CancelledError):
         raise
     except Exception:
-        # The edge of the process: no request may end it.
+        # A defect in one request must not end the process.
         log.exception("request failed")
         return _in_envelope_of_path(request, RouterError("Internal server error"))
 
@@ -145,7 +145,7 @@ async def answer_preflight(request: web.Request, handler: Handler) -> web.Stream
     return web.Response(
         headers={
             "access-control-allow-methods": "GET,POST",
-            # Not a star, which does not cover `Authorization` in browsers.
+            # Browsers do not apply `*` to `Authorization`.
             "access-control-allow-headers": wanted or ALLOWED_HEADERS,
         }
     )

@@ -21,7 +21,7 @@ log = structlog.get_logger(__name__)
 
 
 async def warm_up(config: RouterConfig, group: ShardGroup) -> Deployment:
-    """Wait for the shards and warm them up; starts again when shards die meanwhile.
+    """Wait for the shards and warm them up; starts again if shards are lost meanwhile.
 
     Raises:
         StartupError: the shards cannot serve as the flags require.

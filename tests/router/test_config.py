@@ -1,4 +1,4 @@
-"""Flags that are more than a field."""
+"""Flags with their own parsing."""
 
 from __future__ import annotations
 

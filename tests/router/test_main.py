@@ -83,7 +83,7 @@ class Router:
 
 @contextmanager
 def started(folder: Path, shard: FakeShard, *flags: str) -> Iterator[Router]:
-    """A router that may or may not come to serve."""
+    """A router process, whether or not its start succeeds."""
     with serve_fake_shard(f"unix:{folder}/shard", shard):
         router = Router(command(folder, *flags))
         try:
@@ -134,7 +134,7 @@ def test_many_may_connect_at_once(folder: Path, shard: FakeShard) -> None:
 
 
 class Gate(threading.Event):
-    """Holds the shard inside a step, and tells when one has come."""
+    """Holds the shard inside a step; `reached` is set when a step has begun."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Gate(threading.Event):
 
 @contextmanager
 def held_stream(url: str, shard: FakeShard) -> Iterator[tuple[Gate, Future[httpx.Response]]]:
-    """A streaming request whose first step the shard is at."""
+    """A streaming request whose first step the shard computes."""
     gate = shard.gate = Gate()
     with ThreadPoolExecutor(1) as threads:
         try:
@@ -255,7 +255,7 @@ def test_it_goes_with_its_parent(folder: Path, shard: FakeShard) -> None:
 
 
 def answers(url: str, *, until: float) -> bool:
-    """Whether the server still answers when the time is over."""
+    """Whether the server answers until the time `until`."""
     while time.monotonic() < until:
         try:
             HTTP.get(f"{url}/health")

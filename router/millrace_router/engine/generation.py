@@ -1,4 +1,4 @@
-"""One running generation as its route sees it, and one that has been collected whole."""
+"""A running generation, and a complete one."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from millrace_router.validation.validator import Validated
 
 
 class Generation:
-    """An accepted request: counts its tokens and its end, and hands them to one sink.
+    """An accepted request: counts its tokens and its end, and passes them to one sink.
 
-    As a context manager it closes the stream and gives its permit back, whatever happened inside.
+    As a context manager it closes the stream and releases its permit, also after an error.
     """
 
     def __init__(
@@ -45,20 +45,20 @@ class Generation:
         self._closed = False
         self.generated_tokens = 0
         self.finish_reason: FinishReason | None = None
-        """None while it runs, and if it fails or its client leaves."""
+        """None while the generation runs, and if it fails or its client disconnects."""
         self.error_type: str | None = None
-        """Type of the error that it failed with."""
+        """Type of the error that ended the generation."""
 
     @property
     def may_expire(self) -> bool:
-        """Whether it waits in the queue, with a limit to how long."""
+        """Whether the request waits in the queue with a deadline."""
         stream = self._stream
         has_deadline = self.valid.scheduling.max_queue_seconds is not None
         return has_deadline and stream.batched_at is None and not stream.ended
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of the prompt that were found computed."""
+        """Tokens of the prompt that were in the prefix cache."""
         return self._stream.cached_tokens or 0
 
     def usage(self, num_tokens: int) -> Usage:
@@ -69,12 +69,12 @@ class Generation:
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None:
-        """Log probabilities of the prompt, if they were asked for; known before the first token."""
+        """Log probabilities of the prompt, if the request wants them; known before the first token."""
         return self._stream.prompt_logprobs
 
     @property
     def times(self) -> Timings:
-        """Durations until the end, or until now while there is none."""
+        """Durations until the end, or until now while the generation runs."""
         stream = self._stream
         end = stream.finished_at or time.monotonic()
         batched = stream.batched_at or end
@@ -94,16 +94,16 @@ class Generation:
         return None if first_token_at is None else first_token_at - self._record.arrived_at
 
     def connect(self, sink: TokenSink[TokenEvent]) -> None:
-        """Hand all tokens to `sink`; an exception of its `token` goes to its `fail`."""
+        """Pass all tokens to `sink`; an exception of its `token` goes to its `fail`."""
         self._sink = sink
         self._stream.connect(self)
 
     def disconnect(self) -> None:
-        """Hand the sink nothing more; further tokens are counted all the same."""
+        """Pass nothing more to the sink; further tokens are still counted."""
         self._sink = None
 
     def token(self, event: TokenEvent) -> None:
-        """Take the next token from the stream; raises nothing."""
+        """Receive the next token from the stream; raises nothing."""
         self.generated_tokens = event.index
         if self._counted:
             self._record.token()
@@ -120,7 +120,7 @@ class Generation:
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
-        """Take a failure of the generation, or a defect of the sink; raises nothing."""
+        """Receive a failure of the generation, or a defect of the sink; raises nothing."""
         if isinstance(error, RouterError):
             self.error_type = error.error_type
             self._record.failed(error)
@@ -145,12 +145,12 @@ class Generation:
         )
 
     def close(self) -> None:
-        """Abort the generation unless it has ended, and give the permit back. Idempotent."""
+        """Abort the generation unless it has ended, and release the permit. Idempotent."""
         if self._closed:
             return
         self._closed = True
         self._stream.close()
-        # An idle connection holds its last request with all generations, which must not hold the answer.
+        # An idle connection keeps its last request with all generations, which must not keep the answer in memory.
         self._sink = None
         self._release()
         if self._counted:
@@ -180,9 +180,9 @@ class Collected:
     times: Timings
     cached_tokens: int
     sample: int = 0
-    """As in `Generation`; the best of several stands for all."""
+    """Number among the samples of one prompt."""
     others: tuple[Collected, ...] = ()
-    """With `best_of`: the ones that were not the best."""
+    """With `best_of`: all samples except the best."""
 
     @property
     def usage(self) -> Usage:
@@ -196,10 +196,10 @@ class Collected:
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Why it ended."""
+        """Reason of the end."""
         return self.finished.finish_reason
 
     @property
     def mean_logprob(self) -> float:
-        """Average log probability of the tokens, by which `best_of` judges."""
+        """Average log probability of the tokens, by which `best_of` ranks samples."""
         return sum(event.token.logprob for event in self.tokens) / len(self.tokens)

@@ -31,7 +31,7 @@ class Health:
     """A flag that failures and recoveries clear, and that only generated tokens set again.
 
     A check sends nothing to the shards: the hang detector finds shards that hang or are gone, and a recovery may take
-    its grace period. While the flag is cleared, one probe generation runs, however many checks come.
+    its grace period. While the flag is cleared, one probe generation runs for all checks together.
     """
 
     def __init__(

@@ -29,10 +29,10 @@ class Batcher(Protocol):
         """Queue a request; raises RouterError."""
 
     def estimate(self, request: ValidRequest, /) -> Estimate:
-        """Predict what would happen to a request that came now; it is not queued."""
+        """Predict the times of a request that arrived now; it is not queued."""
 
     def drain_seconds(self) -> float:
-        """Predict the time until there is room for one more request, in seconds; 0 while nothing is known."""
+        """Predicted seconds until one more request fits; 0 while nothing is known."""
 
 
 SHORTEST = ValidRequest(input_ids=(0,), max_new_tokens=1)
@@ -44,7 +44,7 @@ def noop(*_: object) -> None:
 
 
 class Infer:
-    """Starts generations. Every permit taken is given back when its generation closes."""
+    """Starts generations. Every permit is released when its generation closes."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Infer:
         on_token: Callable[[], None] = noop,
         on_entry: Callable[[float], None] = noop,
     ) -> None:
-        """`on_entry` gets the seconds from a request's arrival until it was queued."""
+        """`on_entry` receives the seconds from the arrival of a request until it was queued."""
         self._batcher = batcher
         self._validator = validator
         self._metrics = metrics
@@ -67,7 +67,7 @@ class Infer:
         self.permits = Permits(validator.limits.max_concurrent_requests, batcher.drain_seconds)
 
     def drain(self) -> None:
-        """Refuse new requests from now on; running ones go on."""
+        """Refuse new requests from now on; running ones continue."""
         self._draining = True
 
     @property
@@ -205,7 +205,7 @@ class Infer:
 
 
 def _best_of(collected: Sequence[Collected]) -> Collected:
-    """Return the likeliest sample, with the others beside it; all get the prompt's scores of the first."""
+    """The likeliest sample, with the others in `others`; all get the prompt's log probabilities of the first."""
     scored = [replace(one, prompt=collected[0].prompt) for one in collected]
     best = max(scored, key=lambda one: one.mean_logprob)
     return replace(best, others=tuple(one for one in scored if one is not best))
@@ -214,8 +214,8 @@ def _best_of(collected: Sequence[Collected]) -> Collected:
 def _samples_of(validated: Validated, count: int) -> list[Validated]:
     """Copy the request `count` times, each copy with a seed of its own.
 
-    The first copy alone asks for the prompt's log probabilities: they are the same for all, and need the whole prompt
-    computed.
+    The first copy alone wants the log probabilities of the prompt: they are the same for all, and require that the
+    whole prompt is computed.
     """
     if count == 1:
         return [validated]

@@ -1,4 +1,4 @@
-"""A limit to the generations that run at once."""
+"""A limit on concurrent generations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Permits:
     """Counts the permits for generations; a request without one is refused at once."""
 
     def __init__(self, total: int, drain_seconds: Callable[[], float]) -> None:
-        """`drain_seconds` predicts when a refused client may try again."""
+        """`drain_seconds` predicts the seconds after which a refused client may retry."""
         self.free = total
         self._total = total
         self._drain_seconds = drain_seconds
@@ -27,7 +27,7 @@ class Permits:
         self._all_free.clear()
 
     def give(self, count: int = 1) -> None:
-        """Give `count` permits back."""
+        """Release `count` permits."""
         self.free += count
         assert self.free <= self._total
         if self.free == self._total:

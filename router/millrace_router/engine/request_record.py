@@ -1,4 +1,4 @@
-"""What the metrics say of one request."""
+"""Metrics of one request."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Timings:
     predicted_queue: float | None = None
     """Prediction of `queue`; None if nothing was known."""
     first_token: float | None = None
-    """From arrival until the first token was handed on; None if there was none."""
+    """From arrival until the first token was passed to its sink; None without a token."""
 
 
 class RequestRecord:
-    """Counts one request: its tokens as they come, then exactly one ending."""
+    """Counts one request: each token when it arrives, and exactly one end."""
 
     def __init__(
         self,
@@ -44,13 +44,13 @@ class RequestRecord:
         metrics.request_count.inc()
 
     def sibling(self) -> RequestRecord:
-        """Make the record of another sample of the same request, which counts as a request, too."""
+        """The record of another sample of the same request; it counts as a request of its own."""
         other = RequestRecord(self._metrics, self._on_failure, self._on_token)
         other.arrived_at = self.arrived_at
         return other
 
     def token(self) -> None:
-        """Count a token that is handed to its sink now."""
+        """Count a token that is passed to its sink now."""
         now = time.monotonic()
         if self._last_token_at is None:
             self.first_token_at = now
@@ -83,7 +83,7 @@ class RequestRecord:
         self._on_failure(error)
 
     def left(self) -> None:
-        """Count a client that left before the end; nothing after the end."""
+        """Count a client that disconnected before the end; without effect after the end."""
         if not self._ended:
             self._ended = True
             self._metrics.request_failure.labels(err="dropped").inc()

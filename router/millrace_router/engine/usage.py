@@ -12,7 +12,7 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
-    """Tokens of the prompt that were found computed."""
+    """Tokens of the prompt that were in the prefix cache."""
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(

@@ -1,4 +1,4 @@
-"""Opens epochs, detects their failures, and asks the launcher for restarts."""
+"""Opens epochs, detects their failures, and requests restarts from the launcher."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = structlog.get_logger(__name__)
 
 
 class EpochManager:
-    """The life of epochs: an epoch lasts until a failure, and the next one begins when the shards are back."""
+    """Begins and ends epochs: an epoch lasts until a failure, and the next one begins when the shards are back."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class EpochManager:
         self.status = status
         self._metrics = metrics
         self._serves = False
-        """Whether the shards did their work since the epoch began."""
+        """Whether the epoch has computed a step, or had none to compute."""
         self._has_computed = False
         """Whether a step of the epoch was computed."""
         self._restart_is_planned = False
@@ -102,7 +102,7 @@ class EpochManager:
         return kind
 
     def restart(self, kind: str, error: ShardError, *, num_suspects: int) -> None:
-        """Ask for a restart if the shards cannot serve the next epoch as they are."""
+        """Request a restart if the shards cannot serve the next epoch as they are."""
         if num_suspects:
             self._launcher.report_suspects(num_suspects)
         # After one rank failed, the others may wait for it in a collective.

@@ -1,4 +1,4 @@
-"""Detects shards that hang in a step, and idle shards that are gone."""
+"""Detects shards that hang in a step, and idle shards that do not answer."""
 
 from __future__ import annotations
 

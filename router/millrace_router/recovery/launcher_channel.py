@@ -40,7 +40,7 @@ class LauncherChannel:
         self._socket.set_inheritable(False)
 
     @property
-    def is_there(self) -> bool:
+    def is_connected(self) -> bool:
         """Whether a launcher is connected, which restarts the shards."""
         return self._socket is not None
 
@@ -71,11 +71,11 @@ class LauncherChannel:
         self._write({"event": "progress"})
 
     def restart_shards(self, reason: str) -> None:
-        """Ask the launcher to kill and restart all shards."""
+        """Request that the launcher kills and restarts all shards."""
         self._write({"event": "restart", "reason": reason[:LONGEST_REASON]})
 
     def report_suspects(self, count: int) -> None:
-        """Report that one of `count` requests kills the shards, and that the search for it needs restarts."""
+        """Report that one of `count` requests breaks the shards, and that the search for it needs restarts."""
         self._write({"event": "suspects", "count": count})
 
     def _write(self, event: Mapping[str, Any]) -> None:

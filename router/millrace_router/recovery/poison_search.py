@@ -1,4 +1,4 @@
-"""Finds the request that breaks steps, by bisection of the requests of a failed step."""
+"""Finds the poison request, which breaks its steps, by bisection of the requests of a failed step."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ class PoisonSearch:
 
     After a first failure all suspects run again together and without other requests, because a process that was
     killed from outside is the likelier cause. If that fails too, they run in halves, and a half that fails is halved
-    again. A request whose step fails alone is guilty. Among n suspects, one guilty request is found after at most
-    3 + ceil(log2(n)) failures, or 2 if n is 1.
+    again. A request whose step fails alone is a poison request. Among n suspects, one poison request is found after
+    at most 3 + ceil(log2(n)) failures, or 2 if n is 1.
 
     If both halves of a failed group succeed, the cause was outside, or the fault takes several requests. Then all
     requests run as before, but a searched request is not searched again. If searched requests fail together twice
     more, all that failed with them run *separately*: each to its end, and never more at once than half of the last
     failed group. So a fault that occurs whenever some of n requests run together ends after 2 + 2 ceil(log2(n))
-    failures, without a guilty request.
+    failures, without a poison request.
     """
 
     def __init__(self) -> None:
@@ -26,11 +26,11 @@ class PoisonSearch:
         self._group: list[int] = []
         """Suspects, or separate requests, that run now."""
         self._rest: list[int] = []
-        """The half that contains the guilty request if the group does not."""
+        """The half that contains the poison request if the group does not."""
         self._has_halved = False
-        """Whether the suspects were halved, and no guilty request was found since."""
+        """Whether the suspects were halved, and no poison request was found since."""
         self._searched: set[int] = set()
-        """Live requests that were halved; empty after a guilty request is found, because it explains the failures."""
+        """Live requests that were halved; empty after a poison request is found, because it explains the failures."""
         self._separate: list[int] = []
         """Requests that run separately until they end; the most senior first."""
         self._max_together = 0
@@ -53,7 +53,7 @@ class PoisonSearch:
         return frozenset(self._group)
 
     def fail(self, positions: Mapping[int, int]) -> int | None:
-        """Record a failed step; returns the guilty request if one is found, which then is no suspect.
+        """Record a failed step; returns the poison request if one is found, which then is no suspect.
 
         `positions` has the requests of the step, the most senior first, each with its number of KV positions after
         the step.
@@ -70,7 +70,7 @@ class PoisonSearch:
             # Separate requests that passed the earlier failures: a kill from outside is the likelier cause.
             return None
         if len(positions) == 1:
-            return self._convict(found[0])
+            return self._found(found[0])
         if self._separate or not (self._has_halved or self._searched.isdisjoint(found)):
             self._part(found)
         else:
@@ -100,15 +100,15 @@ class PoisonSearch:
         self._next()
         return True
 
-    def _convict(self, guilty: int) -> int:
-        self._forget(guilty)
+    def _found(self, poison_id: int) -> int:
+        self._forget(poison_id)
         self._has_halved = False
         self._searched.clear()
         if self._separate:
             self._end()
         else:
             self._next()
-        return guilty
+        return poison_id
 
     def _forget(self, request_id: int) -> None:
         self._targets.pop(request_id, None)
@@ -138,7 +138,7 @@ class PoisonSearch:
         self._group, self._rest = self._separate[: self._max_together], []
 
     def _end(self) -> None:
-        """End the search without a guilty request."""
+        """End the search without a poison request."""
         self._targets.clear()
         self._group, self._rest, self._separate = [], [], []
         self._has_halved = False

@@ -66,16 +66,16 @@ class RecoveryPolicy:
         """Search the rows of failed steps for a poison request; the entry to end, and its error, if one is found."""
         rows = self._rows(plans)
         positions = {row.entry.request_id: row.num_kv_tokens for row in rows}
-        guilty_id = self._search.fail(positions) if positions else None
-        if guilty_id is None:
+        poison_id = self._search.fail(positions) if positions else None
+        if poison_id is None:
             return None
-        guilty = entry_of(next(row.entry for row in rows if row.entry.request_id == guilty_id))
+        poison = entry_of(next(row.entry for row in rows if row.entry.request_id == poison_id))
         self.quarantine.add(
-            guilty.request,
-            num_generated=guilty.num_generated,
+            poison.request,
+            num_generated=poison.num_generated,
             reason="its steps failed with other requests and alone",
         )
-        return guilty, Quarantined()
+        return poison, Quarantined()
 
     def shrink(self, plan: StepPlan) -> tuple[Entry, RouterError] | None:
         """Reduce steps after one ran out of memory; the entry to end, and its error, if it failed at the minimum."""

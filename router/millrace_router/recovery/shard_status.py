@@ -23,7 +23,7 @@ class ShardStatus:
         self.reason = ""
         """Reason of the outage, for operators."""
         self.has_given_up = False
-        """Whether the launcher no longer restarts the shards."""
+        """Whether the launcher has stopped restarting the shards."""
         self.clock = clock
 
     @property

@@ -154,7 +154,7 @@ class ShardGroup:
         return first
 
     async def _warm_up(self, request: pb.WarmupRequest) -> Capacity:
-        """Warm up all ranks at once; health checks detect a rank that dies or hangs meanwhile."""
+        """Warm up all ranks at once; health checks detect a rank that is lost or hangs meanwhile."""
         warming = asyncio.gather(*(shard.warmup(request) for shard in self._shards))
         watching = asyncio.create_task(self._watch())
         try:

@@ -82,10 +82,10 @@ def test_a_crowd_grows_to_more_than_there_is_room_for() -> None:
         (4, 4, Verdict.NOT_EXERCISED),
     ],
 )
-def test_speculation_shows_itself_in_right_guesses_and_wrong_ones(
+def test_speculation_shows_itself_in_accepted_and_rejected_draft_tokens(
     drafted: int, accepted: int, verdict: Verdict
 ) -> None:
-    with fake_server(guesses=(drafted, accepted)) as fake:
+    with fake_server(draft_tokens=(drafted, accepted)) as fake:
         client = Client(fake.url)
         asked = replace(suite((3, 5)), expected=(client.answer(suite((3, 5)).questions[0]),))
         rows = list(speculated(Deployment(client, "unused"), asked))

@@ -155,7 +155,7 @@ async def test_two_steps_are_in_flight() -> None:
     assert max(depths) == 2
 
 
-async def test_what_the_router_takes_for_an_answer_is_not_how_long_nobody_came(
+async def test_the_routers_time_for_an_answer_excludes_idle_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     late, seen = [0.0], list[float]()
@@ -219,7 +219,7 @@ async def test_a_stop_sequence_ends_and_stays_in_the_text() -> None:
     assert finished.generated_text.endswith(f"w{expected[3]} w{expected[4]}")
 
 
-async def test_a_failed_step_is_computed_again_and_nobody_hears_of_it() -> None:
+async def test_a_failed_step_is_computed_again_unnoticed_by_clients() -> None:
     shard = FakeShard()
     batcher = new_batcher(DirectShards(shard), shard, max_batch_size=1)
     async with running(batcher):
@@ -291,7 +291,7 @@ async def test_leaving_a_running_stream_frees_its_blocks_within_the_steps_in_fli
         assert ids_of(await collect(stayer)) == continuation([4, 5, 6], 40)
     after = shard.steps[seen:]
     dropped_in = next(i for i, s in enumerate(after) if slot in s.decode.change.dropped_slots)
-    assert dropped_in <= 1, "a step was sent with a row that nobody reads"
+    assert dropped_in <= 1, "a step was sent with a row whose client has left"
     assert all(slot not in step.decode.decode_slots for step in after[dropped_in:])
 
 
@@ -363,7 +363,7 @@ def speculating(num_right: Callable[[int], int] = int) -> tuple[FakeShard, Batch
 
 
 def samples(batcher: Batcher, name: str) -> dict[str, float]:
-    """Values of a metric by the label `le`, or by nothing."""
+    """Values of a metric by the label `le`, or by the empty string without the label."""
     registry = batcher._metrics._metrics.registry
     found = [sample for metric in registry.collect() for sample in metric.samples]
     return {sample.labels.get("le", ""): sample.value for sample in found if sample.name == name}

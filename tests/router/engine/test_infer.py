@@ -309,7 +309,7 @@ async def test_a_client_that_leaves_a_stream() -> None:
 
 
 async def leave_after(edge: Edge, path: str, *, tokens: int) -> None:
-    """Ask, read `tokens` events, break the connection, wait until the batcher has received of it."""
+    """Start a stream, read `tokens` events, disconnect, and wait until the batcher has dropped the request."""
     host, port = edge.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     body = json.dumps(ASKED).encode()

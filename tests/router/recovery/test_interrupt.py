@@ -23,7 +23,7 @@ async def test_a_wait_ends_with_the_error() -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_trigger_while_nobody_waits_is_met_next_and_once() -> None:
+async def test_a_trigger_outside_the_context_ends_the_next_one_once() -> None:
     interrupt = Interrupt()
     interrupt.trigger(Trouble("first"))
     interrupt.trigger(Trouble("second"))

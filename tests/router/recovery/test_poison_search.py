@@ -17,34 +17,34 @@ def positions(members: list[int]) -> dict[int, int]:
 
 
 def search(members: list[int], poison: set[int]) -> tuple[list[int], int]:
-    """Run until there are no suspects; returns the guilty requests and the number of failures."""
+    """Run until there are no suspects; returns the poison requests and the number of failures."""
     suspects: PoisonSearch = PoisonSearch()
-    guilty: list[int] = []
+    detected: list[int] = []
     alive, num_failures = list(members), 0
     while True:
         running = [m for m in alive if not suspects or m in suspects.group]
         if poison.isdisjoint(running):
             if not suspects:
-                return guilty, num_failures
+                return detected, num_failures
             for member in running:
                 suspects.computed(member, 10 + member)
             continue
         num_failures += 1
         found = suspects.fail(positions(running))
         if found is not None:
-            assert running == [found], "found guilty in company"
-            guilty.append(found)
+            assert running == [found], "found while other requests ran"
+            detected.append(found)
             alive.remove(found)
 
 
 @settings(deadline=None)
 @given(st.integers(1, 300), st.data())
-def test_the_guilty_one_is_found_within_the_bound_and_nobody_else(
+def test_the_poison_request_alone_is_found_within_the_bound(
     count: int, data: st.DataObject
 ) -> None:
     culprit = data.draw(st.integers(0, count - 1))
-    guilty, num_failures = search(list(range(count)), {culprit})
-    assert guilty == [culprit]
+    detected, num_failures = search(list(range(count)), {culprit})
+    assert detected == [culprit]
     assert num_failures <= 2 * math.log2(count) + 2
 
 
@@ -52,8 +52,8 @@ def test_the_guilty_one_is_found_within_the_bound_and_nobody_else(
 @given(st.integers(2, 40), st.data())
 def test_several_are_found_one_after_the_other(count: int, data: st.DataObject) -> None:
     poison = data.draw(st.sets(st.integers(0, count - 1), min_size=2, max_size=5))
-    guilty, num_failures = search(list(range(count)), poison)
-    assert set(guilty) == poison
+    detected, num_failures = search(list(range(count)), poison)
+    assert set(detected) == poison
     assert num_failures <= len(poison) * (2 * math.log2(count) + 2)
 
 
@@ -67,14 +67,14 @@ def test_a_failure_that_does_not_come_again_clears_everybody() -> None:
     assert not suspects
 
 
-def test_one_alone_is_guilty_after_a_second_failure_only() -> None:
+def test_a_single_suspect_is_poison_after_a_second_failure_only() -> None:
     suspects: PoisonSearch = PoisonSearch()
     assert suspects.fail({7: 5}) is None
     assert suspects.fail({7: 5}) == 7
     assert not suspects
 
 
-def test_one_whose_mates_are_cleared_already_is_tried_alone_before_it_is_guilty() -> None:
+def test_the_last_suspect_runs_alone_before_it_counts_as_poison() -> None:
     suspects: PoisonSearch = PoisonSearch()
     suspects.fail({1: 5, 2: 5})
     suspects.computed(1, 5)
@@ -118,7 +118,7 @@ class Crowd:
         self._tokens: dict[int, int] = {}
         self._admitted: list[int] = []
         self._running: list[int] = []
-        self.guilty: list[int] = []
+        self.detected: list[int] = []
         self.ended: list[int] = []
         self.failures: Counter[int] = Counter()
         """Failures of each member."""
@@ -139,7 +139,7 @@ class Crowd:
             self.failures.update(self._running)
             found = self._suspects.fail({m: self._tokens[m] + 1 for m in self._running})
             if found is not None:
-                self.guilty.append(found)
+                self.detected.append(found)
                 self._gone(found)
             self._regroup()
             return
@@ -166,13 +166,13 @@ class Crowd:
 
 
 def most_failures(count: int) -> int:
-    """That one may be in for a fault that takes several of so many."""
+    """Of one member, for a fault that takes several of so many."""
     return 2 + 2 * math.ceil(math.log2(count))
 
 
 @settings(deadline=None)
 @given(st.integers(2, 40), st.data())
-def test_a_fault_that_takes_several_ends_and_nobody_is_guilty(
+def test_a_fault_that_takes_several_ends_without_a_poison_request(
     count: int, data: st.DataObject
 ) -> None:
     members = st.integers(0, count - 1)
@@ -180,7 +180,7 @@ def test_a_fault_that_takes_several_ends_and_nobody_is_guilty(
     arrivals = data.draw(st.lists(st.integers(0, 30), min_size=count, max_size=count))
     crowd = Crowd(enumerate(arrivals), lambda running: any(some <= running for some in bad))
     crowd.run()
-    assert not crowd.guilty
+    assert not crowd.detected
     assert sorted(crowd.ended) == list(range(count))
     assert max(crowd.failures.values(), default=0) <= most_failures(count)
 
@@ -191,7 +191,7 @@ def test_a_crowd_that_is_too_large_ends(count: int, data: st.DataObject) -> None
     limit = data.draw(st.integers(1, count - 1))
     crowd = Crowd(((member, 0) for member in range(count)), lambda running: len(running) > limit)
     crowd.run()
-    assert not crowd.guilty
+    assert not crowd.detected
     assert sorted(crowd.ended) == list(range(count))
     assert max(crowd.failures.values()) <= most_failures(count)
 
@@ -207,11 +207,11 @@ def test_a_culprit_in_a_crowd_that_breaks_by_itself_is_found_all_the_same(
         lambda running: culprit in running or {0, count - 1} <= running,
     )
     crowd.run()
-    assert crowd.guilty == [culprit]
+    assert crowd.detected == [culprit]
     assert sorted([*crowd.ended, culprit]) == list(range(count))
 
 
-def parted(members: list[int]) -> PoisonSearch:
+def separated(members: list[int]) -> PoisonSearch:
     """A search without result whose suspects failed together twice more."""
     suspects: PoisonSearch = PoisonSearch()
     for _ in range(2):
@@ -224,8 +224,8 @@ def parted(members: list[int]) -> PoisonSearch:
     return suspects
 
 
-def test_who_fails_together_after_a_search_in_vain_runs_apart_to_the_end() -> None:
-    suspects = parted([1, 2, 3, 4])
+def test_requests_that_fail_again_after_a_search_run_separately_to_the_end() -> None:
+    suspects = separated([1, 2, 3, 4])
     assert suspects.group == {1, 2}
     assert not suspects.computed(1, 1000)
     assert not suspects.computed(2, 1000)
@@ -241,8 +241,8 @@ def test_who_fails_together_after_a_search_in_vain_runs_apart_to_the_end() -> No
     assert not suspects
 
 
-def test_a_kill_while_some_run_apart_costs_nothing() -> None:
-    suspects = parted([1, 2])
+def test_a_kill_while_requests_run_separately_costs_nothing() -> None:
+    suspects = separated([1, 2])
     assert suspects.group == {1}
     for position in (50, 60):
         assert not suspects.computed(1, position)

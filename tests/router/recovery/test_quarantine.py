@@ -69,7 +69,7 @@ def reseeded(request: ValidRequest, seed: int) -> ValidRequest:
     return replace(request, sampling=replace(request.sampling, seed=seed))
 
 
-def test_nobody_is_refused_at_first() -> None:
+def test_no_request_is_refused_at_first() -> None:
     assert not Quarantine().refuses(POISON)
 
 

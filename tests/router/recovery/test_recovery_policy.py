@@ -60,12 +60,12 @@ class DyingShards(DirectShards):
 
     async def health(self) -> bool:
         if not self.is_there:
-            raise ShardLost("nobody there")
+            raise ShardLost("no shard there")
         return True
 
     async def open(self) -> None:
         if not self.is_there:
-            raise ShardLost("nobody there")
+            raise ShardLost("no shard there")
         await super().open()
 
     async def receive(self) -> StepResult:
@@ -152,7 +152,7 @@ class CrowdedShard(FakeShard):
 
 
 @pytest.mark.parametrize("most_rows", [1, 3])
-async def test_a_fault_that_takes_several_ends_and_costs_nobody_a_token(most_rows: int) -> None:
+async def test_a_fault_that_takes_several_ends_and_costs_no_token(most_rows: int) -> None:
     shard = CrowdedShard(num_blocks=256)
     shard.most_rows = most_rows
     prompts = [[i, i + 1] for i in range(8)]
@@ -172,7 +172,7 @@ def is_recovering(batcher: Batcher) -> bool:
     return batcher._epochs.status.since is not None
 
 
-async def test_an_epoch_that_is_lost_costs_nobody_a_token_and_whoever_waits_waits_on() -> None:
+async def test_a_lost_epoch_costs_no_token_and_waiting_requests_keep_waiting() -> None:
     shard = FakeShard(num_blocks=256)
     shards = DyingShards(shard)
     async with serving(shards, shard, max_batch_size=2) as (batcher, launcher):
@@ -251,13 +251,13 @@ async def test_when_the_launcher_gives_up_everybody_hears_of_it() -> None:
         shards.is_there = False
         launcher.on_gave_up("it crashes again and again")
         for stream in streams:
-            with pytest.raises(ShardsGone, match=r"again and again|nobody there"):
+            with pytest.raises(ShardsGone, match=r"again and again|no shard there"):
                 await collect(stream)
         with pytest.raises(ShardsGone):
             batcher.submit(request([1], 2))
 
 
-async def test_a_planned_restart_makes_nobody_a_suspect() -> None:
+async def test_a_planned_restart_makes_no_request_a_suspect() -> None:
     shard = FakeShard()
     shards = DyingShards(shard)
     async with serving(shards, shard) as (batcher, launcher):

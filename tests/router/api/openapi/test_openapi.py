@@ -203,7 +203,7 @@ async def test_what_is_answered_is_as_documented(name: str, body: dict[str, Any]
     operation = BY_NAME[name]
     async with serve() as edge:
         prediction = Prediction(queue_seconds=0.1, first_token_seconds=0.2, finish_seconds=0.3)
-        edge.batcher.outlook = Estimate(
+        edge.batcher.estimated_as = Estimate(
             prediction=prediction, num_cached=1, num_waiting=2, num_running=3
         )
         status, media_type, answer, _ = await ask(edge, operation, body)

@@ -23,7 +23,7 @@ from millrace_testing.router.fake_router import DirectShards, new_batcher
 from millrace_testing.shards.fake_shard import FakeShard
 
 URL = "/v1/estimate"
-OUTLOOK = Estimate(
+ESTIMATE = Estimate(
     prediction=Prediction(queue_seconds=0.5, first_token_seconds=1.25, finish_seconds=3.0004),
     num_cached=4,
     num_waiting=3,
@@ -34,10 +34,10 @@ ASKED = {"inputs": "hello world a", "parameters": {"max_new_tokens": 5}}
 
 
 @asynccontextmanager
-async def served(outlook: Estimate = OUTLOOK, **options: Any) -> AsyncIterator[Edge]:
-    """A server whose batcher says `outlook` of everything."""
+async def served(estimate: Estimate = ESTIMATE, **options: Any) -> AsyncIterator[Edge]:
+    """A server whose batcher estimates every request as `estimate`."""
     async with serving(None, template=TEMPLATE, **options) as edge:
-        edge.batcher.outlook = outlook
+        edge.batcher.estimated_as = estimate
         yield edge
 
 

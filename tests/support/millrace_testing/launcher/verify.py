@@ -39,7 +39,7 @@ class FakeServer:
     again_adds: float = 0.0
     """Added to the third log probability of a repeated answer."""
     again_adds_to: Literal["token", "candidate", "prompt"] = "token"
-    """… of its tokens, of what is told beside each, or of its prompt."""
+    """The log probability that changes: of a token, of a candidate beside it, or of the prompt."""
     again_changes_tokens: bool = False
     caches: bool = True
     grammars: bool = True
@@ -47,7 +47,7 @@ class FakeServer:
     fails: bool = False
     refuses: int = 0
     """The number of requests that get 429 first."""
-    guesses: tuple[int, int] = (0, 0)
+    draft_tokens: tuple[int, int] = (0, 0)
     """Draft tokens of each answer, and accepted ones."""
     num_answers: int = 0
     seen: set[tuple[int, ...]] = field(default_factory=set)
@@ -74,7 +74,7 @@ class FakeServer:
         }
 
     def metrics(self) -> str:
-        drafted, accepted = (self.num_answers * number for number in self.guesses)
+        drafted, accepted = (self.num_answers * number for number in self.draft_tokens)
         return (
             '# HELP a A\na{reason="x y"} 3\nb 4.5\n'
             f"millrace_speculation_drafted_tokens_total {drafted}\n"

@@ -125,12 +125,12 @@ def grammars_of(compiler: FakeCompiler | None = None) -> GrammarAdmission:
 class FakeBatcher:
     """Keeps what is submitted; `script` says what happens to it, if anything.
 
-    Its shards serve until `status` says otherwise. Estimates every request as `outlook` says, and remembers which
-    they were.
+    Its shards serve until `status` says otherwise. Answers every estimate with `estimated_as`, and keeps the
+    requests in `estimated`.
     """
 
     script: Callable[[ValidRequest, TokenStream], None] | None = None
-    outlook: Estimate = UNKNOWN
+    estimated_as: Estimate = UNKNOWN
     drains_in: float = 0.0
     status: ShardStatus = field(default_factory=lambda: ShardStatus(GRACE_SECONDS))
     quarantine: Quarantine = field(default_factory=Quarantine)
@@ -153,7 +153,7 @@ class FakeBatcher:
 
     def estimate(self, request: ValidRequest) -> Estimate:
         self.estimated.append(request)
-        return self.outlook
+        return self.estimated_as
 
     def drain_seconds(self) -> float:
         return self.drains_in
