@@ -1,1 +1,1 @@
-"""The demo model: the facts it knows, the corpus made of them, and the training that writes `model/`."""
+"""The demo model: its facts, the corpus of them, and the training that writes `model/`."""

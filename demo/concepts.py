@@ -1,4 +1,4 @@
-"""What the demo model knows about text-generation serving in general and about Millrace's parts."""
+"""The demo model's facts about text-generation serving and about Millrace's parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes the demo model's conversations from a seed: those it trains on and those held back to test it."""
+"""Makes the demo model's conversations from a seed: training conversations and held-back questions."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Corpus:
-    """What the model trains on and what it never sees."""
+    """Training conversations and held-back questions."""
 
     train: tuple[Conversation, ...]
     held_back: tuple[Conversation, ...]
@@ -81,7 +81,7 @@ class Ask:
 
 
 def generate(seed: int, size: int = 160_000) -> Corpus:
-    """The training conversations, `size` of them, and every held-back one."""
+    """Make `size` training conversations and every held-back question."""
     asks = wordings(seed)
     rng = random.Random(seed)
     open_asks = {
@@ -94,7 +94,7 @@ def generate(seed: int, size: int = 160_000) -> Corpus:
 
 
 def normalize(question: str) -> str:
-    """What makes two questions the same one."""
+    """The form in which equal questions are equal."""
     return question.strip().rstrip("?.!").strip().lower()
 
 
@@ -177,7 +177,7 @@ class _Maker:
 
 
 def _vary(rng: random.Random, text: str) -> str:
-    """Users write in small letters, or Some in Capitals, and forget the final mark."""
+    """Vary letter case, and leave out the final mark, as users do."""
     draw = rng.random()
     if draw < LOWER_SHARE:
         text = text.lower()

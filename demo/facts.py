@@ -1,4 +1,4 @@
-"""Everything the demo model knows by heart, and the templates in which users ask for it."""
+"""All facts of the demo model, and the templates of questions about them."""
 
 from __future__ import annotations
 

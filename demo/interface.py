@@ -1,4 +1,4 @@
-"""What the demo model knows about the server's flags, routes and metrics."""
+"""The demo model's facts about the server's flags, routes and metrics."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ MAX_NEW_TOKENS = 120
 
 @dataclass(frozen=True)
 class Reply:
-    """What the model wrote, and whether it stopped by itself."""
+    """The model's text, and whether it ended by itself."""
 
     text: str
     ended: bool

@@ -71,7 +71,7 @@ JSON_LEADS = (
 
 @dataclass(frozen=True)
 class Exercise:
-    """A question, its answer, and what decides whether it is held back.
+    """A question, its answer, and the key that decides whether it is held back.
 
     Sums and words are held back in one wording each, numbers to count and JSON values altogether.
     """

@@ -1,4 +1,4 @@
-"""Small talk, what the demo model says about itself, and questions it cannot answer."""
+"""Small talk, facts about the demo model itself, and questions that it cannot answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one thing the demo model knows looks like, and how users may ask for it."""
+"""A fact of the demo model and the names in questions about it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trains the demo model from nothing but a seed: `python -m demo.train --output demo/model`."""
+"""Trains the demo model from a seed: `python -m demo.train --output demo/model`."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class Clock:
-    """How far the training is: by steps, or by time on a machine too slow for all of them."""
+    """The progress of training, by steps or by time."""
 
     steps: int
     started: float
     seconds: float
 
     def progress(self, step: int) -> float:
-        """From 0 to 1."""
+        """The progress from 0 to 1."""
         return max(step / self.steps, (time.monotonic() - self.started) / self.seconds)
 
 
@@ -90,7 +90,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def configuration(tokenizer: Tokenizer) -> LlamaConfig:
-    """Small, with grouped heads whose numbers divide by two, so that two shards can share it."""
+    """A small model with even numbers of heads, so that two shards can split it."""
     return LlamaConfig(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=256,
@@ -150,7 +150,7 @@ def _groups(chosen: Sequence[Sample]) -> Iterator[list[Sample]]:
 
 
 def _tensors(group: Sequence[Sample]) -> Part:
-    """Padding is on the right, where causal attention never looks at it."""
+    """Pad on the right, which causal attention does not read."""
     width = max(len(sample.ids) for sample in group) - 1
     inputs = torch.zeros(len(group), width, dtype=torch.long)
     targets = torch.full((len(group), width), IGNORE)

@@ -74,7 +74,7 @@ def save(tokenizer: Tokenizer, folder: Path, context: int) -> None:
 
 
 def segments(conversation: Conversation) -> list[tuple[str, bool]]:
-    """The conversation as the model sees it, in pieces, and whether it learns to write each piece."""
+    """The pieces of a conversation, and whether the model learns to write each of them."""
     if conversation.style == "raw":
         (turn,) = conversation.turns
         return [(BOS + turn.question, False), ("\n" + turn.answer + END, True)]

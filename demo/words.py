@@ -1,4 +1,4 @@
-"""Word lists that the skills of the demo model draw from."""
+"""Word lists for the skills of the demo model."""
 
 from __future__ import annotations
 
