@@ -14,14 +14,14 @@ from threading import BoundedSemaphore, Lock
 from millrace_shard.batch.sequence import Grammar
 from millrace_shard.structured_output.grammar.grammar_source import GrammarInvalid, lark_of
 from millrace_shard.structured_output.grammar_process import CompilerBusy, GrammarProcess
-from millrace_shard.structured_output.grammar_worker import lower_priority
+from millrace_shard.structured_output.grammar_worker import use_idle_cpus
 from millrace_shard.structured_output.matcher import Lexer, Matcher
 from millrace_shard.structured_output.vocabulary import Vocabulary, load_vocabulary
 
 MAX_SOURCE_BYTES = 1 << 17
 TIMEOUT = 2.0
-NUM_COMPILES = 4
-"""Grammars that are tried out and compiled at a time. Each takes a share of the CPUs from the forward pass."""
+NUM_COMPILES = 8
+"""Grammars that are tried out and compiled at a time; they share the idle CPUs, and each may take 1 GiB."""
 WAIT_SECONDS = 50.0
 """Wall-clock time that a request waits for its grammar. A router waits longer."""
 MAX_CALLS = 64
@@ -55,8 +55,7 @@ class GrammarCompiler:
         self._pool = ThreadPoolExecutor(
             NUM_COMPILES,
             thread_name_prefix="compile",
-            # Only Linux has a priority for each thread.
-            initializer=lower_priority if sys.platform == "linux" else None,
+            initializer=use_idle_cpus if sys.platform == "linux" else None,
         )
         self._process = GrammarProcess(
             folder, vocab_size=vocabulary.size, eos_token_ids=vocabulary.eos_token_ids

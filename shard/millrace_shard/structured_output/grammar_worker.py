@@ -37,8 +37,6 @@ STACK_BYTES = 1 << 20
 COMPILE_BYTES = 1 << 30
 NUM_TRIED = 12
 """Tokens of a text that are tried out: some limits show only behind the first tokens, such as that of alternatives."""
-NICENESS = 10
-"""Forward passes have priority."""
 TICK_SECONDS = 0.01
 """Least time between looks at the CPU time of a fork."""
 READY = b"ready\n"
@@ -49,7 +47,7 @@ FIRST = (Grammar(GrammarKind.REGEX, "a+"), Grammar(GrammarKind.JSON_SCHEMA, '{"t
 def main(argv: list[str]) -> int:
     """Fork for each connection until standard input ends."""
     die_with_parent()
-    lower_priority()
+    use_idle_cpus()
     folder, vocab_size, eos_token_ids = argv
     vocabulary = load_vocabulary(
         Path(folder), vocab_size=int(vocab_size), eos_token_ids=json.loads(eos_token_ids)
@@ -76,9 +74,15 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def lower_priority() -> None:
-    """Give the calling thread, and the threads and processes that it starts, at most the priority of `NICENESS`."""
-    os.nice(max(0, NICENESS - os.nice(0)))
+def use_idle_cpus() -> None:
+    """Let the calling thread, and the threads and processes that it starts, run on idle CPUs only.
+
+    A nice value is not enough: threads of a forward pass wait for each other many times in each time slice that a nice
+    thread gets.
+    """
+    # A sandbox may forbid it.
+    with suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def _serve_one(connection: socket.socket, vocabulary: Vocabulary, *, parent: int) -> NoReturn:

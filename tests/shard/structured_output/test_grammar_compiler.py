@@ -30,7 +30,6 @@ from millrace_shard.structured_output import grammar_compiler, grammar_process
 from millrace_shard.structured_output.grammar.grammar_source import GrammarInvalid
 from millrace_shard.structured_output.grammar_compiler import GrammarCompiler
 from millrace_shard.structured_output.grammar_process import CompilerBusy, GrammarProcess
-from millrace_shard.structured_output.grammar_worker import NICENESS
 from millrace_shard.structured_output.manager import NO_GRAMMARS, GrammarManager
 from millrace_shard.structured_output.mask_computer import MaskRequest
 from millrace_testing.engines.grammars import Words, lark, mask_of, regex, schema
@@ -348,10 +347,11 @@ def test_a_fork_without_cpu_time_refuses_no_grammar(
     compiler.close()
 
 
-def test_grammars_compile_at_a_lower_priority_than_steps(compiler: GrammarCompiler) -> None:
-    assert compiler._pool.submit(os.nice, 0).result(PATIENT) == NICENESS > os.nice(0)
+def test_grammars_compile_on_idle_cpus(compiler: GrammarCompiler) -> None:
+    scheduler = compiler._pool.submit(os.sched_getscheduler, 0)
+    assert scheduler.result(PATIENT) == os.SCHED_IDLE != os.sched_getscheduler(0)
     compiler.check(regex("warm"))
-    assert process_of(compiler).nice() == NICENESS
+    assert os.sched_getscheduler(process_of(compiler).pid) == os.SCHED_IDLE
 
 
 def test_a_grammar_that_takes_too_long_is_refused(folder: Path) -> None:
