@@ -75,7 +75,7 @@ def warm_up(
     With `profile`, which is the default on CUDA, the largest steps run before memory is measured. Otherwise the largest
     prefill runs on a few layers after the cache is allocated, unless the request has the number of blocks of an
     earlier group: this size fitted then, and requests are waiting. `graphs` are captured if the kernels support it, in
-    the profile run too, since their memory counts. No earlier cache may exist any more.
+    the profile run too, since their memory counts. Every earlier cache must be gone.
 
     Raises CapacityError.
     """
