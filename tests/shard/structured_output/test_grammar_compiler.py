@@ -347,11 +347,16 @@ def test_a_fork_without_cpu_time_refuses_no_grammar(
     compiler.close()
 
 
-def test_grammars_compile_on_idle_cpus(compiler: GrammarCompiler) -> None:
+def test_grammars_compile_on_half_of_the_cpus_while_these_are_idle(
+    compiler: GrammarCompiler,
+) -> None:
     scheduler = compiler._pool.submit(os.sched_getscheduler, 0)
     assert scheduler.result(PATIENT) == os.SCHED_IDLE != os.sched_getscheduler(0)
     compiler.check(regex("warm"))
-    assert os.sched_getscheduler(process_of(compiler).pid) == os.SCHED_IDLE
+    pid = process_of(compiler).pid
+    assert os.sched_getscheduler(pid) == os.SCHED_IDLE
+    num_cpus = len(os.sched_getaffinity(0))
+    assert len(os.sched_getaffinity(pid)) == num_cpus - num_cpus // 2
 
 
 def test_a_grammar_that_takes_too_long_is_refused(folder: Path) -> None:
