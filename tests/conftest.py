@@ -18,7 +18,7 @@ for name in [
 ]:
     del os.environ[name]
 
-# Triton reads this once as well, whoever imports it: without a GPU, its kernels run in its interpreter.
+# Triton reads this once, at its first import: without a GPU, its kernels run in its interpreter.
 if metadata.version("torch").endswith("+cpu") or not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

@@ -146,7 +146,7 @@ def calls(text: str) -> Iterator[tuple[str, list[str]]]:
 
 @functools.cache
 def help_texts() -> dict[str, str]:
-    """What each program that a page calls prints for `--help`."""
+    """The `--help` text of each program that a page calls."""
     named = sorted({called for page in PAGES for called, _ in calls(page.read_text())})
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     printed = subprocess.check_output(

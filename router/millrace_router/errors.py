@@ -1,16 +1,16 @@
-"""What can go wrong with a request, as one tree; each leaf knows how HTTP is to say it.
+"""The errors of a request, as one tree; each class has its HTTP status and its `error_type`.
 
-`platform_errors.py` has those that only platforms are told.
+`api/platforms/errors.py` has the errors of the platform routes.
 
 RouterError
 ├── ValidationError           422  validation
-│   ├── SizeError             422  validation         (it does not fit, though it is well-formed)
+│   ├── SizeError             422  validation         (well-formed, but too long)
 │   └── BodyError             400  validation         (the body is not JSON)
 │       ├── BodyShapeError    422  validation         (JSON of another shape)
 │       ├── MediaTypeError    415  validation
 │       ├── EncodingError     415  validation
 │       ├── BodySizeError     413  validation
-│       └── BodyTimeout       408  validation         (it did not come, or not whole)
+│       └── BodyTimeout       408  validation         (the body did not arrive in time)
 ├── UnknownPath               404  not_found
 ├── UnknownModel              404  not_found          (`/v1/models/{id}`; no other route asks for a name)
 ├── NotStored                 404  not_found          (`/v1/responses/{id}`)
@@ -20,14 +20,14 @@ RouterError
 ├── TemplateError             422  template_error
 ├── ToolError                 422  tool_error
 ├── GenerationError           424  generation
-│   ├── NonFiniteOutput       424  generation         (this request's own doing)
-│   ├── Quarantined           424  generation         (it breaks steps, in company and alone)
+│   ├── NonFiniteOutput       424  generation         (caused by this request alone)
+│   ├── Quarantined           424  generation         (its steps fail, in a batch and alone)
 │   └── DoesNotFit            424  generation         (the shards lack memory to run it even alone)
 ├── Overloaded                429  overloaded
 │   ├── QueueFull             429  overloaded         (`--max-queue-size`)
-│   ├── QueueTooLong          429  overloaded         (it would wait for too long)
-│   └── QueueExpired          429  overloaded         (it has waited for too long)
-├── NotResumable              410  not_resumable      (the stream that `Last-Event-ID` speaks of is gone)
+│   ├── QueueTooLong          429  overloaded         (the predicted wait is too long)
+│   └── QueueExpired          429  overloaded         (the wait was too long)
+├── NotResumable              410  not_resumable      (the stream of `Last-Event-ID` is gone)
 ├── IncompleteGeneration      500  incomplete_generation
 │   └── IncompleteGenerationStream     incomplete_generation_stream (after the status was sent)
 ├── Unhealthy                 503  healthcheck        (with the reason)
@@ -42,7 +42,7 @@ from typing import ClassVar
 
 
 class RouterError(Exception):
-    """A failure that its client is told about; `str(error)` is the whole message."""
+    """A failure that the client gets as an answer; `str(error)` is the whole message."""
 
     status: ClassVar[int] = 500
     error_type: ClassVar[str] = "internal"
@@ -51,7 +51,7 @@ class RouterError(Exception):
 
 
 class ValidationError(RouterError):
-    """The request asks for something that is not to be had."""
+    """The request has an invalid or unsupported value."""
 
     status = 422
     error_type = "validation"
@@ -71,7 +71,7 @@ class SizeError(ValidationError):
 
 
 class BodyError(ValidationError):
-    """The body could not even be read as a request; the message carries no prefix."""
+    """The body cannot be read as a request; the message has no prefix."""
 
     status = 400
 
@@ -86,7 +86,7 @@ class BodyShapeError(BodyError):
 
 
 class MediaTypeError(BodyError):
-    """The body does not claim to be JSON."""
+    """The content type of the body is not JSON."""
 
     status = 415
 
@@ -95,7 +95,7 @@ class MediaTypeError(BodyError):
 
 
 class EncodingError(BodyError):
-    """The body is compressed in a way that is not known here."""
+    """The compression of the body is not supported."""
 
     status = 415
 
@@ -113,7 +113,7 @@ class BodySizeError(BodyError):
 
 
 class BodyTimeout(BodyError):
-    """The body has not come to its end in time."""
+    """The body did not end in time."""
 
     status = 408
 
@@ -132,7 +132,7 @@ class UnknownPath(RouterError):
 
 
 class UnknownModel(RouterError):
-    """A model by another name than that of the one that is served."""
+    """The server has no model of this name."""
 
     status = 404
     error_type = "not_found"
@@ -142,7 +142,7 @@ class UnknownModel(RouterError):
 
 
 class NotStored(RouterError):
-    """A response of an earlier request, by its id."""
+    """The request refers to an earlier response by id; responses are not stored."""
 
     status = 404
     error_type = "not_found"
@@ -152,7 +152,7 @@ class NotStored(RouterError):
 
 
 class WrongMethod(RouterError):
-    """The route does not take the method."""
+    """The route does not support the method."""
 
     status = 405
     error_type = "method_not_allowed"
@@ -162,7 +162,7 @@ class WrongMethod(RouterError):
 
 
 class BatchSizeExceeded(RouterError):
-    """More prompts in one request than `--max-client-batch-size`."""
+    """The request has more prompts than `--max-client-batch-size`."""
 
     status = 422
     error_type = "batch size exceeded"
@@ -175,7 +175,7 @@ class BatchSizeExceeded(RouterError):
 
 
 class SuffixNotSupported(RouterError):
-    """`suffix` of a completion."""
+    """The completion has a `suffix`, which is not supported."""
 
     status = 422
     error_type = "suffix not supported"
@@ -199,7 +199,7 @@ class TemplateError(RouterError):
 
 
 class ToolError(RouterError):
-    """A tool was asked for that does not exist, or its call could not be read."""
+    """The request names a tool that does not exist, or the model's call cannot be parsed."""
 
     status = 422
     error_type = "tool_error"
@@ -210,7 +210,7 @@ class ToolError(RouterError):
 
 
 class GenerationError(RouterError):
-    """The shards failed this request."""
+    """The generation failed on the shards."""
 
     status = 424
     error_type = "generation"
@@ -224,28 +224,28 @@ NON_FINITE = "the model's output is not finite"
 
 
 class NonFiniteOutput(GenerationError):
-    """The model has no finite scores for this request; others are not concerned."""
+    """The model has no finite scores for this request; other requests continue."""
 
     def __init__(self) -> None:
         super().__init__(NON_FINITE)
 
 
 class GrammarFailed(GenerationError):
-    """The grammar of this request could not be followed to the end of its text; others are not concerned."""
+    """The grammar of this request allows no further token; other requests continue."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"the grammar cannot be followed any further: {reason}")
 
 
 class Quarantined(GenerationError):
-    """The step that runs this request fails, in company and alone; others are not concerned."""
+    """Steps with this request fail, in a batch and alone; other requests continue."""
 
     def __init__(self) -> None:
         super().__init__("the request breaks the model server and has been quarantined")
 
 
 class DoesNotFit(GenerationError):
-    """The shards run out of memory with this request alone; others are not concerned."""
+    """The shards run out of memory with this request alone; other requests continue."""
 
     def __init__(self) -> None:
         super().__init__("out of memory, even with this request alone")
@@ -266,7 +266,7 @@ class Overloaded(RouterError):
 
 
 class QueueFull(Overloaded):
-    """As many requests wait as `--max-queue-size` allows."""
+    """The queue has `--max-queue-size` requests."""
 
     def __init__(self, max_size: int, *, retry_after_seconds: float) -> None:
         super().__init__(
@@ -276,7 +276,7 @@ class QueueFull(Overloaded):
 
 
 class QueueTooLong(Overloaded):
-    """The request would wait longer than it may."""
+    """The predicted wait of the request is longer than allowed."""
 
     def __init__(self, *, predicted_seconds: float, allowed_seconds: float) -> None:
         super().__init__(
@@ -287,7 +287,7 @@ class QueueTooLong(Overloaded):
 
 
 class QueueExpired(Overloaded):
-    """The request has waited longer than it may."""
+    """The request waited longer than allowed."""
 
     def __init__(self, *, retry_after_seconds: float) -> None:
         super().__init__(
@@ -297,10 +297,10 @@ class QueueExpired(Overloaded):
 
 
 class NotResumable(RouterError):
-    """What a client wants to go on reading is not there any more.
+    """The stream that a client wants to resume is not kept.
 
-    410, because clients give up on it instead of trying again: starting anew in silence would repeat tokens, and a
-    409 is repeated by OpenAI's clients. Whoever wants to start anew sends the request without `Last-Event-ID`.
+    The status is 410, because clients do not retry it, and OpenAI's clients retry 409. A silent new start would repeat
+    tokens; for a new start, a client sends the request without `Last-Event-ID`.
     """
 
     status = 410
@@ -314,7 +314,7 @@ class NotResumable(RouterError):
 
 
 class IncompleteGeneration(RouterError):
-    """A stream ended without its terminal event: our mistake, never the client's."""
+    """A stream ended without its terminal event: a defect of the server."""
 
     status = 500
     error_type = "incomplete_generation"
@@ -325,7 +325,7 @@ class IncompleteGeneration(RouterError):
 
 
 class IncompleteGenerationStream(IncompleteGeneration):
-    """The same once a client has been sent events."""
+    """A stream ended without its terminal event after events were sent."""
 
     error_type = "incomplete_generation_stream"
 
@@ -334,7 +334,7 @@ class IncompleteGenerationStream(IncompleteGeneration):
 
 
 class Unhealthy(RouterError):
-    """The server cannot do its work; `reason` says why."""
+    """The health check fails; `reason` says why."""
 
     status = 503
     error_type = "healthcheck"
@@ -345,7 +345,7 @@ class Unhealthy(RouterError):
 
 
 class ShardsGone(RouterError):
-    """The shards are down, and are not expected back in time."""
+    """The shards are down, and do not come back in time."""
 
     status = 503
     error_type = "unavailable"
@@ -356,7 +356,7 @@ class ShardsGone(RouterError):
 
 
 class ShuttingDown(RouterError):
-    """The server drains: running requests finish, new ones must go elsewhere."""
+    """The server drains: running requests finish, and new requests are refused."""
 
     status = 503
     error_type = "unavailable"

@@ -1,4 +1,4 @@
-"""What `python -m bench.startup` makes of a launcher's log, a checkpoint and several starts."""
+"""`python -m bench.startup` reads a launcher's log, writes a checkpoint and summarizes several starts."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_generation_ends_by_itself(answered: Answered) -> None:
     assert [item.turns[-1].question for item, reply in answered if not reply.ended] == []
 
 
-def test_history_and_system_prompt_do_not_confuse_it(
+def test_earlier_messages_and_system_prompt_do_not_confuse_it(
     loaded: tuple[PreTrainedModel, PreTrainedTokenizerFast],
 ) -> None:
     model, tokenizer = loaded

@@ -10,7 +10,7 @@ from bench.faults.chaos.__main__ import main
 KINDS = "kill,hang,router,vanish,malformed,burst"
 
 
-def test_a_short_campaign_is_survived(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_short_campaign_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "server.log"
     code = main(
         [

@@ -175,7 +175,7 @@ def test_beside_a_response_format_the_model_calls_or_answers(server: Server) -> 
             assert isinstance(json.loads(message["content"])["runs"], bool)
 
 
-async def test_guided_and_plain_requests_do_not_notice_each_other(server: Server) -> None:
+async def test_guided_and_plain_requests_do_not_affect_each_other(server: Server) -> None:
     bodies = [
         body_with(grammar, do_sample=True, seed=seed, max_new_tokens=40)
         for seed in range(3)
@@ -227,7 +227,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-async def test_a_hostile_grammar_ends_nobody_s_stream(server: Server, name: str) -> None:
+async def test_a_hostile_grammar_ends_no_other_stream(server: Server, name: str) -> None:
     """It is taken or refused, in bounded time; a stream beside it goes on as if it were alone."""
     plain = {"inputs": QUESTION, "parameters": {"max_new_tokens": 100, "ignore_eos": True}}
     async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:

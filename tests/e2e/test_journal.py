@@ -129,7 +129,7 @@ def is_endless(body: dict[str, Any]) -> bool:
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of a shard that is started as the server's was."""
+    """The address of a shard that is started as the server's was."""
     address = f"unix:{tmp_path_factory.mktemp('shard')}/shard"
     with shard(address, *FLAGS):
         yield address

@@ -127,7 +127,7 @@ def raised_file_limit(wanted: int) -> bool:
     return True
 
 
-async def test_idle_connections_and_slow_senders_keep_nobody_out(server: Server) -> None:
+async def test_idle_connections_and_slow_senders_block_no_other_client(server: Server) -> None:
     if not raised_file_limit(NUM_IDLE + NUM_SLOW + 500):
         pytest.skip("too few files may be open")
     router = router_of(server)

@@ -36,7 +36,7 @@ def completed(described: object, beginning: str) -> str | None:
 
 
 def outcome(described: object, status: int, answer: dict[str, Any]) -> str:
-    """What became of a request, once that was found to be right."""
+    """The outcome of a request; fails if the answer is wrong."""
     if status == 422:
         assert answer["error"].removeprefix(REFUSAL) not in {"", answer["error"]}, answer
         return "refused"
@@ -54,7 +54,7 @@ def outcome(described: object, status: int, answer: dict[str, Any]) -> str:
 
 
 async def outcomes_of(url: str) -> Counter[str]:
-    """Of a request with each schema, some at a time."""
+    """Counts of the outcomes of a request with each schema; several requests run at a time."""
     left, outcomes = bodies(NUM_SCHEMAS, "random weights"), Counter[str]()
 
     async def client(session: aiohttp.ClientSession) -> None:

@@ -64,7 +64,7 @@ def random_ids(count: int, seed: int) -> tuple[int, ...]:
 
 
 SYSTEM = random_ids(140, 0)
-"""What most prompts begin with."""
+"""The common prefix of most prompts."""
 REQUESTS = tuple(
     ValidRequest(
         input_ids=SYSTEM[:shared] + random_ids(own, seed),
@@ -148,12 +148,12 @@ class Schedule:
     rounds: int = 1
     """The same requests again; the last round counts."""
     num_late: int = 0
-    """Of the requests, those that come once the first one has a token."""
+    """The number of requests that arrive after the first request has a token."""
 
 
 @dataclass
 class Served:
-    """What came out, and what the scheduler did for it."""
+    """Generated outputs, and counts of the scheduler's actions."""
 
     found: list[Found]
     num_preemptions: int
@@ -271,7 +271,7 @@ def few_alone(alone: list[Found]) -> list[Found]:
 
 @pytest.mark.parametrize("chunk", [16, 64, 512])
 @pytest.mark.parametrize("cache", ["off", "cold", "warm"])
-def test_company_chunks_and_cache_change_no_bit(
+def test_batch_composition_chunks_and_cache_change_no_bit(
     model: Model, few_alone: list[Found], cache: str, chunk: int
 ) -> None:
     schedule = Schedule(

@@ -96,7 +96,7 @@ async def test_64_mixed_streams_equal_the_same_requests_alone(server: Server) ->
         together = await asyncio.gather(*(generate(client, body) for body in bodies))
         alone = [await generate(client, body) for body in bodies]
     for i, (one, other) in enumerate(zip(together, alone, strict=True)):
-        assert tokens_of(one) == tokens_of(other), f"request {i} depends on its company"
+        assert tokens_of(one) == tokens_of(other), f"request {i} depends on its batch"
         assert one[-1]["generated_text"] == other[-1]["generated_text"]
 
 
@@ -179,7 +179,7 @@ def test_bad_openai_input_gets_a_typed_error(http: httpx.Client, path: str, body
 
 
 async def test_health_answers_while_a_huge_prompt_is_tokenized(server: Server) -> None:
-    """Counted until the answer begins, as nobody knows how long either takes: 1, were they done in turn."""
+    """Count health answers until the other answer begins; a server that works in turn would give one."""
     body = {"inputs": "word " * 100_000}
 
     async def num_answers(client: httpx.AsyncClient) -> int:

@@ -62,7 +62,7 @@ def without_cached(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_ready(server: Server) -> bool:
-    """Whether `/readyz` says so; nobody listening is not ready either."""
+    """Whether `/readyz` answers 200; a server that does not listen is not ready."""
     try:
         return httpx.get(f"{server.url}/readyz", timeout=10).status_code == 200
     except httpx.TransportError:
@@ -81,7 +81,7 @@ def stop_body(undisturbed: Answer) -> dict[str, Any]:
 
 
 class Undisturbed(NamedTuple):
-    """What a server answers when nothing happens to it."""
+    """The answers of a server without faults."""
 
     bodies: list[dict[str, Any]]
     streams: list[Answer]
@@ -163,7 +163,7 @@ async def test_a_shard_that_is_stopped_is_restarted_and_streams_go_on(
     await survivors.survive(server, lambda stopped: stopped.status(), "hung")
 
 
-async def test_sighup_restarts_the_shards_under_load_and_fails_nobody(
+async def test_sighup_restarts_the_shards_under_load_without_failed_requests(
     server: Server, survivors: Survivors
 ) -> None:
     old = server.shard

@@ -68,7 +68,7 @@ def authority() -> trustme.CA:
 
 @pytest.fixture
 def address(tmp_path: Path, authority: trustme.CA) -> Iterator[str]:
-    """Of a shard that serves the demo model to routers of `authority`."""
+    """The address of a shard that serves the demo model to routers of `authority`."""
     files = certificate(tmp_path, "shard", "localhost", authority=authority)
     with kept_port() as port:
         address = f"localhost:{port}"
@@ -78,7 +78,7 @@ def address(tmp_path: Path, authority: trustme.CA) -> Iterator[str]:
             yield address
 
 
-def test_a_shard_serves_its_router_over_tls_and_nobody_else(
+def test_a_shard_serves_only_its_router_over_tls(
     address: str, tmp_path: Path, authority: trustme.CA
 ) -> None:
     stranger = grpc.ssl_channel_credentials(authority.cert_pem.bytes())

@@ -44,7 +44,7 @@ def environment_of(name: str) -> str:
 
 
 def run_quietly(command: Sequence[str], folder: Path) -> str:
-    """What the command printed; the same is the failure's message."""
+    """The output of the command; a failure's message has the output too."""
     # huggingface_hub, told to stay offline, refuses a server on this machine too.
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     answer = subprocess.run(

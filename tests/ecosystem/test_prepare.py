@@ -1,4 +1,4 @@
-"""What is installed for the ecosystem tests, and what is said where that is not allowed."""
+"""The preparation of the ecosystem tests installs packages, or says why it must not."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_root_installs_what_is_missing(
     assert installed >= {"g++", "prometheus", "docker-compose"}
 
 
-def test_others_are_told_what_is_missing(
+def test_others_get_a_list_of_what_is_missing(
     commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)

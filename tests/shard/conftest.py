@@ -1,4 +1,4 @@
-"""What every file of these tests begins with."""
+"""Fixtures of all tests of the shard."""
 
 from __future__ import annotations
 

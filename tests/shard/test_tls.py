@@ -1,4 +1,4 @@
-"""Who is let in at a TCP address: a real server, and clients with every kind of paper."""
+"""Access to a shard at a TCP address: a real server, and clients with all kinds of certificates."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_client_of_the_same_authority_is_served(
     ],
     ids=["plain", "no certificate", "another authority", "does not trust the shard"],
 )
-def test_anyone_else_is_refused(
+def test_other_clients_are_refused(
     port: int,
     tmp_path: Path,
     authority: trustme.CA,

@@ -72,7 +72,7 @@ class Epoch:
     header: Header
     began_ns: int
     snapshot: pb.StepRequest | None
-    """What the shards held; None when the record begins with the epoch."""
+    """The state of the shards at the first event; None when the record begins with the epoch."""
     events: Iterator[Sent | Answered | Failed] = field(repr=False, compare=False)
     """Events in order; valid until the next epoch is read."""
 

@@ -1,4 +1,4 @@
-"""What a generation yields: log probabilities of its prompt, then tokens, and the end with the last of them.
+"""The events of a generation: log probabilities of its prompt, then tokens, and the end with the last token.
 
 `Token` and `TokenEvent` are not frozen, because that would double the time to make one; no code changes them.
 """

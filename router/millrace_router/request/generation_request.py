@@ -1,4 +1,4 @@
-"""What a client asks for, before it is validated, whatever its dialect."""
+"""A request of any dialect, not yet validated."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class ValidRequest:
 
     input_ids: tuple[int, ...]
     max_new_tokens: int
-    """What the client asked for, or what the prompt leaves of `max_total_tokens`."""
+    """The client's limit, or the part of `max_total_tokens` that the prompt leaves."""
     sampling: SamplingParameters = field(default_factory=SamplingParameters)
     stop_sequences: tuple[str, ...] = ()
     ignore_eos: bool = False

@@ -1,4 +1,4 @@
-"""What all routes that generate do before they ask for a generation."""
+"""The steps of all generating routes before a generation starts."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_the_bound_is_that_of_the_contract() -> None:
     assert bound(64) == 14
 
 
-def test_the_test_shard_is_told_which_tokens_and_how() -> None:
+def test_the_test_shard_gets_the_tokens_and_the_kind_of_failure() -> None:
     assert KILL.environment == {
         "MILLRACE_TEST_POISON": "7,8,9",
         "MILLRACE_TEST_POISON_HOW": "kill",

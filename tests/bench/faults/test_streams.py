@@ -22,7 +22,7 @@ def whole(count: int = 3) -> list[bytes]:
     return [event(index, last=index == count) for index in range(1, count + 1)]
 
 
-def test_whoever_samples_has_a_seed_and_bodies_are_the_same_every_time() -> None:
+def test_sampled_requests_have_a_seed_and_bodies_are_reproducible() -> None:
     bodies = mixed_bodies(200, longest=600)
     assert bodies == mixed_bodies(200, longest=600)
     kinds = [body["parameters"] for body in bodies]
@@ -93,7 +93,7 @@ def test_a_token_a_length_an_end_and_an_error_are_differences() -> None:
     assert "reset" in found[3]
 
 
-def test_one_stream_may_be_somebody_elses_affair() -> None:
+def test_one_stream_may_be_excepted() -> None:
     right, failed = answer(*whole()), answer(error="424")
     assert differences([right, right], [right, failed], but=1) == []
     assert len(differences([right, right], [right, failed], but=0)) == 1

@@ -81,7 +81,7 @@ def test_tests_that_were_skipped_meet_no_goal() -> None:
     assert verdict_on_tests(2, skipped=82) == "missed"
 
 
-def test_figures_survive_a_writer_that_is_killed(tmp_path: Path) -> None:
+def test_figures_are_kept_when_their_writer_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "figures.jsonl"
     assert read(path) == []
     append(path, decode(4.0))

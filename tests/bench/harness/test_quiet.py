@@ -30,13 +30,13 @@ def test_it_waits_for_the_first_quiet_stretch() -> None:
     assert machine.now == 6.0
 
 
-def test_its_patience_ends() -> None:
+def test_the_wait_is_limited() -> None:
     machine = FakeMachine([0.5] * 100)
     assert not wait_until_quiet(QUIET, measure=machine.measure, clock=machine.clock)
     assert machine.now == 10.0
 
 
-def test_without_patience_it_looks_once() -> None:
+def test_without_a_wait_it_measures_once() -> None:
     machine = FakeMachine([0.5] * 2)
     quiet = Quiet(patience_seconds=0.0)
     assert not wait_until_quiet(quiet, measure=machine.measure, clock=machine.clock)

@@ -1,4 +1,4 @@
-"""What each part makes of its measurements, and how a table is written down."""
+"""Each part evaluates its measurements and writes its table."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_the_router_takes_what_is_sent_and_no_number_is_another_s_grammar(name: 
 
 
 def _num_levels(schema: Any) -> int:
-    """Of schemas in the properties of schemas."""
+    """The number of levels of schemas in the properties of schemas."""
     return 1 + max(map(_num_levels, schema.get("properties", {}).values()), default=0)
 
 
@@ -160,7 +160,7 @@ async def test_a_connection_that_breaks_is_out_of_order() -> None:
             await large.beside(url, PLAIN, SMALL, 7)
 
 
-def test_time_between_tokens_is_that_of_settled_streams() -> None:
+def test_time_between_tokens_counts_streams_in_their_steady_state() -> None:
     """Each token takes 10 ms, but for one before the stream has settled and one of 110 ms after it."""
     seconds = [0.01] * 113
     seconds[3], seconds[60] = 5.0, 0.11

@@ -1,4 +1,4 @@
-"""What the bench of structured output counts as valid, and how it takes its figures, without a server."""
+"""The bench of structured output checks answers and computes its figures; no server is needed."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ CALLING: dict[str, Any] = {
 
 
 class Mill(BaseModel):
-    """What a model of any quality can say in a few tokens."""
+    """An answer that a model of any quality can give in a few tokens."""
 
     model_config = ConfigDict(extra="forbid")
 

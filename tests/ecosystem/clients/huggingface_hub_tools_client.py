@@ -106,10 +106,10 @@ def the_prompt_for_tools_is_taken(base_url: str) -> None:
 
 
 def a_tool_that_is_none_raises_with_its_reason(base_url: str) -> None:
-    unknown = {"type": "function", "function": {"name": "nobody"}}
+    unknown = {"type": "function", "function": {"name": "missing"}}
     error = raised(HfHubHTTPError, lambda: ask(base_url, unknown))
     assert error.response.status_code in {400, 422}
-    assert "nobody" in str(error)
+    assert "missing" in str(error)
 
 
 def the_asynchronous_client_does_the_same(base_url: str) -> None:

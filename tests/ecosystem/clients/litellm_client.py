@@ -25,7 +25,7 @@ litellm.telemetry = False
 
 
 def providers(base_url: str) -> list[dict[str, Any]]:
-    """What selects each provider; `huggingface/` adds `/v1` on its own."""
+    """The arguments that select each provider; `huggingface/` adds `/v1` on its own."""
     return [
         {"model": "openai/tgi", "api_base": f"{base_url}/v1", "api_key": "-"},
         {"model": "huggingface/tgi", "api_base": base_url, "api_key": "-"},

@@ -48,7 +48,7 @@ def evaluate(backend: str, tasks: tuple[str, ...], **arguments: Any) -> dict[str
 
 @functools.cache
 def expected() -> dict[str, Any]:
-    """What the checkpoint itself says, run by transformers."""
+    """The results of the checkpoint in transformers."""
     arguments = {"pretrained": str(MODEL), "dtype": "float32", "device": "cpu"}
     # The API's backends put nothing before a text.
     return evaluate("hf", TASKS, batch_size=4, add_bos_token=False, max_length=1024, **arguments)
@@ -67,7 +67,7 @@ def served(base_url: str, tasks: tuple[str, ...], **arguments: Any) -> dict[str,
 
 
 def responses(results: dict[str, Any], task: str) -> list[Any]:
-    """What each document got, in the order of documents."""
+    """The result of each document, in the order of documents."""
     samples = sorted(results["samples"][task], key=lambda sample: sample["doc_id"])
     return [sample["filtered_resps"] for sample in samples]
 

@@ -27,7 +27,7 @@ EVENT: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
 
 
 class Mill(BaseModel):
-    """What a model of any quality can say in a few tokens."""
+    """An answer that a model of any quality can give in a few tokens."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -52,7 +52,7 @@ def only_allowed_tools_are_called(base_url: str) -> None:
 def what_cannot_be_called_is_refused(base_url: str) -> None:
     wrong = tool("wind", {"type": "no such type"})
     refused: tuple[dict[str, Any], ...] = (
-        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "nobody"}}},
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "missing"}}},
         {"tools": TOOLS, "tool_choice": "sometimes"},
         {"tools": [wrong], "tool_choice": "required"},
         {"tools": [], "tool_choice": "required"},

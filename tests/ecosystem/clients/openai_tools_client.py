@@ -34,7 +34,7 @@ NAMED = {"type": "function", "function": {"name": "wind"}}
 
 
 class Wind(BaseModel):
-    """What a model of any quality can say in a few tokens."""
+    """An answer that a model of any quality can give in a few tokens."""
 
     model_config = ConfigDict(extra="forbid")
 

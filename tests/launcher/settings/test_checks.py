@@ -117,7 +117,7 @@ EVERY_ONE = [
 
 
 @pytest.mark.parametrize("on_cpu", [False, True])
-def test_every_flag_without_effect_is_told_once(on_cpu: bool) -> None:
+def test_every_flag_without_effect_is_reported_once(on_cpu: bool) -> None:
     settings = read_settings(EVERY_ONE)
     told = [line.split(" has no effect: ")[0] for line in notices(settings, on_cpu=on_cpu)]
     assert told == sorted([*WITHOUT_EFFECT, *(WITHOUT_EFFECT_ON_CPU if on_cpu else [])])
@@ -141,7 +141,7 @@ def test_what_has_an_effect_depends_on_chunking(chunking: str, expected: list[st
     assert [line.split(" has no effect: ")[0] for line in lines] == expected
 
 
-def test_flags_without_effect_are_told_only_when_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_without_effect_are_reported_only_when_set(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(notices(read_settings([]), on_cpu=True)) == []
     monkeypatch.setenv("USAGE_STATS", "off")
     (found,) = notices(read_settings([]), on_cpu=True)
@@ -160,7 +160,7 @@ def test_flags_without_effect_are_told_only_when_set(monkeypatch: pytest.MonkeyP
         ("SM_NUM_GPUS", "2"),
     ],
 )
-def test_variables_of_tgi_without_effect_are_told(
+def test_variables_of_tgi_without_effect_are_reported(
     variable: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, value)

@@ -102,7 +102,7 @@ def test_a_lock_that_is_no_file_of_ours_is_refused(tmp_path: Path) -> None:
     assert not target.exists()
 
 
-def test_a_port_that_somebody_listens_on_is_left_if_it_may_be(tmp_path: Path) -> None:
+def test_a_port_in_use_is_skipped_if_it_may_be(tmp_path: Path) -> None:
     with socket.socket() as busy:
         busy.bind(("", 0))
         busy.listen()
@@ -116,7 +116,7 @@ def test_a_port_that_somebody_listens_on_is_left_if_it_may_be(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_port_that_nobody_listens_on_yet_is_claimed_once(tmp_path: Path) -> None:
+def test_a_free_port_is_claimed_once(tmp_path: Path) -> None:
     with (
         kept_port() as port,
         claimed_port(port, may_move=True, locks=tmp_path) as first,

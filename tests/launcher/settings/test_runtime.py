@@ -1,4 +1,4 @@
-"""What `--env` prints."""
+"""The output of `--env`."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def drained(reader: socket.socket) -> bytes:
     return b"".join(parts)
 
 
-async def test_what_the_router_is_told() -> None:
+async def test_messages_to_the_router() -> None:
     control = Control(lambda _: None)
     router = control.theirs.dup()
     control.restarting("shard-0: killed", planned=False)
@@ -67,7 +67,7 @@ async def test_what_the_router_is_told() -> None:
     st.integers(1, 20),
 )
 @settings(deadline=None, max_examples=60)
-def test_events_survive_garbage_and_any_cut(garbage: list[bytes], size: int) -> None:
+def test_events_are_read_despite_garbage_and_any_split(garbage: list[bytes], size: int) -> None:
     async def play() -> Heard:
         heard = Heard()
         control = Control(heard.add)
@@ -97,7 +97,7 @@ async def test_long_deep_and_broken_lines_are_dropped(line: bytes) -> None:
     control.close()
 
 
-async def test_router_that_does_not_read_holds_nobody_up() -> None:
+async def test_router_that_does_not_read_blocks_nothing() -> None:
     control = Control(lambda _: None)
     # The buffer is so small that lines are cut.
     control._ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)

@@ -93,7 +93,7 @@ async def test_interrupt_while_a_child_is_not_ready(tmp_path: Path, role: str) -
         await deployment.assert_gone(family)
 
 
-async def test_nothing_survives_kill_9_of_the_launcher(tmp_path: Path) -> None:
+async def test_kill_9_of_the_launcher_ends_every_child(tmp_path: Path) -> None:
     async with deploy(tmp_path, "--num-shard=2", FAKE_SHARD="", FAKE_ROUTER="deaf") as deployment:
         await deployment.until(SERVED)
         family = deployment.family()

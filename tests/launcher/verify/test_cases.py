@@ -94,7 +94,7 @@ def test_speculation_shows_itself_in_accepted_and_rejected_draft_tokens(
     assert fake.num_answers == 1 + 2 * rounds, "a round is asked again until it shows"
 
 
-def test_a_blow_falls_once_however_many_tokens_come_at_once() -> None:
+def test_the_action_runs_once_however_many_tokens_come_at_once() -> None:
     blows: list[int] = []
     after = After(50, lambda: blows.append(1))
     start = Barrier(4)
@@ -112,7 +112,7 @@ def test_a_blow_falls_once_however_many_tokens_come_at_once() -> None:
     assert blows == [1]
 
 
-def test_no_blow_falls_before_its_time() -> None:
+def test_the_action_does_not_run_early() -> None:
     blows: list[int] = []
     after = After(3, lambda: blows.append(1))
     after.on_token()

@@ -16,9 +16,9 @@ class Ready(BaseHTTPRequestHandler):
         self.send_header("Content-Length", "0")
         self.end_headers()
 port = next(int(word.partition("=")[2]) for word in sys.argv if word.startswith("--port="))
-with socket.socket() as somebody:
+with socket.socket() as probe:
     try:
-        somebody.bind(("127.0.0.1", port))
+        probe.bind(("127.0.0.1", port))
     except OSError:
         print(port, "kept", flush=True)
     else:
@@ -27,7 +27,7 @@ HTTPServer(("127.0.0.1", port), Ready).serve_forever()
 """
 
 
-def test_nobody_gets_the_port_before_the_server_listens(tmp_path: Path) -> None:
+def test_the_port_is_reserved_until_the_server_listens(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(SERVER)
     deployer = Deployer(model=None, logs=tmp_path, launcher=(str(program),))

@@ -66,7 +66,7 @@ def test_one_bit_turns_it_red(capsys: pytest.CaptureFixture[str]) -> None:
     ("part", "in_prompt"), [("candidate", False), ("prompt", True)], ids=["candidate", "prompt"]
 )
 @pytest.mark.parametrize("case", ["batched", "cached"])
-def test_one_bit_of_what_is_told_beside_the_tokens_turns_it_red(
+def test_one_bit_of_a_value_beside_the_tokens_turns_it_red(
     part: str, in_prompt: bool, case: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with fake_server(again_adds=1e-6, again_adds_to=part) as fake:
@@ -173,7 +173,7 @@ def test_a_file_without_prompts_is_refused(
     assert "prompt" in capsys.readouterr().err
 
 
-def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_does_not_listen(capsys: pytest.CaptureFixture[str]) -> None:
     with fake_server() as fake:
         url = fake.url
     assert main([url]) == 2

@@ -289,7 +289,7 @@ UNREADABLE = [
     ),
     Rule(
         section="3.2",
-        says="fields that nobody knows are ignored",
+        says="unknown fields are ignored",
         path="/generate",
         body={**NATIVE, "model": 5, "parameters": {"max_new_tokens": 1, "x": {}}},
         default=Reply(body={"generated_text": " x"}),

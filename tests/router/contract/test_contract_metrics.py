@@ -33,10 +33,10 @@ class Series:
     name: str
     type: str
     bounds: Sequence[float] = ()
-    """Of its buckets, but for the last."""
+    """The upper bounds of its buckets, except the last."""
     label: str = ""
     values: tuple[str, ...] = ("",)
-    """Of the label."""
+    """The values of the label."""
 
     def __str__(self) -> str:
         return self.name
@@ -87,7 +87,7 @@ SERIES = [
 
 
 def instruments_of(metrics: Metrics, series: Series) -> list[Any]:
-    """What updates the series, by the values of its label."""
+    """The instruments that update the series, by the values of its label."""
     family = getattr(metrics, series.name.removeprefix("tgi_"))
     if not series.label:
         return [family]
@@ -137,7 +137,7 @@ COMPLETION = {"prompt": ["hello", "world"], "max_tokens": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Addition:
-    """What one request adds to the counters."""
+    """The increments of the counters by one request."""
 
     says: str
     path: str

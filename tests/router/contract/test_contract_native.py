@@ -60,12 +60,12 @@ def fails_with(error: RouterError, *texts: str) -> Script:
 
 
 def explode(_: ValidRequest, __: TokenStream) -> None:
-    """Fail as nothing should."""
-    raise ArithmeticError("nobody has foreseen this")
+    """Fail with an unexpected error."""
+    raise ArithmeticError("an unexpected error")
 
 
 def seeded(request: ValidRequest, stream: TokenStream) -> None:
-    """Tell of the seed, as shards do for whatever samples."""
+    """Report the seed of requests that sample, as shards do."""
     play(stream, " x", seed=request.sampling.seed if request.sampling.samples else None)
 
 
@@ -144,7 +144,7 @@ ERRORS = [
     ),
     Rule(
         section="3.3",
-        says="what nobody has foreseen is told as such",
+        says="an unexpected error is reported as internal",
         path="/generate",
         body=asked(),
         script=explode,
@@ -345,7 +345,7 @@ ANSWERS = [
     ),
     Rule(
         section="3.4",
-        says="the seed is told to whoever samples",
+        says="a request that samples gets its seed",
         path="/generate",
         body=asked(details=True, seed=U64, do_sample=True),
         script=seeded,
@@ -353,7 +353,7 @@ ANSWERS = [
     ),
     Rule(
         section="3.4",
-        says="and null to whoever does not",
+        says="a request that does not sample gets null as its seed",
         path="/generate",
         body=asked(details=True, seed=U64),
         script=seeded,

@@ -50,8 +50,8 @@ def says(reason: FinishReason, *texts: str) -> Script:
 
 
 def explode(_: ValidRequest, __: TokenStream) -> None:
-    """Fail as nothing should."""
-    raise ArithmeticError("nobody has foreseen this")
+    """Fail with an unexpected error."""
+    raise ArithmeticError("an unexpected error")
 
 
 def breaks(_: ValidRequest, stream: TokenStream) -> None:
@@ -101,7 +101,7 @@ BOTH = [
     *(
         Rule(
             section="3.3",
-            says=f"what nobody has foreseen: {path}",
+            says=f"an unexpected error: {path}",
             path=path,
             body=body,
             script=explode,

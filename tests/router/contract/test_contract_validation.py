@@ -22,7 +22,7 @@ def asked(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def refusal(message: str) -> Reply:
-    """What validation says."""
+    """The answer to a request that validation refuses."""
     return Reply(status=422, body={"error": PREFIX + message, "error_type": "validation"})
 
 

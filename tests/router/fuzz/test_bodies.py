@@ -337,7 +337,7 @@ def test_bodies_cut_and_spliced(
 
 
 SCHEDULING = {"priority", "parameters"}
-"""What bodies say themselves beats a header."""
+"""Fields of the body that take precedence over a header."""
 HEADER = st.binary(max_size=20) | st.integers().map(lambda number: b"%d" % number)
 UNPRINTABLE = bytes([*range(32), 127])
 

@@ -28,10 +28,10 @@ def pieces_of(one: Tokenizer, prompt: list[int], ids: list[int]) -> list[str]:
 
 
 def library_text(one: Tokenizer, ids: list[int]) -> str:
-    """What the library makes of `ids` behind a word.
+    """The library's text of `ids` behind a word.
 
-    Of a run of byte tokens that is no UTF-8 it makes one sign for each byte, and Python's own decoder, as that of
-    bytes throughout, one for each piece of a character: there the latter is the measure.
+    For a run of byte tokens that is no UTF-8, the library writes one replacement sign for each byte, and Python's
+    decoder writes one for each piece of a character. The reference uses Python's decoder for such runs.
     """
     rust = one._rust
     before = one.decode(one.encode("the"), skip_special_tokens=False)

@@ -50,12 +50,12 @@ def events_of(body: bytes) -> Iterator[tuple[str, str]]:
         elif field == "id":
             last_id = value.removeprefix(" ")
         else:
-            assert field == "", f"a field that nobody has written: {line}"
+            assert field == "", f"an unexpected field: {line}"
     assert not data, "the last event is not ended"
 
 
 class Wire:
-    """One server for all examples; it says what it is told to."""
+    """One server for all examples; each example sets its answer."""
 
     def __init__(self, runner: asyncio.Runner, edge: Edge) -> None:
         self._runner = runner
@@ -109,7 +109,7 @@ STREAMS: dict[str, dict[str, Any]] = {
 
 
 def text_of(path: str, event: Any) -> str:
-    """What one event adds."""
+    """The text that one event adds."""
     if path == "/v1/chat/completions":
         text = event["choices"][0]["delta"]["content"]
     elif path == "/v1/completions":

@@ -381,7 +381,7 @@ async def test_the_thread_writes_all_before_it_ends(tmp_path: Path) -> None:
     JournalFolder(tmp_path, max_bytes=1 << 20).close()
 
 
-async def test_a_disk_that_hangs_keeps_nobody(
+async def test_a_hanging_disk_blocks_no_shutdown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer_module, "GATHER_SECONDS", 0.0)

@@ -347,7 +347,7 @@ async def test_a_restored_sequence_that_chooses_another_token_is_a_difference(
     assert outcome.difference.recorded.startswith(f"{token} ")
 
 
-def test_only_the_blocks_that_nobody_has_filled_are_filled() -> None:
+def test_only_unfilled_blocks_are_filled() -> None:
     rebuild = Rebuild(block_size=2, max_tokens=3)
     ids = list(range(10, 19))
     change = pb.BatchChange(
@@ -534,7 +534,7 @@ def test_what_cannot_be_replayed(
         assert words in capsys.readouterr().err
     asyncio.run(record_over_sockets(address, tmp_path / "journal"))
     arguments = [str(tmp_path / "journal"), f"--shard-addresses={address}"]
-    assert replay([*arguments, "--step-timeout=0.2"]) == 2, "nobody listens"
+    assert replay([*arguments, "--step-timeout=0.2"]) == 2, "no shard listens"
     capsys.readouterr()
     with serve_fake_shard(address, FakeShard(num_blocks=9)):
         assert replay(arguments) == 2

@@ -14,7 +14,7 @@ from millrace_router.prediction.forecast import Forecaster
 from millrace_router.prediction.late_planning import LatePlanning
 
 COSTS = (0.0146, 0.0004, 1e-7, 0.001, 6e-5, 2.4e-7)
-"""Of a 135M model on two cores, about."""
+"""Approximate costs of a 135M model on two cores."""
 COST = dict(zip(COEFFICIENTS, COSTS, strict=True))
 BLOCK = 16
 LIMIT = 4096

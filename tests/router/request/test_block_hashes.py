@@ -55,7 +55,7 @@ def test_adapters_share_nothing() -> None:
     assert len({key for chain in chains for key in chain}) == 6
 
 
-def test_keys_are_long_enough_that_nobody_finds_two_equal_ones() -> None:
+def test_hashes_are_long_enough_to_avoid_collisions() -> None:
     assert {len(key) for key in keys([1, 2, 3, 4], 1)} == {32}
 
 

@@ -1,4 +1,4 @@
-"""What headers and body say of when a request is to be served."""
+"""Headers and body set the scheduling parameters of a request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def scheduling(priority: int | None = None, **headers: str) -> SchedulingParamet
     return scheduling_from(given_headers, priority, by_tenant=False)
 
 
-def test_whoever_says_nothing_gets_the_defaults() -> None:
+def test_an_absent_field_has_its_default() -> None:
     assert scheduling() == SchedulingParameters()
 
 
@@ -87,7 +87,7 @@ def test_other_deadlines_are_refused(text: str) -> None:
     ("asked", "allowed", "deadline"),
     [(None, 3.0, 3.0), ("2000", 3.0, 2.0), ("4000", 3.0, 3.0), ("4000", None, 4.0)],
 )
-def test_nobody_waits_longer_than_the_server_allows(
+def test_the_server_limits_the_wait(
     asked: str | None, allowed: float | None, deadline: float
 ) -> None:
     headers = {} if asked is None else {"x-max-queue-ms": asked}

@@ -1,4 +1,4 @@
-"""Who joins the batch, and what of its prompt is already there."""
+"""Admission of requests to the batch, and the cached part of their prompts."""
 
 from __future__ import annotations
 

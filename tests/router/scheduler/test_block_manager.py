@@ -29,7 +29,7 @@ def chain(*contents: int) -> list[bytes]:
 
 @dataclass
 class Held:
-    """What the model knows of a slot."""
+    """The expected state of a slot."""
 
     keys: list[bytes]
     num_tokens: int

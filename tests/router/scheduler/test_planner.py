@@ -266,7 +266,7 @@ def test_who_leaves_while_yielding_to_another_tenant_does_not_queue_again() -> N
     assert driver.shard.num_prefilled == 12, "nothing is computed again"
 
 
-def test_what_runs_and_what_is_paused_survives_a_failed_epoch() -> None:
+def test_running_and_paused_requests_continue_after_a_failed_epoch() -> None:
     driver = new_driver(prefill=64, num_blocks=8)
     submit(driver, (4, 20), (4, 20))
     while not driver.planner._admission.num_paused:
@@ -295,7 +295,7 @@ def test_a_client_that_leaves_is_dropped_by_the_next_plan_even_in_the_middle_of_
 
 
 def test_prompt_logprobs_of_a_prompt_that_was_preempted_are_whole() -> None:
-    """What came of its chunks before does not count twice."""
+    """Log probabilities of its chunks before the preemption are not repeated."""
     driver = new_driver(prefill=4, num_blocks=12)
     submit(driver, (4, 30))
     driver.turn()

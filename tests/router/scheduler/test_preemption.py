@@ -1,4 +1,4 @@
-"""Who has to go, for blocks and for other tenants, and what becomes of him."""
+"""Preemption for blocks and for other tenants: the choice of requests, and their readmission."""
 
 from __future__ import annotations
 

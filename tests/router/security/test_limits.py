@@ -1,4 +1,4 @@
-"""What clients may ask for at most, and that refusing more is cheap."""
+"""Limits of requests, and the low cost of refusals."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ async def check(of: Tokenizer, inputs: str, **parameters: Any) -> None:
 
 
 class Untouched(Tokenizer):
-    """Nobody may ask it for tokens."""
+    """A tokenizer that fails if it is called."""
 
     async def encode_async(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         raise AssertionError("the text was tokenized")

@@ -1,4 +1,4 @@
-"""What must never be told to anyone else: keys, prompts and answers, in logs, errors, metrics and public pages."""
+"""Keys, prompts and answers never appear in logs, errors, metrics and public pages."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ async def no_http(url: str) -> None:
 @pytest.mark.parametrize(
     "key", ["", "Bearer", "Bearer ", f"Bearer {API_KEY[:-1]}", f"Bearer {API_KEY} ", API_KEY]
 )
-async def test_a_wrong_key_is_told_nothing(key: str) -> None:
+async def test_a_wrong_key_learns_nothing(key: str) -> None:
     async with serving(api_key=API_KEY) as edge:
         headers = {"authorization": key}
         status, body, response = await edge.post(

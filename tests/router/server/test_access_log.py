@@ -1,4 +1,4 @@
-"""What a request's line tells of it."""
+"""The log line of a request."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ async def test_reasons_of_several_choices_are_listed() -> None:
     assert line["finish_reason"] == "length,eos_token"
 
 
-async def test_a_seed_is_told_where_it_was_drawn() -> None:
+async def test_the_line_has_the_seed_of_a_request_that_samples() -> None:
     line = await line_of("/generate", {"inputs": "a", "parameters": {"seed": 7, "top_k": 2}})
     assert line["seed"] == 7
     greedy = {"inputs": "a", "parameters": {"seed": 7}}
@@ -145,7 +145,7 @@ async def test_a_trace_is_not_made_up(given: dict[str, str]) -> None:
     assert "trace_id" not in line
 
 
-async def test_tenants_are_told_where_they_count() -> None:
+async def test_the_line_has_the_tenant_if_tenants_count() -> None:
     async def tenant(headers: dict[str, str], fairness: str = "tenant") -> Any:
         asked = {"inputs": "a"}
         line = await line_of("/generate", asked, headers=headers, fairness=fairness)
@@ -161,7 +161,7 @@ async def test_tenants_are_told_where_they_count() -> None:
     assert "key-1" not in first
 
 
-async def test_a_tenant_of_any_bytes_can_be_told() -> None:
+async def test_a_tenant_of_any_bytes_can_be_logged() -> None:
     body = b'{"inputs":"a"}'
     head = f"POST /generate HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n"
     sent = head.encode() + b"content-type: application/json\r\nx-tenant: a\xffb\r\n\r\n" + body

@@ -1,4 +1,4 @@
-"""What holds for every route: keys, browsers, names of requests, log lines, health."""
+"""Properties of every route: keys, CORS, request ids, log lines, health."""
 
 from __future__ import annotations
 

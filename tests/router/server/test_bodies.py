@@ -1,4 +1,4 @@
-"""What may arrive as a body: never a 500, always an envelope."""
+"""No body leads to a 500, and every refusal has an error envelope."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ async def test_no_body_whatever_ends_in_a_500() -> None:
 
 
 def brackets(value: object) -> str:
-    """Of the JSON of `value`, by its structure."""
+    """The brackets in the JSON of `value`, found by its structure."""
     match value:
         case dict():
             return "{" + "".join(map(brackets, value.values())) + "}"

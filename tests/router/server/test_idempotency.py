@@ -149,7 +149,7 @@ async def test_with_grace_it_waits_for_its_reader() -> None:
 
 
 async def test_what_was_aborted_is_kept_no_longer() -> None:
-    """Not even a stream that has begun: nobody can find it any more."""
+    """A stream that has begun is removed too, so no request finds it."""
     timers = FakeTimers()
     runs, work = Runs(GRACE, call_later=timers), Work()
     recording = work.records()
@@ -187,7 +187,7 @@ async def test_what_has_ended_is_kept_for_the_grace_period(*, was_left: bool) ->
     assert (len(runs), timers.pending) == (0, 0)
 
 
-async def test_a_failure_is_told_to_who_is_there_and_to_nobody_else() -> None:
+async def test_only_current_readers_get_a_failure() -> None:
     timers = FakeTimers()
     runs, work = Runs(GRACE, call_later=timers), Work()
     run = runs.start(b"s", b"", work)
@@ -266,7 +266,7 @@ async def test_their_bytes_are_bounded() -> None:
         assert kept == {b"a": [b"a"], b"b": [b"a", b"b"], b"c": [b"b", b"c"], b"d": []}[scope]
 
 
-async def test_draining_ends_what_nobody_reads_now_or_later() -> None:
+async def test_draining_ends_runs_without_readers_now_or_later() -> None:
     timers = FakeTimers()
     runs = Runs(GRACE, call_later=timers)
     left, read, ended = Work(), Work(), Work()

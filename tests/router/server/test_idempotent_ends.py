@@ -94,7 +94,7 @@ async def test_grace_runs_out() -> None:
 
 @pytest.mark.parametrize("num_before", [0, 1])
 async def test_a_failure_of_a_stream(num_before: int) -> None:
-    """Before the first token it is the status for whoever waits; later it is replayed."""
+    """Before the first token, waiting requests get its status; later it is replayed."""
     async with keyed_edge() as (edge, _), asyncio.TaskGroup() as group:
         path = "/generate_stream"
         both = [group.create_task(edge.post(path, ASKED, headers=KEY)) for _ in range(2)]
@@ -119,7 +119,7 @@ async def test_a_failure_of_a_stream(num_before: int) -> None:
             assert (await edge.post(path, ASKED, headers=KEY))[0] == 200
 
 
-async def test_a_failure_of_a_whole_answer_is_told_to_those_who_wait() -> None:
+async def test_waiting_requests_get_the_failure_of_a_whole_answer() -> None:
     async with keyed_edge() as (edge, _), asyncio.TaskGroup() as group:
         both = [group.create_task(edge.post("/generate", ASKED, headers=KEY)) for _ in range(2)]
         await until(lambda: readers(edge) == 2 and bool(edge.batcher.streams))
@@ -130,7 +130,7 @@ async def test_a_failure_of_a_whole_answer_is_told_to_those_who_wait() -> None:
         assert len(edge.batcher.streams) == 2
 
 
-async def test_a_defect_that_nobody_waits_for_is_logged() -> None:
+async def test_a_defect_of_a_run_without_readers_is_logged() -> None:
     output = io.BytesIO()
 
     async def work(_: Run) -> None:
@@ -184,7 +184,7 @@ async def test_a_slow_reader_of_a_long_stream_is_cut_off_and_others_are_not(
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-async def test_what_is_forgotten_is_held_by_nobody(*, leaves: bool) -> None:
+async def test_a_removed_recording_is_freed(*, leaves: bool) -> None:
     """Not even by the connection that it came with, which stays open, and without the garbage collector."""
     async with keyed_edge() as (edge, timers):
         gc.disable()
@@ -210,7 +210,7 @@ async def test_what_is_forgotten_is_held_by_nobody(*, leaves: bool) -> None:
             gc.enable()
 
 
-async def test_draining_ends_what_nobody_reads_and_serves_the_others() -> None:
+async def test_draining_ends_runs_without_readers_and_serves_the_others() -> None:
     async with keyed_edge(begin) as (edge, _):
         async with streaming(edge, "/generate_stream", ASKED) as response:
             await read_events(response, 1)

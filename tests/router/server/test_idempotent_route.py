@@ -1,4 +1,4 @@
-"""Requests with an `Idempotency-Key`, over real sockets: one generation, whoever asks for it and how often."""
+"""Requests with the same `Idempotency-Key`, over real sockets, share one generation."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ async def test_a_resumed_stream_goes_on_live() -> None:
 
 
 async def test_without_a_key_streams_are_as_ever() -> None:
-    """But for the ids the bytes are the same; and ids that are not ours are nobody's business."""
+    """The bytes are the same except for the ids, and unknown ids are ignored."""
 
     def script(_: ValidRequest, stream: TokenStream) -> None:
         play(stream, " a", " b")

@@ -95,7 +95,7 @@ async def test_what_has_ended_holds_no_request() -> None:
     assert not recording.options.may_expire()
 
 
-async def test_a_long_stream_forgets_its_beginning_and_cuts_off_who_has_not_read_it() -> None:
+async def test_a_long_stream_drops_its_beginning_and_cuts_off_slow_readers() -> None:
     cuts: list[str] = []
     recording = new_recording(max_bytes=1000)
     with (

@@ -169,7 +169,7 @@ async def test_a_client_that_reads_slowly_loses_nothing(monkeypatch: pytest.Monk
 async def test_a_client_that_is_too_far_behind_is_cut_off_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Long before `WRITE_SECONDS`: memory is held for nobody."""
+    """The server cuts the client off long before `WRITE_SECONDS`, so that its frames take no memory."""
     writers = watched_writers(monkeypatch)
     async with serving(None) as edge:
         _, writer = await deaf_client(edge)
@@ -315,7 +315,7 @@ async def test_what_expires_in_the_queue_has_its_status(
     assert response.headers["retry-after"] == "7"
 
 
-async def test_a_server_that_lets_nobody_wait_for_long_says_so_in_the_status(
+async def test_a_server_with_a_short_longest_wait_refuses_with_the_status(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with serving(None, max_queue_wait=60.0) as edge:

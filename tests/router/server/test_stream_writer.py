@@ -103,7 +103,7 @@ async def test_silence_is_counted_from_the_last_frame(monkeypatch: pytest.Monkey
 
 
 def written_to(transport: FakeTransport, *, chunked: bool) -> bytes:
-    """What has been written since it was collected last."""
+    """The bytes written since the last call."""
     return unchunked(transport.written) if chunked else transport.written
 
 

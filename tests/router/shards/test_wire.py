@@ -75,7 +75,7 @@ def test_what_decodes_are_allowed_is_two_columns_beside_their_slots(
     assert list(work.draft_tokens) == [3, 0]
 
 
-def test_what_decodes_have_filled_is_told_by_slot() -> None:
+def test_positions_filled_by_decodes_are_reported_by_slot() -> None:
     answer = pb.StepResponse(
         slots=[4, 2],
         counts=[0, 3],

@@ -53,7 +53,7 @@ def test_one_request_alone_pays_for_its_prefill_and_then_for_each_decode() -> No
     assert (metrics.output_tokens, metrics.prefill_tokens) == (5, 100)
 
 
-def test_the_end_is_learned_one_step_late_unless_the_limit_foretells_it() -> None:
+def test_the_end_is_known_one_step_late_unless_the_limit_determines_it() -> None:
     surprised = run([Arrival(0.0, 100, 5)])
     announced = run([Arrival(0.0, 100, 5, max_new_tokens=5)])
     one_at_a_time = run([Arrival(0.0, 100, 5)], steps_in_flight=1)

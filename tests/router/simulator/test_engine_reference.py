@@ -233,7 +233,7 @@ def test_steps_taken_together_are_as_those_taken_one_by_one(
 
 
 def compositions(plans: list[StepPlan]) -> list[tuple[object, ...]]:
-    """Of each step what it does, by requests: which slots and blocks they have is all the same."""
+    """The content of each step by requests, without slots and blocks."""
     owners: dict[int, int] = {}
     result: list[tuple[object, ...]] = []
     for plan in plans:
@@ -253,7 +253,7 @@ def compositions(plans: list[StepPlan]) -> list[tuple[object, ...]]:
 
 
 class Recorded:
-    """What an engine's planner has planned."""
+    """The plans of an engine's planner."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.plans: list[StepPlan] = []

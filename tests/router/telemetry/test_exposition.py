@@ -1,4 +1,4 @@
-"""What a scrape of /metrics reads."""
+"""The text of /metrics."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_an_untouched_metric_is_not_shown() -> None:
     assert b"\ntgi_queue_size 0\n" in render(metrics.registry)
 
 
-def test_what_is_kept_elsewhere_is_read_whenever_somebody_asks() -> None:
+def test_followed_values_are_read_at_each_scrape() -> None:
     metrics, waiting = new_metrics(), ["a request"]
     metrics.queue_size.follow(lambda: len(waiting))
     assert b"\ntgi_queue_size 1\n" in render(metrics.registry)

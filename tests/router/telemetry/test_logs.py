@@ -116,7 +116,7 @@ def test_tracebacks_do_not_show_variables(json_output: bool) -> None:
     assert b"secret" not in output.getvalue()
 
 
-def test_nobody_else_starts_a_line_of_text() -> None:
+def test_line_breaks_in_values_start_no_line() -> None:
     output = io.BytesIO()
     forged = "x\n2026 INFO forged\r\x1b[2J\x85\u2028é"
     with logging_to(output, json_output=False):

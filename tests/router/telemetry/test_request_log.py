@@ -84,7 +84,7 @@ async def test_lines_do_not_depend_on_the_level_of_the_log(path: Path) -> None:
     assert len(lines_of(path)) == 1
 
 
-def test_nobody_else_may_read_it(path: Path) -> None:
+def test_only_its_user_may_read_it(path: Path) -> None:
     with opened(path, max_bytes=4) as file:
         write(file, "1", "2")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -189,7 +189,7 @@ class StuckFile(RequestFile):
         super().emit(record)
 
 
-def test_a_disk_that_hangs_delays_nobody(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_disk_delays_no_request(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_log, "MAX_WAITING_LINES", 2)
     file, lost = StuckFile(path), Counter()
     log = RequestLog(file, lost)

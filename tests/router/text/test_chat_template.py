@@ -201,7 +201,7 @@ def test_whatever_goes_wrong_inside_is_a_template_error(source: str) -> None:
         render(source, [USER])
 
 
-def test_a_missing_and_a_broken_template_are_told_apart() -> None:
+def test_a_missing_and_a_broken_template_have_different_errors() -> None:
     with pytest.raises(TemplateError, match=r"^Template error: template not found$"):
         ChatTemplate.of(ModelFiles()).render([USER])
     broken = ChatTemplate.of(ModelFiles(chat_template="{% for %}"))

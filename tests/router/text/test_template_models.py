@@ -336,7 +336,7 @@ LISTED = (
 )
 
 
-def test_tools_are_told_behind_the_last_message_as_in_tgi() -> None:
+def test_tools_follow_the_last_message_as_in_tgi() -> None:
     told = with_tool_prompt([SYSTEM, USER], [WEATHER], "Do it.", lists_tools=False)
     assert told == [SYSTEM, {**USER, "content": f"{USER['content']}\n---\n{LISTED}\nDo it."}]
     assert with_tool_prompt([USER], [WEATHER], "Do it.", lists_tools=True)[0]["content"].endswith(

@@ -43,7 +43,7 @@ def source_of(template: str | None, special_ids: dict[str, int]) -> str:
     return grammar.source
 
 
-def test_mistral_s_two_ways_are_told_apart() -> None:
+def test_mistral_s_two_formats_are_distinguished() -> None:
     both = {"[TOOL_CALLS]": 9, "[ARGS]": 32}
     assert "name" in source_of(sources.MISTRAL_V3, both)
     assert "name" not in source_of(sources.MISTRAL_V13, {})

@@ -167,7 +167,7 @@ CASES: dict[str, tuple[str, str, str, list[Call]]] = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_calls_are_told_from_text(case: tuple[str, str, str, list[Call]]) -> None:
+def test_calls_are_distinguished_from_text(case: tuple[str, str, str, list[Call]]) -> None:
     name, text, expected_text, expected_calls = case
     whole = read(name, [text])
     assert (whole.text, whole.calls) == (expected_text, expected_calls)

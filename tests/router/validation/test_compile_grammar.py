@@ -107,7 +107,7 @@ async def test_a_shard_that_is_full_refuses_for_now(address: str) -> None:
         await shards.close()
 
 
-async def test_channels_that_are_given_up_meanwhile_cancel_nobody(address: str) -> None:
+async def test_replaced_channels_cancel_no_compilation(address: str) -> None:
     """As when a step fails: the router begins a new epoch on new channels."""
     service = CompilingShard()
     with listening(address, service):

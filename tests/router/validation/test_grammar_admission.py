@@ -1,4 +1,4 @@
-"""What the shards are asked of grammars: how often, how many at once, and what becomes of it when they are lost."""
+"""Compilations of grammars on the shards: how often, how many at once, and after a loss of the shards."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class DyingCompiler:
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who tries again after a loss tries again in the next turn of the loop."""
+    """A retry after a loss comes in the next turn of the loop."""
     monkeypatch.setattr(module, "RETRY_SECONDS", 0.0)
 
 
@@ -284,7 +284,7 @@ async def test_one_that_breaks_the_shards_is_refused_and_its_neighbours_are_not(
     sources = ["a", "b", "poison", "c", "d", "e"]
     reasons = await asyncio.gather(*(parts.reason(regex(source)) for source in sources))
     assert dict(zip(sources, reasons, strict=True)) == dict.fromkeys(sources) | {"poison": BREAKS}
-    # In company, and twice alone.
+    # In a batch, and twice alone.
     assert compiler.asked["poison"] == 3
     assert await parts.reason(regex("poison")) == BREAKS
     assert compiler.asked["poison"] == 3

@@ -151,7 +151,7 @@ async def test_a_grammar_is_asked_for_once_a_request_however_many_choices() -> N
         assert len(edge.batcher.compiler.asked) == 2
 
 
-async def test_nobody_else_waits_for_a_grammar() -> None:
+async def test_other_requests_do_not_wait_for_a_grammar() -> None:
     gate = asyncio.Event()
     async with served(limits=limits_with(max_concurrent_requests=9)) as edge:
         edge.batcher.compiler.gate = gate

@@ -332,7 +332,7 @@ async def test_only_what_is_to_be_generated_is_counted(
     assert [sum(histogram.counts) for histogram in histograms] == [lengths, new_tokens]
 
 
-async def test_tokenizer_failures_are_told() -> None:
+async def test_tokenizer_failures_are_reported() -> None:
     request = GenerationRequest(prompt="\ud800")
     with pytest.raises(ValidationError, match=r"^Input validation error: tokenizer error "):
         await new_validator().validate(request)

@@ -403,7 +403,7 @@ def test_a_few_forced_tokens_wait_where_they_would_delay_seven_rows(setup: Setup
     grammar = any_of(None, [5], [6], None, [7], [8], [9], None)
 
     def steps(row_tile: int) -> list[tuple[list[int], list[int]]]:
-        """Of each step the guided tokens, and how far its KV is."""
+        """The guided tokens of each step, and the KV positions filled after it."""
         grammars = FakeGrammars(setup.model.info.vocab_size)
         stepper = setup.stepper(grammars=grammars.as_manager(), row_tile=row_tile)
         step = stepper.admission(0, guided.prompt, grammar=grammar, **guided.fields)

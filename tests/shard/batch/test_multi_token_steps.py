@@ -16,11 +16,11 @@ LOOP = [5, 9, 2, 5, 9, 2, 5]
 OTHER = [44, 17, 3, 60]
 FEW = (2, 5, 9)
 BIASED = SamplingParameters(bias=tuple((id_, 100.0) for id_ in FEW))
-"""So that text repeats, and n-grams have drafts."""
+"""Few tokens make the text repeat, so n-grams have drafts."""
 
 
 def among_few(ids: list[int], count: int) -> list[int]:
-    """What the model yields after `ids` if it may say a few tokens only."""
+    """The tokens that the model yields after `ids` if only `FEW` are allowed."""
     sequence = list(ids)
     for _ in range(count):
         logits = logits_for(sequence)

@@ -80,7 +80,7 @@ def process(folder: Path, sockets: Path, *arguments: str) -> Iterator[Forked]:
 
 
 def command_line(folder: Path, sockets: Path, *arguments: str) -> list[str]:
-    """What follows the name of the program."""
+    """The arguments after the name of the program."""
     return [
         *("serve", str(folder), f"--uds-path={sockets}/shard", "--device=cpu", "--cpu-threads=1"),
         *("--disable-custom-kernels", "--json-output", *arguments),

@@ -1,4 +1,4 @@
-"""What TGI's own launcher passes to `text-generation-server` is understood."""
+"""The shard accepts the arguments that TGI's launcher passes to `text-generation-server`."""
 
 from __future__ import annotations
 

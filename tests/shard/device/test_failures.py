@@ -1,4 +1,4 @@
-"""What is read from an error; a GPU is not needed to judge what it says."""
+"""Classification of errors by their messages, without a GPU."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def test_a_group_of_one_returns_what_it_is_given() -> None:
     group.close()
 
 
-def test_connecting_alone_needs_nobody() -> None:
+def test_a_group_of_one_connects_to_no_address() -> None:
     group = ProcessGroup.connect(
         0, 1, master_addr="nowhere.invalid", master_port=1, device=torch.device("cpu")
     )
@@ -68,7 +68,7 @@ TENSOR_PARALLEL: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class TwoRanks:
-    """What two ranks returned, started once for all tests of this file."""
+    """The results of two ranks, which start once for all tests of this file."""
 
     jobs: dict[tuple[str, int | None], Job]
     references: dict[str, PreTrainedModel]
@@ -124,7 +124,7 @@ def test_a_group_of_one_shares_nothing() -> None:
 
 
 @pytest.mark.parametrize("world_size", [3, 4])
-def test_in_rank_order_no_memory_is_shared_and_that_is_told(
+def test_in_rank_order_no_memory_is_shared_and_a_message_says_so(
     world_size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     group = ProcessGroup(0, world_size, torch.device("cpu"))
@@ -137,7 +137,7 @@ def test_in_rank_order_no_memory_is_shared_and_that_is_told(
 
 
 def test_in_rank_order_a_row_is_summed_alike_whatever_is_beside_it(tmp_path: Path) -> None:
-    """Of three parts the order of addition shows in the last bits, and rings begin each chunk elsewhere."""
+    """With three parts, the order of addition affects the last bits, and rings begin each chunk at another rank."""
     by_rank = run_ranks(tmp_path, 3, sums_by_rows, ROWS)
     parts = [part_of(rank) for rank in range(3)]
     expected = (parts[0] + parts[1]) + parts[2]
@@ -187,7 +187,7 @@ def test_two_ranks_sample_a_vocabulary_that_cannot_be_halved(tmp_path: Path) -> 
     assert first[1] == pytest.approx(scores, abs=1e-4)
 
 
-def test_a_rank_that_is_left_alone_is_told(two_ranks: TwoRanks) -> None:
+def test_a_rank_that_is_left_alone_gets_an_error(two_ranks: TwoRanks) -> None:
     """Rank 1 leaves when its work is done; the collectives of rank 0 then fail as errors of the group."""
     results, _ = two_ranks.by_rank[0]
     assert results["failed"] == ["all_reduce", "all_gather", "minimum"]

@@ -1,4 +1,4 @@
-"""What the machine reports, from files as Linux writes them."""
+"""Memory and cores, read from files as Linux writes them."""
 
 from __future__ import annotations
 

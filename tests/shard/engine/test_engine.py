@@ -374,7 +374,7 @@ def test_after_a_failure_nothing_runs_until_a_new_epoch_opens(driver: Driver) ->
         MemoryError(),
     ],
 )
-def test_out_of_memory_is_told_apart(error: Exception) -> None:
+def test_out_of_memory_is_recognized(error: Exception) -> None:
     driver = Driver()
     driver.warm_up()
     driver.open()

@@ -153,7 +153,7 @@ def test_nothing_of_a_warm_up_without_memory_stays() -> None:
 
 
 def test_an_equal_warm_up_keeps_the_cache_and_ends_the_epoch(driver: Driver) -> None:
-    """What the old epoch left in the blocks is never read: they are handed out anew, NaN and all."""
+    """The KV of the old epoch is never read, though its blocks are reused and hold NaN."""
     capacity = driver.engine.warm_up(WARMUP).result(30)
     driver.open()
     driver.run(forward(driver.admit(0, OTHER), driver.admit(1), chunks=[(0, 10), (1, 6)]))

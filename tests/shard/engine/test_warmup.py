@@ -182,7 +182,7 @@ def test_the_reserved_block_is_cleared() -> None:
     assert setup.kernels.zeroed[0] == [0]
 
 
-def test_a_rehearsal_runs_the_largest_prefill_and_the_largest_decode() -> None:
+def test_the_profile_run_has_the_largest_prefill_and_the_largest_decode() -> None:
     """The decode has more rows than the prefill has blocks, and all of them are sampled."""
     setup = Setup()
     request = replace(REQUEST, max_batch_size=45)
@@ -206,9 +206,7 @@ def test_a_batch_that_does_not_fit_names_its_flag() -> None:
         setup.warm_up(replace(REQUEST, max_batch_size=45), profile=True)
 
 
-def test_graphs_are_rehearsed_before_memory_is_measured_and_captured_anew_over_the_final_cache() -> (
-    None
-):
+def test_graphs_run_before_memory_is_measured_and_are_captured_again_over_the_final_cache() -> None:
     setup, recorder = Setup(), Recorder()
     graphs = GraphSettings((1, 2, 8), recorder.new_capture)
     warmed_up = setup.warm_up(profile=True, graphs=graphs)

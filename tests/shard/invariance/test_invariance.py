@@ -177,7 +177,7 @@ def generate(shard: Shard, chosen: list[int], chunk: int) -> list[Found]:
 
 @pytest.fixture(scope="module")
 def alone(shard: Shard) -> list[Found]:
-    """What each sequence yields by itself."""
+    """The output of each sequence alone."""
     return [generate(shard, [which], 64)[0] for which in range(len(PROMPTS))]
 
 

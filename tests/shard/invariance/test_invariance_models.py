@@ -186,7 +186,7 @@ OF_INTEGERS = "all any cumsum diff eq is_nonzero item ne"
 ROW_BY_ROW = {
     name for names in (MOVES, ROUNDS_EACH, BY_ROWS, OF_INTEGERS) for name in names.split()
 }
-"""What classes may do themselves: it moves elements, rounds each as IEEE 754 says, or reduces rows one by one."""
+"""Operators that classes may call: they move elements, round each as IEEE 754 says, or reduce rows one by one."""
 
 
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -211,7 +211,7 @@ def test_what_another_user_built_is_not_loaded(
     compile_library(source, tmp_path / "cache", tools)
     monkeypatch.setattr("os.geteuid", lambda: tmp_path.stat().st_uid + 1)
     if tmp_path.stat().st_uid == 0:
-        # Root's files are trusted by all; these are somebody else's.
+        # Files of root are trusted, so these get another owner.
         for path in (tmp_path / "cache", *(tmp_path / "cache").iterdir()):
             os.chown(path, 4711, -1)
     with pytest.raises(BuildError, match="can be written by other users"):

@@ -70,7 +70,7 @@ def test_a_row_that_is_not_finite_says_so_alone(choose: Choose, bad: float, plac
         assert logprobs[row] == expected[1][row]
 
 
-def test_rows_are_the_same_bits_in_any_company(choose: Choose) -> None:
+def test_rows_have_the_same_bits_in_any_batch(choose: Choose) -> None:
     logits = torch.randn(40, 1003)
     ids, logprobs, _ = choose(logits)
     for row in range(40):

@@ -14,7 +14,7 @@ from millrace_testing.engines.compiler import GOOD, compiler, runs
 
 
 def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cxx: str) -> None:
-    """What a process does that starts with `cxx` as CXX and has no g++."""
+    """Load the operators as a process with `cxx` as CXX and without g++ does."""
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     monkeypatch.setattr("shutil.which", lambda name: name if Path(name).is_file() else None)
@@ -41,7 +41,7 @@ def test_the_compiler_is_cxx_or_gxx(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("cxx", ["nowhere", "nowhere g++", "'g++", "  "])
-def test_a_compiler_that_is_not_there_is_told_and_gxx_taken(
+def test_a_missing_compiler_is_reported_and_gxx_used(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

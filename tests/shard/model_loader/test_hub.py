@@ -78,7 +78,7 @@ def test_fresh_download_takes_what_serving_needs_and_no_more(tmp_path: Path) -> 
     assert all((folder / name).read_bytes() == FILES[name] for name in NEEDED)
 
 
-def test_second_run_asks_nobody(tmp_path: Path) -> None:
+def test_second_run_sends_no_request(tmp_path: Path) -> None:
     with fake_hub.serve(Hub(FILES)) as hub:
         first = resolve(REPO, revision=None, settings=settings(hub, tmp_path))
         hub.requests.clear()

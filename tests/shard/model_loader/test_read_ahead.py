@@ -1,4 +1,4 @@
-"""What is asked for ahead: all files in order, and never more than may be before it is used."""
+"""Reading ahead requests all files in order, and never more bytes than its limit."""
 
 from __future__ import annotations
 

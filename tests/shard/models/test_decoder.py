@@ -242,7 +242,7 @@ def test_logits_are_those_of_the_rows_asked_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "mistral"])
-def test_deterministic_bits_depend_neither_on_company_nor_on_chunks(
+def test_deterministic_bits_depend_neither_on_the_batch_nor_on_chunks(
     model_type: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     window: dict[str, Any] = {"sliding_window": 50} if model_type == "mistral" else {}

@@ -1,4 +1,4 @@
-"""What is read without transformers means what transformers says it means."""
+"""Configurations read without transformers equal those of transformers."""
 
 from __future__ import annotations
 

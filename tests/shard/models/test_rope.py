@@ -51,7 +51,7 @@ def config(rope: dict[str, Any], **overrides: Any) -> LlamaConfig:
 
 
 def reference(module: torch.nn.Module, positions: Tensor) -> Tensor:
-    """What a rotary module of transformers says, as a table: halves once, cosines first."""
+    """The table of a rotary module of transformers: halves once, cosines first."""
     cos, sin = module(torch.zeros(1), positions.unsqueeze(0))
     half = cos.shape[-1] // 2
     assert torch.equal(cos[..., :half], cos[..., half:])

@@ -254,7 +254,7 @@ def test_several_ranks_are_refused(tmp_path: Path) -> None:
         )
 
 
-def test_how_far_loading_is_is_told(
+def test_the_progress_of_loading_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("millrace_shard.model_loader.load_progress.INTERVAL_SECONDS", 0.0)

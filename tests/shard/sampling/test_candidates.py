@@ -92,7 +92,7 @@ tables = st.lists(rows_of_scores, min_size=1, max_size=4)
 @settings(deadline=None, max_examples=200, derandomize=True)
 @given(tables, st.data())
 @pytest.mark.parametrize("kinds", [by_rank, by_mass], ids=["by-rank", "by-mass"])
-def test_settled_rows_keep_what_is_kept_over_the_vocabulary(
+def test_complete_rows_keep_what_is_kept_over_the_vocabulary(
     kinds: st.SearchStrategy[SamplingParameters], table: list[list[float]], data: st.DataObject
 ) -> None:
     chosen = data.draw(st.lists(kinds, min_size=len(table), max_size=len(table)))
@@ -111,7 +111,7 @@ def test_settled_rows_keep_what_is_kept_over_the_vocabulary(
             assert sorted(mine.tolist()) == (expected > NEGATIVE_INFINITY).nonzero()[:, 0].tolist()
 
 
-def test_usual_rows_are_settled_and_flat_ones_are_not() -> None:
+def test_usual_rows_are_complete_and_flat_ones_are_not() -> None:
     peaked = torch.randn(2, 20_000, generator=torch.Generator().manual_seed(3))
     peaked[:, :30] += 12
     flat = torch.randn(2, 20_000, generator=torch.Generator().manual_seed(4)) / 100
@@ -122,7 +122,7 @@ def test_usual_rows_are_settled_and_flat_ones_are_not() -> None:
     assert is_complete.tolist() == [True, True, False, False]
 
 
-def test_ties_that_may_go_on_past_the_candidates_are_not_settled() -> None:
+def test_ties_that_may_go_on_past_the_candidates_are_not_complete() -> None:
     scores = torch.zeros(2, 20_000)
     scores[0, :100] = 5.0
     scores[1, :300] = 5.0

@@ -188,7 +188,7 @@ def long_rows(vocab: int) -> list[Row]:
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("vocab", [50257, 513])
 @pytest.mark.parametrize("way", ["as it is", "nothing read back"])
-def test_a_row_is_the_same_bits_alone_and_in_any_company(way: str, vocab: int) -> None:
+def test_a_row_has_the_same_bits_alone_and_in_any_batch(way: str, vocab: int) -> None:
     batch = long_rows(vocab)
     wanted = [i % 4 * 3 for i in range(len(batch))]
     with going(way):

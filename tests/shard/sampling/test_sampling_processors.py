@@ -145,7 +145,7 @@ def test_the_end_is_banned_until_enough_is_generated_unless_nothing_else_is_allo
 
 
 def biased(table: BiasTable, rows: list[int], slots: list[int]) -> list[list[float]]:
-    """What is added to zeros [4, 5]."""
+    """The biases that the table adds to zeros [4, 5]."""
     scores = torch.zeros(4, 5)
     table.add(scores, np.array(rows), np.array(slots))
     return scores.tolist()
@@ -210,7 +210,7 @@ def test_green_ids_are_a_share_of_the_vocabulary_and_others_after_each_token(gam
     assert (per_id - gamma * num_lists).abs().max() < 6 * math.sqrt(num_lists * gamma * (1 - gamma))
 
 
-def test_a_watermark_can_be_found_by_whoever_knows_gamma() -> None:
+def test_a_watermark_can_be_found_with_gamma() -> None:
     """200 tokens drawn from flat scores: the share of green ones is far above gamma, without it near."""
     shares = []
     for marked in (True, False):

@@ -308,7 +308,7 @@ def test_a_broken_stream_ends_its_epoch(shard: Shard) -> None:
     assert list(again.ask(prefill=prefill()).ids) == greedy(PROMPT, 1)
 
 
-def test_a_new_epoch_takes_over_and_survives_the_old_streams_end(shard: Shard) -> None:
+def test_a_new_epoch_takes_over_and_continues_after_the_old_streams_end(shard: Shard) -> None:
     old = Steps(shard, 5)
     old.open()
     old.ask(prefill=prefill())

@@ -52,7 +52,7 @@ def test_a_socket_left_behind_is_replaced(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_successors_socket_survives_the_end(tmp_path: Path) -> None:
+def test_a_successors_socket_is_kept_at_the_end(tmp_path: Path) -> None:
     path = tmp_path / "shard-0"
     mine = SocketFile(path)
     with listening(mine.private):

@@ -180,7 +180,7 @@ PATHOLOGICAL = {
 def test_a_pathological_grammar_is_refused_or_compiled_while_others_go_on(
     name: str, hasty: GrammarCompiler
 ) -> None:
-    """What is in one process cannot hold the interpreter of another; what it takes there is bounded."""
+    """A compilation in another process cannot hold this interpreter, and its time is bounded."""
     grammars = GrammarManager(hasty, 430)
     grammars.admit(0, regex("a*"), np.array([], dtype=np.int64))
     token = byte_level().get_vocab()["a"]
@@ -566,7 +566,7 @@ def test_what_a_regex_generates_matches_it(pattern: str, seed: int) -> None:
 
 
 class Call:
-    """What a method of the service sees of gRPC."""
+    """The part of gRPC that a method of the service uses."""
 
     code: grpc.StatusCode | None = None
 

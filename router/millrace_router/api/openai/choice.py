@@ -35,7 +35,7 @@ Logprobs = TypeVar("Logprobs")
 
 @dataclass(slots=True)
 class ChoiceDelta(Generic[Logprobs]):
-    """What one token adds to a choice; the last delta has a finish reason."""
+    """The addition of one token to a choice; the last delta has a finish reason."""
 
     text: str
     finish_reason: str | None

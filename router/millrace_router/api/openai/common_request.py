@@ -18,7 +18,7 @@ from millrace_router.request.limits import Limits
 
 
 class StreamOptions(RequestModel):
-    """What a stream carries besides text."""
+    """The contents of a stream besides text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None

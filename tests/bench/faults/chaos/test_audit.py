@@ -1,4 +1,4 @@
-"""What the audit holds against a server, and what it lets pass."""
+"""The audit reports a server's violations and accepts allowed errors."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_family_is_one_of_each() -> None:
 
 
 @pytest.mark.parametrize("further", [*ALL, "ended without a wait", "sh -c something"])
-def test_nobody_is_there_twice_and_nobody_else_is(further: str) -> None:
+def test_extra_processes_make_it_incomplete(further: str) -> None:
     assert not members(*ALL, further).is_complete(2)
 
 

@@ -1,4 +1,4 @@
-"""What Anthropic's requests become in the words of OpenAI's chat, and which of them are refused."""
+"""Anthropic's requests become chats in OpenAI's terms, or are refused."""
 
 from __future__ import annotations
 

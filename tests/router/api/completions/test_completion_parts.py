@@ -1,4 +1,4 @@
-"""What text completions are made of: echoes of any tokenizer, names of tokens, candidates."""
+"""The parts of text completions: echoes of any tokenizer, names of tokens, candidates."""
 
 from __future__ import annotations
 

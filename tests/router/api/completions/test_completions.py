@@ -310,7 +310,7 @@ async def test_a_scored_stream_that_fails_before_its_first_token_has_a_status() 
 
 
 @pytest.mark.parametrize("include_usage", [False, True])
-async def test_usage_is_told_with_every_chunk_on_request(*, include_usage: bool) -> None:
+async def test_every_chunk_has_usage_on_request(*, include_usage: bool) -> None:
     options = {"include_usage": include_usage, "continuous_usage_stats": True}
     async with serving(generate) as edge:
         chunks = await chunks_of(
@@ -362,7 +362,7 @@ async def test_the_end_of_a_strict_answer_in_one_piece_is_a_stop() -> None:
     assert (choice["text"], choice["finish_reason"]) == (" hello world", "stop")
 
 
-async def test_characters_of_texts_are_told_and_ids_have_none() -> None:
+async def test_texts_have_character_offsets_and_ids_have_none() -> None:
     async with serving(generate) as edge:
         lengths = []
         for prompt in ("hello wörld", [2, 3]):

@@ -1,4 +1,4 @@
-"""What a chat's request says, and what becomes of it: the prompt, the parameters, or a clear refusal."""
+"""A chat request becomes a prompt and parameters, or a clear refusal."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ async def test_refusals(fields: dict[str, Any], message: str) -> None:
         ([{"type": "video"}], "messages[0].content.parts[0]: Input tag 'video' found"),
     ],
 )
-async def test_a_mistake_in_content_is_told_where_it_is(content: object, place: str) -> None:
+async def test_an_error_in_content_names_its_place(content: object, place: str) -> None:
     async with served() as edge:
         status, answer, _ = await edge.post(
             URL, {"messages": [{"role": "user", "content": content}]}

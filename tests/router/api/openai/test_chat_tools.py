@@ -74,7 +74,7 @@ async def prompt_of(edge: Edge, body: dict[str, Any]) -> str:
     return str(answer["templated_text"])
 
 
-async def test_a_call_is_told_apart_from_text() -> None:
+async def test_a_call_is_distinguished_from_text() -> None:
     async with served(f"Let me see.\n{PARIS}") as edge:
         status, answer, _ = await edge.post(URL, ASKED)
         assert len(edge.batcher.requests) == 1, "there is no second generation"
@@ -415,7 +415,7 @@ async def test_parameters_have_tgi_s_name_as_well(key: str) -> None:
     assert json.dumps("x") in request.grammar.source
 
 
-async def test_a_template_that_knows_no_tools_has_them_told_in_tgi_s_words() -> None:
+async def test_a_template_without_tools_gets_them_in_tgi_s_text() -> None:
     template = TEMPLATE.partition("{% endif %}")[2]
     async with served(template=template) as edge:
         prompt = await prompt_of(edge, {**ASKED, "tools": [CLOCK]})

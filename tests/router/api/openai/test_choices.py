@@ -112,7 +112,7 @@ async def test_choices_of_a_stream_take_turns_and_have_their_index(path: str) ->
     assert len({chunk["id"] for chunk in chunks}) == 1
 
 
-async def test_a_prompt_s_tokens_are_told_with_its_first_choice() -> None:
+async def test_the_first_choice_has_the_prompt_s_tokens() -> None:
     """Where each choice has its own usage, as TGI has it, they add up."""
     async with served(counting()) as edge:
         chunks = await events_of(edge, "/v1/completions", {"prompt": ["a b", "a"], "n": 2})

@@ -51,7 +51,7 @@ async def stream_of(edge: Edge, path: str, body: dict[str, Any]) -> list[Any]:
 
 
 def text_of(chunk: dict[str, Any]) -> str:
-    """What a chunk adds to its only choice."""
+    """The text that a chunk adds to its only choice."""
     (choice,) = chunk["choices"]
     return str(choice["text"] if "text" in choice else choice["delta"].get("content", ""))
 
@@ -140,7 +140,7 @@ async def test_chat_stream_without_usage() -> None:
             assert all(chunk["usage"] is None for chunk in events[:-1])
 
 
-async def test_length_is_told() -> None:
+async def test_the_finish_reason_length() -> None:
     async with served(generations(ids("Hello there"))) as edge:
         body = {"messages": [USER], "max_completion_tokens": 2, "max_tokens": None}
         _, answer, _ = await edge.post("/v1/chat/completions", body)
@@ -459,7 +459,7 @@ def cached_of(usage: dict[str, Any]) -> int:
     return int(usage["prompt_tokens_details"]["cached_tokens"])
 
 
-async def test_cached_tokens_of_a_chat_are_told() -> None:
+async def test_a_chat_s_usage_has_cached_tokens() -> None:
     url = "/v1/chat/completions"
     body: dict[str, Any] = {"messages": [USER]}
     async with served(Cached([3, 4], [END], [END])) as edge:

@@ -1,4 +1,4 @@
-"""What is rendered by hand for speed equals the JSON writer's rendering of the same answer."""
+"""Chunks rendered from templates equal the JSON writer's rendering of the same answer."""
 
 from __future__ import annotations
 

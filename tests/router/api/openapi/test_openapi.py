@@ -186,7 +186,7 @@ async def test_a_key_is_asked_for_where_the_document_says_so() -> None:
 
 
 @pytest.mark.parametrize("operation", GETS, ids=lambda operation: operation.id)
-async def test_what_is_told_is_as_documented(operation: Operation) -> None:
+async def test_answers_are_as_documented(operation: Operation) -> None:
     async with serve(cost=CostModel.fixed(dict.fromkeys(COEFFICIENTS, 0.001))) as edge:
         request = ValidRequest(input_ids=(1, 2), max_new_tokens=3)
         edge.batcher.quarantine.add(request, num_generated=1, reason="lost")
@@ -326,7 +326,7 @@ async def test_a_failure_in_mid_stream_is_an_event_as_documented(name: str) -> N
 
 
 @pytest.mark.parametrize("operation", GETS, ids=lambda operation: operation.id)
-async def test_ill_health_is_documented_where_it_is_told(operation: Operation) -> None:
+async def test_unhealthy_answers_are_documented(operation: Operation) -> None:
     async with serving() as edge:
         edge.batcher.status.give_up("the shards are lost")
         status, media_type, body, _ = await ask(edge, operation)

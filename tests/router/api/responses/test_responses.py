@@ -120,7 +120,7 @@ async def test_a_stream_tells_the_same_response() -> None:
     assert without_ids(response_of(events)) == without_ids(whole)
 
 
-async def test_what_is_asked_is_told_again() -> None:
+async def test_the_answer_repeats_the_request_s_fields() -> None:
     asked = {
         "instructions": "be brief",
         "max_output_tokens": 90,
@@ -178,7 +178,7 @@ async def test_null_is_taken_for_every_optional_field() -> None:
     assert without_ids(answer) == without_ids(usual)
 
 
-async def test_tokens_found_computed_are_told() -> None:
+async def test_usage_has_cached_tokens() -> None:
     def script(_: ValidRequest, stream: TokenStream) -> None:
         stream.cached_tokens = 3
         play(stream, " x")

@@ -1,4 +1,4 @@
-"""What a response's input is in the words of a chat, which the templates are given."""
+"""The input of a response becomes the chat that the templates get."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def with_cached(num_cached: int, predicted: float | None = None) -> Any:
     return script
 
 
-async def test_cached_tokens_are_told() -> None:
+async def test_details_have_cached_tokens() -> None:
     async with serving(with_cached(16)) as edge:
         _, body, response = await edge.post("/generate", with_parameters(details=True))
         assert body["details"]["cached_tokens"] == 16

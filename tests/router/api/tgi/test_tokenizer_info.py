@@ -1,4 +1,4 @@
-"""What lm-eval's remote tokenizer asks of a server, as it asks it."""
+"""The requests that lm-eval's remote tokenizer sends to a server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from millrace_testing.router.edge import limits_with, serving
 
 
-async def test_special_tokens_and_the_template_are_told() -> None:
+async def test_special_tokens_and_the_template_are_reported() -> None:
     async with serving(template="{{ messages }}", limits=limits_with(max_total_tokens=24)) as edge:
         edge.services.template.special_tokens["eos_token"] = "</s>"
         async with edge.client.get(edge.url + "/tokenizer_info") as response:

@@ -197,7 +197,7 @@ def test_attention_is_what_its_definition_says(
 
 @pytest.mark.parametrize("window", [None, 1, 70, 200])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 80), (32, 8, 64)])
-def test_a_row_has_the_same_bits_in_any_company(
+def test_a_row_has_the_same_bits_in_any_batch(
     dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int | None
 ) -> None:
     paged = Paged.random(heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype)
@@ -369,7 +369,7 @@ SIZES = [
 
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(("out", "inputs"), SIZES)
-def test_linear_is_right_and_blind_to_company(
+def test_linear_is_right_and_independent_of_the_batch(
     dtype: torch.dtype, kernels: CpuKernels, out: int, inputs: int, with_bias: bool
 ) -> None:
     weight = (torch.randn(out, inputs) / math.sqrt(inputs)).to(dtype)

@@ -77,7 +77,7 @@ def test_tiles_give_what_plain_torch_gives(out: int, inputs: int, with_bias: boo
 
 @pytest.mark.parametrize(("out", "inputs"), SIZES)
 @pytest.mark.usefixtures("tiles")
-def test_a_row_has_the_same_bits_in_any_company(out: int, inputs: int) -> None:
+def test_a_row_has_the_same_bits_in_any_batch(out: int, inputs: int) -> None:
     linear = TiledInt8Linear(weight_of(out, inputs), None)
     x = torch.randn(600, inputs).to(BF16)
     whole = linear(x)

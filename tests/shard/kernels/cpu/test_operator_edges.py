@@ -1,4 +1,4 @@
-"""What the compiled operators make of nothing, of odd strides, of too much, and of what they have to refuse."""
+"""The compiled operators with empty inputs, odd strides, large sizes, and inputs that they must refuse."""
 
 from __future__ import annotations
 

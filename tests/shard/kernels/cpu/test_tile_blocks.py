@@ -221,7 +221,7 @@ def test_attention_of_a_row_has_the_same_bits_cut_anywhere_and_alone(shape: Shap
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_mlp_is_what_its_definition_says_and_blind_to_company(shape: Shape) -> None:
+def test_mlp_equals_its_definition_and_is_independent_of_the_batch(shape: Shape) -> None:
     weights = shape.mlp()
     block = TiledMlp(weights)
     residual, x = (torch.randn(600, shape.hidden).to(BF16) for _ in range(2))
@@ -398,5 +398,5 @@ def test_weights_outlive_what_was_packed_beside_them_and_then_give_back_their_me
 
 
 def resident_bytes() -> int:
-    """What this process holds in memory."""
+    """The resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

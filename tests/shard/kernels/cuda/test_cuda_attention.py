@@ -82,7 +82,7 @@ def test_windows_and_caps_are_what_their_definitions_say(
 
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("dtype", [FP16, FP32], ids=["fp16", "fp32"])
-def test_a_row_has_the_same_bits_in_any_company_however_it_was_cut(
+def test_a_row_has_the_same_bits_in_any_batch_and_with_any_chunks(
     dtype: torch.dtype, window: int | None
 ) -> None:
     paged = pages(dtype=dtype)
@@ -102,7 +102,7 @@ def test_a_prompt_that_crosses_a_span_has_the_same_bits_whole_and_cut() -> None:
     assert torch.equal(torch.cat(singles), whole[5:7])
 
 
-def test_a_single_query_has_the_same_bits_in_any_company_in_fast_mode_too() -> None:
+def test_a_single_query_has_the_same_bits_in_any_batch_in_fast_mode_too() -> None:
     paged = pages(deterministic=False)
     together = torch.split(paged.attend(SPANS), COUNTS)
     for span, rows in zip(SPANS, together, strict=True):

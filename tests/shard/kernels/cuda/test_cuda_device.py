@@ -1,4 +1,4 @@
-"""What only a GPU can show of its kernels: capture, no waiting, larger shapes. The rest is in test_cuda_*.py."""
+"""Properties of the kernels that need a GPU: capture, no waiting, larger shapes. The rest is in test_cuda_*.py."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_row_has_the_same_bits_whole_cut_and_alone(
 
 
 @pytest.mark.parametrize("inputs", [576, 4096])
-def test_linear_is_blind_to_company(inputs: int) -> None:
+def test_linear_is_independent_of_the_batch(inputs: int) -> None:
     for dtype in (BF16, torch.float32):
         weight = torch.randn(1000, inputs, device=DEVICE).to(dtype) / inputs**0.5
         x = torch.randn(700, inputs, device=DEVICE).to(dtype)

@@ -126,7 +126,7 @@ class Step:
         return cls(batch, *caches)
 
     def difference(self) -> float:
-        """Of what was stored; what was not must still be NaN in both."""
+        """The largest difference of stored values; positions without a value must still be NaN in both."""
         worst = 0.0
         for ours, plain in (
             (self.ours.keys, self.plain.keys),
@@ -186,7 +186,7 @@ def test_store_takes_strided_views(
 @pytest.mark.parametrize(
     ("out", "inputs", "with_bias"), [(96, 64, True), (70, 200, False), (1, 16, True)]
 )
-def test_linear_is_right_and_blind_to_company(
+def test_linear_is_right_and_independent_of_the_batch(
     dtype: torch.dtype, kernels: CudaKernels, out: int, inputs: int, with_bias: bool
 ) -> None:
     random = Random(dtype)

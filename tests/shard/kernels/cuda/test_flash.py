@@ -134,7 +134,7 @@ def test_it_is_not_where_it_differs(
     assert ["differ by 0.7" in record.message for record in caplog.records] == [True]
 
 
-def test_a_package_that_lacks_something_itself_is_told_of(
+def test_a_package_with_a_missing_dependency_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(choose, "largest_difference", lambda *_, **__: 0.0)

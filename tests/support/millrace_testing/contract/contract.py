@@ -28,7 +28,7 @@ PLAIN = "text/plain; charset=utf-8"
 EVENTS = "text/event-stream"
 EMPTY = b""
 ABSENT = None
-"""What a header is that must not be there."""
+"""The expected value of a header that must be absent."""
 COLUMNS = ("default", "strict")
 
 Script = Callable[[ValidRequest, TokenStream], None]
@@ -36,7 +36,7 @@ Script = Callable[[ValidRequest, TokenStream], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What an answer must be. `body` and `events` are patterns, see `fits`."""
+    """The expected answer. `body` and `events` are patterns, see `fits`."""
 
     status: int = 200
     body: Any = ...
@@ -177,7 +177,7 @@ def parsed(body: bytes, pattern: Any) -> Any:
 
 
 def events_of(body: bytes) -> list[Any]:
-    """What the events of a stream carry."""
+    """The data of each event of a stream, parsed if it is JSON."""
     assert body.endswith(b"\n\n"), body
     events: list[Any] = []
     for frame in body.decode().removesuffix("\n\n").split("\n\n"):

@@ -26,7 +26,7 @@ def path_of(operation: Operation) -> str:
 
 
 def described(operation: Operation) -> dict[str, Any]:
-    """What the document says of one method of one path."""
+    """The document's entry for one method of one path."""
     of_path: dict[str, dict[str, Any]] = DOCUMENT["paths"][operation.path]
     return of_path[operation.method]
 

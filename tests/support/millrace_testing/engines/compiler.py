@@ -15,7 +15,7 @@ while [ "$1" != -o ]; do shift; done
 echo library > "$2"
 """
 GOOD = COMPILER.replace("echo library >", f"cp {torch._C.__file__}")
-"""What it links is a library that torch can load."""
+"""A compiler whose output is a library that torch can load."""
 FAILING = """#!/bin/sh
 if [ "$1" = --version ]; then echo "failing {version}"; exit; fi
 echo "unit.cpp:1: no such thing" >&2

@@ -76,7 +76,7 @@ class Driver:
 
     @property
     def runner(self) -> StepRunner:
-        """What the engine runs steps with."""
+        """The engine's step runner."""
         warmed_up = self.engine._warmed_up
         assert warmed_up is not None
         return warmed_up.runner

@@ -38,7 +38,7 @@ def logits_for(ids: Sequence[int], vocab_size: int = VOCAB_SIZE) -> Tensor:
 
 
 def greedy(ids: Sequence[int], count: int) -> list[int]:
-    """What argmax yields after `ids`."""
+    """The `count` tokens that argmax yields after `ids`."""
     sequence = list(ids)
     for _ in range(count):
         sequence.append(int(logits_for(sequence).argmax()))

@@ -46,7 +46,7 @@ class Words:
         self.vocabulary = Vocabulary.of(self.tokens, special=(0, 1, 2), eos_token_ids=eos)
 
     def text(self, ids: Iterable[int]) -> bytes:
-        """What these tokens add to the text."""
+        """The text of these tokens."""
         return b"".join(self.tokens[id_] for id_ in ids if id_ > SPECIAL)
 
     def matcher(self, grammar: Grammar) -> Matcher:
@@ -70,7 +70,7 @@ class Words:
         return ids
 
     def expected(self, language: Iterable[bytes], so_far: bytes) -> set[int]:
-        """What may come after `so_far` if the text is to be one of `language`."""
+        """The tokens that may follow `so_far` in a text of `language`."""
         left = [word[len(so_far) :] for word in language if word.startswith(so_far)]
         allowed = {
             id_

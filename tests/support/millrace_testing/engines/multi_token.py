@@ -35,11 +35,11 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Yielded:
-    """What a sequence has yielded."""
+    """The outputs of a sequence so far."""
 
     ids: list[int] = field(default_factory=list)
     bits: list[int] = field(default_factory=list)
-    """Of log probabilities."""
+    """The bits of log probabilities."""
     tops: list[list[tuple[int, int]]] = field(default_factory=list)
     computed: list[int] = field(default_factory=list)
     """KV positions, as answers told them."""
@@ -196,7 +196,7 @@ class FakeGrammars:
         self.num_forced = 0
 
     def as_manager(self) -> GrammarManager:
-        """What a runner takes."""
+        """This object with the type that a runner takes."""
         return cast("GrammarManager", self)
 
     def admit(self, slot: int, grammar: Grammar, generated: Ids) -> None:
@@ -255,7 +255,7 @@ class _Job:
 
 @dataclass(frozen=True)
 class RankJob:
-    """What every rank of a group generates from one checkpoint."""
+    """The work of every rank of a group: prompts, and the tokens to generate from one checkpoint."""
 
     folder: Path
     draft: Path | None

@@ -109,5 +109,5 @@ def top_of(sampled: Sampled) -> list[tuple[int, int, float]]:
 
 
 def bits(values: Tensor) -> list[int]:
-    """Of float32."""
+    """The bits of float32 values."""
     return [int(value) for value in values.view(torch.int32).tolist()]

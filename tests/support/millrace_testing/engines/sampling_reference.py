@@ -1,4 +1,4 @@
-"""What each sampling parameter means, written out for one row in float64 Python: the oracle of the vectorised code."""
+"""A reference of each sampling parameter for one row in float64 Python; the vectorised code is compared with it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Row:
     min_new_tokens: int = 0
     eos: tuple[int, ...] = ()
     allowed: frozenset[int] | None = None
-    """What its grammar allows; None without one."""
+    """The tokens that the grammar allows; None without a grammar."""
     gamma: float = 0.5
     delta: float = 2.0
 

@@ -1,4 +1,4 @@
-"""What multiplies tiles on this CPU, for tests that hold on each of them."""
+"""The units that multiply tiles on this CPU, for tests that run on each of them."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class FakeServer:
         )
 
     def events(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Of `/generate_stream`."""
+        """The events of `/generate_stream`."""
         parameters = body["parameters"]
         ids = tuple(tokens_of(body["inputs"])[-parameters["truncate"] :])
         count = parameters["max_new_tokens"]
@@ -106,7 +106,7 @@ class FakeServer:
             }
 
     def chunks(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Of `/v1/completions`."""
+        """The chunks of `/v1/completions`."""
         ids, count = tuple(body["prompt"]), body["max_tokens"]
         drawn = self._draw(ids, count, body.get("seed", 0))
         prompt = [(id_, -0.25) for id_ in ids]

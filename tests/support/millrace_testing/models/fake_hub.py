@@ -22,7 +22,7 @@ class Hub:
     files: Mapping[str, bytes]
     port: int = 0
     token: str | None = None
-    """What the repository asks for, with status 403 and `gated` without it."""
+    """The token that the repository requires; requests without it get 403 with `gated`."""
     hidden: bool = False
     """Answer 401 RepoNotFound, as for private and missing repositories."""
     drop_after: dict[str, int] = field(default_factory=dict)

@@ -191,7 +191,7 @@ class Driver:
         return runs
 
     def _clear(self, blocks: list[int]) -> None:
-        """What an engine does with blocks before their first use."""
+        """Zero blocks before their first use, as an engine does."""
         for layer in self.cache:
             index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
             self.kernels.zero_blocks(layer, index)

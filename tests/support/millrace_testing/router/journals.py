@@ -31,7 +31,7 @@ MOST_BYTES = 1 << 20
 
 
 def header(shard: HashShard, *, keeps_tokens: bool = True, deterministic: bool = True) -> Header:
-    """Of a deployment of `shard` alone."""
+    """The header of a deployment of `shard` alone."""
     return Header(
         life="a life",
         version="0",

@@ -67,7 +67,7 @@ class FakeServer:
     """Answers by script; remembers the bodies and how many requests ran at once."""
 
     def __init__(self, script: Script, *, hold: int = 0) -> None:
-        """With `hold`, nobody gets an answer until that many requests are in flight."""
+        """With `hold`, the server sends no answer until that many requests are in flight."""
         self.bodies: list[dict[str, Any]] = []
         self.most_at_once = 0
         self._running = 0
