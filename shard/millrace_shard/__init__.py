@@ -1,1 +1,1 @@
-"""The shard runs forward passes over token ids on one device; it knows neither HTTP nor text."""
+"""The shard runs forward passes over token ids on one device; it handles neither HTTP nor text."""

@@ -73,7 +73,7 @@ class AnswerLengths:
         """The number of further tokens that an answer exceeds with probability exp(-`hazard`)."""
         if self._is_stale:
             self._refresh()
-        # Runs for each row of each prediction, hence few calls.
+        # Runs for each row of each prediction, so it makes few calls.
         piece = bisect_right(_BOUNDS, num_generated) - 1
         hazard += self._hazard_before[piece]
         hazard += (num_generated - _BOUNDS[piece]) * self._hazards[piece]

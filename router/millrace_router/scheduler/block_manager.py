@@ -72,7 +72,7 @@ class BlockManager:
     @property
     def num_available(self) -> int:
         """Blocks that are neither owned nor promised."""
-        # Runs in every step, hence without `num_reserved`.
+        # Runs in every step, so it does not call `num_reserved`.
         return len(self._free) + self.num_cached - self._num_promised
 
     def count(self, num_tokens: int) -> int:
@@ -209,7 +209,7 @@ def advance(
     running, preempted = rows
     size, is_caching = blocks.block_size, blocks.cache is not None
     for slot, num_tokens in filled:
-        # Runs for every generated token, hence few calls.
+        # Runs for every generated token, so it makes few calls.
         row = running.get(slot) or preempted.get(slot)
         if row is None:
             continue

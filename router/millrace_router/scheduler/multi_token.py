@@ -37,7 +37,7 @@ class Progress:
 class MultiTokenRows:
     """Allows decodes more than one position: for tokens that a grammar forces, and for draft tokens.
 
-    The shards decide how many positions a decode fills, and the router sends the next step before it knows. So the
+    The shards decide how many positions a decode fills, and the router sends the next step before their answer. So the
     positions of a row are bounded from above: by those in the last answer, and all that the steps in flight may fill.
     The row owns blocks up to the bound, and each answer lowers the bound. It never exceeds what the row can ever need,
     so no promise of blocks is exceeded. Each step leaves one position for the next step where there is one, so a row
@@ -65,7 +65,7 @@ class MultiTokenRows:
         multi_token: dict[int, Row] = {}
         context = 0
         for row in rows:
-            # Runs for every generated token, hence few calls.
+            # Runs for every generated token, so it makes few calls.
             if 0 < row.num_tokens_planned < row.max_tokens:
                 if row.is_multi_token and row.num_room <= 0:
                     continue

@@ -55,7 +55,7 @@ class PrefillPolicy(ABC):
             return
         context = 0
         for slot, row in self._rows.items():
-            # Runs for every generated token, hence few calls.
+            # Runs for every generated token, so it makes few calls.
             if 0 < row.num_tokens_planned < row.max_tokens:
                 row.num_kv_tokens += 1
                 if row.num_kv_tokens > row.num_kv_owned and not grow(row, self._blocks, plan.grown):

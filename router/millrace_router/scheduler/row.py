@@ -11,7 +11,7 @@ from millrace_router.request.schedulable import SchedulableRequest
 class Row:
     """An admitted request. All counts but `num_computed` include the steps in flight.
 
-    Of a multi-token row, only the answers tell how many KV positions a step filled and how many tokens it yielded.
+    For a multi-token row, only the answers have the number of KV positions that a step filled and of tokens it yielded.
     Until then each step in flight counts for all the positions that it may fill, and for one token.
     """
 

@@ -31,7 +31,7 @@ class StepPlan:
     multi_position: list[int] = field(default_factory=list)
     """Indices in `decodes` of those that may fill more than one position."""
     multi_token_slots: list[int] = field(default_factory=list)
-    """Slots of the multi-token rows, whose number of new tokens only the answer tells; one is assumed until then."""
+    """Slots of the multi-token rows, whose number of new tokens only the answer has; one is assumed until then."""
     num_preempted: int = 0
     concat_reason: str | None = None
     """TGI's word for the reason why requests join a running batch; None if none joins."""

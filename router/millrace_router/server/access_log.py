@@ -30,7 +30,7 @@ PROBED_PATHS = frozenset({"/", "/health", "/ping", "/livez", "/readyz", "/metric
 REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
 _GENERATIONS: web.RequestKey[list[Generation | Collected]] = web.RequestKey("generations", list)
 _SALT = secrets.token_bytes(16)
-"""Makes the hash of a key in the log useless for guessing the key."""
+"""Salt of the hashes of keys in the log, so that they reveal nothing about the keys."""
 
 Line = dict[str, str | float | int | bool]
 

@@ -54,7 +54,7 @@ class Services:
 
     @property
     def dialect(self) -> Dialect:
-        """The dialect that this server speaks."""
+        """The dialect of this server."""
         return self.limits.dialect
 
 

@@ -136,7 +136,7 @@ class Pipeline:
         sent: list[float] = []
         answered: list[float] = []
         while True:
-            # Runs for every step, hence few calls.
+            # Runs for every step, so it makes few calls.
             is_answer = open_until is None
             now = flights[0][3] if open_until is None else open_until
             if now >= until or len(sent) + depth - len(flights) + is_answer > most:

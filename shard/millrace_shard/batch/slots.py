@@ -15,7 +15,7 @@ class Slots:
         self._in_use = np.zeros(size, dtype=np.bool_)
         self._is_invalid = np.zeros(size, dtype=np.bool_)
         self._admissions = np.zeros(size, dtype=np.int64)
-        """The number of sequences that each slot has held, which tells late results of an earlier sequence apart."""
+        """The number of sequences that each slot has held; it identifies late results of an earlier sequence."""
 
     @property
     def num_in_use(self) -> int:

@@ -34,7 +34,7 @@ class StepLayout:
     num_samples: Ints
     """[Y], positions that each of them samples."""
     admissions: Ints
-    """[Y], the admission number of each sequence, which tells it from later sequences in its slot."""
+    """[Y], the admission number of each sequence, which distinguishes it from later sequences in its slot."""
     max_new_tokens: Ints
     """[Y], tokens that each of them may yield."""
     sampled: Ints

@@ -1,7 +1,7 @@
 """The top tokens of rows that request them: a fixed number on the device, reduced to the right number on the host.
 
-Only the device knows how many tokens tie at the last place, and the host must not wait for it. The device therefore
-returns a few tokens more than requested; the host reads the whole row in the rare case that all of these tie.
+The number of tokens that tie at the last place is on the device, and the host must not wait for it. The device
+therefore returns a few tokens more than requested; the host reads the whole row in the rare case that all of these tie.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ from unittest.mock import Mock
 
 import grpc
 import pytest
-from bench.profile.py_spy import Recorded
+from bench.profile.py_spy import PARTS, Recorded
 from bench.router.__main__ import request
 from bench.router.blank_shard import BlankShard
 from bench.router.event_counter import (
@@ -25,6 +26,7 @@ from bench.router.event_counter import (
 from millrace_proto import generate_pb2_grpc as pb_grpc
 from millrace_router.shards.group import ShardGroup
 from millrace_router.shards.step_channel import StepChannel
+from millrace_testing.project import ROOT
 from millrace_testing.router.fake_router import collect, ids_of, new_batcher, running
 from millrace_testing.router.fake_router import request as valid_request
 from millrace_testing.router.sse import FakeServer, event, served, whole_stream
@@ -86,6 +88,27 @@ async def test_a_refusal_is_an_error() -> None:
         asked = [http_request("/nowhere", b"{}")]
         with pytest.raises(StreamError, match="404"):
             await count_streams(int(url.rpartition(":")[2]), asked, rounds=1)
+
+
+def test_parts_name_functions_that_exist() -> None:
+    foreign = ("RequestHandler.", "gc_collect_main", "")
+    """Prefixes in libraries and in the interpreter, and that of the rest."""
+    prefixes = [name for names in PARTS.values() for name in names if "(libc" not in name]
+    known = set(functions_in(ROOT / "router"))
+    for prefix in prefixes:
+        assert prefix in foreign or any(name.startswith(prefix) for name in known), prefix
+
+
+def functions_in(folder: Path) -> Iterator[str]:
+    """Qualified names of the functions in the Python files below `folder`."""
+    for path in folder.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield node.name
+            elif isinstance(node, ast.ClassDef):
+                for each in node.body:
+                    if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
+                        yield f"{node.name}.{each.name}"
 
 
 def test_samples_count_for_the_innermost_part(

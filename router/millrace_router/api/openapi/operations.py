@@ -1,4 +1,4 @@
-"""The table of routes, as the OpenAPI document tells of them: what each takes, and what it may answer."""
+"""The table of routes in the OpenAPI document: the requests and the possible answers of each."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ function showAll() {
   log.scrollTop = log.scrollHeight;
 }
 
-/** Tells every turn where it stands, and the page whether anything is said yet. */
+/** Sets the place of every turn, and whether the conversation is empty. */
 function place() {
   const isBusy = running !== null;
   const lastUser = views.findLastIndex((view) => view.turn.role === "user");

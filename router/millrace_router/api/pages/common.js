@@ -37,7 +37,7 @@ const kept = {
   },
 };
 
-/** A failure as the server tells of it; status 0 when there was no answer at all. */
+/** A failure reported by the server; status 0 without an answer. */
 class ApiError extends Error {
   constructor(message, { status = 0, type = "", retryAfter = null } = {}) {
     super(message);
@@ -65,7 +65,7 @@ async function api(path, { method = "GET", body, signal, headers = {} } = {}) {
   }
 }
 
-/** The failure that an answer tells of, in TGI's envelope or OpenAI's. */
+/** The failure in an answer, in TGI's envelope or OpenAI's. */
 async function failureOf(response) {
   const { status } = response;
   const retryAfter = Number.parseInt(response.headers.get("retry-after") ?? "", 10);
@@ -85,7 +85,7 @@ async function failureOf(response) {
   });
 }
 
-/** What an error envelope says, whichever it is. */
+/** The message and type in an error envelope of any kind. */
 function messageOf(told) {
   const { error } = told;
   const message = typeof error === "string" ? error : error?.message;

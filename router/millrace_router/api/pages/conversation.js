@@ -95,7 +95,7 @@ class Progress {
 }
 
 /**
- * Lets the model answer; `onText` is told of each piece. Fails with ApiError, or AbortError.
+ * Requests the model's answer; `onText` gets each piece. Fails with ApiError, or AbortError.
  * A model without a chat template continues the text instead, now and for the rest of the conversation.
  */
 async function ask(conversation, { model, system, fields, progress, signal, onText }) {

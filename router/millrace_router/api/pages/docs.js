@@ -64,7 +64,7 @@ function operationOf(method, path, described, shared) {
   };
 }
 
-/** Each heading with its operations; a path's GET is told from its POST, since `/` is both. */
+/** Each heading with its operations; method and path distinguish them, since `/` has GET and POST. */
 function groupsOf(operations) {
   const groups = new Map(GROUPS.map(([title]) => [title, []]));
   for (const operation of operations) {

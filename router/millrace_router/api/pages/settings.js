@@ -70,7 +70,7 @@ const settings = {
     return fields;
   },
 
-  /** Marks the setting that a SettingError speaks of; null marks none. */
+  /** Marks the setting of a SettingError; null marks none. */
   showFault(error) {
     for (const id of SETTINGS) byId(id).removeAttribute("aria-invalid");
     const fault = byId("schema-fault");

@@ -22,7 +22,7 @@ class GenerateVertexInstance(RequestModel):
 
 
 def _key_of(instance: Any) -> str | None:  # noqa: ANN401
-    """Return the key that tells the kind of an instance; TGI tries the text first, too."""
+    """Return the key that determines the kind of an instance; the text has precedence, as in TGI."""
     if isinstance(instance, dict):
         return next((key for key in ("inputs", "messages") if key in instance), None)
     return None

@@ -35,7 +35,7 @@ async def estimate(request: web.Request) -> web.StreamResponse:
 
 
 async def _read(services: Services, body: object) -> tuple[GenerationRequest, int | None]:
-    """Return the generation that a body asks for, and its priority; its keys tell the dialect."""
+    """Return the generation that a body asks for, and its priority; its keys determine the dialect."""
     keys = [key for key in KEYS if isinstance(body, dict) and key in body]
     if keys == ["inputs"]:
         native = to_model(body, GenerateRequest)

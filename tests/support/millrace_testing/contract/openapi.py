@@ -72,7 +72,7 @@ def resolved(reference: str) -> Schema:
 def fits(value: object, schema: Schema) -> bool:
     """Whether JSON is as documented, keys that the document does not name being none of it.
 
-    Knows as much of JSON schema as answers need; raises KeyError for other types.
+    Supports the parts of JSON schema that answers need; raises KeyError for other types.
     """
     if "$ref" in schema:
         return fits(value, resolved(schema["$ref"]))

@@ -24,4 +24,4 @@ SERIES = (
     ),
     'tgi_batch_inference_duration_bucket{method="prefill"}',
 )
-"""As PromQL selects them, without the label `container`, which is the scraper's."""
+"""PromQL selectors of the series, without the label `container`, which the scraper adds."""

@@ -71,7 +71,7 @@ def compile_kernel(
 
 
 def compile_attention(heads: tuple[int, int], dtype: torch.dtype, capability: int) -> None:
-    """For `heads`: group and head_dim; as `PagedAttention` launches it."""
+    """Compile the attention kernel as `PagedAttention` launches it; `heads` is (group, head_dim)."""
     group, head_dim = heads
     constants = {"num_heads": 4 * group, "group": group, "head_dim": head_dim, "page": 16}
 

@@ -1,4 +1,4 @@
-"""C++ compilers for tests that run where there is none: scripts that write what they are told to link."""
+"""C++ compilers for tests on machines without one: scripts that write the library they should link."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def compiler(folder: Path, script: str = COMPILER, version: int = 1) -> Path:
 
 
 def toolchain(folder: Path, script: str = COMPILER, version: int = 1) -> Toolchain:
-    """With the compiler of `compiler`."""
+    """The toolchain with the compiler of `compiler`."""
     path = compiler(folder, script, version)
     return Toolchain(compiler=(str(path),), compile_flags=("-O2",), link_flags=("-lm",))
 
 
 def runs(folder: Path) -> int:
-    """How often the compiler ran to build: twice for each, to compile and to link."""
+    """The number of runs of the compiler: two for each build, to compile and to link."""
     return len((folder / "log").read_text().splitlines())

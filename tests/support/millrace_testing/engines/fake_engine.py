@@ -46,7 +46,7 @@ def greedy(ids: Sequence[int], count: int) -> list[int]:
 
 
 class FakeKernels:
-    """Only what the engine itself asks for; caches [num_blocks, BLOCK_SIZE, heads, dim] start as NaN."""
+    """The kernels that the engine itself calls; caches [num_blocks, BLOCK_SIZE, heads, dim] start as NaN."""
 
     name = "fake"
     block_size = BLOCK_SIZE

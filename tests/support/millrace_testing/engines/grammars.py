@@ -50,7 +50,7 @@ class Words:
         return b"".join(self.tokens[id_] for id_ in ids if id_ > SPECIAL)
 
     def matcher(self, grammar: Grammar) -> Matcher:
-        """At the start of a text."""
+        """A matcher at the start of a text."""
         return Matcher.of(lark_of(grammar), self.vocabulary)
 
     def split(self, text: bytes, rng: random.Random | None = None) -> list[int]:

@@ -48,10 +48,10 @@ class Recorder:
         return [len(recording.output) for recording in self.recordings]
 
     def replays(self) -> dict[int, int]:
-        """By rows, how often each was replayed."""
+        """The number of replays of each recording, by its rows."""
         return {len(r.output): r.replays for r in self.recordings if r.replays}
 
 
 def out_of_memory() -> None:
-    """As CUDA's allocator says it."""
+    """Raise the error of CUDA's allocator."""
     raise torch.OutOfMemoryError("CUDA out of memory")

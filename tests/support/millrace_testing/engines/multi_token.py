@@ -42,7 +42,7 @@ class Yielded:
     """The bits of log probabilities."""
     tops: list[list[tuple[int, int]]] = field(default_factory=list)
     computed: list[int] = field(default_factory=list)
-    """KV positions, as answers told them."""
+    """KV positions that the answers reported."""
 
 
 @dataclass
@@ -162,7 +162,7 @@ class Generation:
 
 
 class PlannedProposer(Proposer):
-    """Knows what sequences are going to yield, and errs at random."""
+    """A proposer with the sequences' future tokens; some of its draft tokens are wrong, at random."""
 
     def __init__(self, futures: Mapping[int, Sequence[int]], *, error_rate: float = 0.3) -> None:
         """`futures` are whole sequences by slot, prompts included."""

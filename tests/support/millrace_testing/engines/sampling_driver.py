@@ -24,7 +24,7 @@ WAYS = ("as it is", "few candidates", "nothing read back", "small tiles")
 
 @contextmanager
 def going(way: str) -> Iterator[None]:
-    """With rows sampled in another way, which must make no difference that counts."""
+    """Sample rows in another way, which must not change the results."""
     with pytest.MonkeyPatch.context() as patch:
         if way == "few candidates":
             patch.setattr(candidates, "NUM_CANDIDATES", 8)

@@ -30,7 +30,7 @@ class Row:
 
     @property
     def position(self) -> int:
-        """How many tokens there are."""
+        """The number of tokens."""
         return len(self.prompt) + len(self.generated)
 
 

@@ -156,7 +156,7 @@ class Drawn:
     prompt_adds: float
 
     def candidates(self, place: int, count: int) -> list[tuple[int, float]]:
-        """As many, the token first."""
+        """`count` candidates, the token first."""
         id_, logprob = self.tokens[place]
         adds = self.candidate_adds if place == 2 else 0.0
         return [((id_ + i) % VOCAB, logprob - i + adds * bool(i)) for i in range(count)]
@@ -232,7 +232,7 @@ class Server(ThreadingHTTPServer):
 
 @contextmanager
 def fake_server(port: int = 0, **settings: Any) -> Iterator[FakeServer]:
-    """On `port`, or a free one, for the length of the block."""
+    """Serve on `port`, or a free one, for the length of the block."""
     fake = FakeServer(**settings)
     handler = type("BoundHandler", (Handler,), {"fake": fake})
     server = Server(("127.0.0.1", port), handler)

@@ -1,4 +1,4 @@
-"""The router's HTTP edge on a real socket, over a batcher that generates what a test tells it to."""
+"""The router's HTTP edge on a real socket, over a batcher with the test's generations."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from millrace_router.validation.validator import Validator
 WORDS = ("hello", "world", "wörld", "日本", "a", "b")
 GRACE_SECONDS = 300.0
 PROBE_SECONDS = 30.0
-"""So long that a probe on a slow machine is not given up before its token, or its failure, is there."""
+"""Long enough for the token or the failure of a probe on a slow machine."""
 LIMITS = Limits(
     max_input_tokens=8,
     max_total_tokens=16,

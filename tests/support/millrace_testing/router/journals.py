@@ -99,7 +99,7 @@ def journal_in(
 
 
 class RecordedDriver(ScheduleDriver):
-    """Tells a journal what it sends and what it is answered."""
+    """Passes its messages and their answers to a journal."""
 
     def __init__(
         self, budgets: Budgets, shard: HashShard, journal: Journal, *, depth: int = 2
@@ -131,7 +131,7 @@ class RecordedDriver(ScheduleDriver):
 
 
 class ReplayShards:
-    """As much of a `StepChannel` and its `ShardGroup` as replays use, over a hash shard."""
+    """The parts of a `StepChannel` and its `ShardGroup` that replays use, over a hash shard."""
 
     def __init__(self, shard: HashShard) -> None:
         self.shard = shard

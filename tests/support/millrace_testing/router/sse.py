@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 
 Script = Callable[[dict[str, Any]], list[bytes]]
-"""From a request's body to the pieces of its answer, each written alone."""
+"""Maps a request's body to the pieces of its answer, each written alone."""
 
 
 def event(index: int, *, last: bool, generated: int | None = None) -> bytes:
@@ -27,7 +27,7 @@ def event(index: int, *, last: bool, generated: int | None = None) -> bytes:
 
 
 def whole_stream(body: dict[str, Any]) -> list[bytes]:
-    """As many events as the body asks for."""
+    """The number of events that the body asks for."""
     asked = body["parameters"]["max_new_tokens"]
     return [event(index, last=index == asked) for index in range(1, asked + 1)]
 

@@ -31,7 +31,7 @@ class FakeTimers:
 
     @property
     def pending(self) -> int:
-        """How many calls are due at all."""
+        """The number of calls that are not cancelled."""
         return sum(not timer.cancelled for timer in self._timers)
 
     def turn(self, seconds: float) -> None:

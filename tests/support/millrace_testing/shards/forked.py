@@ -55,7 +55,7 @@ class Forked:
 
     @property
     def returncode(self) -> int | None:
-        """As in `Popen`: None while the process runs, and -N after signal N ended it."""
+        """None while the process runs, and -N after signal N ended it, as in `Popen`."""
         return self._process.exitcode
 
     @property

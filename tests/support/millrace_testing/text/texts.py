@@ -29,7 +29,7 @@ CORPUS = (
 
 
 def byte_level() -> RustTokenizer:
-    """As GPT-2, Llama 3, Qwen: bytes, merged to longer pieces."""
+    """A tokenizer as in GPT-2, Llama 3, Qwen: bytes, merged to longer pieces."""
     rust = RustTokenizer(models.BPE())
     rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     rust.decoder = decoders.ByteLevel()
@@ -44,7 +44,7 @@ def byte_level() -> RustTokenizer:
 
 
 def byte_fallback() -> RustTokenizer:
-    """As Llama 2, Mistral, Gemma: words with a mark for the space before, unknown characters as bytes."""
+    """A tokenizer as in Llama 2, Mistral, Gemma: words with a mark for the space, unknown characters as bytes."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     words = {word for line in CORPUS[:3] for word in line.split()}
     letters = {letter for line in CORPUS[:3] for letter in line} - {" "}
@@ -67,7 +67,7 @@ def byte_fallback() -> RustTokenizer:
 
 
 def metaspace() -> RustTokenizer:
-    """As T5: Metaspace throughout."""
+    """A tokenizer as in T5: Metaspace throughout."""
     rust = RustTokenizer(models.BPE(unk_token="<unk>"))
     rust.pre_tokenizer = pre_tokenizers.Metaspace()
     rust.decoder = decoders.Metaspace()
@@ -79,7 +79,7 @@ def metaspace() -> RustTokenizer:
 
 
 def word_piece() -> RustTokenizer:
-    """As BERT: a space goes before each piece but the ## ones and most punctuation."""
+    """A tokenizer as in BERT: a space precedes each piece except the ## ones and most punctuation."""
     rust = RustTokenizer(models.WordPiece(unk_token="[UNK]"))
     rust.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     rust.decoder = decoders.WordPiece()
