@@ -36,7 +36,7 @@ GUIDED: dict[str, Any] = {
 }
 BODIES = [*mixed_bodies(5, longest=60), GUIDED]
 NUM_LONG = 3
-"""So many of them at least have more to say after 60 tokens."""
+"""At least this number of bodies generate more than 60 tokens."""
 FLAGS = ("--deterministic=on", "--speculate=3")
 
 

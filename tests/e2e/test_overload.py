@@ -108,7 +108,7 @@ async def test_ten_times_the_capacity(server: Server) -> None:
                         i, stream = (number + turn) % CAPACITY, number % 2 == 0
                         clients.create_task(insist(i, stream=stream))
                     await until(is_full)
-            # Those whom the queue has room for are taken, whatever else happens.
+            # The requests that fit the queue are always accepted.
             assert QUEUE <= CLIENTS - refused <= CAPACITY
         assert peak - before < MAX_GROWTH
         await until(lambda: is_idle(server))

@@ -1,4 +1,4 @@
-"""Keys and prompts through the whole system: who gets to see them, besides those they are for."""
+"""Keys and prompts in the whole system: no process or file shows them to others."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ class Doomed(NamedTuple):
 
     server: Server
     doom: Path
-    """Where a file keeps further shards from living."""
+    """The path of a file that makes new shards exit."""
 
 
 @pytest.fixture(scope="module")

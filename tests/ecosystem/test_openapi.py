@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent.parent
 PROGRAM = ROOT / ".venvs" / "schemathesis" / "bin" / "schemathesis"
 HOOKS = Path(__file__).parent / "clients"
 SECONDS = 20
-"""For each of the runs to generate requests."""
+"""The time of each run for generating requests."""
 
 
 def test_the_document_is_valid(tmp_path: Path) -> None:

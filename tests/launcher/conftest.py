@@ -12,7 +12,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 @pytest.fixture(autouse=True)
 def adopt_orphans() -> Iterator[None]:
-    """Then this process can wait for their end."""
+    """Make this process the parent of orphans, so that it can wait for their end."""
     prctl = ctypes.CDLL(None).prctl
     assert prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
     yield

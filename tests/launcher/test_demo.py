@@ -1,4 +1,4 @@
-"""Where the demo model is found."""
+"""The search for the demo model."""
 
 from __future__ import annotations
 

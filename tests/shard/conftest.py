@@ -10,9 +10,9 @@ import torch
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> None:
-    """Where two test processes share two cores, threads that wait for each other take several times as long.
+    """Use one thread: with two test processes on two cores, threads that wait for each other are several times slower.
 
-    What looks at threads sets their number itself.
+    Tests of threads set their number.
     """
     torch.set_num_threads(1)
 

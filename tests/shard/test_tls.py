@@ -73,7 +73,7 @@ def port(tmp_path: Path, authority: trustme.CA) -> Iterator[int]:
 
 
 def ask(target: str, credentials: grpc.ChannelCredentials | None) -> pb.InfoResponse:
-    """One call, with these papers."""
+    """Make one call with these certificates."""
     channel = (
         grpc.insecure_channel(target)
         if credentials is None

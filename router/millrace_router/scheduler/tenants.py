@@ -1,4 +1,4 @@
-"""Waiting entries of several tenants, who share the tokens."""
+"""The waiting requests of several tenants, which share the tokens."""
 
 from __future__ import annotations
 

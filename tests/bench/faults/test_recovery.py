@@ -1,4 +1,4 @@
-"""Where the time of a pause went, on arrivals and logs made by hand."""
+"""The parts of a pause, from arrivals and logs written by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When shards get signals: every run at its own random moments, and each recovery measurable."""
+"""The times of signals to shards: random for each run, and each recovery measurable."""
 
 from __future__ import annotations
 

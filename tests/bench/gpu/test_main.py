@@ -32,7 +32,7 @@ class TakesTooLong(subprocess.Popen[str]):
     """A child whose time is up as soon as it has opened the pipe that its last argument names."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """As of `Popen`, but for the limit."""
+        """Wait as `Popen` does; with the limit, raise at once."""
         if timeout != LIMIT_SECONDS:
             return super().wait(timeout)
         assert isinstance(self.args, list)

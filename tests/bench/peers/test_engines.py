@@ -20,7 +20,7 @@ REQUESTS = [Request([1, 2], 3), Request([3], 1), Request([4, 5, 6], 2)]
 
 
 class Steps:
-    """A peer that gives one token to everyone in flight at each step."""
+    """A peer that gives each request in flight one token at each step."""
 
     def __init__(self, surplus: int = 0) -> None:
         self.most_at_once = 0

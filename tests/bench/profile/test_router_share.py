@@ -1,4 +1,4 @@
-"""Which plane a process belongs to, from its command line."""
+"""The plane of a process, from its command line."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_conclusions_are_medians_of_ratios_of_turns() -> None:
 
 
 def _running(begin: int, end: int, period: float = 1.0) -> Answer:
-    """One that gets a token every `period` seconds."""
+    """An answer with a token every `period` seconds."""
     request = Request(prompt="x", prompt_tokens=1, output_tokens=1)
     return Answer(request, 0.0, arrivals=[period * step for step in range(begin, end)])
 

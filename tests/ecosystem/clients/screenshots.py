@@ -47,7 +47,7 @@ def take(page: Page, folder: Path, name: str, *, everything: bool) -> None:
 
 
 def shoot(url: str, folder: Path, size: str, scheme: str, *, everything: bool) -> None:
-    """All states of both pages in one size and colour."""
+    """Take screenshots of all states of both pages in one size and colour."""
     kind = f"{size}-{scheme}"
     with opened(url, color_scheme=scheme, **SIZES[size]) as page:
         page.locator("#starters button").first.wait_for()

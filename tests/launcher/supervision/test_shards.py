@@ -20,10 +20,10 @@ async def end_in_order(deployment: Deployment) -> None:
     deployment.process.send_signal(signal.SIGTERM)
     assert await deployment.end() == (0, "")
     await deployment.assert_gone(family)
-    everybody = [
+    processes = [
         pid for path in deployment.folder.glob("*.lives") for pid in deployment.lives(path.stem)
     ]
-    assert not any(map(psutil.pid_exists, everybody))
+    assert not any(map(psutil.pid_exists, processes))
 
 
 async def test_death_of_one_rank_restarts_the_group(tmp_path: Path) -> None:

@@ -35,6 +35,6 @@ def test_the_port_is_reserved_until_the_server_listens(tmp_path: Path) -> None:
         assert server.client.is_ready()
     port, what = (tmp_path / "x.log").read_text().split("\n")[0].split(maxsplit=1)
     assert (f"http://127.0.0.1:{port}", what) == (server.client.url, "kept")
-    with socket.socket() as anybody:
-        anybody.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        anybody.bind(("127.0.0.1", int(port)))
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", int(port)))

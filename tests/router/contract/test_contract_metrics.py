@@ -28,7 +28,7 @@ REASONS = ("backpressure", "wait_exceeded", "chunking")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """One row of section 7.2, and where we differ in both columns."""
+    """One row of section 7.2, and our differences in both columns."""
 
     name: str
     type: str

@@ -70,7 +70,7 @@ def seeded(request: ValidRequest, stream: TokenStream) -> None:
 
 
 def unlikely(_: ValidRequest, stream: TokenStream) -> None:
-    """Two log probabilities that are hard to write down, candidates beside them."""
+    """Send two log probabilities that are hard to format, with candidates."""
     stream.token(token_event(1, "é", logprob=-1.3242188, q=-0.25))
     end = finished("é", 2, reason=FinishReason.EOS_TOKEN, seed=U64)
     stream.token(token_event(2, "</s>", logprob=float("nan"), finished=end))

@@ -225,7 +225,7 @@ def calls(_: ValidRequest, stream: TokenStream) -> None:
 
 
 def is_call(prediction: Any) -> bool:
-    """Whether it is a message with that call."""
+    """Whether the prediction is a message with the call of `f`."""
     (call,) = json.loads(prediction)["tool_calls"]
     return fits(call, {"type": "function", "function": {"name": "f", "arguments": "{}"}})
 

@@ -294,7 +294,7 @@ def with_extra(number: int, rng: random.Random) -> StepLoad:
 def test_learns_what_extra_positions_cost_and_of_plain_steps_keeps_what_it_knew(
     once: float, each: float, noise: float
 ) -> None:
-    """Even if another process delays every eighth of them."""
+    """The result holds if another process delays every eighth of these steps."""
     model, rng = trained(1500), random.Random(4)
     before = model.to_json()
     for number in range(200):

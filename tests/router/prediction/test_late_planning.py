@@ -1,4 +1,4 @@
-"""When the step beside the one in flight is planned."""
+"""The time at which step n + 1 is planned while step n runs."""
 
 from __future__ import annotations
 

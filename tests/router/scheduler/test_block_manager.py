@@ -1,4 +1,4 @@
-"""BlockTable, with and without a cache, against a plain model of who holds what."""
+"""BlockManager, with and without a cache, against a plain model of the blocks of each slot."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_growth_beyond_the_promise_takes_what_is_left_and_no_more() -> None:
 
 
 def test_blocks_are_handed_out_lowest_first_and_the_last_returned_again_first() -> None:
-    """So a lightly loaded server touches little of its KV memory, which on CPU is mapped on first touch."""
+    """A lightly loaded server then uses little KV memory, because a CPU maps memory on first use."""
     table = BlockManager(10, SIZE)
     table.admit(0, 12)
     assert table.grow(0, 12) == [1, 2, 3]

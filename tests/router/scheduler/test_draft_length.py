@@ -116,7 +116,7 @@ def test_only_rows_with_high_acceptance_get_draft_tokens() -> None:
 
 
 def test_what_a_wide_step_costs_at_all_is_paid_by_all_rows_together() -> None:
-    """As where only steps of one position each replay a graph."""
+    """The case occurs where only steps with one position a row replay a graph."""
     cost = cost_model(once=STEP)
     for num_good, drafts in ((1, False), (16, True)):
         rows = [(history(*[0.85 * (place < num_good)] * 4), 10) for place in range(16)]
@@ -266,7 +266,7 @@ def test_never_slower_than_95_percent_of_plain(
 def test_verification_in_the_next_step_is_a_cost_of_draft_tokens(
     rate: float, supply: float, after: float
 ) -> None:
-    """If it counted as the cost of plain steps, draft tokens would seem to cost nothing."""
+    """If verification counted as a cost of plain steps, draft tokens would seem to cost nothing."""
     true, learns = cost_model(once=0.002), CostModel()
     plain = Machine(true, None, lambda *_: rate, learns=learns).run(100)
     policy = AdaptiveDraftLength(learns, max_draft_tokens=MOST)

@@ -226,7 +226,7 @@ def test_forced_tokens_of_a_step_are_computed_in_the_next() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_forced_tokens_may_be_computed_one_by_one(depth: int) -> None:
-    """As shards do where more would hold up others: no sooner than without chains, and no later."""
+    """Shards do so where more positions would delay other rows; the end comes as early as without forced tokens."""
     driver = new_driver(max_draft_tokens=0, choices=Always(forced=3, filled=1), depth=depth)
     submit(driver, (4, 30), guided=True)
     assert 28 <= finish(driver) <= 30 + depth - 1

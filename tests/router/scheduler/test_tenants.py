@@ -1,4 +1,4 @@
-"""TenantQueue: who gets how much, and how long anyone waits."""
+"""TenantQueue: the share of each tenant, and bounds of the wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which keyed requests are one, how long they live, and what is kept of them. No sockets, and no real time."""
+"""Idempotent runs: which requests share one, its lifetime, and its memory. No sockets, and no real time."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ async def test_what_has_ended_is_kept_for_the_grace_period(*, was_left: bool) ->
     timers.turn(GRACE - 1)
     assert runs.find(b"s", b"") is run
     with runs.reading(b"s", run):
-        # Reading it does not prolong its life; who reads it reads on.
+        # A reader does not prolong the lifetime of a run, and can finish reading.
         timers.turn(1)
         assert runs.find(b"s", b"") is None
         assert await run.answer() == answer()

@@ -185,7 +185,7 @@ async def test_a_slow_reader_of_a_long_stream_is_cut_off_and_others_are_not(
 
 @pytest.mark.parametrize("leaves", [False, True])
 async def test_a_removed_recording_is_freed(*, leaves: bool) -> None:
-    """Not even by the connection that it came with, which stays open, and without the garbage collector."""
+    """The open connection of the request does not hold it, and no garbage collection is needed."""
     async with keyed_edge() as (edge, timers):
         gc.disable()
         try:

@@ -39,7 +39,7 @@ def gemma() -> RustTokenizer:
 
 
 def llama_with_metaspace(scheme: str) -> RustTokenizer:
-    """As converters write Llama 2 and XLM-R now: the mark is put before the text by the pre-tokenizer."""
+    """A tokenizer as converters write Llama 2 and XLM-R: the pre-tokenizer puts the mark before the text."""
     rust = byte_fallback()
     rust.normalizer = None
     rust.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
@@ -54,14 +54,14 @@ def metaspace_by(scheme: str) -> RustTokenizer:
 
 
 def byte_level_with_prefix() -> RustTokenizer:
-    """As RoBERTa: a space before the first word."""
+    """A tokenizer as in RoBERTa: a space precedes the first word."""
     rust = byte_level()
     rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     return rust
 
 
 def word_ends() -> RustTokenizer:
-    """As GPT-1: words end with a mark."""
+    """A tokenizer as in GPT-1: words end with a mark."""
     rust = RustTokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
     rust.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     rust.decoder = decoders.BPEDecoder(suffix="</w>")

@@ -20,14 +20,14 @@ SHRINKING = "\u1fbe\u0308\u0301\u212a\u1112\u1161\u11ab"
 
 
 def composing() -> RustTokenizer:
-    """As Qwen: characters are composed first."""
+    """A tokenizer as in Qwen: characters are composed first."""
     rust = byte_level()
     rust.normalizer = normalizers.NFC()
     return rust
 
 
 def byte_fallback() -> RustTokenizer:
-    """As Llama 2: byte-pair with a token for each byte."""
+    """A tokenizer as in Llama 2: byte-pair with a token for each byte."""
     pieces = [*(f"<0x{byte:02X}>" for byte in range(256)), *"abc▁", "ab", "▁ab", "▁▁"]
     rust = RustTokenizer(
         models.BPE(
@@ -43,7 +43,7 @@ def byte_fallback() -> RustTokenizer:
 
 
 def splitting() -> RustTokenizer:
-    """As Llama 3: cut by a pattern first."""
+    """A tokenizer as in Llama 3: text is split by a pattern first."""
     rust = byte_level()
     split = pre_tokenizers.Split(Regex(r"\s+|\w+"), "isolated")
     rust.pre_tokenizer = pre_tokenizers.Sequence(

@@ -108,7 +108,7 @@ async def test_a_shard_that_is_full_refuses_for_now(address: str) -> None:
 
 
 async def test_replaced_channels_cancel_no_compilation(address: str) -> None:
-    """As when a step fails: the router begins a new epoch on new channels."""
+    """The router begins a new epoch on new channels after a failed step."""
     service = CompilingShard()
     with listening(address, service):
         shards = StepChannel(ShardGroup([address]))

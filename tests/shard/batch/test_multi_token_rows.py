@@ -79,7 +79,7 @@ class Setup:
         return Stepper(self.model, self.kernels, dtype=self.dtype, **options)
 
     def planned(self, *, error_rate: float = 0.3, grammars: FakeGrammars | None = None) -> Stepper:
-        """One that is told the truth and errs."""
+        """A stepper whose proposer has the future tokens and makes random errors."""
         stepper = self.stepper(max_draft_tokens=MOST, grammars=grammars and grammars.as_manager())
         futures = {slot: [*want.prompt, *self.truth[slot].ids] for slot, want in self.wants.items()}
         stepper.use(PlannedProposer(futures, error_rate=error_rate))
@@ -88,7 +88,7 @@ class Setup:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """More would wait for each other, which is slow beside a busy neighbour."""
+    """Use one thread: several would wait for each other, which is slow beside another busy process."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -397,7 +397,7 @@ def test_pending_tokens_beyond_the_allowance_yield_nothing_yet(setup: Setup) -> 
 
 
 def test_a_few_forced_tokens_wait_where_they_would_delay_seven_rows(setup: Setup) -> None:
-    """Two forced tokens wait for room, three are worth a tile of rows; the later tokens are the same."""
+    """Two forced tokens wait for a step with room, three are worth a tile of rows; later tokens are the same."""
     wants = {slot: Want(prompt_of(5, seed=slot), FIELDS["seeded"]) for slot in range(1, 8)}
     guided = Want(PROMPTS[0], FIELDS["seeded"])
     grammar = any_of(None, [5], [6], None, [7], [8], [9], None)
@@ -512,7 +512,7 @@ def test_a_row_that_is_not_finite_fails_with_all_its_drafts(
 def test_a_reused_slot_ignores_earlier_drafts(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, where the step with drafts is still running when its sequence is dropped."""
+    """On a GPU, the step with drafts may still run when its sequence is dropped."""
     monkeypatch.setattr(Stopwatch, "is_done", lambda _: False)
     stepper = setup.planned(error_rate=0.0)
     stepper.run(stepper.admission(0, setup.wants[0].prompt))

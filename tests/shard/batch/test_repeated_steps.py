@@ -141,7 +141,7 @@ class Decoding(RuleBasedStateMachine):
         del self.lengths[slot]
 
     def decode(self, slots: Ints, allowances: tuple[int, ...], *, jumps: bool = False) -> None:
-        """With a block more for those that need one."""
+        """Run decodes, with one more block for each row that needs one."""
         lengths = ints(self.lengths[slot] for slot in slots.tolist())
         self.grow(slots[self.batch.blocks.capacity(slots) < lengths], 1)
         self.step(slots, allowances, jumps=jumps)
@@ -149,7 +149,7 @@ class Decoding(RuleBasedStateMachine):
     def step(
         self, slots: Ints, allowances: tuple[int, ...] = PLAIN, *, jumps: bool = False
     ) -> None:
-        """With `jumps`, rows yield as many tokens as they may."""
+        """Run a step; with `jumps`, rows yield as many tokens as allowed."""
         self.last = slots
         wide = no_ints()
         if allowances != PLAIN:
@@ -172,7 +172,7 @@ class Decoding(RuleBasedStateMachine):
             self.lengths[slot] += count
 
     def take(self, slot: int, length: int) -> None:
-        """With the blocks that its prompt needs."""
+        """Admit a sequence with the blocks that its prompt needs."""
         sequence = Sequence(slot=slot, request_id=1, input_ids=ints(range(length)))
         self.batch.apply(BatchChange(admitted=(sequence,)))
         self.grow(ints([slot]), -(-length // BLOCK_SIZE))

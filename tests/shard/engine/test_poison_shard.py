@@ -168,7 +168,7 @@ def test_a_rank_whose_peer_dies_in_a_step_says_so_and_ends(folder: Path, tmp_pat
 
 
 def test_a_rank_that_waits_in_a_collective_ends_on_sigterm(folder: Path, tmp_path: Path) -> None:
-    """Long before the collective gives up, which takes two minutes."""
+    """The rank ends long before the timeout of the collective, which is two minutes."""
     settings = {"POISON": "17,23,42", "POISON_HOW": "hang"}
     with two_ranks(folder, tmp_path, **settings) as ((process, stub), (_, peer_stub)):
         calls = [each.Steps(epoch(1, POISONED), timeout=SECONDS) for each in (stub, peer_stub)]

@@ -29,7 +29,7 @@ class SmallerPeer(ProcessGroup):
     """A group whose other rank has room for 20 blocks."""
 
     def minimum(self, value: int) -> int:
-        """As the collective would answer."""
+        """The answer of the collective."""
         return min(value, 20)
 
 

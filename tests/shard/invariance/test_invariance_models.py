@@ -108,7 +108,7 @@ class Loader:
         )
 
     def driver(self, model: CausalModel) -> Driver:
-        """With an empty cache."""
+        """A driver with an empty cache."""
         return Driver(model, self.kernels, dtype=self.dtype)
 
 

@@ -47,7 +47,7 @@ def test_an_element_has_the_same_bits_wherever_it_lies(name: str, dtype: torch.d
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_bfloat16_number_has_the_same_bits_among_few_and_many(name: str) -> None:
-    """All of them, since rounding to so few bits hides most differences."""
+    """The test has all numbers, since rounding to so few bits hides most differences."""
     function = FUNCTIONS[name]
     every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)
     every = every[every.isfinite()]

@@ -262,7 +262,7 @@ def test_silu_mul_takes_the_gate_first() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_silu_mul_of_a_row_does_not_depend_on_where_it_lies(dtype: torch.dtype) -> None:
-    """With sizes that leave a rest to vector loops, and so many rows that threads would share them."""
+    """The sizes leave a rest to vector loops, and threads share the rows."""
     kernels = PlainKernels(deterministic=True)
     torch.set_num_threads(3)
     for seed in range(40):

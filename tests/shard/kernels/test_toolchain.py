@@ -1,4 +1,4 @@
-"""Which compiler is taken, and what of the libraries that it built is loaded."""
+"""The choice of the compiler, and the loading of built libraries."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_compiler_whose_library_does_not_load_spoils_no_other(
 def test_a_built_library_that_does_not_load_is_built_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One and the same compiler, by its version, that built it badly once."""
+    """The compiler has the same version in both builds, and the first build is broken."""
     with pytest.raises(BuildError, match="does not load"):
         load(tmp_path, monkeypatch, str(compiler(tmp_path)))
     (library,) = (tmp_path / "cache" / "kernels").glob("*.so")

@@ -44,7 +44,7 @@ def recorder() -> Recorder:
 
 
 def steppers(setup: Setup, recorder: Recorder, sizes: tuple[int, ...] = SIZES) -> list[Stepper]:
-    """One that decodes by graphs, one that does not."""
+    """A stepper that decodes by graphs, and one that does not."""
     model, kernels, dtype = setup
     settings = GraphSettings(sizes, recorder.new_capture)
     return [
@@ -134,7 +134,7 @@ def test_more_rows_than_the_largest_run_eagerly(setup: Setup, recorder: Recorder
 def test_a_row_without_its_forced_tokens_lets_the_step_use_the_graph(
     setup: Setup, recorder: Recorder
 ) -> None:
-    """As one may whose tokens a grammar decides."""
+    """A row with a grammar may lack its forced tokens."""
     by_graph, eager = steppers(setup, recorder)
     for stepper in (by_graph, eager):
         for slot in range(2):

@@ -272,7 +272,7 @@ def test_the_progress_of_loading_is_logged(
 def test_what_is_owned_once_keeps_its_ties_and_is_not_counted_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As on a GPU, where all is moved first, and the head is one tensor with the embeddings."""
+    """The head shares a tensor with the embeddings, as on a GPU, where the model is moved first."""
     monkeypatch.setattr("millrace_shard.model_loader.load_progress.INTERVAL_SECONDS", 0.0)
     save_tiny(tmp_path, "gpt2", n_embd=512)
     files = [tmp_path / "model.safetensors"]

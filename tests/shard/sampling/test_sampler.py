@@ -73,7 +73,7 @@ rows = st.builds(
 @given(st.lists(rows, min_size=1, max_size=5))
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_and_logprobs_agree_with_the_reference(way: str, batch: list[Row]) -> None:
-    """Where the reference's rounding decides who is dropped, nothing is compared."""
+    """Rows are skipped where the reference's rounding decides which tokens are dropped."""
     with going(way):
         found = sample(batch)
     for row, id_, logprob in zip(batch, found.ids.tolist(), found.logprobs.tolist(), strict=True):
@@ -138,7 +138,7 @@ def _is_clear_cut(row: Row) -> bool:
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
-    """Where libraries split one long row over threads, they must not do so here."""
+    """Use two threads, over which libraries could split a long row; the sampler must prevent it."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -166,7 +166,7 @@ KINDS = [
 
 
 def long_rows(vocab: int) -> list[Row]:
-    """One of each kind, every third guided."""
+    """A row of each kind; every third has a grammar."""
     generator = torch.Generator().manual_seed(vocab)
     batch = []
     for i, kind in enumerate(KINDS):

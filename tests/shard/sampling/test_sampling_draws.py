@@ -99,7 +99,7 @@ def test_draws_follow_the_distribution_that_is_left(kind: str) -> None:
 
 
 def test_draws_from_many_tokens_follow_the_distribution() -> None:
-    """More than one block of the cumulative sum, and tokens of very different weight."""
+    """The row has several blocks of the cumulative sum, and tokens of very different weight."""
     generator = np.random.default_rng(8)
     scores = (generator.standard_normal(1200) * 2).tolist()
     index = np.arange(NUM_DRAWS, dtype=np.int64)

@@ -86,7 +86,7 @@ class Setup:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """More would wait for each other, which is slow beside a busy neighbour."""
+    """Use one thread: several would wait for each other, which is slow beside another busy process."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -156,7 +156,7 @@ def test_a_draft_model_that_errs_changes_no_bit(
 
 @pytest.mark.parametrize("chunk", [1000, 7])
 def test_the_model_itself_as_draft_is_always_right(setup: Setup, chunk: int) -> None:
-    """So the KV of the draft model is whole, after prompts in chunks and after drafts."""
+    """All drafts are right only if the draft model's KV is complete, after prompts in chunks and after drafts."""
     wants = {slot: Want(want.prompt) for slot, want in WANTS.items()}
     run = Generation(
         setup.stepper(setup.folder),
@@ -423,7 +423,7 @@ def test_medusa_heads_are_silent_after_forced_tokens(
 def test_prompts_are_scored_beside_drafts_of_medusa_heads(
     setup: Setup, heads: Heads, tmp_path: Path
 ) -> None:
-    """Such a step is made in two parts, and leaves the heads no state to draft from; the next one does."""
+    """Such a step runs in two parts and leaves the heads no state for drafts; the next step does."""
     stepper = setup.stepper(heads.save(tmp_path), None)
     drafting = Forward(decode_slots=ints([0]), decode_tokens=ints([4]), draft_tokens=ints([3]))
     scored = stepper.admission(

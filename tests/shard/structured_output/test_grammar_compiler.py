@@ -44,7 +44,7 @@ ASCII = Words([bytes([byte]) for byte in range(32, 127)] + [b"ab", b"bc", b"00",
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a tokenizer alone: more is not read."""
+    """A folder with a tokenizer alone; other files are not read."""
     path = tmp_path_factory.mktemp("model")
     byte_level().save(str(path / "tokenizer.json"))
     return path
@@ -65,7 +65,7 @@ def compiler(folder: Path) -> Iterator[GrammarCompiler]:
 
 @pytest.fixture(scope="module")
 def hasty(folder: Path) -> Iterator[GrammarCompiler]:
-    """With the default limit."""
+    """A compiler with the default limit."""
     made = new_compiler(folder, timeout=grammar_compiler.TIMEOUT)
     yield made
     made.close()

@@ -130,7 +130,7 @@ DATE = {"type": "string", "format": "date"}
 
 @given(before=LITERALS, between=LITERALS)
 def test_schemas_are_found_between_any_literals(before: str, between: str) -> None:
-    """As often as they are there, and nothing else is changed."""
+    """Every schema is replaced, and nothing else."""
     described = json.dumps(DATE)
     pieces = [f"start: {json.dumps(before)} %json ", f" {json.dumps(between)} %json\n", ' "z"']
     exact = with_exact_schemas(f"%json {described}").removeprefix("%json ")

@@ -82,7 +82,7 @@ def test_the_states_do_run_out(compiler: GrammarCompiler, monkeypatch: pytest.Mo
     texts = Texts(compiler, range(NUM_TEXTS))
     failed = {slot for _ in range(NUM_TOKENS) for slot in texts.step().failed}
     assert failed
-    # Who comes later has states of his own.
+    # Later texts have their own states.
     later = Texts(compiler, range(1))
     assert not len(later.step().failed)
 

@@ -29,7 +29,7 @@ TEXTS = (
 
 
 def metaspace() -> Tokenizer:
-    """As T5 and XLM-R: a mark for the space before, no bytes."""
+    """A tokenizer as in T5 and XLM-R: a mark for the space before a word, no bytes."""
     pieces = ["<unk>", "</s>", *"▁abcdefghijklmnopqrstuvwxyz", "▁the", "▁quick", "▁fox", "own"]
     rust = Tokenizer(
         models.Unigram([(piece, -float(i)) for i, piece in enumerate(pieces)], unk_id=0)
@@ -41,7 +41,7 @@ def metaspace() -> Tokenizer:
 
 
 def word_piece() -> Tokenizer:
-    """As BERT: what a token adds depends on the one before."""
+    """A tokenizer as in BERT: the text of a token depends on the token before it."""
     vocab = {"[UNK]": 0, "[SEP]": 1, "a": 2, "##b": 3}
     rust = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
     rust.decoder = decoders.WordPiece()

@@ -102,7 +102,7 @@ async def test_the_echo_has_the_prompts_log_probabilities_before_those_of_the_an
 
 
 async def test_a_harness_that_scores_finds_what_it_reads() -> None:
-    """As lm-eval does: the context left out, the token that was asked for beyond the prompt, too."""
+    """lm-eval ignores the context, and the token generated after the prompt."""
     async with serving(generate) as edge:
         body = {"echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0, "seed": 1234}
         answer = await answer_of(edge, prompt=[[2, 3, 5], [4, 4]], model="m", **body)

@@ -265,7 +265,7 @@ AS_SCHEMA = {"type": "json_schema", "json_schema": {"name": "weather", "schema":
 
 @pytest.mark.parametrize("name", ["hermes", "llama", "mistral", "json"])
 async def test_beside_a_schema_the_model_calls_or_answers(name: str) -> None:
-    """As OpenAI has it; the grammar is compiled here as the shards compile it."""
+    """The behaviour is OpenAI's; the test compiles the grammar as the shards do."""
     async with served(PARIS, tool_call_parser=name) as edge:
         status, answer, _ = await edge.post(URL, {**ASKED, "response_format": AS_SCHEMA})
         (request,) = edge.batcher.requests

@@ -1,4 +1,4 @@
-"""Several choices of one request: their seeds, their order, what is counted, and who computes the prompt."""
+"""Several choices of one request: seeds, order, usage, and the computation of the shared prompt."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ async def test_choices_of_a_stream_take_turns_and_have_their_index(path: str) ->
 
 
 async def test_the_first_choice_has_the_prompt_s_tokens() -> None:
-    """Where each choice has its own usage, as TGI has it, they add up."""
+    """With TGI's usage per choice, the numbers of the choices add up."""
     async with served(counting()) as edge:
         chunks = await events_of(edge, "/v1/completions", {"prompt": ["a b", "a"], "n": 2})
     last = [chunk for chunk in chunks if "usage" in chunk]
@@ -143,7 +143,7 @@ async def test_choices_of_several_prompts_stand_together() -> None:
 
 
 def independent_seed(seed: int, index: int) -> int:
-    """As documented: SHA-256 over both numbers, big-endian in 8 bytes, of which the first 8 count."""
+    """The documented seed: the first 8 bytes of SHA-256 over both numbers, each big-endian in 8 bytes."""
     text = f"{seed:016x}{index:016x}"
     return int(sha256(bytes.fromhex(text)).hexdigest()[:16], 16)
 

@@ -115,7 +115,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 
 
 def generate(request: ValidRequest, stream: TokenStream) -> None:
-    """As `echo`, and candidates beside each token if they were asked for."""
+    """Generate as `echo` does, with candidates if the request asks for them."""
     if request.top_n_tokens:
         stream.token(token_event(1, " x", x=-0.5, y=float("nan")))
     echo(request, stream)

@@ -1,4 +1,4 @@
-"""The pages for browsers: who gets one, and that a browser may run nothing but what it came with."""
+"""The pages for browsers: which requests get one, and that a page runs only its own scripts."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def attention_of_one(weights: AttentionWeights, residual: Tensor) -> Tensor:
 def run(
     weights: AttentionWeights, shape: Shape, x: Tensor | None, residual: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """All sequences' first parts, then a step of their last `QUERIES`; what that step yields, and its residual."""
+    """Compute the first parts of all sequences, then a step of their last `QUERIES`; return its output and residual."""
     block, cache = TiledAttention(weights), shape.cache()
     firsts = [c - q for c, q in zip(CONTEXTS, QUERIES, strict=True)]
     rows = torch.split(torch.arange(sum(CONTEXTS)), CONTEXTS)

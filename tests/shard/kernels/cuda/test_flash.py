@@ -41,7 +41,7 @@ def documented(
     window_size: tuple[int, int],
     softcap: float,
 ) -> Tensor:
-    """As the docstring of `flash_attn_with_kvcache` in hopper/flash_attn_interface.py has it."""
+    """The semantics in the docstring of `flash_attn_with_kvcache` in hopper/flash_attn_interface.py."""
     assert causal
     rows = []
     for b, (begin, end) in enumerate(torch.stack([cu_seqlens_q[:-1], cu_seqlens_q[1:]]).T):
