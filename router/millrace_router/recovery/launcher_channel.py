@@ -39,11 +39,6 @@ class LauncherChannel:
         self._socket.settimeout(0)
         self._socket.set_inheritable(False)
 
-    @property
-    def is_connected(self) -> bool:
-        """Whether a launcher is connected, which restarts the shards."""
-        return self._socket is not None
-
     async def run(self) -> None:
         """Receive messages until the launcher disconnects; returns at once without one."""
         if self._socket is None:

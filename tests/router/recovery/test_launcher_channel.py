@@ -48,7 +48,7 @@ def drained(reader: socket.socket) -> bytes:
 
 async def test_both_ways(line: Line) -> None:
     launcher, channel, heard = line.launcher, line.channel, line.heard
-    assert channel.is_connected
+    assert channel._socket is not None
     running = asyncio.create_task(channel.run())
     channel.listening()
     channel.report_progress()
@@ -74,7 +74,7 @@ async def test_both_ways(line: Line) -> None:
 
 async def test_without_a_launcher_what_is_said_is_dropped() -> None:
     channel = LauncherChannel(None)
-    assert not channel.is_connected
+    assert channel._socket is None
     await channel.run()
     channel.report_progress()
     channel.restart_shards("r")
@@ -83,7 +83,7 @@ async def test_without_a_launcher_what_is_said_is_dropped() -> None:
 
 def test_descriptor_that_is_no_socket_is_no_launcher() -> None:
     ours, theirs = os.pipe()
-    assert not LauncherChannel(theirs).is_connected
+    assert LauncherChannel(theirs)._socket is None
     os.close(ours)
     os.close(theirs)
 
@@ -148,5 +148,5 @@ async def test_end_of_the_router_closes_the_line(line: Line) -> None:
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert not channel.is_connected
+    assert channel._socket is None
     assert launcher.recv(1) == b""
