@@ -71,7 +71,7 @@ def figures(answers: Sequence[Answer], metrics: Samples) -> Figures:
     whole = [answer for answer in answers if not answer.request.streams]
     times = [pair for answer in whole if (pair := queue_seconds(answer.headers)) is not None]
     waited = milliseconds([realised for _, realised in times], 0.5, 0.9)
-    missed = milliseconds([abs(guess - realised) for guess, realised in times], 0.5, 0.9)
+    missed = milliseconds([abs(predicted - realised) for predicted, realised in times], 0.5, 0.9)
     first = milliseconds(first_tokens(answers), 0.5, 0.9)
     late = [1000 * metrics.get(SERIES.format("first_token", q), 0.0) for q in ("50", "90")]
     titles = ("queue", "queue error", "TTFT", "TTFT error")

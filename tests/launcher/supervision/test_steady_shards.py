@@ -60,18 +60,18 @@ class Served:
     def kill(self) -> None:
         os.kill(int((self._folder / "shard-0.pid").read_text()), signal.SIGKILL)
 
-    async def endure(self, blow: Callable[[], None], *seconds: float) -> None:
+    async def endure(self, fault: Callable[[], None], *seconds: float) -> None:
         """Kill the shards after each number of seconds of service; return once they are back. Raises as `run` does."""
         try:
-            await first(self.shards.run(ModelFolders(self._folder)), self._strike(blow, seconds))
+            await first(self.shards.run(ModelFolders(self._folder)), self._strike(fault, seconds))
         finally:
             await self.shards.terminate(0)
 
-    async def _strike(self, blow: Callable[[], None], seconds: tuple[float, ...]) -> None:
+    async def _strike(self, fault: Callable[[], None], seconds: tuple[float, ...]) -> None:
         for served in seconds:
             await self.shards.ready()
             self._now += served
-            blow()
+            fault()
             await self._goes_down.wait()
             self._goes_down.clear()
         await self.shards.ready()

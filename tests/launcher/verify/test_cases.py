@@ -95,8 +95,8 @@ def test_speculation_shows_itself_in_accepted_and_rejected_draft_tokens(
 
 
 def test_the_action_runs_once_however_many_tokens_come_at_once() -> None:
-    blows: list[int] = []
-    after = After(50, lambda: blows.append(1))
+    faults: list[int] = []
+    after = After(50, lambda: faults.append(1))
     start = Barrier(4)
 
     def tokens() -> None:
@@ -109,14 +109,14 @@ def test_the_action_runs_once_however_many_tokens_come_at_once() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert blows == [1]
+    assert faults == [1]
 
 
 def test_the_action_does_not_run_early() -> None:
-    blows: list[int] = []
-    after = After(3, lambda: blows.append(1))
+    faults: list[int] = []
+    after = After(3, lambda: faults.append(1))
     after.on_token()
     after.on_token()
-    assert blows == []
+    assert faults == []
     after.on_token()
-    assert blows == [1]
+    assert faults == [1]

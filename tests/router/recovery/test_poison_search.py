@@ -166,7 +166,7 @@ class Crowd:
 
 
 def most_failures(count: int) -> int:
-    """Of one member, for a fault that takes several of so many."""
+    """Upper bound of one member's failures among `count` members, if no step fails with a single member."""
     return 2 + 2 * math.ceil(math.log2(count))
 
 
@@ -252,7 +252,7 @@ def test_a_kill_while_requests_run_separately_costs_nothing() -> None:
     assert not suspects, "what breaks them is known now"
 
 
-def test_a_search_that_finds_somebody_was_not_in_vain() -> None:
+def test_a_found_poison_request_clears_the_record_of_searched_requests() -> None:
     suspects: PoisonSearch = PoisonSearch()
     for _ in range(2):
         suspects.fail(positions([1, 2, 3, 4]))
@@ -268,7 +268,7 @@ def test_a_search_that_finds_somebody_was_not_in_vain() -> None:
     assert suspects.computed(3, 13), "cleared, and not kept to its end"
 
 
-def test_failures_that_do_not_come_again_never_part_anybody() -> None:
+def test_failures_that_do_not_repeat_never_split_the_group() -> None:
     suspects: PoisonSearch = PoisonSearch()
     for _ in range(10):
         suspects.fail(positions([1, 2, 3]))

@@ -88,16 +88,16 @@ class Undisturbed(NamedTuple):
     whole: dict[str, Any]
 
 
-class Survivors:
-    """Streams of all kinds, the first of which ends with a stop string, and an answer in one piece."""
+class FaultCheck:
+    """Sends streams of all kinds, the first of which ends with a stop string, and a request for one whole answer."""
 
     def __init__(self) -> None:
         self._undisturbed: dict[str, Undisturbed] = {}
 
-    async def survive(
-        self, server: Server, blow: Callable[[psutil.Process], object], reason: str
+    async def run(
+        self, server: Server, fault: Callable[[psutil.Process], object], reason: str
     ) -> None:
-        """They go on over `blow`, which falls on a stopped shard, as if nothing had happened."""
+        """All answers equal those of a server without faults, although `fault` hits a shard while it is stopped."""
         async with (
             Clients(server.url) as clients,
             httpx.AsyncClient(base_url=server.url, timeout=END_SECONDS) as plain,
@@ -119,11 +119,11 @@ class Survivors:
 
             middle = len(undisturbed.streams[0].events) // 2
             num_requests, num_replayed = len(bodies) + 1, 0.0
-            # An answer on its way while the blow falls may have been the last of its stream.
+            # An answer in transit during the fault may be the last one of its stream, which then needs no replay.
             while num_replayed < num_requests:
                 before, replayed = recoveries(server, reason), num_replays(server)
                 task, shard = await server.caught(send, is_time=is_time, num_running=num_requests)
-                blow(shard)
+                fault(shard)
                 streams, whole = await task
                 assert differences(undisturbed.streams, streams) == []
                 assert without_cached(whole.json()) == undisturbed.whole
@@ -147,27 +147,27 @@ def num_replays(server: Server) -> float:
 
 
 @pytest.fixture(scope="module")
-def survivors() -> Survivors:
-    return Survivors()
+def fault_check() -> FaultCheck:
+    return FaultCheck()
 
 
 async def test_streams_and_whole_answers_go_on_over_a_kill(
-    server: Server, survivors: Survivors
+    server: Server, fault_check: FaultCheck
 ) -> None:
-    await survivors.survive(server, psutil.Process.kill, "lost")
+    await fault_check.run(server, psutil.Process.kill, "lost")
 
 
 async def test_a_shard_that_is_stopped_is_restarted_and_streams_go_on(
-    server: Server, survivors: Survivors
+    server: Server, fault_check: FaultCheck
 ) -> None:
-    await survivors.survive(server, lambda stopped: stopped.status(), "hung")
+    await fault_check.run(server, lambda stopped: stopped.status(), "hung")
 
 
 async def test_sighup_restarts_the_shards_under_load_without_failed_requests(
-    server: Server, survivors: Survivors
+    server: Server, fault_check: FaultCheck
 ) -> None:
     old = server.shard
-    await survivors.survive(
+    await fault_check.run(
         server, lambda _: server.process.send_signal(signal.SIGHUP), reason="planned"
     )
     assert server.shard.pid != old.pid
@@ -244,9 +244,9 @@ def test_a_shard_killed_while_it_starts_is_started_again(doomed: Doomed) -> None
 
 
 async def test_streams_and_whole_answers_go_on_over_a_kill_in_float32(
-    doomed: Doomed, survivors: Survivors
+    doomed: Doomed, fault_check: FaultCheck
 ) -> None:
-    await survivors.survive(doomed.server, psutil.Process.kill, "lost")
+    await fault_check.run(doomed.server, psutil.Process.kill, "lost")
 
 
 async def test_of_eight_requests_the_one_that_breaks_steps_fails_alone(doomed: Doomed) -> None:
