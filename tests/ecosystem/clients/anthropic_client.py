@@ -229,7 +229,7 @@ def streams_run_side_by_side(base_url: str) -> None:
     assert len({answer.id for answer in answers}) == len(answers)
 
 
-def a_client_that_leaves_disturbs_nobody(base_url: str) -> None:
+def a_client_that_leaves_disturbs_no_other_request(base_url: str) -> None:
     create = client(base_url).messages.create
     stream = create(max_tokens=200, stream=True, **GREEDY)
     next(iter(stream))
@@ -253,6 +253,6 @@ run(
         a_bad_request_is_an_error_with_its_reason,
         what_is_not_there_is_not_found,
         streams_run_side_by_side,
-        a_client_that_leaves_disturbs_nobody,
+        a_client_that_leaves_disturbs_no_other_request,
     ]
 )

@@ -267,7 +267,7 @@ def streams_run_side_by_side(base_url: str) -> None:
     assert all(count >= 1 for count in asyncio.run(all_of_them()))
 
 
-def a_client_that_leaves_disturbs_nobody(base_url: str) -> None:
+def a_client_that_leaves_disturbs_no_other_request(base_url: str) -> None:
     create = client(base_url).chat.completions.create
     stream = create(model=MODEL, messages=MESSAGES, temperature=0, max_tokens=200, stream=True)
     next(iter(stream))
@@ -300,6 +300,6 @@ run(
         a_bias_bans_a_token,
         tgi_s_regular_expression_is_taken,
         streams_run_side_by_side,
-        a_client_that_leaves_disturbs_nobody,
+        a_client_that_leaves_disturbs_no_other_request,
     ]
 )

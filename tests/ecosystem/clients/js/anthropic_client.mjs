@@ -87,7 +87,7 @@ run({
     }
   },
 
-  async a_stream_that_is_left_disturbs_nobody(base) {
+  async a_stream_that_is_left_disturbs_no_other_request(base) {
     const stream = await messages(base).create(asked({ max_tokens: 200, stream: true }));
     for await (const event of stream) {
       if (event.type === "content_block_delta") break;
