@@ -181,6 +181,17 @@ class RouterConfig(BaseSettings):
         default="on",
         description="Compute prompts in pieces beside decodes (on), or whole while decodes pause (off).",
     )
+    prefill_order: Literal["shortest", "arrival"] = Field(
+        default="shortest",
+        description="With --prefill-chunking on: compute short prompts before older long ones, "
+        "which keep half of each step (shortest), or prompts one after the other (arrival).",
+    )
+    batching_policy: Literal["continuous", "static", "static-naive", "none"] = Field(
+        default="continuous",
+        description="For experiments: admit requests at every step (continuous), or only when all of "
+        "the last batch have ended (static; static-naive also decodes ended ones until then), or "
+        "one at a time (none).",
+    )
     prefix_caching: OnOff = Field(
         default="on", description="Keep computed KV blocks for requests that begin alike."
     )

@@ -18,6 +18,8 @@ SETTINGS = (
     "waiting_served_ratio",
     "max_waiting_tokens",
     "prefill_chunking",
+    "prefill_order",
+    "batching_policy",
     "prefix_caching",
     "kv_reservation",
     "target_inter_token_latency",

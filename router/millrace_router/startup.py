@@ -82,6 +82,11 @@ class _Files:
 async def start(config: RouterConfig) -> Running:
     """Start everything except the HTTP port; raises StartupError."""
     check_arguments(config)
+    if config.batching_policy != "continuous":
+        log.warning(
+            "--batching-policy is an experiment: requests wait for whole batches",
+            policy=config.batching_policy,
+        )
     try:
         config = _with_model_folder(config)
         files = _open_files(config)
@@ -171,6 +176,7 @@ async def measure_steps(
     # An outage must not delay the port: clients should see the state of the server.
     quiet = {
         "fairness": "none",
+        "batching_policy": "continuous",
         "max_queue_size": None,
         "max_queue_wait": None,
         "recovery_grace": 0.0,

@@ -34,8 +34,8 @@ from millrace_router.scheduler.block_manager import BlockManager
 from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.prefix_cache import PrefixCache
-from millrace_router.scheduler.tenants import TenantQueue
-from millrace_router.scheduler.waiting import WaitingQueue
+from millrace_router.scheduler.queue.tenants import TenantQueue
+from millrace_router.scheduler.queue.waiting import WaitingQueue
 from millrace_router.shards.step_channel import StepChannel
 from millrace_router.telemetry.metrics import Metrics
 from millrace_shard.device.process_group import ProcessGroup

@@ -28,9 +28,9 @@ from millrace_router.request.request import SchedulingParameters, ValidRequest
 from millrace_router.request.schedulable import SchedulableRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.scheduler.planner import Planner
+from millrace_router.scheduler.queue.tenants import RequestQueue
+from millrace_router.scheduler.queue.waiting import WaitingQueue
 from millrace_router.scheduler.step_plan import StepPlan
-from millrace_router.scheduler.tenants import RequestQueue
-from millrace_router.scheduler.waiting import WaitingQueue
 from millrace_router.shards.errors import ShardError
 from millrace_router.shards.wire import StepResult
 
@@ -211,7 +211,7 @@ class Batcher:
             if not entry.num_generated:
                 self._predictor.began(entry, step.answered_at)
             if entry.accept(token_id, logprob, top):
-                planner.drop(row)
+                planner.end(row)
                 self._end(entry)
         planner.answered(result.number)
         self._metrics.answered(step, skipped)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,6 +40,9 @@ class Batch:
     num_kv_tokens: int
     """KV positions held, and also those reserved where each row reserves all that it may need."""
     num_prompt_left: int
+    """Prompt tokens that no planned step computes, in all …"""
+    longest_prompt_left: int
+    """… and of the row that lacks most."""
 
     def context(self, size: int, num_kv_tokens: float) -> int:
         """KV positions of a batch of `size` rows, whose additional rows hold `num_kv_tokens` each."""
@@ -67,3 +71,8 @@ class Newcomer:
     def num_left(self) -> int:
         """Prompt tokens to compute."""
         return max(1, self.num_prompt_tokens - self.num_cached)
+
+    def overtakes(self, batch: Batch, longest_overtaking: Callable[[int], int]) -> bool:
+        """Whether its prompt is so short that it comes before one in progress, and it has a place in the batch."""
+        longest = longest_overtaking(batch.longest_prompt_left)
+        return self.num_left <= longest and self.num_ahead < self.num_places

@@ -11,8 +11,10 @@ from itertools import islice
 from millrace_router.prediction.batch import Batch, Newcomer, RunningRow
 from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.late_planning import LatePlanning
+from millrace_router.prediction.prefill_order import longest_overtaking, max_step_seconds
 from millrace_router.prediction.step_load import StepLoad
 from millrace_router.prediction.traffic import TrafficStatistics
+from millrace_router.prediction.typical_step import TypicalStep
 
 _MOST_ENDS = 128
 """Ends of rows that are simulated one by one; further requests ahead are counted at the mean rate."""
@@ -28,17 +30,6 @@ class Prediction:
     finish_seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class _TypicalStep:
-    """A step as most steps are until the request is served."""
-
-    decodes: int
-    context: int
-    seconds: float
-    room: int
-    """Prompt tokens that it can hold beside its decodes."""
-
-
 class Forecaster:
     """Predicts queue time, first token and end of a request from the running batch.
 
@@ -46,7 +37,8 @@ class Forecaster:
     ends as the last answers did. The cost model prices the steps in between at the size of the batch, with the prompts
     of the requests ahead on top.
 
-    Without chunked prefill it predicts nothing: the time of a prompt then depends on later arrivals.
+    Without chunked prefill or continuous batching it predicts nothing: the time of a prompt then depends on later
+    arrivals.
     """
 
     def __init__(  # noqa: PLR0913
@@ -58,18 +50,21 @@ class Forecaster:
         block_size: int,
         num_blocks: int,
         reserve_all: bool = False,
-        prefill_chunking: bool = True,
+        predicts: bool = True,
+        shortest_first: bool = True,
         target_inter_token_latency: float | None = None,
         steps_in_flight: int = 2,
         late: LatePlanning | None = None,
     ) -> None:
+        """`predicts` is whether the batching can be predicted; the others are as in `Budgets`."""
         self._cost = cost
         self._max_batch_size = max_batch_size
         self._max_batch_prefill_tokens = max_batch_prefill_tokens
         self._block_size = block_size
         self._num_blocks = num_blocks
         self._reserve_all = reserve_all
-        self._prefill_chunking = prefill_chunking
+        self._predicts = predicts
+        self._shortest_first = shortest_first
         self._target = target_inter_token_latency
         self._depth = steps_in_flight
         self._late = late or LatePlanning(cost, most=0.0)
@@ -102,12 +97,12 @@ class Forecaster:
     ) -> Prediction | None:
         """Predict for a request that arrives while `rows` run.
 
-        None without chunked prefill, and until the cost model has observed enough.
+        None where the batching cannot be predicted, and until the cost model has observed enough.
 
         `ahead` is the number of requests that are served before it, and the sum of their prompt tokens; `now_in_step`
         is the number of seconds since the oldest step in flight began.
         """
-        if not self._prefill_chunking:
+        if not self._predicts:
             return None
         batch, traffic = self._survey(rows), self._traffic
         num_ahead, tokens_ahead = ahead
@@ -166,10 +161,8 @@ class Forecaster:
         num_kv_tokens = sum([row.num_kv_tokens for row in running])
         if self._reserve_all:
             num_kv_tokens += sum([row.max_tokens - row.num_tokens_planned for row in running])
-        num_prompt_left = sum(
-            [row.num_prompt_left for row in running if not row.num_tokens_planned]
-        )
-        return Batch(running, len(running), num_kv_tokens, num_prompt_left)
+        left = [row.num_prompt_left for row in running if not row.num_tokens_planned]
+        return Batch(running, len(running), num_kv_tokens, sum(left), max(left, default=0))
 
     def _num_places(
         self, batch: Batch, num_joining: int, num_tokens: int, max_new_tokens: int
@@ -186,7 +179,7 @@ class Forecaster:
             return free_slots
         return min(free_slots, int(free / needed * num_joining))
 
-    def _typical_step(self, batch: Batch, newcomer: Newcomer) -> _TypicalStep | None:
+    def _typical_step(self, batch: Batch, newcomer: Newcomer) -> TypicalStep | None:
         """A step of the batch once the newcomer and the requests ahead of it have taken the free places."""
         size = batch.num_rows + min(newcomer.num_ahead + 1, newcomer.num_places)
         decodes = max(1, size)
@@ -195,21 +188,26 @@ class Forecaster:
         if seconds is None:
             return None
         room = max(self._block_size, self._max_batch_prefill_tokens - decodes)
-        if self._target is not None and batch.num_rows:
+        target = self._target or math.inf
+        if self._shortest_first:
+            target = min(target, max_step_seconds(seconds))
+        if target < math.inf and batch.num_rows:
             room = self._cost.prefill_tokens_within(
-                self._target,
+                target,
                 decodes=decodes,
                 context=context,
                 start=0,
                 least=self._block_size,
                 most=room,
             )
-        return _TypicalStep(decodes, context, seconds, room)
+        return TypicalStep(self._cost, decodes, context, seconds, room)
 
     def _until_first_token(
-        self, batch: Batch, newcomer: Newcomer, step: _TypicalStep
+        self, batch: Batch, newcomer: Newcomer, step: TypicalStep
     ) -> tuple[float, float]:
         """Seconds from now until the plan that admits the newcomer, and until its first token."""
+        if self._shortest_first and newcomer.overtakes(batch, longest_overtaking):
+            return self._until_overtaken(batch, newcomer, step)
         queue = self._queue_seconds(batch, newcomer, step)
         in_flight, now_in_step = 0.0, newcomer.now_in_step
         if batch.num_rows:
@@ -220,29 +218,42 @@ class Forecaster:
             in_flight = max(0.0, (self._depth - 1) * step.seconds - open_for)
         queue = max(0.0, queue - min(now_in_step, step.seconds))
         num_left = newcomer.num_left
-        prefill = self._prompt_seconds(step, num_left, newcomer.num_prompt_tokens - num_left)
+        prefill = step.prompt_seconds(num_left, newcomer.num_prompt_tokens - num_left)
         num_chunks = math.ceil(num_left / step.room)
         return queue, queue + in_flight + num_chunks * step.seconds + prefill
 
-    def _seconds_between_tokens(
-        self, batch: Batch, newcomer: Newcomer, step: _TypicalStep
-    ) -> float:
+    def _until_overtaken(
+        self, batch: Batch, newcomer: Newcomer, step: TypicalStep
+    ) -> tuple[float, float]:
+        """The same for a newcomer whose prompt joins the next step, beside half a step of the older ones."""
+        now = newcomer.now_in_step
+        chunk = min(step.room, batch.num_prompt_left)
+        in_flight = step.seconds + step.prompt_seconds(chunk)
+        open_for = 0.0 if self._depth == 1 else self._late.open_part(in_flight)
+        if now > open_for:
+            # The next step is planned already.
+            now -= in_flight
+        num_tokens = newcomer.num_left + min(chunk, step.room // 2)
+        first = max(0.0, in_flight - now) + step.seconds + step.prompt_seconds(num_tokens)
+        return max(0.0, open_for - now), first
+
+    def _seconds_between_tokens(self, batch: Batch, newcomer: Newcomer, step: TypicalStep) -> float:
         seconds = step.seconds
         if batch.num_rows:
             # The load stays as it is: each row that ends is replaced by a request with a prompt.
             replaced = (step.decodes - 1) / self._traffic.mean_steps(newcomer.max_new_tokens)
-            seconds += replaced * self._prompt_seconds(step, self._traffic.mean_prompt, 0)
+            seconds += replaced * step.prompt_seconds(self._traffic.mean_prompt, 0)
         return seconds
 
-    def _queue_seconds(self, batch: Batch, newcomer: Newcomer, step: _TypicalStep) -> float:
+    def _queue_seconds(self, batch: Batch, newcomer: Newcomer, step: TypicalStep) -> float:
         """Seconds from the start of the oldest step in flight until the plan that admits the newcomer."""
         prompts = batch.num_prompt_left + newcomer.num_ahead * newcomer.prompt_ahead
         num_steps = float(bool(batch.num_rows))
         if newcomer.num_ahead >= newcomer.num_places:
             num_steps = self._steps_until_place(batch, newcomer)
         seconds = max(num_steps, prompts / step.room) * step.seconds
-        seconds += newcomer.num_ahead * self._prompt_seconds(step, newcomer.prompt_ahead, 0)
-        return seconds + self._prompt_seconds(step, batch.num_prompt_left, 0)
+        seconds += newcomer.num_ahead * step.prompt_seconds(newcomer.prompt_ahead)
+        return seconds + step.prompt_seconds(batch.num_prompt_left)
 
     def _steps_until_place(self, batch: Batch, newcomer: Newcomer) -> float:
         """Steps until one row more has ended than there are requests ahead without a place."""
@@ -260,17 +271,3 @@ class Forecaster:
             heapreplace(ends, ends[0] + length + turnover)
         mean = self._traffic.mean_steps(newcomer.max_new_tokens) + turnover
         return ends[0] + max(0, num_ends - _MOST_ENDS) * mean / len(ends)
-
-    def _prompt_seconds(self, step: _TypicalStep, num_tokens: float, start: int) -> float:
-        """Seconds that a prompt, computed from position `start` on, adds to the steps that it shares with decodes."""
-        if num_tokens <= 0:
-            return 0.0
-        num_steps = math.ceil(num_tokens / step.room)
-        load = StepLoad(
-            prefill_tokens=max(1, round(num_tokens / num_steps)),
-            prefill_pairs=round(num_tokens * (start + (num_tokens + 1) / 2) / num_steps),
-            num_chunks=1,
-            decodes=step.decodes,
-            context=step.context,
-        )
-        return num_steps * ((self._cost.seconds(load) or 0.0) - step.seconds)

@@ -8,22 +8,24 @@ from heapq import heappop, heappush
 from itertools import chain, count
 
 from millrace_router.request.schedulable import SchedulableRequest
+from millrace_router.scheduler.batching_policy import BatchingPolicy
 from millrace_router.scheduler.block_manager import BlockManager
 from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.prefix_cache import CachedBlock
+from millrace_router.scheduler.queue.tenants import RequestQueue
 from millrace_router.scheduler.row import Row
-from millrace_router.scheduler.tenants import RequestQueue
 
 
 class Admission:
-    """Gives requests slots and blocks, one after the other: a small request does not overtake a large one.
+    """Gives requests slots and blocks, one after the other: no request overtakes one that lacks room.
 
     Preempted requests come before waiting ones, the most senior first. A request whose next block is being computed
     for another request is not admitted yet: it will find that block in the cache.
     """
 
-    def __init__(self, budgets: Budgets, blocks: BlockManager) -> None:
+    def __init__(self, budgets: Budgets, blocks: BlockManager, batching: BatchingPolicy) -> None:
         self._budgets = budgets
+        self._batching = batching
         self._blocks = blocks
         self._paused: list[tuple[int, int, SchedulableRequest]] = []
         self._seniority = count()
@@ -67,33 +69,52 @@ class Admission:
         return len(self._blocks.find(shareable)) * self._blocks.block_size
 
     def admit(
-        self, waiting: RequestQueue, rows: Collection[Row], *, whole: int | None = None
+        self,
+        waiting: RequestQueue,
+        rows: Collection[Row],
+        *,
+        whole: int | None = None,
+        early: SchedulableRequest | None = None,
     ) -> tuple[Row, list[int]] | None:
         """Admit the next request beside `rows` and return its row and its cached blocks; None if it does not fit.
 
-        With `whole`, the uncached part of its prompt must not exceed that many tokens.
+        With `whole`, the uncached part of its prompt must not exceed that many tokens. With `early`, a waiting request,
+        that one is admitted ahead of its turn, if the next request would still fit beside it.
         """
         request = self._next(waiting)
-        if request is None or not self._has_slot(len(rows)):
+        if request is None or not self._may_join(rows):
             return None
+        kept_free = 0
+        if early is not None and early is not request:
+            if self._paused or not self._has_slot(len(rows), at_least=2):
+                return None
+            kept_free = self._blocks.count(self._num_promised_tokens(request)) + 1
+            request = early
         keys = self._keys(request)
         hits = self._hits(request, keys)
         if hits is None or (whole is not None and self._num_left(request, hits) > whole):
             return None
-        if self._shortage(request, hits, rows) > 0:
+        if self._shortage(request, hits, rows) + kept_free > 0:
             return None
-        seniority = heappop(self._paused)[0] if self._paused else self._next_seniority(waiting)
+        seniority = heappop(self._paused)[0] if self._paused else self._take(waiting, request)
         row = self._row(request, seniority, len(hits) * self._blocks.block_size)
         row.promised = self._needs_all(request)
         num_tokens = self._num_promised_tokens(request)
         return row, self._blocks.admit(row.slot, num_tokens, hits=hits, keys=keys)
 
+    def precedes(self, waiting: RequestQueue, early: Row | None) -> bool:
+        """Whether the next request comes before `early`, a row that was admitted ahead of its turn."""
+        request = self._next(waiting)
+        if request is None or early is None:
+            return request is not None
+        return bool(self._paused) or request.queued_at < early.entry.queued_at
+
     def lacks_room(self, waiting: RequestQueue, rows: Collection[Row]) -> bool:
-        """Whether the head of the queue finds no slot, or too few blocks, beside `rows`."""
+        """Whether the head of the queue may not join `rows`, finds no slot, or too few blocks."""
         request = self._next(waiting)
         if request is None or self._paused:
             return False
-        if not self._has_slot(len(rows)):
+        if not self._may_join(rows):
             return True
         hits = self._hits(request, self._keys(request))
         return hits is not None and self._shortage(request, hits, rows) > 0
@@ -116,8 +137,13 @@ class Admission:
         """Whether there is a slot that no step in flight names."""
         return bool(self._free_slots)
 
-    def _has_slot(self, num_rows: int) -> bool:
-        return self.has_free_slot and num_rows < self._budgets.max_batch_size
+    def _may_join(self, rows: Collection[Row]) -> bool:
+        """Whether there is a slot for the next request, and the batching policy lets it join `rows`."""
+        return self._has_slot(len(rows)) and bool(self._paused or self._batching.admits(rows))
+
+    def _has_slot(self, num_rows: int, *, at_least: int = 1) -> bool:
+        num_free = min(len(self._free_slots), self._budgets.max_batch_size - num_rows)
+        return num_free >= at_least
 
     def _next(self, waiting: RequestQueue) -> SchedulableRequest | None:
         while self._paused and self._paused[0][2].closed:
@@ -191,8 +217,12 @@ class Admission:
             if row.seniority < senior
         )
 
-    def _next_seniority(self, waiting: RequestQueue) -> int:
-        waiting.pop()
+    def _take(self, waiting: RequestQueue, request: SchedulableRequest) -> int:
+        """Take `request` out of the queue and return its seniority."""
+        if request is waiting.head():
+            waiting.pop()
+        else:
+            waiting.take(request)
         return next(self._seniority)
 
     def _row(self, request: SchedulableRequest, seniority: int, num_cached: int) -> Row:

@@ -19,12 +19,16 @@ class Budgets:
     """Admit a request only with blocks up to its last token (TGI's rule), instead of growing and preempting."""
     prefill_chunking: bool = True
     """Compute prompts in chunks beside decodes, instead of whole prompts while decodes pause (TGI's older rule)."""
+    shortest_first: bool = True
+    """With chunking: compute short prompts before a long one that is older (`prefill_order`)."""
     target_inter_token_latency: float | None = None
     """Seconds that a step with decodes should take at most when prompts are added to it."""
     waiting_served_ratio: float = 0.3
     """Without chunking: prompts pause decodes once their number is this share of the running rows …"""
     max_waiting_tokens: int = 20
     """… or after this many steps of decodes since the last prefill."""
+    batching_policy: str = "continuous"
+    """When requests join and leave the batch (`batching_policy`)."""
     share_slots: bool = False
     """Preempt a row of the tenant with most rows for the head of the queue, if the head's tenant has fewer."""
     max_draft_tokens: int = 0

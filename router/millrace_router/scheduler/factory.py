@@ -11,8 +11,8 @@ from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.draft_length import DraftPolicy
 from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.prefix_cache import PrefixCache
-from millrace_router.scheduler.tenants import RequestQueue, TenantQueue
-from millrace_router.scheduler.waiting import WaitingQueue
+from millrace_router.scheduler.queue.tenants import RequestQueue, TenantQueue
+from millrace_router.scheduler.queue.waiting import WaitingQueue
 
 DEFAULT_PREFILL_TOKENS = 4096
 """Prefill tokens of one step, by default and if they fit."""
@@ -36,10 +36,12 @@ def budgets_from(
         spare_slots=spare_slots(batch_size),
         reserve_all=flags.kv_reservation == "full",
         prefill_chunking=flags.prefill_chunking == "on",
+        shortest_first=flags.prefill_order == "shortest",
         target_inter_token_latency=None if target is None else target / 1000,
         waiting_served_ratio=flags.waiting_served_ratio,
         max_waiting_tokens=flags.max_waiting_tokens,
-        share_slots=flags.fairness == "tenant",
+        batching_policy=flags.batching_policy,
+        share_slots=flags.fairness == "tenant" and flags.batching_policy == "continuous",
         max_draft_tokens=max_draft_tokens,
     )
 
@@ -92,7 +94,8 @@ def forecaster_from(
         block_size=block_size,
         num_blocks=num_blocks,
         reserve_all=budgets.reserve_all,
-        prefill_chunking=budgets.prefill_chunking,
+        predicts=budgets.prefill_chunking and budgets.batching_policy == "continuous",
+        shortest_first=budgets.shortest_first,
         target_inter_token_latency=budgets.target_inter_token_latency,
         steps_in_flight=flags.steps_in_flight,
         late=late,

@@ -9,15 +9,16 @@ from itertools import chain, repeat
 from millrace_router.prediction.cost import CostModel
 from millrace_router.request.schedulable import SchedulableRequest
 from millrace_router.scheduler.admission import Admission
+from millrace_router.scheduler.batching_policy import batching_policy, end_of_batch
 from millrace_router.scheduler.block_manager import BlockManager, advance, grow
 from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.draft_length import DraftPolicy, FixedDraftLength
 from millrace_router.scheduler.multi_token import MultiTokenRows, Progress
 from millrace_router.scheduler.preemption import row_to_yield, rows_to_preempt
 from millrace_router.scheduler.prefill import ChunkedPrefill, WholePrefill
+from millrace_router.scheduler.queue.tenants import RequestQueue
 from millrace_router.scheduler.row import Row
 from millrace_router.scheduler.step_plan import StepPlan
-from millrace_router.scheduler.tenants import RequestQueue
 
 
 class Planner:
@@ -52,8 +53,11 @@ class Planner:
         self._to_drop: list[Row] = []
         self._retired: deque[tuple[int, int]] = deque()
         """(last step that may name it, slot)."""
+        self._padding: set[int] = set()
+        """Slots of rows that have ended and are decoded until their batch ends."""
+        self._batching = batching_policy(budgets.batching_policy)
         self._multi_token = MultiTokenRows(blocks, drafts)
-        self._admission = Admission(budgets, blocks)
+        self._admission = Admission(budgets, blocks, self._batching)
         prefill = ChunkedPrefill if budgets.prefill_chunking else WholePrefill
         self._prefill = prefill(
             budgets,
@@ -77,6 +81,11 @@ class Planner:
         return tokens + self._admission.num_paused_tokens
 
     @property
+    def num_padding(self) -> int:
+        """Rows that have ended and are decoded until their batch ends; their tokens do not count."""
+        return len(self._padding)
+
+    @property
     def running(self) -> list[Row]:
         """Rows that a step in flight may name, preempted ones included."""
         return [*self.rows.values(), *self._preempted.values()]
@@ -87,6 +96,9 @@ class Planner:
 
     def take_all(self) -> list[tuple[int, SchedulableRequest]]:
         """Remove and return every admitted request whose client has not left, with its seniority, in that order."""
+        for slot in self._padding:
+            del self.rows[slot]
+        self._padding.clear()
         rows = [*self.running, *self._yielded]
         requests = [(row.seniority, row.entry) for row in rows] + self._admission.take_all()
         self.rows.clear()
@@ -112,16 +124,27 @@ class Planner:
 
     def row(self, slot: int) -> Row | None:
         """The row in `slot` whose tokens count: a running one, or a preempted one with steps in flight."""
+        if slot in self._padding:
+            return None
         return self.rows.get(slot) or self._preempted.get(slot)
 
     def drop(self, row: Row) -> None:
         """Remove `row` for good; the next step drops its sequence."""
         if self.rows.get(row.slot) is row:
             del self.rows[row.slot]
+            self._padding.discard(row.slot)
             self._multi_token.slots.discard(row.slot)
             self._to_drop.append(row)
         elif self._preempted.get(row.slot) is row:
             del self._preempted[row.slot]
+
+    def end(self, row: Row) -> None:
+        """Remove `row`, whose last token was delivered, unless the batching policy keeps it until its batch ends."""
+        if self.rows.get(row.slot) is row and self._batching.keeps(row):
+            self._padding.add(row.slot)
+            row.max_tokens = end_of_batch(self.rows) - row.num_inputs
+        else:
+            self.drop(row)
 
     def computed(
         self,
@@ -195,8 +218,7 @@ class Planner:
     def plan(self, waiting: RequestQueue, *, last_sent: int, last_answered: int) -> StepPlan | None:
         """The next step, or None if there is no work. From here on the plan counts as sent."""
         plan = StepPlan()
-        for row in [row for row in self.rows.values() if row.entry.closed]:
-            self.drop(row)
+        self._drop_closed()
         self._retire(plan, last_sent)
         self.answered(last_answered)
         for row in self._yielded:
@@ -211,7 +233,23 @@ class Planner:
             self._preempt_for_tenants(waiting, plan)
         self._retire(plan, last_sent)
         self._prefill.plan(waiting, plan)
+        if self._batching.is_forming and not self._may_join(waiting):
+            self._batching.close()
         return plan if plan.dropped or plan.has_forward else None
+
+    def _drop_closed(self) -> None:
+        """Drop the rows whose clients have left, and a batch whose rows have all ended."""
+        rows, padding = self.rows.values(), self._padding
+        if padding and len(padding) == len(rows):
+            leaving = list(rows)
+        else:
+            leaving = [row for row in rows if row.entry.closed and row.slot not in padding]
+        for row in leaving:
+            self.drop(row)
+
+    def _may_join(self, waiting: RequestQueue) -> bool:
+        """Whether a request may still join the batch that is forming: now, with the next budget, or with a block."""
+        return not self.rows or (len(waiting) > 0 and not self.lacks_room(waiting))
 
     def _retire(self, plan: StepPlan, last_sent: int) -> None:
         if not self._to_drop:
@@ -237,6 +275,9 @@ class Planner:
             self._preempt(victim, plan)
 
     def _preempt(self, row: Row, plan: StepPlan) -> None:
+        if row.slot in self._padding:
+            self.drop(row)
+            return
         row.entry.num_preemptions += 1
         plan.num_preempted += 1
         self.drop(row)

@@ -19,7 +19,7 @@ from millrace_router.scheduler.factory import (
     queue_from,
 )
 from millrace_router.scheduler.planner import Planner
-from millrace_router.scheduler.tenants import RequestQueue
+from millrace_router.scheduler.queue.tenants import RequestQueue
 
 
 def _flag(name: str) -> Any:  # noqa: ANN401
@@ -68,6 +68,10 @@ class Deployment(BaseModel):
     kv_reservation: Literal["grow", "full"] = _flag("kv_reservation")
     prefix_caching: OnOff = _flag("prefix_caching")
     prefill_chunking: OnOff = _flag("prefill_chunking")
+    prefill_order: Literal["shortest", "arrival"] = _flag("prefill_order")
+    batching_policy: Literal["continuous", "static", "static-naive", "none"] = _flag(
+        "batching_policy"
+    )
     target_inter_token_latency: float | None = _flag("target_inter_token_latency")
     fairness: Literal["none", "tenant"] = _flag("fairness")
     priority_ageing: float = _flag("priority_ageing")

@@ -207,6 +207,7 @@ class Engine:
 
     def _send(self, plan: StepPlan) -> None:
         flight = self._pipeline.send(plan, plan.load, self.now)
+        flight.num_discarded = self._planner.num_padding if plan.decodes else 0
         for row in plan.admitted:
             self._admitted(row)
         rows = self._planner.rows
@@ -250,7 +251,7 @@ class Engine:
         for row in flight.started:
             self._first_token(request_of(row))
         for row in flight.ended:
-            planner.drop(row)
+            planner.end(row)
             self._finish(row)
         self._inter_token.step(
             self.now,

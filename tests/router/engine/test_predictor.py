@@ -24,7 +24,7 @@ def predictor_without_chunks() -> LatencyPredictor:
         max_batch_prefill_tokens=100,
         block_size=16,
         num_blocks=100,
-        prefill_chunking=False,
+        predicts=False,
     )
     metrics = Metrics(max_input_tokens=1000, max_total_tokens=1000)
     return LatencyPredictor(COST, forecaster, metrics, max_queue_size=1)

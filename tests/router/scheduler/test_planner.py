@@ -283,7 +283,7 @@ def test_a_client_that_leaves_is_dropped_by_the_next_plan_even_in_the_middle_of_
     None
 ):
     driver = new_driver(prefill=4, num_blocks=20)
-    submit(driver, (40, 5), (4, 5))
+    submit(driver, (40, 5), (30, 5))
     sent(driver)
     driver.clients[0].leave()
     plan = sent(driver)
@@ -291,7 +291,7 @@ def test_a_client_that_leaves_is_dropped_by_the_next_plan_even_in_the_middle_of_
     assert [row.entry.request_id for row in plan.admitted] == [1]
     driver.run()
     driver.check_idle()
-    assert driver.shard.num_prefilled == 8
+    assert driver.shard.num_prefilled == 4 + 30
 
 
 def test_prompt_logprobs_of_a_prompt_that_was_preempted_are_whole() -> None:

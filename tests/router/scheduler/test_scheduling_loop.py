@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from millrace_router.errors import Quarantined
 from millrace_router.request.entry import entry_of
 from millrace_router.scheduler.budgets import Budgets
-from millrace_router.scheduler.tenants import RequestQueue, TenantQueue
-from millrace_router.scheduler.waiting import WaitingQueue
+from millrace_router.scheduler.queue.tenants import RequestQueue, TenantQueue
+from millrace_router.scheduler.queue.waiting import WaitingQueue
 from millrace_testing.router.fake_router import (
     DirectShards,
     collect,

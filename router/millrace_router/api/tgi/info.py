@@ -54,6 +54,8 @@ class SchedulerJson(TypedDict):
     """Settings of the scheduler, and the costs that it has measured: the input of a simulation."""
 
     prefill_chunking: str
+    prefill_order: str
+    batching_policy: str
     prefix_caching: str
     kv_reservation: str
     target_inter_token_latency: float | None
@@ -134,6 +136,8 @@ def _scheduler(services: Services) -> SchedulerJson:
     config, cost = services.config, services.cost
     return {
         "prefill_chunking": config.prefill_chunking,
+        "prefill_order": config.prefill_order,
+        "batching_policy": config.batching_policy,
         "prefix_caching": config.prefix_caching,
         "kv_reservation": config.kv_reservation,
         "target_inter_token_latency": config.target_inter_token_latency,

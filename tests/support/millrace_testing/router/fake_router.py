@@ -32,9 +32,9 @@ from millrace_router.scheduler.block_manager import BlockManager
 from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.prefix_cache import PrefixCache
+from millrace_router.scheduler.queue.tenants import RequestQueue
+from millrace_router.scheduler.queue.waiting import WaitingQueue
 from millrace_router.scheduler.step_plan import StepPlan
-from millrace_router.scheduler.tenants import RequestQueue
-from millrace_router.scheduler.waiting import WaitingQueue
 from millrace_router.shards.errors import ShardError, StepFailed
 from millrace_router.shards.step_channel import StepChannel
 from millrace_router.shards.wire import StepResult, open_to_pb, plan_to_pb, result_from_pb

@@ -32,6 +32,8 @@ policies = st.builds(
     max_waiting_tokens=st.integers(0, 6),
     max_preemptions=st.integers(0, 3),
     share_slots=st.sampled_from([False, False, True]),
+    shortest_first=st.booleans(),
+    batching_policy=st.sampled_from([*["continuous"] * 4, "static", "static-naive", "none"]),
     max_draft_tokens=st.sampled_from([0, 0, 1, 4]),
 )
 

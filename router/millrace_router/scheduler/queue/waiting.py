@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from millrace_router.request.request import SchedulingParameters
 from millrace_router.request.schedulable import SchedulableRequest
-from millrace_router.scheduler.deadlines import Deadlines
+from millrace_router.scheduler.queue.deadlines import Deadlines
 
 
 class WaitingQueue:
@@ -40,6 +40,8 @@ class WaitingQueue:
         self._deadlines = Deadlines(max_wait_seconds) if deadlines is None else deadlines
         self._order: list[tuple[float, float]] = []
         """(rank, request id)."""
+        self._by_length: list[tuple[int, int, float, float]] = []
+        """(priority below 0, prompt tokens, rank, request id)."""
         self._requests: dict[float, SchedulableRequest] = {}
 
     def __len__(self) -> int:
@@ -60,12 +62,17 @@ class WaitingQueue:
             raise ValueError(f"request {request.request_id} waits already")
         self._requests[request.request_id] = request
         insort(self._order, (self._rank(request.scheduling, request.queued_at), request.request_id))
+        insort(self._by_length, self._length_key(request))
         self.num_prompt_tokens += request.num_prompt_tokens
         self._deadlines.add(request)
 
     def head(self) -> SchedulableRequest | None:
         """The request to admit next."""
         return self._requests[self._order[0][1]] if self._order else None
+
+    def shortest(self) -> SchedulableRequest | None:
+        """The request with the shortest prompt among those of the highest priority."""
+        return self._requests[self._by_length[0][-1]] if self._by_length else None
 
     def pop(self) -> SchedulableRequest:
         """Take the head out.
@@ -80,6 +87,10 @@ class WaitingQueue:
         self.discard(request)
         return request
 
+    def take(self, request: SchedulableRequest) -> None:
+        """Take out `request`, which waits, ahead of its turn."""
+        assert self.discard(request)
+
     def discard(self, request: SchedulableRequest) -> bool:
         """Take `request` out; whether it was in the queue."""
         request_id = request.request_id
@@ -88,6 +99,7 @@ class WaitingQueue:
         del self._requests[request_id]
         rank = self._rank(request.scheduling, request.queued_at)
         del self._order[bisect_left(self._order, (rank, request_id))]
+        del self._by_length[bisect_left(self._by_length, self._length_key(request))]
         self.num_prompt_tokens -= request.num_prompt_tokens
         self._deadlines.discard(request)
         return True
@@ -109,6 +121,11 @@ class WaitingQueue:
 
     def served(self, request: SchedulableRequest, num_tokens: int) -> None:
         """Charge generated tokens to a request that was popped; this changes nothing here."""
+
+    def _length_key(self, request: SchedulableRequest) -> tuple[int, int, float, float]:
+        scheduling = request.scheduling
+        rank = self._rank(scheduling, request.queued_at)
+        return -scheduling.priority, request.num_prompt_tokens, rank, request.request_id
 
     def _rank(self, scheduling: SchedulingParameters, queued_at: float) -> float:
         return queued_at - scheduling.priority * self._ageing_seconds

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from millrace_router.request.request import SchedulingParameters
 from millrace_router.request.schedulable import SchedulableRequest
-from millrace_router.scheduler.deadlines import Deadlines
-from millrace_router.scheduler.waiting import WaitingQueue
+from millrace_router.scheduler.queue.deadlines import Deadlines
+from millrace_router.scheduler.queue.waiting import WaitingQueue
 
 _MOST_COUNTED = 64
 """Tenants that an estimate reads; it takes the others to be like them."""
@@ -35,11 +35,6 @@ class _Tenant:
         self.turn: _Turn = (0, 0)
         self.ring: list[_Turn] | None = None
         """The sorted list that contains its turn."""
-
-    def cost(self) -> int:
-        """Tokens that its head takes: the prompt, but none for a preempted request, which has paid."""
-        request = self.queue.head()
-        return 0 if request is None or request.num_preemptions else request.num_prompt_tokens
 
 
 class TenantQueue:
@@ -133,10 +128,23 @@ class TenantQueue:
         tenant = self._visit()
         if tenant is None:
             raise IndexError("pop from an empty queue")
-        tenant.deficit -= tenant.cost()
         request = tenant.queue.pop()
+        tenant.deficit -= _cost(request)
         self._removed(tenant, request)
         return request
+
+    def shortest(self) -> SchedulableRequest | None:
+        """The shortest of the prompts that each of the next tenants would have computed out of turn."""
+        found = [request for tenant in self._next_tenants() if (request := tenant.queue.shortest())]
+        return min(found, key=lambda request: request.num_prompt_tokens, default=None)
+
+    def take(self, request: SchedulableRequest) -> None:
+        """Take out `request`, which waits, ahead of its turn, and charge its prompt."""
+        tenant = self._tenants[request.scheduling.tenant]
+        self._credit(tenant)
+        tenant.queue.take(request)
+        tenant.deficit -= _cost(request)
+        self._removed(tenant, request)
 
     def discard(self, request: SchedulableRequest) -> bool:
         """Take `request` out, at no charge; whether it was in the queue."""
@@ -270,6 +278,11 @@ class TenantQueue:
                 return tenant
             self._arrange(tenant)
         return None
+
+
+def _cost(request: SchedulableRequest) -> int:
+    """Tokens to charge at admission: the prompt, but none for a preempted request, which has paid."""
+    return 0 if request.num_preemptions else request.num_prompt_tokens
 
 
 RequestQueue = WaitingQueue | TenantQueue
