@@ -191,19 +191,34 @@ class CostModel:
 
         At least `least`, even if the step then takes longer, and at most `most`; `most` before the first fit.
         """
+        load = StepLoad(decodes=decodes, context=context, extra_positions=extra_positions)
+        rest = self.seconds_for_prompts(seconds, load)
+        return max(least, self.prompt_tokens_within(rest, start=start, most=most))
+
+    def seconds_for_prompts(self, seconds: float, load: StepLoad) -> float:
+        """Seconds that prompts may add to a step of `load`, for it to last `seconds`; infinity before the first fit."""
+        alone = self.seconds(load)
+        return math.inf if alone is None else seconds - alone - self._pace * self._coefficients[3]
+
+    def prompt_tokens_within(self, seconds: float, *, start: int, most: int) -> int:
+        """The most tokens of a prompt, up to `most` from position `start` on, that take `seconds`."""
+        if seconds <= 0.0:
+            return 0
         if not self._coefficients:
             return most
-        step, row, position, prefill_step, token, pair = self._coefficients
-        rest = seconds / self._pace - step - prefill_step - row * decodes - position * context
-        rest -= self._extra.seconds(extra_positions)
-        if rest <= 0.0:
-            return least
         # Token i of the chunk attends to start + i positions: n tokens cost quadratic * n² + linear * n.
-        quadratic, linear = pair / 2, token + pair * (start + 0.5)
+        token, pair = self._coefficients[4:]
+        rest, quadratic, linear = seconds / self._pace, pair / 2, token + pair * (start + 0.5)
         root = linear + math.sqrt(linear * linear + 4 * quadratic * rest)
-        if 2 * rest >= most * root:
-            return most
-        return max(least, math.floor(2 * rest / root))
+        return most if 2 * rest >= most * root else math.floor(2 * rest / root)
+
+    def prompt_seconds(self, num_tokens: int, *, start: int) -> float:
+        """Seconds that so many tokens of a prompt take from position `start` on; 0 before the first fit."""
+        if not self._coefficients:
+            return 0.0
+        token, pair = self._coefficients[4:]
+        pairs = num_tokens * start + num_tokens * (num_tokens + 1) / 2
+        return self._pace * (token * num_tokens + pair * pairs)
 
     def _fit(self) -> None:
         """Solve the normal equations in units of `_PRIOR`, scaled by the one number that fits the observations best."""

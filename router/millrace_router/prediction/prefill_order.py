@@ -13,11 +13,6 @@ LEAST_PROMPT_SHARE = 0.9
 join soon; at this length the decodes beside them and the weights slow prompts down by a tenth."""
 
 
-def overtaking_quota(budget: int) -> int:
-    """Prompt tokens of a step's `budget` for prompts that overtake older ones."""
-    return max(0, budget // 2)
-
-
 def longest_overtaking(num_left: int) -> int:
     """Most tokens that a prompt may lack to overtake one that lacks `num_left`.
 

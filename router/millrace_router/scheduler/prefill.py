@@ -1,14 +1,11 @@
-"""The prompts and decodes that a step computes: prompts in chunks beside decodes, or whole while decodes pause."""
+"""The prompts and decodes that a step computes, and TGI's older rule for them: whole prompts while decodes pause."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
-from millrace_router.prediction import prefill_order
 from millrace_router.prediction.cost import CostModel
-from millrace_router.prediction.step_load import StepLoad
-from millrace_router.request.schedulable import SchedulableRequest
 from millrace_router.scheduler.admission import Admission
 from millrace_router.scheduler.block_manager import BlockManager, grow
 from millrace_router.scheduler.budgets import Budgets
@@ -115,124 +112,6 @@ def _take_chunk(plan: StepPlan, row: Row) -> int:
             del plan.chunks[index]
             return num_tokens
     return 0
-
-
-class ChunkedPrefill(PrefillPolicy):
-    """Each step decodes every row that can, and spends the rest of its budget on prompts, in order of arrival.
-
-    With `shortest_first`, short prompts overtake long ones within a quota (`prefill_order`).
-    """
-
-    def plan(self, waiting: RequestQueue, plan: StepPlan) -> None:
-        """As `PrefillPolicy`."""
-        self._plan_decodes(plan)
-        num_running, unfinished = len(self._rows), self._unfinished()
-        if not (unfinished or len(waiting) or self._admission.num_paused):
-            return
-        budget = self._prompt_budget(plan, unfinished)
-        quota = 0
-        if self.budgets.shortest_first:
-            quota = prefill_order.overtaking_quota(budget)
-        if unfinished:
-            # Decodes may take the whole budget, but prompts must go on.
-            budget = max(budget, self._least_chunk)
-        while budget > 0:
-            row = self._next_prompt(waiting, plan)
-            if row is None:
-                break
-            used = self._overtake(row, min(quota, budget - 1), waiting, plan)
-            quota -= used
-            budget -= used + self._chunk(row, budget - used, plan)
-        if plan.admitted and num_running:
-            plan.concat_reason = "chunking"
-
-    def decoded(self, num_steps: int) -> None:
-        """As `PrefillPolicy`; the number does not matter here."""
-
-    def _next_prompt(self, waiting: RequestQueue, plan: StepPlan) -> Row | None:
-        """The row whose prompt is next in order of arrival; it may be admitted for that."""
-        unfinished = self._unfinished()
-        for row in unfinished:
-            if not row.is_early:
-                return row
-        early = min(unfinished, key=lambda row: row.entry.queued_at, default=None)
-        if not self._must_readmit() and self._admission.precedes(waiting, early):
-            admitted = self._admission.admit(waiting, self._rows.values())
-            if admitted is not None:
-                return self._join(admitted, plan)
-        if early is not None:
-            early.is_early = False
-        return early
-
-    def _overtake(self, oldest: Row, quota: int, waiting: RequestQueue, plan: StepPlan) -> int:
-        """Plan up to `quota` tokens of prompts that are shorter than that of `oldest`, the shortest first."""
-        left, longest = quota, prefill_order.longest_overtaking(oldest.num_prompt_left)
-        early = [row for row in self._unfinished() if row.is_early]
-        early.sort(key=lambda row: row.num_prompt_left, reverse=True)
-        while left > 0:
-            most = min(longest, early[-1].num_prompt_left - 1) if early else longest
-            may_be_cut = len(early) < prefill_order.MAX_EARLY
-            row = self._admit_early(waiting, plan, most if may_be_cut else min(most, left))
-            if row is None:
-                if not early:
-                    break
-                row = early.pop()
-            left -= self._chunk(row, left, plan)
-        return quota - left
-
-    def _admit_early(self, waiting: RequestQueue, plan: StepPlan, longest: int) -> Row | None:
-        """Admit a waiting request that lacks at most `longest` prompt tokens; None if there is none that may join."""
-        if not len(waiting) or self._admission.num_paused or self._must_readmit():
-            return None
-        num_left, request = min(self._candidates(waiting), key=lambda each: each[0])
-        if num_left > longest:
-            return None
-        admitted = self._admission.admit(waiting, self._rows.values(), early=request)
-        if admitted is None:
-            return None
-        row = self._join(admitted, plan)
-        row.is_early = True
-        return row
-
-    def _candidates(self, waiting: RequestQueue) -> Iterator[tuple[int, SchedulableRequest]]:
-        """Requests that may join early, each with the tokens to compute: the head, and the shortest."""
-        head, shortest = waiting.head(), waiting.shortest()
-        if head is not None:
-            yield head.num_inputs - self._admission.num_cached(head), head
-        if shortest is not None and shortest is not head:
-            yield shortest.num_inputs, shortest
-
-    def _prompt_budget(self, plan: StepPlan, unfinished: list[Row]) -> int:
-        """Prompt tokens that fit beside the decodes, also by the target latency."""
-        load = plan.load
-        budget = self.budgets.max_batch_prefill_tokens - load.decodes - load.extra_positions
-        if self._cost is None or not load.decodes or budget < self._least_chunk:
-            return budget
-        load = self._multi_token.expected_load(load)
-        target = self._max_step_seconds(load)
-        if target is None:
-            return budget
-        return self._cost.prefill_tokens_within(
-            target,
-            decodes=load.decodes,
-            context=load.context,
-            extra_positions=load.extra_positions,
-            start=unfinished[0].num_prompt_planned if unfinished else 0,
-            least=self._least_chunk,
-            most=budget,
-        )
-
-    def _max_step_seconds(self, load: StepLoad) -> float | None:
-        """Seconds that prompts may make the step last, which has `load` without them; None for no limit."""
-        assert self._cost is not None
-        target = self.budgets.target_inter_token_latency
-        if not self.budgets.shortest_first:
-            return target
-        alone = self._cost.seconds(load)
-        if alone is None:
-            return target
-        short = prefill_order.max_step_seconds(alone)
-        return short if target is None else min(target, short)
 
 
 class WholePrefill(PrefillPolicy):

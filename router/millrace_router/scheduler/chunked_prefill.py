@@ -1,0 +1,131 @@
+"""Prompts in chunks beside decodes, the short ones before the long ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from millrace_router.prediction import prefill_order
+from millrace_router.prediction.step_load import StepLoad
+from millrace_router.request.schedulable import SchedulableRequest
+from millrace_router.scheduler.prefill import PrefillPolicy
+from millrace_router.scheduler.prompt_budget import PromptBudget
+from millrace_router.scheduler.queue.tenants import RequestQueue
+from millrace_router.scheduler.row import Row
+from millrace_router.scheduler.step_plan import StepPlan
+
+
+class ChunkedPrefill(PrefillPolicy):
+    """Each step decodes every row that can, and spends the rest of its budget on prompts, in order of arrival.
+
+    With `shortest_first`, short prompts overtake long ones within a quota (`prefill_order`).
+    """
+
+    def plan(self, waiting: RequestQueue, plan: StepPlan) -> None:
+        """As `PrefillPolicy`."""
+        self._plan_decodes(plan)
+        num_running, unfinished = len(self._rows), self._unfinished()
+        if not (unfinished or len(waiting) or self._admission.num_paused):
+            return
+        budget = self._prompt_budget(plan)
+        quota = budget.half() if self.budgets.shortest_first else PromptBudget(0)
+        # Decodes may take the whole budget, but prompts must go on.
+        least = self._least_chunk if unfinished or budget.tokens >= self._least_chunk else 0
+        while least or budget.fitting() > 0:
+            row = self._next_prompt(waiting, plan)
+            if row is None:
+                break
+            self._overtake(row, quota, budget, waiting, plan)
+            start = row.num_prompt_planned
+            # The cost model may leave no token so far into a prompt.
+            most = max(least, budget.fitting(start), 1)
+            budget.spend(self._chunk(row, most, plan), start=start)
+            least = 0
+        if plan.admitted and num_running:
+            plan.concat_reason = "chunking"
+
+    def decoded(self, num_steps: int) -> None:
+        """As `PrefillPolicy`; the number does not matter here."""
+
+    def _next_prompt(self, waiting: RequestQueue, plan: StepPlan) -> Row | None:
+        """The row whose prompt is next in order of arrival; it may be admitted for that."""
+        unfinished = self._unfinished()
+        for row in unfinished:
+            if not row.is_early:
+                return row
+        early = min(unfinished, key=lambda row: row.entry.queued_at, default=None)
+        if not self._must_readmit() and self._admission.precedes(waiting, early):
+            admitted = self._admission.admit(waiting, self._rows.values())
+            if admitted is not None:
+                return self._join(admitted, plan)
+        if early is not None:
+            early.is_early = False
+        return early
+
+    def _overtake(
+        self,
+        oldest: Row,
+        quota: PromptBudget,
+        budget: PromptBudget,
+        waiting: RequestQueue,
+        plan: StepPlan,
+    ) -> None:
+        """Plan prompts that are shorter than that of `oldest`, the shortest first, and take them from both budgets."""
+        longest = prefill_order.longest_overtaking(oldest.num_prompt_left)
+        early = [row for row in self._unfinished() if row.is_early]
+        early.sort(key=lambda row: row.num_prompt_left, reverse=True)
+        # One token at least is for the oldest.
+        while (left := min(quota.fitting(), budget.fitting(), budget.tokens - 1)) > 0:
+            most = min(longest, early[-1].num_prompt_left - 1) if early else longest
+            may_be_cut = len(early) < prefill_order.MAX_EARLY
+            row = self._admit_early(waiting, plan, most if may_be_cut else min(most, left))
+            if row is None:
+                if not early:
+                    return
+                row = early.pop()
+            start = row.num_prompt_planned
+            most = min(quota.fitting(start), budget.fitting(start), budget.tokens - 1)
+            num_tokens = self._chunk(row, max(most, 1), plan)
+            quota.spend(num_tokens, start=start)
+            budget.spend(num_tokens, start=start)
+
+    def _admit_early(self, waiting: RequestQueue, plan: StepPlan, longest: int) -> Row | None:
+        """Admit a waiting request that lacks at most `longest` prompt tokens; None if there is none that may join."""
+        if not len(waiting) or self._admission.num_paused or self._must_readmit():
+            return None
+        num_left, request = min(self._candidates(waiting), key=lambda each: each[0])
+        if num_left > longest:
+            return None
+        admitted = self._admission.admit(waiting, self._rows.values(), early=request)
+        if admitted is None:
+            return None
+        row = self._join(admitted, plan)
+        row.is_early = True
+        return row
+
+    def _candidates(self, waiting: RequestQueue) -> Iterator[tuple[int, SchedulableRequest]]:
+        """Requests that may join early, each with the tokens to compute: the head, and the shortest."""
+        head, shortest = waiting.head(), waiting.shortest()
+        if head is not None:
+            yield head.num_inputs - self._admission.num_cached(head), head
+        if shortest is not None and shortest is not head:
+            yield shortest.num_inputs, shortest
+
+    def _prompt_budget(self, plan: StepPlan) -> PromptBudget:
+        """The prompts that fit beside the decodes, also by the target latency."""
+        load = plan.load
+        tokens = self.budgets.max_batch_prefill_tokens - load.decodes - load.extra_positions
+        if self._cost is None or not load.decodes:
+            return PromptBudget(tokens)
+        load = self._multi_token.expected_load(load)
+        seconds = self._cost.seconds_for_prompts(self._max_step_seconds(load), load)
+        return PromptBudget(tokens, seconds, self._cost)
+
+    def _max_step_seconds(self, load: StepLoad) -> float:
+        """Seconds that prompts may make the step last, which has `load` without them."""
+        assert self._cost is not None
+        target = self.budgets.target_inter_token_latency or math.inf
+        alone = self._cost.seconds(load)
+        if not self.budgets.shortest_first or alone is None:
+            return target
+        return min(target, prefill_order.max_step_seconds(alone))
