@@ -41,6 +41,8 @@ class ChunkedPrefill(PrefillPolicy):
             most = max(least, budget.fitting(start), 1)
             budget.spend(self._chunk(row, most, plan), start=start)
             least = 0
+            if row.num_prompt_left:
+                break
         if plan.admitted and num_running:
             plan.concat_reason = "chunking"
 

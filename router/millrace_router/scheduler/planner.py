@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Container, Iterable, Iterator
 from itertools import chain, repeat
@@ -83,8 +84,12 @@ class Planner:
 
     @property
     def num_padding(self) -> int:
-        """Rows that have ended and are decoded until their batch ends; their tokens do not count."""
+        """Rows that have ended and are decoded until their batch ends."""
         return len(self._padding)
+
+    def num_padding_tokens(self, plan: StepPlan) -> int:
+        """Tokens of `plan` that are of such rows, and do not count."""
+        return sum(slot in self._padding for slot in plan.decodes) if self._padding else 0
 
     @property
     def running(self) -> list[Row]:
@@ -144,6 +149,8 @@ class Planner:
         if self.rows.get(row.slot) is row and self._batching.keeps(row):
             self._padding.add(row.slot)
             row.max_tokens = end_of_batch(self.rows) - row.num_inputs
+            # Blocks that run short are taken from it first.
+            row.seniority = sys.maxsize
         else:
             self.drop(row)
 
@@ -194,7 +201,8 @@ class Planner:
     @property
     def only_decodes(self) -> bool:
         """Whether all rows have a planned token, and none is leaving, preempted or multi-token."""
-        leaving = self._to_drop or self._retired or self.num_paused or self._multi_token.slots
+        leaving = self._to_drop or self._retired or self.num_paused or self._padding
+        leaving = leaving or self._multi_token.slots
         return not leaving and all(row.num_tokens_planned for row in self.rows.values())
 
     def lacks_room(self, waiting: RequestQueue) -> bool:
@@ -239,14 +247,13 @@ class Planner:
         return plan if plan.dropped or plan.has_forward else None
 
     def _drop_closed(self) -> None:
-        """Drop the rows whose clients have left, and a batch whose rows have all ended."""
-        rows, padding = self.rows.values(), self._padding
-        if padding and len(padding) == len(rows):
-            leaving = list(rows)
-        else:
-            leaving = [row for row in rows if row.entry.closed and row.slot not in padding]
-        for row in leaving:
-            self.drop(row)
+        """Drop the rows whose clients have left, and padding that is as long as its batch or the last of it."""
+        for row in [row for row in self.rows.values() if row.entry.closed]:
+            if row.slot not in self._padding:
+                self.drop(row)
+        for row in [self.rows[slot] for slot in self._padding]:
+            if self.num_padding == len(self.rows) or row.num_tokens_planned >= row.max_tokens:
+                self.drop(row)
 
     def _may_join(self, waiting: RequestQueue) -> bool:
         """Whether a request may still join the batch that is forming: now, with the next budget, or with a block."""

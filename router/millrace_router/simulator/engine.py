@@ -207,7 +207,7 @@ class Engine:
 
     def _send(self, plan: StepPlan) -> None:
         flight = self._pipeline.send(plan, plan.load, self.now)
-        flight.num_discarded = self._planner.num_padding if plan.decodes else 0
+        flight.num_discarded = self._planner.num_padding_tokens(plan)
         for row in plan.admitted:
             self._admitted(row)
         rows = self._planner.rows

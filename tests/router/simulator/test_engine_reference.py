@@ -24,6 +24,7 @@ from millrace_testing.shards.slow_engine import SlowEngine
 
 BLOCK_SIZE = 4
 MAX_TOTAL = 48
+POLICIES = ["continuous", "continuous", "static", "static-naive", "none"]
 COST = {
     "step": 1.0,
     "decode_row": 0.07,
@@ -51,6 +52,8 @@ def deployments(draw: st.DrawFn) -> Deployment:
         kv_reservation=draw(st.sampled_from(["grow", "full"])),
         prefix_caching=draw(st.sampled_from(["on", "off"])),
         prefill_chunking=chunking,
+        prefill_order=draw(st.sampled_from(["shortest", "arrival"])),
+        batching_policy=draw(st.sampled_from(POLICIES)),
         target_inter_token_latency=draw(st.sampled_from([None, 1500.0])),
         waiting_served_ratio=draw(st.sampled_from([0.0, 0.3, 1.2])),
         max_waiting_tokens=draw(st.integers(0, 5)),

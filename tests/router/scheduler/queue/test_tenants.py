@@ -123,6 +123,23 @@ def test_everything_expires_and_every_tenant_is_forgotten() -> None:
     assert not queue._tenants
 
 
+def test_a_prompt_taken_out_of_turn_is_charged_to_its_tenant() -> None:
+    queue = TenantQueue(quantum=10)
+    for request in (of("a", 0, 90), of("a", 1, 90), of("b", 2, 40), of("b", 3, 7), of("b", 4, 50)):
+        queue.append(request)
+    shortest = queue.shortest()
+    assert shortest is not None
+    assert shortest.request_id == 3
+    queue.take(shortest)
+    assert queue._tenants["b"].deficit == 10 - 7
+    assert (len(queue), queue.num_prompt_tokens) == (4, 270)
+    taken = queue.shortest()
+    assert taken is not None
+    queue.take(taken)
+    assert queue._tenants["b"].deficit == 10 - 7 - 40
+    assert [queue.pop().request_id for _ in range(3)] == [0, 4, 1] or len(queue) == 0
+
+
 def test_tenants_that_are_gone_take_no_memory() -> None:
     queue = TenantQueue(quantum=10)
     for i in range(50):

@@ -145,6 +145,17 @@ class WaitingMachine(RuleBasedStateMachine):
         item = self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1)))
         assert self.queue.discard(item)
 
+    @precondition(lambda self: self.waiting)
+    @rule()
+    def take_the_shortest(self) -> None:
+        """The first of the shortest prompts among those of the highest priority, in order of service."""
+        highest = max(item.scheduling.priority for item in self.waiting)
+        known = [item for item in self.waiting if item.scheduling.priority == highest]
+        shortest = min(known, key=lambda item: item.num_prompt_tokens)
+        assert self.queue.shortest() is shortest
+        self.queue.take(shortest)
+        self.waiting.remove(shortest)
+
     @rule(seconds=st.integers(0, 9))
     def expire(self, seconds: int) -> None:
         self.now += seconds
@@ -163,6 +174,7 @@ class WaitingMachine(RuleBasedStateMachine):
     def same(self) -> None:
         assert list(self.queue) == self.waiting
         assert self.queue.head() is (self.waiting[0] if self.waiting else None)
+        assert (self.queue.shortest() is None) == (not self.waiting)
         assert len(self.queue) == len(self.waiting)
         assert self.queue.num_prompt_tokens == sum(i.num_prompt_tokens for i in self.waiting)
 

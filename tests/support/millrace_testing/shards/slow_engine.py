@@ -149,5 +149,5 @@ class SlowEngine:
                 request.token_times.append(flight.ends_at)
                 request.num_generated += 1
                 if request.has_ended:
-                    self.planner.drop(row)
+                    self.planner.end(row)
         self.planner.answered(self.num_answered)
