@@ -1,11 +1,19 @@
 """The rule by which short prompts come before long ones. Pure arithmetic over prompt tokens.
 
-At least half of each step's budget goes to prompts in order of arrival. So no prompt takes more than twice as many
-steps as in order of arrival, however many prompts overtake it, and none starves.
+At least half of the time of prompts goes to prompts in order of arrival. So no prompt takes more than twice as long as
+in order of arrival, however many prompts overtake it, and none starves.
+
+The step of a few short prompts leaves out the long one, so that it is short; the next step makes up for that.
 """
 
 from __future__ import annotations
 
+OVERTAKING_SHARE = 1 / 2
+"""Share of a step's budget for prompts that overtake older ones …"""
+SHARE_AFTER_DEFERRAL = 1 / 4
+"""… and in the step after one that left out the oldest prompt."""
+DEFERRAL_SHARE = 1 / 8
+"""A step leaves out the oldest prompt if those that overtake it take no more of its budget than this."""
 MAX_EARLY = 3
 """Overtaking prompts that may be computed in part at once: each holds KV blocks for all of its tokens."""
 LEAST_PROMPT_SHARE = 0.9

@@ -21,6 +21,9 @@ class ChunkedPrefill(PrefillPolicy):
     With `shortest_first`, short prompts overtake long ones within a quota (`prefill_order`).
     """
 
+    _has_deferred = False
+    """Whether the last step with prompts left out the oldest one."""
+
     def plan(self, waiting: RequestQueue, plan: StepPlan) -> None:
         """As `PrefillPolicy`."""
         self._plan_decodes(plan)
@@ -28,7 +31,7 @@ class ChunkedPrefill(PrefillPolicy):
         if not (unfinished or len(waiting) or self._admission.num_paused):
             return
         budget = self._prompt_budget(plan)
-        quota = budget.half() if self.budgets.shortest_first else PromptBudget(0)
+        quota, defers = self._quota(budget)
         # Decodes may take the whole budget, but prompts must go on.
         least = self._least_chunk if unfinished or budget.tokens >= self._least_chunk else 0
         while least or budget.fitting() > 0:
@@ -39,12 +42,24 @@ class ChunkedPrefill(PrefillPolicy):
             start = row.num_prompt_planned
             # The cost model may leave no token so far into a prompt.
             most = max(least, budget.fitting(start), 1)
+            if 0.0 < quota.spent <= defers and row.num_prompt_left > most:
+                most, self._has_deferred = self._least_chunk, True
             budget.spend(self._chunk(row, most, plan), start=start)
             least = 0
             if row.num_prompt_left:
                 break
         if plan.admitted and num_running:
             plan.concat_reason = "chunking"
+
+    def _quota(self, budget: PromptBudget) -> tuple[PromptBudget, float]:
+        """The part of `budget` for overtaking prompts, and the seconds up to which they leave out the oldest one."""
+        if not self.budgets.shortest_first:
+            return PromptBudget(0), 0.0
+        had_deferred, self._has_deferred = self._has_deferred, False
+        if had_deferred:
+            return budget.share(prefill_order.SHARE_AFTER_DEFERRAL), 0.0
+        defers = prefill_order.DEFERRAL_SHARE * budget.seconds
+        return budget.share(prefill_order.OVERTAKING_SHARE), defers if defers < math.inf else 0.0
 
     def decoded(self, num_steps: int) -> None:
         """As `PrefillPolicy`; the number does not matter here."""

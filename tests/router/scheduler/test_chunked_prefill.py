@@ -292,3 +292,19 @@ def test_half_of_the_seconds_are_for_short_prompts_far_into_a_long_one() -> None
     computed = sum(prompts.last.get(number, 0) for number in shorts)
     assert computed > prompts.last[long]
     assert COST.prompt_seconds(10, start=0) * computed / 10 <= 0.046
+
+
+def test_a_short_prompt_has_a_short_step_and_the_long_one_the_next() -> None:
+    prompts = Prompts.new(cost=COST, budget=4096)
+    prompts.submit(1, max_new_tokens=1000)
+    prompts.step()
+    long = prompts.submit(1500)
+    prompts.step()
+    full = prompts.last[long]
+    short = prompts.submit(5)
+    prompts.step()
+    assert prompts.last == {short: 5, long: BLOCK_SIZE}
+    last = prompts.submit(5)
+    prompts.step()
+    assert prompts.last[last] == 5
+    assert prompts.last[long] > full / 2

@@ -16,11 +16,14 @@ from hypothesis.stateful import (
     rule,
 )
 
+from millrace_router.prediction.cost import COEFFICIENTS, CostModel
 from millrace_router.scheduler.budgets import Budgets
 from millrace_testing.schedules.driver import ScheduleDriver
 from millrace_testing.schedules.requests import MAX_PROMPT, policies, valid_requests
 from millrace_testing.shards.hash_choices import Choices, RandomLengths
 from millrace_testing.shards.hash_shard import HashShard
+
+COST = CostModel.fixed(dict.fromkeys(COEFFICIENTS, 0.001) | {"step": 0.002})
 
 
 class SchedulingMachine(RuleBasedStateMachine):
@@ -36,6 +39,7 @@ class SchedulingMachine(RuleBasedStateMachine):
         depth=st.integers(1, 3),
         eos_every=st.sampled_from([0, 0, 30]),
         seed=st.integers(0, 2**16),
+        knows_costs=st.booleans(),
     )
     def begin(
         self,
@@ -46,6 +50,8 @@ class SchedulingMachine(RuleBasedStateMachine):
         depth: int,
         eos_every: int,
         seed: int,
+        *,
+        knows_costs: bool,
     ) -> None:
         shard = HashShard(
             num_blocks=2 + (12 + spare_tokens) // block_size,
@@ -63,6 +69,7 @@ class SchedulingMachine(RuleBasedStateMachine):
             drafts=RandomLengths(seed, budgets.max_draft_tokens)
             if budgets.max_draft_tokens
             else None,
+            cost=COST if knows_costs else None,
         )
         self.capacity = (shard.num_blocks - 1) * block_size
         self.longest = min(MAX_PROMPT, self.capacity)

@@ -295,7 +295,7 @@ def test_steps_are_those_of_the_router_with_a_shard(
         max_batch_size=budgets.num_slots,
         eos_every=20,
     )
-    driver = ScheduleDriver(budgets, shard, depth=steps_in_flight)
+    driver = ScheduleDriver(budgets, shard, depth=steps_in_flight, cost=engine._cost)
     for number in range(40):
         group, prefix_tokens = ("a", 9) if number % 3 else ("", 0)
         own = [60 + number % 30, number // 30, *range(number % 7)]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from millrace_proto import generate_pb2 as pb
 from millrace_router.errors import NonFiniteOutput
+from millrace_router.prediction.cost import CostModel
 from millrace_router.request.entry import Entry, entry_of
 from millrace_router.request.request import ValidRequest
 from millrace_router.scheduler.block_manager import BlockManager
@@ -47,8 +48,10 @@ class ScheduleDriver:
         prefix_caching: bool = True,
         depth: int = 2,
         drafts: DraftPolicy | None = None,
+        cost: CostModel | None = None,
     ) -> None:
         self.budgets = budgets
+        self.cost = cost
         self.drafts = drafts
         self.shard = shard
         self.depth = depth
@@ -70,7 +73,7 @@ class ScheduleDriver:
     def _new_planner(self) -> Planner:
         cache = PrefixCache() if self.prefix_caching else None
         blocks = BlockManager(self.shard.num_blocks, self.shard.block_size, cache)
-        return Planner(self.budgets, blocks, drafts=self.drafts)
+        return Planner(self.budgets, blocks, self.cost, self.drafts)
 
     def _open(self) -> None:
         self._epoch += 1
@@ -162,9 +165,9 @@ class ScheduleDriver:
             self._check_overtaking(rows, chunks)
 
     def _check_overtaking(self, rows: list[Row], chunks: dict[int, int]) -> None:
-        """At most half of the prompt tokens are of prompts behind one that is not complete."""
+        """Without costs, at most half of the prompt tokens are of prompts behind one that is not complete."""
         waits = [row for row in rows if row.num_prompt_left and not row.is_early]
-        if not waits:
+        if not waits or self.cost is not None:
             return
         behind = sum(
             num_tokens
