@@ -151,6 +151,8 @@ class Planner:
             row.max_tokens = end_of_batch(self.rows) - row.num_inputs
             # Blocks that run short are taken from it first.
             row.seniority = sys.maxsize
+            # Its further blocks hold no tokens of the request, so they are not cached.
+            row.num_entered = sys.maxsize
         else:
             self.drop(row)
 

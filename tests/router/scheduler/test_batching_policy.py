@@ -14,7 +14,12 @@ LENGTHS = [2, 7, 4, 3, 9, 1]
 
 
 def driver_of(
-    policy: str, *, rows: int = 3, num_blocks: int = 60, budget: int = 40
+    policy: str,
+    *,
+    rows: int = 3,
+    num_blocks: int = 60,
+    budget: int = 40,
+    prefix_caching: bool = False,
 ) -> ScheduleDriver:
     budgets = Budgets(
         max_batch_prefill_tokens=budget,
@@ -23,7 +28,7 @@ def driver_of(
         batching_policy=policy,
     )
     shard = HashShard(num_blocks=num_blocks, block_size=4, max_batch_size=budgets.num_slots)
-    driver = ScheduleDriver(budgets, shard, prefix_caching=False)
+    driver = ScheduleDriver(budgets, shard, prefix_caching=prefix_caching)
     for number, length in enumerate(LENGTHS):
         driver.submit(ValidRequest(input_ids=(number,) * 4, max_new_tokens=length))
     return driver
@@ -59,8 +64,11 @@ def test_a_static_batch_admits_no_request_before_all_have_ended() -> None:
     assert found[len(first)] == {3, 4, 5}
 
 
-def test_a_naive_static_batch_decodes_ended_rows_until_the_longest_ends() -> None:
-    driver = driver_of("static-naive")
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_a_naive_static_batch_decodes_ended_rows_until_the_longest_ends(
+    *, prefix_caching: bool
+) -> None:
+    driver = driver_of("static-naive", prefix_caching=prefix_caching)
     found = batches(driver)
     first = [step for step in found if step & {0, 1, 2}]
     assert LENGTHS[1] <= len(first) <= LENGTHS[1] + driver.depth
