@@ -14,5 +14,7 @@ PEERS_FOLDER = BENCH / ".peers"
 """Installed peers and earlier revisions; git ignores it."""
 RESULTS_FOLDER = BENCH / "results"
 """Recorded runs, a JSON file each."""
+IMAGES_FOLDER = ROOT / "docs" / "images"
+"""Charts of recorded runs, for the documentation."""
 OUT = Path("bench/out")
 """Logs, charts and JSON of a run, below the working directory; git ignores it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from bench.harness.repeats import Repeated, Sample
@@ -65,6 +65,10 @@ class Question:
     cases: Sequence[Case]
     conclude: Callable[[Table], Sequence[str]] = lambda _: ()
     """Returns sentences that follow from the table."""
+    chart: Callable[[str, Table], str] | None = None
+    """Returns an SVG document with this title; None for a table without a chart."""
+    hidden: Collection[str] = ()
+    """Titles of columns that are recorded, and not part of the text."""
 
     def measure(self, fixture: Fixture, *, repeats: int) -> Table:
         """Every case, `repeats` times. Raises ServerError or RequestsFailed."""
@@ -72,7 +76,8 @@ class Question:
 
     def text(self, table: Table) -> str:
         """Method, table and conclusions."""
-        titles = list(dict.fromkeys(title for row in table.values() for title in row))
+        found = dict.fromkeys(title for row in table.values() for title in row)
+        titles = [title for title in found if title not in self.hidden]
         rows = [
             (name, *(row[title].text if title in row else "" for title in titles))
             for name, row in table.items()

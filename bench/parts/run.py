@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from bench.harness.checkpoints import SHAPES, ensure_checkpoint
 from bench.harness.command_line import command, parts_parser, say
-from bench.harness.paths import DEMO
+from bench.harness.paths import DEMO, IMAGES_FOLDER
 from bench.harness.quiet import Quiet
 from bench.harness.record import Record
 from bench.harness.server import ServerError
@@ -83,6 +83,10 @@ def run_parts(
             },
         )
         print(f"\n{record.text(part.text(table))}", flush=True)
+        if part.chart is not None:
+            where = f"{record.title}, {record.machine['cpu']} ({record.machine['cores']})"
+            folder = IMAGES_FOLDER if options.record else options.out
+            (folder / f"{name}-{chosen}.svg").write_text(part.chart(where, table))
         if options.record:
             record.write()
     return 1 if failed else 0

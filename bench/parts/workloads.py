@@ -29,6 +29,13 @@ def lognormal_lengths(
     return [min(most, max(1, round(length))) for length in drawn]
 
 
+def exponential_lengths(count: int, *, mean: float, most: int, seed: str) -> list[int]:
+    """Exponential numbers of tokens between 1 and `most`; another `most` cuts the same draws elsewhere."""
+    generator = random.Random(seed)
+    drawn = (generator.expovariate(1 / mean) for _ in range(count))
+    return [min(most, max(1, round(length))) for length in drawn]
+
+
 def uniform_lengths(count: int, *, least: int, most: int, seed: str) -> list[int]:
     """Numbers of tokens from `least` to `most`."""
     generator = random.Random(seed)

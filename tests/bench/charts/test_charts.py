@@ -7,7 +7,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 from bench.charts.flames import Event, Frame, flame_graph, own_times, tree
-from bench.charts.lines import Panel, curves
+from bench.charts.lines import Panel, curves, round_numbers
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -46,6 +46,44 @@ def test_a_panel_without_points_and_one_with_a_single_point_are_drawn() -> None:
     empty = Panel(title="x", points={}, x_title="y")
     single = Panel(title="x", points={"ours": [(4, 2)]}, x_title="y", doubles=True)
     assert len(points(ET.fromstring(curves("t", [empty, single])))) == 1
+
+
+def test_predictions_are_dashed_in_the_colour_of_their_series_on_the_same_scale() -> None:
+    panel = Panel(
+        title="a",
+        points={"ours": [(0, 10), (4, 10)], "theirs": [(0, 20), (4, 20)]},
+        simulated={"theirs": [(0, 40), (8, 20)]},
+        x_title="x",
+    )
+    document = ET.fromstring(curves("t", [panel]))
+    ours, theirs, dashed = document.iter(f"{SVG}polyline")
+    assert [line.attrib.get("stroke-dasharray") for line in (ours, theirs)] == [None, None]
+    assert "stroke-dasharray" in dashed.attrib
+    assert dashed.attrib["stroke"] == theirs.attrib["stroke"] != ours.attrib["stroke"]
+    (_, first), (_, second), ((left, top), (right, last)) = points(document)
+    assert first[0] == pytest.approx((left + right) / 2, abs=0.2)
+    assert second[1] == last
+    assert last - top == pytest.approx(2 * (first[1] - last), abs=0.2)
+    circles = [(c.attrib["fill"], c.attrib.get("stroke")) for c in document.iter(f"{SVG}circle")]
+    assert circles[-1] == ("#ffffff", theirs.attrib["stroke"])
+    assert circles[0] == (ours.attrib["stroke"], None)
+    assert "dashed: simulated" in ET.tostring(document, encoding="unicode")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "doubles", "numbers"),
+    [
+        (0.3, 12.0, True, [0.5, 1, 2, 5, 10]),
+        (1.0, 2.0, True, [1, 2]),
+        (90.0, 1480.0, False, [200, 400, 600, 800, 1000, 1200, 1400]),
+        (0.0, 1.0, False, [0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]),
+        (3.0, 3.0, False, [3]),
+    ],
+)
+def test_round_numbers_lie_between_the_ends(
+    low: float, high: float, doubles: bool, numbers: list[float]
+) -> None:
+    assert round_numbers(low, high, doubles=doubles) == pytest.approx(numbers)
 
 
 def test_events_become_a_tree_by_what_holds_them() -> None:

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 from bench.parts.client import Answer, Request
 from bench.parts.workloads import (
+    exponential_lengths,
     first_tokens,
     gaps_within,
     lognormal_lengths,
@@ -57,6 +58,15 @@ def test_lognormal_lengths_have_their_median_a_heavy_tail_and_bounds() -> None:
     assert statistics.fmean(lengths) > 1.4 * statistics.median(lengths)
     assert min(lengths) >= 1
     assert max(lengths) == 1024
+
+
+def test_exponential_lengths_have_their_mean_and_deviation_and_caps_cut_the_same_draws() -> None:
+    lengths = exponential_lengths(20_000, mean=128, most=10_000, seed="a")
+    assert statistics.fmean(lengths) == pytest.approx(128, rel=0.03)
+    assert statistics.stdev(lengths) == pytest.approx(128, rel=0.03)
+    assert min(lengths) == 1
+    capped = exponential_lengths(20_000, mean=128, most=100, seed="a")
+    assert capped == [min(100, length) for length in lengths]
 
 
 def test_no_length_is_zero_however_short_answers_are() -> None:

@@ -1,0 +1,158 @@
+"""The distribution of request latency under Poisson arrivals, after Anyscale's benchmark (2023)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+
+from bench.charts.lines import Panel, curves
+from bench.harness.command_line import say
+from bench.harness.measurement import quantile
+from bench.parts.client import Request
+from bench.parts.fixture import Fixture
+from bench.parts.part import Case, Figures, Table
+from bench.parts.workloads import exponential_lengths, poisson_seconds, saturated_rate
+from bench.policies.experiment import CONTINUOUS, NAIVE, STATIC, Experiment, requests, send, serving
+from bench.policies.outcomes import (
+    Outcome,
+    conclude_ratios,
+    outcomes_of,
+    ratio_in_hindsight,
+    side_by_side,
+    simulated,
+)
+from bench.policies.simulated import deployment_of, simulate
+
+PROMPT_TOKENS, BATCH_SIZE = 32, 64
+MEAN_OUTPUT, CAP = 128, 512
+SHARES = (0.2, 0.5, 0.8)
+"""Rates of arrival, as shares of the continuous server's capacity."""
+SECONDS = 20
+"""Of arrivals at each rate."""
+WHO = (CONTINUOUS, STATIC, NAIVE)
+PERCENTS = (5, *range(10, 100, 10), 95, 99, 100)
+SHOWN = (50, 90, 99)
+OFFERED = "requests/s"
+
+
+def case_name(share: float, policy: str) -> str:
+    """The name of a row."""
+    return f"{100 * share:.0f} % of capacity, {policy}"
+
+
+def column(percent: int) -> str:
+    """The title of a percentile of the latency."""
+    return f"p{percent}, s"
+
+
+COMPARED = (column(50), column(90))
+
+
+def asked_at(fixture: Fixture, moments: Sequence[float], *, name: str) -> list[Request]:
+    """A request for each moment: lengths are the same under every name, prompts are not."""
+    count, most = len(moments), fixture.fitting(CAP + PROMPT_TOKENS) - PROMPT_TOKENS
+    lengths = exponential_lengths(
+        count, mean=MEAN_OUTPUT, most=most, seed=fixture.seed("output lengths")
+    )
+    seed = fixture.seed(f"latency {name}")
+    return requests(fixture, [PROMPT_TOKENS] * count, lengths, moments=moments, seed=seed)
+
+
+def percentiles(outcomes: Sequence[Outcome]) -> Figures:
+    """Percentiles of the latency, in seconds."""
+    ordered = sorted(outcome.seconds for outcome in outcomes)
+    return {column(percent): quantile(ordered, percent / 100) for percent in PERCENTS}
+
+
+def at_rate(fixture: Fixture, url: str, rate: float, *, name: str) -> Figures:
+    """Figures of one server at `rate` requests a second."""
+    count = max(12, round(rate * fixture.sized(SECONDS, 1)))
+    moments = poisson_seconds(rate, count, seed=fixture.seed("arrivals"))
+    asked = asked_at(fixture, moments, name=name)
+    foretold = simulate(deployment_of(url), asked)
+    outcomes = outcomes_of(asyncio.run(send(url, asked)))
+    hindsight = simulate(deployment_of(url), asked)
+    figures = (percentiles(each) for each in (outcomes, foretold, hindsight))
+    return {OFFERED: rate, **side_by_side(*figures, ratios_of=COMPARED)}
+
+
+def run(fixture: Fixture) -> Iterator[tuple[str, Figures]]:
+    """The continuous server first: a burst of its warm-up shows the capacity that all rates are shares of."""
+    batch_size, capacity = fixture.sized(BATCH_SIZE, 4), 0.0
+    for policy in WHO:
+        found = {}
+        with serving(fixture, policy, batch_size=batch_size) as url:
+            num_warm = (3 if policy == CONTINUOUS else 1) * batch_size
+            burst = asked_at(fixture, [0.0] * num_warm, name="warm-up")
+            answers = asyncio.run(send(url, burst))
+            capacity = capacity or saturated_rate(answers)
+            for share in SHARES:
+                name = case_name(share, policy)
+                say(f"latency: {name}, {share * capacity:.2f} requests/s")
+                found[name] = at_rate(fixture, url, share * capacity, name=f"{share}")
+        yield from found.items()
+
+
+def conclude(table: Table) -> Sequence[str]:
+    """The median latency beside that of continuous batching, and points that are simulated badly."""
+    lines = []
+    for share in SHARES:
+        medians = {who: table[case_name(share, who)][column(50)].median for who in WHO}
+        times = (
+            f"{medians[who] / medians[CONTINUOUS]:.1f} times as long with {who}" for who in WHO[1:]
+        )
+        lines.append(
+            f"{100 * share:.0f} % of capacity: the median latency is {medians[CONTINUOUS]:.2f} s with continuous,"
+            f" {' and '.join(times)}."
+        )
+    return [*lines, conclude_ratios(table, COMPARED)]
+
+
+def chart(title: str, table: Table) -> str:
+    """A panel for each rate, with the share of requests over their latency."""
+    panels = [
+        Panel(
+            title=f"Answered requests, percent: {100 * share:.0f} % of the continuous server's capacity",
+            points={who: curve(table, case_name(share, who), "") for who in WHO},
+            simulated={who: curve(table, case_name(share, who), simulated("")) for who in WHO},
+            x_title="request latency, seconds",
+            doubles=True,
+            rounds=True,
+        )
+        for share in SHARES
+    ]
+    return curves(title, panels)
+
+
+def curve(table: Table, name: str, prefix: str) -> list[tuple[float, float]]:
+    """(latency, percent of the requests) of one row; `prefix` comes before the title of a column."""
+    row = table[name]
+    return [(row[prefix + column(percent)].median, percent) for percent in PERCENTS]
+
+
+EXPERIMENT = Experiment(
+    name="latency",
+    title="Request latency at three rates",
+    method=(
+        f"Requests of {PROMPT_TOKENS} prompt tokens and exponential answers (mean {MEAN_OUTPUT}, at most"
+        f" {CAP}) arrive for {SECONDS} s as a Poisson process; batches of at most {BATCH_SIZE}. The rates are"
+        " shares of what the continuous server does of a burst of such requests, and the same for each"
+        " policy. Latency: from the arrival to the last token, which is sent at once under every policy. A"
+        " rate beyond the capacity of a policy makes"
+        " its queue grow, so its latencies depend on the length of the run. The simulator has the costs that"
+        " the server has learned before the run, in hindsight those after it."
+    ),
+    cases=tuple(Case(case_name(share, who), amount=share) for share in SHARES for who in WHO),
+    run=run,
+    conclude=conclude,
+    chart=chart,
+    hidden=tuple(
+        title
+        for percent in PERCENTS
+        for title in (
+            *(() if percent in SHOWN else (column(percent),)),
+            *(() if column(percent) in COMPARED else (simulated(column(percent)),)),
+            ratio_in_hindsight(column(percent)),
+        )
+    ),
+)

@@ -1,0 +1,97 @@
+"""When requests ended, measured or simulated, and the figures of both side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from bench.parts.client import Answer, Request
+from bench.parts.part import Figures, Table
+
+TOLERANCE = 0.2
+"""The allowed relative error of a simulated figure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A request that was answered."""
+
+    request: Request
+    seconds: float
+    """From its due time to its last token."""
+
+    @property
+    def ended(self) -> float:
+        """The time of the last token, in seconds after the start of the load."""
+        return self.request.due + self.seconds
+
+    @property
+    def normalised_ms(self) -> float:
+        """Latency per output token, in milliseconds."""
+        return 1000 * self.seconds / self.request.output_tokens
+
+
+def outcomes_of(answers: Sequence[Answer], *, since: float | None = None) -> list[Outcome]:
+    """The outcomes of measured answers; with `since`, all requests count as due at that time of the answers' clock."""
+    return [
+        Outcome(answer.request, answer.ended - (answer.due if since is None else since))
+        for answer in answers
+    ]
+
+
+def tokens_per_second(outcomes: Sequence[Outcome]) -> float:
+    """Output tokens from the first due time to the last token."""
+    seconds = max(o.ended for o in outcomes) - min(o.request.due for o in outcomes)
+    return sum(o.request.output_tokens for o in outcomes) / seconds
+
+
+def median_normalised_ms(outcomes: Sequence[Outcome]) -> float:
+    """Median over requests of the latency per output token."""
+    return median(outcome.normalised_ms for outcome in outcomes)
+
+
+def simulated(title: str) -> str:
+    """The title of the column with the simulated figure."""
+    return f"simulated {title}"
+
+
+def ratio(title: str) -> str:
+    """The title of the column with simulated over measured."""
+    return f"{title}: ratio"
+
+
+def ratio_in_hindsight(title: str) -> str:
+    """The same with the costs that the server has learned in the run itself."""
+    return f"{title}: ratio in hindsight"
+
+
+def side_by_side(
+    measured: Figures, foretold: Figures, hindsight: Figures, *, ratios_of: Collection[str]
+) -> Figures:
+    """Measured and simulated figures, and simulated over measured for the titles in `ratios_of`."""
+    found = {}
+    for title, value in measured.items():
+        found[title] = value
+        found[simulated(title)] = foretold[title]
+        if title in ratios_of:
+            found[ratio(title)] = foretold[title] / value
+            found[ratio_in_hindsight(title)] = hindsight[title] / value
+    return found
+
+
+def conclude_ratios(table: Table, titles: Sequence[str]) -> str:
+    """One sentence that names each figure whose simulation is off by more than the tolerance."""
+    off = [
+        f"{name}, {title}: {row[ratio(title)].median:.2f}"
+        f" ({row[ratio_in_hindsight(title)].median:.2f} in hindsight)"
+        for name, row in table.items()
+        for title in titles
+        if ratio(title) in row and abs(row[ratio(title)].median - 1) > TOLERANCE
+    ]
+    goal = f"{100 * TOLERANCE:.0f} %"
+    if not off:
+        return f"The simulator is within {goal} at every point."
+    return (
+        f"The simulator is further off than {goal}, as simulated over measured: {'; '.join(off)}."
+    )

@@ -1,0 +1,176 @@
+"""Throughput over the variance of output lengths, after Anyscale's benchmark of continuous batching (2023)."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Iterator, Sequence
+
+from bench.charts.lines import Panel, curves
+from bench.harness.command_line import say
+from bench.parts.client import Request
+from bench.parts.fixture import Fixture
+from bench.parts.part import Case, Figures, Table
+from bench.parts.workloads import exponential_lengths
+from bench.peers.process import EngineError
+from bench.policies import padded
+from bench.policies.experiment import (
+    CONTINUOUS,
+    NAIVE,
+    NONE,
+    POLICIES,
+    Experiment,
+    requests,
+    send,
+    serving,
+)
+from bench.policies.outcomes import (
+    conclude_ratios,
+    outcomes_of,
+    side_by_side,
+    simulated,
+    tokens_per_second,
+)
+from bench.policies.plug import send_behind_plug
+from bench.policies.simulated import deployment_of, simulate
+
+NUM_PROMPTS, PROMPT_TOKENS, BATCH_SIZE = 256, 32, 64
+MEAN_OUTPUT = 128
+CAPS = (32, 128, 512, 1536)
+WARM_UP_CAP = 128
+NUM_ALONE = 16
+"""Prompts, the first ones, that one request at a time has to answer."""
+GOAL = 4.0
+"""Goal: continuous over naive static batching at the highest variance."""
+RATE, SPREAD = "tokens/s", "variance of lengths"
+WHO = (*POLICIES, padded.NAME)
+
+
+def case_name(cap: int, who: str) -> str:
+    """The name of a row."""
+    return f"at most {cap}, {who}"
+
+
+def lengths(fixture: Fixture, cap: int) -> list[int]:
+    """Output lengths of all prompts; each cap cuts the same draws."""
+    most = fixture.fitting(cap + PROMPT_TOKENS) - PROMPT_TOKENS
+    count = fixture.sized(NUM_PROMPTS, 12)
+    return exponential_lengths(
+        count, mean=MEAN_OUTPUT, most=most, seed=fixture.seed("output lengths")
+    )
+
+
+def prompts_for(fixture: Fixture, drawn: Sequence[int], name: str) -> list[Request]:
+    """A request for each length, all due at once, with prompts that no other name has."""
+    return requests(fixture, [PROMPT_TOKENS] * len(drawn), drawn, seed=fixture.seed(name))
+
+
+def served(fixture: Fixture, policy: str) -> dict[str, Figures]:
+    """Figures of one policy at each cap, by the name of the case."""
+    batch_size = fixture.sized(BATCH_SIZE, 4)
+    found: dict[str, Figures] = {}
+    first = NUM_ALONE if policy == NONE else NUM_PROMPTS
+    num_warm = 4 if policy == NONE else 2 * batch_size
+    with serving(fixture, policy, batch_size=batch_size) as url:
+        warm = lengths(fixture, WARM_UP_CAP)[:num_warm]
+        asyncio.run(send(url, prompts_for(fixture, warm, "warm-up")))
+        for cap in CAPS:
+            name = case_name(cap, policy)
+            say(f"variance: {name}")
+            drawn = lengths(fixture, cap)
+            asked = prompts_for(fixture, drawn[:first], name)
+            foretold = simulate(deployment_of(url), asked)
+            if policy == CONTINUOUS:
+                outcomes = outcomes_of(asyncio.run(send(url, asked)))
+            else:
+                outcomes = asyncio.run(send_behind_plug(fixture, url, asked))
+            hindsight = simulate(deployment_of(url), asked)
+            rates = ({RATE: tokens_per_second(each)} for each in (outcomes, foretold, hindsight))
+            found[name] = {
+                SPREAD: statistics.pvariance(drawn),
+                **side_by_side(*rates, ratios_of=(RATE,)),
+            }
+    return found
+
+
+def run(fixture: Fixture) -> Iterator[tuple[str, Figures]]:
+    """Every policy, and then `transformers`, whose failure only leaves its rows out."""
+    for policy in POLICIES:
+        yield from served(fixture, policy).items()
+    drawn = {cap: lengths(fixture, cap) for cap in CAPS}
+    batch_size = fixture.sized(BATCH_SIZE, 4)
+    try:
+        rates = padded.rates(fixture, drawn, prompt_tokens=PROMPT_TOKENS, batch_size=batch_size)
+    except EngineError as error:
+        say(f"variance: {error}")
+        return
+    for cap, rate in rates.items():
+        figures = {SPREAD: statistics.pvariance(drawn[cap]), RATE: rate}
+        yield case_name(cap, padded.NAME), figures
+
+
+def conclude(table: Table) -> Sequence[str]:
+    """Continuous over each other at each cap, the goal, and points that are simulated badly."""
+    lines, best = [], 0.0
+    for cap in CAPS:
+        rates = {
+            who: table[name][RATE].median for who in WHO if (name := case_name(cap, who)) in table
+        }
+        times = [
+            f"{rates[CONTINUOUS] / rate:.2f} times {who}"
+            for who, rate in rates.items()
+            if who != CONTINUOUS
+        ]
+        lines.append(f"At most {cap} tokens: continuous gives {', '.join(times)}.")
+        best = rates[CONTINUOUS] / rates[NAIVE]
+    verdict = "met" if best >= GOAL else "missed"
+    lines.append(
+        f"Goal at the highest variance, {GOAL:.0f} times static-naive: {best:.2f}, {verdict}."
+    )
+    return [*lines, conclude_ratios(table, (RATE,))]
+
+
+def chart(title: str, table: Table) -> str:
+    """Throughput over the cap, a line for each policy."""
+
+    def points(column: str) -> dict[str, list[tuple[float, float]]]:
+        found: dict[str, list[tuple[float, float]]] = {}
+        for who in WHO:
+            for cap in CAPS:
+                row = table.get(case_name(cap, who), {})
+                if column in row:
+                    found.setdefault(who, []).append((cap, row[column].median))
+        return found
+
+    panel = Panel(
+        title="Output tokens per second",
+        points=points(RATE),
+        simulated=points(simulated(RATE)),
+        x_title="longest answer, tokens: the variance of lengths grows with it",
+        doubles=True,
+    )
+    return curves(title, [panel])
+
+
+EXPERIMENT = Experiment(
+    name="variance",
+    title="Throughput over the variance of output lengths",
+    method=(
+        f"Anyscale's shape is 1 000 prompts of 512 tokens at once. Here: {NUM_PROMPTS} prompts of"
+        f" {PROMPT_TOKENS} tokens at once, batches of at most {BATCH_SIZE}, answers from an exponential"
+        f" distribution of mean {MEAN_OUTPUT} tokens (at least 1) that is capped at each of the values; every"
+        " cap cuts the same draws. Clients announce the exact length, which ends the answer, and get it in"
+        f" one piece. `none` answers the first {NUM_ALONE} prompts and `transformers` the first batch, since"
+        " their rates do not depend on the number. A static batch is formed of the requests that wait when"
+        " the batch is empty, so these policies get a request before the prompts, and time counts from its"
+        " end; for `continuous` it counts from the sending. `transformers` is `generate` in bfloat16 with"
+        " left padding until the longest answer of the batch ends; only tokens that a request asked for"
+        " count. The simulator has the costs that the server has learned before the run, in hindsight those"
+        " after it."
+    ),
+    cases=tuple(Case(case_name(cap, who), amount=cap) for cap in CAPS for who in WHO),
+    run=run,
+    conclude=conclude,
+    chart=chart,
+    hidden=(f"{RATE}: ratio in hindsight",),
+)

@@ -1,0 +1,60 @@
+"""The simulator tells when each request ends, under every policy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from bench.parts.client import Request
+from bench.policies.simulated import SimulationFailed, simulate
+
+from millrace_router.simulator.deployment import Deployment
+
+LENGTHS = (2, 4, 3)
+
+
+def deployment(**changes: Any) -> Deployment:
+    """Every step takes a second, whatever it computes."""
+    coefficients = ("decode_row", "decode_context_token", "prefill_step", "prefill_token")
+    values = {
+        "cost_model": {"step": 1.0, "prefill_pair": 0.0, **dict.fromkeys(coefficients, 0.0)},
+        "num_blocks": 100,
+        "block_size": 16,
+        "max_total_tokens": 64,
+        "max_batch_size": 2,
+        "steps_in_flight": 1,
+        **changes,
+    }
+    return Deployment.model_validate(values)
+
+
+def requests(*, due: float = 0.0) -> list[Request]:
+    return [
+        Request(prompt="", prompt_tokens=8, output_tokens=length, due=due) for length in LENGTHS
+    ]
+
+
+@pytest.mark.parametrize(
+    ("policy", "seconds"),
+    [
+        # The third request takes the slot of the first.
+        ("continuous", [2.0, 4.0, 5.0]),
+        # It waits until both have ended.
+        ("static", [2.0, 4.0, 7.0]),
+        ("static-naive", [2.0, 4.0, 7.0]),
+        ("none", [2.0, 6.0, 9.0]),
+    ],
+)
+def test_requests_end_when_their_policy_lets_them(policy: str, seconds: list[float]) -> None:
+    outcomes = simulate(deployment(batching_policy=policy), requests())
+    assert [outcome.seconds for outcome in outcomes] == pytest.approx(seconds)
+
+
+def test_latency_counts_from_the_arrival_with_what_the_router_takes() -> None:
+    outcomes = simulate(deployment(entry_seconds=0.25), requests(due=3.0))
+    assert [outcome.seconds for outcome in outcomes] == pytest.approx([2.25, 4.25, 5.25])
+
+
+def test_a_refused_request_is_an_error() -> None:
+    with pytest.raises(SimulationFailed, match="too long"):
+        simulate(deployment(max_total_tokens=9), requests())
