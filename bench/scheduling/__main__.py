@@ -14,6 +14,7 @@ from bench.parts import run
 from bench.scheduling import (
     chunking,
     forecasts,
+    mixed,
     planner,
     predictions,
     prefix,
@@ -30,6 +31,7 @@ PARTS = {
     for module in (
         prefix,
         chunking,
+        mixed,
         reservation,
         tenants,
         predictions,

@@ -22,9 +22,12 @@ POLL_SECONDS = 0.01
 PAUSE_SECONDS = 0.2
 """Mean pause between the short prompts that are sent alone."""
 
+TARGET = "--target-inter-token-latency=50"
 CASES = (
     Case("in order of arrival", ("--prefill-order=arrival",)),
     Case("shortest first", ("--prefill-order=shortest",)),
+    Case("in order of arrival, target 50 ms", ("--prefill-order=arrival", TARGET)),
+    Case("shortest first, target 50 ms", ("--prefill-order=shortest", TARGET)),
 )
 SHORT_ALONE, SHORT_BESIDE = "short without a long one, ms", "short beside a long one, ms"
 LONG_ALONE, LONG_BESIDE = "long alone, ms", "long with one short, ms"
@@ -156,9 +159,9 @@ def conclude(table: Table) -> Sequence[str]:
             f"{name}: the short prompt's TTFT beside a long one is {short:.2f} times that without; half a load of"
             f" short ones makes the long one's {load:.2f} times."
         )
-    arrival, shortest = (table[case.name] for case in CASES)
-    ratio = shortest[LONG_BESIDE].median / arrival[LONG_BESIDE].median
-    lines.append(f"The long prompt's TTFT, shortest first over order of arrival: {ratio:.2f}.")
+    for before, after in zip(CASES[::2], CASES[1::2], strict=True):
+        ratio = table[after.name][LONG_BESIDE].median / table[before.name][LONG_BESIDE].median
+        lines.append(f"The long prompt's TTFT, {after.name} over {before.name}: {ratio:.2f}.")
     return lines
 
 

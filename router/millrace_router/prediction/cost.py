@@ -195,10 +195,15 @@ class CostModel:
         rest = self.seconds_for_prompts(seconds, load)
         return max(least, self.prompt_tokens_within(rest, start=start, most=most))
 
+    def seconds_beside_prompts(self, load: StepLoad) -> float | None:
+        """The duration of a step of `load` with prompts, less what their tokens cost; None before the first fit."""
+        seconds = self.seconds(load)
+        return None if seconds is None else seconds + self._pace * self._coefficients[3]
+
     def seconds_for_prompts(self, seconds: float, load: StepLoad) -> float:
         """Seconds that prompts may add to a step of `load`, for it to last `seconds`; infinity before the first fit."""
-        alone = self.seconds(load)
-        return math.inf if alone is None else seconds - alone - self._pace * self._coefficients[3]
+        beside = self.seconds_beside_prompts(load)
+        return math.inf if beside is None else seconds - beside
 
     def prompt_tokens_within(self, seconds: float, *, start: int, most: int) -> int:
         """The most tokens of a prompt, up to `most` from position `start` on, that take `seconds`."""

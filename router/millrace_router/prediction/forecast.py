@@ -184,13 +184,14 @@ class Forecaster:
         size = batch.num_rows + min(newcomer.num_ahead + 1, newcomer.num_places)
         decodes = max(1, size)
         context = batch.context(decodes, newcomer.num_kv_tokens)
-        seconds = self._cost.seconds(StepLoad(decodes=decodes, context=context))
-        if seconds is None:
+        load = StepLoad(decodes=decodes, context=context)
+        seconds, beside = self._cost.seconds(load), self._cost.seconds_beside_prompts(load)
+        if seconds is None or beside is None:
             return None
         room = max(self._block_size, self._max_batch_prefill_tokens - decodes)
         target = self._target or math.inf
         if self._shortest_first:
-            target = min(target, max_step_seconds(seconds))
+            target = min(target, max_step_seconds(beside))
         if target < math.inf and batch.num_rows:
             room = self._cost.prefill_tokens_within(
                 target,

@@ -29,6 +29,6 @@ def longest_overtaking(num_left: int) -> int:
     return num_left // 2
 
 
-def max_step_seconds(seconds_without_prompts: float) -> float:
-    """Seconds that a step with prompts should take at most, from those of the same step without prompts."""
-    return seconds_without_prompts / (1.0 - LEAST_PROMPT_SHARE)
+def max_step_seconds(seconds_beside_prompts: float) -> float:
+    """Seconds that a step with prompts should take at most, from those that its prompts do not account for."""
+    return seconds_beside_prompts / (1.0 - LEAST_PROMPT_SHARE)

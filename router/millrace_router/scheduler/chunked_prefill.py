@@ -142,7 +142,7 @@ class ChunkedPrefill(PrefillPolicy):
         """Seconds that prompts may make the step last, which has `load` without them."""
         assert self._cost is not None
         target = self.budgets.target_inter_token_latency or math.inf
-        alone = self._cost.seconds(load)
-        if not self.budgets.shortest_first or alone is None:
+        beside = self._cost.seconds_beside_prompts(load)
+        if not self.budgets.shortest_first or beside is None:
             return target
-        return min(target, prefill_order.max_step_seconds(alone))
+        return min(target, prefill_order.max_step_seconds(beside))
