@@ -119,14 +119,14 @@ class Batcher:
     def _snapshot(self, scheduling: SchedulingParameters) -> SchedulerSnapshot:
         planner, recovery = self._planner, self._recovery
         num_ahead, tokens_ahead = self._waiting.ahead(scheduling, time.monotonic())
+        num_ahead += planner.num_paused + recovery.num_held
+        tokens_ahead += planner.num_paused_tokens + recovery.num_held_tokens
         return SchedulerSnapshot(
             rows=planner.rows.values(),
             num_waiting=len(self._waiting),
-            ahead=(
-                num_ahead + planner.num_paused + recovery.num_held,
-                tokens_ahead + planner.num_paused_tokens + recovery.num_held_tokens,
-            ),
+            ahead=(num_ahead, tokens_ahead),
             now_in_step=self._in_flight.seconds_in_step(),
+            in_flight=[plan.load for plan in self._in_flight.plans],
         )
 
     async def run(self) -> None:

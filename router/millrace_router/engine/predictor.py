@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from millrace_router.errors import QueueFull, QueueTooLong
@@ -29,6 +29,8 @@ class SchedulerSnapshot:
     """Number of entries that are served before, and their prompt tokens."""
     now_in_step: float
     """Seconds that the oldest step in flight has run."""
+    in_flight: Sequence[StepLoad] = ()
+    """The loads of the steps in flight, the oldest first."""
 
 
 class LatencyPredictor:
@@ -63,6 +65,7 @@ class LatencyPredictor:
             max_new_tokens=entry.max_new_tokens,
             num_cached=num_cached,
             now_in_step=snapshot.now_in_step,
+            in_flight=snapshot.in_flight,
         )
 
     def drain_seconds(self, snapshot: SchedulerSnapshot) -> float:

@@ -42,7 +42,9 @@ class Batch:
     num_prompt_left: int
     """Prompt tokens that no planned step computes, in all …"""
     longest_prompt_left: int
-    """… and of the row that lacks most."""
+    """… and of the row that lacks most …"""
+    longest_prompt_start: int
+    """… from this position on."""
 
     def context(self, size: int, num_kv_tokens: float) -> int:
         """KV positions of a batch of `size` rows, whose additional rows hold `num_kv_tokens` each."""
@@ -66,6 +68,8 @@ class Newcomer:
     """Free places in the batch for the requests ahead and for it."""
     now_in_step: float
     """Seconds since the oldest step in flight began."""
+    steps: tuple[float, ...] = ()
+    """Predicted seconds of the steps in flight, the oldest first; empty if they are not known."""
 
     @property
     def num_left(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from itertools import islice
@@ -94,13 +94,15 @@ class Forecaster:
         max_new_tokens: int,
         num_cached: int = 0,
         now_in_step: float = 0.0,
+        in_flight: Sequence[StepLoad] = (),
     ) -> Prediction | None:
         """Predict for a request that arrives while `rows` run.
 
         None where the batching cannot be predicted, and until the cost model has observed enough.
 
         `ahead` is the number of requests that are served before it, and the sum of their prompt tokens; `now_in_step`
-        is the number of seconds since the oldest step in flight began.
+        is the number of seconds since the oldest step in flight began. Without the loads `in_flight`, the oldest first,
+        steps like most others are taken to be in flight.
         """
         if not self._predicts:
             return None
@@ -118,6 +120,7 @@ class Forecaster:
                 batch, num_ahead + 1, tokens_ahead + num_prompt_tokens, max_new_tokens
             ),
             now_in_step=now_in_step,
+            steps=tuple(self._cost.seconds(load) or 0.0 for load in in_flight),
         )
         step = self._typical_step(batch, newcomer)
         if step is None:
@@ -161,8 +164,14 @@ class Forecaster:
         num_kv_tokens = sum([row.num_kv_tokens for row in running])
         if self._reserve_all:
             num_kv_tokens += sum([row.max_tokens - row.num_tokens_planned for row in running])
-        left = [row.num_prompt_left for row in running if not row.num_tokens_planned]
-        return Batch(running, len(running), num_kv_tokens, sum(left), max(left, default=0))
+        left = [
+            (row.num_prompt_left, row.num_kv_tokens)
+            for row in running
+            if not row.num_tokens_planned
+        ]
+        longest, start = max(left, default=(0, 0))
+        num_left = sum([each for each, _ in left])
+        return Batch(running, len(running), num_kv_tokens, num_left, longest, start)
 
     def _num_places(
         self, batch: Batch, num_joining: int, num_tokens: int, max_new_tokens: int
@@ -207,36 +216,31 @@ class Forecaster:
         self, batch: Batch, newcomer: Newcomer, step: TypicalStep
     ) -> tuple[float, float]:
         """Seconds from now until the plan that admits the newcomer, and until its first token."""
-        if self._shortest_first and newcomer.overtakes(batch, longest_overtaking):
-            return self._until_overtaken(batch, newcomer, step)
-        queue = self._queue_seconds(batch, newcomer, step)
-        in_flight, now_in_step = 0.0, newcomer.now_in_step
-        if batch.num_rows:
-            # A step is planned late in the step before it; an earlier arrival is still in time for it.
-            is_one = self._depth == 1
-            open_for = step.seconds if is_one else self._late.open_part(step.seconds)
-            queue += open_for - (step.seconds if now_in_step < open_for else 0.0)
-            in_flight = max(0.0, (self._depth - 1) * step.seconds - open_for)
-        queue = max(0.0, queue - min(now_in_step, step.seconds))
-        num_left = newcomer.num_left
+        planned, begins = self._until_next_step(batch, newcomer, step)
+        num_left, others = newcomer.num_left, 0.0
+        if not (self._shortest_first and newcomer.overtakes(batch, longest_overtaking)):
+            others = self._queue_seconds(batch, newcomer, step)
         prefill = step.prompt_seconds(num_left, newcomer.num_prompt_tokens - num_left)
         num_chunks = math.ceil(num_left / step.room)
-        return queue, queue + in_flight + num_chunks * step.seconds + prefill
+        return planned + others, begins + others + num_chunks * step.seconds + prefill
 
-    def _until_overtaken(
+    def _until_next_step(
         self, batch: Batch, newcomer: Newcomer, step: TypicalStep
     ) -> tuple[float, float]:
-        """The same for a newcomer whose prompt joins the next step, beside half a step of the older ones."""
-        now = newcomer.now_in_step
-        chunk = min(step.room, batch.num_prompt_left)
-        in_flight = step.seconds + step.prompt_seconds(chunk)
-        open_for = 0.0 if self._depth == 1 else self._late.open_part(in_flight)
-        if now > open_for:
-            # The next step is planned already.
-            now -= in_flight
-        num_tokens = newcomer.num_left + min(chunk, step.room // 2)
-        first = max(0.0, in_flight - now) + step.seconds + step.prompt_seconds(num_tokens)
-        return max(0.0, open_for - now), first
+        """Seconds from now until the next plan, and until the step that it plans begins."""
+        if not batch.num_rows:
+            return 0.0, 0.0
+        steps = newcomer.steps or (step.seconds,)
+        left, open_for = steps[0] - newcomer.now_in_step, self._late.open_part(steps[0])
+        if self._depth == 1:
+            return max(0.0, left), max(0.0, left)
+        is_open = len(steps) == 1 if newcomer.steps else newcomer.now_in_step < open_for
+        if is_open:
+            return max(0.0, open_for - newcomer.now_in_step), max(0.0, left)
+        # The next step is planned already, and the newcomer joins the one after it.
+        following = steps[-1] if len(steps) > 1 else step.seconds
+        left = max(0.0, left)
+        return left + self._late.open_part(following), left + following
 
     def _seconds_between_tokens(self, batch: Batch, newcomer: Newcomer, step: TypicalStep) -> float:
         seconds = step.seconds
@@ -247,14 +251,16 @@ class Forecaster:
         return seconds
 
     def _queue_seconds(self, batch: Batch, newcomer: Newcomer, step: TypicalStep) -> float:
-        """Seconds from the start of the oldest step in flight until the plan that admits the newcomer."""
+        """Seconds between the next plan and the one that admits the newcomer."""
         prompts = batch.num_prompt_left + newcomer.num_ahead * newcomer.prompt_ahead
         num_steps = float(bool(batch.num_rows))
         if newcomer.num_ahead >= newcomer.num_places:
             num_steps = self._steps_until_place(batch, newcomer)
-        seconds = max(num_steps, prompts / step.room) * step.seconds
+        # Rows that end leave a place at the end of a step; without rows, none is in flight.
+        num_steps = max(num_steps, prompts / step.room) - bool(batch.num_rows)
+        seconds = max(0.0, num_steps) * step.seconds
         seconds += newcomer.num_ahead * step.prompt_seconds(newcomer.prompt_ahead)
-        return seconds + step.prompt_seconds(batch.num_prompt_left)
+        return seconds + step.prompt_seconds(batch.num_prompt_left, batch.longest_prompt_start)
 
     def _steps_until_place(self, batch: Batch, newcomer: Newcomer) -> float:
         """Steps until one row more has ended than there are requests ahead without a place."""

@@ -21,19 +21,21 @@ class ChunkedPrefill(PrefillPolicy):
     With `shortest_first`, short prompts overtake long ones within a quota (`prefill_order`).
     """
 
+    _pending: list[Row]
+    """Rows whose prompts this plan may compute."""
     _has_deferred = False
     """Whether the last step with prompts left out the oldest one."""
 
     def plan(self, waiting: RequestQueue, plan: StepPlan) -> None:
         """As `PrefillPolicy`."""
         self._plan_decodes(plan)
-        num_running, unfinished = len(self._rows), self._unfinished()
-        if not (unfinished or len(waiting) or self._admission.num_paused):
+        num_running, self._pending = len(self._rows), self._unfinished()
+        if not (self._pending or len(waiting) or self._admission.num_paused):
             return
         budget = self._prompt_budget(plan)
         quota, defers = self._quota(budget)
         # Decodes may take the whole budget, but prompts must go on.
-        least = self._least_chunk if unfinished or budget.tokens >= self._least_chunk else 0
+        least = self._least_chunk if self._pending or budget.tokens >= self._least_chunk else 0
         while least or budget.fitting() > 0:
             row = self._next_prompt(waiting, plan)
             if row is None:
@@ -61,16 +63,27 @@ class ChunkedPrefill(PrefillPolicy):
         defers = prefill_order.DEFERRAL_SHARE * budget.seconds
         return budget.share(prefill_order.OVERTAKING_SHARE), defers if defers < math.inf else 0.0
 
+    def _left(self) -> list[Row]:
+        """The rows whose prompt lacks tokens by now."""
+        self._pending = [row for row in self._pending if row.num_prompt_left]
+        return self._pending
+
+    def _join(self, admitted: tuple[Row, list[int]], plan: StepPlan) -> Row:
+        """As `PrefillPolicy`."""
+        row = super()._join(admitted, plan)
+        self._pending.append(row)
+        return row
+
     def decoded(self, num_steps: int) -> None:
         """As `PrefillPolicy`; the number does not matter here."""
 
     def _next_prompt(self, waiting: RequestQueue, plan: StepPlan) -> Row | None:
         """The row whose prompt is next in order of arrival; it may be admitted for that."""
-        unfinished = self._unfinished()
-        for row in unfinished:
+        pending = self._left()
+        for row in pending:
             if not row.is_early:
                 return row
-        early = min(unfinished, key=lambda row: row.entry.queued_at, default=None)
+        early = min(pending, key=lambda row: row.entry.queued_at, default=None)
         if not self._must_readmit() and self._admission.precedes(waiting, early):
             admitted = self._admission.admit(waiting, self._rows.values())
             if admitted is not None:
@@ -89,7 +102,7 @@ class ChunkedPrefill(PrefillPolicy):
     ) -> None:
         """Plan prompts that are shorter than that of `oldest`, the shortest first, and take them from both budgets."""
         longest = prefill_order.longest_overtaking(oldest.num_prompt_left)
-        early = [row for row in self._unfinished() if row.is_early]
+        early = [row for row in self._left() if row.is_early]
         early.sort(key=lambda row: row.num_prompt_left, reverse=True)
         # One token at least is for the oldest.
         while (left := min(quota.fitting(), budget.fitting(), budget.tokens - 1)) > 0:

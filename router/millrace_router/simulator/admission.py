@@ -9,6 +9,7 @@ from millrace_router.prediction.late_planning import LatePlanning
 from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.queue.tenants import RequestQueue
 from millrace_router.simulator.deployment import Deployment
+from millrace_router.simulator.pipeline import Pipeline
 from millrace_router.simulator.simulated_request import SimulatedRequest
 
 
@@ -34,11 +35,11 @@ class AdmissionControl:
         self._predicts = deployment.max_queue_wait is not None
 
     def refusal(
-        self, request: SimulatedRequest, *, num_present: int, now_in_step: float
+        self, request: SimulatedRequest, *, num_present: int, pipeline: Pipeline, now: float
     ) -> str | None:
         """Why the router refuses `request` while it has `num_present` others; None if it accepts it.
 
-        `now_in_step` is the number of seconds since the oldest step in flight began.
+        `pipeline` has the steps in flight at `now`.
         """
         limits, arrival = self._deployment, request.arrival
         if num_present >= limits.max_concurrent_requests:
@@ -47,7 +48,7 @@ class AdmissionControl:
             return "too long"
         if arrival.prompt_tokens + (arrival.max_new_tokens or 1) > limits.max_total_tokens:
             return "too long"
-        if self._is_hopeless(request, now_in_step):
+        if self._is_hopeless(request, pipeline, now):
             return "would wait too long"
         if limits.max_queue_size is not None and len(self._waiting) >= limits.max_queue_size:
             return "queue full"
@@ -63,7 +64,7 @@ class AdmissionControl:
                 num_cached=num_cached,
             )
 
-    def _is_hopeless(self, request: SimulatedRequest, now_in_step: float) -> bool:
+    def _is_hopeless(self, request: SimulatedRequest, pipeline: Pipeline, now: float) -> bool:
         allowed = min(
             self._deployment.max_queue_wait or math.inf,
             request.scheduling.max_queue_seconds or math.inf,
@@ -77,6 +78,7 @@ class AdmissionControl:
             num_prompt_tokens=request.num_prompt_tokens,
             max_new_tokens=request.max_new_tokens,
             num_cached=self._planner.num_cached(request),
-            now_in_step=now_in_step,
+            now_in_step=now - pipeline.began_at(now),
+            in_flight=[flight.plan.load for flight in pipeline.flights],
         )
         return prediction is not None and prediction.queue_seconds > allowed

@@ -96,9 +96,7 @@ class Engine:
         self.metrics.started_at = min(self.metrics.started_at, self.now)
         request = self._new_request(arrival)
         reason = self._admission.refusal(
-            request,
-            num_present=self._num_present,
-            now_in_step=self.now - self._pipeline.began_at(self.now),
+            request, num_present=self._num_present, pipeline=self._pipeline, now=self.now
         )
         if reason is not None:
             self.metrics.rejected[reason] += 1

@@ -101,6 +101,27 @@ def test_first_token_is_predicted_with_and_without_a_queue(pipeline: dict[str, o
         assert median(found) < most
 
 
+@PIPELINES
+@pytest.mark.parametrize("order", ["shortest", "arrival"])
+def test_the_first_token_of_short_prompts_beside_long_ones_is_predicted(
+    order: str, pipeline: dict[str, object]
+) -> None:
+    """Every tenth prompt takes some steps; the predicted delay of short ones is that of the order that is served."""
+    rng, now, arrivals = random.Random(7), 0.0, []
+    for number in range(600):
+        now += rng.expovariate(3)
+        arrivals.append(Arrival(now, 3000 if number % 10 == 0 else 30, exponential(rng), LIMIT))
+    engine = served(arrivals, prefill_order=order, **pipeline)
+    shorts = [n for n in range(200, 600) if arrivals[n].prompt_tokens == 30]
+    found = [engine.predictions[n].first_token_seconds / engine.first[n] - 1 for n in shorts]
+    assert median(map(abs, found)) < 0.2
+    assert abs(median(found)) < 0.1
+    # Those that came beside a long prompt are the slow ones.
+    slow = sorted(shorts, key=lambda n: engine.first[n])[-len(shorts) // 5 :]
+    wrong = [engine.predictions[n].first_token_seconds / engine.first[n] - 1 for n in slow]
+    assert median(map(abs, wrong)) < 0.35
+
+
 @pytest.mark.parametrize("rate", [4, 10, 12])
 def test_the_end_is_predicted_if_lengths_are_equal(rate: int) -> None:
     engine = served(poisson(4, 800, rate, lambda _: 80))
