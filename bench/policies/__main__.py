@@ -13,8 +13,8 @@ import sys
 from collections.abc import Sequence
 
 from bench.parts import run
+from bench.parts.simulation import SimulationFailed
 from bench.policies import latency, load, variance
-from bench.policies.simulated import SimulationFailed
 from millrace_router.simulator.config import ConfigError
 from millrace_router.simulator.engine import StuckError
 

@@ -10,18 +10,18 @@ from bench.harness.command_line import say
 from bench.harness.measurement import quantile
 from bench.parts.client import Request
 from bench.parts.fixture import Fixture
+from bench.parts.outcome import Outcome
 from bench.parts.part import Case, Figures, Table
+from bench.parts.simulation import deployment_of, simulate
 from bench.parts.workloads import exponential_lengths, poisson_seconds, saturated_rate
 from bench.policies.experiment import CONTINUOUS, NAIVE, STATIC, Experiment, requests, send, serving
 from bench.policies.outcomes import (
-    Outcome,
     conclude_ratios,
     outcomes_of,
     ratio_in_hindsight,
     side_by_side,
     simulated,
 )
-from bench.policies.simulated import deployment_of, simulate
 
 PROMPT_TOKENS, BATCH_SIZE = 32, 64
 MEAN_OUTPUT, CAP = 128, 512

@@ -9,11 +9,12 @@ from bench.charts.lines import Panel, curves
 from bench.harness.command_line import say
 from bench.parts.client import Request
 from bench.parts.fixture import Fixture
+from bench.parts.outcome import Outcome
 from bench.parts.part import Case, Figures, Table
+from bench.parts.simulation import deployment_of, simulate
 from bench.parts.workloads import poisson_seconds, saturated_rate, uniform_lengths
 from bench.policies.experiment import CONTINUOUS, STATIC, Experiment, requests, send, serving
 from bench.policies.outcomes import (
-    Outcome,
     conclude_ratios,
     median_normalised_ms,
     outcomes_of,
@@ -22,7 +23,6 @@ from bench.policies.outcomes import (
     simulated,
     tokens_per_second,
 )
-from bench.policies.simulated import deployment_of, simulate
 
 BATCH_SIZES = (1, 4, 16, 32)
 SHARES = (0.4, 0.7, 0.9)

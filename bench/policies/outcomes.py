@@ -3,33 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from statistics import median
 
-from bench.parts.client import Answer, Request
+from bench.parts.client import Answer
+from bench.parts.outcome import Outcome
 from bench.parts.part import Figures, Table
 
 TOLERANCE = 0.2
 """The allowed relative error of a simulated figure."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """A request that was answered."""
-
-    request: Request
-    seconds: float
-    """From its due time to its last token."""
-
-    @property
-    def ended(self) -> float:
-        """The time of the last token, in seconds after the start of the load."""
-        return self.request.due + self.seconds
-
-    @property
-    def normalised_ms(self) -> float:
-        """Latency per output token, in milliseconds."""
-        return 1000 * self.seconds / self.request.output_tokens
 
 
 def outcomes_of(answers: Sequence[Answer], *, since: float | None = None) -> list[Outcome]:

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from bench.harness.scrape import scrape
 from bench.parts.client import Answer, Client, Request, RequestsFailed, open_loop, succeeded
 from bench.parts.fixture import Fixture
-from bench.policies.outcomes import Outcome, outcomes_of
+from bench.parts.outcome import Outcome
+from bench.policies.outcomes import outcomes_of
 
 PLUG_PROMPT_TOKENS, PLUG_TOKENS = 32, 256
 POLL_SECONDS = 0.02

@@ -11,6 +11,7 @@ from bench.harness.command_line import say
 from bench.parts.client import Request
 from bench.parts.fixture import Fixture
 from bench.parts.part import Case, Figures, Table
+from bench.parts.simulation import deployment_of, simulate
 from bench.parts.workloads import exponential_lengths
 from bench.peers.process import EngineError
 from bench.policies import padded
@@ -32,7 +33,6 @@ from bench.policies.outcomes import (
     tokens_per_second,
 )
 from bench.policies.plug import send_behind_plug
-from bench.policies.simulated import deployment_of, simulate
 
 NUM_PROMPTS, PROMPT_TOKENS, BATCH_SIZE = 256, 32, 64
 MEAN_OUTPUT = 128

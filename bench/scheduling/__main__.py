@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from bench.parts import run
+from bench.parts.simulation import SimulationFailed
 from bench.scheduling import (
     chunking,
     forecasts,
@@ -23,7 +24,6 @@ from bench.scheduling import (
     speed,
     tenants,
 )
-from bench.scheduling.simulated import SimulationFailed
 from bench.scheduling.simulator import LogLags
 
 PARTS = {

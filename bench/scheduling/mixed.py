@@ -8,10 +8,13 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from itertools import count
+from statistics import median
 
 from bench.parts.client import Answer, Client, Request, closed_loop, open_loop, succeeded
 from bench.parts.fixture import Fixture
+from bench.parts.outcome import Outcome
 from bench.parts.part import Case, Figures, Part, Table
+from bench.parts.simulation import deployment_of, simulate
 from bench.parts.workloads import first_tokens, milliseconds, saturated_rate
 
 NUM_STREAMS, STREAM_TOKENS = 8, 512
@@ -19,6 +22,8 @@ SHORT_TOKENS, LONG_TOKENS = 30, 7000
 NUM_CLIENTS = 16
 """Clients of a closed loop that keeps the server busy with short prompts."""
 POLL_SECONDS = 0.01
+NUM_TRACED = 40
+"""Short prompts of the load that is simulated too."""
 PAUSE_SECONDS = 0.2
 """Mean pause between the short prompts that are sent alone."""
 
@@ -32,6 +37,8 @@ CASES = (
 SHORT_ALONE, SHORT_BESIDE = "short without a long one, ms", "short beside a long one, ms"
 LONG_ALONE, LONG_BESIDE = "long alone, ms", "long with one short, ms"
 LONG_UNDER_LOAD = "long at 50 % load of short ones, ms"
+SIMULATED_SHORT = "short, simulated over measured"
+SIMULATED_LONG = "long, simulated over measured"
 SHORT_UNDER_LOAD = "short ones of that load, p50, ms"
 
 
@@ -42,7 +49,7 @@ class Scene:
         self._texts = fixture.texts
         self._seed = fixture.seed("mixed")
         self._numbers = count()
-        self._long_tokens = min(LONG_TOKENS, fixture.most_positions - STREAM_TOKENS)
+        self.long_tokens = min(LONG_TOKENS, fixture.most_positions - STREAM_TOKENS)
         self._client = client
         self._streamed: list[Answer] = []
 
@@ -52,9 +59,9 @@ class Scene:
         prompt = self._texts.prompt(tokens, seed=seed)
         return Request(prompt=prompt, prompt_tokens=tokens, output_tokens=output_tokens, due=due)
 
-    def long(self) -> Request:
+    def long(self, *, due: float = 0.0) -> Request:
         """The long prompt."""
-        return self.request(self._long_tokens)
+        return self.request(self.long_tokens, due=due)
 
     def shorts(self, moments: Sequence[float]) -> list[Request]:
         """A short prompt for each moment."""
@@ -110,8 +117,9 @@ async def measure(url: str, fixture: Fixture) -> Figures:
             saturating = await closed_loop(client, many, num_clients=NUM_CLIENTS)
             rate = saturated_rate(saturating) / 2
             loads = [await _under_load(scene, generator, rate) for _ in range(fixture.sized(3, 1))]
+        traced, foretold = await _traced(scene, client, url, generator)
     loaded, load = [each[0] for each in loads], [short for each in loads for short in each[1:]]
-    succeeded([*shorts_alone, *longs_alone, *shorts, *longs, *saturating, *loaded, *load])
+    succeeded([*shorts_alone, *longs_alone, *shorts, *longs, *saturating, *loaded, *load, *traced])
     return {
         SHORT_ALONE: milliseconds(first_tokens(shorts_alone), 0.5)[0],
         SHORT_BESIDE: milliseconds(first_tokens(shorts), 0.5)[0],
@@ -121,6 +129,8 @@ async def measure(url: str, fixture: Fixture) -> Figures:
         LONG_UNDER_LOAD: milliseconds(first_tokens(loaded), 0.5)[0],
         SHORT_UNDER_LOAD: milliseconds(first_tokens(load), 0.5)[0],
         "short ones a second": rate,
+        SIMULATED_SHORT: _median(foretold, SHORT_TOKENS) / _median(traced, SHORT_TOKENS),
+        SIMULATED_LONG: _median(foretold, scene.long_tokens) / _median(traced, scene.long_tokens),
     }
 
 
@@ -130,6 +140,26 @@ async def _shorts_alone(scene: Scene, generator: random.Random, number: int) -> 
         await asyncio.sleep(generator.expovariate(1 / PAUSE_SECONDS))
         answers.append(await scene.send(scene.shorts([0.0])[0]))
     return answers
+
+
+async def _traced(
+    scene: Scene, client: Client, url: str, generator: random.Random
+) -> tuple[list[Answer], list[Outcome]]:
+    """Streams, a long prompt and short ones at known times: measured, and simulated with the server's costs."""
+    asked = [scene.request(SHORT_TOKENS, output_tokens=STREAM_TOKENS) for _ in range(NUM_STREAMS)]
+    asked.append(scene.long(due=1.0))
+    asked += scene.shorts([generator.uniform(0.5, 4.0) for _ in range(NUM_TRACED)])
+    foretold = await asyncio.to_thread(lambda: simulate(deployment_of(url), asked))
+    return await open_loop(client, asked), foretold
+
+
+def _median(outcomes: Sequence[Answer] | Sequence[Outcome], num_tokens: int) -> float:
+    """Median seconds to the first token of prompts of `num_tokens` tokens that want one token."""
+    return median(
+        outcome.first_token_seconds
+        for outcome in outcomes
+        if (outcome.request.prompt_tokens, outcome.request.output_tokens) == (num_tokens, 1)
+    )
 
 
 async def _under_load(scene: Scene, generator: random.Random, rate: float) -> list[Answer]:
@@ -172,7 +202,8 @@ PART = Part(
         f"{NUM_STREAMS} streams run all the time. Prompts of {SHORT_TOKENS} tokens come alone; a prompt of"
         f" {LONG_TOKENS} tokens comes alone, then with one short prompt at a random moment of its"
         " computation, then amid short ones that arrive by Poisson at half the rate of a closed loop of"
-        f" {NUM_CLIENTS} clients that send them beside the streams. TTFT, medians."
+        f" {NUM_CLIENTS} clients that send them beside the streams. TTFT, medians. The last two columns"
+        f" are of a load at known times: the streams, a long prompt after a second, and {NUM_TRACED} short ones."
     ),
     cases=CASES,
     run=run,

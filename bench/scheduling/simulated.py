@@ -10,12 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bench.parts.client import Request
+from bench.parts.simulation import SimulationFailed
 
 FIELDS = ("arrived_at", "prompt_tokens", "output_tokens", "max_new_tokens", "tenant")
-
-
-class SimulationFailed(Exception):  # noqa: N818
-    """The simulator failed; the message is its output."""
 
 
 def write_trace(requests: Sequence[Request], path: Path) -> None:

@@ -13,12 +13,12 @@ from bench.harness.quiet import Quiet
 from bench.harness.repeats import Repeated, Sample
 from bench.parts.client import Request
 from bench.parts.fixture import Fixture
+from bench.parts.outcome import Outcome
 from bench.parts.part import Case, Figures, Table
 from bench.parts.texts import Texts
 from bench.policies import latency, load, variance
 from bench.policies.__main__ import PARTS, parse_arguments
 from bench.policies.experiment import CONTINUOUS, NAIVE, STATIC, Experiment, requests
-from bench.policies.outcomes import Outcome
 
 SVG = "{http://www.w3.org/2000/svg}"
 

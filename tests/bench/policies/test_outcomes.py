@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from bench.harness.repeats import Repeated, Sample
 from bench.parts.client import Answer, Request
+from bench.parts.outcome import Outcome
 from bench.parts.part import Figures, Table
 from bench.policies.outcomes import (
-    Outcome,
     conclude_ratios,
     median_normalised_ms,
     outcomes_of,

@@ -13,11 +13,13 @@ from bench.harness.quiet import Quiet
 from bench.harness.repeats import Repeated, Sample
 from bench.parts.client import Answer, Request
 from bench.parts.fixture import Fixture
+from bench.parts.outcome import Outcome
 from bench.parts.part import Case, Figures, Part, Table, as_json
 from bench.parts.texts import Texts
 from bench.scheduling import (
     chunking,
     forecasts,
+    mixed,
     planner,
     predictions,
     prefix,
@@ -141,6 +143,27 @@ def test_chunking_counts_the_pause_that_outlasts_the_long_prompt() -> None:
     assert found["between tokens before, p50, ms"] == pytest.approx(10.0)
     assert found["longest, ms"] == pytest.approx(2010.0)
     assert found["its TTFT, ms"] == pytest.approx(2000.0)
+
+
+def test_mixed_compares_prompts_beside_each_other_with_prompts_alone() -> None:
+    arrival = {mixed.SHORT_ALONE: 30.0, mixed.SHORT_BESIDE: 3000.0, mixed.LONG_ALONE: 2000.0}
+    arrival |= {mixed.LONG_BESIDE: 2000.0, mixed.LONG_UNDER_LOAD: 2200.0}
+    shortest = arrival | {mixed.SHORT_BESIDE: 60.0, mixed.LONG_BESIDE: 2300.0}
+    lines = mixed.conclude(
+        {case.name: _row(shortest if n % 2 else arrival) for n, case in enumerate(mixed.CASES)}
+    )
+    assert "100.00 times that without" in lines[0]
+    assert "2.00 times that without" in lines[1]
+    assert "1.10 times" in lines[0]
+    assert lines[4].endswith("1.15.")
+
+
+def test_mixed_finds_its_prompts_among_all_by_their_length(texts: Texts) -> None:
+    short = answer(request(prompt_tokens=mixed.SHORT_TOKENS, output_tokens=1), 1.0, 1.5)
+    other = answer(request(prompt_tokens=mixed.SHORT_TOKENS, output_tokens=512), 1.0, 9.0)
+    long = Outcome(request(prompt_tokens=7000, output_tokens=1), 4.0, 3.0)
+    assert mixed._median([short, other], mixed.SHORT_TOKENS) == 0.5
+    assert mixed._median([long], 7000) == 3.0
 
 
 def test_reservation_asks_for_no_length_and_keeps_its_tail(texts: Texts) -> None:

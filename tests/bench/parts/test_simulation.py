@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from bench.parts.client import Request
-from bench.policies.simulated import SimulationFailed, simulate
+from bench.parts.simulation import SimulationFailed, simulate
 
 from millrace_router.simulator.deployment import Deployment
 

@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 
 from bench.parts.client import Request
-from bench.policies.outcomes import Outcome
+from bench.parts.outcome import Outcome
 from millrace_router.scheduler.row import Row
 from millrace_router.simulator.config import plan_from_args
 from millrace_router.simulator.deployment import Deployment
 from millrace_router.simulator.engine import Engine
-from millrace_router.simulator.simulated_request import Arrival
+from millrace_router.simulator.simulated_request import Arrival, SimulatedRequest
 
 
 class SimulationFailed(Exception):  # noqa: N818
@@ -19,12 +19,18 @@ class SimulationFailed(Exception):  # noqa: N818
 
 
 class TimedEngine(Engine):
-    """Records when each request ended."""
+    """Records when each request began and ended."""
 
     def __init__(self, deployment: Deployment) -> None:
         super().__init__(deployment)
+        self.began: dict[int, float] = {}
+        """Virtual time of the first token, in seconds; requests are numbered as they arrive …"""
         self.ended: dict[int, float] = {}
-        """Virtual time of the last token, in seconds; requests are numbered as they arrive."""
+        """… and of the last."""
+
+    def _first_token(self, request: SimulatedRequest) -> None:
+        super()._first_token(request)
+        self.began.setdefault(request.request_id, self.now)
 
     def _finish(self, row: Row) -> None:
         super()._finish(row)
@@ -49,6 +55,10 @@ def simulate(deployment: Deployment, requests: Sequence[Request]) -> list[Outcom
             raise SimulationFailed(f"a simulated request was refused: {reasons}")
     engine.run_until(math.inf)
     return [
-        Outcome(request, engine.ended[number] - request.due + deployment.entry_seconds)
+        Outcome(
+            request,
+            engine.ended[number] - request.due + deployment.entry_seconds,
+            engine.began[number] - request.due + deployment.entry_seconds,
+        )
         for number, request in enumerate(ordered)
     ]
