@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from millrace_router.prediction.extra_costs import ExtraCosts
 from millrace_router.prediction.jitter import StepJitter
-from millrace_router.prediction.least_squares import solve_nonnegative
+from millrace_router.prediction.least_squares import NormalEquations, solve_nonnegative
 from millrace_router.prediction.overhead import RouterOverhead
 from millrace_router.prediction.step_load import StepLoad
 
@@ -31,8 +31,6 @@ tokens; attending to one position is about 1 / (6 hidden size) of a token's oper
 _SCALE = tuple(share or 1.0 for share in _PRIOR)
 _RIDGE = 1e-4
 """Weight of the prior, in observations: steps vary by a tenth (variance 0.01), the prior by ten times itself (100)."""
-_MEMORY = 512
-"""Steps of a kind after which an observation has faded by 1/e: several batch sizes, but only seconds."""
 _PACE_RATE = 1 / 64
 """Weight of one step in the pace: a delay of a few steps should not move it, a delay of a second should."""
 _NEW_MACHINE = 2.0
@@ -76,8 +74,8 @@ class CostModel:
         self._coefficients: list[float] = []
         self._pace = 1.0
         self._frozen = False
-        self._decode_steps = _Memory(3)
-        self._prefill_steps = _Memory(6)
+        self._decode_steps = NormalEquations(3)
+        self._prefill_steps = NormalEquations(6)
         self._extra = ExtraCosts()
         self._last_with_extra: _StepWithExtra | None = None
         """The last step, if it had extra positions."""
@@ -246,47 +244,6 @@ class CostModel:
         solution = solve_nonnegative(matrix, right)
         self._coefficients = [unit * _SCALE[i] * solution[i] for i in size]
         self._extra.assume(step=self._coefficients[0] or unit, row=self._coefficients[1])
-
-
-class _Memory:
-    """Normal equations of weighted, fading observations over the first `size` features."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._gram = [[0.0] * size for _ in range(size)]
-        self._moment = [0.0] * size
-        self._unit = 1.0
-        """Weight of the next observation; it grows, which fades the earlier ones at no cost."""
-
-    def add(self, features: Sequence[float], seconds: float, weight: float) -> None:
-        """Count one observation; features past `size` must be 0."""
-        self._unit *= 1.0 + 1.0 / _MEMORY
-        weight *= self._unit
-        moment = self._moment
-        for i, row in enumerate(self._gram):
-            weighted = weight * features[i]
-            moment[i] += weighted * seconds
-            for j in range(i + 1):
-                row[j] += weighted * features[j]
-
-    def rescale(self, change: float) -> None:
-        """Multiply the observed durations by `change`, and reset the weight of the next observation to 1."""
-        unit = self._unit * change
-        self._gram = [[value / (unit * change) for value in row] for row in self._gram]
-        self._moment = [value / unit for value in self._moment]
-        self._unit = 1.0
-
-    def plus(self, smaller: _Memory) -> tuple[list[list[float]], list[float]]:
-        """The sum of both normal equations, with the complete matrix."""
-        gram, moment = [list(row) for row in self._gram], list(self._moment)
-        for i in range(smaller._size):
-            moment[i] += smaller._moment[i]
-            for j in range(i + 1):
-                gram[i][j] += smaller._gram[i][j]
-        for i in range(self._size):
-            for j in range(i):
-                gram[j][i] = gram[i][j]
-        return gram, moment
 
 
 def _features(load: StepLoad) -> tuple[float, float, float, float, float, float]:

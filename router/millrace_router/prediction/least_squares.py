@@ -9,6 +9,9 @@ _TOLERANCE = 1e-9
 
 Matrix = Sequence[Sequence[float]]
 
+_MEMORY = 512
+"""Steps of a kind after which an observation has faded by 1/e: several batch sizes, but only seconds."""
+
 
 def solve_nonnegative(gram: Matrix, moment: Sequence[float]) -> list[float]:
     """The x >= 0 that minimises x'Gx / 2 - m'x; `gram` must be positive definite.
@@ -62,3 +65,44 @@ def _solve(gram: Matrix, moment: Sequence[float], chosen: Sequence[int]) -> list
         known = sum(row[j] * solution[j] for j in range(k + 1, size))
         solution[k] = (row[size] - known) / row[k]
     return solution
+
+
+class NormalEquations:
+    """Normal equations of weighted, fading observations over the first `size` features."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._gram = [[0.0] * size for _ in range(size)]
+        self._moment = [0.0] * size
+        self._unit = 1.0
+        """Weight of the next observation; it grows, which fades the earlier ones at no cost."""
+
+    def add(self, features: Sequence[float], seconds: float, weight: float) -> None:
+        """Count one observation; features past `size` must be 0."""
+        self._unit *= 1.0 + 1.0 / _MEMORY
+        weight *= self._unit
+        moment = self._moment
+        for i, row in enumerate(self._gram):
+            weighted = weight * features[i]
+            moment[i] += weighted * seconds
+            for j in range(i + 1):
+                row[j] += weighted * features[j]
+
+    def rescale(self, change: float) -> None:
+        """Multiply the observed durations by `change`, and reset the weight of the next observation to 1."""
+        unit = self._unit * change
+        self._gram = [[value / (unit * change) for value in row] for row in self._gram]
+        self._moment = [value / unit for value in self._moment]
+        self._unit = 1.0
+
+    def plus(self, smaller: NormalEquations) -> tuple[list[list[float]], list[float]]:
+        """The sum of both normal equations, with the complete matrix."""
+        gram, moment = [list(row) for row in self._gram], list(self._moment)
+        for i in range(smaller._size):
+            moment[i] += smaller._moment[i]
+            for j in range(i + 1):
+                gram[i][j] += smaller._gram[i][j]
+        for i in range(self._size):
+            for j in range(i):
+                gram[j][i] = gram[i][j]
+        return gram, moment
