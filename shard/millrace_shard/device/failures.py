@@ -10,9 +10,17 @@ NO_MEMORY = (
     "can't allocate memory",
     "std::bad_alloc",
     "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "cudaErrorMemoryAllocation",
+    "Triton Error [CUDA]: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
+    # NCCL.
+    "Failed to CUDA calloc",
+    "Failed to CUDA malloc",
+    "Cuda failure 'out of memory'",
+    "Cuda failure 2 'out of memory'",
 )
-"""Texts of the RuntimeErrors by which CPU allocators and CUDA libraries report that memory is exhausted."""
+"""Texts of the RuntimeErrors by which CPU allocators, CUDA and its libraries report that memory is exhausted."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -10,12 +10,17 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store, TCPStore
 
 from millrace_shard.device.one_shot import OneShotAllReduce, SharedMemory
 
 logger = logging.getLogger(__name__)
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
+GLOO = "gloo"
+"""Part of every error of gloo: the file in which it was raised."""
+REFUSALS = ("ncclInvalidUsage", "ncclInvalidArgument", "stream is capturing")
+"""Texts of NCCL's errors for calls that it refuses before ranks communicate, which leave the group usable."""
 
 
 class GroupError(RuntimeError):
@@ -29,7 +34,8 @@ class CollectiveError(GroupError):
 class ProcessGroup:
     """One rank's view of its group. Every method is a collective: all ranks call it, in the same order.
 
-    Collectives raise CollectiveError when another rank is gone or exceeds the timeout.
+    Collectives raise CollectiveError when another rank is gone or exceeds the timeout. Other errors of the device, such
+    as torch.OutOfMemoryError, are raised as they are.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
@@ -59,28 +65,39 @@ class ProcessGroup:
     ) -> ProcessGroup:
         """Wait for all ranks at rank 0's address; the backend is NCCL for CUDA devices, gloo otherwise.
 
-        `timeout` also bounds every later collective. Raises GroupError when ranks are missing.
+        `timeout` also bounds every later collective. Raises GroupError when ranks are missing or share a GPU.
         """
         group = cls(rank, world_size, device)
         if world_size == 1:
             return group
         cuda = device.type == "cuda"
-        if cuda:
-            torch.cuda.set_device(device)
         try:
+            store = TCPStore(
+                master_addr, master_port, world_size, is_master=rank == 0, timeout=timeout
+            )
+            if cuda:
+                torch.cuda.set_device(device)
+                refuse_shared_gpus(store, rank, world_size, gpu_name(device))
             dist.init_process_group(
                 "nccl" if cuda else "gloo",
-                init_method=f"tcp://{master_addr}:{master_port}",
+                store=store,
                 rank=rank,
                 world_size=world_size,
                 timeout=timeout,
                 device_id=device if cuda else None,
             )
+        except GroupError:
+            raise
         except (dist.DistError, RuntimeError, ValueError) as error:
             place = f"{master_addr}:{master_port}"
             raise GroupError(
                 f"rank {rank} of {world_size} found no group at {place}: {error}"
             ) from error
+        if cuda:
+            logger.info(
+                "NCCL ends the process if a rank waits more than %d s for the others",
+                timeout.total_seconds(),
+            )
         return group
 
     def add_in_rank_order(self) -> None:
@@ -119,7 +136,7 @@ class ProcessGroup:
             return t
         if self._in_rank_order:
             return self._sum_in_rank_order(t)
-        with _as_collective_errors():
+        with as_collective_errors():
             if self._one_shot is not None and self._one_shot.fits(t):
                 return self._one_shot(t)
             dist.all_reduce(t)
@@ -127,7 +144,7 @@ class ProcessGroup:
 
     def _sum_in_rank_order(self, t: Tensor) -> Tensor:
         """Gather the parts of all ranks and add them in order; floats are rounded once, at the end."""
-        first, *others = self._parts(t)
+        first, *others = self._gather(t).unbind()
         total = (
             first.to(torch.promote_types(t.dtype, torch.float32))
             if t.is_floating_point()
@@ -139,25 +156,39 @@ class ProcessGroup:
 
     def all_gather(self, t: Tensor) -> Tensor:
         """The `t` of all ranks, concatenated in the last dimension, rank 0 first."""
-        return t if self.world_size == 1 else torch.cat(self._parts(t), dim=-1)
+        return t if self.world_size == 1 else self._gather(t).movedim(0, -2).flatten(-2)
 
-    def _parts(self, t: Tensor) -> list[Tensor]:
-        """The `t` of all ranks, by rank."""
-        parts = [
-            torch.empty_like(t, memory_format=torch.contiguous_format)
-            for _ in range(self.world_size)
-        ]
+    def all_gather_logits(self, part: Tensor, vocab_size: int) -> Tensor:
+        """Logits [R, vocab_size] float32, contiguous, of the parts [R, share] of all ranks, rank 0 first.
+
+        Parts are sent in their own dtype, so that no bit is lost. Those of the last ranks may extend past the last id.
+        """
+        if self.world_size == 1:
+            return part[:, :vocab_size].float().contiguous()
+        share = part.shape[1]
+        whole = part.new_empty(part.shape[0], vocab_size, dtype=torch.float32)
+        for start, found in zip(range(0, vocab_size, share), self._gather(part), strict=False):
+            own = whole[:, start : start + share]
+            own.copy_(found[:, : own.shape[1]])
+        return whole
+
+    def _gather(self, t: Tensor) -> Tensor:
+        """The `t` of all ranks in one buffer, [world_size, *t.shape]."""
+        gathered = t.new_empty(self.world_size, *t.shape)
         whole = t.contiguous()
-        with _as_collective_errors():
-            dist.all_gather(parts, whole)
-        return parts
+        # The newer name, which older versions of torch lack, and the older one, which newer versions warn of.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        with as_collective_errors():
+            # gloo takes the concatenation only, NCCL either form.
+            gather(gathered.flatten(0, 1), whole)
+        return gathered
 
     def minimum(self, value: int) -> int:
         """The smallest `value` over all ranks."""
         if self.world_size == 1:
             return value
         smallest = torch.tensor(value, dtype=torch.int64, device=self.device)
-        with _as_collective_errors():
+        with as_collective_errors():
             dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
         return int(smallest)
 
@@ -168,9 +199,34 @@ class ProcessGroup:
 
 
 @contextmanager
-def _as_collective_errors() -> Iterator[None]:
-    """Convert torch's errors: gloo raises RuntimeError, NCCL a subclass of it."""
+def as_collective_errors() -> Iterator[None]:
+    """Convert the errors of gloo and NCCL that leave the ranks out of step; others are raised as they are."""
     try:
         yield
     except RuntimeError as error:
+        if not _leaves_out_of_step(error):
+            raise
         raise CollectiveError(f"a collective of the ranks failed: {error}") from error
+
+
+def _leaves_out_of_step(error: RuntimeError) -> bool:
+    if isinstance(error, dist.DistError):
+        return not any(words in str(error) for words in REFUSALS)
+    # gloo raises RuntimeError itself, whose subclasses are errors of the device.
+    return type(error) is RuntimeError and GLOO in str(error)
+
+
+def gpu_name(device: torch.device) -> str:
+    """A name of a GPU that no other GPU of any host has."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def refuse_shared_gpus(store: Store, rank: int, world_size: int, name: str) -> None:
+    """Exchange the names of the ranks' GPUs; raises GroupError if another rank has the GPU `name` too. A collective."""
+    store.set(f"gpu-{rank}", name)
+    names = [store.get(f"gpu-{each}").decode() for each in range(world_size)]
+    owners = [str(each) for each in range(world_size) if names[each] == name]
+    if len(owners) > 1:
+        raise GroupError(
+            f"ranks {' and '.join(owners)} have the same GPU, {name}; each shard needs a GPU of its own"
+        )

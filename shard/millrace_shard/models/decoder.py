@@ -74,9 +74,7 @@ class Decoder:
         """Logits [R, vocab] float32 of `states` [R, hidden]."""
         if states.shape[0] == 0:
             return states.new_empty(0, self.info.vocab_size, dtype=torch.float32)
-        whole = self._group.all_gather(self._head(states))
-        # The parts of ranks may extend past the last id; readers of logits need contiguous rows.
-        return whole[:, : self.info.vocab_size].contiguous()
+        return self._group.all_gather_logits(self._head(states), self.info.vocab_size)
 
     def first_layers(self, count: int) -> Decoder:
         """See CausalModel."""

@@ -45,7 +45,7 @@ class MedusaHead:
         """Logits [R, vocab] float32 of states [R, hidden], on every rank."""
         for block in self.blocks:
             states = states + F.silu(block(states))
-        return group.all_gather(self.out(states))[:, :vocab_size]
+        return group.all_gather_logits(self.out(states), vocab_size)
 
 
 class MedusaModel:

@@ -8,10 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 from transformers import PreTrainedModel
 
+from millrace_shard.device.failures import is_out_of_memory
 from millrace_shard.device.one_shot import MAX_BYTES
-from millrace_shard.device.process_group import GroupError, ProcessGroup
+from millrace_shard.device.process_group import (
+    CollectiveError,
+    GroupError,
+    ProcessGroup,
+    as_collective_errors,
+    refuse_shared_gpus,
+)
 from millrace_testing.models.models import VOCAB, Run, greedy, logprobs, prompt_of, save_tiny
 from millrace_testing.shards.rank_processes import part_of, run_ranks, sums_by_rows
 from millrace_testing.shards.rank_samples import sample_on_a_rank
@@ -24,6 +34,7 @@ def test_a_group_of_one_returns_what_it_is_given() -> None:
     assert (group.rank, group.world_size) == (0, 1)
     assert group.all_reduce(t) is t
     assert group.all_gather(t) is t
+    assert group.all_gather_logits(t, 3).data_ptr() == t.data_ptr()
     assert group.minimum(5) == 5
     group.close()
 
@@ -50,6 +61,86 @@ def test_missing_ranks_are_reported() -> None:
             device=torch.device("cpu"),
             timeout=timedelta(seconds=1),
         )
+
+
+NCCL = "NCCL error in: ProcessGroupNCCL.cpp:1, unhandled cuda error, NCCL version 2.28.9\n"
+NCCL_NO_MEMORY = (
+    f"{NCCL}ncclUnhandledCudaError: Call to CUDA function failed.\nFailed to CUDA calloc 608 bytes"
+)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB"),
+        torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes"),
+        dist.DistBackendError("NCCL error in: NCCLUtils.cpp:77\nncclInvalidUsage: invalid usage"),
+        dist.DistBackendError(
+            f"{NCCL}Cuda failure 900 'operation not permitted when stream is capturing'"
+        ),
+    ],
+    ids=["memory", "capture", "host-memory", "usage", "nccl-in-a-capture"],
+)
+def test_an_error_of_the_device_within_a_collective_is_not_the_end_of_the_group(
+    error: RuntimeError,
+) -> None:
+    with pytest.raises(RuntimeError) as raised, as_collective_errors():
+        raise error
+    assert raised.value is error
+
+
+@pytest.mark.parametrize(
+    ("error", "no_memory"),
+    [
+        (dist.DistBackendError(f"{NCCL}ncclRemoteError: the remote process has exited"), False),
+        (dist.DistBackendError(NCCL_NO_MEMORY), True),
+        (dist.DistNetworkError("failed to recv, got 0 bytes"), False),
+        (RuntimeError("[/src/third_party/gloo/gloo/transport/tcp/pair.cc:534] closed"), False),
+    ],
+    ids=["remote", "memory", "network", "gloo"],
+)
+def test_an_error_that_leaves_the_ranks_out_of_step_is_one(
+    error: RuntimeError, *, no_memory: bool
+) -> None:
+    with pytest.raises(CollectiveError) as raised, as_collective_errors():
+        raise error
+    assert is_out_of_memory(raised.value) is no_memory
+
+
+def test_ranks_of_their_own_gpus_meet_and_ranks_of_one_are_named() -> None:
+    store = HashStore()
+    store.set("gpu-1", "b")
+    refuse_shared_gpus(store, 0, 2, "a")
+    store.set("gpu-2", "a")
+    with pytest.raises(GroupError, match="ranks 0 and 2 have the same GPU, a"):
+        refuse_shared_gpus(store, 0, 3, "a")
+    refuse_shared_gpus(store, 1, 3, "b")
+
+
+@pytest.mark.parametrize(("vocab_size", "world_size"), [(6, 2), (5, 2), (3, 3)])
+def test_logits_are_gathered_in_one_buffer_of_their_dtype(
+    monkeypatch: pytest.MonkeyPatch, vocab_size: int, world_size: int
+) -> None:
+    """The parts of the last ranks may extend past the last id, or lie past it."""
+    share = -(-vocab_size // 2)
+    sent: list[tuple[torch.dtype, int]] = []
+
+    def gather(gathered: Tensor, own: Tensor) -> None:
+        sent.append((gathered.dtype, gathered.numel()))
+        for rank in range(world_size):
+            gathered.view(world_size, *own.shape)[rank] = own + 10 * rank
+
+    for name in ("all_gather_single", "all_gather_into_tensor"):
+        monkeypatch.setattr(dist, name, gather, raising=False)
+    part = torch.arange(2.0 * share, dtype=torch.bfloat16).view(2, share)
+    group = ProcessGroup(0, world_size, torch.device("cpu"))
+    logits = group.all_gather_logits(part, vocab_size)
+    parts = [part.float() + 10 * rank for rank in range(world_size)]
+    assert torch.equal(logits, torch.cat(parts, dim=1)[:, :vocab_size])
+    assert logits.dtype is torch.float32
+    assert logits.is_contiguous()
+    assert sent == [(torch.bfloat16, world_size * part.numel())]
 
 
 ROWS = (1, 2, 7, 64)
@@ -91,6 +182,7 @@ def test_collectives_of_two_ranks(two_ranks: TwoRanks) -> None:
     for results, _ in two_ranks.by_rank:
         assert results["sum"].tolist() == [[10, 12], [14, 16]]
         assert results["gathered"].tolist() == [[0, 2, 10, 12], [1, 3, 11, 13]]
+        assert results["logits"].tolist() == [[0, 2, 10], [1, 3, 11]]
         assert results["bf16"].tolist() == [2, 2, 2]
         assert results["minimum"] == 6
 

@@ -75,6 +75,7 @@ def work_of_a_rank(group: ProcessGroup, jobs: list[Job]) -> tuple[dict[str, Any]
     results: dict[str, Any] = {
         "sum": group.all_reduce(mine.clone()),
         "gathered": group.all_gather(mine.t()),
+        "logits": group.all_gather_logits(mine.t().bfloat16(), 3),
         "bf16": group.all_reduce(torch.ones(3, dtype=torch.bfloat16)),
         "minimum": group.minimum(7 - group.rank),
     }
