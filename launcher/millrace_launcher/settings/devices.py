@@ -40,11 +40,23 @@ def visible_devices(
     return _count(intel) if intel is not None else None
 
 
-def shard_count(*, sharded: bool | None, num_shard: int | None, visible: int | None) -> int:
-    """The number of shards by TGI's rules for `--sharded` and `--num-shard`.
+def shard_count(
+    *, sharded: bool | None, num_shard: int | None, visible: int | None, gpus: int | None = None
+) -> int:
+    """The number of shards by TGI's rules for `--sharded` and `--num-shard`, and at most one per GPU.
 
+    `visible` is the number of GPUs that the environment names, `gpus` the number that can be used; None: unknown.
     Raises ArgumentValidation or NotEnoughCUDADevices if the flags cannot be met.
     """
+    count = _asked_count(sharded=sharded, num_shard=num_shard, visible=visible)
+    if gpus is not None and count > gpus:
+        raise NotEnoughCUDADevices(
+            f"{count} shards need as many CUDA devices, but only found {gpus}; `device`=cpu needs none"
+        )
+    return count
+
+
+def _asked_count(*, sharded: bool | None, num_shard: int | None, visible: int | None) -> int:
     if sharded and num_shard is None:
         if visible is None or visible <= 1:
             raise NotEnoughCUDADevices(

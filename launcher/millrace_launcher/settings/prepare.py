@@ -28,6 +28,13 @@ class Devices:
     """GPUs that the environment names; None where it names none."""
     on_cpu: bool
 
+    @property
+    def num_usable(self) -> int | None:
+        """GPUs that shards can use; None if their number is unknown, or if the model runs on CPU."""
+        if self.on_cpu:
+            return None
+        return (len(self.gpus) if self.visible is None else self.visible) or None
+
 
 def prepare(settings: Settings, programs: Programs, claims: ExitStack) -> Commands:
     """Log the settings, check them, and choose shards, sockets and threads. Raises LaunchError.
@@ -42,7 +49,10 @@ def prepare(settings: Settings, programs: Programs, claims: ExitStack) -> Comman
     for notice in notices(settings, on_cpu=devices.on_cpu):
         log.info("%s", notice)
     num_shard = shard_count(
-        sharded=launcher.sharded, num_shard=launcher.num_shard, visible=devices.visible
+        sharded=launcher.sharded,
+        num_shard=launcher.num_shard,
+        visible=devices.visible,
+        gpus=devices.num_usable,
     )
     threads = plan_threads(
         cores=usable_cores(),
