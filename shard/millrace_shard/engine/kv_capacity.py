@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 CPU_MEMORY_SHARE = 0.25
-CUDA_MEMORY_SHARE = 0.9
-"""Share of the free memory after the largest prefill; fragments and small buffers need the rest."""
+CUDA_MEMORY_SHARE = 0.96
+"""Share of the free memory after the largest steps; fragments and small buffers need the rest."""
 
 
 class CapacityError(Exception):

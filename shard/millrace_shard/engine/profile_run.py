@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from millrace_shard.batch.sequence import SamplingParameters, Sequence
+from millrace_shard.batch.sequence import Ids, SamplingParameters, Sequence
 from millrace_shard.batch.step import BatchChange, Forward
 from millrace_shard.engine.kv_capacity import CapacityError
 from millrace_shard.model_runner.runner import StepRunner
@@ -25,7 +27,7 @@ def run_largest(runner: StepRunner, lengths: list[int], *, decode: bool = False)
     prompts = Forward(
         change=BatchChange(
             admitted=tuple(
-                _sequence(slot, length, prefill_logprobs=scores)
+                _sequence(slot, np.zeros(length, dtype=np.int64), prefill_logprobs=scores)
                 for slot, length in enumerate(lengths)
             ),
             grown_slots=np.repeat(slots, num_blocks),
@@ -45,11 +47,73 @@ def run_largest(runner: StepRunner, lengths: list[int], *, decode: bool = False)
     runner.clear()
 
 
-def _sequence(slot: int, length: int, *, prefill_logprobs: bool) -> Sequence:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongestDecode:
+    """A decode in which every sequence of the batch has its greatest length, up to a part of a block.
+
+    All positions but the last few lie in block 1, which the sequences share as they share a cached prefix: memory
+    follows from the lengths and not from the values, so that no prompt is computed.
+    """
+
+    num_rows: int
+    max_tokens: int
+    block_size: int
+    max_drafts: int
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens of each sequence in the shared block; one more token of the prompt is computed before the decode."""
+        return max(0, self.max_tokens - 2 - self.max_drafts) // self.block_size * self.block_size
+
+    @property
+    def num_own_blocks(self) -> int:
+        """Blocks of each sequence behind the shared ones."""
+        return -(-(2 + self.max_drafts) // self.block_size)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the cache that the decode needs, with block 0."""
+        return 2 + self.num_rows * self.num_own_blocks
+
+    def run(self, runner: StepRunner) -> None:
+        """Run a step with the last token of each prompt, then the decode; then drop the sequences.
+
+        Both use every part of sampling. Raises any error of the device.
+        """
+        ids = np.zeros(self.num_cached + 1, dtype=np.int64)
+        slots = np.arange(self.num_rows)
+        for slot in slots.tolist():
+            # One at a time, because the router never grows all tables by their whole length in one step.
+            runner.launch(Forward(change=self._admission(slot, ids)))
+        ones = np.ones(self.num_rows, dtype=np.int64)
+        runner.launch(Forward(chunk_slots=slots, chunk_tokens=ones)).finish()
+        decode = Forward(
+            decode_slots=slots,
+            decode_tokens=ones + self.max_drafts,
+            draft_tokens=ones * self.max_drafts,
+        )
+        runner.launch(decode).finish()
+        runner.clear()
+
+    def _admission(self, slot: int, ids: Ids) -> BatchChange:
+        shared = np.ones(self.num_cached // self.block_size, dtype=np.int64)
+        own = 2 + slot * self.num_own_blocks + np.arange(self.num_own_blocks)
+        blocks = np.concatenate([shared, own])
+        return BatchChange(
+            admitted=(_sequence(slot, ids, num_cached=self.num_cached),),
+            grown_slots=np.full(len(blocks), slot),
+            grown_blocks=blocks,
+        )
+
+
+def _sequence(
+    slot: int, ids: Ids, *, num_cached: int = 0, prefill_logprobs: bool = False
+) -> Sequence:
     return Sequence(
         slot=slot,
         request_id=0,
-        input_ids=np.zeros(length, dtype=np.int64),
+        input_ids=ids,
+        cached_tokens=num_cached,
         parameters=SamplingParameters(
             temperature=0.9,
             top_k=10,
@@ -85,4 +149,12 @@ def batch_too_large(num_rows: int) -> CapacityError:
     return CapacityError(
         f"Not enough memory to choose the tokens of {num_rows} sequences at once. "
         "You need to decrease `--max-batch-size`"
+    )
+
+
+def contexts_too_long(num_rows: int, max_tokens: int) -> CapacityError:
+    """The error for a decode of the longest sequences that does not fit."""
+    return CapacityError(
+        f"Not enough memory to decode {num_rows} sequences of {max_tokens} tokens at once. "
+        "You need to decrease `--max-batch-size` or `--max-total-tokens`"
     )

@@ -28,8 +28,10 @@ from millrace_shard.engine.kv_capacity import (
 )
 from millrace_shard.engine.loaded_model import LoadedModel
 from millrace_shard.engine.profile_run import (
+    LongestDecode,
     batch_too_large,
     cache_too_large,
+    contexts_too_long,
     prefill_too_large,
     run_largest,
 )
@@ -150,7 +152,7 @@ def _memory_after_profile_run(
     limits: MemoryLimits,
     graphs: GraphSettings | None,
 ) -> KVMemory:
-    """Memory for the KV cache beside that of graphs, the largest prefill and the largest decode, which run here.
+    """Memory for the KV cache beside that of graphs, the largest prefill and the largest decodes, which run here.
 
     Their memory stays in torch's allocator when the rest is measured. The cache of this run counts as free.
     """
@@ -166,8 +168,13 @@ def _memory_after_profile_run(
         block_size=shape.block_size,
     )
     num_blocks = 1 + sum(-(-length // shape.block_size) for length in lengths)
-    per_decode = -(-(2 + loaded.max_draft_tokens) // shape.block_size)
-    num_blocks = max(num_blocks, 1 + request.max_batch_size * per_decode)
+    longest_decode = LongestDecode(
+        num_rows=request.max_batch_size,
+        max_tokens=max_tokens,
+        block_size=shape.block_size,
+        max_drafts=loaded.max_draft_tokens,
+    )
+    num_blocks = max(num_blocks, longest_decode.num_blocks)
     with _memory_or(prefill_too_large(sum(lengths))):
         runner = _new_runner(
             loaded,
@@ -180,6 +187,8 @@ def _memory_after_profile_run(
     # Prompts of one token sample as many rows at once as decodes do.
     with _memory_or(batch_too_large(request.max_batch_size)):
         run_largest(runner, [1] * request.max_batch_size, decode=True)
+    with _memory_or(contexts_too_long(request.max_batch_size, max_tokens)):
+        longest_decode.run(runner)
     trial_bytes = num_blocks * shape.block_size * shape.bytes_per_token
     return _kv_memory(loaded.device, limits, trial_bytes)
 

@@ -45,9 +45,9 @@ def test_a_quarter_of_the_memory_by_default() -> None:
 
 
 def test_a_gpu_is_filled_up_to_its_fraction() -> None:
-    assert cuda_memory(free=60 * GB, total=80 * GB, fraction=1.0, kv_memory=None).bytes == 54 * GB
-    half = cuda_memory(free=60 * GB, total=80 * GB, fraction=0.5, kv_memory=None)
-    assert half == KVMemory(bytes=18 * GB, is_budget=True, max_bytes=20 * GB)
+    assert cuda_memory(free=50 * GB, total=80 * GB, fraction=1.0, kv_memory=None).bytes == 48 * GB
+    half = cuda_memory(free=65 * GB, total=80 * GB, fraction=0.5, kv_memory=None)
+    assert half == KVMemory(bytes=24 * GB, is_budget=True, max_bytes=25 * GB)
     assert cuda_memory(free=GB, total=80 * GB, fraction=0.5, kv_memory=None).bytes == 0
     assert cuda_memory(free=GB, total=80 * GB, fraction=0.5, kv_memory=5).bytes == 5
 

@@ -11,6 +11,7 @@ import torch
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.engine.kv_capacity import CapacityError, WarmupRequest
 from millrace_shard.engine.loaded_model import LoadedModel
+from millrace_shard.engine.profile_run import LongestDecode
 from millrace_shard.engine.warmup import MemoryLimits, WarmedUp, warm_up
 from millrace_shard.kernels.base import LayerCache
 from millrace_shard.kernels.ragged import RaggedBatch
@@ -56,6 +57,8 @@ class Setup:
             device=torch.device("cpu"),
             dtype=torch.float32,
         )
+        # The rows of the longest decode share a block.
+        self.model.reads_cache = not profile
         limits = MemoryLimits(kv_memory=num_blocks * BLOCK_SIZE * BYTES_PER_TOKEN)
         with torch.inference_mode():
             return warm_up(loaded, request, limits, profile=profile, graphs=graphs)
@@ -187,11 +190,54 @@ def test_the_profile_run_has_the_largest_prefill_and_the_largest_decode() -> Non
     setup = Setup()
     request = replace(REQUEST, max_batch_size=45)
     warmed_up = setup.warm_up(request, profile=True)
-    prefill, decode = setup.model.batches
+    prefill, decode, *_ = setup.model.batches
     assert prefill.num_queries == (49, 49, 49, 3)
     assert decode.num_queries == (1,) * 45
     assert decode.logit_rows.tolist() == list(range(45))
     assert warmed_up.capacity.num_blocks == 101
+
+
+def test_the_profile_run_has_a_decode_of_the_longest_sequences() -> None:
+    """Without their prompts: all positions of a sequence but the last few are in one block that all share."""
+    setup = Setup()
+    setup.warm_up(replace(REQUEST, max_batch_size=45), profile=True)
+    *_, last_tokens, decode = setup.model.batches
+    assert last_tokens.num_queries == decode.num_queries == (1,) * 45
+    assert last_tokens.num_context == (49,) * 45
+    assert decode.num_context == (50,) * 45
+    tables = decode.block_tables
+    assert (tables[:, :12] == 1).all()
+    assert len({1, *tables[:, 12].tolist()}) == 46
+    assert int(tables.max()) < 2 + 45
+
+
+def test_sequences_that_do_not_fit_at_their_full_length_name_the_flags() -> None:
+    setup = Setup()
+
+    def run_out(batch: RaggedBatch) -> None:
+        if batch.num_context == (50,) * 4:
+            raise RuntimeError("Triton Error [CUDA]: out of memory")
+
+    setup.model.before_forward = run_out
+    with pytest.raises(CapacityError, match=r"4 sequences of 50 tokens.*or `--max-total-tokens`"):
+        setup.warm_up(profile=True)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("max_drafts", [0, 3, 20])
+@pytest.mark.parametrize("max_tokens", [2, 16, 17, 18, 100, 131072])
+def test_the_longest_decode_ends_in_the_last_block(
+    block_size: int, max_drafts: int, max_tokens: int
+) -> None:
+    longest = LongestDecode(
+        num_rows=3, max_tokens=max_tokens, block_size=block_size, max_drafts=max_drafts
+    )
+    end = longest.num_cached + 2 + max_drafts
+    room = longest.num_cached + longest.num_own_blocks * block_size
+    assert longest.num_cached % block_size == 0
+    assert end <= room
+    assert end <= max(max_tokens, 2 + max_drafts)
+    assert max_tokens - end < block_size
 
 
 def test_a_batch_that_does_not_fit_names_its_flag() -> None:
@@ -212,7 +258,7 @@ def test_graphs_run_before_memory_is_measured_and_are_captured_again_over_the_fi
     warmed_up = setup.warm_up(profile=True, graphs=graphs)
     shapes = [batch.num_queries for batch in setup.model.batches]
     sizes = [(1, 1), (1,)]
-    assert shapes == [*sizes, (49, 49, 49, 3), (1, 1, 1, 1), *sizes]
+    assert shapes == [*sizes, (49, 49, 49, 3), *[(1, 1, 1, 1)] * 3, *sizes]
     assert recorder.num_captures == 2
     assert warmed_up.capacity.num_blocks == 101
     longest = {batch.num_context[0] for batch in setup.model.batches[-2:]}

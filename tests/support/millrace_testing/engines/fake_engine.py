@@ -96,6 +96,8 @@ class FakeModel:
         self.before_forward: Callable[[RaggedBatch], None] = lambda batch: None
         self.poison: int | None = None
         """Sequences that contain this id yield NaN."""
+        self.reads_cache = True
+        """Whether logits follow from the cache; else they are 0, for rows that share a block that none has filled."""
         self.batches: list[RaggedBatch] = []
         self.num_logits: list[int] = []
 
@@ -103,6 +105,8 @@ class FakeModel:
         """Store, then predict from what the block tables lead to."""
         self.batches.append(batch)
         self.before_forward(batch)
+        if not self.reads_cache:
+            return torch.zeros(len(batch.logit_rows), VOCAB_SIZE)
         keys, values = cache[0].keys.view(-1), cache[0].values.view(-1)
         keys[batch.cache_rows] = batch.ids.to(keys.dtype)
         values[batch.cache_rows] = batch.positions.to(values.dtype)
