@@ -11,6 +11,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from bench.harness.checkpoints import INITIALIZER_RANGE, Shape, describe
 from millrace_shard.device.process_group import ProcessGroup
+from millrace_shard.device.staged_copies import copy_directly
 from millrace_shard.errors import WeightsError
 from millrace_shard.model_loader.weights import Weights
 
@@ -58,6 +59,7 @@ class RandomWeights(Weights):
         self._shapes = tensor_shapes(shape)
         self._dtype = dtype
         self._device = device
+        self._copy = copy_directly
         self._rank = group.rank
         self._world_size = group.world_size
         self._views = []

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from millrace_shard.device.staged_copies import Copy, copy_directly
+
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
@@ -19,6 +21,8 @@ class StoredWeight:
     parts: tuple[Tensor, ...]
     dtype: torch.dtype
     device: torch.device
+    copy: Copy = copy_directly
+    """Copies a part to the device."""
 
     @staticmethod
     def of(weight: Tensor) -> StoredWeight:
@@ -35,5 +39,5 @@ class StoredWeight:
         whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         sizes = [part.shape[0] for part in self.parts]
         for rows, part in zip(torch.split(whole, sizes), self.parts, strict=True):
-            rows.copy_(part)
+            self.copy(rows, part)
         return whole

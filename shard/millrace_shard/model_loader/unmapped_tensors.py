@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from millrace_shard.device.staged_copies import copy_to
 from millrace_shard.model_loader.load_progress import LoadProgress
 from millrace_shard.model_loader.mapped_files import MappedFiles, release_pages
 from millrace_shard.model_loader.read_ahead import ReadAhead
@@ -26,6 +27,8 @@ class TensorUnmapper:
         self, model: nn.Module, files: Sequence[Path], device: torch.device, ahead: ReadAhead
     ) -> None:
         self.device = device
+        self.copy = copy_to(device)
+        """Copies a tensor from the host to the device."""
         self._model = model
         self._mapped = MappedFiles(files)
         self._ahead = ahead
@@ -53,7 +56,9 @@ class TensorUnmapper:
         for tensor in self._tensors():
             found = tensor.data
             with self.releasing(found):
-                tensor.data = found.to(self.device, copy=not self.is_unmapped(found))
+                if not self.is_unmapped(found):
+                    tensor.data = torch.empty_like(found, device=self.device)
+                    self.copy(tensor.data, found)
             self._used.add(tensor.data_ptr())
 
     def _tensors(self) -> Iterator[Tensor]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from millrace_shard.device.process_group import ProcessGroup
+from millrace_shard.device.staged_copies import copy_to
 from millrace_shard.errors import WeightsError
 from millrace_shard.kernels.stored_weight import StoredWeight
 from millrace_shard.model_loader.load_progress import LoadProgress
@@ -64,6 +65,7 @@ class Weights:
         self._progress = LoadProgress(self._files.num_bytes())
         self._dtype = dtype
         self._device = device
+        self._copy = copy_to(device)
         self._rank = group.rank
         self._world_size = group.world_size
         self._views: list[tuple[Tensor, int]] = []
@@ -89,7 +91,7 @@ class Weights:
             self._view(part.name, (part.size, inputs), dim=0, span=self._span(part))
             for part in parts
         ]
-        return StoredWeight(tuple(found), self._dtype, self._device)
+        return StoredWeight(tuple(found), self._dtype, self._device, self._copy)
 
     def biases(self, parts: Sequence[Columns]) -> Tensor:
         """The rank's outputs of all `parts`, each [size]."""
@@ -105,7 +107,7 @@ class Weights:
         share = inputs // self._world_size
         span = (self._rank * share, (self._rank + 1) * share)
         part = self._view(name, (outputs, inputs), dim=1, span=span)
-        return StoredWeight((part,), self._dtype, self._device)
+        return StoredWeight((part,), self._dtype, self._device, self._copy)
 
     def vocabulary(self, name: str, vocab_size: int, hidden_size: int) -> Tensor:
         """The rank's rows of the vocabulary, [ceil(vocab_size / world_size), hidden_size]; zeros past the last id."""
@@ -133,7 +135,7 @@ class Weights:
         """Copy the rows `span` of a tensor into `out`; the range may be empty."""
         if span[0] < span[1]:
             values = self._read(name, shape, dim=0, span=span)
-            out.copy_(values)
+            self._copy(out, values)
             self._release_view(values, _whole_bytes(values, shape))
         else:
             self._check(name, shape)

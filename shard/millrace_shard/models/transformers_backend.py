@@ -251,6 +251,6 @@ def _use_linears(module: nn.Module, kernels: Kernels, unmapper: TensorUnmapper) 
             if unmapper.is_unmapped(out_first):
                 linear = kernels.linear(out_first, bias)
             else:
-                stored = StoredWeight((out_first,), out_first.dtype, unmapper.device)
+                stored = StoredWeight((out_first,), out_first.dtype, unmapper.device, unmapper.copy)
                 linear = kernels.linear_from(LinearWeights(stored, bias))
         setattr(module, name, KernelLinear(linear))
