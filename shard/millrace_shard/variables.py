@@ -17,8 +17,10 @@ class Variables(BaseSettings):
     model_config = SettingsConfigDict(frozen=True, extra="ignore", env_ignore_empty=True)
 
     revision: str | None = Field(default=None, description="Default of --revision.")
-    millrace_cache: Path | None = Field(
-        default=None, description="Folder for compiled CPU kernels."
+    millrace_cache: Path | None = Field(default=None, description="Folder for compiled kernels.")
+    triton_cache_dir: Path | None = Field(
+        default=None,
+        description="Folder for what Triton compiles; triton in MILLRACE_CACHE when absent.",
     )
     cxx: str | None = Field(
         default=None, description="C++ compiler with arguments; g++ when absent."

@@ -88,7 +88,7 @@ def find_library(source: Path, folder: Path, toolchain: Toolchain) -> Path | Non
         found = folder.glob(_file_name(source, toolchain))
         library = max(found, key=lambda file: file.stat().st_mtime, default=None)
         if library is not None:
-            _check_owners(folder, library)
+            check_owners(folder, library)
     except FileNotFoundError:
         # Another process has removed it, because it does not load.
         return None
@@ -110,12 +110,12 @@ def compile_library(source: Path, folder: Path, toolchain: Toolchain) -> Path:
     library = folder / _file_name(source, toolchain)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _check_owners(folder)
+        check_owners(folder)
         with library.with_suffix(".lock").open("w") as lock:
             _wait_for(lock)
             if not library.exists():
                 _build(source, library, toolchain)
-        _check_owners(library)
+        check_owners(library)
     except OSError as error:
         raise BuildError(f"{error}; MILLRACE_CACHE names another folder") from error
     return library
@@ -161,19 +161,19 @@ def disable_operators() -> None:
     load_operators.cache_clear()
 
 
-def cache_folder() -> Path:
-    """The folder of libraries. Raises BuildError if there is no home directory."""
+def cache_folder(kind: str = "kernels") -> Path:
+    """The folder of libraries, or of another kind of compiled code. Raises BuildError if there is no home directory."""
     variables = Variables()
     if variables.millrace_cache is not None:
-        return variables.millrace_cache / "kernels"
+        return variables.millrace_cache / kind
     try:
         base = variables.xdg_cache_home or Path.home() / ".cache"
     except RuntimeError as error:
         raise BuildError(f"{error}; MILLRACE_CACHE names a folder to build in") from error
-    return base / "millrace" / "kernels"
+    return base / "millrace" / kind
 
 
-def _check_owners(*paths: Path) -> None:
+def check_owners(*paths: Path) -> None:
     """Raise BuildError for paths that other users can write, since loading a library runs its code."""
     for path in paths:
         status = path.stat()

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 import torch
 
 from millrace_shard.device.failures import is_out_of_memory
+from millrace_shard.errors import UnsupportedModel
 from millrace_shard.kernels.agreement import TOLERANCE, largest_difference
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.build import BuildError, disable_operators, load_operators
 from millrace_shard.kernels.cpu.operators import DTYPES, HEAD_DIM_STEP, CpuKernels
+from millrace_shard.kernels.cuda.triton_cache import use_triton_cache
 from millrace_shard.kernels.plain import PlainKernels
 
 FLASH_PACKAGE = "flash_attn_interface"
@@ -31,10 +33,12 @@ def choose_kernels(
     head_dims: Sequence[int],
     custom: bool = True,
 ) -> Kernels:
-    """Compiled kernels, if they build, fit and agree with plain torch on this machine, else plain torch.
+    """Compiled kernels, if they build, fit and agree with plain torch on this machine; plain torch if not `custom`.
 
-    The first call on a machine compiles, which takes up to a minute. Out-of-memory errors are raised, since they do not
-    mean that the kernels are wrong.
+    Where they cannot be used, plain torch runs on CPU, with a warning, and UnsupportedModel is raised on CUDA: there a
+    server on plain torch is several times slower and has no CUDA graphs, which the operator has to choose. The first
+    call on a machine compiles, which takes up to a minute. Out-of-memory errors are raised, since they do not mean that
+    the kernels are wrong.
     """
     plain = PlainKernels(deterministic=deterministic)
     candidate = {"cpu": _cpu_kernels, "cuda": _cuda_kernels}.get(device.type)
@@ -43,6 +47,11 @@ def choose_kernels(
     try:
         return candidate(device, dtype, head_dims, deterministic=deterministic)
     except _UnfitError as reason:
+        if device.type == "cuda":
+            raise UnsupportedModel(
+                f"the CUDA kernels cannot be used: {reason}; "
+                "--disable-custom-kernels runs the model on plain torch, several times slower"
+            ) from reason
         logger.warning("running on plain torch, slower than compiled kernels: %s", reason)
         return plain
 
@@ -77,8 +86,11 @@ def _cuda_kernels(
 ) -> Kernels:
     """The kernels for CUDA, with FlashAttention-3 if it is installed and agrees. Raises _UnfitError."""
     try:
+        use_triton_cache()
         # Only torch's builds for CUDA include Triton.
         from millrace_shard.kernels.cuda import flash, operators  # noqa: PLC0415
+    except BuildError as error:
+        raise _UnfitError(str(error)) from error
     except ImportError as error:
         raise _UnfitError(f"they need Triton: {error}") from error
     if dtype not in operators.DTYPES:

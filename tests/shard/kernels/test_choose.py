@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from millrace_shard.errors import UnsupportedModel
 from millrace_shard.kernels import choose
 from millrace_shard.kernels.build import BuildError, load_operators, operators_loaded
 from millrace_shard.kernels.choose import choose_kernels
@@ -21,6 +23,21 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="no Triton
 
 def chosen(dtype: torch.dtype = torch.float32, head_dim: int = 64) -> str:
     return choose_kernels(CPU, dtype, deterministic=True, head_dims=[head_dim]).name
+
+
+@pytest.fixture(autouse=True)
+def named_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that Triton is told to use, unless a test says otherwise."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "named"))
+    return tmp_path / "named"
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder below Millrace's cache, where the user names none."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")
+    monkeypatch.setenv("MILLRACE_CACHE", str(tmp_path / "millrace"))
+    return tmp_path / "millrace" / "triton"
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, difference: float | RuntimeError) -> None:
@@ -124,10 +141,6 @@ def test_other_devices_and_the_flag_choose_plain_in_silence(
     assert not caplog.records
 
 
-def chosen_on_cuda(dtype: torch.dtype = torch.bfloat16, head_dim: int = 80) -> str:
-    return choose_kernels(CUDA, dtype, deterministic=False, head_dims=[head_dim]).name
-
-
 @needs_triton
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_cuda_kernels_that_agree_are_chosen(
@@ -139,36 +152,79 @@ def test_cuda_kernels_that_agree_are_chosen(
     assert vars(kernels)["deterministic"] is deterministic
 
 
+def refused_on_cuda(dtype: torch.dtype = torch.bfloat16, head_dim: int = 80) -> str:
+    """The reason why there are no kernels; plain torch is no answer, since it was not asked for."""
+    with pytest.raises(UnsupportedModel, match=r"--disable-custom-kernels runs.*plain") as raised:
+        choose_kernels(CUDA, dtype, deterministic=False, head_dims=[head_dim])
+    return str(raised.value)
+
+
 @needs_triton
 @pytest.mark.parametrize(
     ("difference", "reason"), [(0.5, "differ by 0.5"), (RuntimeError("no cc"), "no cc")]
 )
-def test_cuda_kernels_that_do_not_agree_are_not(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    difference: float | RuntimeError,
-    reason: str,
+def test_cuda_kernels_that_do_not_agree_are_refused(
+    monkeypatch: pytest.MonkeyPatch, difference: float | RuntimeError, reason: str
 ) -> None:
     pretend(monkeypatch, difference)
-    assert chosen_on_cuda() == "plain"
-    assert [reason in record.message for record in caplog.records] == [True]
+    assert reason in refused_on_cuda()
 
 
 @needs_triton
-def test_what_cuda_kernels_cannot_do_runs_on_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cuda_kernels_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, 0.0)
-    assert chosen_on_cuda(torch.float64) == "plain"
-    assert chosen_on_cuda(head_dim=512) == "plain"
+    assert "float64" in refused_on_cuda(torch.float64)
+    assert "head_dim" in refused_on_cuda(head_dim=512)
 
 
-def test_without_triton_plain_is_chosen_with_one_line(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_triton_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, 0.0)
     monkeypatch.delattr("millrace_shard.kernels.cuda.operators", raising=False)
     monkeypatch.setitem(sys.modules, "millrace_shard.kernels.cuda.operators", None)
-    assert chosen_on_cuda() == "plain"
-    assert ["Triton" in record.message for record in caplog.records] == [True]
+    assert "need Triton" in refused_on_cuda()
+
+
+@needs_triton
+def test_triton_compiles_into_the_cache_of_millrace(
+    monkeypatch: pytest.MonkeyPatch, own_cache: Path
+) -> None:
+    pretend(monkeypatch, 0.0)
+    choose_kernels(CUDA, torch.bfloat16, deterministic=True, head_dims=[64])
+    assert os.environ["TRITON_CACHE_DIR"] == str(own_cache)
+    assert not list(own_cache.iterdir())
+
+
+@needs_triton
+def test_a_folder_for_triton_that_the_user_names_is_kept(
+    monkeypatch: pytest.MonkeyPatch, named_cache: Path
+) -> None:
+    pretend(monkeypatch, 0.0)
+    choose_kernels(CUDA, torch.bfloat16, deterministic=True, head_dims=[64])
+    assert os.environ["TRITON_CACHE_DIR"] == str(named_cache)
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("variable", ["MILLRACE_CACHE", "TRITON_CACHE_DIR"])
+def test_a_cache_that_cannot_be_written_is_named(
+    variable: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pretend(monkeypatch, 0.0)
+    blocker = tmp_path / "file"
+    blocker.write_text("")
+    monkeypatch.setenv(variable, str(blocker / "cache"))
+    reason = refused_on_cuda()
+    assert "Triton cannot keep compiled kernels" in reason
+    assert str(blocker) in reason
+    assert f"{variable} names another folder" in reason
+
+
+def test_a_cache_that_other_users_can_write_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, own_cache: Path
+) -> None:
+    pretend(monkeypatch, 0.0)
+    own_cache.mkdir(parents=True)
+    own_cache.chmod(0o777)
+    assert "can be written by other users" in refused_on_cuda()
 
 
 def test_without_a_compiler_plain_is_chosen_with_one_line(

@@ -67,6 +67,12 @@ def documented(
     return torch.cat(rows).to(q.dtype)
 
 
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's folder is one of the test."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+
+
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module: Any = ModuleType("flash_attn_interface")
