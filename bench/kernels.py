@@ -175,14 +175,22 @@ def bench_attention(shape: Shape, kinds: dict[str, Kernels]) -> None:
     for num_context, num_queries in STEPS:
         qkv = torch.randn(sum(num_queries), heads * HEAD_DIM, dtype=DTYPE)
         queries = qkv.view(len(qkv), heads, HEAD_DIM)[:, : shape.heads]
-        counts = {"num_heads": shape.heads, "num_kv_heads": shape.kv_heads}
         stores: dict[str, list[Call]] = {}
         attends: dict[str, list[Call]] = {}
         for kind, kernels in kinds.items():
             batch = ragged_batch(num_queries, num_context, block_size=kernels.block_size)
             caches = [new_cache(kernels, shape, NUM_BLOCKS) for _ in range(4)]
             stores[kind] = [
-                partial(kernels.rope_store, qkv, rope, batch, cache, **counts) for cache in caches
+                partial(
+                    kernels.rope_store,
+                    qkv,
+                    rope,
+                    batch,
+                    cache,
+                    num_heads=shape.heads,
+                    num_kv_heads=shape.kv_heads,
+                )
+                for cache in caches
             ]
             attends[kind] = [
                 partial(kernels.attend, queries, batch, cache, scale=HEAD_DIM**-0.5)

@@ -21,6 +21,16 @@ class LayerCache:
     values: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """The norms of query heads and key heads, as in Qwen3: `Kernels.rms_norm` over each head."""
+
+    query: Tensor
+    """[head_dim], as is `key`."""
+    key: Tensor
+    eps: float
+
+
 class Linear(Protocol):
     """A linear layer, whose weight is in the kernels' own layout."""
 
@@ -169,9 +179,11 @@ class Kernels(Protocol):
         *,
         num_heads: int,
         num_kv_heads: int,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
         """Rotate queries and keys of `qkv` [T, (num_heads + 2 * num_kv_heads) * head_dim]; store keys and values.
 
+        With `norms`, each query head and key head is normalised before it is rotated.
         `rope` [positions, rotary_dim] float32 holds cosines in its first half and sines in the second, both scaled.
         Channel i is paired with i + rotary_dim / 2, as in Llama; channels past rotary_dim are not rotated. Returns the
         queries [T, num_heads, head_dim], possibly as a view into `qkv`.

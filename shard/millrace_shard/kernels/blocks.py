@@ -9,6 +9,7 @@ from torch import Tensor
 from millrace_shard.kernels.base import (
     AttentionBlock,
     AttentionWeights,
+    HeadNorms,
     Kernels,
     Layer,
     LayerCache,
@@ -46,6 +47,16 @@ class ComposedBlocks:
         return ComposedLayers(layers, reduce)
 
 
+def normalise_heads(
+    kernels: Kernels, qkv: Tensor, norms: HeadNorms, *, num_heads: int, num_kv_heads: int
+) -> None:
+    """Normalise the query heads and key heads of `qkv` [T, (num_heads + 2 * num_kv_heads) * head_dim] in place."""
+    heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
+    queries, keys = heads[:, :num_heads], heads[:, num_heads : num_heads + num_kv_heads]
+    queries.copy_(kernels.rms_norm(queries, norms.query, norms.eps))
+    keys.copy_(kernels.rms_norm(keys, norms.key, norms.eps))
+
+
 class ComposedAttention:
     """Norm, QKV, rope, attention and output projection as single operators."""
 
@@ -53,7 +64,9 @@ class ComposedAttention:
         self._kernels = kernels
         self._norm, self._eps = weights.norm, weights.eps
         self._qkv = kernels.linear_from(weights.qkv)
-        self._query_norm, self._key_norm = weights.query_norm, weights.key_norm
+        self._norms = None
+        if weights.query_norm is not None and weights.key_norm is not None:
+            self._norms = HeadNorms(weights.query_norm, weights.key_norm, weights.eps)
         self._out = kernels.linear_from(weights.out)
         self._rope = weights.rope
         self._num_heads, self._num_kv_heads = weights.num_heads, weights.num_kv_heads
@@ -68,27 +81,17 @@ class ComposedAttention:
             normed = kernels.rms_norm(residual, self._norm, self._eps)
         else:
             normed = kernels.add_rms_norm(x, residual, self._norm, self._eps)
-        qkv = self._qkv(normed)
-        self._norm_heads(qkv)
         queries = kernels.rope_store(
-            qkv,
+            self._qkv(normed),
             self._rope,
             batch,
             cache,
             num_heads=self._num_heads,
             num_kv_heads=self._num_kv_heads,
+            norms=self._norms,
         )
         scale = self._head_dim**-0.5
         return self._out(kernels.attend(queries, batch, cache, scale=scale, window=self._window))
-
-    def _norm_heads(self, qkv: Tensor) -> None:
-        if self._query_norm is None or self._key_norm is None:
-            return
-        heads = qkv.view(qkv.shape[0], -1, self._head_dim)
-        queries = heads[:, : self._num_heads]
-        keys = heads[:, self._num_heads : self._num_heads + self._num_kv_heads]
-        queries.copy_(self._kernels.rms_norm(queries, self._query_norm, self._eps))
-        keys.copy_(self._kernels.rms_norm(keys, self._key_norm, self._eps))
 
 
 class ComposedMlp:

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from millrace_shard.kernels.base import LayerCache, Linear
-from millrace_shard.kernels.blocks import ComposedBlocks
+from millrace_shard.kernels.base import HeadNorms, LayerCache, Linear
+from millrace_shard.kernels.blocks import ComposedBlocks, normalise_heads
 from millrace_shard.kernels.elementwise import elementwise
 from millrace_shard.kernels.plain_attention import ScoreRule, attend_fast, attend_fixed
 from millrace_shard.kernels.ragged import RaggedBatch
@@ -108,8 +108,11 @@ class PlainKernels(ComposedBlocks):
         *,
         num_heads: int,
         num_kv_heads: int,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
         """Rotate in float32, in place; the queries returned are a view into `qkv`."""
+        if norms is not None:
+            normalise_heads(self, qkv, norms, num_heads=num_heads, num_kv_heads=num_kv_heads)
         heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
         queries, keys, values = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
         rotated = heads[:, : num_heads + num_kv_heads, : rope.shape[1]]

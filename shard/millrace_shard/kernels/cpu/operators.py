@@ -16,6 +16,7 @@ from torch import Tensor
 from millrace_shard.kernels.base import (
     AttentionBlock,
     AttentionWeights,
+    HeadNorms,
     Layer,
     LayerCache,
     Layers,
@@ -25,7 +26,7 @@ from millrace_shard.kernels.base import (
     MlpWeights,
     Reduce,
 )
-from millrace_shard.kernels.blocks import ComposedBlocks
+from millrace_shard.kernels.blocks import ComposedBlocks, normalise_heads
 from millrace_shard.kernels.cpu import cpu_linear, tile_blocks
 from millrace_shard.kernels.cpu.tile_blocks import (
     PanelLinear,
@@ -133,8 +134,11 @@ class CpuKernels(ComposedBlocks):
         *,
         num_heads: int,
         num_kv_heads: int,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
         """Rotate in place; store keys and values. The returned queries are a view into `qkv`."""
+        if norms is not None:
+            normalise_heads(self, qkv, norms, num_heads=num_heads, num_kv_heads=num_kv_heads)
         torch.ops.millrace.rope_store(
             qkv, rope, batch.positions, batch.cache_rows, cache.keys, cache.values, num_heads
         )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from triton.errors import TritonError
 
-from millrace_shard.kernels.base import LayerCache, Linear
+from millrace_shard.kernels.base import HeadNorms, LayerCache, Linear
 from millrace_shard.kernels.blocks import ComposedBlocks
 from millrace_shard.kernels.cuda import triton_rope, triton_rows
 from millrace_shard.kernels.cuda.cuda_attention import AttentionRule, PagedAttention
@@ -81,13 +81,12 @@ class CudaKernels(ComposedBlocks):
         *,
         num_heads: int,
         num_kv_heads: int,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
         """Rotate queries in place; store rotated keys, and values. The returned queries are a view into `qkv`."""
         if num_kv_heads != cache.keys.shape[2]:
             raise ValueError(f"a cache of {cache.keys.shape[2]} heads, not {num_kv_heads}")
-        return triton_rope.rope_store(
-            qkv, rope, batch.positions, batch.cache_rows, cache, num_heads
-        )
+        return triton_rope.rope_store(qkv, rope, batch, cache, num_heads, norms)
 
     def store(self, keys: Tensor, values: Tensor, batch: RaggedBatch, cache: LayerCache) -> None:
         """Store `keys` and `values` [T, num_kv_heads, head_dim] at `batch.cache_rows`."""

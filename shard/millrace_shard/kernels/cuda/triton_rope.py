@@ -1,4 +1,4 @@
-"""Triton kernels that store keys and values in the paged cache, with or without rotation.
+"""Triton kernels that store keys and values in the paged cache, with or without norms and rotation.
 
 A cache row is `block * block_size + offset`; caches are [num_blocks, block_size, K, head_dim], contiguous.
 """
@@ -9,10 +9,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace_shard.kernels.base import LayerCache
+from millrace_shard.kernels.base import HeadNorms, LayerCache
+from millrace_shard.kernels.ragged import RaggedBatch
 
 ELEMENTS = 1024
 """Elements of heads per program."""
+
+
+@triton.jit
+def _squares(part):
+    """The sum of squares of each row, float32."""
+    wide = part.to(tl.float32)
+    return tl.sum(wide * wide, 1)
+
+
+@triton.jit
+def _normalise(part, scale, query_norm, key_norm, channel, width: tl.constexpr, is_query, is_key):
+    """Channels of heads, those of queries and keys normalised by `scale` [heads], with the rounding of `rms_norm`."""
+    known = channel < width
+    for_query = tl.load(query_norm + channel, mask=known, other=0.0).to(tl.float32)[None, :]
+    for_key = tl.load(key_norm + channel, mask=known, other=0.0).to(tl.float32)[None, :]
+    weight = tl.where(is_query[:, None], for_query, for_key)
+    normed = (part.to(tl.float32) * scale[:, None]).to(part.dtype).to(tl.float32) * weight
+    return tl.where((is_query | is_key)[:, None], normed.to(part.dtype), part)
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "cache_rows"])
@@ -23,11 +42,15 @@ def _rope_store(
     cache_rows,
     keys,
     values,
+    query_norm,
+    key_norm,
+    eps,
     num_heads: tl.constexpr,
     num_kv_heads: tl.constexpr,
     head_dim: tl.constexpr,
     half: tl.constexpr,
     heads: tl.constexpr,
+    has_norms: tl.constexpr,
 ):
     """Rotate and store one token and `heads` of its heads per program; `half` is half of the rotated channels."""
     token = tl.program_id(0).to(tl.int64)
@@ -49,6 +72,20 @@ def _rope_store(
     lefts = source[:, None] + channel[None, :]
     left = tl.load(lefts, mask=exists[:, None] & inside, other=0.0)
     right = tl.load(lefts + half, mask=exists[:, None] & inside, other=0.0)
+    if 2 * half < head_dim:
+        last = 2 * half + tl.arange(0, triton.next_power_of_2(head_dim - 2 * half))
+        within = (last < head_dim)[None, :]
+        rests = source[:, None] + last[None, :]
+        rest = tl.load(rests, mask=exists[:, None] & within, other=0.0)
+    if has_norms:
+        total = _squares(left) + _squares(right)
+        if 2 * half < head_dim:
+            total += _squares(rest)
+        scale = tl.rsqrt(total / head_dim + eps)
+        left = _normalise(left, scale, query_norm, key_norm, channel, half, is_query, is_key)
+        right = _normalise(
+            right, scale, query_norm + half, key_norm + half, channel, half, is_query, is_key
+        )
     wide_left = left.to(tl.float32)
     wide_right = right.to(tl.float32)
     new_left = (wide_left * cos - wide_right * sin).to(left.dtype)
@@ -62,11 +99,11 @@ def _rope_store(
     tl.store(where, left, mask=is_value[:, None] & inside)
     tl.store(where + half, right, mask=is_value[:, None] & inside)
     if 2 * half < head_dim:
-        channel = 2 * half + tl.arange(0, triton.next_power_of_2(head_dim - 2 * half))
-        inside = (channel < head_dim)[None, :]
-        rest = tl.load(source[:, None] + channel[None, :], mask=exists[:, None] & inside, other=0.0)
-        tl.store(key[:, None] + channel[None, :], rest, mask=is_key[:, None] & inside)
-        tl.store(value[:, None] + channel[None, :], rest, mask=is_value[:, None] & inside)
+        if has_norms:
+            rest = _normalise(rest, scale, query_norm, key_norm, last, head_dim, is_query, is_key)
+            tl.store(rests, rest, mask=is_query[:, None] & within)
+        tl.store(key[:, None] + last[None, :], rest, mask=is_key[:, None] & within)
+        tl.store(value[:, None] + last[None, :], rest, mask=is_value[:, None] & within)
 
 
 @triton.jit(do_not_specialize_on_alignment=["cache_rows"])
@@ -100,12 +137,12 @@ def _store(
 def rope_store(
     qkv: Tensor,
     rope: Tensor,
-    positions: Tensor,
-    cache_rows: Tensor,
+    batch: RaggedBatch,
     cache: LayerCache,
     num_heads: int,
+    norms: HeadNorms | None,
 ) -> Tensor:
-    """See Kernels. Queries are rotated in place; rotated keys are written to the cache only.
+    """See Kernels. Queries are changed in place; rotated keys are written to the cache only.
 
     Raises ValueError if `qkv` [T, width] or `rope` is not contiguous.
     """
@@ -119,15 +156,20 @@ def rope_store(
         _rope_store[(num_tokens, triton.cdiv(heads.shape[1], taken))](
             qkv,
             rope,
-            positions,
-            cache_rows,
+            batch.positions,
+            batch.cache_rows,
             cache.keys,
             cache.values,
+            # Without norms the kernel reads none of them.
+            qkv if norms is None else norms.query,
+            qkv if norms is None else norms.key,
+            0.0 if norms is None else norms.eps,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             half=rope.shape[1] // 2,
             heads=taken,
+            has_norms=norms is not None,
             num_warps=4,
         )
     return heads[:, :num_heads]

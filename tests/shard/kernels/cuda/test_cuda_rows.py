@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from millrace_shard.kernels.agreement import ragged_batch
-from millrace_shard.kernels.base import LayerCache
+from millrace_shard.kernels.base import HeadNorms, LayerCache
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
 
@@ -150,13 +150,49 @@ def test_rope_store(
     qkv = Random(dtype)(10, (heads + 2 * kv_heads) * dim)
     angles = torch.arange(40).unsqueeze(1) / torch.arange(1, rotary // 2 + 1)
     rope = torch.cat((angles.cos(), angles.sin()), dim=1).to(DEVICE)
-    counts = {"num_heads": heads, "num_kv_heads": kv_heads}
     untouched = qkv.clone()
-    expected = PLAIN.rope_store(qkv.clone(), rope, step.batch, step.plain, **counts)
-    queries = kernels.rope_store(qkv, rope, step.batch, step.ours, **counts)
+    expected = PLAIN.rope_store(
+        qkv.clone(), rope, step.batch, step.plain, num_heads=heads, num_kv_heads=kv_heads
+    )
+    queries = kernels.rope_store(
+        qkv, rope, step.batch, step.ours, num_heads=heads, num_kv_heads=kv_heads
+    )
     assert error(queries, expected) < TOLERANCE[dtype]
     assert step.difference() < TOLERANCE[dtype]
     assert queries.data_ptr() == qkv.data_ptr()
+    assert torch.equal(qkv[:, (heads + kv_heads) * dim :], untouched[:, (heads + kv_heads) * dim :])
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "rotary"),
+    [(9, 3, 64, 64), (3, 1, 80, 32), (2, 2, 16, 16), (2, 1, 96, 72)],
+)
+def test_norms_of_queries_and_keys_within_rope_store(
+    dtype: torch.dtype, kernels: CudaKernels, heads: int, kv_heads: int, dim: int, rotary: int
+) -> None:
+    """A head is normalised over all of its channels, rotated or not, and values are stored as they are."""
+    step = Step.of(kernels, kv_heads, dim, dtype)
+    random = Random(dtype)
+    qkv = random(10, (heads + 2 * kv_heads) * dim) * 3
+    norms = HeadNorms(1 + random(dim) / 4, 1 + random(dim) / 4, 1e-2)
+    rope = random(40, rotary).float()
+    untouched = qkv.clone()
+    normed = qkv.clone().view(10, heads + 2 * kv_heads, dim)
+    for some, weight in (
+        (slice(0, heads), norms.query),
+        (slice(heads, heads + kv_heads), norms.key),
+    ):
+        wide = normed[:, some].double()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + norms.eps)
+        normed[:, some] = (wide * scale * weight.double()).to(dtype)
+    expected = PLAIN.rope_store(
+        normed.flatten(1), rope, step.batch, step.plain, num_heads=heads, num_kv_heads=kv_heads
+    )
+    queries = kernels.rope_store(
+        qkv, rope, step.batch, step.ours, num_heads=heads, num_kv_heads=kv_heads, norms=norms
+    )
+    assert error(queries, expected) < 2 * TOLERANCE[dtype]
+    assert step.difference() < 2 * TOLERANCE[dtype]
     assert torch.equal(qkv[:, (heads + kv_heads) * dim :], untouched[:, (heads + kv_heads) * dim :])
 
 

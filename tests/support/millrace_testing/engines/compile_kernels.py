@@ -31,6 +31,7 @@ ALWAYS_FLOAT32 = ("partials", "tops", "totals", "rope")
 POINTERS = (
     *("attended", "queries", "key_pages", "value_pages", "out", "x", "residual", "weight"),
     *("gate_up", "qkv", "keys", "values", "new_keys", "new_values", "bias"),
+    *("query_norm", "key_norm"),
 )
 
 
@@ -132,9 +133,17 @@ def compile_rows(capability: int) -> None:
     compile_kernel(triton_rows._add_rms_norm, dtype, capability, num_warps=8, width=4096)
     compile_kernel(triton_rows._silu_mul, dtype, capability, num_warps=4, width=14336, columns=1024)
     heads = {"num_kv_heads": 8, "head_dim": 128, "heads": 8}
-    compile_kernel(
-        triton_rope._rope_store, dtype, capability, num_warps=4, num_heads=32, half=32, **heads
-    )
+    for half, has_norms in ((32, False), (64, True), (32, True)):
+        compile_kernel(
+            triton_rope._rope_store,
+            dtype,
+            capability,
+            num_warps=4,
+            num_heads=32,
+            half=half,
+            has_norms=has_norms,
+            **heads,
+        )
     compile_kernel(triton_rope._store, dtype, capability, num_warps=4, **heads)
     for each, tiling in (
         (dtype, triton_linear._TENSOR_CORES),
