@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from millrace_shard.config import ShardConfig
@@ -9,6 +11,11 @@ from millrace_shard.errors import ModelError
 from millrace_shard.model_runner.decode_graphs import GraphSettings
 from millrace_shard.model_runner.graph_capture import CudaCapture
 from millrace_shard.models.load import read_config
+
+FLOAT16_OVERFLOWS = ("gemma2", "glm4")
+"""Model types whose activations exceed the range of float16."""
+
+logger = logging.getLogger(__name__)
 
 
 def choose_device(config: ShardConfig) -> torch.device:
@@ -24,7 +31,23 @@ def choose_device(config: ShardConfig) -> torch.device:
 
 
 def choose_dtype(config: ShardConfig, device: torch.device) -> torch.dtype:
-    """The configured dtype, else the checkpoint's; on CPU, bfloat16 replaces the checkpoint's float16."""
+    """The configured dtype, else the checkpoint's; on CPU, bfloat16 replaces the checkpoint's float16.
+
+    Logs a warning for float16 if the activations of the model exceed its range.
+    """
+    dtype = _dtype(config, device)
+    if dtype == torch.float16:
+        model_type = read_config(config.model_folder).model_type
+        if model_type in FLOAT16_OVERFLOWS:
+            logger.warning(
+                "activations of %s exceed the range of float16: expect wrong tokens, and requests that fail; "
+                "--dtype bfloat16 has the range",
+                model_type,
+            )
+    return dtype
+
+
+def _dtype(config: ShardConfig, device: torch.device) -> torch.dtype:
     if config.dtype is not None:
         return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[
             config.dtype
