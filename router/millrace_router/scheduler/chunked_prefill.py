@@ -149,6 +149,9 @@ class ChunkedPrefill(PrefillPolicy):
             return PromptBudget(tokens)
         load = self._multi_token.expected_load(load)
         seconds = self._cost.seconds_for_prompts(self._max_step_seconds(load), load)
+        if self.budgets.shortest_first:
+            # Overtaking prompts go on too where decodes alone take longer than the target.
+            seconds = max(seconds, self._cost.prompt_seconds(2 * self._least_chunk, start=0))
         return PromptBudget(tokens, seconds, self._cost)
 
     def _max_step_seconds(self, load: StepLoad) -> float:

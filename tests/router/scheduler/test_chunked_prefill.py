@@ -55,12 +55,14 @@ class Prompts:
         tenants: bool = False,
         cost: CostModel | None = None,
         budget: int = BUDGET,
+        target: float | None = None,
     ) -> Prompts:
         budgets = Budgets(
             max_batch_prefill_tokens=budget,
             max_batch_size=rows,
             spare_slots=2,
             shortest_first=shortest_first,
+            target_inter_token_latency=target,
         )
         queue = TenantQueue(quantum=8) if tenants else WaitingQueue()
         planner = Planner(budgets, BlockManager(num_blocks, BLOCK_SIZE), cost)
@@ -276,6 +278,18 @@ def test_steps_with_decodes_are_short_and_their_budget_counts_positions() -> Non
         assert plan is not None
         assert (COST.seconds(plan.load) or 0.0) <= 0.1
     assert prompts.steps[-2][long] < first / 2
+
+
+def test_a_short_prompt_joins_even_where_decodes_take_longer_than_the_target() -> None:
+    prompts = Prompts.new(cost=COST, budget=4096, target=0.005)
+    prompts.submit(1, max_new_tokens=1000)
+    prompts.step()
+    long = prompts.submit(1500)
+    prompts.step()
+    assert prompts.last == {long: 2 * BLOCK_SIZE}
+    short = prompts.submit(BLOCK_SIZE - 1)
+    prompts.step()
+    assert prompts.last == {short: BLOCK_SIZE - 1, long: BLOCK_SIZE}
 
 
 def test_half_of_the_seconds_are_for_short_prompts_far_into_a_long_one() -> None:
