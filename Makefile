@@ -39,7 +39,7 @@ help:
 	@echo "make bench            all cases and load levels beside the installed peers, to bench/out"
 	@echo "make bench-quick      whether our engine became slower; three minutes"
 	@echo "make bench-curves     throughput over concurrency and context length, to bench/out"
-	@echo "make bench-gpu        on a machine with a GPU and torch: engine, server, transformers; ten minutes"
+	@echo "make bench-gpu        a first hour on a GPU: checks and speed in ten minutes; without one, in an interpreter"
 	@echo "make bench-gpu-bundle wheels that such a machine lacks, to run it without a network, to .gpu-bundle"
 	@echo "make chaos            break the server 100 times under load, and audit it; a quarter of an hour"
 	@echo "make format           rewrite the sources in house style"

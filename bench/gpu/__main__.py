@@ -1,6 +1,7 @@
-"""`make bench-gpu`: every stage in a process of its own, the table of goals at the end, under ten minutes.
+"""`make bench-gpu`: the stages of `plan`, each in a process of its own, and a page of results, in at most ten minutes.
 
-It needs the standard library alone. A stage needs torch and the packages of `.gpu-bundle`, and reports missing ones.
+Without a GPU the stages run in Triton's interpreter on a tiny model, and the page says so. This program needs the
+standard library alone. A stage needs torch and the packages of `.gpu-bundle`, and reports missing ones.
 """
 
 from __future__ import annotations
@@ -10,49 +11,45 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from bench.gpu.bundle.files import BundleError, use_bundle
 from bench.gpu.children import Ended, run
+from bench.gpu.device import find_device
 from bench.gpu.figures import read
-from bench.gpu.report import Run
+from bench.gpu.page import Results
+from bench.gpu.plan import LEAST_SECONDS, STAGES, TOTAL_SECONDS, Stage, limit_seconds
 from bench.harness.paths import ROOT
 
 SOURCES = ("proto", "router", "shard", "launcher", "tests/support", ".")
-BUDGET_SECONDS = {
-    "machine": 60,
-    "decode": 150,
-    "prefill": 70,
-    "small": 60,
-    "server": 170,
-    "transformers": 100,
-    "tests": 150,
-}
-"""The time limit of each stage, in the order in which they run; `--seconds` limits their sum."""
-TOTAL_SECONDS = 540.0
-LEAST_SECONDS = 5.0
+DEFAULT_SHAPE = {"cuda": "8b", "cpu": "tiny"}
+STOP_SECONDS = 5.0
+"""A stage is told to end this long before its limit, so that it can end its children and keep its figures."""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
     """The command line."""
 
-    stages: tuple[str, ...]
+    stages: tuple[Stage, ...]
     device: str
-    shape: str
+    """ "auto", "cuda" or "cpu"."""
+    shape: str | None
+    """None: the default of the device."""
     seconds: float
     out: Path
     shard_flags: tuple[str, ...]
 
     @classmethod
-    def read(cls, argv: Sequence[str]) -> Command:
+    def read(cls, argv: Sequence[str], stages: Sequence[Stage] = STAGES) -> Command:
         """Parse `argv`; exits with 2 and a message for a bad one."""
+        names = [stage.name for stage in stages]
         parser = argparse.ArgumentParser(prog="make bench-gpu", description=__doc__)
-        parser.add_argument("--stages", default=",".join(BUDGET_SECONDS), help="some of them")
-        parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-        parser.add_argument("--shape", choices=("8b", "tiny"), default="8b")
+        parser.add_argument("--stages", default=",".join(names), help="some of them")
+        parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+        parser.add_argument("--shape", choices=tuple(DEFAULT_SHAPE.values()))
         parser.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="for all stages")
         parser.add_argument("--out", type=Path, default=default_out(os.environ))
         parser.add_argument(
@@ -60,12 +57,27 @@ class Command:
         )
         args = parser.parse_args(argv)
         wanted = args.stages.split(",")
-        if unknown := sorted(set(wanted) - BUDGET_SECONDS.keys()):
-            parser.error(f"no stages {unknown}; there are: {', '.join(BUDGET_SECONDS)}")
-        # Shares of the machine's limits need those limits.
-        stages = tuple(name for name in BUDGET_SECONDS if name == "machine" or name in wanted)
+        if unknown := sorted(set(wanted) - set(names)):
+            parser.error(f"no stages {unknown}; there are: {', '.join(names)}")
+        # The first stage measures the limits of the device, which figures are shares of.
+        chosen = tuple(stage for stage in stages if stage.name in (names[0], *wanted))
         flags = tuple(args.shard_flag)
-        return cls(stages, args.device, args.shape, args.seconds, args.out.absolute(), flags)
+        return cls(chosen, args.device, args.shape, args.seconds, args.out.absolute(), flags)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The device and the environment of all stages."""
+
+    device: str
+    shape: str
+    environment: Mapping[str, str]
+    scratch: Path
+
+    @property
+    def figures(self) -> Path:
+        """The file to which stages append their figures."""
+        return self.scratch / "figures.jsonl"
 
 
 def default_out(environ: Mapping[str, str]) -> Path:
@@ -73,32 +85,23 @@ def default_out(environ: Mapping[str, str]) -> Path:
     return Path(environ.get("OUT") or ROOT / "bench" / "out")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 when every stage succeeded, else 1; results are written either way."""
-    command = Command.read(sys.argv[1:] if argv is None else argv)
-    deadline = time.monotonic() + command.seconds
+def main(argv: Sequence[str] | None = None, stages: Sequence[Stage] = STAGES) -> int:
+    """Exit status: 0 when every stage succeeded and every check held, else 1; results are written either way."""
+    began = time.monotonic()
+    command = Command.read(sys.argv[1:] if argv is None else argv, stages)
+    deadline = began + command.seconds
     command.out.mkdir(parents=True, exist_ok=True)
-    report = Run(command.out, device=command.device, shape=command.shape)
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as scratch:
-        try:
-            added = use_bundle(ROOT, Path(scratch) / "site")
-        except BundleError as error:
-            # Stages whose packages are installed can run without the bundle.
-            print(f"without the bundle: {error}", flush=True)
-            added = ()
-        environment = child_environment(os.environ, added)
-        figures = Path(scratch) / "figures.jsonl"
-        for name in command.stages:
-            limit = min(BUDGET_SECONDS[name], deadline - time.monotonic())
-            print(f"{name}, at most {limit:.0f} s", flush=True)
-            ended = _run(command, name, environment, figures, limit)
-            report.add(name, ended, read(figures))
-            print(f"{name}: {ended.status} after {ended.seconds:.0f} s\n", flush=True)
+        setup = _prepare(command, Path(scratch))
+        results = Results(command.out, device=setup.device, shape=setup.shape)
+        for stage, ended in _stages(command, setup, deadline):
+            results.add(stage, ended, read(setup.figures))
+            print(f"{stage.name}: {ended.status} after {ended.seconds:.0f} s\n", flush=True)
             if ended.status == "no device":
                 break
-    print(report.text(), flush=True)
-    print(f"written to {report.path}", flush=True)
-    return 0 if report.is_whole else 1
+    print(results.text(), flush=True)
+    print(f"written to {results.json_path} and {results.page_path}", flush=True)
+    return 0 if results.is_whole else 1
 
 
 def child_environment(environ: Mapping[str, str], added: Sequence[Path]) -> dict[str, str]:
@@ -115,20 +118,45 @@ def child_environment(environ: Mapping[str, str], added: Sequence[Path]) -> dict
     }
 
 
-def _run(
-    command: Command, name: str, environment: Mapping[str, str], figures: Path, limit: float
-) -> Ended:
+def _prepare(command: Command, scratch: Path) -> Setup:
+    try:
+        added = use_bundle(ROOT, scratch / "site")
+    except BundleError as error:
+        # Stages whose packages are installed can run without the bundle.
+        print(f"without the bundle: {error}", flush=True)
+        added = ()
+    environment = child_environment(os.environ, added)
+    device = command.device
+    if device == "auto":
+        device = find_device(environment, ROOT)
+    if device == "cpu":
+        print("no GPU: every stage runs in Triton's interpreter", flush=True)
+        environment["TRITON_INTERPRET"] = "1"
+    return Setup(device, command.shape or DEFAULT_SHAPE[device], environment, scratch)
+
+
+def _stages(command: Command, setup: Setup, deadline: float) -> Iterator[tuple[Stage, Ended]]:
+    """Run each stage within its limit."""
+    shares = [stage.share_on(setup.device) for stage in command.stages]
+    for place, stage in enumerate(command.stages):
+        limit = limit_seconds(shares[place:], deadline - time.monotonic())
+        print(f"{stage.name}, at most {limit:.0f} s: {stage.question}", flush=True)
+        yield stage, _run(command, setup, stage, limit)
+
+
+def _run(command: Command, setup: Setup, stage: Stage, limit: float) -> Ended:
     if limit < LEAST_SECONDS:
         return Ended("skipped", 0.0, ("no time was left",))
     arguments = [
-        f"--device={command.device}",
-        f"--shape={command.shape}",
-        f"--figures={figures}",
+        f"--device={setup.device}",
+        f"--shape={setup.shape}",
+        f"--figures={setup.figures}",
         f"--out={command.out}",
+        f"--seconds={max(LEAST_SECONDS, limit - STOP_SECONDS):.0f}",
         *(f"--shard-flag={flag}" for flag in command.shard_flags),
     ]
-    module = [sys.executable, "-m", "bench.gpu.stage", name]
-    return run([*module, *arguments], environment=environment, cwd=ROOT, limit_seconds=limit)
+    module = [sys.executable, "-m", "bench.gpu.stage", stage.module]
+    return run([*module, *arguments], environment=setup.environment, cwd=ROOT, limit_seconds=limit)
 
 
 if __name__ == "__main__":

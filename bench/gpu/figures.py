@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+CHECK = "check"
+"""The kind of a figure that must not exceed `most`."""
+UNCHECKED = "unchecked"
+"""The kind of a check that could not be made; the detail `reason` says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,12 +24,36 @@ class Figure:
     unit: str
     kind: str = ""
     """The goal that it belongs to, or empty."""
+    most: float = 0.0
+    """The largest value with which a CHECK holds."""
     detail: dict[str, Any] = field(default_factory=dict)
 
     def text(self) -> str:
         """One line of text."""
+        if self.kind == UNCHECKED:
+            return f"{self.name}: not checked, {self.detail['reason']}"
         parts = ", ".join(f"{key} {shown(value)}" for key, value in self.detail.items())
         return f"{self.name}: {shown(self.value)} {self.unit}" + (f" ({parts})" if parts else "")
+
+
+def check(
+    name: str,
+    value: float,
+    unit: str,
+    detail: Mapping[str, object] | None = None,
+    *,
+    most: float = 0.0,
+) -> Figure:
+    """A figure that must not exceed `most`; NaN counts as infinity."""
+    bounded = math.inf if math.isnan(value) else float(value)
+    return Figure(
+        name=name, value=bounded, unit=unit, kind=CHECK, most=most, detail=dict(detail or {})
+    )
+
+
+def unchecked(name: str, reason: str) -> Figure:
+    """A check that could not be made."""
+    return Figure(name=name, value=0.0, unit="", kind=UNCHECKED, detail={"reason": reason})
 
 
 def shown(value: object) -> str:

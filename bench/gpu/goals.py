@@ -1,4 +1,4 @@
-"""The goals on one GPU, computed from the figures of one run."""
+"""The checks and the goals on one GPU, computed from the figures of one run."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from bench.gpu.figures import Figure, shown
+from bench.gpu.figures import CHECK, UNCHECKED, Figure, shown
 
 READ_RATE, COPY_RATE, MATRIX_RATE = "memory read", "memory copy", "matrix product, bfloat16"
 DECODE, PREFILL, SMALL = "decode", "prefill", "small"
 ENGINE, SERVER, PEER, TESTS = "engine", "server", "transformers", "tests"
+ACTIVITY = "activity"
 STOPPED = -1
 """Stands for the tests' exit status when their time limit ended them."""
 UNIT = {READ_RATE: "GB/s", COPY_RATE: "GB/s", MATRIX_RATE: "TFLOP/s"}
@@ -61,8 +62,14 @@ class Figures:
         return None if value is None else value * 1e12
 
 
-def table(figures: Iterable[Figure]) -> list[Line]:
-    """Every goal, measured or not."""
+def checks(figures: Iterable[Figure]) -> list[Line]:
+    """Every check that was made or could not be made, then the tests."""
+    found = [figure for figure in figures if figure.kind in (CHECK, UNCHECKED)]
+    return [*map(_checked, found), *_tests(Figures(figures))]
+
+
+def speeds(figures: Iterable[Figure]) -> list[Line]:
+    """Every goal of speed, measured or not."""
     found = Figures(figures)
     return [
         *_decodes(found),
@@ -70,8 +77,25 @@ def table(figures: Iterable[Figure]) -> list[Line]:
         *_small(found),
         _ratio(found, "server against engine", (SERVER, ENGINE), least=0.92),
         _ratio(found, "engine against transformers", (ENGINE, PEER), least=2.0),
-        *_tests(found),
     ]
+
+
+def _checked(figure: Figure) -> Line:
+    if figure.kind == UNCHECKED:
+        return Line(
+            case=figure.name,
+            measured=str(figure.detail["reason"]),
+            reached="",
+            goal="",
+            verdict="not measured",
+        )
+    return Line(
+        case=figure.name,
+        measured=_measured(figure),
+        reached=str(figure.detail.get("checked", "")),
+        goal=f"<= {shown(figure.most)}",
+        verdict=_verdict(figure.value <= figure.most),
+    )
 
 
 def _decodes(found: Figures) -> Sequence[Line]:

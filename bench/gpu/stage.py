@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 
 import torch
 
 from bench.gpu.children import NO_DEVICE
+from bench.gpu.engine.scale import SCALES
 from bench.gpu.figures import Figure, append
-from bench.gpu.scale import SCALES
-from bench.gpu.stages import STAGES, Setting
+from bench.gpu.setting import Setting
 
 
 def main() -> int:
     """Exit status: 1 with a traceback when the stage failed."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("stage", choices=STAGES)
+    parser.add_argument("module", help="import path of a module with `run`")
     parser.add_argument("--device", required=True)
     parser.add_argument("--shape", choices=SCALES, required=True)
     parser.add_argument("--figures", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--shard-flag", action="append", default=[])
     args = parser.parse_args()
     # SIGTERM becomes an exit, so that a stage ends its children and removes its files.
@@ -41,10 +44,12 @@ def main() -> int:
         device=torch.device(args.device),
         scale=SCALES[args.shape],
         out=args.out,
+        deadline=time.monotonic() + args.seconds,
         shard_flags=tuple(args.shard_flag),
     )
     try:
-        STAGES[args.stage](setting, emit)
+        # A stage whose packages are missing fails alone.
+        importlib.import_module(args.module).run(setting, emit)
     except Exception:  # noqa: BLE001 - the edge of the process
         traceback.print_exc()
         return 1

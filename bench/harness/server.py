@@ -26,6 +26,7 @@ from bench.harness.load import run_level
 from bench.harness.machine import CpuMeter, family
 from bench.harness.measurement import Measurement, summarise
 
+LAUNCHER = ("-m", "millrace_launcher")
 READY_SECONDS = 600.0
 STOP_SECONDS = 60.0
 POLL_SECONDS = 0.1
@@ -69,14 +70,17 @@ def serving(
     log: Path,
     flags: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
+    launcher: Sequence[str] = LAUNCHER,
 ) -> Iterator[RunningServer]:
-    """Run `millrace-launcher` on `model` for the length of the block; raises ServerError."""
+    """Run a server of `model` for the length of the block; raises ServerError.
+
+    `launcher` are Python's arguments that start `millrace-launcher`.
+    """
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as scratch:
         command = [
             sys.executable,
-            "-m",
-            "millrace_launcher",
+            *launcher,
             f"--model-id={model}",
             "--hostname=127.0.0.1",
             f"--port={port}",

@@ -1,14 +1,12 @@
-"""From figures to the table of goals, and figures on disk."""
+"""From figures to checks and goals, and figures on disk."""
 
 from __future__ import annotations
 
-import json
+import math
 from pathlib import Path
 
 from bench.gpu import goals
-from bench.gpu.children import Ended
-from bench.gpu.figures import Figure, append, read
-from bench.gpu.report import Run
+from bench.gpu.figures import Figure, append, check, read, unchecked
 
 LIMITS = [
     Figure(name="r", kind=goals.READ_RATE, value=3000.0, unit="GB/s"),
@@ -18,7 +16,8 @@ LIMITS = [
 
 
 def verdicts(figures: list[Figure]) -> dict[str, tuple[str, str]]:
-    return {line.case: (line.reached, line.verdict) for line in goals.table(figures)}
+    lines = [*goals.checks(figures), *goals.speeds(figures)]
+    return {line.case: (line.reached, line.verdict) for line in lines}
 
 
 def decode(milliseconds: float) -> Figure:
@@ -56,8 +55,28 @@ def test_ratios_need_both_sides() -> None:
 
 
 def test_what_was_not_measured_is_in_the_table_all_the_same() -> None:
-    assert {line.verdict for line in goals.table([])} == {"not measured"}
-    assert len(goals.table([])) == 6
+    lines = [*goals.checks([]), *goals.speeds([])]
+    assert {line.verdict for line in lines} == {"not measured"}
+    assert len(lines) == 6
+
+
+def test_a_check_holds_up_to_its_bound() -> None:
+    found = {
+        figure.name: goals.checks([figure])[0].verdict
+        for figure in (
+            check("at the bound", 0.5, "x", most=0.5),
+            check("above it", 0.51, "x", most=0.5),
+            check("not a number", math.nan, "x", most=0.5),
+            unchecked("not made", "no tool"),
+        )
+    }
+    assert found == {
+        "at the bound": "met",
+        "above it": "missed",
+        "not a number": "missed",
+        "not made": "not measured",
+    }
+    assert goals.checks([unchecked("not made", "no tool")])[0].measured == "no tool"
 
 
 def verdict_on_tests(status: float, *, failed: int = 0, skipped: int = 0) -> str:
@@ -90,18 +109,3 @@ def test_figures_are_kept_when_their_writer_is_killed(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('{"name": "half')
     assert read(path) == [decode(5.0), LIMITS[0]]
-
-
-def test_results_are_on_disk_after_every_stage(tmp_path: Path) -> None:
-    run = Run(tmp_path, device="cuda", shape="8b")
-    run.add("machine", Ended("ok", 3.0, ()), LIMITS)
-    was_whole = run.is_whole
-    assert json.loads(run.path.read_text())["figures"][0]["value"] == 3000.0
-    run.add("decode", Ended("failed", 1.0, ("Traceback", "ValueError: no")), [*LIMITS, decode(4.5)])
-    assert (was_whole, run.is_whole) == (True, False)
-    content = json.loads(run.path.read_text())
-    assert content["stages"]["decode"]["tail"] == ["Traceback", "ValueError: no"]
-    assert content["table"][0]["verdict"] == "met"
-    text = (tmp_path / "gpu.txt").read_text()
-    assert "ValueError: no" in text
-    assert "88.9%" in text

@@ -10,9 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from bench.gpu.__main__ import BUDGET_SECONDS, Command, child_environment, default_out, main
+from bench.gpu.__main__ import Command, child_environment, default_out, main
 from bench.gpu.children import NO_DEVICE, SHARED_MEMORY, run, scratch_prefix
-from bench.gpu.stages import STAGES
+from bench.gpu.device import find_device
+from bench.gpu.page import NO_GPU
+from bench.gpu.plan import STAGES, Stage
 
 LIMIT_SECONDS = 60.0
 TINY = ["--device=cpu", "--shape=tiny"]
@@ -26,6 +28,25 @@ def python(code: str, *arguments: str) -> tuple[str, tuple[str, ...]]:
         limit_seconds=LIMIT_SECONDS,
     )
     return ended.status, ended.tail
+
+
+class ExceedsItsBound(subprocess.Popen[str]):
+    """A stage named `endless` whose time is up as soon as it has written to the pipe that its output names."""
+
+    is_told = False
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait as `Popen` does; the first time, raise once the stage has written."""
+        assert isinstance(self.args, list)
+        if "endless" not in self.args or self.is_told:
+            return super().wait(timeout)
+        self.is_told = True
+        (out,) = (word.partition("=")[2] for word in self.args if word.startswith("--out="))
+        reader = os.open(Path(out) / "told", os.O_RDONLY | os.O_NONBLOCK)
+        readable, _, _ = select.select([reader], [], [], LIMIT_SECONDS)
+        os.close(reader)
+        assert readable
+        raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
 
 
 class TakesTooLong(subprocess.Popen[str]):
@@ -82,14 +103,13 @@ signal.pause()
     assert not Path(folder).exists()
 
 
-def test_the_budgets_are_those_of_the_stages() -> None:
-    assert list(BUDGET_SECONDS) == list(STAGES)
+def test_the_first_stage_runs_with_whatever_was_asked_for() -> None:
+    def names(*argv: str) -> list[str]:
+        return [stage.name for stage in Command.read(argv).stages]
 
-
-def test_the_machine_is_measured_with_whatever_was_asked_for() -> None:
-    assert Command.read(["--stages=prefill,decode"]).stages == ("machine", "decode", "prefill")
-    assert Command.read([]).stages == tuple(BUDGET_SECONDS)
-    assert Command.read([]).device == "cuda"
+    assert names("--stages=prefill,decode") == ["versions", "decode", "prefill"]
+    assert names() == [stage.name for stage in STAGES]
+    assert Command.read([]).device == "auto"
 
 
 def test_an_unknown_stage_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,20 +132,96 @@ def test_bundle_and_sources_come_before_the_users_path() -> None:
     assert all(Path(folder).is_dir() for folder in sources)
 
 
-def test_a_stage_that_fails_leaves_the_results_of_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_device_is_the_one_that_torch_finds(tmp_path: Path) -> None:
+    """A torch of one line stands for the installed one."""
+    (tmp_path / "torch.py").write_text(
+        "class cuda:\n    is_available = staticmethod(lambda: True)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    assert find_device(environment, tmp_path) == "cuda"
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch')")
+    assert find_device(environment, tmp_path) == "cpu"
+
+
+GOOD = """
+from bench.gpu.figures import check
+
+def run(setting, emit):
+    emit(check(f"{__name__} on {setting.device}", 0, "x"))
+"""
+FAILING = """
+from bench.gpu.figures import check
+
+def run(setting, emit):
+    emit(check("before the failure", 0, "x"))
+    raise ValueError("it is broken")
+"""
+ENDLESS = """
+import signal
+from bench.gpu.figures import check
+
+def run(setting, emit):
+    emit(check("before the bound", 0, "x"))
+    with (setting.out / "told").open("w") as pipe:
+        pipe.write("told")
+    signal.pause()
+"""
+SOURCES = {"first": GOOD, "failing": FAILING, "endless": ENDLESS, "last": GOOD}
+
+
+@pytest.fixture
+def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Stage]:
+    """Stages in a folder of their own, one of which fails, and one of which never ends."""
+    sources = tmp_path / "stages"
+    sources.mkdir()
+    for name, text in SOURCES.items():
+        (sources / f"{name}.py").write_text(text)
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(sources), os.environ.get("PYTHONPATH", "")])
+    )
+    os.mkfifo(tmp_path / "told")
+    return [Stage(name, f"Does {name} run?", 1, 1) for name in SOURCES]
+
+
+def test_a_run_goes_on_after_a_stage_that_fails_and_one_that_exceeds_its_bound(
+    tmp_path: Path, stages: list[Stage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    flags = ["--shard-flag=--cuda-graphs=many", f"--out={tmp_path}"]
-    assert main([*TINY, *flags, "--stages=decode"]) == 1
+    monkeypatch.setattr("bench.gpu.children.subprocess.Popen", ExceedsItsBound)
+    assert main([*TINY, f"--out={tmp_path}"], stages) == 1
     content = json.loads((tmp_path / "gpu.json").read_text())
-    stages = {name: ended["status"] for name, ended in content["stages"].items()}
-    assert stages == {"machine": "ok", "decode": "failed"}
-    assert any("cuda-graphs" in line for line in content["stages"]["decode"]["tail"])
-    assert "matrix product, bfloat16" in [figure["name"] for figure in content["figures"]]
+    ends = {name: ended["status"] for name, ended in content["stages"].items()}
+    assert ends == {"first": "ok", "failing": "failed", "endless": "timed out", "last": "ok"}
+    assert content["stages"]["failing"]["tail"][-1] == "ValueError: it is broken"
+    assert [figure["name"] for figure in content["figures"]] == [
+        "first on cpu",
+        "before the failure",
+        "before the bound",
+        "last on cpu",
+    ]
+    page = (tmp_path / "gpu.md").read_text()
+    assert "ValueError: it is broken" in page
+    assert NO_GPU in page
 
 
-def test_no_stage_starts_without_time(tmp_path: Path) -> None:
-    assert main([*TINY, f"--out={tmp_path}", "--seconds=0", "--stages=machine"]) == 1
+def test_a_run_whose_stages_succeed_ends_with_status_0(
+    tmp_path: Path, stages: list[Stage], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*TINY, f"--out={tmp_path}", "--stages=last"], stages) == 0
+    assert NO_GPU in capfd.readouterr().out
+    assert NO_GPU in (tmp_path / "gpu.md").read_text()
+
+
+def test_no_stage_starts_without_time(tmp_path: Path, stages: list[Stage]) -> None:
+    assert main([*TINY, f"--out={tmp_path}", "--seconds=0"], stages) == 1
     content = json.loads((tmp_path / "gpu.json").read_text())
-    assert content["stages"]["machine"]["status"] == "skipped"
+    assert {ended["status"] for ended in content["stages"].values()} == {"skipped"}
+
+
+def test_a_stage_that_finds_no_gpu_ends_the_run(tmp_path: Path, stages: list[Stage]) -> None:
+    if find_device(os.environ, tmp_path) == "cuda":
+        pytest.skip("there is a GPU")
+    assert main(["--device=cuda", "--shape=tiny", f"--out={tmp_path}"], stages) == 1
+    content = json.loads((tmp_path / "gpu.json").read_text())
+    assert {name: ended["status"] for name, ended in content["stages"].items()} == {
+        "first": "no device"
+    }

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench.gpu.checkpoint import num_bytes, temporary_checkpoint, write_weights
-from bench.gpu.random_weights import EMBEDDING, RandomWeights, tensor_shapes
-from bench.gpu.scale import TINY
+from bench.gpu.engine.checkpoint import num_bytes, temporary_checkpoint, write_weights
+from bench.gpu.engine.random_weights import EMBEDDING, RandomWeights, tensor_shapes
+from bench.gpu.engine.scale import TINY
 from bench.harness.checkpoints import describe, write_checkpoint
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from bench.gpu.children import SHARED_MEMORY, scratch_prefix
-from bench.gpu.random_weights import fill, tensor_shapes
+from bench.gpu.engine.random_weights import fill, tensor_shapes
 from bench.harness.checkpoints import Shape, describe
 
 BYTES = 2

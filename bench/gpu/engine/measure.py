@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 
 from bench.comparison.roofline import BYTES, attention_flops, cache_bytes, layer_weights
+from bench.gpu.engine.scale import Load
+from bench.gpu.engine.session import Session, StepTimes
 from bench.gpu.figures import Figure
-from bench.gpu.scale import Load
-from bench.gpu.session import Session, StepTimes
 from bench.harness.checkpoints import Shape
-
-Emit = Callable[[Figure], None]
 
 
 def decode_bytes(shape: Shape, context: float) -> float:
@@ -79,17 +77,20 @@ def measure_prefill(
     )
 
 
-def measure_load(session: Session, load: Load, *, repeats: int) -> Figure:
-    """Output tokens a second of requests that all arrive at once, from submission to the last token."""
-    rates = []
+def measure_load(session: Session, load: Load, *, repeats: int) -> Iterator[Figure]:
+    """Output tokens a second of requests that all arrive at once, from submission to the last token.
+
+    There is a figure after each run, over the runs so far. The first run may warm up, and counts only alone.
+    """
+    rates: list[float] = []
     for _ in range(repeats + 1):
         session.clear()
         began = time.perf_counter()
         session.admit(load.streams, load.prompt_tokens, room=load.new_tokens)
         session.decode(load.streams, load.new_tokens - 1)
         rates.append(load.streams * load.new_tokens / (time.perf_counter() - began))
-    session.clear()
-    return load_figure("engine", load, rates[1:])
+        session.clear()
+        yield load_figure("engine", load, rates[1:] or rates)
 
 
 def load_figure(

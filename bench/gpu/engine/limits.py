@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bench.gpu.clock import median_ms
+from bench.gpu.engine.clock import median_ms
 
 REPEATS = 40
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bench.harness.checkpoints import SHAPES, Shape
+import torch
 
-GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
+from bench.harness.checkpoints import SHAPES, Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +35,33 @@ class Scale:
     load: Load
     max_tokens: int
     """Most tokens of one sequence."""
+    memory_tokens: int | None
+    """Tokens of a full KV cache; None: as many as the memory has room for."""
+    memory_rows: int
+    """Most sequences of a full KV cache."""
     num_steps: int
     """Decodes measured for each batch."""
     num_warm_ups: int
+    num_profiled: int
+    """Decodes under the profiler for each batch."""
     repeats: int
     matrix_size: int
     buffer_bytes: int
     """Bytes of the buffer for the memory's rate."""
+    checked_dtypes: tuple[torch.dtype, ...]
+    checked_head_dims: tuple[int, ...]
+    checked_groups: tuple[int, ...]
+    """Query heads of a key-value head."""
+    company: int
+    """Sequences beside the one whose bits are compared."""
+    contexts: tuple[int, ...]
+    """Lengths of the sequence whose bits are compared."""
+    random_steps: int
+    """Random steps that are compared with a shard on CPU."""
+    verify_flags: tuple[str, ...]
+    """Flags of `millrace-verify`."""
+    tests: tuple[str, ...]
+    """Patterns of the test files."""
 
     @property
     def max_prefill_tokens(self) -> int:
@@ -51,7 +71,7 @@ class Scale:
     @property
     def room(self) -> int:
         """Tokens by which the first sequence grows over all batches."""
-        return len(self.batches) * (self.num_steps + self.num_warm_ups)
+        return len(self.batches) * (self.num_steps + self.num_warm_ups + self.num_profiled)
 
     @property
     def longest(self) -> int:
@@ -90,9 +110,25 @@ SCALES = {
         max_tokens=4096,
         num_steps=48,
         num_warm_ups=8,
+        num_profiled=20,
         repeats=5,
         matrix_size=8192,
         buffer_bytes=8 << 30,
+        memory_tokens=None,
+        memory_rows=256,
+        checked_dtypes=(torch.bfloat16, torch.float16),
+        checked_head_dims=(128, 64, 96, 80, 256),
+        checked_groups=(4, 1, 8, 7, 5, 2, 16),
+        company=40,
+        contexts=(70, 600),
+        random_steps=1000,
+        verify_flags=("--cases=batched",),
+        tests=(
+            "tests/shard/kernels/cuda/test_cuda_*.py",
+            "tests/shard/model_runner/test_decode_graphs.py",
+            "tests/shard/model_runner/test_no_waiting.py",
+            "tests/shard/device/test_transfers.py",
+        ),
     ),
     "tiny": Scale(
         model=TINY,
@@ -106,8 +142,19 @@ SCALES = {
         max_tokens=128,
         num_steps=4,
         num_warm_ups=1,
+        num_profiled=2,
         repeats=2,
         matrix_size=128,
         buffer_bytes=1 << 20,
+        memory_tokens=400,
+        memory_rows=3,
+        checked_dtypes=(torch.bfloat16,),
+        checked_head_dims=(64,),
+        checked_groups=(2,),
+        company=3,
+        contexts=(70,),
+        random_steps=60,
+        verify_flags=("--cases=batched", "--requests=2", "--max-new-tokens=4"),
+        tests=("tests/shard/kernels/cuda/test_cuda_decoder.py",),
     ),
 }

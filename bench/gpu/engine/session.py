@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
-from bench.gpu.clock import Clock
-from bench.gpu.random_weights import RandomWeights, read_description
-from bench.gpu.scale import GRAPH_SIZES, Scale
+from bench.gpu.engine.clock import Clock
+from bench.gpu.engine.kernels import kernels_for
+from bench.gpu.engine.random_weights import RandomWeights, read_description
+from bench.gpu.engine.scale import Scale
 from bench.harness.checkpoints import Shape
-from millrace_shard.batch.sequence import Sequence
+from millrace_shard.batch.sequence import SamplingParameters, Sequence
 from millrace_shard.batch.step import BatchChange, Forward, StepResult
-from millrace_shard.commands.device_settings import graph_settings, is_deterministic
 from millrace_shard.config import ShardConfig
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.engine.kv_capacity import WarmupRequest
 from millrace_shard.engine.loaded_model import LoadedModel
 from millrace_shard.engine.warmup import MemoryLimits, warm_up
-from millrace_shard.kernels.choose import choose_kernels
+from millrace_shard.model_runner.decode_graphs import GraphSettings
 from millrace_shard.model_runner.launched_step import LaunchedStep
 from millrace_shard.model_runner.runner import StepRunner
 from millrace_shard.models.architecture import Architecture
@@ -33,6 +32,8 @@ from millrace_shard.models.rope import model_rope_table
 STEPS_IN_FLIGHT = 2
 """Steps in flight, as in the router."""
 DTYPE = torch.bfloat16
+GREEDY = SamplingParameters()
+SEED = 0
 
 
 class BadStepError(Exception):
@@ -51,24 +52,12 @@ class StepTimes:
     """For its submission."""
 
 
-def shard_flags(device: torch.device, graph_sizes: Iterable[int] = GRAPH_SIZES) -> tuple[str, ...]:
-    """Flags of every shard here; empty sizes mean no graphs."""
-    sizes = ",".join(map(str, graph_sizes)) or "0"
-    return (f"--device={device.type}", f"--cuda-graphs={sizes}")
-
-
 @torch.inference_mode()
 def load(shape: Shape, config: ShardConfig, device: torch.device, max_tokens: int) -> LoadedModel:
-    """Random weights behind the kernels that the shard would choose."""
+    """Random weights behind the kernels for CUDA."""
     described = read_description(config.model_folder, shape)
     arch = Architecture.from_config(described)
-    kernels = choose_kernels(
-        device,
-        DTYPE,
-        deterministic=is_deterministic(config, device),
-        head_dims=(arch.head_dim,),
-        custom=not config.disable_custom_kernels,
-    )
+    kernels = kernels_for(config, device, DTYPE, arch.head_dim)
     torch.manual_seed(0)
     group = ProcessGroup.single()
     model = Decoder(
@@ -83,21 +72,31 @@ def load(shape: Shape, config: ShardConfig, device: torch.device, max_tokens: in
 
 
 @torch.inference_mode()
-def start(loaded: LoadedModel, config: ShardConfig, scale: Scale, *, max_rows: int) -> Session:
-    """Warm up as the shard does, with room for `max_rows` sequences of every measured length."""
+def start(
+    loaded: LoadedModel,
+    scale: Scale,
+    *,
+    max_rows: int,
+    graphs: GraphSettings | None,
+    profile: bool | None = None,
+    fill: bool = False,
+) -> Session:
+    """Warm up as the shard does, with room for `max_rows` sequences of every measured length.
+
+    With `fill` the KV cache takes the memory that a server's would, within `scale.memory_tokens`. `profile` is that of
+    `warm_up`.
+    """
     tokens = max(max_rows * scale.longest, scale.max_prefill_tokens)
+    tokens = max(tokens + 2 * max_rows * loaded.kernels.block_size, scale.max_tokens)
     request = WarmupRequest(
         max_batch_prefill_tokens=scale.max_prefill_tokens,
         max_batch_size=max_rows,
         max_concurrent_requests=max_rows,
         max_total_tokens=scale.max_tokens,
-        max_batch_total_tokens=max(
-            tokens + 2 * max_rows * loaded.kernels.block_size, scale.max_tokens
-        ),
+        max_batch_total_tokens=scale.memory_tokens if fill else tokens,
     )
-    device = loaded.device
-    warmed = warm_up(loaded, request, MemoryLimits(), graphs=graph_settings(config, device))
-    return Session(warmed.runner, device, scale.max_prefill_tokens)
+    warmed = warm_up(loaded, request, MemoryLimits(), graphs=graphs, profile=profile)
+    return Session(warmed.runner, loaded.device, scale.max_prefill_tokens)
 
 
 class Session:
@@ -107,7 +106,7 @@ class Session:
         self._runner = runner
         self._device = device
         self._max_prefill_tokens = max_prefill_tokens
-        self._random = np.random.default_rng(0)
+        self._random = np.random.default_rng(SEED)
         self._next_block = 1
         self._lengths: list[int] = []
 
@@ -120,27 +119,65 @@ class Session:
         """Number of sequences."""
         return len(self._lengths)
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the KV cache that sequences may own."""
+        return self._runner.batch.limits.num_blocks - 1
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self._runner.batch.limits.block_size
+
     def clear(self) -> None:
-        """Drop every sequence."""
-        self._runner.batch.clear()
+        """Drop every sequence; the next ones get the tokens of the first ones."""
+        self._runner.clear()
+        self._random = np.random.default_rng(SEED)
         self._next_block = 1
         self._lengths.clear()
 
     @torch.inference_mode()
-    def admit(self, rows: int, length: int, *, room: int) -> list[StepResult]:
+    def admit(
+        self,
+        rows: int,
+        length: int,
+        *,
+        room: int,
+        parameters: SamplingParameters = GREEDY,
+    ) -> list[StepResult]:
         """Compute `rows` more prompts of `length` in as few steps as allowed, with room for `room` more tokens each."""
         at_once = max(1, self._max_prefill_tokens // length)
         flying: deque[LaunchedStep] = deque()
         results: list[StepResult] = []
         for first in range(0, rows, at_once):
-            flying.append(self._admit(min(at_once, rows - first), length, room))
+            step = self._admission(min(at_once, rows - first), length, room, parameters)
+            flying.append(self._runner.launch(step))
             if len(flying) == STEPS_IN_FLIGHT:
                 results.append(_finished(flying.popleft()))
         return results + [_finished(step) for step in flying]
 
     @torch.inference_mode()
+    def admit_beside(self, rows: int, length: int, *, room: int) -> StepResult:
+        """Compute `rows` more prompts of `length` in one step in which all other sequences decode."""
+        decoding = len(self._lengths)
+        step = self._admission(rows, length, room, GREEDY)
+        result = _finished(self._runner.launch(replace(step, decode_slots=np.arange(decoding))))
+        for slot in range(decoding):
+            self._lengths[slot] += 1
+        return result
+
+    @torch.inference_mode()
+    def play(self, rows: int, num_steps: int) -> list[StepResult]:
+        """Decode the first `rows` sequences `num_steps` times, one step after the other."""
+        step = Forward(decode_slots=np.arange(rows))
+        results = [_finished(self._runner.launch(step)) for _ in range(num_steps)]
+        for slot in range(rows):
+            self._lengths[slot] += num_steps
+        return results
+
+    @torch.inference_mode()
     def decode(self, rows: int, num_steps: int) -> StepTimes:
-        """Decode the first `rows` sequences `count` times, with one step always submitted ahead."""
+        """Decode the first `rows` sequences `num_steps` times, with one step always submitted ahead."""
         step = Forward(decode_slots=np.arange(rows))
         clock, times = Clock(self._device), StepTimes()
         flying: deque[LaunchedStep] = deque()
@@ -163,7 +200,9 @@ class Session:
         times.forward.append(timings.forward_ns / 1e6)
         times.sampling.append(timings.decode_ns / 1e6)
 
-    def _admit(self, rows: int, length: int, room: int) -> LaunchedStep:
+    def _admission(
+        self, rows: int, length: int, room: int, parameters: SamplingParameters
+    ) -> Forward:
         slots = np.arange(rows) + len(self._lengths)
         vocab_size = self._runner.batch.limits.vocab_size
         # One of the tokens submitted ahead may be stored past the reserved room.
@@ -174,6 +213,7 @@ class Session:
                     slot=int(slot),
                     request_id=int(slot),
                     input_ids=self._random.integers(1, vocab_size, length),
+                    parameters=parameters,
                 )
                 for slot in slots
             ),
@@ -183,7 +223,7 @@ class Session:
         self._next_block += rows * blocks
         self._lengths += [length] * rows
         chunks = np.full(rows, length, dtype=np.int64)
-        return self._runner.launch(Forward(change=change, chunk_slots=slots, chunk_tokens=chunks))
+        return Forward(change=change, chunk_slots=slots, chunk_tokens=chunks)
 
 
 def _finished(step: LaunchedStep) -> StepResult:

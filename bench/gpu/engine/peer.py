@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
-from bench.gpu.random_weights import fill, read_description
-from bench.gpu.scale import Load
+from bench.gpu.engine.random_weights import fill, read_description
+from bench.gpu.engine.scale import Load
 from bench.harness.checkpoints import Shape
 from bench.peers.transformers_engine import NO_TOKEN, Manager, TransformersEngine
 from bench.peers.worker import Moments, Request

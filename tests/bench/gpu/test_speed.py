@@ -1,19 +1,23 @@
-"""The stages at a tiny size: every figure comes, and what it is divided by is right."""
+"""The stages of speed at a tiny size: every figure comes, and what it is divided by is right."""
 
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from bench.gpu import goals
+from bench.gpu.checks import versions
+from bench.gpu.engine.measure import decode_bytes, decode_flops, prefill_flops
+from bench.gpu.engine.profile import Event, activity_of
+from bench.gpu.engine.random_weights import read_description
+from bench.gpu.engine.scale import LLAMA_8B, SCALES, TINY
+from bench.gpu.engine.session import BadStepError, load, start
 from bench.gpu.figures import Figure
-from bench.gpu.measure import decode_bytes, decode_flops, prefill_flops
-from bench.gpu.random_weights import read_description
-from bench.gpu.scale import LLAMA_8B, SCALES, TINY
-from bench.gpu.session import BadStepError, load, shard_flags, start
-from bench.gpu.stages import Setting, decode, machine, prefill, small
+from bench.gpu.setting import Setting
+from bench.gpu.speed import decode, prefill, small
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -21,13 +25,15 @@ from millrace_shard.config import ShardConfig
 
 CPU = torch.device("cpu")
 SCALE = SCALES["tiny"]
+LIMIT_SECONDS = 300.0
 PLAIN = "--disable-custom-kernels"
 
 
 def figures_of(stage: object, tmp_path: Path) -> list[Figure]:
-    assert callable(stage)
+    """On plain torch, which is faster than the interpreter."""
     found: list[Figure] = []
-    stage(Setting(CPU, SCALE, tmp_path, (PLAIN,)), found.append)
+    setting = Setting(CPU, SCALE, tmp_path, time.monotonic() + LIMIT_SECONDS, (PLAIN,))
+    stage.run(setting, found.append)  # type: ignore[attr-defined]
     return found
 
 
@@ -40,8 +46,8 @@ def peer(tmp_path: Path) -> torch.nn.Module:
 
 
 def test_decodes_of_every_batch_and_a_whole_load_are_measured(tmp_path: Path) -> None:
-    *decodes, engine = figures_of(decode, tmp_path)
-    assert [figure.kind for figure in decodes] == [goals.DECODE] * len(SCALE.batches)
+    *decodes, engine = [f for f in figures_of(decode, tmp_path) if f.kind != goals.ACTIVITY]
+    decodes = [figure for figure in decodes if figure.kind == goals.DECODE]
     assert [figure.detail["rows"] for figure in decodes] == list(SCALE.batches)
     assert engine.kind == goals.ENGINE
     for figure in (*decodes, engine):
@@ -65,12 +71,34 @@ def test_prefill_and_the_small_model_are_measured(tmp_path: Path) -> None:
     assert [figure.kind for figure in found] == [goals.SMALL] * len(SCALE.small_contexts)
 
 
-def test_the_machines_limits_are_measured(tmp_path: Path) -> None:
-    found = goals.Figures(figures_of(machine, tmp_path))
+def test_the_machines_versions_and_limits_are_found(tmp_path: Path) -> None:
+    figures = figures_of(versions, tmp_path)
+    assert figures[0].detail["torch"] == torch.__version__
+    found = goals.Figures(figures)
     assert found.bandwidth is not None
     assert found.bandwidth > 1e8
     assert found.matrix_rate is not None
     assert found.matrix_rate > 1e8
+
+
+def test_the_idle_share_is_the_time_in_which_no_work_runs() -> None:
+    events = [
+        Event("kernel", True, 10, 20),
+        # Two that begin within the one before, the first of which ends first.
+        Event("kernel", True, 12, 15),
+        Event("kernel", True, 16, 25),
+        Event("Memcpy HtoD", True, 30, 40),
+        Event("cudaLaunchKernelExC", False, 0, 1),
+        Event("cuLaunchKernel", False, 1, 2),
+        Event("cudaGraphLaunch", False, 2, 3),
+        Event("cudaEventSynchronize", False, 3, 4),
+        Event("aten::add", False, 0, 100),
+    ]
+    found = activity_of(events, 2)
+    assert found is not None
+    assert found.pop("idle") == pytest.approx(1 / 6)
+    assert found == {"launches": 1.5, "copies": 0.5, "waits": 0.5}
+    assert activity_of(events[4:], 2) is None
 
 
 def test_the_bytes_of_a_step_are_those_of_the_model_and_its_cache(tmp_path: Path) -> None:
@@ -104,9 +132,9 @@ def test_the_large_model_has_the_size_of_its_name() -> None:
 
 
 def test_a_step_that_yields_no_numbers_is_no_figure(tmp_path: Path) -> None:
-    config = ShardConfig.from_args([PLAIN, *shard_flags(CPU), str(tmp_path)])
+    config = ShardConfig.from_args([PLAIN, "--device=cpu", str(tmp_path)])
     loaded = load(TINY, config, CPU, SCALE.max_tokens)
-    session = start(loaded, config, SCALE, max_rows=1)
+    session = start(loaded, SCALE, max_rows=1, graphs=None)
     session.admit(1, 4, room=2)
     session.decode(1, 1)
     assert session.context(1) == 5
@@ -116,9 +144,9 @@ def test_a_step_that_yields_no_numbers_is_no_figure(tmp_path: Path) -> None:
         session.decode(1, 1)
 
 
-def test_graphs_have_the_sizes_that_are_asked_for() -> None:
-    def sizes(*flags: str) -> tuple[int, ...]:
-        return ShardConfig.from_args([*flags, "folder"]).cuda_graphs
-
-    assert sizes(*shard_flags(CPU)) == (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
-    assert sizes(*shard_flags(CPU, ())) == ()
+def test_a_server_gets_the_defaults_of_the_shard(tmp_path: Path) -> None:
+    setting = Setting(CPU, SCALE, tmp_path, time.monotonic())
+    given = ShardConfig.from_args([*setting.flags, "folder"])
+    default = ShardConfig.from_args(["folder"])
+    assert given.cuda_graphs == default.cuda_graphs
+    assert given.model_dump(exclude={"device"}) == default.model_dump(exclude={"device"})

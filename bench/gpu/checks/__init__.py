@@ -1,0 +1,5 @@
+"""Stages that check: each module has `run(setting, emit)`, which runs in a process of its own.
+
+Entry point: `bench.gpu.stage`, which imports one stage by name.
+May import: `setting`, `figures`, `engine`, `programs`.
+"""

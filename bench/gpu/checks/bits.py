@@ -1,0 +1,179 @@
+"""Bits in deterministic mode: a row alone, in company, as the end of a prompt and of a chunk must be the same."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bench.gpu.checks.agreement import name_of
+from bench.gpu.engine.kernels import cuda_kernels
+from bench.gpu.figures import check
+from bench.gpu.setting import Emit, Setting
+from millrace_shard.kernels.agreement import ragged_batch
+from millrace_shard.kernels.base import Kernels
+
+NUM_KV_HEADS = 2
+CHUNK = 9
+"""Queries of a chunk; no multiple of a tile."""
+SECONDS = 3.0
+"""Time for one case, with the compilation of its kernels."""
+HIDDEN = 256
+COMPANY_ROWS = (2, 63, 64, 300)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """The shape of attention."""
+
+    dtype: torch.dtype
+    head_dim: int
+    group: int
+    context: int
+
+    def text(self) -> str:
+        """One phrase."""
+        return f"{self.head_dim} x {self.group} at {self.context}"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A sequence's queries [length, H, D], keys and values [length, K, D]."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+
+    @classmethod
+    def random(cls, case: Case, length: int, seed: int, device: torch.device) -> Row:
+        """The same numbers for the same arguments on every device."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def random(heads: int) -> Tensor:
+            made = torch.randn(length, heads, case.head_dim, generator=generator)
+            return made.to(device, case.dtype)
+
+        return cls(random(case.group * NUM_KV_HEADS), random(NUM_KV_HEADS), random(NUM_KV_HEADS))
+
+    @property
+    def length(self) -> int:
+        """Number of positions."""
+        return len(self.keys)
+
+
+@torch.inference_mode()
+def run(setting: Setting, emit: Emit) -> None:
+    """Emit, for each dtype, how many cases differ so far; the cases that models use most come first."""
+    kernels = cuda_kernels(deterministic=True)
+    for dtype in setting.scale.checked_dtypes:
+        emit(
+            check(
+                f"bits of linears and norms, {name_of(dtype)}",
+                len(differing_operators(kernels, dtype, setting.device)),
+                "operators differ",
+            )
+        )
+    for dtype in setting.scale.checked_dtypes:
+        found: dict[str, str] = {}
+        cases = list(_cases(setting, dtype))
+        for case in cases:
+            if found and not setting.has_time_for(SECONDS):
+                break
+            found[case.text()] = ", ".join(differing_arrangements(kernels, case, setting))
+            wrong = {text: arrangements for text, arrangements in found.items() if arrangements}
+            emit(
+                check(
+                    f"bits of attention, {name_of(dtype)}",
+                    len(wrong),
+                    "cases differ",
+                    {"checked": f"{len(found)} of {len(cases)}", "differing": wrong},
+                )
+            )
+
+
+def differing_arrangements(kernels: Kernels, case: Case, setting: Setting) -> list[str]:
+    """Names of the arrangements in which the last row of a sequence has other bits than alone."""
+    device = setting.device
+    row = Row.random(case, case.context, 0, device)
+    others = [
+        Row.random(case, 1 + 37 * number % case.context, number, device)
+        for number in range(1, setting.scale.company + 1)
+    ]
+    half = len(others) // 2
+    company = [*others[:half], row, *others[half:]]
+    alone = attended(kernels, [row], [1], 0)
+    arrangements = {
+        "in company": (company, [1] * len(company), half),
+        "in a prompt": ([row], [row.length], 0),
+        "in a chunk": ([row], [CHUNK], 0),
+        "in a chunk in company": (
+            company,
+            [CHUNK if each is row else 1 for each in company],
+            half,
+        ),
+    }
+    return [
+        name
+        for name, (rows, counts, place) in arrangements.items()
+        if not torch.equal(attended(kernels, rows, counts, place), alone)
+    ]
+
+
+def attended(
+    kernels: Kernels, rows: Sequence[Row], num_queries: Sequence[int], place: int
+) -> Tensor:
+    """The output [H * D] of the last query of sequence `place`, when each has its last `num_queries` in the step."""
+    lengths = [row.length for row in rows]
+    device, size = rows[0].keys.device, kernels.block_size
+    whole = ragged_batch(lengths, lengths, block_size=size, device=device)
+    blocks = whole.block_tables.flatten().long()
+    _, num_heads, head_dim = rows[0].keys.shape
+    cache = kernels.new_cache(
+        num_blocks=int(blocks.max()) + 1,
+        num_kv_heads=num_heads,
+        head_dim=head_dim,
+        dtype=rows[0].keys.dtype,
+        device=device,
+    )
+    kernels.zero_blocks(cache, blocks)
+    kernels.store(
+        torch.cat([row.keys for row in rows]), torch.cat([row.values for row in rows]), whole, cache
+    )
+    batch = ragged_batch(num_queries, lengths, block_size=size, device=device)
+    queries = [row.queries[-count:] for row, count in zip(rows, num_queries, strict=True)]
+    out = kernels.attend(torch.cat(queries), batch, cache, scale=head_dim**-0.5)
+    return out[sum(num_queries[: place + 1]) - 1]
+
+
+def differing_operators(kernels: Kernels, dtype: torch.dtype, device: torch.device) -> list[str]:
+    """Names of operators whose first row has other bits among more rows than alone."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    x, norm = random(max(COMPANY_ROWS), 2 * HIDDEN), random(2 * HIDDEN)
+    linear = kernels.linear(random(HIDDEN, 2 * HIDDEN) / HIDDEN**0.5)
+    head = kernels.head(random(HIDDEN, 2 * HIDDEN) / HIDDEN**0.5)
+    operators: dict[str, Callable[[Tensor], Tensor]] = {
+        "linear": linear,
+        "head": head,
+        "norm": lambda rows: kernels.rms_norm(rows, norm, 1e-5),
+        "activation": kernels.silu_mul,
+    }
+    return [
+        name
+        for name, operator in operators.items()
+        if any(not torch.equal(operator(x[:rows])[:1], operator(x[:1])) for rows in COMPANY_ROWS)
+    ]
+
+
+def _cases(setting: Setting, dtype: torch.dtype) -> Iterator[Case]:
+    scale = setting.scale
+    for head_dim, group, context in itertools.product(
+        scale.checked_head_dims, scale.checked_groups, scale.contexts
+    ):
+        yield Case(dtype, head_dim, group, context)

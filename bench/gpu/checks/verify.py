@@ -1,0 +1,76 @@
+"""`millrace-verify` on the demo model, with deterministic mode on and off."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from bench.gpu.figures import Figure, check, unchecked
+from bench.gpu.setting import Emit, Setting
+from bench.harness.paths import DEMO
+
+MODES = ("on", "off")
+SHARE = {"on": 0.6, "off": 1.0}
+"""The share of the time that is left, by mode."""
+SERVER_FLAGS = (
+    "--max-total-tokens=512",
+    "--max-input-tokens=256",
+    "--max-batch-prefill-tokens=256",
+    "--max-batch-total-tokens=4096",
+)
+"""A prompt of a warm-up takes long in the interpreter."""
+
+
+def run(setting: Setting, emit: Emit) -> None:
+    """Emit a figure for each mode."""
+    for mode in MODES:
+        name = f"millrace-verify, deterministic {mode}"
+        limit = SHARE[mode] * setting.seconds_left()
+        try:
+            emit(verified(name, report(setting, mode, limit)))
+        except subprocess.TimeoutExpired:
+            emit(unchecked(name, f"not done within {limit:.0f} s"))
+
+
+def command(setting: Setting, mode: str) -> list[str]:
+    """The command line of `millrace-verify`."""
+    module = (
+        "millrace_launcher.verify" if setting.is_cuda else "bench.gpu.programs.interpreted_verify"
+    )
+    return [
+        *(sys.executable, "-m", module, str(DEMO), "--json", *setting.scale.verify_flags),
+        *(f"--log-dir={setting.out / f'verify-{mode}'}", "--", *setting.flags),
+        *(f"--deterministic={mode}", *(() if setting.is_cuda else SERVER_FLAGS)),
+    ]
+
+
+def report(setting: Setting, mode: str, limit: float) -> dict[str, Any]:
+    """The report; RuntimeError if no server starts. After `limit` seconds it is ended, with its servers."""
+    with subprocess.Popen(command(setting, mode), stdout=subprocess.PIPE, text=True) as process:
+        try:
+            text, _ = process.communicate(timeout=limit)
+        finally:
+            # SIGTERM lets it end its servers.
+            process.terminate()
+            process.wait()
+    if not text:
+        raise RuntimeError(f"millrace-verify ended with {process.returncode}")
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def verified(name: str, found: dict[str, Any]) -> Figure:
+    """The number of rows of the report that did not pass."""
+    rows: Sequence[dict[str, Any]] = found["rows"]
+    return check(
+        name,
+        sum(not row["passed"] for row in rows),
+        f"of {len(rows)} comparisons failed",
+        {
+            "server": ", ".join(f"{key} {found['server'][key]}" for key in ("dtype", "device")),
+            "rows": {row["title"]: row["verdict"] for row in rows},
+        },
+    )

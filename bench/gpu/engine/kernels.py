@@ -1,0 +1,76 @@
+"""The kernels for CUDA: on a GPU as the shard chooses them, and in Triton's interpreter on CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from millrace_shard.commands.device_settings import graph_settings, is_deterministic
+from millrace_shard.config import ShardConfig
+from millrace_shard.kernels.base import Kernels
+from millrace_shard.kernels.choose import choose_kernels
+from millrace_shard.model_runner.decode_graphs import GraphSettings
+from millrace_shard.model_runner.graph_capture import Capture, Captured
+
+CUDA = torch.device("cuda")
+
+
+def kernels_for(
+    config: ShardConfig, device: torch.device, dtype: torch.dtype, head_dim: int
+) -> Kernels:
+    """The kernels for CUDA in the mode that `config` has on a GPU; plain torch with --disable-custom-kernels."""
+    deterministic = is_deterministic(config, CUDA)
+    if device.type == "cpu" and not config.disable_custom_kernels:
+        return cuda_kernels(deterministic=deterministic)
+    return choose_kernels(
+        device,
+        dtype,
+        deterministic=deterministic,
+        head_dims=(head_dim,),
+        custom=not config.disable_custom_kernels,
+    )
+
+
+def cuda_kernels(*, deterministic: bool) -> Kernels:
+    """The Triton kernels. Without a GPU, TRITON_INTERPRET must be set before the first call."""
+    # Plain torch has to run where Triton is missing.
+    from millrace_shard.kernels.cuda.operators import CudaKernels  # noqa: PLC0415
+
+    return CudaKernels(deterministic=deterministic)
+
+
+def graphs_for(config: ShardConfig, device: torch.device) -> GraphSettings | None:
+    """The graphs of the shard; on CPU, of the same sizes, by repetition."""
+    if device.type == "cuda":
+        return graph_settings(config, device)
+    return GraphSettings(config.cuda_graphs, lambda: RepeatedWork.of)
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatedWork:
+    """Work without a graph that is run again over the same tensors, as a graph would be."""
+
+    compute: Callable[[], Tensor]
+    output: Tensor
+
+    @classmethod
+    def of(cls, compute: Callable[[], Tensor]) -> Captured:
+        """Run `compute` once and keep it."""
+        return cls(compute, compute())
+
+    def replay(self) -> Tensor:
+        """Run it again, into the memory of the first output."""
+        return self.output.copy_(self.compute())
+
+
+def refusing_capture() -> Capture:
+    """A capture that fails as CUDA's does for work that waits for the device."""
+
+    def capture(compute: Callable[[], Tensor]) -> Captured:
+        compute()
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    return capture

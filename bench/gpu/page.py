@@ -1,0 +1,142 @@
+"""The results of a run, written again after every stage: gpu.json with everything, gpu.md with one page."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bench.gpu import goals
+from bench.gpu.children import Ended
+from bench.gpu.figures import Figure, shown
+from bench.gpu.goals import Line, checks, speeds
+from bench.gpu.plan import Stage
+from bench.harness.tables import markdown
+
+GOALS_SHAPE = "8b"
+CHECK_HEADINGS = ("check", "found", "made", "goal", "")
+SPEED_HEADINGS = ("case", "measured", "reached", "goal", "")
+STAGE_HEADINGS = ("stage", "question", "end", "time", "figures")
+ACTIVITY_HEADINGS = ("decode", "idle", "launches", "copies", "waits", "sampling")
+FACTS = ("gpu", "commit", "python", "torch", "triton", "transformers", "CUDA of torch")
+TAIL_LINES = 12
+NO_GPU = """\
+**No figure on this page is of a GPU.** torch finds no CUDA device here, so every stage ran on the CPU, in Triton's
+interpreter and on a tiny model. The page shows that the program runs. Nothing has been measured on a GPU."""
+NO_SPEEDS = "Speed is not measured without a GPU."
+
+
+class Results:
+    """The results of the stages so far."""
+
+    def __init__(self, out: Path, *, device: str, shape: str) -> None:
+        self.json_path = out / "gpu.json"
+        self.page_path = out / "gpu.md"
+        self._device = device
+        self._shape = shape
+        self._started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        self._stages: dict[Stage, Ended] = {}
+        self._num_figures: dict[Stage, int] = {}
+        self._figures: Sequence[Figure] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every stage so far succeeded and no check was missed; speeds are for the reader to judge."""
+        ends = all(ended.status == "ok" for ended in self._stages.values())
+        return ends and all(line.verdict != "missed" for line in checks(self._figures))
+
+    def add(self, stage: Stage, ended: Ended, figures: Sequence[Figure]) -> None:
+        """Add the end of `stage` and all figures so far, and write them."""
+        self._stages[stage] = ended
+        self._num_figures[stage] = len(figures) - len(self._figures)
+        self._figures = figures
+        content = json.dumps(_finite(self._content()), indent=2, allow_nan=False)
+        self.json_path.write_text(content + "\n")
+        self.page_path.write_text(self.text())
+
+    def text(self) -> str:
+        """The page: facts, stages, checks, speeds, and the last lines of stages that failed."""
+        parts = [
+            f"# First hour on a device: {self._shape} on {self._device}, {self._started}",
+            "" if self._device == "cuda" else NO_GPU,
+            self._facts(),
+            markdown(STAGE_HEADINGS, [self._row(stage) for stage in self._stages]),
+            markdown(CHECK_HEADINGS, [_cells(line) for line in checks(self._figures)]),
+            self._speeds() if self._device == "cuda" else NO_SPEEDS,
+            *(
+                "\n".join(
+                    [f"The end of {stage.name}:", "", "```", *ended.tail[-TAIL_LINES:], "```"]
+                )
+                for stage, ended in self._stages.items()
+                if ended.status in ("failed", "timed out")
+            ),
+        ]
+        return "\n\n".join(part for part in parts if part) + "\n"
+
+    def _row(self, stage: Stage) -> tuple[str, ...]:
+        ended = self._stages[stage]
+        figures = str(self._num_figures[stage])
+        return stage.name, stage.question, ended.status, f"{ended.seconds:.0f} s", figures
+
+    def _facts(self) -> str:
+        found = next((figure.detail for figure in self._figures if figure.name == "machine"), {})
+        return ", ".join(f"{name} {found[name]}" for name in FACTS if name in found)
+
+    def _speeds(self) -> str:
+        figures = goals.Figures(self._figures)
+        limits = [
+            f"{kind} {shown(value)} {unit}"
+            for kind, unit in goals.UNIT.items()
+            if (value := figures.value(kind)) is not None
+        ]
+        activities = [_activity(figure) for figure in figures.all(goals.ACTIVITY)]
+        parts = [
+            f"Measured limits: {', '.join(limits)}." if limits else "",
+            "" if self._shape == GOALS_SHAPE else f"The goals are those of {GOALS_SHAPE}.",
+            markdown(SPEED_HEADINGS, [_cells(line) for line in speeds(self._figures)]),
+            markdown(ACTIVITY_HEADINGS, activities) if activities else "",
+        ]
+        return "\n\n".join(part for part in parts if part)
+
+    def _content(self) -> dict[str, Any]:
+        return {
+            "started": self._started,
+            "device": self._device,
+            "is_of_a_gpu": self._device == "cuda",
+            "shape": self._shape,
+            "stages": {stage.name: asdict(ended) for stage, ended in self._stages.items()},
+            "figures": [asdict(figure) for figure in self._figures],
+            "checks": [asdict(line) for line in checks(self._figures)],
+            "speeds": [asdict(line) for line in speeds(self._figures)],
+        }
+
+
+def _activity(figure: Figure) -> tuple[str, ...]:
+    """A step's idle share of the device, and its launches, copies and waits."""
+    detail = figure.detail
+    counts = (shown(float(detail[name])) for name in ("launches", "copies", "waits"))
+    return (
+        figure.name.removeprefix("device idle, "),
+        f"{figure.value:.1f}%",
+        *counts,
+        f"{detail['sampling_share']:.1%}",
+    )
+
+
+def _cells(line: Line) -> tuple[str, ...]:
+    return line.case, line.measured, line.reached, line.goal, line.verdict
+
+
+def _finite(value: object) -> object:
+    """The same containers with null for numbers that JSON does not know."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
