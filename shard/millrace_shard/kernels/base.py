@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from millrace_shard.kernels.ragged import RaggedBatch
+from millrace_shard.kernels.sampling_kernels import SamplingKernels
 from millrace_shard.kernels.stored_weight import StoredWeight
 
 
@@ -131,6 +132,8 @@ class Kernels(Protocol):
 
     Only then may a step of single queries be captured in a graph and replayed over other contexts.
     """
+    sampling: SamplingKernels | None
+    """None: sampling runs on plain torch."""
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """A linear that takes over `weight` [out, in] and `bias` [out]; the caller drops its references."""

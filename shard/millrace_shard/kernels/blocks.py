@@ -21,10 +21,13 @@ from millrace_shard.kernels.base import (
     Reduce,
 )
 from millrace_shard.kernels.ragged import RaggedBatch
+from millrace_shard.kernels.sampling_kernels import SamplingKernels
 
 
 class ComposedBlocks:
     """A base for kernels without operators for halves of a layer; the subclass defines the single operators."""
+
+    sampling: SamplingKernels | None = None
 
     def linear_from(self: Kernels, weights: LinearWeights) -> Linear:
         """A linear over a copy of the weight."""

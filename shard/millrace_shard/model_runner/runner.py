@@ -68,9 +68,11 @@ class StepRunner:
         self._cache = cache
         self._graphs = graphs
         self._sampler = Sampler(
-            batch.token_table.table, model.info.eos_token_ids, features.watermark
+            batch.token_table.table,
+            model.info.eos_token_ids,
+            features.watermark,
+            kernels.sampling,
         )
-        self._biases = self._sampler.biases
         self._step_masks = StepMasks(features.grammars)
         self._proposer = features.proposer
         self._planner = StepPlanner(batch, features.proposer)
@@ -80,14 +82,14 @@ class StepRunner:
         """Drop every sequence."""
         self.batch.clear()
         self._step_masks.clear()
-        self._biases.clear()
+        self._sampler.clear()
         self._planner.clear()
 
     def drop(self, slots: Ints) -> None:
         """Drop the sequences in `slots`. Raises StepInvalid."""
         self.batch.drop(slots)
         self._step_masks.drop(slots)
-        self._biases.drop(slots)
+        self._sampler.drop(slots)
 
     def launch(self, step: Forward, on_ready: Callable[[], None] = noop) -> LaunchedStep:
         """Submit a step; calls `on_ready` before the forward pass, if there is one, and before drafting.
@@ -137,14 +139,14 @@ class StepRunner:
     def _change(self, change: BatchChange) -> None:
         blocks = self.batch.apply(change)
         self._step_masks.drop(change.dropped_slots)
-        self._biases.drop(change.dropped_slots)
+        self._sampler.drop(change.dropped_slots)
         for sequence in change.admitted:
             if self.batch.slots.is_valid(sequence.slot):
                 self._admit(sequence)
         self._clear_blocks(blocks)
 
     def _admit(self, sequence: Sequence) -> None:
-        self._biases.put(sequence.slot, sequence.parameters.bias)
+        self._sampler.admit(sequence.slot, sequence.parameters.bias)
         if not self._step_masks.admit(sequence):
             logger.error("a sequence fails: it has a grammar, which this model does not support")
             self._fail(np.array([sequence.slot]))

@@ -17,8 +17,12 @@ from torch import Tensor
 
 from millrace_shard.device.transfers import upload
 from millrace_shard.sampling.fixed_point import draw, fixed_point
-from millrace_shard.sampling.thresholds import threshold_by_sorting, threshold_of_sorted
-from millrace_shard.sampling.warpers import NEGATIVE_INFINITY, budget, keep_min_p, surprise
+from millrace_shard.sampling.thresholds import (
+    budget_of,
+    threshold_by_sorting,
+    threshold_of_sorted,
+)
+from millrace_shard.sampling.warpers import NEGATIVE_INFINITY, keep_min_p, surprise
 
 NUM_CANDIDATES = 256
 BLOCKS = (32, 8)
@@ -149,14 +153,14 @@ class CandidateWarpers:
             # The softmax over candidates is relative to them, so the mass is divided by their share of all probability.
             mass = mass * probabilities[:, :1].double() / best_probability.double()
         weights = fixed_point(probabilities)
-        least = threshold_of_sorted(scores, weights, budget(weights, mass))
+        least = threshold_of_sorted(scores, weights, budget_of(weights, mass))
         return _drop(scores, (self._top_p < 1) & (scores < least))
 
     def _keep_typical(self, scores: Tensor) -> Tensor:
         probabilities = scores.softmax(-1)
         keys = surprise(probabilities, scores.log_softmax(-1))
         weights = fixed_point(probabilities)
-        least = threshold_by_sorting(keys, weights, budget(weights, self._typical_p))
+        least = threshold_by_sorting(keys, weights, budget_of(weights, self._typical_p))
         return _drop(scores, (self._typical_p < 1) & (keys < least))
 
 

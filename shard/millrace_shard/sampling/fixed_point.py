@@ -7,8 +7,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-SCALE_BITS = 38
-"""The sum of a distribution times a uniform of 24 bits fits into 63 bits."""
+from millrace_shard.kernels.sampling_kernels import SCALE_BITS as SCALE_BITS
+
 BLOCK = 512
 
 

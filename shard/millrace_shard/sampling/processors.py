@@ -16,6 +16,7 @@ from torch import Tensor
 from millrace_shard.arrays import Ints
 from millrace_shard.device.transfers import upload
 from millrace_shard.kernels.masks import MaskTable, RowMasks
+from millrace_shard.kernels.sampling_kernels import SamplingKernels
 from millrace_shard.sampling.biases import BiasTable
 from millrace_shard.sampling.penalties import (
     PastTokens,
@@ -25,10 +26,19 @@ from millrace_shard.sampling.penalties import (
     penalise,
 )
 from millrace_shard.sampling.sampling_rows import RowGroups, SamplingRows, is_counted, is_too_short
+from millrace_shard.sampling.token_counts import TokenCounts
 from millrace_shard.sampling.watermark import Watermark
 
 TILE_ELEMENTS = 1 << 19
 """Scores per tile on CPU, so that the result of a pass is still in the cache for the next pass."""
+DEVICE_TILE_ELEMENTS = 1 << 23
+"""Scores per tile elsewhere, which bounds scratch memory to some 40 bytes each whatever the batch is."""
+
+
+def tile_height(device: torch.device, width: int) -> int:
+    """The number of rows of `width` elements that are processed together."""
+    most = TILE_ELEMENTS if device.type == "cpu" else DEVICE_TILE_ELEMENTS
+    return max(1, most // width)
 
 
 class Processors:
@@ -40,12 +50,15 @@ class Processors:
         eos_token_ids: tuple[int, ...],
         biases: BiasTable,
         watermark: Watermark,
+        kernels: SamplingKernels | None,
     ) -> None:
         self._biases = biases
         self._masks = MaskTable(token_table.device)
         self._watermark = watermark
         self._token_table = token_table
         self._device = token_table.device
+        self.counts = None if kernels is None else TokenCounts(token_table, kernels)
+        """None: every step counts the tokens of whole sequences."""
         self._eos = torch.tensor(eos_token_ids, dtype=torch.int64, device=token_table.device)
 
     def apply(
@@ -59,7 +72,8 @@ class Processors:
         if len(chosen := groups.biased):
             self._biases.add(logits, chosen, rows.table_rows[chosen])
         if masks is not None and len(masks.rows):
-            self._masks.forbid(logits, masks, most_elements=self._tile(logits.numel()))
+            most = tile_height(self._device, logits.shape[1]) * logits.shape[1]
+            self._masks.forbid(logits, masks, most_elements=most)
         if groups.has_minimum and len(self._eos):
             self._forbid_ending(logits, np.flatnonzero(is_too_short(rows)), masks)
 
@@ -72,6 +86,9 @@ class Processors:
             logits.index_copy_(0, index, self._watermark.apply(logits[index], previous))
 
     def _penalise(self, logits: Tensor, rows: SamplingRows, chosen: Ints) -> None:
+        if self.counts is not None:
+            self.counts.penalise(logits, chosen, rows.select(chosen))
+            return
         width = max(logits.shape[1], int(rows.positions[chosen].max()))
         for some in self._tiles(chosen, width):
             mine = rows.select(some)
@@ -104,11 +121,8 @@ class Processors:
 
     def _tiles(self, rows: Ints, width: int) -> Iterator[Ints]:
         """Split `rows`, of `width` elements each, into parts that are processed together."""
-        height = max(1, self._tile(len(rows) * width) // width)
+        height = tile_height(self._device, width)
         return (rows[start : start + height] for start in range(0, len(rows), height))
-
-    def _tile(self, num_elements: int) -> int:
-        return TILE_ELEMENTS if self._device.type == "cpu" else max(1, num_elements)
 
     def _upload(self, values: NDArray[Any]) -> Tensor:
         return upload(values, self._device)

@@ -21,7 +21,8 @@ from millrace_shard.device import transfers
 from millrace_shard.device.transfers import upload
 from millrace_shard.kernels.greedy import choose_greedy
 from millrace_shard.kernels.masks import RowMasks
-from millrace_shard.sampling.biases import BiasTable
+from millrace_shard.kernels.sampling_kernels import SamplingKernels
+from millrace_shard.sampling.biases import Bias, BiasTable
 from millrace_shard.sampling.candidates import (
     NUM_CANDIDATES,
     Candidates,
@@ -31,9 +32,10 @@ from millrace_shard.sampling.candidates import (
     join_candidates,
 )
 from millrace_shard.sampling.fixed_point import draw, fixed_point, uniforms
-from millrace_shard.sampling.processors import TILE_ELEMENTS, Processors
+from millrace_shard.sampling.processors import Processors, tile_height
 from millrace_shard.sampling.sampling_rows import RowGroups
 from millrace_shard.sampling.sampling_rows import SamplingRows as SamplingRows
+from millrace_shard.sampling.thresholds import find_threshold
 from millrace_shard.sampling.top_tokens import TopTokens
 from millrace_shard.sampling.warpers import (
     apply_temperature,
@@ -67,20 +69,37 @@ class Sampler:
         token_table: Tensor,
         eos_token_ids: tuple[int, ...],
         watermark: Watermark | None = None,
+        kernels: SamplingKernels | None = None,
     ) -> None:
+        """Without `kernels`, everything runs on plain torch."""
         self._device = token_table.device
+        self._find_threshold = None if kernels is None else kernels.find_threshold
         self.biases = BiasTable(token_table.device)
-        """Biases by slot; the caller adds them when a sequence is admitted, and removes them with the sequence."""
+        """Biases by slot."""
         self._last: tuple[NDArray[np.void], RowGroups] | None = None
         self._processors = Processors(
-            token_table, eos_token_ids, self.biases, watermark or Watermark()
+            token_table, eos_token_ids, self.biases, watermark or Watermark(), kernels
         )
+
+    def admit(self, slot: int, bias: Bias) -> None:
+        """A sequence with `bias`, which may be empty, takes over `slot`."""
+        self.biases.put(slot, bias)
+        if self._processors.counts is not None:
+            self._processors.counts.forget(slot)
+
+    def drop(self, slots: Ints) -> None:
+        """The sequences in `slots` leave."""
+        self.biases.drop(slots)
+
+    def clear(self) -> None:
+        """Every sequence leaves."""
+        self.biases.clear()
 
     def sample(self, logits: Tensor, rows: SamplingRows, masks: RowMasks | None = None) -> Sampled:
         """Choose one token per row from `logits` [R, V] float32, contiguous, which are overwritten."""
         groups = self._groups_of(rows.parameters)
         self._processors.apply(logits, rows, groups, masks)
-        if groups.all_greedy:
+        if groups.all_greedy and transfers.is_synchronous(self._device):
             return _choose_best(logits)
         size = logits.shape[1]
         parts = [
@@ -171,10 +190,13 @@ class Sampler:
         if len(chosen := np.flatnonzero(p["top_k"] > 0)):
             k = p["top_k"][chosen]
             ks, largest = self._column(k), int(k.max())
-            scores = self._change_rows(scores, chosen, lambda some: keep_top_k(some, ks, largest))
+            scores = self._change_rows(
+                scores, chosen, lambda some: keep_top_k(some, ks, largest, self._find_threshold)
+            )
+        find = self._find_threshold or find_threshold
         for name, off, keep_part in (
-            ("top_p", 1.0, keep_top_p),
-            ("typical_p", 1.0, keep_typical),
+            ("top_p", 1.0, partial(keep_top_p, find=find)),
+            ("typical_p", 1.0, partial(keep_typical, find=find)),
             ("min_p", 0.0, keep_min_p),
         ):
             if len(chosen := np.flatnonzero(p[name] != off)):
@@ -199,9 +221,8 @@ class Sampler:
         return logits[self._index(rows)]
 
     def _tiles(self, rows: Ints, size: int) -> Iterator[Ints]:
-        """Split `rows` into parts that are processed together: tiles on CPU, one part elsewhere."""
-        whole = TILE_ELEMENTS // size if self._device.type == "cpu" else len(rows)
-        height = max(1, whole)
+        """Split `rows`, of `size` scores each, into parts that are processed together."""
+        height = tile_height(self._device, size)
         return (rows[start : start + height] for start in range(0, len(rows), height))
 
     def _uniforms(self, rows: SamplingRows) -> Tensor:

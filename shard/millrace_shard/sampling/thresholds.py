@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from millrace_shard.device import transfers
+from millrace_shard.sampling.fixed_point import fixed_point
 
 NUM_BUCKETS = 4096
 BUCKETS_PER_UNIT = 64
@@ -18,20 +19,31 @@ MOST_SORTED = 2048
 """On CPU, rows of up to this many keys are sorted; longer rows are put into buckets."""
 
 
-def find_threshold(keys: Tensor, weights: Tensor, budget: Tensor) -> Tensor:
-    """The smallest key to keep of each row, [n, 1]; a key that keeps all where the budget is not reached.
-
-    `keys` [n, V] float32 without NaN; `weights` [n, V] int64, at least 0, with a sum below 2**53; `budget` [n, 1]
-    int64, at least 1. Equal keys are kept or dropped together. For rows that break these rules the result is
-    undefined, but nothing is raised.
-    """
+def find_threshold(keys: Tensor, probabilities: Tensor | None, limit: Tensor, /) -> Tensor:
+    """The threshold in plain torch; see kernels.sampling_kernels.FindThreshold."""
+    if probabilities is None:
+        weights, budget = torch.ones_like(limit).expand(keys.shape), limit
+    else:
+        weights = fixed_point(probabilities)
+        budget = budget_of(weights, limit)
     if keys.shape[1] > MOST_SORTED and transfers.is_synchronous(keys.device):
         return threshold_by_buckets(keys, weights, budget)
     return threshold_by_sorting(keys, weights, budget)
 
 
+def budget_of(weights: Tensor, mass: Tensor) -> Tensor:
+    """The share `mass` [n, 1] of the sum of each row's weights [n, V] int64: [n, 1] int64, rounded up, at least 1."""
+    total = weights.sum(-1, keepdim=True)
+    return (mass.double() * total.double()).ceil().to(torch.int64).clamp_(min=1)
+
+
 def threshold_by_sorting(keys: Tensor, weights: Tensor, budget: Tensor) -> Tensor:
-    """The threshold by a sort: for few keys, and for devices that sort fast."""
+    """The smallest key to keep of each row by a sort, [n, 1]; a key that keeps all where the budget is not reached.
+
+    `keys` [n, V] float32 without NaN; `weights` [n, V] int64, at least 0, with a sum below 2**53; `budget` [n, 1]
+    int64, at least 1. Equal keys are kept or dropped together. For rows that break these rules the result is
+    undefined, but nothing is raised.
+    """
     best = keys.sort(dim=-1, descending=True)
     return threshold_of_sorted(best.values, weights.gather(1, best.indices), budget)
 
@@ -43,7 +55,7 @@ def threshold_of_sorted(keys: Tensor, weights: Tensor, budget: Tensor) -> Tensor
 
 
 def threshold_by_buckets(keys: Tensor, weights: Tensor, budget: Tensor) -> Tensor:
-    """The threshold on CPU: weigh buckets of keys, then sort the bucket of each row in which the budget is reached.
+    """The same threshold on CPU: weigh buckets of keys, then sort each row's bucket in which the budget is reached.
 
     The weights of a row sum to less than 2**53, so sums are exact in float64.
     """

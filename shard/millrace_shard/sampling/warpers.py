@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from millrace_shard.device import transfers
-from millrace_shard.sampling.fixed_point import entropy, fixed_point
+from millrace_shard.kernels.sampling_kernels import FindThreshold
+from millrace_shard.sampling.fixed_point import entropy
 from millrace_shard.sampling.thresholds import find_threshold
 
 NEGATIVE_INFINITY = float("-inf")
 MOST_BY_SORTING = 1024
-"""The largest k for which `topk` is used."""
+"""The largest k for which plain torch uses `topk`."""
 
 
 def apply_temperature(scores: Tensor, temperature: Tensor) -> Tensor:
@@ -22,24 +23,27 @@ def apply_temperature(scores: Tensor, temperature: Tensor) -> Tensor:
     return (scores - scores.amax(-1, keepdim=True)).div_(temperature)
 
 
-def keep_top_k(scores: Tensor, k: Tensor, largest_k: int) -> Tensor:
+def keep_top_k(
+    scores: Tensor, k: Tensor, largest_k: int, find: FindThreshold | None = None
+) -> Tensor:
     """Drop tokens below the k-th score; `k` [n, 1] int64 from 1 to `largest_k`, clamped to the vocabulary."""
     size = scores.shape[1]
-    if largest_k <= MOST_BY_SORTING:
+    if find is not None:
+        kth = find(scores, None, k)
+    elif largest_k <= MOST_BY_SORTING:
         best = scores.topk(min(largest_k, size), dim=-1).values
         kth = best.gather(1, k.clamp(max=size) - 1)
     else:
-        kth = find_threshold(scores, torch.ones_like(k).expand(scores.shape), k)
+        kth = find_threshold(scores, None, k)
     return drop_below(scores, kth)
 
 
-def keep_top_p(scores: Tensor, mass: Tensor) -> Tensor:
+def keep_top_p(scores: Tensor, mass: Tensor, find: FindThreshold = find_threshold) -> Tensor:
     """Keep the most likely tokens until the probability `mass` [n, 1] is reached, at least one token."""
-    weights = fixed_point(scores.softmax(-1))
-    return drop_below(scores, find_threshold(scores, weights, budget(weights, mass)))
+    return drop_below(scores, find(scores, scores.softmax(-1), mass))
 
 
-def keep_typical(scores: Tensor, mass: Tensor) -> Tensor:
+def keep_typical(scores: Tensor, mass: Tensor, find: FindThreshold = find_threshold) -> Tensor:
     """Keep the tokens whose surprise is nearest to the entropy until `mass` [n, 1] is reached, at least one token.
 
     Meister et al. 2022 (arXiv 2202.00666).
@@ -47,10 +51,7 @@ def keep_typical(scores: Tensor, mass: Tensor) -> Tensor:
     log_probabilities = scores.log_softmax(-1)
     probabilities = scores.softmax(-1)
     keys = surprise(probabilities, log_probabilities)
-    weights = fixed_point(probabilities)
-    return scores.masked_fill(
-        keys < find_threshold(keys, weights, budget(weights, mass)), NEGATIVE_INFINITY
-    )
+    return scores.masked_fill(keys < find(keys, probabilities, mass), NEGATIVE_INFINITY)
 
 
 def keep_min_p(scores: Tensor, share: Tensor) -> Tensor:
@@ -78,9 +79,3 @@ def drop_below(scores: Tensor, least: Tensor) -> Tensor:
 def surprise(probabilities: Tensor, log_probabilities: Tensor) -> Tensor:
     """Keys of typical sampling: a greater key means that a token's surprise is nearer to the entropy."""
     return -(log_probabilities + entropy(probabilities, log_probabilities)).abs()
-
-
-def budget(weights: Tensor, mass: Tensor) -> Tensor:
-    """The share `mass` [n, 1] of the sum of each row's weights [n, V] int64: [n, 1] int64, rounded up, at least 1."""
-    total = weights.sum(-1, keepdim=True)
-    return (mass.double() * total.double()).ceil().to(torch.int64).clamp_(min=1)

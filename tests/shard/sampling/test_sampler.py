@@ -344,22 +344,24 @@ def test_impossible_tokens_stay_impossible_whatever_is_added() -> None:
     assert not found.failed.any()
 
 
-def test_positions_of_one_sequence_are_sampled_as_if_one_by_one() -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_positions_of_one_sequence_are_sampled_as_if_one_by_one(way: str) -> None:
     """Draft tokens in the token table count only for the rows after them."""
     row = replace(long_rows(513)[11], allowed=None)
     kind = replace(row.parameters, presence_penalty=0.5, watermark=True)
     longest = replace(row, parameters=kind)
-    sampler, columns_of = sampler_for([longest])
     starts = [longest.position - back for back in (0, 3, 1, 2)]
-    several = replace(
-        columns_of.select(torch.zeros(4, dtype=torch.int64).numpy()),
-        positions=torch.tensor(starts).numpy(),
-    )
     logits = torch.tensor([longest.logits] * 4)
-    together = sampler.sample(logits, several)
-    for i, position in enumerate(starts):
-        cut = replace(longest, generated=longest.generated[: position - len(longest.prompt)])
-        assert columns(together, i) == columns(sample([cut]), 0)
+    with going(way):
+        sampler, columns_of = sampler_for([longest])
+        several = replace(
+            columns_of.select(torch.zeros(4, dtype=torch.int64).numpy()),
+            positions=torch.tensor(starts).numpy(),
+        )
+        together = sampler.sample(logits, several)
+        for i, position in enumerate(starts):
+            cut = replace(longest, generated=longest.generated[: position - len(longest.prompt)])
+            assert columns(together, i) == columns(sample([cut]), 0)
 
 
 def test_a_row_without_a_mask_is_left_alone_by_the_masks_of_others() -> None:

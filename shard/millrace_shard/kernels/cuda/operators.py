@@ -19,6 +19,7 @@ from millrace_shard.kernels.blocks import ComposedBlocks
 from millrace_shard.kernels.cuda import triton_rope, triton_rows
 from millrace_shard.kernels.cuda.cuda_attention import AttentionRule, PagedAttention
 from millrace_shard.kernels.cuda.triton_linear import FixedTileLinear
+from millrace_shard.kernels.cuda.triton_sampling import TritonSampling
 from millrace_shard.kernels.plain import PlainLinear
 from millrace_shard.kernels.ragged import RaggedBatch
 
@@ -37,6 +38,7 @@ class CudaKernels(ComposedBlocks):
 
     def __init__(self, *, deterministic: bool) -> None:
         self.deterministic = deterministic
+        self.sampling = TritonSampling()
         self._attention = PagedAttention(deterministic=deterministic)
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:

@@ -27,6 +27,7 @@ from millrace_shard.engine.engine import Engine
 from millrace_shard.engine.kv_capacity import WarmupRequest
 from millrace_shard.engine.loaded_model import LoadedModel
 from millrace_shard.engine.warmup import MemoryLimits
+from millrace_shard.kernels.sampling_kernels import SamplingKernels
 from millrace_shard.model_runner.runner import StepRunner
 from millrace_shard.speculation.factory import Speculation
 from millrace_testing.engines.fake_engine import BLOCK_SIZE, FakeKernels, FakeModel, fake_kernels
@@ -45,9 +46,11 @@ class Driver:
         overlap: bool = False,
         group: ProcessGroup | None = None,
         speculation: Speculation | None = None,
+        sampling: SamplingKernels | None = None,
     ) -> None:
         self.model = FakeModel()
         self.kernels = FakeKernels()
+        self.kernels.sampling = sampling
         self.engine = Engine(
             limits=MemoryLimits(kv_memory=64 * BLOCK_SIZE * 8),
             device=torch.device("cpu"),

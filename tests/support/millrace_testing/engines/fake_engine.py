@@ -14,6 +14,7 @@ from torch import Tensor
 
 from millrace_shard.kernels.base import Kernels, LayerCache
 from millrace_shard.kernels.ragged import RaggedBatch
+from millrace_shard.kernels.sampling_kernels import SamplingKernels
 from millrace_shard.models.interface import KVGeometry, ModelInfo
 
 VOCAB_SIZE = 97
@@ -51,6 +52,7 @@ class FakeKernels:
     name = "fake"
     block_size = BLOCK_SIZE
     capturable = True
+    sampling: SamplingKernels | None = None
 
     def __init__(self) -> None:
         self.zeroed: list[list[int]] = []

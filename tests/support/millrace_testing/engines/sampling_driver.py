@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -13,13 +15,17 @@ from torch import Tensor
 from millrace_shard.batch.sequence import PARAMETERS, Grammar, GrammarKind, Sequence
 from millrace_shard.device import transfers
 from millrace_shard.kernels.masks import RowMasks
+from millrace_shard.kernels.sampling_kernels import SamplingKernels
 from millrace_shard.sampling import candidates, processors, sampler
 from millrace_shard.sampling.sampler import Sampled, Sampler, SamplingRows
 from millrace_shard.sampling.watermark import Watermark
 from millrace_testing.engines.sampling_reference import Row
 
 GRAMMAR = Grammar(GrammarKind.REGEX, ".*")
-WAYS = ("as it is", "few candidates", "nothing read back", "small tiles")
+KERNELS: list[SamplingKernels] = []
+"""The kernels of the samplers, if any."""
+WITHOUT_KERNELS = ("as it is", "few candidates", "nothing read back", "small tiles")
+WAYS = (*WITHOUT_KERNELS, "kernels") if find_spec("triton") else WITHOUT_KERNELS
 
 
 @contextmanager
@@ -34,8 +40,14 @@ def going(way: str) -> Iterator[None]:
             patch.setattr(transfers, "is_synchronous", lambda _: False)
         elif way == "small tiles":
             patch.setattr(processors, "TILE_ELEMENTS", 90)
-            patch.setattr(sampler, "TILE_ELEMENTS", 90)
-        yield
+        elif way == "kernels":
+            patch.setattr(transfers, "is_synchronous", lambda _: False)
+            triton_sampling = importlib.import_module("millrace_shard.kernels.cuda.triton_sampling")
+            KERNELS.append(triton_sampling.TritonSampling())
+        try:
+            yield
+        finally:
+            KERNELS.clear()
 
 
 def sampler_for(rows: list[Row], top_n: list[int] | None = None) -> tuple[Sampler, SamplingRows]:
@@ -59,9 +71,10 @@ def sampler_for(rows: list[Row], top_n: list[int] | None = None) -> tuple[Sample
         )
         parameters[i] = sequence.columns()
     eos = next((row.eos for row in rows if row.eos), ())
-    sampler = Sampler(history, eos, Watermark(rows[0].gamma, rows[0].delta))
+    watermark = Watermark(rows[0].gamma, rows[0].delta)
+    sampler = Sampler(history, eos, watermark, KERNELS[0] if KERNELS else None)
     for i, row in enumerate(rows):
-        sampler.biases.put(len(rows) - 1 - i, row.parameters.bias)
+        sampler.admit(len(rows) - 1 - i, row.parameters.bias)
     return sampler, SamplingRows(
         parameters=parameters,
         positions=np.array([row.position for row in rows]),
