@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from millrace_shard.kernels.build import operators_loaded
+from millrace_shard.kernels.row_alignment import aligned
 
 
 class Best(NamedTuple):
@@ -27,5 +28,5 @@ def choose_greedy(logits: Tensor) -> Best:
         return Best(*torch.ops.millrace.greedy(logits.contiguous()))
     best = logits.max(-1)
     # `logsumexp` splits a single long row over threads; `log_softmax` sums every row in one thread.
-    logprobs = logits.log_softmax(-1).gather(1, best.indices[:, None]).squeeze(1)
+    logprobs = aligned(logits).log_softmax(-1).gather(1, best.indices[:, None]).squeeze(1)
     return Best(best.indices, logprobs, ~logprobs.isfinite())

@@ -18,6 +18,7 @@ from millrace_shard.arrays import Ints
 from millrace_shard.batch.batch import Batch
 from millrace_shard.batch.step import StepResult
 from millrace_shard.batch.step_layout import StepLayout
+from millrace_shard.kernels.row_alignment import aligned
 from millrace_shard.models.interface import CausalModel
 
 SLICE_ELEMENTS = 1 << 24
@@ -91,7 +92,7 @@ def _slices(count: int, height: int) -> Iterator[slice]:
 
 def _score(logits: Tensor, targets: Tensor, width: int) -> Tensor:
     """[n, 1 + width, 2] int32 of `logits` [n, V]: target and likeliest tokens of each row, as in PendingScores."""
-    logprobs = logits.log_softmax(-1)
+    logprobs = aligned(logits).log_softmax(-1)
     columns = logprobs.gather(1, targets[:, None]), targets[:, None]
     if width:
         best = logprobs.topk(width, dim=-1)

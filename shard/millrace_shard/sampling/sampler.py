@@ -21,6 +21,7 @@ from millrace_shard.device import transfers
 from millrace_shard.device.transfers import upload
 from millrace_shard.kernels.greedy import choose_greedy
 from millrace_shard.kernels.masks import RowMasks
+from millrace_shard.kernels.row_alignment import aligned
 from millrace_shard.kernels.sampling_kernels import SamplingKernels
 from millrace_shard.sampling.biases import Bias, BiasTable
 from millrace_shard.sampling.candidates import (
@@ -165,8 +166,9 @@ class Sampler:
 
     def _sample_whole(self, scores: Tensor, rows: SamplingRows) -> Sampled:
         """Sample from the scores [n, V] of rows that may keep any number of tokens."""
-        p = rows.parameters
-        scores = self._warp(apply_temperature(scores, self._column(p["temperature"])), p)
+        p, size = rows.parameters, scores.shape[1]
+        scores = apply_temperature(aligned(scores), self._column(p["temperature"]))
+        scores = self._warp(scores, p)
         logprobs = scores.log_softmax(-1)
         drawn = np.flatnonzero(p["do_sample"])
         ids = torch.zeros(len(p), dtype=torch.int64, device=self._device)
@@ -174,7 +176,7 @@ class Sampler:
             ids = scores.max(-1).indices
         if len(drawn):
             chosen = scores if len(drawn) == len(p) else scores[self._index(drawn)]
-            weights = fixed_point(chosen.softmax(-1))
+            weights = fixed_point(chosen.softmax(-1)[:, :size])
             picked = draw(weights, self._uniforms(rows.select(drawn)))
             ids = ids.index_copy(0, self._index(drawn), picked)
         chosen_logprobs = logprobs.gather(1, ids[:, None]).squeeze(1)
