@@ -74,7 +74,7 @@ test: install
 
 test-ecosystem: install
 	$(if $(TORCH_INDEX),PIP_EXTRA_INDEX_URL="$(TORCH_INDEX) $$PIP_EXTRA_INDEX_URL") $(BIN)/python -m tests.ecosystem.prepare
-	$(PYTEST) -m ecosystem tests/ecosystem $(ARGS)
+	$(PYTEST) -m ecosystem tests/ecosystem tests/shard/kernels/cuda $(ARGS)
 	$(PYTEST) tests/shard/kernels --ignore=tests/shard/kernels/cuda $(ARGS)
 
 # Its cases come with the source distribution of jsonschema, and only with that.

@@ -25,6 +25,7 @@ TABLES = {
 KERNELS = {
     "shard/millrace_shard/kernels/cuda/triton_attention.py: attend_tiles",
     "shard/millrace_shard/kernels/cuda/triton_attention.py: attend_spans",
+    "shard/millrace_shard/kernels/cuda/triton_linear.py: _multiply",
     "shard/millrace_shard/kernels/cuda/triton_rope.py: _rope_store",
     "shard/millrace_shard/kernels/cuda/triton_softmax.py: visit",
 }

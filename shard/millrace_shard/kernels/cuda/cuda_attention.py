@@ -57,7 +57,7 @@ class AttentionRule:
 def tile_tiling(dtype: torch.dtype, head_dim: int) -> Tiling:
     """The tiling for sequences of several queries."""
     if dtype == torch.float32:
-        return Tiling(rows=32, chunk=16, num_warps=4, num_stages=2)
+        return Tiling(rows=32, chunk=16, num_warps=8, num_stages=2)
     if head_dim > 128:
         return Tiling(rows=128, chunk=32, num_warps=8, num_stages=2)
     return Tiling(rows=128, chunk=64, num_warps=8, num_stages=3)
@@ -76,7 +76,8 @@ def fixed_tiling(dtype: torch.dtype, head_dim: int) -> Tiling:
         return Tiling(rows=MIN_ROWS, chunk=32, num_warps=4, num_stages=2)
     if head_dim > 128:
         return Tiling(rows=64, chunk=32, num_warps=8, num_stages=3)
-    return Tiling(rows=64, chunk=64, num_warps=8 if head_dim > 64 else 4, num_stages=3)
+    # More warps than rows / 16 would repeat one another's products; longer chunks would spill registers.
+    return Tiling(rows=64, chunk=32, num_warps=4, num_stages=3)
 
 
 def max_spans(num_keys: int) -> int:

@@ -18,7 +18,7 @@ from millrace_shard.kernels.base import HeadNorms, LayerCache, Linear
 from millrace_shard.kernels.blocks import ComposedBlocks
 from millrace_shard.kernels.cuda import triton_rope, triton_rows
 from millrace_shard.kernels.cuda.cuda_attention import AttentionRule, PagedAttention
-from millrace_shard.kernels.cuda.triton_linear import FixedTileLinear
+from millrace_shard.kernels.cuda.triton_linear import FixedOrderLinear
 from millrace_shard.kernels.cuda.triton_sampling import TritonSampling
 from millrace_shard.kernels.plain import PlainLinear
 from millrace_shard.kernels.ragged import RaggedBatch
@@ -27,6 +27,17 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = range(16, 257)
 FAILURES = (RuntimeError, OSError, subprocess.SubprocessError, TritonError)
 """Errors of compilation and launch if the GPU, its driver or the host's compiler is unsuitable."""
+
+
+class Float32Head:
+    """A head by the vendor's library whose logits are not rounded to the dtype of the weight."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight.t()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[R, hidden] to [R, vocab] float32."""
+        return torch.mm(x, self._weight, out_dtype=torch.float32)
 
 
 class CudaKernels(ComposedBlocks):
@@ -43,7 +54,15 @@ class CudaKernels(ComposedBlocks):
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Keep `weight` [out, in] and `bias` [out] as they are."""
-        return (FixedTileLinear if self.deterministic else PlainLinear)(weight, bias)
+        return (FixedOrderLinear if self.deterministic else PlainLinear)(weight, bias)
+
+    def head(self, weight: Tensor) -> Linear:
+        """An output head that keeps `weight` [vocab, hidden]; its logits are the float32 sums."""
+        if self.deterministic:
+            return FixedOrderLinear(weight, None, out_dtype=torch.float32)
+        if weight.dtype == torch.float32 or weight.device.type != "cuda":
+            return super().head(weight)
+        return Float32Head(weight)
 
     def new_cache(
         self,

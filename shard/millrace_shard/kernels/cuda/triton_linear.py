@@ -1,14 +1,29 @@
-"""A linear whose rows do not depend on the number of rows: one tiling per layer, and one order over the inputs."""
+"""A linear whose rows have the same bits for any number of rows.
+
+An output is the sum of its parts in order, and a part is the sum over its inputs in order. Parts follow from the shape
+of the layer (`linear_tilings`). With few rows each part has a program of its own and a second kernel adds the parts;
+with many rows one program computes and adds them all.
+
+Products are `weight @ x.T`, so that the outputs are the long side of the tensor cores' instruction, and the number of
+rows changes its short side alone.
+"""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton import knobs
+
+from millrace_shard.kernels.cuda.linear_tilings import (
+    MANY_ROWS,
+    part_length,
+    row_tiling,
+)
+
+COLUMNS = 1024
+"""Outputs per program that adds parts."""
 
 _INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 _TILES_PER_GROUP = tl.constexpr(8)
@@ -22,16 +37,22 @@ def _multiply(
     bias,
     num_rows,
     row_stride,
-    num_outputs: tl.constexpr,
-    num_inputs: tl.constexpr,
+    num_outputs,
+    num_inputs,
+    part,
+    parts: tl.constexpr,
     has_bias: tl.constexpr,
+    whole_blocks: tl.constexpr,
     rows: tl.constexpr,
     outputs: tl.constexpr,
     inputs: tl.constexpr,
 ):
-    """`out = x @ weight.T + bias`; programs that share weights run close together."""
+    """Add `parts` parts per program to `out` [grid[1], num_rows, num_outputs]; grid (tiles, any).
+
+    Programs that share weights run close together. With `whole_blocks`, `num_inputs` is a multiple of `inputs`.
+    """
     row_tiles = tl.cdiv(num_rows, rows)
-    output_tiles: tl.constexpr = (num_outputs + outputs - 1) // outputs
+    output_tiles = tl.cdiv(num_outputs, outputs)
     tile = tl.program_id(0)
     first = tile // (_TILES_PER_GROUP * output_tiles) * _TILES_PER_GROUP
     height = tl.minimum(row_tiles - first, _TILES_PER_GROUP)
@@ -43,67 +64,116 @@ def _multiply(
     at = tl.arange(0, inputs)
     x_rows = x + (row.to(tl.int64) * row_stride)[:, None]
     weight_rows = weight + (output.to(tl.int64) * num_inputs)[:, None]
-    product = tl.zeros([rows, outputs], tl.float32)
-    for start in range(0, num_inputs, inputs):
-        column = (start + at)[None, :]
-        left = tl.load(x_rows + column, mask=given & (column < num_inputs), other=0.0)
-        right = tl.load(weight_rows + column, mask=wanted & (column < num_inputs), other=0.0)
-        if _INTERPRETED:
-            left = left.to(tl.float32)
-            right = right.to(tl.float32)
-        product = tl.dot(left, tl.trans(right), product, input_precision="ieee")
+    total = tl.zeros([outputs, rows], tl.float32)
+    for index in range(parts):
+        begin = (tl.program_id(1) * parts + index) * part
+        product = tl.zeros([outputs, rows], tl.float32)
+        for start in range(begin, tl.minimum(begin + part, num_inputs), inputs):
+            column = (start + at)[None, :]
+            if whole_blocks:
+                left = tl.load(weight_rows + column, mask=wanted, other=0.0)
+                right = tl.load(x_rows + column, mask=given, other=0.0)
+            else:
+                known = column < num_inputs
+                left = tl.load(weight_rows + column, mask=wanted & known, other=0.0)
+                right = tl.load(x_rows + column, mask=given & known, other=0.0)
+            if _INTERPRETED:
+                left = left.to(tl.float32)
+                right = right.to(tl.float32)
+            product = tl.dot(left, tl.trans(right), product, input_precision="ieee")
+        total += product
     if has_bias:
         added = tl.load(bias + output, mask=output < num_outputs, other=0.0)
-        product += added.to(tl.float32)[None, :]
-    where = (row.to(tl.int64) * num_outputs)[:, None] + output[None, :]
-    mask = given & (output < num_outputs)[None, :]
-    tl.store(out + where, product.to(out.dtype.element_ty), mask=mask)
+        total += added.to(tl.float32)[:, None]
+    where = (tl.program_id(1).to(tl.int64) * num_rows + row) * num_outputs
+    mask = wanted & (row < num_rows)[None, :]
+    tl.store(out + where[None, :] + output[:, None], total.to(out.dtype.element_ty), mask=mask)
 
 
-@dataclass(frozen=True, slots=True)
-class _Tiling:
-    rows: int
-    outputs: int
-    inputs: int
-    num_warps: int
-    num_stages: int
+@triton.jit(do_not_specialize=["num_rows"])
+def _add_parts(
+    out,
+    partials,
+    bias,
+    num_rows,
+    num_outputs,
+    parts: tl.constexpr,
+    has_bias: tl.constexpr,
+    columns: tl.constexpr,
+):
+    """Add `partials` [parts, num_rows, num_outputs] in order to `out`; grid (num_rows, blocks of `columns`)."""
+    row = tl.program_id(0).to(tl.int64)
+    output = tl.program_id(1) * columns + tl.arange(0, columns)
+    mask = output < num_outputs
+    total = tl.zeros([columns], tl.float32)
+    for index in tl.static_range(parts):
+        where = (index * num_rows + row) * num_outputs + output
+        total += tl.load(partials + where, mask=mask, other=0.0)
+    if has_bias:
+        total += tl.load(bias + output, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * num_outputs + output, total.to(out.dtype.element_ty), mask=mask)
 
 
-_TENSOR_CORES = _Tiling(rows=64, outputs=64, inputs=64, num_warps=4, num_stages=4)
-_FLOAT32 = _Tiling(rows=32, outputs=32, inputs=32, num_warps=4, num_stages=2)
+class FixedOrderLinear:
+    """`F.linear` that adds the products of an output in the same order for any number of rows."""
 
-
-class FixedTileLinear:
-    """`F.linear` with the same tiles, in the same order, for any number of rows."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, *, out_dtype: torch.dtype | None = None
+    ) -> None:
+        """Keep `weight` [out, in] and `bias` [out]; results have `out_dtype`, by default that of the weight."""
         self._weight = weight.contiguous()
         self._bias = bias
-        self._tiling = _FLOAT32 if weight.dtype == torch.float32 else _TENSOR_CORES
+        self._out_dtype = out_dtype or weight.dtype
+        self._part = part_length(*weight.shape)
+        self._num_parts = max(1, triton.cdiv(weight.shape[1], self._part))
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in] to [T, out]."""
+        num_rows, num_outputs = x.shape[0], self._weight.shape[0]
+        out = x.new_empty(num_rows, num_outputs, dtype=self._out_dtype)
+        if num_rows == 0:
+            return out
+        if self._num_parts == 1 or num_rows >= MANY_ROWS:
+            self._launch(out, x, num_programs=1, bias=self._bias)
+            return out
+        partials = x.new_empty(self._num_parts, num_rows, num_outputs, dtype=torch.float32)
+        self._launch(partials, x, num_programs=self._num_parts, bias=None)
+        _add_parts[(num_rows, triton.cdiv(num_outputs, COLUMNS))](
+            out,
+            partials,
+            partials if self._bias is None else self._bias,
+            num_rows,
+            num_outputs,
+            parts=self._num_parts,
+            has_bias=self._bias is not None,
+            columns=COLUMNS,
+            num_warps=4,
+        )
+        return out
+
+    def _launch(self, out: Tensor, x: Tensor, *, num_programs: int, bias: Tensor | None) -> None:
+        """Multiply, with the parts shared by `num_programs` programs per tile."""
         if x.stride(1) != 1:
             x = x.contiguous()
-        num_rows, tiling = x.shape[0], self._tiling
         num_outputs, num_inputs = self._weight.shape
-        out = x.new_empty(num_rows, num_outputs)
-        num_tiles = triton.cdiv(num_rows, tiling.rows) * triton.cdiv(num_outputs, tiling.outputs)
-        if num_tiles:
-            _multiply[(num_tiles,)](
-                out,
-                x,
-                self._weight,
-                self._weight if self._bias is None else self._bias,
-                num_rows,
-                x.stride(0),
-                num_outputs=num_outputs,
-                num_inputs=num_inputs,
-                has_bias=self._bias is not None,
-                rows=tiling.rows,
-                outputs=tiling.outputs,
-                inputs=tiling.inputs,
-                num_warps=tiling.num_warps,
-                num_stages=tiling.num_stages,
-            )
-        return out
+        tiling = row_tiling(x.dtype, x.shape[0])
+        num_tiles = triton.cdiv(x.shape[0], tiling.rows) * triton.cdiv(num_outputs, tiling.outputs)
+        _multiply[(num_tiles, num_programs)](
+            out,
+            x,
+            self._weight,
+            self._weight if bias is None else bias,
+            x.shape[0],
+            x.stride(0),
+            num_outputs,
+            num_inputs,
+            self._part,
+            parts=self._num_parts // num_programs,
+            has_bias=bias is not None,
+            whole_blocks=num_inputs % tiling.inputs == 0,
+            rows=tiling.rows,
+            outputs=tiling.outputs,
+            inputs=tiling.inputs,
+            num_warps=tiling.num_warps,
+            num_stages=tiling.num_stages,
+        )

@@ -60,8 +60,11 @@ def distance(out: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "fixed"])
 @pytest.mark.parametrize(
     ("heads", "dtype"),
-    [((9, 3, 64), BF16), ((2, 2, 80), FP16), ((12, 1, 16), FP32), ((2, 1, 256), BF16)],
-    ids=["9-3-64-bf16", "2-2-80-fp16", "12-1-16-fp32", "2-1-256-bf16"],
+    [
+        *(((9, 3, 64), BF16), ((2, 2, 80), FP16), ((12, 1, 16), FP32), ((2, 1, 256), BF16)),
+        *(((7, 1, 16), FP16), ((10, 2, 16), FP32), ((40, 1, 16), FP16)),
+    ],
+    ids=lambda each: "-".join(map(str, each)) if isinstance(each, tuple) else str(each)[6:],
 )
 def test_attention_is_what_its_definition_says(
     heads: tuple[int, int, int], dtype: torch.dtype, deterministic: bool
@@ -100,6 +103,14 @@ def test_a_prompt_that_crosses_a_span_has_the_same_bits_whole_and_cut() -> None:
     singles = [paged.attend([(0, at, at + 1)]) for at in (255, 256)]
     assert torch.equal(torch.cat(pieces), whole)
     assert torch.equal(torch.cat(singles), whole[5:7])
+
+
+def test_a_window_that_begins_within_a_span_is_right_and_has_the_same_bits_alone() -> None:
+    paged, window = pages((2, 1, 16), FP16, contexts=(700,)), 300
+    prompt = paged.attend([(0, 690, 700)], window)
+    assert distance(prompt, paged.expected([(0, 690, 700)], window)) < TOLERANCE[FP16]
+    for at in (690, 699):
+        assert torch.equal(paged.attend([(0, at, at + 1)], window)[0], prompt[at - 690])
 
 
 def test_a_single_query_has_the_same_bits_in_any_batch_in_fast_mode_too() -> None:

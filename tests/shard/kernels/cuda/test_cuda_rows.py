@@ -219,37 +219,9 @@ def test_store_takes_strided_views(
     assert step.difference() == 0
 
 
-@pytest.mark.parametrize(
-    ("out", "inputs", "with_bias"), [(96, 64, True), (70, 200, False), (1, 16, True)]
-)
-def test_linear_is_right_and_independent_of_the_batch(
-    dtype: torch.dtype, kernels: CudaKernels, out: int, inputs: int, with_bias: bool
-) -> None:
-    random = Random(dtype)
-    weight, bias = random(out, inputs) / math.sqrt(inputs), random(out) if with_bias else None
-    linear, x = kernels.linear(weight, bias), random(100, inputs)
-    whole = linear(x)
-    expected = torch.nn.functional.linear(
-        x.double(), weight.double(), None if bias is None else bias.double()
-    )
-    assert error(whole, expected.to(dtype)) < TOLERANCE[dtype]
-    for rows in (1, 33, 65):
-        for start in (0, 100 - rows):
-            assert torch.equal(linear(x[start : start + rows]), whole[start : start + rows])
-    assert torch.equal(linear(torch.cat([x, x], dim=1)[:, :inputs]), whole)
-
-
-def test_linear_of_many_tiles(kernels: CudaKernels) -> None:
-    random = Random(FP32)
-    weight, x = random(70, 16), random(300, 16)
-    linear = kernels.linear(weight)
-    assert error(linear(x), PLAIN.linear(weight)(x)) < TOLERANCE[FP32]
-
-
 def test_no_rows_are_no_trouble(kernels: CudaKernels) -> None:
     nothing = torch.empty(0, 64, device=DEVICE)
     weight = torch.ones(64, device=DEVICE)
-    assert kernels.linear(torch.randn(40, 64, device=DEVICE))(nothing).shape == (0, 40)
     assert kernels.rms_norm(nothing, weight, 1e-5).shape == (0, 64)
     assert kernels.add_rms_norm(nothing, nothing.clone(), weight, 1e-5).shape == (0, 64)
     assert kernels.silu_mul(nothing).shape == (0, 32)

@@ -1,174 +1,155 @@
-"""Compiles the Triton kernels without a GPU, for the two kinds of code that tensor cores take.
+"""Compiles the Triton kernels without a GPU, as they are launched, and prints a line of JSON for each.
 
-Prints a line a kernel: its name, the compute capability, the shared memory it takes and the memory there is.
+Without arguments, it compiles each kernel at a few shapes. With `served`, it compiles the kernels with matrix products
+for every shape that models are served with, in the process that `served I N` names: each N-th shape from the I-th on.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import json
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-from millrace_shard.kernels.cuda import triton_attention, triton_linear, triton_rope, triton_rows
+from millrace_shard.kernels.cuda import (
+    linear_tilings,
+    triton_attention,
+    triton_linear,
+    triton_rope,
+    triton_rows,
+)
 from millrace_shard.kernels.cuda.cuda_attention import (
     Tiling,
     fixed_tiling,
     span_tiling,
     tile_tiling,
 )
+from millrace_shard.kernels.cuda.linear_tilings import RowTiling
+from millrace_testing.engines.triton_compiler import SHARED_BYTES, Compiled, compile_kernel
 
-SHARED_BYTES = {86: 101376, 90: 232448}
-NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-FLOATS = ("scale", "softcap", "eps")
-INTEGERS = {"tables": "i32", "starts": "i32", "contexts": "i32"} | {
-    "positions": "i64",
-    "cache_rows": "i64",
-}
-ALWAYS_FLOAT32 = ("partials", "tops", "totals", "rope")
-POINTERS = (
-    *("attended", "queries", "key_pages", "value_pages", "out", "x", "residual", "weight"),
-    *("gate_up", "qkv", "keys", "values", "new_keys", "new_values", "bias"),
-    *("query_norm", "key_norm"),
-)
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
+HEAD_DIMS = (64, 72, 80, 96, 128, 160, 192, 256)
+CAPABILITIES = (80, 90)
+Heads = tuple[int, int]
+"""Query heads per key-value head, and head_dim."""
 
 
-def compile_kernel(
-    kernel: Any,
+def attention(
+    heads: Heads,
     dtype: torch.dtype,
     capability: int,
     *,
-    num_warps: int,
-    num_stages: int = 3,
-    **constants: object,
-) -> None:
-    signature, attributes = {}, {}
-    for index, parameter in enumerate(kernel.params):
-        name = parameter.name
-        kind = "i32"
-        if name in constants:
-            kind = "constexpr"
-        elif name in FLOATS:
-            kind = "fp32"
-        elif name in INTEGERS:
-            kind = f"*{INTEGERS[name]}"
-        elif name in ALWAYS_FLOAT32:
-            kind = "*fp32"
-        elif name in POINTERS:
-            kind = f"*{NAMES[dtype]}"
-        signature[name] = kind
-        aligned = kind.startswith("*") and not parameter.do_not_specialize_on_alignment
-        if aligned or (name.endswith("stride") and not parameter.do_not_specialize):
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    compiled = triton.compile(
-        ASTSource(kernel, signature, constants, attributes),
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": num_warps, "num_stages": num_stages},
-    )
-    shared = compiled.metadata.shared
-    print(kernel.__name__, capability, shared, SHARED_BYTES[capability])  # noqa: T201
-
-
-def compile_attention(heads: tuple[int, int], dtype: torch.dtype, capability: int) -> None:
-    """Compile the attention kernel as `PagedAttention` launches it; `heads` is (group, head_dim)."""
+    fixed: bool,
+    rule: tuple[bool, bool] = (False, False),
+) -> Iterator[Compiled]:
+    """Compile attention of prompts, then of single queries, as `PagedAttention` launches it."""
     group, head_dim = heads
-    constants = {"num_heads": 4 * group, "group": group, "head_dim": head_dim, "page": 16}
+    has_window, has_cap = rule
+    constants: dict[str, Any] = {"num_heads": 4 * group, "group": group, "head_dim": head_dim}
+    constants |= {"has_window": has_window, "has_cap": has_cap, "page": 16, "precision": "ieee"}
 
     def fitted(tiling: Tiling) -> dict[str, Any]:
         head_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
-        tiling = tiling.fitted(group, head_bytes, SHARED_BYTES[capability])
-        return {
-            "rows": tiling.rows,
-            "chunk": tiling.chunk,
-            "num_warps": tiling.num_warps,
-            "num_stages": tiling.num_stages,
-            "has_window": False,
-            "has_cap": False,
-            "precision": "ieee",
-        }
+        return dataclasses.asdict(tiling.fitted(group, head_bytes, SHARED_BYTES[capability]))
 
-    fixed = fitted(fixed_tiling(dtype, head_dim))
-    spans = fitted(span_tiling(dtype, head_dim))
-    tiles = fitted(tile_tiling(dtype, head_dim))
-    for in_spans, tiling in ((True, fixed), (False, tiles)):
-        compile_kernel(
-            triton_attention.attend_tiles,
-            dtype,
-            capability,
-            in_spans=in_spans,
-            **constants,
-            **tiling,
-        )
-    compile_kernel(triton_attention.attend_spans, dtype, capability, **constants, **spans)
-    if (head_dim, dtype) == (128, torch.bfloat16):
-        windowed = tiles | {"has_window": True, "has_cap": True}
-        compile_kernel(
-            triton_attention.attend_tiles,
-            dtype,
-            capability,
-            in_spans=False,
-            **constants,
-            **windowed,
-        )
+    tiles = fitted((fixed_tiling if fixed else tile_tiling)(dtype, head_dim))
+    spans = fitted((fixed_tiling if fixed else span_tiling)(dtype, head_dim))
+    prompts, singles = triton_attention.attend_tiles, triton_attention.attend_spans
+    yield compile_kernel(prompts, dtype, capability, in_spans=fixed, **constants, **tiles)
+    yield compile_kernel(singles, dtype, capability, **constants, **spans)
 
 
-def compile_rows(capability: int) -> None:
-    """The others, at the widths of a common model."""
-    dtype = torch.bfloat16
-    compile_kernel(
-        triton_attention.fold_spans,
-        dtype,
-        capability,
-        num_warps=1,
-        num_heads=32,
-        head_dim=128,
-        chunk=64,
-        has_window=True,
-    )
-    compile_kernel(
-        triton_rows._rms_norm, dtype, capability, num_warps=2, inner_rows=8, width=80, rows=8
-    )
-    compile_kernel(triton_rows._add_rms_norm, dtype, capability, num_warps=8, width=4096)
-    compile_kernel(triton_rows._silu_mul, dtype, capability, num_warps=4, width=14336, columns=1024)
-    heads = {"num_kv_heads": 8, "head_dim": 128, "heads": 8}
-    for half, has_norms in ((32, False), (64, True), (32, True)):
-        compile_kernel(
-            triton_rope._rope_store,
-            dtype,
-            capability,
-            num_warps=4,
-            num_heads=32,
-            half=half,
-            has_norms=has_norms,
-            **heads,
-        )
-    compile_kernel(triton_rope._store, dtype, capability, num_warps=4, **heads)
-    for each, tiling in (
-        (dtype, triton_linear._TENSOR_CORES),
-        (torch.float32, triton_linear._FLOAT32),
-    ):
-        compile_kernel(
-            triton_linear._multiply,
-            each,
-            capability,
-            num_warps=tiling.num_warps,
-            num_stages=tiling.num_stages,
-            num_outputs=1000,
-            num_inputs=4096,
-            has_bias=True,
-            rows=tiling.rows,
-            outputs=tiling.outputs,
-            inputs=tiling.inputs,
-        )
+def linear(dtype: torch.dtype, capability: int) -> Iterator[Compiled]:
+    """Compile the linear of deterministic mode: in one program with bias and in parts, with each tile of rows."""
+    tilings: tuple[RowTiling, ...] = linear_tilings.TENSOR_CORES
+    for tiling in (linear_tilings.FLOAT32,) if dtype == FP32 else tilings:
+        for parts, out_dtype in ((4, dtype), (1, FP32)):
+            yield compile_kernel(
+                triton_linear._multiply,
+                dtype,
+                capability,
+                out_dtype=out_dtype,
+                parts=parts,
+                has_bias=parts > 1,
+                whole_blocks=True,
+                **dataclasses.asdict(tiling),
+            )
+
+
+def rows(capability: int) -> Iterator[Compiled]:
+    """Compile the kernels without matrix products at the widths of a common model."""
+    shared: dict[str, Any] = {"num_kv_heads": 8, "head_dim": 128, "heads": 8}
+    for kernel, num_warps, constants in (
+        (triton_attention.fold_spans, 1, {"num_heads": 32, "head_dim": 128, "chunk": 64, "has_window": True}),
+        (triton_linear._add_parts, 4, {"parts": 4, "has_bias": True, "columns": triton_linear.COLUMNS}),
+        (triton_rows._rms_norm, 2, {"inner_rows": 8, "width": 80, "rows": 8}),
+        (triton_rows._add_rms_norm, 8, {"width": 4096}),
+        (triton_rows._silu_mul, 4, {"width": 14336, "columns": 1024}),
+        *(
+            (triton_rope._rope_store, 4, {"num_heads": 32, "half": half, "has_norms": norms, **shared})
+            for half, norms in ((32, False), (64, True), (32, True))
+        ),
+        (triton_rope._store, 4, shared),
+    ):  # fmt: skip
+        yield compile_kernel(kernel, BF16, capability, num_warps=num_warps, **constants)
+
+
+def a_few() -> Iterator[Compiled]:
+    """Every kernel, at a few shapes."""
+    yield from rows(90)
+    yield from linear(BF16, 90)
+    yield from linear(FP32, 90)
+    for heads, dtype, capability in (((4, 128), BF16, 90), ((3, 64), FP32, 90), ((2, 256), BF16, 86)):  # fmt: skip
+        for fixed in (False, True):
+            yield from attention(heads, dtype, capability, fixed=fixed)
+    yield from attention((4, 128), BF16, 90, fixed=False, rule=(True, True))
+
+
+def served_attention() -> Iterator[tuple[torch.dtype, int, int, tuple[bool, bool]]]:
+    """Dtype, head_dim, group, and whether there are a window and a soft cap.
+
+    Every group comes with bfloat16 alone, whose layouts float16 shares; windows and soft caps come with one group.
+    """
+    for head_dim in HEAD_DIMS:
+        for group in GROUPS:
+            yield BF16, head_dim, group, (False, False)
+        for dtype in (FP16, FP32):
+            yield dtype, head_dim, 4, (False, False)
+        for rule in ((True, False), (False, True), (True, True)):
+            yield BF16, head_dim, 4, rule
+
+
+def served(first: int, step: int) -> Iterator[tuple[dict[str, object], Compiled]]:
+    """Each combination and its kernels."""
+    dtypes = itertools.product(CAPABILITIES, (BF16, FP16, FP32))
+    for capability, dtype in itertools.islice(dtypes, first, None, step):
+        for compiled in linear(dtype, capability):
+            yield {"dtype": str(dtype)}, compiled
+    shapes = itertools.product(CAPABILITIES, served_attention(), (True, False))
+    for capability, shape, fixed in itertools.islice(shapes, first, None, step):
+        dtype, head_dim, group, rule = shape
+        case = {"dtype": str(dtype), "head_dim": head_dim, "group": group, "rule": rule}
+        heads = group, head_dim
+        for compiled in attention(heads, dtype, capability, fixed=fixed, rule=rule):
+            yield case | {"fixed": fixed}, compiled
+
+
+def main() -> None:
+    """Compile, and print a line for each kernel."""
+    if sys.argv[1:2] == ["served"]:
+        found = served(int(sys.argv[2]), int(sys.argv[3]))
+    else:
+        found = (({}, compiled) for compiled in a_few())
+    for case, compiled in found:
+        facts = dataclasses.asdict(compiled) | {"fits": compiled.fits}
+        print(json.dumps(case | facts), flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":
-    compile_rows(90)
-    for heads, element, target in (
-        ((4, 128), torch.bfloat16, 90),
-        ((3, 64), torch.float32, 90),
-        ((2, 256), torch.bfloat16, 86),
-    ):
-        compile_attention(heads, element, target)
+    main()
