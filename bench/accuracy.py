@@ -23,6 +23,7 @@ from millrace_shard.kernels.agreement import ragged_batch
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.choose import choose_kernels
 from millrace_shard.kernels.cpu.int8_linear import is_fast, with_int8
+from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.models.load import load_model
 
@@ -35,7 +36,7 @@ def main() -> int:
     argparse.ArgumentParser(prog="python -m bench.accuracy", description=__doc__).parse_args()
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     samples = encode(tokenizer, sample(corpus.generate(SEED, size=0).held_back, QUESTIONS))
-    fast = choose_kernels(CPU, torch.bfloat16, deterministic=True, head_dims=[64])
+    fast = choose_kernels(CPU, torch.bfloat16, deterministic=True, shapes=[LayerShape.small(64)])
     ways: dict[str, tuple[Kernels, torch.dtype]] = {
         "float32, plain torch": (PlainKernels(deterministic=True), torch.float32),
         "bfloat16, plain torch": (PlainKernels(deterministic=True), torch.bfloat16),

@@ -8,6 +8,7 @@ from bench.gpu.engine.kernels import cuda_kernels
 from bench.gpu.figures import check
 from bench.gpu.setting import Emit, Setting
 from millrace_shard.kernels.agreement import TOLERANCE, largest_difference
+from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.kernels.plain import PlainKernels
 
 MODES = {"fast": False, "deterministic": True}
@@ -27,7 +28,11 @@ def run(setting: Setting, emit: Emit) -> None:
                     break
                 with torch.inference_mode():
                     differences[head_dim] = largest_difference(
-                        kernels, oracle, dtype=dtype, head_dim=head_dim, device=setting.device
+                        kernels,
+                        oracle,
+                        dtype=dtype,
+                        shape=LayerShape.small(head_dim),
+                        device=setting.device,
                     )
                 emit(
                     check(

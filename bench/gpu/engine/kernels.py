@@ -12,6 +12,7 @@ from millrace_shard.commands.device_settings import graph_settings, is_determini
 from millrace_shard.config import ShardConfig
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.choose import choose_kernels
+from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.model_runner.decode_graphs import GraphSettings
 from millrace_shard.model_runner.graph_capture import Capture, Captured
 
@@ -19,7 +20,7 @@ CUDA = torch.device("cuda")
 
 
 def kernels_for(
-    config: ShardConfig, device: torch.device, dtype: torch.dtype, head_dim: int
+    config: ShardConfig, device: torch.device, dtype: torch.dtype, shape: LayerShape
 ) -> Kernels:
     """The kernels for CUDA in the mode that `config` has on a GPU; plain torch with --disable-custom-kernels."""
     deterministic = is_deterministic(config, CUDA)
@@ -29,7 +30,7 @@ def kernels_for(
         device,
         dtype,
         deterministic=deterministic,
-        head_dims=(head_dim,),
+        shapes=(shape,),
         custom=not config.disable_custom_kernels,
     )
 

@@ -57,7 +57,7 @@ def load(shape: Shape, config: ShardConfig, device: torch.device, max_tokens: in
     """Random weights behind the kernels for CUDA."""
     described = read_description(config.model_folder, shape)
     arch = Architecture.from_config(described)
-    kernels = kernels_for(config, device, DTYPE, arch.head_dim)
+    kernels = kernels_for(config, device, DTYPE, arch.layer_shape(world_size=1))
     torch.manual_seed(0)
     group = ProcessGroup.single()
     model = Decoder(

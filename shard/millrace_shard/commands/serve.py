@@ -34,11 +34,12 @@ from millrace_shard.errors import EngineEnded, ModelError, UnsupportedModel
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.choose import choose_kernels
 from millrace_shard.kernels.cpu.int8_linear import is_fast, with_int8
+from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.logs import configure
 from millrace_shard.model_loader.hub import HubSettings
 from millrace_shard.model_loader.load_progress import readable_size
 from millrace_shard.models.interface import ModelInfo
-from millrace_shard.models.load import RopeOverride, head_dim, load_model
+from millrace_shard.models.load import RopeOverride, layer_shape, load_model
 from millrace_shard.process import die_with_parent
 from millrace_shard.sampling.watermark import Watermark
 from millrace_shard.server.credentials import server_credentials
@@ -178,7 +179,7 @@ def _kernels(config: ShardConfig, device: torch.device, dtype: torch.dtype) -> K
         device,
         dtype,
         deterministic=is_deterministic(config, device),
-        head_dims=_head_dims(config),
+        shapes=_layer_shapes(config),
         custom=not config.disable_custom_kernels,
     )
     if config.quantize is None:
@@ -275,9 +276,9 @@ def _rope_override(config: ShardConfig) -> RopeOverride | None:
     return RopeOverride(config.rope_scaling or "linear", config.rope_factor or 1.0)
 
 
-def _head_dims(config: ShardConfig) -> tuple[int, ...]:
-    """The head dimensions of the model and of the draft model, which share the kernels."""
+def _layer_shapes(config: ShardConfig) -> tuple[LayerShape, ...]:
+    """The shapes of the model and of the draft model, which share the kernels."""
     folders = [config.model_folder]
     if config.draft_model is not None and not is_medusa(Path(config.draft_model)):
         folders.append(Path(config.draft_model))
-    return tuple(dict.fromkeys(map(head_dim, folders)))
+    return tuple(layer_shape(folder, config.world_size) for folder in folders)

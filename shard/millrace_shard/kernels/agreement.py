@@ -1,4 +1,7 @@
-"""The agreement check: compiled kernels are used on a machine only if they agree with plain torch on a small case."""
+"""The agreement check: compiled kernels are used on a machine only if they agree with plain torch on a small case.
+
+CPU kernels take this check alone; CUDA kernels take that of `cuda/served_agreement`, which includes it.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from millrace_shard.kernels.base import (
 )
 from millrace_shard.kernels.blocks import ComposedBlocks
 from millrace_shard.kernels.greedy import choose_greedy
+from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.kernels.masks import MaskTable, RowMasks
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.kernels.stored_weight import StoredWeight
@@ -43,18 +47,18 @@ def largest_difference(
     oracle: Kernels,
     *,
     dtype: torch.dtype,
-    head_dim: int,
+    shape: LayerShape,
     device: torch.device = CPU,
 ) -> float:
-    """The greatest difference of any output of `kernels` from `oracle`, relative to 1 + |oracle|; inf for NaN."""
-    random = functools.partial(_Random, dtype, device)
+    """The greatest difference of any output of `kernels` from `oracle`; see `distance`."""
+    random = functools.partial(Random, dtype, device)
     ours, theirs = (
-        _attention(each, random(), head_dim=head_dim) + _row_operators(each, random())
+        _attention(each, random(), shape) + _row_operators(each, random())
         for each in (kernels, oracle)
     )
     if type(kernels).attention is not ComposedBlocks.attention:
-        ours += _halves_of_a_layer(kernels, random(), head_dim=head_dim)
-        theirs += _halves_of_a_layer(oracle, random(), head_dim=head_dim)
+        ours += _halves_of_a_layer(kernels, random(), head_dim=shape.head_dim)
+        theirs += _halves_of_a_layer(oracle, random(), head_dim=shape.head_dim)
     logits = random()(3, 1003).float()
     ids, logprobs, _ = choose_greedy(logits)
     ours += [logits.gather(1, ids.unsqueeze(1)), logprobs]
@@ -62,6 +66,11 @@ def largest_difference(
     masked, expected = _masked(logits)
     ours.append(masked)
     theirs.append(expected)
+    return distance(ours, theirs)
+
+
+def distance(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    """The greatest difference of an element of `ours` from `theirs`, relative to 1 + |theirs|; inf for NaN."""
     distances = [
         ((a.float() - b.float()).abs() / (1 + b.float().abs())).max()
         for a, b in zip(ours, theirs, strict=True)
@@ -75,10 +84,13 @@ def ragged_batch(
     *,
     block_size: int,
     device: torch.device = CPU,
+    tables_of: Sequence[int] | None = None,
 ) -> RaggedBatch:
-    """A batch of the last `num_queries` tokens of contexts of `num_context`, over unordered blocks; ids are 0."""
-    num_blocks = -(-max(num_context) // block_size)
-    tables = torch.arange(len(num_queries) * num_blocks).flip(0).view(-1, num_blocks) + 1
+    """A batch of the last `num_queries` tokens of contexts of `num_context`, over unordered blocks; ids are 0.
+
+    With `tables_of`, the sequences are the last ones of a longer list of contexts, and have their blocks in it.
+    """
+    tables = _tables(tables_of or num_context, block_size)[-len(num_context) :]
     spans = [
         torch.arange(end - count, end) for count, end in zip(num_queries, num_context, strict=True)
     ]
@@ -101,7 +113,14 @@ def ragged_batch(
     )
 
 
-class _Random:
+def _tables(contexts: Sequence[int], block_size: int) -> Tensor:
+    """Block tables of `contexts`, padded with block 0, over blocks from 1 on in descending order."""
+    counts = [-(-length // block_size) for length in contexts]
+    blocks = list(torch.split(torch.arange(sum(counts), 0, -1), counts))
+    return torch.nn.utils.rnn.pad_sequence(blocks, batch_first=True)
+
+
+class Random:
     """Random numbers that are the same on every device; each instance starts with the same seed."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -110,59 +129,64 @@ class _Random:
         self.device = device
 
     def __call__(self, *shape: int) -> Tensor:
+        """The next numbers of a normal distribution."""
         return torch.randn(shape, generator=self._generator).to(self.device, self.dtype)
 
 
-def _attention(kernels: Kernels, random: _Random, *, head_dim: int) -> list[Tensor]:
-    """Rotated queries, attention, and attention with window and soft cap."""
-    cache = _filled_cache(kernels, random, head_dim=head_dim)
+def _attention(kernels: Kernels, random: Random, shape: LayerShape) -> list[Tensor]:
+    """Rotated queries, and every kind of attention."""
+    num_heads, num_kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    cache = filled_cache(kernels, random, shape, CONTEXT)
     batch = _batch(kernels, random)
     queries = kernels.rope_store(
-        random(sum(QUERIES), (NUM_HEADS + 2 * NUM_KV_HEADS) * head_dim),
-        _rope(head_dim).to(random.device),
+        random(sum(QUERIES), (num_heads + 2 * num_kv_heads) * head_dim),
+        rope_table(head_dim, max(CONTEXT)).to(random.device),
         batch,
         cache,
-        num_heads=NUM_HEADS,
-        num_kv_heads=NUM_KV_HEADS,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
     )
     scale = head_dim**-0.5
-    return [
-        queries,
-        kernels.attend(queries, batch, cache, scale=scale),
-        kernels.attend(queries, batch, cache, scale=scale, window=66, softcap=3.0),
+    return [queries] + [
+        kernels.attend(queries, batch, cache, scale=scale, window=window, softcap=softcap)
+        for window, softcap in shape.kinds
     ]
 
 
-def _batch(kernels: Kernels, random: _Random) -> RaggedBatch:
+def _batch(kernels: Kernels, random: Random) -> RaggedBatch:
     return ragged_batch(QUERIES, CONTEXT, block_size=kernels.block_size, device=random.device)
 
 
-def _rope(head_dim: int) -> Tensor:
-    angles = torch.arange(max(CONTEXT)).unsqueeze(1) / torch.arange(1, head_dim // 2 + 1)
+def rope_table(head_dim: int, num_positions: int) -> Tensor:
+    """A table for `Kernels.rope_store`."""
+    angles = torch.arange(num_positions).unsqueeze(1) / torch.arange(1, head_dim // 2 + 1)
     return torch.cat((angles.cos(), angles.sin()), dim=1)
 
 
-def _filled_cache(kernels: Kernels, random: _Random, *, head_dim: int) -> LayerCache:
-    """A cache with the keys and values of CONTEXT."""
-    whole = ragged_batch(CONTEXT, CONTEXT, block_size=kernels.block_size, device=random.device)
+def filled_cache(
+    kernels: Kernels, random: Random, shape: LayerShape, contexts: Sequence[int]
+) -> LayerCache:
+    """A cache with random keys and values for the tables of `ragged_batch`."""
+    whole = ragged_batch(contexts, contexts, block_size=kernels.block_size, device=random.device)
     blocks = whole.block_tables.flatten().long()
     cache = kernels.new_cache(
         num_blocks=int(blocks.max()) + 1,
-        num_kv_heads=NUM_KV_HEADS,
-        head_dim=head_dim,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
         dtype=random.dtype,
         device=random.device,
     )
     kernels.zero_blocks(cache, blocks)
-    keys, values = (random(sum(CONTEXT), NUM_KV_HEADS, head_dim) for _ in range(2))
+    keys, values = (random(sum(contexts), shape.num_kv_heads, shape.head_dim) for _ in range(2))
     kernels.store(keys, values, whole, cache)
     return cache
 
 
-def _halves_of_a_layer(kernels: Kernels, random: _Random, *, head_dim: int) -> list[Tensor]:
+def _halves_of_a_layer(kernels: Kernels, random: Random, *, head_dim: int) -> list[Tensor]:
     """The halves of a layer without and with all optional weights, separately and as a whole layer."""
     rows, outputs = sum(QUERIES), []
-    batch, cache = _batch(kernels, random), _filled_cache(kernels, random, head_dim=head_dim)
+    small = LayerShape.small(head_dim)
+    batch, cache = _batch(kernels, random), filled_cache(kernels, random, small, CONTEXT)
     for optional in (False, True):
         attention = kernels.attention(_attention_weights(random, head_dim, optional=optional))
         mlp = kernels.mlp(_mlp_weights(random, optional=optional))
@@ -177,7 +201,7 @@ def _halves_of_a_layer(kernels: Kernels, random: _Random, *, head_dim: int) -> l
     return outputs
 
 
-def _attention_weights(random: _Random, head_dim: int, *, optional: bool) -> AttentionWeights:
+def _attention_weights(random: Random, head_dim: int, *, optional: bool) -> AttentionWeights:
     return AttentionWeights(
         norm=1 + random(HIDDEN) / 8,
         eps=EPS,
@@ -185,7 +209,7 @@ def _attention_weights(random: _Random, head_dim: int, *, optional: bool) -> Att
         query_norm=1 + random(head_dim) / 8 if optional else None,
         key_norm=1 + random(head_dim) / 8 if optional else None,
         out=_linear(random, HIDDEN, NUM_HEADS * head_dim, bias=optional),
-        rope=_rope(head_dim).to(random.device),
+        rope=rope_table(head_dim, max(CONTEXT)).to(random.device),
         num_heads=NUM_HEADS,
         num_kv_heads=NUM_KV_HEADS,
         head_dim=head_dim,
@@ -193,7 +217,7 @@ def _attention_weights(random: _Random, head_dim: int, *, optional: bool) -> Att
     )
 
 
-def _mlp_weights(random: _Random, *, optional: bool) -> MlpWeights:
+def _mlp_weights(random: Random, *, optional: bool) -> MlpWeights:
     return MlpWeights(
         norm=1 + random(HIDDEN) / 8,
         eps=EPS,
@@ -214,12 +238,12 @@ def _masked(logits: Tensor) -> tuple[Tensor, Tensor]:
     return masked.exp(), expected
 
 
-def _linear(random: _Random, out: int, inputs: int, *, bias: bool) -> LinearWeights:
+def _linear(random: Random, out: int, inputs: int, *, bias: bool) -> LinearWeights:
     weight = StoredWeight.of(random(out, inputs) / inputs**0.5)
     return LinearWeights(weight, random(out) / 4 if bias else None)
 
 
-def _row_operators(kernels: Kernels, random: _Random) -> list[Tensor]:
+def _row_operators(kernels: Kernels, random: Random) -> list[Tensor]:
     """Norms, linear, head and activation, over 1 and over 40 rows."""
     outputs = []
     for rows in (1, 40):

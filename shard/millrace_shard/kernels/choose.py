@@ -13,7 +13,9 @@ from millrace_shard.kernels.agreement import TOLERANCE, largest_difference
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.build import BuildError, disable_operators, load_operators
 from millrace_shard.kernels.cpu.operators import DTYPES, HEAD_DIM_STEP, CpuKernels
+from millrace_shard.kernels.cuda.served_agreement import differing_bits, served_difference
 from millrace_shard.kernels.cuda.triton_cache import use_triton_cache
+from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.kernels.plain import PlainKernels
 
 FLASH_PACKAGE = "flash_attn_interface"
@@ -30,7 +32,7 @@ def choose_kernels(
     dtype: torch.dtype,
     *,
     deterministic: bool,
-    head_dims: Sequence[int],
+    shapes: Sequence[LayerShape],
     custom: bool = True,
 ) -> Kernels:
     """Compiled kernels, if they build, fit and agree with plain torch on this machine; plain torch if not `custom`.
@@ -40,12 +42,14 @@ def choose_kernels(
     call on a machine compiles, which takes up to a minute. Out-of-memory errors are raised, since they do not mean that
     the kernels are wrong.
     """
+    if device.type == "cuda":
+        _sum_in_float32()
     plain = PlainKernels(deterministic=deterministic)
     candidate = {"cpu": _cpu_kernels, "cuda": _cuda_kernels}.get(device.type)
     if not custom or candidate is None:
         return plain
     try:
-        return candidate(device, dtype, head_dims, deterministic=deterministic)
+        return candidate(device, dtype, shapes, deterministic=deterministic)
     except _UnfitError as reason:
         if device.type == "cuda":
             raise UnsupportedModel(
@@ -56,18 +60,26 @@ def choose_kernels(
         return plain
 
 
+def _sum_in_float32() -> None:
+    """Keep the vendor's library from adding the parts of a product in 16 bits."""
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
 def _cpu_kernels(
-    device: torch.device, dtype: torch.dtype, head_dims: Sequence[int], *, deterministic: bool
+    device: torch.device, dtype: torch.dtype, shapes: Sequence[LayerShape], *, deterministic: bool
 ) -> Kernels:
     """The compiled kernels for CPU. Raises _UnfitError."""
     if dtype not in DTYPES:
         raise _UnfitError(f"they have no {dtype} on CPU; --dtype bfloat16 runs on them")
+    head_dims = {shape.head_dim for shape in shapes}
     if odd := [size for size in head_dims if size % HEAD_DIM_STEP]:
         raise _UnfitError(f"they take head_dim in multiples of {HEAD_DIM_STEP}, not {odd}")
     try:
         load_operators()
         kernels = CpuKernels(deterministic=deterministic)
-        _check_agreement(kernels, device, dtype, head_dims)
+        for size in head_dims:
+            _check_small_shape(kernels, device, dtype, size)
     except BuildError as error:
         raise _UnfitError(str(error)) from error
     except RuntimeError as error:
@@ -82,7 +94,7 @@ def _cpu_kernels(
 
 
 def _cuda_kernels(
-    device: torch.device, dtype: torch.dtype, head_dims: Sequence[int], *, deterministic: bool
+    device: torch.device, dtype: torch.dtype, shapes: Sequence[LayerShape], *, deterministic: bool
 ) -> Kernels:
     """The kernels for CUDA, with FlashAttention-3 if it is installed and agrees. Raises _UnfitError."""
     try:
@@ -95,17 +107,18 @@ def _cuda_kernels(
         raise _UnfitError(f"they need Triton: {error}") from error
     if dtype not in operators.DTYPES:
         raise _UnfitError(f"they have no {dtype}")
+    head_dims = {shape.head_dim for shape in shapes}
     if odd := [size for size in head_dims if size not in operators.HEAD_DIMS]:
         raise _UnfitError(
             f"they take head_dim from {operators.HEAD_DIMS[0]} to {operators.HEAD_DIMS[-1]}, not {odd}"
         )
     if not deterministic and dtype in flash.DTYPES:
-        flash_kernels = _flash_kernels(device, dtype, head_dims)
+        flash_kernels = _flash_kernels(device, dtype, shapes)
         if flash_kernels is not None:
             return flash_kernels
     kernels = operators.CudaKernels(deterministic=deterministic)
     try:
-        _check_agreement(kernels, device, dtype, head_dims)
+        _check_served_shapes(kernels, device, dtype, shapes)
     except operators.FAILURES as error:
         if is_out_of_memory(error):
             raise
@@ -114,14 +127,14 @@ def _cuda_kernels(
 
 
 def _flash_kernels(
-    device: torch.device, dtype: torch.dtype, head_dims: Sequence[int]
+    device: torch.device, dtype: torch.dtype, shapes: Sequence[LayerShape]
 ) -> Kernels | None:
     """Kernels with FlashAttention-3; None if it is not installed, and, with a warning, if it fails or disagrees."""
     from millrace_shard.kernels.cuda import flash, operators  # noqa: PLC0415
 
     try:
         kernels = flash.FlashKernels()
-        _check_agreement(kernels, device, dtype, head_dims)
+        _check_served_shapes(kernels, device, dtype, shapes)
     except (_UnfitError, ImportError, AttributeError, TypeError, *operators.FAILURES) as error:
         if is_out_of_memory(error):
             raise
@@ -132,12 +145,27 @@ def _flash_kernels(
     return kernels
 
 
-def _check_agreement(
-    kernels: Kernels, device: torch.device, dtype: torch.dtype, head_dims: Sequence[int]
+def _check_small_shape(
+    kernels: Kernels, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> None:
     """Raise _UnfitError if `kernels` differ from plain torch. Errors of the kernels propagate."""
+    oracle, shape = PlainKernels(deterministic=False), LayerShape.small(head_dim)
+    difference = largest_difference(kernels, oracle, dtype=dtype, shape=shape, device=device)
+    if difference > TOLERANCE[dtype]:
+        raise _UnfitError(f"they differ by {difference:.2g} here with head_dim {head_dim}")
+
+
+def _check_served_shapes(
+    kernels: Kernels, device: torch.device, dtype: torch.dtype, shapes: Sequence[LayerShape]
+) -> None:
+    """Raise _UnfitError if `kernels` differ from plain torch, or break the promise of deterministic mode."""
     oracle = PlainKernels(deterministic=False)
-    for size in set(head_dims):
-        difference = largest_difference(kernels, oracle, dtype=dtype, head_dim=size, device=device)
+    for shape in dict.fromkeys(shapes):
+        difference = served_difference(kernels, oracle, dtype=dtype, shape=shape, device=device)
         if difference > TOLERANCE[dtype]:
-            raise _UnfitError(f"they differ by {difference:.2g} here with head_dim {size}")
+            raise _UnfitError(f"they differ by {difference:.2g} here with {shape}")
+        if not kernels.deterministic:
+            continue
+        operator = differing_bits(kernels, dtype=dtype, shape=shape, device=device)
+        if operator is not None:
+            raise _UnfitError(f"the bits of a row depend on the rest of the step: {operator}")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from millrace_shard.errors import UnsupportedModel
+from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.models.plain_config import PlainConfig
 from millrace_shard.models.rope import rope_kind
 
@@ -128,6 +129,25 @@ class Architecture:
     def kv_heads_per_rank(self, world_size: int) -> int:
         """Key-value heads per rank; with fewer heads than ranks, neighbouring ranks hold the same head."""
         return max(1, self.num_kv_heads // world_size)
+
+    def layer_shape(self, world_size: int) -> LayerShape:
+        """The shape of a rank's part of the layers. Raises as `check_split`."""
+        self.check_split(world_size)
+        num_heads, num_kv_heads = self.num_heads // world_size, self.kv_heads_per_rank(world_size)
+        inter = self.intermediate_size // world_size
+        return LayerShape(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=self.head_dim,
+            kinds=tuple((window, None) for window in dict.fromkeys(self.windows)),
+            linears=(
+                ((num_heads + 2 * num_kv_heads) * self.head_dim, self.hidden_size),
+                (self.hidden_size, num_heads * self.head_dim),
+                (2 * inter, self.hidden_size),
+                (self.hidden_size, inter),
+            ),
+            head=(-(-self.vocab_size // world_size), self.hidden_size),
+        )
 
     def check_split(self, world_size: int) -> None:
         """Raise UnsupportedModel, naming the possible numbers of ranks, unless `world_size` is one of them."""

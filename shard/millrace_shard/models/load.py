@@ -15,6 +15,7 @@ from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import ModelError, UnsupportedModel
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.cpu.int8_linear import Int8Kernels
+from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.model_loader.weights import Weights
 from millrace_shard.models.architecture import FAMILY, Architecture
 from millrace_shard.models.decoder import Decoder
@@ -121,12 +122,29 @@ def read_any_config(folder: Path) -> PretrainedConfig:
     return config
 
 
-def head_dim(folder: Path) -> int:
-    """Head dimension of the text model in `folder`. Raises as `read_any_config`."""
+def layer_shape(folder: Path, world_size: int) -> LayerShape:
+    """The shape of a rank's layers of the model in `folder`. Raises as `read_any_config` and `check_split`."""
     config = read_config(folder)
-    text = config if isinstance(config, PlainConfig) else config.get_text_config()
-    own = getattr(text, "head_dim", None)
-    return int(own or text.hidden_size // text.num_attention_heads)
+    if config.model_type in FAMILY:
+        return Architecture.from_config(config).layer_shape(world_size)
+    assert not isinstance(config, PlainConfig)
+    text = config.get_text_config()
+    num_heads = int(text.num_attention_heads)
+    without_groups = 1 if getattr(text, "multi_query", False) else num_heads
+    softcap = getattr(text, "attn_logit_softcapping", None)
+    return LayerShape(
+        num_heads=num_heads,
+        num_kv_heads=int(getattr(text, "num_key_value_heads", None) or without_groups),
+        head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // num_heads),
+        kinds=tuple((window, softcap) for window in _windows(text)),
+    )
+
+
+def _windows(config: PretrainedConfig) -> tuple[int | None, ...]:
+    """The attention windows that layers of a class may have, each once."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ("sliding_attention",)
+    return tuple(dict.fromkeys(window if kind == "sliding_attention" else None for kind in kinds))
 
 
 def model_info(folder: Path, config: PlainConfig | PretrainedConfig) -> ModelInfo:

@@ -23,6 +23,7 @@ from millrace_shard.kernels.base import (
     Reduce,
 )
 from millrace_shard.kernels.greedy import Best, choose_greedy
+from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.kernels.masks import MaskTable, RowMasks
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
@@ -42,10 +43,15 @@ class BlindToWindow(PlainKernels):
 def test_agreement_tells_right_from_wrong(dtype: torch.dtype) -> None:
     oracle = PlainKernels(deterministic=False)
     same = PlainKernels(deterministic=True, block_size=64)
-    assert largest_difference(same, oracle, dtype=dtype, head_dim=32) < TOLERANCE[dtype]
+    assert (
+        largest_difference(same, oracle, dtype=dtype, shape=LayerShape.small(32)) < TOLERANCE[dtype]
+    )
     for kind in (Broken, BlindToWindow):
         wrong = kind(deterministic=False)
-        assert largest_difference(wrong, oracle, dtype=dtype, head_dim=32) > TOLERANCE[dtype]
+        assert (
+            largest_difference(wrong, oracle, dtype=dtype, shape=LayerShape.small(32))
+            > TOLERANCE[dtype]
+        )
 
 
 class OffInOneOutput(PlainKernels):
@@ -87,7 +93,9 @@ class OffInOneOutput(PlainKernels):
 @pytest.mark.parametrize("wrong", ["nothing", "attention", "mlp", "layers", "head"])
 def test_agreement_covers_what_serves(wrong: str, dtype: torch.dtype) -> None:
     oracle = PlainKernels(deterministic=False)
-    difference = largest_difference(OffInOneOutput(wrong), oracle, dtype=dtype, head_dim=64)
+    difference = largest_difference(
+        OffInOneOutput(wrong), oracle, dtype=dtype, shape=LayerShape.small(64)
+    )
     assert (difference > TOLERANCE[dtype]) == (wrong != "nothing")
 
 
@@ -101,7 +109,9 @@ def test_agreement_covers_the_greedy_choice(monkeypatch: pytest.MonkeyPatch, wro
 
     monkeypatch.setattr(agreement, "choose_greedy", choose_wrongly)
     kernels = PlainKernels(deterministic=False)
-    difference = largest_difference(kernels, kernels, dtype=torch.bfloat16, head_dim=64)
+    difference = largest_difference(
+        kernels, kernels, dtype=torch.bfloat16, shape=LayerShape.small(64)
+    )
     assert difference > TOLERANCE[torch.bfloat16]
 
 
@@ -121,5 +131,7 @@ def test_agreement_covers_masks(monkeypatch: pytest.MonkeyPatch, wrong: str) -> 
 
     monkeypatch.setattr(MaskTable, "forbid", forbid_wrongly)
     kernels = PlainKernels(deterministic=False)
-    difference = largest_difference(kernels, kernels, dtype=torch.bfloat16, head_dim=64)
+    difference = largest_difference(
+        kernels, kernels, dtype=torch.bfloat16, shape=LayerShape.small(64)
+    )
     assert difference > TOLERANCE[torch.bfloat16]

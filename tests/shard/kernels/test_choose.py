@@ -14,6 +14,7 @@ from millrace_shard.kernels import choose
 from millrace_shard.kernels.build import BuildError, load_operators, operators_loaded
 from millrace_shard.kernels.choose import choose_kernels
 from millrace_shard.kernels.cpu.operators import CpuKernels
+from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.kernels.plain import PlainKernels
 
 CPU = torch.device("cpu")
@@ -22,7 +23,7 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="no Triton
 
 
 def chosen(dtype: torch.dtype = torch.float32, head_dim: int = 64) -> str:
-    return choose_kernels(CPU, dtype, deterministic=True, head_dims=[head_dim]).name
+    return choose_kernels(CPU, dtype, deterministic=True, shapes=[LayerShape.small(head_dim)]).name
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +51,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, difference: float | RuntimeError) -
 
     monkeypatch.setattr(choose, "load_operators", lambda: None)
     monkeypatch.setattr(choose, "largest_difference", measured)
+    monkeypatch.setattr(choose, "served_difference", measured)
+    monkeypatch.setattr(choose, "differing_bits", lambda *_, **__: None)
 
 
 def test_kernels_that_agree_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +66,11 @@ def test_determinism_is_handed_on(monkeypatch: pytest.MonkeyPatch, deterministic
     pretend(monkeypatch, 0.0)
     for custom in (True, False):
         kernels = choose_kernels(
-            CPU, torch.float32, deterministic=deterministic, head_dims=[64], custom=custom
+            CPU,
+            torch.float32,
+            deterministic=deterministic,
+            shapes=[LayerShape.small(64)],
+            custom=custom,
         )
         assert isinstance(kernels, (CpuKernels, PlainKernels))
         assert kernels.deterministic is deterministic
@@ -106,7 +113,7 @@ def test_running_out_of_memory_says_nothing_of_the_kernels(
 ) -> None:
     pretend(monkeypatch, error)
     with pytest.raises(RuntimeError) as raised:
-        choose_kernels(device, torch.bfloat16, deterministic=True, head_dims=[64])
+        choose_kernels(device, torch.bfloat16, deterministic=True, shapes=[LayerShape.small(64)])
     assert raised.value is error
 
 
@@ -131,11 +138,13 @@ def test_other_devices_and_the_flag_choose_plain_in_silence(
 ) -> None:
     pretend(monkeypatch, 0.0)
     other = torch.device("mps")
-    kernels = choose_kernels(other, torch.float32, deterministic=False, head_dims=[64])
+    kernels = choose_kernels(
+        other, torch.float32, deterministic=False, shapes=[LayerShape.small(64)]
+    )
     assert kernels.name == "plain"
     for device in (CPU, CUDA):
         kernels = choose_kernels(
-            device, torch.float32, deterministic=True, head_dims=[64], custom=False
+            device, torch.float32, deterministic=True, shapes=[LayerShape.small(64)], custom=False
         )
         assert kernels.name == "plain"
     assert not caplog.records
@@ -147,15 +156,23 @@ def test_cuda_kernels_that_agree_are_chosen(
     monkeypatch: pytest.MonkeyPatch, deterministic: bool
 ) -> None:
     pretend(monkeypatch, 0.0)
-    kernels = choose_kernels(CUDA, torch.float16, deterministic=deterministic, head_dims=[80])
+    kernels = choose_kernels(
+        CUDA, torch.float16, deterministic=deterministic, shapes=[LayerShape.small(80)]
+    )
     assert kernels.name == "cuda"
     assert vars(kernels)["deterministic"] is deterministic
+
+
+def chosen_on_cuda() -> str:
+    return choose_kernels(
+        CUDA, torch.bfloat16, deterministic=False, shapes=[LayerShape.small(80)]
+    ).name
 
 
 def refused_on_cuda(dtype: torch.dtype = torch.bfloat16, head_dim: int = 80) -> str:
     """The reason why there are no kernels; plain torch is no answer, since it was not asked for."""
     with pytest.raises(UnsupportedModel, match=r"--disable-custom-kernels runs.*plain") as raised:
-        choose_kernels(CUDA, dtype, deterministic=False, head_dims=[head_dim])
+        choose_kernels(CUDA, dtype, deterministic=False, shapes=[LayerShape.small(head_dim)])
     return str(raised.value)
 
 
@@ -168,6 +185,49 @@ def test_cuda_kernels_that_do_not_agree_are_refused(
 ) -> None:
     pretend(monkeypatch, difference)
     assert reason in refused_on_cuda()
+
+
+@needs_triton
+def test_cuda_kernels_must_keep_the_promise_of_deterministic_mode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pretend(monkeypatch, 0.0)
+    monkeypatch.setattr(choose, "differing_bits", lambda *_, **__: "the norm")
+    assert chosen_on_cuda() == "cuda"
+    with pytest.raises(UnsupportedModel, match="depend on the rest of the step: the norm"):
+        choose_kernels(CUDA, torch.bfloat16, deterministic=True, shapes=[LayerShape.small(64)])
+
+
+@needs_triton
+def test_every_shape_is_checked_once_as_it_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, 0.0)
+    checked = []
+
+    def measured(*_: object, shape: LayerShape, **__: object) -> float:
+        checked.append(shape)
+        return 0.0
+
+    monkeypatch.setattr(choose, "served_difference", measured)
+    model = LayerShape(num_heads=28, num_kv_heads=4, head_dim=128, kinds=((4096, None),))
+    draft = LayerShape(num_heads=14, num_kv_heads=2, head_dim=64)
+    choose_kernels(CUDA, torch.bfloat16, deterministic=False, shapes=[model, draft, model])
+    assert checked == [model, draft]
+
+
+@needs_triton
+def test_sums_in_16_bits_are_off_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, 0.0)
+    matmul = torch.backends.cuda.matmul
+    flags = [f"allow_{kind}_reduced_precision_reduction" for kind in ("bf16", "fp16")]
+    was = [getattr(matmul, flag) for flag in flags]
+    try:
+        for flag in flags:
+            setattr(matmul, flag, True)
+        assert chosen_on_cuda() == "cuda"
+        assert [getattr(matmul, flag) for flag in flags] == [False, False]
+    finally:
+        for flag, value in zip(flags, was, strict=True):
+            setattr(matmul, flag, value)
 
 
 @needs_triton
@@ -189,7 +249,7 @@ def test_triton_compiles_into_the_cache_of_millrace(
     monkeypatch: pytest.MonkeyPatch, own_cache: Path
 ) -> None:
     pretend(monkeypatch, 0.0)
-    choose_kernels(CUDA, torch.bfloat16, deterministic=True, head_dims=[64])
+    choose_kernels(CUDA, torch.bfloat16, deterministic=True, shapes=[LayerShape.small(64)])
     assert os.environ["TRITON_CACHE_DIR"] == str(own_cache)
     assert not list(own_cache.iterdir())
 
@@ -199,7 +259,7 @@ def test_a_folder_for_triton_that_the_user_names_is_kept(
     monkeypatch: pytest.MonkeyPatch, named_cache: Path
 ) -> None:
     pretend(monkeypatch, 0.0)
-    choose_kernels(CUDA, torch.bfloat16, deterministic=True, head_dims=[64])
+    choose_kernels(CUDA, torch.bfloat16, deterministic=True, shapes=[LayerShape.small(64)])
     assert os.environ["TRITON_CACHE_DIR"] == str(named_cache)
 
 

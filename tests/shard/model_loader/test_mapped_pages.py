@@ -18,6 +18,7 @@ from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.choose import choose_kernels
 from millrace_shard.kernels.cpu.int8_linear import with_int8
+from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.model_loader.mapped_files import release_pages
 from millrace_shard.model_loader.safetensor_files import SafetensorFiles
@@ -153,7 +154,7 @@ def half_of(name: str) -> str:
 def kernels_of(kind: str, dtype: torch.dtype) -> Kernels:
     if kind == "plain":
         return PlainKernels(deterministic=True)
-    made = choose_kernels(CPU, dtype, deterministic=True, head_dims=[32])
+    made = choose_kernels(CPU, dtype, deterministic=True, shapes=[LayerShape.small(32)])
     if made.name != "cpu":
         pytest.skip("no operators")
     return with_int8(made) if kind == "int8" else made

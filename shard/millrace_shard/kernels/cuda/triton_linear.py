@@ -77,10 +77,13 @@ def _multiply(
                 known = column < num_inputs
                 left = tl.load(weight_rows + column, mask=wanted & known, other=0.0)
                 right = tl.load(x_rows + column, mask=given & known, other=0.0)
+            right = tl.trans(right)
             if _INTERPRETED:
-                left = left.to(tl.float32)
-                right = right.to(tl.float32)
-            product = tl.dot(left, tl.trans(right), product, input_precision="ieee")
+                # numpy's products of matrices take their sums in an order that follows from the shapes.
+                pairs = left.to(tl.float32)[:, :, None] * right.to(tl.float32)[None, :, :]
+                product += tl.sum(pairs, 1)
+            else:
+                product = tl.dot(left, right, product, input_precision="ieee")
         total += product
     if has_bias:
         added = tl.load(bias + output, mask=output < num_outputs, other=0.0)

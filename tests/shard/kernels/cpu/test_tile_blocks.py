@@ -303,11 +303,13 @@ import sys, torch
 from millrace_shard.kernels.agreement import largest_difference
 from millrace_shard.kernels.build import load_operators
 from millrace_shard.kernels.cpu.operators import CpuKernels
+from millrace_shard.kernels.layer_shape import LayerShape
 from millrace_shard.kernels.plain import PlainKernels
 load_operators()
 torch.ops.millrace.use_amx(sys.argv[1] == "amx")
 kernels, plain = CpuKernels(deterministic=True), PlainKernels(deterministic=False)
-print(largest_difference(kernels, plain, dtype=torch.bfloat16, head_dim=32))
+shape = LayerShape.small(32)
+print(largest_difference(kernels, plain, dtype=torch.bfloat16, shape=shape))
 """
 
 

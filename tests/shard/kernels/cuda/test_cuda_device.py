@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="no Triton for this platform")
 
 from millrace_shard.kernels.choose import choose_kernels
 from millrace_shard.kernels.cuda.operators import CudaKernels
+from millrace_shard.kernels.layer_shape import LayerShape
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -122,5 +123,6 @@ def test_nothing_waits_for_the_device(spans: tuple[Span, ...]) -> None:
 
 def test_they_are_chosen(caplog: pytest.LogCaptureFixture) -> None:
     for dtype in (BF16, torch.float16, torch.float32):
-        kernels = choose_kernels(DEVICE, dtype, deterministic=False, head_dims=[64, 128])
+        shapes = [LayerShape.small(64), LayerShape.small(128)]
+        kernels = choose_kernels(DEVICE, dtype, deterministic=False, shapes=shapes)
         assert kernels.name == "cuda", caplog.text

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,8 +17,13 @@ from torch import Tensor
 pytest.importorskip("triton", reason="no Triton for this platform")
 
 from millrace_shard.kernels import choose
+from millrace_shard.kernels.agreement import TOLERANCE
 from millrace_shard.kernels.choose import choose_kernels
+from millrace_shard.kernels.cuda import served_agreement
 from millrace_shard.kernels.cuda.flash import FlashKernels
+from millrace_shard.kernels.cuda.served_agreement import served_difference
+from millrace_shard.kernels.layer_shape import LayerShape
+from millrace_shard.kernels.plain import PlainKernels
 from millrace_testing.router.pages import Pages, Span
 
 CUDA = torch.device("cuda")
@@ -78,7 +85,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module: Any = ModuleType("flash_attn_interface")
     module.flash_attn_with_kvcache = documented
     monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
-    monkeypatch.setattr(choose, "largest_difference", lambda *_, **__: 0.0)
+    monkeypatch.setattr(choose, "served_difference", lambda *_, **__: 0.0)
+    monkeypatch.setattr(choose, "differing_bits", lambda *_, **__: None)
     assert isinstance(module, ModuleType)
     return module
 
@@ -116,15 +124,40 @@ def test_attention_is_what_its_definition_says(window: int | None, softcap: floa
     ],
 )
 def test_it_is_chosen_where_it_fits(dtype: torch.dtype, deterministic: bool, name: str) -> None:
-    kernels = choose_kernels(CUDA, dtype, deterministic=deterministic, head_dims=[64])
+    kernels = choose_kernels(
+        CUDA, dtype, deterministic=deterministic, shapes=[LayerShape.small(64)]
+    )
     assert kernels.name == name
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in computes on the CPU")
+def test_a_build_without_soft_caps_agrees_for_models_without_them(
+    installed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The interpreter takes minutes for the real numbers.
+    monkeypatch.setattr(served_agreement, "LONG", ((70, 1, 9), (80, 81, 82)))
+    monkeypatch.setattr(served_agreement, "MANY", (served_agreement.MANY[0], (5,) * 130))
+
+    def attend(*tensors: Tensor, softcap: float, **arguments: Any) -> Tensor:
+        if softcap:
+            raise RuntimeError("this build has no soft caps")
+        return documented(*tensors, softcap=softcap, **arguments)
+
+    installed.flash_attn_with_kvcache = attend
+    check = partial(served_difference, FlashKernels(), PlainKernels(deterministic=False))
+    without = LayerShape(num_heads=2, num_kv_heads=1, head_dim=16)
+    assert check(dtype=torch.float32, shape=without) < TOLERANCE[torch.float32]
+    with pytest.raises(RuntimeError, match="no soft caps"):
+        check(dtype=torch.float32, shape=replace(without, kinds=((None, 3.0),)))
 
 
 def test_another_package_of_that_name_is_not(
     installed: ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:
     del installed.flash_attn_with_kvcache
-    kernels = choose_kernels(CUDA, torch.bfloat16, deterministic=False, head_dims=[64])
+    kernels = choose_kernels(
+        CUDA, torch.bfloat16, deterministic=False, shapes=[LayerShape.small(64)]
+    )
     assert kernels.name == "cuda"
     assert ["flash-attn" in record.message for record in caplog.records] == [True]
 
@@ -134,8 +167,10 @@ def test_it_is_not_where_it_differs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     differences = iter([0.7, 0.0])
-    monkeypatch.setattr(choose, "largest_difference", lambda *_, **__: next(differences))
-    kernels = choose_kernels(CUDA, torch.bfloat16, deterministic=False, head_dims=[64])
+    monkeypatch.setattr(choose, "served_difference", lambda *_, **__: next(differences))
+    kernels = choose_kernels(
+        CUDA, torch.bfloat16, deterministic=False, shapes=[LayerShape.small(64)]
+    )
     assert kernels.name == "cuda"
     assert ["differ by 0.7" in record.message for record in caplog.records] == [True]
 
@@ -143,10 +178,12 @@ def test_it_is_not_where_it_differs(
 def test_a_package_with_a_missing_dependency_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(choose, "largest_difference", lambda *_, **__: 0.0)
+    monkeypatch.setattr(choose, "served_difference", lambda *_, **__: 0.0)
     (tmp_path / "flash_attn_interface.py").write_text("import nowhere_to_be_found\n")
     monkeypatch.syspath_prepend(tmp_path)
-    kernels = choose_kernels(CUDA, torch.bfloat16, deterministic=False, head_dims=[64])
+    kernels = choose_kernels(
+        CUDA, torch.bfloat16, deterministic=False, shapes=[LayerShape.small(64)]
+    )
     assert kernels.name == "cuda"
     assert ["nowhere_to_be_found" in record.message for record in caplog.records] == [True]
 
@@ -154,9 +191,11 @@ def test_a_package_with_a_missing_dependency_is_reported(
 def test_without_the_package_there_is_nothing_to_tell(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(choose, "largest_difference", lambda *_, **__: 0.0)
+    monkeypatch.setattr(choose, "served_difference", lambda *_, **__: 0.0)
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
-    kernels = choose_kernels(CUDA, torch.bfloat16, deterministic=False, head_dims=[64])
+    kernels = choose_kernels(
+        CUDA, torch.bfloat16, deterministic=False, shapes=[LayerShape.small(64)]
+    )
     assert kernels.name == "cuda"
     assert not caplog.records
 
@@ -170,6 +209,6 @@ def test_running_out_of_memory_says_nothing_of_it(monkeypatch: pytest.MonkeyPatc
             raise error
         return 0.0
 
-    monkeypatch.setattr(choose, "largest_difference", measured)
+    monkeypatch.setattr(choose, "served_difference", measured)
     with pytest.raises(torch.OutOfMemoryError):
-        choose_kernels(CUDA, torch.bfloat16, deterministic=False, head_dims=[64])
+        choose_kernels(CUDA, torch.bfloat16, deterministic=False, shapes=[LayerShape.small(64)])

@@ -1,0 +1,175 @@
+"""The agreement check on the shapes that a model is served with, for kernels that are compiled for each shape.
+
+It includes contexts past position 8192, where spans of keys grow, and more sequences than the kernels look at in one
+read. In deterministic mode a row must have the same bits alone, in company, in a chunk and in a prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from millrace_shard.kernels.agreement import (
+    CPU,
+    EPS,
+    Random,
+    distance,
+    filled_cache,
+    largest_difference,
+    ragged_batch,
+    rope_table,
+)
+from millrace_shard.kernels.base import Kernels, Linear
+from millrace_shard.kernels.layer_shape import AttentionKind, LayerShape
+
+PROMPT = 70
+CHUNK = 9
+LONG_CONTEXT = 8192 + 190
+LONG = ((PROMPT, 1, CHUNK), (300, LONG_CONTEXT - 100, LONG_CONTEXT))
+"""Queries and contexts of the sequences of a step; windows of 1024, 2048 and 4096 begin within a span."""
+MANY = (
+    tuple(5 if b % 26 == 25 else 1 for b in range(130)),
+    tuple(20 + b % 40 for b in range(130)),
+)
+NUM_OTHERS = 40
+ROWS = (1, CHUNK, NUM_OTHERS + 1, PROMPT)
+MANY_ROWS = 300
+"""More than a GPU's libraries and our linears treat as few."""
+
+
+def served_difference(
+    kernels: Kernels,
+    oracle: Kernels,
+    *,
+    dtype: torch.dtype,
+    shape: LayerShape,
+    device: torch.device = CPU,
+) -> float:
+    """The greatest difference of any output of `kernels` from `oracle`; see `distance`."""
+    differences = [largest_difference(kernels, oracle, dtype=dtype, shape=shape, device=device)]
+    for num_queries, contexts in (LONG, MANY):
+        ours, theirs = (
+            _attended(each, Random(dtype, device), shape, num_queries, contexts)
+            for each in (kernels, oracle)
+        )
+        differences.append(distance(ours, theirs))
+    return max(differences)
+
+
+def differing_bits(
+    kernels: Kernels, *, dtype: torch.dtype, shape: LayerShape, device: torch.device = CPU
+) -> str | None:
+    """The first operator found whose bits in a row depend on the rest of the step; None if there is none."""
+    random = Random(dtype, device)
+    for kind in shape.kinds:
+        for context in (PROMPT, LONG_CONTEXT):
+            way = _SequenceInSteps(kernels, random, shape, context).differing_step(kind)
+            if way is not None:
+                return f"attention with window {kind[0]} and context {context}, {way}"
+    sizes: list[tuple[tuple[int, int], Callable[[Tensor], Linear]]]
+    sizes = [(size, kernels.linear) for size in dict.fromkeys(shape.linears)]
+    if shape.head is not None:
+        sizes.append((shape.head, kernels.head))
+    for (outputs, inputs), build in sizes:
+        linear = _random_linear(build, outputs, inputs, dtype, device)
+        if not _is_invariant(linear, random(MANY_ROWS, inputs)):
+            return f"a linear of {inputs} inputs and {outputs} outputs"
+    inputs = 2 * shape.num_heads * shape.head_dim
+    scales = random(inputs)
+    for name, operator in (
+        ("the norm", lambda x: kernels.rms_norm(x, scales, EPS)),
+        ("the activation", kernels.silu_mul),
+    ):
+        if not _is_invariant(operator, random(MANY_ROWS, inputs)):
+            return name
+    return None
+
+
+def _attended(
+    kernels: Kernels,
+    random: Random,
+    shape: LayerShape,
+    num_queries: Sequence[int],
+    contexts: Sequence[int],
+) -> list[Tensor]:
+    """Every kind of attention over one step."""
+    cache = filled_cache(kernels, random, shape, contexts)
+    batch = ragged_batch(num_queries, contexts, block_size=kernels.block_size, device=random.device)
+    queries = random(sum(num_queries), shape.num_heads, shape.head_dim)
+    scale = shape.head_dim**-0.5
+    return [
+        kernels.attend(queries, batch, cache, scale=scale, window=window, softcap=softcap)
+        for window, softcap in shape.kinds
+    ]
+
+
+class _SequenceInSteps:
+    """The last token of one sequence, computed in steps of several kinds, beside shorter sequences."""
+
+    def __init__(self, kernels: Kernels, random: Random, shape: LayerShape, context: int) -> None:
+        self._kernels, self._shape, self._device = kernels, shape, random.device
+        self._contexts = (*range(1, 7 * NUM_OTHERS, 7), context)
+        self._cache = filled_cache(kernels, random, shape, self._contexts)
+        self._rope = rope_table(shape.head_dim, max(self._contexts)).to(self._device)
+        width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+        self._others, self._own = random(NUM_OTHERS, width), random(PROMPT, width)
+
+    def differing_step(self, kind: AttentionKind) -> str | None:
+        """The kind of step in which the token has other bits than alone."""
+        # The prompt is first: it stores the keys and values that later steps see.
+        prompt = self._last_row(kind, PROMPT, in_company=False)
+        alone = self._last_row(kind, 1, in_company=False)
+        for name, row in self._further_steps(kind):
+            if not torch.equal(row, alone):
+                return name
+        return None if torch.equal(prompt, alone) else "in a prompt"
+
+    def _further_steps(self, kind: AttentionKind) -> Iterator[tuple[str, Tensor]]:
+        yield "in company", self._last_row(kind, 1, in_company=True)
+        yield "in a chunk", self._last_row(kind, CHUNK, in_company=False)
+        yield "in a chunk in company", self._last_row(kind, CHUNK, in_company=True)
+
+    def _last_row(self, kind: AttentionKind, num_queries: int, *, in_company: bool) -> Tensor:
+        """The attention of the last of `num_queries` tokens, which are rotated and stored in the same step."""
+        others = NUM_OTHERS if in_company else 0
+        batch = ragged_batch(
+            (*(1,) * others, num_queries),
+            self._contexts[NUM_OTHERS - others :],
+            block_size=self._kernels.block_size,
+            device=self._device,
+            tables_of=self._contexts,
+        )
+        queries = self._kernels.rope_store(
+            torch.cat((self._others[:others], self._own[-num_queries:])),
+            self._rope,
+            batch,
+            self._cache,
+            num_heads=self._shape.num_heads,
+            num_kv_heads=self._shape.num_kv_heads,
+        )
+        window, softcap = kind
+        scale = self._shape.head_dim**-0.5
+        return self._kernels.attend(
+            queries, batch, self._cache, scale=scale, window=window, softcap=softcap
+        )[-1]
+
+
+def _random_linear(
+    build: Callable[[Tensor], Linear],
+    outputs: int,
+    inputs: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Linear:
+    """A linear with a weight that is made on the device, since that of a head is large."""
+    generator = torch.Generator(device).manual_seed(0)
+    weight = torch.randn(outputs, inputs, dtype=dtype, device=device, generator=generator)
+    return build(weight / inputs**0.5)
+
+
+def _is_invariant(operator: Callable[[Tensor], Tensor], x: Tensor) -> bool:
+    """Whether the last rows of `x` have the same bits with fewer rows before them."""
+    whole = operator(x)
+    return all(torch.equal(operator(x[-rows:]), whole[-rows:]) for rows in ROWS)

@@ -1,0 +1,28 @@
+"""The shapes of a model's layers that kernels are compiled for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+AttentionKind = tuple[int | None, float | None]
+"""Window and soft cap of a layer's attention."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """One rank's part of the layers of a model."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    kinds: tuple[AttentionKind, ...] = ((None, None),)
+    """The kinds of attention of the layers, each once."""
+    linears: tuple[tuple[int, int], ...] = ()
+    """Outputs and inputs of the linears of a layer, as far as they are known."""
+    head: tuple[int, int] | None = None
+    """Outputs and inputs of the output head, if known."""
+
+    @classmethod
+    def small(cls, head_dim: int) -> LayerShape:
+        """A small shape with every feature, for kernels that are compiled once for all models."""
+        return cls(num_heads=4, num_kv_heads=2, head_dim=head_dim, kinds=((None, None), (66, 3.0)))

@@ -1,0 +1,137 @@
+"""The check of a model's own shapes: it tells right from wrong, and equal bits from similar ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from millrace_shard.kernels.agreement import TOLERANCE
+from millrace_shard.kernels.base import LayerCache, Linear
+from millrace_shard.kernels.cuda import served_agreement
+from millrace_shard.kernels.cuda.served_agreement import differing_bits, served_difference
+from millrace_shard.kernels.layer_shape import LayerShape
+from millrace_shard.kernels.plain import PlainKernels
+from millrace_shard.kernels.ragged import RaggedBatch
+
+FP32 = torch.float32
+SHAPE = LayerShape(
+    num_heads=3,
+    num_kv_heads=1,
+    head_dim=16,
+    kinds=((None, None), (40, 5.0)),
+    linears=((40, 600), (24, 16)),
+    head=(50, 16),
+)
+ORACLE = PlainKernels(deterministic=False)
+
+
+class WrongAt(PlainKernels):
+    """Attention that is wrong in steps that meet a condition."""
+
+    def __init__(self, wrong: Callable[[Tensor, RaggedBatch, dict[str, Any]], bool]) -> None:
+        super().__init__(deterministic=False)
+        self._wrong = wrong
+
+    def attend(self, queries: Tensor, batch: RaggedBatch, cache: LayerCache, **rule: Any) -> Tensor:
+        out = super().attend(queries, batch, cache, **rule)
+        if self._wrong(queries, batch, rule):
+            out[-1, -1] += 0.1
+        return out
+
+
+@pytest.mark.parametrize(
+    ("wrong", "found"),
+    [
+        (lambda *_: False, False),
+        (lambda queries, *_: queries.shape[1] == 3, True),
+        (lambda queries, *_: queries.shape[1] == 4, False),
+        (lambda _, batch, __: max(batch.num_context) > 8192, True),
+        (lambda _, batch, __: len(batch.num_queries) > 128, True),
+        (lambda *step: step[2]["window"] == 40, True),
+        (lambda *step: step[2]["softcap"] == 5.0, True),
+        (lambda *step: step[2]["window"] == 66, False),
+    ],
+    ids=["right", "own-heads", "other", "long", "many", "window", "cap", "other-window"],
+)
+def test_it_covers_what_the_model_is_served_with(
+    wrong: Callable[[Tensor, RaggedBatch, dict[str, Any]], bool], found: bool
+) -> None:
+    difference = served_difference(WrongAt(wrong), ORACLE, dtype=FP32, shape=SHAPE)
+    assert (difference > TOLERANCE[FP32]) == found
+
+
+def test_long_contexts_begin_their_windows_within_a_span() -> None:
+    for window in (1024, 2048, 4096):
+        begins = [context - window for context in served_agreement.LONG[1] if context > 8192]
+        assert begins
+        assert all(begin // 64 * 64 % 256 for begin in begins)
+
+
+class Nudged(PlainKernels):
+    """Deterministic kernels, of which one operator adds a last bit in steps of some kind."""
+
+    def __init__(self, where: str, counts: set[tuple[int, ...]] | set[int]) -> None:
+        super().__init__(deterministic=True)
+        self._where, self._counts = where, counts
+
+    def attend(self, queries: Tensor, batch: RaggedBatch, cache: LayerCache, **rule: Any) -> Tensor:
+        out = super().attend(queries, batch, cache, **rule)
+        if self._where == "attention" and batch.num_queries in self._counts:
+            out[-1, -1] = torch.nextafter(out[-1, -1], out.new_tensor(torch.inf))
+        return out
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        linear = super().linear(weight, bias)
+        name = f"linear {weight.shape[0]}"
+
+        def run(x: Tensor) -> Tensor:
+            return self._nudged(name, linear(x))
+
+        return run
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._nudged("norm", super().rms_norm(x, weight, eps))
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return self._nudged("silu", super().silu_mul(gate_up))
+
+    def _nudged(self, where: str, out: Tensor) -> Tensor:
+        if self._where == where and len(out) in self._counts:
+            out[-1, 0] = torch.nextafter(out[-1, 0], out.new_tensor(torch.inf))
+        return out
+
+
+def company(count: int) -> tuple[int, ...]:
+    return (*(1,) * served_agreement.NUM_OTHERS, count)
+
+
+@pytest.mark.parametrize(
+    ("where", "counts", "found"),
+    [
+        ("nowhere", set(), None),
+        ("attention", {company(1)}, "in company"),
+        ("attention", {(9,)}, "in a chunk"),
+        ("attention", {company(9)}, "in a chunk in company"),
+        ("attention", {(70,)}, "in a prompt"),
+        ("linear 40", {1}, "600 inputs and 40 outputs"),
+        ("linear 24", {70}, "16 inputs and 24 outputs"),
+        ("linear 50", {41}, "16 inputs and 50 outputs"),
+        ("norm", {9}, "the norm"),
+        ("silu", {300}, "the activation"),
+    ],
+)
+def test_bits_that_depend_on_the_step_are_found(
+    where: str, counts: set[tuple[int, ...]] | set[int], found: str | None
+) -> None:
+    named = differing_bits(Nudged(where, counts), dtype=FP32, shape=SHAPE)
+    assert named is None if found is None else named is not None and named.endswith(found)
+
+
+def test_similar_rows_are_not_equal_bits() -> None:
+    """The library chooses its kernels by the number of rows."""
+    fast = PlainKernels(deterministic=False)
+    assert differing_bits(fast, dtype=FP32, shape=SHAPE) is not None
