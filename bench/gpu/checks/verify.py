@@ -1,4 +1,4 @@
-"""`millrace-verify` on the demo model, with deterministic mode on and off."""
+"""`millrace-verify` on the demo model, or without a GPU on one layer, with deterministic mode on and off."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
+from bench.gpu.engine.checkpoint import temporary_checkpoint
 from bench.gpu.figures import Figure, check, unchecked
 from bench.gpu.setting import Emit, Setting
 from bench.harness.paths import DEMO
@@ -26,30 +29,35 @@ SERVER_FLAGS = (
 
 def run(setting: Setting, emit: Emit) -> None:
     """Emit a figure for each mode."""
-    for mode in MODES:
-        name = f"millrace-verify, deterministic {mode}"
-        limit = SHARE[mode] * setting.seconds_left()
-        try:
-            emit(verified(name, report(setting, mode, limit)))
-        except subprocess.TimeoutExpired:
-            emit(unchecked(name, f"not done within {limit:.0f} s"))
+    with ExitStack() as stack:
+        model = DEMO
+        if setting.scale.verified is not None:
+            checkpoint = temporary_checkpoint(setting.scale.verified, setting.device)
+            model = stack.enter_context(checkpoint)
+        for mode in MODES:
+            name = f"millrace-verify, deterministic {mode}"
+            limit = SHARE[mode] * setting.seconds_left()
+            try:
+                emit(verified(name, report(command(setting, model, mode), limit)))
+            except subprocess.TimeoutExpired:
+                emit(unchecked(name, f"not done within {limit:.0f} s"))
 
 
-def command(setting: Setting, mode: str) -> list[str]:
+def command(setting: Setting, model: Path, mode: str) -> list[str]:
     """The command line of `millrace-verify`."""
     module = (
         "millrace_launcher.verify" if setting.is_cuda else "bench.gpu.programs.interpreted_verify"
     )
     return [
-        *(sys.executable, "-m", module, str(DEMO), "--json", *setting.scale.verify_flags),
+        *(sys.executable, "-m", module, str(model), "--json", *setting.scale.verify_flags),
         *(f"--log-dir={setting.out / f'verify-{mode}'}", "--", *setting.flags),
         *(f"--deterministic={mode}", *(() if setting.is_cuda else SERVER_FLAGS)),
     ]
 
 
-def report(setting: Setting, mode: str, limit: float) -> dict[str, Any]:
-    """The report; RuntimeError if no server starts. After `limit` seconds it is ended, with its servers."""
-    with subprocess.Popen(command(setting, mode), stdout=subprocess.PIPE, text=True) as process:
+def report(words: Sequence[str], limit: float) -> dict[str, Any]:
+    """The report; RuntimeError if no server starts. After `limit` seconds the command is ended, with its servers."""
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         try:
             text, _ = process.communicate(timeout=limit)
         finally:

@@ -58,6 +58,8 @@ class Scale:
     """Lengths of the sequence whose bits are compared."""
     random_steps: int
     """Random steps that are compared with a shard on CPU."""
+    verified: Shape | None
+    """The model that `millrace-verify` checks; None: the demo model."""
     verify_flags: tuple[str, ...]
     """Flags of `millrace-verify`."""
     tests: tuple[str, ...]
@@ -96,6 +98,15 @@ TINY = Shape(
     intermediate_size=256,
     vocab_size=18560,
 )
+ONE_LAYER = Shape(
+    hidden_size=64,
+    num_layers=1,
+    num_heads=2,
+    num_key_value_heads=1,
+    intermediate_size=128,
+    vocab_size=18560,
+)
+"""The interpreter takes long for each layer and head of a row."""
 
 SCALES = {
     "8b": Scale(
@@ -122,6 +133,7 @@ SCALES = {
         company=40,
         contexts=(70, 600),
         random_steps=1000,
+        verified=None,
         verify_flags=("--cases=batched",),
         tests=(
             "tests/shard/kernels/cuda/test_cuda_*.py",
@@ -154,6 +166,7 @@ SCALES = {
         company=3,
         contexts=(70,),
         random_steps=60,
+        verified=ONE_LAYER,
         verify_flags=("--cases=batched", "--requests=2", "--max-new-tokens=4"),
         tests=("tests/shard/kernels/cuda/test_cuda_decoder.py",),
     ),
