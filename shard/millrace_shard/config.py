@@ -140,10 +140,11 @@ class ShardConfig(BaseSettings):
     cuda_memory_fraction: float = Field(
         default=1.0, gt=0, le=1, description="Part of the GPU's memory that may be used."
     )
-    cuda_graphs: Annotated[tuple[int, ...], NoDecode] = Field(
-        default=(1, 2, 4, 8, 16, 32),
-        description="Batch sizes whose decodes are captured as CUDA graphs, separated by commas; 0 for none. "
-        "A batch between two sizes is padded, a larger one runs without. No effect on CPU.",
+    cuda_graphs: Annotated[tuple[int, ...] | None, NoDecode] = Field(
+        default=None,
+        description="Batch sizes whose decodes are captured as CUDA graphs, separated by commas; 0 for no graphs. When"
+        " absent 1, 2, 4, 8, then every 8 to 64 and every 16 to 256, up to --max-batch-size. A batch between two"
+        " sizes is padded. No effect on CPU.",
     )
     one_shot_all_reduce: bool = Field(
         default=False,

@@ -8,8 +8,8 @@ import torch
 
 from millrace_shard.config import ShardConfig
 from millrace_shard.errors import ModelError
-from millrace_shard.model_runner.decode_graphs import GraphSettings
 from millrace_shard.model_runner.graph_capture import CudaCapture
+from millrace_shard.model_runner.graph_settings import GraphSettings, ends_failed_captures
 from millrace_shard.models.load import read_config
 
 FLOAT16_OVERFLOWS = ("gemma2", "glm4")
@@ -59,9 +59,15 @@ def _dtype(config: ShardConfig, device: torch.device) -> torch.dtype:
 
 
 def graph_settings(config: ShardConfig, device: torch.device) -> GraphSettings | None:
-    """The configured sizes of CUDA graphs; None for other devices."""
-    if device.type != "cuda" or not config.cuda_graphs:
+    """The configured sizes of CUDA graphs; None for other devices. Logs a warning where torch is too old."""
+    if device.type != "cuda" or config.cuda_graphs == ():
         return None
+    if not ends_failed_captures(torch.__version__):
+        logger.warning(
+            "torch %s does not recover from a CUDA graph whose capture fails: the shard would keep all memory that "
+            "torch caches. CUDA needs torch 2.13 or later, or --cuda-graphs 0",
+            torch.__version__,
+        )
     return GraphSettings(config.cuda_graphs, CudaCapture)
 
 

@@ -36,7 +36,7 @@ from millrace_shard.engine.loaded_model import LoadedModel
 from millrace_shard.engine.threads import EngineThreads
 from millrace_shard.engine.warmup import MemoryLimits, WarmedUp, warm_up
 from millrace_shard.errors import EngineEnded, StepInvalid
-from millrace_shard.model_runner.decode_graphs import GraphSettings
+from millrace_shard.model_runner.graph_settings import GraphSettings, empty_cache
 from millrace_shard.model_runner.launched_step import LaunchedStep
 
 T = TypeVar("T")
@@ -259,7 +259,7 @@ class Engine:
             logger.error("step %d failed", step.number, exc_info=error)
         clear_frames(error)
         if not self._end_if_lost(error) and kind is FailureKind.OUT_OF_MEMORY:
-            torch.cuda.empty_cache()
+            empty_cache(self._device, self._graphs)
         return StepFailure(kind, str(error) or type(error).__name__)
 
     def _end_if_lost(self, error: Exception) -> bool:

@@ -36,7 +36,8 @@ from millrace_shard.engine.profile_run import (
     run_largest,
 )
 from millrace_shard.kernels.base import LayerCache
-from millrace_shard.model_runner.decode_graphs import DecodeGraphs, GraphSettings
+from millrace_shard.model_runner.decode_graphs import DecodeGraphs
+from millrace_shard.model_runner.graph_settings import GraphSettings, empty_cache
 from millrace_shard.model_runner.runner import DecodingFeatures, StepRunner
 
 logger = logging.getLogger(__name__)
@@ -76,8 +77,8 @@ def warm_up(
 
     With `profile`, which is the default on CUDA, the largest steps run before memory is measured. Otherwise the largest
     prefill runs on a few layers after the cache is allocated, unless the request has the number of blocks of an
-    earlier group: this size fitted then, and requests are waiting. `graphs` are captured if the kernels support it, in
-    the profile run too, since their memory counts. Every earlier cache must be gone.
+    earlier group: this size fitted then, and requests are waiting. `graphs` are captured if kernels and model support
+    it, in the profile run too, since their memory counts. Every earlier cache must be gone.
 
     Raises CapacityError.
     """
@@ -91,7 +92,8 @@ def warm_up(
         else _kv_memory(loaded.device, limits, trial_bytes=0)
     )
     fitting = loaded.group.minimum(blocks_in(memory.for_request(request), shape))
-    _release_memory(loaded.device)
+    gc.collect()
+    empty_cache(loaded.device, graphs)
     capacity = plan_capacity(request, shape, fitting_blocks=fitting, is_budget=memory.is_budget)
     with _memory_or(cache_too_large(capacity.max_batch_total_tokens)):
         runner = _new_runner(
@@ -138,9 +140,16 @@ def _kv_memory(device: torch.device, limits: MemoryLimits, trial_bytes: int) -> 
 
 
 def _usable(graphs: GraphSettings | None, loaded: LoadedModel) -> GraphSettings | None:
-    if graphs is not None and not loaded.kernels.capturable:
+    if graphs is None or graphs.capture_failed:
+        return None
+    if not loaded.kernels.capturable:
+        logger.warning("running without CUDA graphs, which plain torch kernels do not support")
+        return None
+    info = loaded.model.info
+    if not info.capturable:
         logger.warning(
-            "decoding runs without CUDA graphs, which plain torch kernels do not support"
+            "running without CUDA graphs, which have not been tested with the class of %s",
+            info.model_type,
         )
         return None
     return graphs
@@ -154,7 +163,8 @@ def _memory_after_profile_run(
 ) -> KVMemory:
     """Memory for the KV cache beside that of graphs, the largest prefill and the largest decodes, which run here.
 
-    Their memory stays in torch's allocator when the rest is measured. The cache of this run counts as free.
+    Their memory stays in torch's allocator when the rest is measured. The cache of this run counts as free if torch can
+    release it.
     """
     positions = loaded.model.info.max_position_embeddings
     max_tokens = min(request.max_total_tokens or positions, positions)
@@ -189,7 +199,8 @@ def _memory_after_profile_run(
         run_largest(runner, [1] * request.max_batch_size, decode=True)
     with _memory_or(contexts_too_long(request.max_batch_size, max_tokens)):
         longest_decode.run(runner)
-    trial_bytes = num_blocks * shape.block_size * shape.bytes_per_token
+    holds_cache = graphs is not None and graphs.holds_cache
+    trial_bytes = 0 if holds_cache else num_blocks * shape.block_size * shape.bytes_per_token
     return _kv_memory(loaded.device, limits, trial_bytes)
 
 
@@ -229,17 +240,17 @@ def _new_runner(
     batch = Batch(limits, loaded.device)
     own = len(loaded.model.geometry.layers)
     cache, draft_cache = cache[:own], cache[own:]
+    model, captured = loaded.model, None
+    if graphs is not None:
+        captured = DecodeGraphs(model, loaded.kernels, cache, batch)
+        captured.capture(graphs, loaded.group)
     proposer = None
     if loaded.speculation is not None:
         proposer = loaded.speculation.proposer(
-            loaded.model, loaded.kernels, draft_cache, batch, loaded.dtype
+            model, loaded.kernels, draft_cache, batch, loaded.dtype
         )
-    captured = None
-    if graphs is not None:
-        captured = DecodeGraphs(loaded.model, cache, batch)
-        captured.capture(graphs, loaded.group)
     return StepRunner(
-        loaded.model,
+        model,
         loaded.kernels,
         cache,
         batch,
@@ -264,9 +275,3 @@ def _new_cache(loaded: LoadedModel, *, num_blocks: int, unowned: list[int]) -> l
     for layer in cache:
         loaded.kernels.zero_blocks(layer, reserved)
     return cache
-
-
-def _release_memory(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

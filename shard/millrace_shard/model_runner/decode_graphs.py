@@ -6,37 +6,28 @@ these slots itself, so that a step is one small copy and one launch. Padding row
 
 from __future__ import annotations
 
-import logging
-import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from millrace_shard.arrays import Ints
+from millrace_shard.arrays import Ints, no_ints
 from millrace_shard.batch.batch import Batch
-from millrace_shard.device.process_group import CollectiveError, ProcessGroup
+from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.device.transfers import upload_into
-from millrace_shard.kernels.base import LayerCache
+from millrace_shard.kernels.base import Kernels, LayerCache
 from millrace_shard.kernels.ragged import RaggedBatch
+from millrace_shard.model_runner.capture_run import Candidate, CaptureRun, check_equal
 from millrace_shard.model_runner.graph_capture import Capture, Captured
+from millrace_shard.model_runner.graph_settings import GraphSettings
+from millrace_shard.model_runner.trial_sequence import TrialSequence, trial_sequence
 from millrace_shard.models.interface import CausalModel
 
-logger = logging.getLogger(__name__)
-
-IMPOSSIBLE, OUT_OF_MEMORY, CAPTURED = range(3)
-"""Outcomes of a capture; the ranks agree on the least of their outcomes."""
-
-
-@dataclass(frozen=True, slots=True)
-class GraphSettings:
-    """The batch sizes to capture, and the way to capture them."""
-
-    sizes: tuple[int, ...]
-    new_capture: Callable[[], Capture]
+KIND = "CUDA graphs of decodes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +42,11 @@ class _Bucket:
 class DecodeGraphs:
     """Graphs over the tensors of one batch and one KV cache, which never move. Call `capture` once before `logits`."""
 
-    def __init__(self, model: CausalModel, cache: Sequence[LayerCache], batch: Batch) -> None:
+    def __init__(
+        self, model: CausalModel, kernels: Kernels, cache: Sequence[LayerCache], batch: Batch
+    ) -> None:
         self._model = model
+        self._kernels = kernels
         self._cache = cache
         self._batch = batch
         device = batch.device
@@ -67,39 +61,18 @@ class DecodeGraphs:
         return tuple(self._sizes)
 
     def capture(self, settings: GraphSettings, group: ProcessGroup) -> None:
-        """Capture the largest size first, so that the others fit into its memory. This is a collective.
+        """Capture the sizes of `settings` as far as possible, see CaptureRun. This is a collective.
 
-        If a rank runs out of memory, all ranks give up this size and the larger ones and log a warning. Work that
-        cannot be captured runs without graphs, with a warning. Raises CollectiveError.
+        The batch must be empty. Raises CollectiveError, and any error of the eager pass.
         """
-        fitting = {s for s in settings.sizes if 0 < s <= self._batch.limits.max_batch_size}
-        capture = settings.new_capture()
-        started = time.monotonic()
-        for number, size in enumerate(sorted(fitting, reverse=True), 1):
-            result = self._try(capture, size)
-            # Ranks with different sizes would call collectives of different sizes.
-            outcome = group.minimum(_outcome(result))
-            if isinstance(result, _Bucket) and outcome == CAPTURED:
-                self._sizes.insert(0, size)
-                self._buckets.insert(0, result)
-                logger.info("Captured CUDA graph %d/%d, batch size %d", number, len(fitting), size)
-                continue
-            reason = "another rank has failed" if isinstance(result, _Bucket) else result
-            self._give_up()
-            if outcome == IMPOSSIBLE:
-                logger.warning("decoding runs without CUDA graphs, whose capture fails: %s", reason)
-                return
-            logger.warning("no CUDA graphs from batch size %d on, out of memory: %s", size, reason)
-            capture = settings.new_capture()
-        if self._sizes:
-            seconds = time.monotonic() - started
-            logger.info("%d CUDA graphs captured in %.1f s", len(self._sizes), seconds)
-
-    def _give_up(self) -> None:
-        self._sizes.clear()
-        self._buckets.clear()
-        if self._batch.device.type == "cuda":
-            torch.cuda.empty_cache()
+        sizes = settings.sizes_up_to(self._batch.limits.max_batch_size)
+        if not sizes or not settings.may_capture(KIND):
+            return
+        run = CaptureRun(KIND, settings, group, self._batch.device)
+        with trial_sequence(self._model, self._kernels, self._cache, self._batch) as trial:
+            buckets = run.capture(sizes, partial(self._candidate, trial))
+        self._sizes = sorted(buckets)
+        self._buckets = [buckets[size] for size in self._sizes]
 
     def fits(self, num_rows: int) -> bool:
         """Whether there is a graph for `num_rows` rows."""
@@ -111,8 +84,10 @@ class DecodeGraphs:
         The logits are valid until the next replay, and the caller may overwrite them.
         """
         place = bisect_left(self._sizes, len(slots))
-        bucket = self._buckets[place]
-        upload_into(bucket.inputs, self._padded(slots, positions, self._sizes[place]))
+        return self._replay(self._buckets[place], slots, positions)
+
+    def _replay(self, bucket: _Bucket, slots: Ints, positions: Ints) -> Tensor:
+        upload_into(bucket.inputs, self._padded(slots, positions, bucket.inputs.shape[1]))
         return bucket.captured.replay()[: len(slots)]
 
     def _padded(self, slots: Ints, positions: Ints, size: int) -> Ints:
@@ -122,20 +97,22 @@ class DecodeGraphs:
         inputs[1, : len(slots)] = positions
         return inputs
 
-    def _try(self, capture: Capture, size: int) -> _Bucket | RuntimeError:
-        """A bucket, or the error of its capture."""
-        no_rows = np.empty(0, dtype=np.int64)
-        try:
-            padding = torch.from_numpy(self._padded(no_rows, no_rows, size))
-            inputs = padding.to(self._batch.device)
-            return _Bucket(inputs, capture(lambda: self._forward(inputs)))
-        except CollectiveError:
-            raise
-        except RuntimeError as error:
-            # The end of a failed capture may raise another error.
-            first = error.__context__
-            cause = first if isinstance(first, torch.OutOfMemoryError) else error
-            return cause.with_traceback(None)
+    def _candidate(self, trial: TrialSequence, capture: Capture, size: int) -> Candidate[_Bucket]:
+        padding = torch.from_numpy(self._padded(no_ints(), no_ints(), size))
+        inputs = padding.to(self._batch.device)
+        compute = partial(self._forward, inputs)
+        return Candidate(
+            warm_up=lambda: capture.warm_up(compute),
+            record=lambda: _Bucket(inputs, capture.record(compute)),
+            compare=lambda bucket: self._compare(bucket, trial),
+        )
+
+    def _compare(self, bucket: _Bucket, trial: TrialSequence) -> None:
+        """Raise RuntimeError if a replay differs from the eager pass over other tables and contexts than captured."""
+        slots, positions = trial.rows(bucket.inputs.shape[1])
+        eager = self._model.forward(self._batch.ragged_decodes(slots, positions), self._cache)
+        replayed = self._replay(bucket, slots, positions)
+        check_equal(replayed, eager, deterministic=self._kernels.deterministic)
 
     def _forward(self, inputs: Tensor) -> Tensor:
         """The recorded work: from the slots and positions of the rows to their logits."""
@@ -157,9 +134,3 @@ class DecodeGraphs:
             num_context=(tables.shape[1] * block_size,) * size,
         )
         return self._model.forward(ragged, self._cache)
-
-
-def _outcome(result: _Bucket | RuntimeError) -> int:
-    if isinstance(result, _Bucket):
-        return CAPTURED
-    return OUT_OF_MEMORY if isinstance(result, torch.OutOfMemoryError) else IMPOSSIBLE

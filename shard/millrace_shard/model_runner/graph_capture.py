@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-NUM_WARM_UPS = 2
-"""Runs before a capture, in which libraries and kernels compile and make allocations that they keep."""
+
+class CaptureError(RuntimeError):
+    """A capture has failed. torch cannot take back the memory of its graph."""
 
 
 class Captured(Protocol):
@@ -22,10 +24,17 @@ class Captured(Protocol):
 class Capture(Protocol):
     """Records work. All work of one capture shares memory, so that its replays must not overlap."""
 
-    def __call__(self, compute: Callable[[], Tensor]) -> Captured:
-        """Run `compute` a few times, then record it. It must read and write only tensors that never move.
+    def warm_up(self, compute: Callable[[], Tensor]) -> None:
+        """Run `compute` outside a capture, on the stream of captures, as often as needed before `record`.
 
-        Raises torch.OutOfMemoryError, or RuntimeError for work that cannot be recorded.
+        Libraries and kernels compile and make allocations that they keep. Raises any error of `compute`, and
+        RuntimeError if it waits for the device, which work in a graph cannot do.
+        """
+
+    def record(self, compute: Callable[[], Tensor]) -> Captured:
+        """Record `compute`, which is warmed up and reads and writes only tensors that never move.
+
+        Raises CaptureError. No capture may follow in the same process.
         """
 
 
@@ -37,25 +46,37 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
-    def __call__(self, compute: Callable[[], Tensor]) -> Captured:
-        """Record `compute`, as Capture says."""
+    def warm_up(self, compute: Callable[[], Tensor]) -> None:
+        """Run `compute` twice, as Capture says; compilation may wait for the device, so only the second run may not."""
         caller = torch.cuda.current_stream()
-        # A failed capture may leave its stream current.
-        with torch.cuda.stream(caller):
-            self._stream.wait_stream(caller)
+        self._stream.wait_stream(caller)
+        try:
             with torch.cuda.stream(self._stream):
-                for _ in range(NUM_WARM_UPS):
+                compute()
+                with waits_as_errors():
                     compute()
+        finally:
             caller.wait_stream(self._stream)
-            graph = torch.cuda.CUDAGraph()
-            # Other threads that watch collectives and copies continue during the capture.
-            with torch.cuda.graph(
-                graph,
-                pool=self._pool,
-                stream=self._stream,
-                capture_error_mode="thread_local",
+
+    def record(self, compute: Callable[[], Tensor]) -> Captured:
+        """Record `compute`, as Capture says."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # A failed capture may leave its stream current. Other threads that watch collectives and copies continue
+            # during the capture.
+            with (
+                torch.cuda.stream(torch.cuda.current_stream()),
+                torch.cuda.graph(
+                    graph,
+                    pool=self._pool,
+                    stream=self._stream,
+                    capture_error_mode="thread_local",
+                ),
             ):
                 output = compute()
+        except RuntimeError as error:
+            # The end of a failed capture raises another error than its cause.
+            raise CaptureError(str(error.__context__ or error)) from error
         return CudaGraph(graph, output)
 
 
@@ -70,3 +91,14 @@ class CudaGraph:
         """Submit the graph to the current stream."""
         self._graph.replay()
         return self._output
+
+
+@contextmanager
+def waits_as_errors() -> Iterator[None]:
+    """Raise RuntimeError at every operation inside that waits for the device, as far as torch knows them."""
+    earlier = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(earlier)

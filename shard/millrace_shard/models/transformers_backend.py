@@ -51,6 +51,13 @@ SUPPORTED = (
 )
 """Tests compare the logits of each with eager attention, since a class that ignores the hook is silently wrong."""
 
+CAPTURED: tuple[str, ...] = ()
+"""The types of SUPPORTED whose decodes a test on a GPU has captured in graphs with the results of eager steps.
+
+The code of a class may read a value on the host, such as the longest position, and a graph would keep the value that it
+has read during the capture. So the other types run eagerly.
+"""
+
 
 class TransformersModel:
     """A CausalModel around a transformers class.
@@ -69,6 +76,7 @@ class TransformersModel:
         self.info = replace(
             info,
             window_size=windows.pop() if len(windows) == 1 else None,
+            capturable=info.model_type in CAPTURED,
             batch_invariant=_wants_invariance(kernels, model.device)
             and not has_own_products(model),
         )

@@ -173,7 +173,7 @@ def test_defaults_are_tgis() -> None:
         29500,
         1.0,
     )
-    assert shard.cuda_graphs == (1, 2, 4, 8, 16, 32)
+    assert shard.cuda_graphs is None
     assert launcher.shard_uds_path == "/tmp/text-generation-server"
     assert launcher.num_shard is None
 

@@ -281,9 +281,28 @@ def test_defaults_by_device(folder: Path) -> None:
     assert graph_settings(config, cpu) is None
     settings = graph_settings(config, cuda)
     assert settings is not None
-    assert settings.sizes == (1, 2, 4, 8, 16, 32)
+    assert settings.sizes is None
+    few = ShardConfig.from_args([str(folder), "--cuda-graphs=1,8"])
+    settings = graph_settings(few, cuda)
+    assert settings is not None
+    assert settings.sizes == (1, 8)
     none = ShardConfig.from_args([str(folder), "--cuda-graphs=0"])
     assert graph_settings(none, cuda) is None
     given = ShardConfig.from_args([str(folder), "--dtype=float16", "--deterministic=on"])
     assert choose_dtype(given, cpu) is torch.float16
     assert is_deterministic(given, cuda)
+
+
+@pytest.mark.parametrize(("version", "warns"), [("2.12.1+cu128", True), ("2.13.0+cu130", False)])
+def test_graphs_on_an_old_torch_are_warned_of(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    version: str,
+    warns: bool,
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    for flags in ([], ["--cuda-graphs=0"]):
+        caplog.clear()
+        graph_settings(ShardConfig.from_args([str(folder), *flags]), torch.device("cuda"))
+        assert ("CUDA needs torch 2.13 or later" in caplog.text) == (warns and not flags)

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from millrace_shard.device.process_group import ProcessGroup
-from millrace_shard.engine.kv_capacity import CapacityError, WarmupRequest
+from millrace_shard.engine import warmup
+from millrace_shard.engine.kv_capacity import CapacityError, KVMemory, WarmupRequest
 from millrace_shard.engine.loaded_model import LoadedModel
 from millrace_shard.engine.profile_run import LongestDecode
 from millrace_shard.engine.warmup import MemoryLimits, WarmedUp, warm_up
 from millrace_shard.kernels.base import LayerCache
 from millrace_shard.kernels.ragged import RaggedBatch
-from millrace_shard.model_runner.decode_graphs import GraphSettings
+from millrace_shard.model_runner.graph_settings import GraphSettings
 from millrace_shard.models.interface import KVGeometry
 from millrace_testing.engines.fake_engine import BLOCK_SIZE, FakeKernels, FakeModel, fake_kernels
 from millrace_testing.engines.graphs import Recorder
@@ -257,12 +258,15 @@ def test_graphs_run_before_memory_is_measured_and_are_captured_again_over_the_fi
     graphs = GraphSettings((1, 2, 8), recorder.new_capture)
     warmed_up = setup.warm_up(profile=True, graphs=graphs)
     shapes = [batch.num_queries for batch in setup.model.batches]
-    sizes = [(1, 1), (1,)]
-    assert shapes == [*sizes, (49, 49, 49, 3), *[(1, 1, 1, 1)] * 3, *sizes]
+    trial = (50,)
+    captures = [trial, *[(1, 1)] * 4, *[(1,)] * 4]
+    assert shapes == [*captures, (49, 49, 49, 3), *[(1, 1, 1, 1)] * 3, *captures]
     assert recorder.num_captures == 2
     assert warmed_up.capacity.num_blocks == 101
-    longest = {batch.num_context[0] for batch in setup.model.batches[-2:]}
-    assert longest == {52}, "as many keys as the tables have room for"
+    longest = [batch.num_context[0] for batch in setup.model.batches[-4:]]
+    warm_up, record, eager, replay = longest
+    assert {warm_up, record, replay} == {52}, "as many keys as the tables have room for"
+    assert eager == 50
 
 
 def test_graphs_pad_with_a_block_that_the_router_does_not_know() -> None:
@@ -270,7 +274,7 @@ def test_graphs_pad_with_a_block_that_the_router_does_not_know() -> None:
     warmed_up = setup.warm_up(graphs=GraphSettings((4,), recorder.new_capture))
     assert setup.kernels.zeroed[0] == [0, 101]
     assert warmed_up.runner.batch.limits.num_blocks == 101
-    assert setup.model.batches[0].cache_rows.tolist() == [101 * BLOCK_SIZE] * 4
+    assert setup.model.batches[1].cache_rows.tolist() == [101 * BLOCK_SIZE] * 4
 
 
 def test_kernels_that_read_lengths_on_the_host_get_no_graphs(
@@ -282,3 +286,50 @@ def test_kernels_that_read_lengths_on_the_host_get_no_graphs(
     assert recorder.recordings == []
     assert setup.kernels.zeroed[0] == [0]
     assert "plain torch kernels do not support" in caplog.text
+
+
+def test_a_model_that_may_read_values_on_the_host_gets_no_graphs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    setup, recorder = Setup(), Recorder()
+    setup.model.info = replace(setup.model.info, capturable=False)
+    setup.warm_up(graphs=GraphSettings((4,), recorder.new_capture))
+    assert recorder.recordings == []
+    assert setup.kernels.zeroed[0] == [0]
+    assert "not been tested with the class of fake" in caplog.text
+
+
+def test_no_capture_follows_one_that_has_failed() -> None:
+    def fail(number: int) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    setup, recorder = Setup(), Recorder(fail)
+    graphs = GraphSettings((1, 2), recorder.new_capture)
+    for _ in range(2):
+        warmed_up = setup.warm_up(profile=True, graphs=graphs)
+        assert recorder.num_captures == 1
+        assert warmed_up.capacity.num_blocks == 101
+
+
+@pytest.mark.parametrize(("version", "reused"), [("2.12.1", 0), ("2.13.0", 1)])
+def test_memory_that_torch_cannot_release_does_not_count_as_free(
+    monkeypatch: pytest.MonkeyPatch, version: str, reused: int
+) -> None:
+    """A failed capture holds all cached memory, that of the profile run's KV cache among it, until torch 2.13."""
+
+    def fail(number: int) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    counted = []
+    kv_memory = warmup._kv_memory
+
+    def remember(device: torch.device, limits: MemoryLimits, trial_bytes: int) -> KVMemory:
+        counted.append(trial_bytes)
+        return kv_memory(device, limits, trial_bytes)
+
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(warmup, "_kv_memory", remember)
+    setup, recorder = Setup(), Recorder(fail)
+    setup.warm_up(profile=True, graphs=GraphSettings((1, 2), recorder.new_capture))
+    num_blocks = sum(-(-length // BLOCK_SIZE) for length in (49, 49, 49, 3))
+    assert counted == [reused * (1 + num_blocks) * BLOCK_SIZE * BYTES_PER_TOKEN]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
@@ -12,15 +14,28 @@ import pytest
 import torch
 
 from millrace_shard.batch.step import Forward, StepResult
-from millrace_shard.device.process_group import ProcessGroup
+from millrace_shard.device.process_group import CollectiveError, ProcessGroup
 from millrace_shard.kernels.base import Kernels
-from millrace_shard.model_runner.decode_graphs import GraphSettings
+from millrace_shard.model_runner.decode_graphs import KIND
 from millrace_shard.model_runner.graph_capture import CudaCapture
+from millrace_shard.model_runner.graph_settings import GraphSettings
+from millrace_shard.model_runner.trial_sequence import TrialSequence
 from millrace_shard.models.interface import CausalModel
+from millrace_shard.models.load import load_model
+from millrace_shard.models.transformers_backend import CAPTURED, SUPPORTED
 from millrace_testing.engines.graphs import Recorder, out_of_memory
 from millrace_testing.engines.kernels import make_kernels
-from millrace_testing.engines.steps import NUM_BLOCKS, SAMPLING, Stepper, beside, ints, tiny_llama
-from millrace_testing.models.models import prompt_of
+from millrace_testing.engines.steps import (
+    MAX_BATCH_SIZE,
+    MAX_TOKENS,
+    NUM_BLOCKS,
+    SAMPLING,
+    Stepper,
+    beside,
+    ints,
+    tiny_llama,
+)
+from millrace_testing.models.models import prompt_of, save_tiny
 
 SIZES = (1, 2, 4)
 Setup = tuple[CausalModel, Kernels, torch.dtype]
@@ -114,10 +129,9 @@ def test_the_largest_is_captured_first_and_only_what_batches_need(
     assert recorder.sizes == [4, 2, 1]
     assert by_graph.graphs is not None
     assert by_graph.graphs.sizes == (1, 2, 4)
-    lines = [record.message for record in caplog.records if "Captured CUDA graph" in record.message]
-    assert lines == [
-        f"Captured CUDA graph {i}/3, batch size {s}" for i, s in ((1, 4), (2, 2), (3, 1))
-    ]
+    lines = [record.message for record in caplog.records if record.message.startswith(KIND)]
+    assert lines[:-1] == [f"{KIND}: captured {i}/3, size {s}" for i, s in ((1, 4), (2, 2), (3, 1))]
+    assert re.fullmatch(rf"{KIND}: 3 sizes captured in \d+\.\d s", lines[-1])
 
 
 def test_more_rows_than_the_largest_run_eagerly(setup: Setup, recorder: Recorder) -> None:
@@ -155,61 +169,159 @@ def test_a_prompt_of_one_token_is_no_decode(setup: Setup, recorder: Recorder) ->
 def test_a_size_without_memory_drops_itself_and_the_larger_ones(
     setup: Setup, caplog: pytest.LogCaptureFixture, failing: int, left: tuple[int, ...]
 ) -> None:
+    """Memory runs out in the warm-up, outside a capture."""
     failed: list[int] = []
 
     def fail(number: int) -> None:
         if number == failing and not failed:
             failed.append(number)
-            try:
-                out_of_memory()
-            except torch.OutOfMemoryError:
-                if failing == 1:
-                    raise RuntimeError("the capture has ended already")  # noqa: B904
-                raise
+            out_of_memory()
 
-    recorder = Recorder(fail)
+    recorder = Recorder(fail_warm_up=fail)
     by_graph, eager = steppers(setup, recorder)
     assert by_graph.graphs is not None
     assert by_graph.graphs.sizes == left
     (warning,) = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
     size = (4, 2, 1)[failing]
-    assert warning.startswith(f"no CUDA graphs from batch size {size} on, out of memory")
+    assert warning.startswith(f"no {KIND} from size {size} on, out of memory")
     assert recorder.num_captures == 2
     for ours, theirs in zip(play(by_graph), play(eager), strict=True):
         assert ours.ids.tolist() == theirs.ids.tolist()
 
 
-def test_what_cannot_be_captured_runs_eagerly(
-    setup: Setup, caplog: pytest.LogCaptureFixture
-) -> None:
+def raising_second(error: Exception) -> Callable[[int], None]:
     def fail(number: int) -> None:
         if number == 1:
-            raise RuntimeError("operation not permitted when stream is capturing")
+            raise error
 
-    by_graph, eager = steppers(setup, Recorder(fail))
+    return fail
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """What keeps work from graphs, and what the settings say then."""
+
+    recorder: Callable[[], Recorder]
+    words: str
+    capture_failed: bool = False
+
+
+OBSTACLES = {
+    "a wait": Obstacle(
+        lambda: Recorder(fail_warm_up=raising_second(RuntimeError("a synchronizing operation"))),
+        "a synchronizing operation",
+    ),
+    "a capture": Obstacle(
+        lambda: Recorder(raising_second(RuntimeError("not permitted when stream is capturing"))),
+        "a capture has failed: not permitted when stream is capturing",
+        capture_failed=True,
+    ),
+    "a capture without memory": Obstacle(
+        lambda: Recorder(raising_second(torch.OutOfMemoryError("CUDA out of memory"))),
+        "a capture has failed: CUDA out of memory",
+        capture_failed=True,
+    ),
+    "a collective in a capture": Obstacle(
+        lambda: Recorder(raising_second(CollectiveError("invalid usage"))),
+        "a capture has failed: invalid usage",
+        capture_failed=True,
+    ),
+    "a stale replay": Obstacle(
+        lambda: Recorder(stale=(1,)), "with 2 rows, a replay differs from the eager pass by"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OBSTACLES)
+def test_what_cannot_be_captured_runs_eagerly(
+    setup: Setup, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    obstacle = OBSTACLES[name]
+    recorder = obstacle.recorder()
+    model, kernels, dtype = setup
+    settings = GraphSettings(SIZES, recorder.new_capture)
+    by_graph = Stepper(model, kernels, dtype=dtype, graphs=settings)
     assert by_graph.graphs is not None
     assert by_graph.graphs.sizes == ()
+    assert not settings.may_capture(KIND)
+    assert settings.capture_failed == obstacle.capture_failed
+    assert recorder.num_captures == 1
+    assert 1 not in recorder.sizes
     (warning,) = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
-    assert "not permitted when stream is capturing" in warning
+    assert obstacle.words in warning
+    eager = Stepper(model, kernels, dtype=dtype)
     for ours, theirs in zip(play(by_graph), play(eager), strict=True):
         assert ours.ids.tolist() == theirs.ids.tolist()
 
 
-def test_all_ranks_give_up_what_one_cannot_capture(setup: Setup) -> None:
-    class OtherRankFails(ProcessGroup):
-        def __init__(self) -> None:
-            super().__init__(0, 2, torch.device("cpu"))
-            self.answers = [2, 1, 2]
+def test_a_lost_group_is_no_problem_of_graphs(setup: Setup) -> None:
+    recorder = Recorder(fail_warm_up=raising_second(CollectiveError("rank 1 is gone")))
+    with pytest.raises(CollectiveError, match="rank 1 is gone"):
+        steppers(setup, recorder)
 
-        def minimum(self, value: int) -> int:
-            return min(value, self.answers.pop(0))
 
+class OtherRank(ProcessGroup):
+    """A group of two, whose other rank has these outcomes."""
+
+    def __init__(self, outcomes: list[int]) -> None:
+        super().__init__(0, 2, torch.device("cpu"))
+        self.outcomes = outcomes
+
+    def minimum(self, value: int) -> int:
+        return min(value, self.outcomes.pop(0))
+
+
+FAILED, NOT_CAPTURABLE, NO_MEMORY, GOOD = range(4)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "left", "failed", "recorded"),
+    [
+        ([GOOD] * 3 + [NO_MEMORY] + [GOOD] * 3, (1,), False, [4, 1]),
+        ([GOOD] * 3 + [NOT_CAPTURABLE], (), False, [4]),
+        ([GOOD] * 3 + [GOOD, FAILED], (), True, [4, 2]),
+        ([GOOD] * 2 + [NOT_CAPTURABLE], (), False, [4]),
+    ],
+)
+def test_all_ranks_give_up_what_one_cannot_capture(
+    setup: Setup,
+    outcomes: list[int],
+    left: tuple[int, ...],
+    failed: bool,
+    recorded: list[int],
+) -> None:
+    """They agree after each stage: no rank records or replays what another one does not."""
     by_graph, _ = steppers(setup, Recorder(), ())
     assert by_graph.graphs is not None
     recorder = Recorder()
+    settings = GraphSettings(SIZES, recorder.new_capture)
+    other = OtherRank(list(outcomes))
     with torch.inference_mode():
-        by_graph.graphs.capture(GraphSettings(SIZES, recorder.new_capture), OtherRankFails())
-    assert by_graph.graphs.sizes == (1,)
+        by_graph.graphs.capture(settings, other)
+    assert by_graph.graphs.sizes == left
+    assert settings.may_capture(KIND) == bool(left)
+    assert settings.capture_failed == failed
+    assert recorder.sizes == recorded
+    assert other.outcomes == []
+
+
+def test_the_comparison_leaves_an_empty_batch(setup: Setup, recorder: Recorder) -> None:
+    by_graph, _ = steppers(setup, recorder)
+    assert len(by_graph.batch) == 0
+    assert not len(by_graph.batch.blocks.of(0))
+    by_graph.run(by_graph.admission(0, prompt_of(4)))
+    assert len(by_graph.batch) == 1
+
+
+def test_a_graph_is_compared_over_another_context_in_each_row(setup: Setup) -> None:
+    by_graph, _ = steppers(setup, Recorder(), ())
+    trial = TrialSequence(by_graph.batch)
+    for size in range(1, MAX_BATCH_SIZE + 1):
+        slots, positions = trial.rows(size)
+        assert slots.tolist() == [0] * size
+        assert positions[0] == MAX_TOKENS - 1
+        assert len(set(positions.tolist())) == size
+        assert positions.min() >= 0
 
 
 def test_a_failed_row_among_good_ones_fails_alone_by_graph(
@@ -278,3 +390,33 @@ def test_cuda_graphs_yield_what_eager_steps_do(
             assert ours.ids.tolist() == theirs.ids.tolist()
         tolerance = 0 if deterministic else 1e-2
         np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_listed_classes_of_transformers_are_captured(
+    gpu: torch.device, name: str, tmp_path: Path
+) -> None:
+    """A class that passes belongs into CAPTURED."""
+    cuda = import_module("millrace_shard.kernels.cuda.operators")
+    kernels = cuda.CudaKernels(deterministic=False)
+    save_tiny(tmp_path, name)
+    with torch.inference_mode():
+        model = load_model(
+            tmp_path,
+            dtype=torch.float32,
+            kernels=kernels,
+            group=ProcessGroup.single(),
+            device=gpu,
+        )
+    settings = GraphSettings(SIZES, CudaCapture)
+    by_graph = Stepper(model, kernels, dtype=torch.float32, graphs=settings, device=gpu)
+    assert by_graph.graphs is not None
+    if name not in CAPTURED and by_graph.graphs.sizes != SIZES:
+        pytest.skip(f"decodes of {name} cannot be captured")
+    assert by_graph.graphs.sizes == SIZES
+    eager = Stepper(model, kernels, dtype=torch.float32, device=gpu)
+    for ours, theirs in zip(play(by_graph), play(eager), strict=True):
+        assert ours.slots.tolist() == theirs.slots.tolist()
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-2, rtol=0)
+    if name not in CAPTURED:
+        pytest.skip(f"decodes of {name} are captured with the results of eager steps: list it")

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from millrace_shard.batch.step import Forward
 from millrace_shard.device import transfers
 from millrace_shard.kernels.base import Kernels
-from millrace_shard.model_runner.decode_graphs import GraphSettings
 from millrace_shard.model_runner.graph_capture import CudaCapture
+from millrace_shard.model_runner.graph_settings import GraphSettings
 from millrace_shard.models.interface import CausalModel
 from millrace_shard.speculation.factory import Speculation
 from millrace_testing.engines.graphs import Recorder

@@ -16,7 +16,7 @@ from millrace_shard.errors import UnsupportedModel, WeightsError
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.model_loader.read_ahead import ReadAhead
 from millrace_shard.model_loader.unmapped_tensors import TensorUnmapper
-from millrace_shard.models import batch_invariant
+from millrace_shard.models import batch_invariant, transformers_backend
 from millrace_shard.models.load import load_model
 from millrace_shard.models.paged_attention import NAME, ShapeProbe, attending
 from millrace_shard.models.transformers_backend import SUPPORTED, check_supported
@@ -231,6 +231,17 @@ def test_other_architectures_are_refused_with_the_list(model_type: str) -> None:
         check_supported(AutoConfig.for_model(model_type))
     assert repr(model_type) in str(refusal.value)
     assert all(name in str(refusal.value) for name in SUPPORTED)
+
+
+def test_classes_run_eagerly_until_a_gpu_has_shown_that_they_are_captured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert set(transformers_backend.CAPTURED) <= set(SUPPORTED)
+    save_tiny(tmp_path, "gpt2")
+    monkeypatch.setattr(transformers_backend, "CAPTURED", ("opt",))
+    assert not load(tmp_path).model.info.capturable
+    monkeypatch.setattr(transformers_backend, "CAPTURED", ("opt", "gpt2"))
+    assert load(tmp_path).model.info.capturable
 
 
 def test_rope_that_depends_on_the_batch_is_refused_where_it_cannot_be_replaced() -> None:

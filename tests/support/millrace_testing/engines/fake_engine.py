@@ -53,6 +53,7 @@ class FakeKernels:
     block_size = BLOCK_SIZE
     capturable = True
     sampling: SamplingKernels | None = None
+    deterministic = True
 
     def __init__(self) -> None:
         self.zeroed: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""Captures without a GPU, and a capture that runs out of memory."""
+"""Captures without a GPU, and failures of theirs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from millrace_shard.model_runner.graph_capture import CaptureError
+
 
 @dataclass
 class Recording:
@@ -15,19 +17,28 @@ class Recording:
 
     compute: Callable[[], Tensor]
     output: Tensor
-    replays: int = 0
+    is_stale: bool = False
+    """Whether a replay yields the results of the capture, as of code that has read its values on the host."""
+    replays: int = -1
+    """Steps; the comparison with the eager pass does not count."""
 
     def replay(self) -> Tensor:
         """Into the memory of the first output."""
         self.replays += 1
-        return self.output.copy_(self.compute())
+        return self.output if self.is_stale else self.output.copy_(self.compute())
 
 
 @dataclass
 class Recorder:
-    """A Capture that remembers; also its own factory. `fail` may raise, given how many were captured before."""
+    """A Capture that remembers; also its own factory.
+
+    `fail_warm_up` and `fail` may raise, given how many were captured before, the latter in a capture.
+    """
 
     fail: Callable[[int], None] = lambda number: None
+    fail_warm_up: Callable[[int], None] = lambda number: None
+    stale: tuple[int, ...] = ()
+    """Numbers of recordings with stale results."""
     recordings: list[Recording] = field(default_factory=list)
     num_captures: int = 0
 
@@ -36,10 +47,19 @@ class Recorder:
         self.num_captures += 1
         return self
 
-    def __call__(self, compute: Callable[[], Tensor]) -> Recording:
+    def warm_up(self, compute: Callable[[], Tensor]) -> None:
+        """Run once."""
+        self.fail_warm_up(len(self.recordings))
+        compute()
+
+    def record(self, compute: Callable[[], Tensor]) -> Recording:
         """Run once, and keep it."""
-        self.fail(len(self.recordings))
-        self.recordings.append(Recording(compute, compute()))
+        number = len(self.recordings)
+        try:
+            self.fail(number)
+        except RuntimeError as error:
+            raise CaptureError(str(error)) from error
+        self.recordings.append(Recording(compute, compute(), is_stale=number in self.stale))
         return self.recordings[-1]
 
     @property
@@ -48,8 +68,8 @@ class Recorder:
         return [len(recording.output) for recording in self.recordings]
 
     def replays(self) -> dict[int, int]:
-        """The number of replays of each recording, by its rows."""
-        return {len(r.output): r.replays for r in self.recordings if r.replays}
+        """The number of replays of each recording by steps, by its rows."""
+        return {len(r.output): r.replays for r in self.recordings if r.replays > 0}
 
 
 def out_of_memory() -> None:

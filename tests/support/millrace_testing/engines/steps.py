@@ -17,7 +17,8 @@ from millrace_shard.batch.sequence import SamplingParameters, Sequence
 from millrace_shard.batch.step import BatchChange, Forward, StepResult
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.base import Kernels, LayerCache
-from millrace_shard.model_runner.decode_graphs import DecodeGraphs, GraphSettings
+from millrace_shard.model_runner.decode_graphs import DecodeGraphs
+from millrace_shard.model_runner.graph_settings import GraphSettings
 from millrace_shard.model_runner.runner import DecodingFeatures, StepRunner
 from millrace_shard.model_runner.step_planner import StepPlanner
 from millrace_shard.models.interface import CausalModel
@@ -136,7 +137,7 @@ class Stepper:
         self.graphs: DecodeGraphs | None = None
         with torch.inference_mode():
             if graphs is not None:
-                self.graphs = DecodeGraphs(model, self.cache, self.batch)
+                self.graphs = DecodeGraphs(model, kernels, self.cache, self.batch)
                 self.graphs.capture(graphs, ProcessGroup.single())
             self.runner = StepRunner(
                 model,

@@ -1,0 +1,191 @@
+"""CUDA's own capture on a fake of `torch.cuda`: the order of its calls, and the end of each failure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from millrace_shard.model_runner.graph_capture import CaptureError, CudaCapture
+from millrace_shard.model_runner.graph_settings import ends_failed_captures
+
+
+@dataclass
+class FakeStream:
+    """A stream that remembers what it waits for."""
+
+    name: str
+    calls: list[str]
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.calls.append(f"{self.name} waits for {other.name}")
+
+
+@dataclass
+class FakeCuda:
+    """What a capture uses of `torch.cuda`: streams, sync debug mode, graphs."""
+
+    calls: list[str] = field(default_factory=list)
+    sync_debug_mode: str = "default"
+    end_error: RuntimeError | None = None
+    """Raised by the end of a capture."""
+
+    def __post_init__(self) -> None:
+        self.current = FakeStream("caller", self.calls)
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        replaced: dict[str, Any] = {
+            "graph_pool_handle": lambda: "pool",
+            "Stream": lambda: FakeStream("side", self.calls),
+            "current_stream": lambda: self.current,
+            "stream": self.stream,
+            "graph": self.graph,
+            "CUDAGraph": lambda: self,
+            "get_sync_debug_mode": lambda: self.sync_debug_mode,
+            "set_sync_debug_mode": self.set_sync_debug_mode,
+        }
+        for name, value in replaced.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    def set_sync_debug_mode(self, mode: str) -> None:
+        self.sync_debug_mode = mode
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def graph(
+        self, graph: FakeCuda, *, pool: str, stream: FakeStream, capture_error_mode: str
+    ) -> Iterator[None]:
+        """As torch's, which leaves its stream current if the capture cannot end."""
+        assert (graph, pool, capture_error_mode) == (self, "pool", "thread_local")
+        self.current = stream
+        self.calls.append("begin")
+        try:
+            yield
+        finally:
+            self.calls.append("end")
+            if self.end_error is not None:
+                raise self.end_error
+        self.current = FakeStream("caller", self.calls)
+
+    def replay(self) -> None:
+        self.calls.append("replay")
+
+    def compute(self) -> Tensor:
+        self.calls.append(f"{self.current.name}, waits are {self.sync_debug_mode}")
+        return torch.ones(2)
+
+    def waiting(self) -> Tensor:
+        """As torch's operators that wait."""
+        if self.sync_debug_mode == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+        return self.compute()
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    fake = FakeCuda()
+    fake.install(monkeypatch)
+    return fake
+
+
+def test_work_is_warmed_up_on_the_stream_of_captures_and_must_not_wait_then(cuda: FakeCuda) -> None:
+    CudaCapture().warm_up(cuda.compute)
+    assert cuda.calls == [
+        "side waits for caller",
+        "side, waits are default",
+        "side, waits are error",
+        "caller waits for side",
+    ]
+    assert cuda.sync_debug_mode == "default"
+    assert cuda.current.name == "caller"
+
+
+def test_work_that_waits_is_found_outside_a_capture(cuda: FakeCuda) -> None:
+    with pytest.raises(RuntimeError, match="synchronizing") as caught:
+        CudaCapture().warm_up(cuda.waiting)
+    assert not isinstance(caught.value, CaptureError)
+    assert "begin" not in cuda.calls
+    assert cuda.calls[-1] == "caller waits for side"
+    assert (cuda.sync_debug_mode, cuda.current.name) == ("default", "caller")
+
+
+def test_memory_runs_out_outside_a_capture(cuda: FakeCuda) -> None:
+    def run_out() -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        CudaCapture().warm_up(run_out)
+    assert "begin" not in cuda.calls
+
+
+def test_recorded_work_runs_once_and_is_replayed(cuda: FakeCuda) -> None:
+    captured = CudaCapture().record(cuda.compute)
+    assert cuda.calls == ["begin", "side, waits are default", "end"]
+    assert captured.replay().tolist() == [1, 1]
+    assert cuda.calls[-1] == "replay"
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+def test_a_failed_capture_names_its_first_error_and_restores_the_stream(
+    cuda: FakeCuda, at_end: bool
+) -> None:
+    def fail() -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    if at_end:
+        cuda.end_error = RuntimeError("operation failed due to a previous error during capture")
+    with pytest.raises(CaptureError, match=r"^CUDA out of memory$"):
+        CudaCapture().record(fail)
+    assert cuda.current.name == "caller"
+
+
+def test_a_capture_may_fail_at_its_end_alone(cuda: FakeCuda) -> None:
+    cuda.end_error = RuntimeError("the capture is invalid")
+    with pytest.raises(CaptureError, match=r"^the capture is invalid$"):
+        CudaCapture().record(cuda.compute)
+
+
+def wait(x: Tensor) -> Tensor:
+    """Wait for the device."""
+    return x * float(x.sum())
+
+
+@pytest.fixture
+def gpu() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    return torch.device("cuda", 0)
+
+
+def test_cuda_refuses_work_that_waits_and_captures_the_next(gpu: torch.device) -> None:
+    x = torch.ones(4, device=gpu)
+    capture = CudaCapture()
+    with pytest.raises(RuntimeError, match="synchroniz"):
+        capture.warm_up(lambda: wait(x))
+    torch.cuda.empty_cache()
+    capture.warm_up(lambda: x + 1)
+    captured = capture.record(lambda: x + 1)
+    x.fill_(5)
+    assert captured.replay().tolist() == [6.0] * 4
+
+
+def test_cuda_survives_a_failed_capture(gpu: torch.device) -> None:
+    if not ends_failed_captures(torch.__version__):
+        pytest.skip("this torch does not end a capture that fails")
+    x = torch.ones(4, device=gpu)
+    with pytest.raises(CaptureError):
+        CudaCapture().record(lambda: wait(x))
+    torch.cuda.empty_cache()
+    assert (x + 1).tolist() == [2.0] * 4
