@@ -144,7 +144,7 @@ class ShardConfig(BaseSettings):
         default=None,
         description="Batch sizes whose decodes are captured as CUDA graphs, separated by commas; 0 for no graphs. When"
         " absent 1, 2, 4, 8, then every 8 to 64 and every 16 to 256, up to --max-batch-size. A batch between two"
-        " sizes is padded. No effect on CPU.",
+        " sizes is padded. Graphs of other steps, up to 512 tokens, have no attention in them. No effect on CPU.",
     )
     one_shot_all_reduce: bool = Field(
         default=False,

@@ -38,6 +38,7 @@ from millrace_shard.engine.profile_run import (
 from millrace_shard.kernels.base import LayerCache
 from millrace_shard.model_runner.decode_graphs import DecodeGraphs
 from millrace_shard.model_runner.graph_settings import GraphSettings, empty_cache
+from millrace_shard.model_runner.piecewise_layers import with_pieces
 from millrace_shard.model_runner.runner import DecodingFeatures, StepRunner
 
 logger = logging.getLogger(__name__)
@@ -244,6 +245,7 @@ def _new_runner(
     if graphs is not None:
         captured = DecodeGraphs(model, loaded.kernels, cache, batch)
         captured.capture(graphs, loaded.group)
+        model = with_pieces(model, loaded.kernels, cache, batch, graphs, loaded.group)
     proposer = None
     if loaded.speculation is not None:
         proposer = loaded.speculation.proposer(

@@ -79,12 +79,26 @@ class ComposedAttention:
         self, x: Tensor | None, residual: Tensor, batch: RaggedBatch, cache: LayerCache
     ) -> Tensor:
         """[T, hidden]; `residual` is changed in place."""
+        queries = self.queries(x, residual, batch, cache)
+        return self.output(self.attend(queries, batch, cache))
+
+    def new_residual(self, num_tokens: int) -> Tensor:
+        """Zeros [num_tokens, hidden]."""
+        return self._norm.new_zeros(num_tokens, len(self._norm))
+
+    def queries(
+        self, x: Tensor | None, residual: Tensor, batch: RaggedBatch, cache: LayerCache
+    ) -> Tensor:
+        """All work before the attention, which stores keys and values: the queries [T, num_heads, head_dim].
+
+        `batch` needs positions and cache rows only. `residual` is changed in place.
+        """
         kernels = self._kernels
         if x is None:
             normed = kernels.rms_norm(residual, self._norm, self._eps)
         else:
             normed = kernels.add_rms_norm(x, residual, self._norm, self._eps)
-        queries = kernels.rope_store(
+        return kernels.rope_store(
             self._qkv(normed),
             self._rope,
             batch,
@@ -93,8 +107,15 @@ class ComposedAttention:
             num_kv_heads=self._num_kv_heads,
             norms=self._norms,
         )
+
+    def attend(self, queries: Tensor, batch: RaggedBatch, cache: LayerCache) -> Tensor:
+        """The attention of `queries` over the cache: [T, num_heads * head_dim]."""
         scale = self._head_dim**-0.5
-        return self._out(kernels.attend(queries, batch, cache, scale=scale, window=self._window))
+        return self._kernels.attend(queries, batch, cache, scale=scale, window=self._window)
+
+    def output(self, attended: Tensor) -> Tensor:
+        """The output projection: [T, hidden]."""
+        return self._out(attended)
 
 
 class ComposedMlp:

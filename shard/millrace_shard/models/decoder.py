@@ -21,11 +21,12 @@ from millrace_shard.kernels.base import (
     LinearWeights,
     MlpBlock,
     MlpWeights,
+    Reduce,
 )
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.model_loader.weights import Columns, Weights
 from millrace_shard.models.architecture import Architecture
-from millrace_shard.models.interface import KVGeometry, ModelInfo
+from millrace_shard.models.interface import KVGeometry, MakeLayers, ModelInfo
 
 
 class Decoder:
@@ -83,10 +84,18 @@ class Decoder:
         first.run_layers = self._runner_of(self._layers[:count])
         return first
 
+    def with_layers(self, make: MakeLayers) -> Decoder:
+        """See CausalModel."""
+        other = copy.copy(self)
+        other.run_layers = make(self._layers[: len(self.geometry.layers)], self._reduce)
+        return other
+
     def _runner_of(self, layers: Sequence[Layer]) -> Layers:
-        return self._kernels.layers(
-            layers, self._group.all_reduce if self._group.world_size > 1 else None
-        )
+        return self._kernels.layers(layers, self._reduce)
+
+    @property
+    def _reduce(self) -> Reduce | None:
+        return self._group.all_reduce if self._group.world_size > 1 else None
 
     def _embed(self, ids: Tensor) -> Tensor:
         if self._group.world_size == 1:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from millrace_shard.kernels.base import LayerCache
+from millrace_shard.kernels.base import Layer, LayerCache, Layers, Reduce
 from millrace_shard.kernels.ragged import RaggedBatch
 
 
@@ -35,6 +35,10 @@ class ModelInfo:
     """Whether a step of single queries may be captured in a graph: the model's own code reads no values on the host."""
 
 
+MakeLayers = Callable[[Sequence[Layer], Reduce | None], Layers]
+"""Combines layers, as `Kernels.layers` does."""
+
+
 class CausalModel(Protocol):
     """A decoder over token ids and a paged KV cache."""
 
@@ -56,3 +60,6 @@ class CausalModel(Protocol):
         Layers reuse the same memory, so a step of two layers needs about as much of it, beside the cache, as a step of
         all layers.
         """
+
+    def with_layers(self, make: MakeLayers) -> CausalModel:
+        """The same model with its layers combined by `make`, or this model if layers cannot be separated."""

@@ -24,7 +24,7 @@ from millrace_shard.model_loader.read_ahead import ReadAhead
 from millrace_shard.model_loader.safetensor_files import SafetensorFiles
 from millrace_shard.model_loader.unmapped_tensors import TensorUnmapper
 from millrace_shard.models.batch_invariant import has_own_products, make_batch_invariant
-from millrace_shard.models.interface import KVGeometry, ModelInfo
+from millrace_shard.models.interface import KVGeometry, MakeLayers, ModelInfo
 from millrace_shard.models.paged_attention import NAME, PagedAttention, ShapeProbe, attending
 from millrace_shard.models.rope import rope_kind
 from millrace_shard.models.table_rotary import rope_depends_on_length, use_rotary_table
@@ -139,6 +139,10 @@ class TransformersModel:
 
     def first_layers(self, count: int) -> TransformersModel:  # noqa: ARG002
         """The whole model: a class may compute anything between its layers."""
+        return self
+
+    def with_layers(self, make: MakeLayers) -> TransformersModel:  # noqa: ARG002
+        """The same model, for the same reason."""
         return self
 
     @torch.inference_mode()

@@ -27,6 +27,7 @@ from millrace_shard.kernels.base import Kernels, LayerCache, Linear
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.model_loader.weights import Weights
 from millrace_shard.models.decoder import Decoder
+from millrace_shard.models.interface import MakeLayers
 from millrace_shard.speculation.medusa_config import WEIGHTS, MedusaConfig
 from millrace_shard.speculation.proposer import Proposer
 
@@ -109,6 +110,12 @@ class MedusaModel:
         first.decoder = self.decoder.first_layers(count)
         first.geometry = first.decoder.geometry
         return first
+
+    def with_layers(self, make: MakeLayers) -> MedusaModel:
+        """As CausalModel says."""
+        other = copy.copy(self)
+        other.decoder = self.decoder.with_layers(make)
+        return other
 
     def draft(self, states: Tensor, num_heads: int) -> Tensor:
         """The likeliest token of each of the first `num_heads` heads, [R, num_heads] int64, for states [R, hidden]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +13,16 @@ from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.engine import warmup
 from millrace_shard.engine.kv_capacity import CapacityError, KVMemory, WarmupRequest
 from millrace_shard.engine.loaded_model import LoadedModel
-from millrace_shard.engine.profile_run import LongestDecode
+from millrace_shard.engine.profile_run import LongestDecode, run_largest
 from millrace_shard.engine.warmup import MemoryLimits, WarmedUp, warm_up
 from millrace_shard.kernels.base import LayerCache
+from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.model_runner.graph_settings import GraphSettings
 from millrace_shard.models.interface import KVGeometry
 from millrace_testing.engines.fake_engine import BLOCK_SIZE, FakeKernels, FakeModel, fake_kernels
 from millrace_testing.engines.graphs import Recorder
+from millrace_testing.engines.steps import tiny_llama
 
 BYTES_PER_TOKEN = 8
 REQUEST = WarmupRequest(
@@ -297,6 +300,33 @@ def test_a_model_that_may_read_values_on_the_host_gets_no_graphs(
     assert recorder.recordings == []
     assert setup.kernels.zeroed[0] == [0]
     assert "not been tested with the class of fake" in caplog.text
+
+
+def test_steps_with_prompts_replay_pieces_over_the_final_cache(tmp_path: Path) -> None:
+    class Capturable(PlainKernels):
+        capturable = True
+
+    kernels = Capturable(deterministic=False)
+    loaded = LoadedModel(
+        model=tiny_llama(tmp_path, kernels, torch.float32),
+        kernels=kernels,
+        group=ProcessGroup.single(),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+    )
+    recorder = Recorder()
+    limits = MemoryLimits(kv_memory=1 << 22)
+    graphs = GraphSettings((2,), recorder.new_capture)
+    with torch.inference_mode():
+        warmed_up = warm_up(loaded, REQUEST, limits, profile=True, graphs=graphs)
+        once = [2, *(size for size in (512, 256, 128, 64) for _ in range(3))]
+        assert recorder.sizes == once * 2
+        replays = [recording.replays for recording in recorder.recordings[len(once) :]]
+        assert replays == [0] * len(once)
+        run_largest(warmed_up.runner, [5, 6])
+    pieces_of_64 = [1, 1, 1]
+    replays = [recording.replays for recording in recorder.recordings[len(once) :]]
+    assert replays == [*[0] * (len(once) - 3), *pieces_of_64]
 
 
 def test_no_capture_follows_one_that_has_failed() -> None:

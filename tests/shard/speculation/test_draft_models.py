@@ -22,10 +22,12 @@ from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import ModelError, UnsupportedModel
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.plain import PlainKernels
+from millrace_shard.model_runner.graph_settings import GraphSettings
 from millrace_shard.models.interface import CausalModel
 from millrace_shard.models.load import load_model
 from millrace_shard.speculation.factory import Speculation
 from millrace_shard.speculation.loading import SpeculationLoader
+from millrace_testing.engines.graphs import Recorder
 from millrace_testing.engines.multi_token import (
     FakeGrammars,
     Generation,
@@ -369,11 +371,18 @@ def test_medusa_heads_draft_what_they_were_fitted_to(
     assert run.steps < NUM_TOKENS
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("depth", "by_pieces"), [(1, False), (2, False), (2, True)])
 def test_medusa_heads_change_no_bit_and_read_the_right_state(
-    setup: Setup, heads: Heads, depth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    setup: Setup,
+    heads: Heads,
+    depth: int,
+    by_pieces: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stepper = setup.stepper(heads.save(tmp_path), None)
+    recorder = Recorder()
+    pieces = GraphSettings(None, recorder.new_capture) if by_pieces else None
+    stepper = setup.stepper(heads.save(tmp_path), None, pieces=pieces)
     proposer = stepper.runner._proposer
     assert proposer is not None
     propose, drafts = proposer.propose, []
@@ -397,6 +406,7 @@ def test_medusa_heads_change_no_bit_and_read_the_right_state(
     )
     check(run, setup.truth)
     assert 0 < run.accepted < run.drafted
+    assert bool(recorder.replays()) == by_pieces
     assert drafts
     for slot, length, forced in drafts:
         whole = [*WANTS[slot].prompt, *setup.truth[slot].ids]

@@ -15,7 +15,7 @@ from torch import Tensor
 from millrace_shard.kernels.base import Kernels, LayerCache
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.kernels.sampling_kernels import SamplingKernels
-from millrace_shard.models.interface import KVGeometry, ModelInfo
+from millrace_shard.models.interface import KVGeometry, MakeLayers, ModelInfo
 
 VOCAB_SIZE = 97
 EOS_TOKEN_ID = 96
@@ -132,6 +132,10 @@ class FakeModel:
 
     def first_layers(self, count: int) -> FakeModel:
         """It has but one."""
+        return self
+
+    def with_layers(self, make: MakeLayers) -> FakeModel:
+        """It has no layer to combine."""
         return self
 
     def states(self, batch: RaggedBatch, cache: Sequence[LayerCache]) -> Tensor:

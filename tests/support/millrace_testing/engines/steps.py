@@ -19,6 +19,7 @@ from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.base import Kernels, LayerCache
 from millrace_shard.model_runner.decode_graphs import DecodeGraphs
 from millrace_shard.model_runner.graph_settings import GraphSettings
+from millrace_shard.model_runner.piecewise_layers import with_pieces
 from millrace_shard.model_runner.runner import DecodingFeatures, StepRunner
 from millrace_shard.model_runner.step_planner import StepPlanner
 from millrace_shard.models.interface import CausalModel
@@ -111,13 +112,14 @@ class Stepper:
         *,
         dtype: torch.dtype,
         graphs: GraphSettings | None = None,
+        pieces: GraphSettings | None = None,
         device: torch.device | str = "cpu",
         speculation: Speculation | None = None,
         grammars: GrammarManager | None = None,
         max_draft_tokens: int = 0,
         row_tile: int = 1,
     ) -> None:
-        """`max_draft_tokens` for a proposer that `use` sets."""
+        """`max_draft_tokens` for a proposer that `use` sets; `pieces` for steps that are no plain decodes."""
         self.device = torch.device(device)
         self.block_size = kernels.block_size
         layers = (*model.geometry.layers, *(speculation.layers if speculation else ()))
@@ -131,6 +133,10 @@ class Stepper:
         self.batch = Batch(limits, self.device)
         own = len(model.geometry.layers)
         self.cache, self.draft_cache = self.cache[:own], self.cache[own:]
+        if pieces is not None:
+            single = ProcessGroup.single()
+            with torch.inference_mode():
+                model = with_pieces(model, kernels, self.cache, self.batch, pieces, single)
         proposer = None
         if speculation is not None:
             proposer = speculation.proposer(model, kernels, self.draft_cache, self.batch, dtype)
