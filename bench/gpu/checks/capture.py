@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu.engine.compare import largest_distance, other_tokens
-from bench.gpu.engine.kernels import graphs_for, refusing_capture
+from bench.gpu.engine.kernels import RefusingCapture, graphs_for
 from bench.gpu.engine.opened import Opened, opened
 from bench.gpu.engine.session import Session, start
 from bench.gpu.figures import Figure, check
@@ -19,8 +19,8 @@ from millrace_shard.batch.step import StepResult
 from millrace_shard.device.failures import is_out_of_memory
 from millrace_shard.kernels.base import LayerCache
 from millrace_shard.kernels.ragged import RaggedBatch
-from millrace_shard.model_runner.decode_graphs import GraphSettings
-from millrace_shard.models.interface import CausalModel
+from millrace_shard.model_runner.graph_settings import GraphSettings
+from millrace_shard.models.interface import CausalModel, MakeLayers
 
 NUM_STEPS = 2
 SECONDS = 15.0
@@ -52,6 +52,10 @@ class WaitingModel:
     def first_layers(self, count: int) -> WaitingModel:
         """The same over fewer layers."""
         return WaitingModel(self._model.first_layers(count))
+
+    def with_layers(self, make: MakeLayers) -> WaitingModel:
+        """The same over layers that are combined by `make`."""
+        return WaitingModel(self._model.with_layers(make))
 
 
 def run(setting: Setting, emit: Emit) -> None:
@@ -101,7 +105,7 @@ def survived(model: Opened, setting: Setting) -> Figure:
     waiting = replace(model.loaded, model=WaitingModel(model.loaded.model))
     graphs = graphs_for(model.config, setting.device)
     if not setting.is_cuda:
-        graphs = GraphSettings(model.config.cuda_graphs, refusing_capture)
+        graphs = GraphSettings(model.config.cuda_graphs, RefusingCapture)
     rows = max(setting.scale.batches)
     reason = ""
     distance = float("inf")

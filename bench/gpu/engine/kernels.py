@@ -13,8 +13,8 @@ from millrace_shard.config import ShardConfig
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.choose import choose_kernels
 from millrace_shard.kernels.layer_shape import LayerShape
-from millrace_shard.model_runner.decode_graphs import GraphSettings
-from millrace_shard.model_runner.graph_capture import Capture, Captured
+from millrace_shard.model_runner.graph_capture import Captured, CaptureError
+from millrace_shard.model_runner.graph_settings import GraphSettings
 
 CUDA = torch.device("cuda")
 
@@ -47,7 +47,7 @@ def graphs_for(config: ShardConfig, device: torch.device) -> GraphSettings | Non
     """The graphs of the shard; on CPU, of the same sizes, by repetition."""
     if device.type == "cuda":
         return graph_settings(config, device)
-    return GraphSettings(config.cuda_graphs, lambda: RepeatedWork.of)
+    return GraphSettings(config.cuda_graphs, RepeatingCapture)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +57,27 @@ class RepeatedWork:
     compute: Callable[[], Tensor]
     output: Tensor
 
-    @classmethod
-    def of(cls, compute: Callable[[], Tensor]) -> Captured:
-        """Run `compute` once and keep it."""
-        return cls(compute, compute())
-
     def replay(self) -> Tensor:
         """Run it again, into the memory of the first output."""
         return self.output.copy_(self.compute())
 
 
-def refusing_capture() -> Capture:
-    """A capture that fails as CUDA's does for work that waits for the device."""
+class RepeatingCapture:
+    """A Capture that keeps work without a graph."""
 
-    def capture(compute: Callable[[], Tensor]) -> Captured:
+    def warm_up(self, compute: Callable[[], Tensor]) -> None:
+        """Run `compute` once."""
         compute()
-        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
-    return capture
+    def record(self, compute: Callable[[], Tensor]) -> Captured:
+        """Run `compute` once and keep it."""
+        return RepeatedWork(compute, compute())
+
+
+class RefusingCapture(RepeatingCapture):
+    """A Capture that fails as CUDA's does for work that waits for the device."""
+
+    def record(self, compute: Callable[[], Tensor]) -> Captured:
+        """Fail at the end of the work."""
+        compute()
+        raise CaptureError("CUDA error: operation not permitted when stream is capturing")

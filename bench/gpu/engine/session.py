@@ -21,7 +21,7 @@ from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.engine.kv_capacity import WarmupRequest
 from millrace_shard.engine.loaded_model import LoadedModel
 from millrace_shard.engine.warmup import MemoryLimits, warm_up
-from millrace_shard.model_runner.decode_graphs import GraphSettings
+from millrace_shard.model_runner.graph_settings import GraphSettings
 from millrace_shard.model_runner.launched_step import LaunchedStep
 from millrace_shard.model_runner.runner import StepRunner
 from millrace_shard.models.architecture import Architecture
