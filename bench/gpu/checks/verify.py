@@ -16,7 +16,7 @@ from bench.gpu.setting import Emit, Setting
 from bench.harness.paths import DEMO
 
 MODES = ("on", "off")
-SHARE = {"on": 0.5, "off": 0.7}
+SHARE = {"on": 0.6, "off": 0.8}
 """The share of the time that is left, by mode; servers need the rest to end."""
 STOP_SECONDS = 10.0
 SERVER_FLAGS = (
