@@ -207,7 +207,7 @@ class CostModel:
         """The most tokens of a prompt, up to `most` from position `start` on, that take `seconds`."""
         if seconds <= 0.0:
             return 0
-        if not self._coefficients:
+        if not self._coefficients or seconds == math.inf:
             return most
         # Token i of the chunk attends to start + i positions: n tokens cost quadratic * n² + linear * n.
         token, pair = self._coefficients[4:]

@@ -1,8 +1,9 @@
 """The cost model against machines whose costs are known."""
 
-from __future__ import annotations
 
 import json
+import math
+import math
 import random
 from collections.abc import Callable
 
@@ -369,3 +370,10 @@ def test_extra_positions_leave_less_for_prompts() -> None:
             load.extra_positions = number
             assert ((model.seconds(load) or 0.0) <= 0.1) is fits, number
     assert CostModel.from_json(model.to_json()).to_json() == model.to_json()
+
+
+def test_a_step_without_a_time_limit_takes_all_prompt_tokens_even_if_positions_cost_nothing() -> (
+    None
+):
+    model = CostModel.fixed(dict.fromkeys(COEFFICIENTS, 0.001) | {"prefill_pair": 0.0})
+    assert model.prompt_tokens_within(math.inf, start=7, most=512) == 512
