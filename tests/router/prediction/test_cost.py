@@ -3,7 +3,6 @@
 
 import json
 import math
-import math
 import random
 from collections.abc import Callable
 
