@@ -1,6 +1,5 @@
 """The cost model against machines whose costs are known."""
 
-
 import json
 import math
 import random
