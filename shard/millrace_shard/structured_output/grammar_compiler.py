@@ -77,7 +77,7 @@ class GrammarCompiler:
             return None
         return cls(vocabulary, folder, timeout=timeout, max_source_bytes=max_source_bytes)
 
-    def check(self, grammar: Grammar) -> None:
+    def check(self, grammar: Grammar, *, wait_seconds: float = WAIT_SECONDS) -> None:
         """Compile `grammar`, unless the cache has it, before a sequence may use it.
 
         Raises GrammarInvalid with the reason, CompilerBusy.
@@ -90,7 +90,7 @@ class GrammarCompiler:
                     known = self._pool.submit(self._try_out, grammar)
                     self._keep(key, size, known)
             try:
-                known.result(WAIT_SECONDS)
+                known.result(wait_seconds)
             except (TimeoutError, CancelledError):
                 # A grammar that has not begun to compile leaves its place to others.
                 known.cancel()

@@ -452,10 +452,8 @@ def test_more_grammars_than_are_compiled_at_a_time_are_refused_for_now(
         checks = [pool.submit(compiler.check, regex(f"number {number}")) for number in range(2)]
         for _ in checks:
             assert counting.entered.acquire(timeout=PATIENT)
-        with monkeypatch.context() as patched:
-            patched.setattr(grammar_compiler, "WAIT_SECONDS", 0.1)
-            with pytest.raises(CompilerBusy):
-                compiler.check(regex("one more"))
+        with pytest.raises(CompilerBusy):
+            compiler.check(regex("one more"), wait_seconds=0.1)
         counting.may_go_on.set()
         for check in checks:
             check.result(PATIENT)
