@@ -12,14 +12,13 @@ from bench.parts.client import Request
 from bench.parts.fixture import Fixture
 from bench.parts.outcome import Outcome
 from bench.parts.part import Case, Figures, Table
-from bench.parts.simulation import deployment_of, simulate
 from bench.parts.workloads import exponential_lengths, poisson_seconds, saturated_rate
 from bench.policies.experiment import CONTINUOUS, NAIVE, STATIC, Experiment, requests, send, serving
 from bench.policies.outcomes import (
+    beside_simulation,
     conclude_ratios,
     outcomes_of,
     ratio_in_hindsight,
-    side_by_side,
     simulated,
 )
 
@@ -28,8 +27,8 @@ MEAN_OUTPUT, CAP = 128, 512
 SHARES = (0.2, 0.5, 0.8)
 """Rates of arrival, as shares of the continuous server's capacity."""
 SECONDS = 20
-"""Of arrivals at each rate."""
-WHO = (CONTINUOUS, STATIC, NAIVE)
+"""Seconds of arrivals at each rate."""
+CONTENDERS = (CONTINUOUS, STATIC, NAIVE)
 PERCENTS = (5, *range(10, 100, 10), 95, 99, 100)
 SHOWN = (50, 90, 99)
 OFFERED = "requests/s"
@@ -69,17 +68,16 @@ def at_rate(fixture: Fixture, url: str, rate: float, *, name: str) -> Figures:
     count = max(12, round(rate * fixture.sized(SECONDS, 1)))
     moments = poisson_seconds(rate, count, seed=fixture.seed("arrivals"))
     asked = asked_at(fixture, moments, name=name)
-    foretold = simulate(deployment_of(url), asked)
-    outcomes = outcomes_of(asyncio.run(send(url, asked)))
-    hindsight = simulate(deployment_of(url), asked)
-    figures = (percentiles(each) for each in (outcomes, foretold, hindsight))
-    return {OFFERED: rate, **side_by_side(*figures, ratios_of=COMPARED)}
+    compared = beside_simulation(
+        url, asked, lambda: outcomes_of(asyncio.run(send(url, asked))), percentiles, COMPARED
+    )
+    return {OFFERED: rate, **compared}
 
 
 def run(fixture: Fixture) -> Iterator[tuple[str, Figures]]:
     """The continuous server first: a burst of its warm-up shows the capacity that all rates are shares of."""
     batch_size, capacity = fixture.sized(BATCH_SIZE, 4), 0.0
-    for policy in WHO:
+    for policy in CONTENDERS:
         found = {}
         with serving(fixture, policy, batch_size=batch_size) as url:
             num_warm = (3 if policy == CONTINUOUS else 1) * batch_size
@@ -97,9 +95,12 @@ def conclude(table: Table) -> Sequence[str]:
     """The median latency beside that of continuous batching, and points that are simulated badly."""
     lines = []
     for share in SHARES:
-        medians = {who: table[case_name(share, who)][column(50)].median for who in WHO}
+        medians = {
+            policy: table[case_name(share, policy)][column(50)].median for policy in CONTENDERS
+        }
         times = (
-            f"{medians[who] / medians[CONTINUOUS]:.1f} times as long with {who}" for who in WHO[1:]
+            f"{medians[policy] / medians[CONTINUOUS]:.1f} times as long with {policy}"
+            for policy in CONTENDERS[1:]
         )
         lines.append(
             f"{100 * share:.0f} % of capacity: the median latency is {medians[CONTINUOUS]:.2f} s with continuous,"
@@ -113,8 +114,11 @@ def chart(title: str, table: Table) -> str:
     panels = [
         Panel(
             title=f"Answered requests, percent: {100 * share:.0f} % of the continuous server's capacity",
-            points={who: curve(table, case_name(share, who), "") for who in WHO},
-            simulated={who: curve(table, case_name(share, who), simulated("")) for who in WHO},
+            points={policy: curve(table, case_name(share, policy), "") for policy in CONTENDERS},
+            simulated={
+                policy: curve(table, case_name(share, policy), simulated(""))
+                for policy in CONTENDERS
+            },
             x_title="request latency, seconds",
             doubles=True,
             rounds=True,
@@ -142,7 +146,9 @@ EXPERIMENT = Experiment(
         " its queue grow, so its latencies depend on the length of the run. The simulator has the costs that"
         " the server has learned before the run, in hindsight those after it."
     ),
-    cases=tuple(Case(case_name(share, who), amount=share) for share in SHARES for who in WHO),
+    cases=tuple(
+        Case(case_name(share, policy), amount=share) for share in SHARES for policy in CONTENDERS
+    ),
     run=run,
     conclude=conclude,
     chart=chart,

@@ -11,15 +11,14 @@ from bench.parts.client import Request
 from bench.parts.fixture import Fixture
 from bench.parts.outcome import Outcome
 from bench.parts.part import Case, Figures, Table
-from bench.parts.simulation import deployment_of, simulate
 from bench.parts.workloads import poisson_seconds, saturated_rate, uniform_lengths
 from bench.policies.experiment import CONTINUOUS, STATIC, Experiment, requests, send, serving
 from bench.policies.outcomes import (
+    beside_simulation,
     conclude_ratios,
     median_normalised_ms,
     outcomes_of,
     ratio_in_hindsight,
-    side_by_side,
     simulated,
     tokens_per_second,
 )
@@ -29,7 +28,7 @@ SHARES = (0.4, 0.7, 0.9)
 """Rates of arrival, as shares of the continuous server's capacity at the same batch size."""
 SECONDS, LEAST_REQUESTS = 12, 20
 LEAST_PROMPT, MOST_PROMPT, MOST_OUTPUT = 32, 128, 128
-WHO = (CONTINUOUS, STATIC)
+CONTENDERS = (CONTINUOUS, STATIC)
 OFFERED, RATE, LATENCY = "requests/s", "tokens/s", "median ms a token"
 COMPARED = (RATE, LATENCY)
 
@@ -58,18 +57,17 @@ def at_rate(fixture: Fixture, url: str, rate: float, *, name: str) -> Figures:
     count = max(fixture.sized(LEAST_REQUESTS, 6), round(rate * fixture.sized(SECONDS, 0)))
     moments = poisson_seconds(rate, count, seed=fixture.seed("arrivals"))
     asked = asked_at(fixture, moments, name=name)
-    foretold = simulate(deployment_of(url), asked)
-    outcomes = outcomes_of(asyncio.run(send(url, asked)))
-    hindsight = simulate(deployment_of(url), asked)
-    compared = (figures(each) for each in (outcomes, foretold, hindsight))
-    return {OFFERED: rate, **side_by_side(*compared, ratios_of=COMPARED)}
+    compared = beside_simulation(
+        url, asked, lambda: outcomes_of(asyncio.run(send(url, asked))), figures, COMPARED
+    )
+    return {OFFERED: rate, **compared}
 
 
 def run(fixture: Fixture) -> Iterator[tuple[str, Figures]]:
     """At each batch size the continuous server first: the burst of its warm-up shows the capacity."""
     for batch_size in BATCH_SIZES:
         capacity = 0.0
-        for policy in WHO:
+        for policy in CONTENDERS:
             found = {}
             with serving(fixture, policy, batch_size=batch_size) as url:
                 burst = asked_at(fixture, [0.0] * max(8, 4 * batch_size), name="warm-up")
@@ -88,7 +86,9 @@ def conclude(table: Table) -> Sequence[str]:
     """Both at the highest rate of each batch size, and points that are simulated badly."""
     lines = []
     for batch_size in BATCH_SIZES:
-        continuous, static = (table[case_name(batch_size, SHARES[-1], who)] for who in WHO)
+        continuous, static = (
+            table[case_name(batch_size, SHARES[-1], policy)] for policy in CONTENDERS
+        )
         lines.append(
             f"Batch size {batch_size}, {100 * SHARES[-1]:.0f} % of capacity: continuous takes"
             f" {continuous[LATENCY].median:.1f} ms a token at {continuous[RATE].median:.0f} tokens/s,"
@@ -107,8 +107,8 @@ def chart(title: str, table: Table) -> str:
     panels = [
         Panel(
             title=f"Median latency, ms an output token: batch size {batch_size}",
-            points={who: points(batch_size, who, "") for who in WHO},
-            simulated={who: points(batch_size, who, simulated("")) for who in WHO},
+            points={policy: points(batch_size, policy, "") for policy in CONTENDERS},
+            simulated={policy: points(batch_size, policy, simulated("")) for policy in CONTENDERS},
             x_title="output tokens per second",
             rounds=True,
         )
@@ -131,10 +131,10 @@ EXPERIMENT = Experiment(
         " the server has learned before the run, in hindsight those after it."
     ),
     cases=tuple(
-        Case(case_name(batch_size, share, who), amount=share)
+        Case(case_name(batch_size, share, policy), amount=share)
         for batch_size in BATCH_SIZES
         for share in SHARES
-        for who in WHO
+        for policy in CONTENDERS
     ),
     run=run,
     conclude=conclude,

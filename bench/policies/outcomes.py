@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from statistics import median
 
-from bench.parts.client import Answer
+from bench.parts.client import Answer, Request
 from bench.parts.outcome import Outcome
 from bench.parts.part import Figures, Table
+from bench.parts.simulation import deployment_of, simulate
 
 TOLERANCE = 0.2
 """The allowed relative error of a simulated figure."""
@@ -48,17 +49,31 @@ def ratio_in_hindsight(title: str) -> str:
 
 
 def side_by_side(
-    measured: Figures, foretold: Figures, hindsight: Figures, *, ratios_of: Collection[str]
+    measured: Figures, predicted: Figures, hindsight: Figures, *, ratios_of: Collection[str]
 ) -> Figures:
     """Measured and simulated figures, and simulated over measured for the titles in `ratios_of`."""
     found = {}
     for title, value in measured.items():
         found[title] = value
-        found[simulated(title)] = foretold[title]
+        found[simulated(title)] = predicted[title]
         if title in ratios_of:
-            found[ratio(title)] = foretold[title] / value
+            found[ratio(title)] = predicted[title] / value
             found[ratio_in_hindsight(title)] = hindsight[title] / value
     return found
+
+
+def beside_simulation(
+    url: str,
+    asked: Sequence[Request],
+    answered: Callable[[], Sequence[Outcome]],
+    figures: Callable[[Sequence[Outcome]], Figures],
+    ratios_of: Collection[str],
+) -> Figures:
+    """Figures of the answers, and of simulations with the costs that the server has learned before and after them."""
+    predicted = simulate(deployment_of(url), asked)
+    outcomes = answered()
+    hindsight = simulate(deployment_of(url), asked)
+    return side_by_side(*map(figures, (outcomes, predicted, hindsight)), ratios_of=ratios_of)
 
 
 def conclude_ratios(table: Table, titles: Sequence[str]) -> str:

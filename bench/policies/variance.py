@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import statistics
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from bench.charts.lines import Panel, curves
 from bench.harness.command_line import say
 from bench.parts.client import Request
 from bench.parts.fixture import Fixture
+from bench.parts.outcome import Outcome
 from bench.parts.part import Case, Figures, Table
-from bench.parts.simulation import deployment_of, simulate
 from bench.parts.workloads import exponential_lengths
 from bench.peers.process import EngineError
 from bench.policies import padded
@@ -26,9 +27,9 @@ from bench.policies.experiment import (
     serving,
 )
 from bench.policies.outcomes import (
+    beside_simulation,
     conclude_ratios,
     outcomes_of,
-    side_by_side,
     simulated,
     tokens_per_second,
 )
@@ -43,12 +44,12 @@ NUM_ALONE = 16
 GOAL = 4.0
 """Goal: continuous over naive static batching at the highest variance."""
 RATE, SPREAD = "tokens/s", "variance of lengths"
-WHO = (*POLICIES, padded.NAME)
+CONTENDERS = (*POLICIES, padded.NAME)
 
 
-def case_name(cap: int, who: str) -> str:
+def case_name(cap: int, policy: str) -> str:
     """The name of a row."""
-    return f"at most {cap}, {who}"
+    return f"at most {cap}, {policy}"
 
 
 def lengths(fixture: Fixture, cap: int) -> list[int]:
@@ -65,6 +66,13 @@ def prompts_for(fixture: Fixture, drawn: Sequence[int], name: str) -> list[Reque
     return requests(fixture, [PROMPT_TOKENS] * len(drawn), drawn, seed=fixture.seed(name))
 
 
+def answered(fixture: Fixture, url: str, asked: Sequence[Request], policy: str) -> list[Outcome]:
+    """The outcomes of requests that all wait before the first batch is formed."""
+    if policy == CONTINUOUS:
+        return outcomes_of(asyncio.run(send(url, asked)))
+    return asyncio.run(send_behind_plug(fixture, url, asked))
+
+
 def served(fixture: Fixture, policy: str) -> dict[str, Figures]:
     """Figures of one policy at each cap, by the name of the case."""
     batch_size = fixture.sized(BATCH_SIZE, 4)
@@ -79,17 +87,14 @@ def served(fixture: Fixture, policy: str) -> dict[str, Figures]:
             say(f"variance: {name}")
             drawn = lengths(fixture, cap)
             asked = prompts_for(fixture, drawn[:first], name)
-            foretold = simulate(deployment_of(url), asked)
-            if policy == CONTINUOUS:
-                outcomes = outcomes_of(asyncio.run(send(url, asked)))
-            else:
-                outcomes = asyncio.run(send_behind_plug(fixture, url, asked))
-            hindsight = simulate(deployment_of(url), asked)
-            rates = ({RATE: tokens_per_second(each)} for each in (outcomes, foretold, hindsight))
-            found[name] = {
-                SPREAD: statistics.pvariance(drawn),
-                **side_by_side(*rates, ratios_of=(RATE,)),
-            }
+            rates = beside_simulation(
+                url,
+                asked,
+                partial(answered, fixture, url, asked, policy),
+                lambda outcomes: {RATE: tokens_per_second(outcomes)},
+                (RATE,),
+            )
+            found[name] = {SPREAD: statistics.pvariance(drawn), **rates}
     return found
 
 
@@ -114,12 +119,14 @@ def conclude(table: Table) -> Sequence[str]:
     lines, best = [], 0.0
     for cap in CAPS:
         rates = {
-            who: table[name][RATE].median for who in WHO if (name := case_name(cap, who)) in table
+            policy: table[name][RATE].median
+            for policy in CONTENDERS
+            if (name := case_name(cap, policy)) in table
         }
         times = [
-            f"{rates[CONTINUOUS] / rate:.2f} times {who}"
-            for who, rate in rates.items()
-            if who != CONTINUOUS
+            f"{rates[CONTINUOUS] / rate:.2f} times {policy}"
+            for policy, rate in rates.items()
+            if policy != CONTINUOUS
         ]
         lines.append(f"At most {cap} tokens: continuous gives {', '.join(times)}.")
         best = rates[CONTINUOUS] / rates[NAIVE]
@@ -135,11 +142,11 @@ def chart(title: str, table: Table) -> str:
 
     def points(column: str) -> dict[str, list[tuple[float, float]]]:
         found: dict[str, list[tuple[float, float]]] = {}
-        for who in WHO:
+        for policy in CONTENDERS:
             for cap in CAPS:
-                row = table.get(case_name(cap, who), {})
+                row = table.get(case_name(cap, policy), {})
                 if column in row:
-                    found.setdefault(who, []).append((cap, row[column].median))
+                    found.setdefault(policy, []).append((cap, row[column].median))
         return found
 
     panel = Panel(
@@ -168,7 +175,7 @@ EXPERIMENT = Experiment(
         " count. The simulator has the costs that the server has learned before the run, in hindsight those"
         " after it."
     ),
-    cases=tuple(Case(case_name(cap, who), amount=cap) for cap in CAPS for who in WHO),
+    cases=tuple(Case(case_name(cap, policy), amount=cap) for cap in CAPS for policy in CONTENDERS),
     run=run,
     conclude=conclude,
     chart=chart,

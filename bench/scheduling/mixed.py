@@ -117,7 +117,7 @@ async def measure(url: str, fixture: Fixture) -> Figures:
             saturating = await closed_loop(client, many, num_clients=NUM_CLIENTS)
             rate = saturated_rate(saturating) / 2
             loads = [await _under_load(scene, generator, rate) for _ in range(fixture.sized(3, 1))]
-        traced, foretold = await _traced(scene, client, url, generator)
+        traced, predicted = await _traced(scene, client, url, generator)
     loaded, load = [each[0] for each in loads], [short for each in loads for short in each[1:]]
     succeeded([*shorts_alone, *longs_alone, *shorts, *longs, *saturating, *loaded, *load, *traced])
     return {
@@ -129,8 +129,8 @@ async def measure(url: str, fixture: Fixture) -> Figures:
         LONG_UNDER_LOAD: milliseconds(first_tokens(loaded), 0.5)[0],
         SHORT_UNDER_LOAD: milliseconds(first_tokens(load), 0.5)[0],
         "short ones a second": rate,
-        SIMULATED_SHORT: _median(foretold, SHORT_TOKENS) / _median(traced, SHORT_TOKENS),
-        SIMULATED_LONG: _median(foretold, scene.long_tokens) / _median(traced, scene.long_tokens),
+        SIMULATED_SHORT: _median(predicted, SHORT_TOKENS) / _median(traced, SHORT_TOKENS),
+        SIMULATED_LONG: _median(predicted, scene.long_tokens) / _median(traced, scene.long_tokens),
     }
 
 
@@ -149,8 +149,8 @@ async def _traced(
     asked = [scene.request(SHORT_TOKENS, output_tokens=STREAM_TOKENS) for _ in range(NUM_STREAMS)]
     asked.append(scene.long(due=1.0))
     asked += scene.shorts([generator.uniform(0.5, 4.0) for _ in range(NUM_TRACED)])
-    foretold = await asyncio.to_thread(lambda: simulate(deployment_of(url), asked))
-    return await open_loop(client, asked), foretold
+    predicted = await asyncio.to_thread(lambda: simulate(deployment_of(url), asked))
+    return await open_loop(client, asked), predicted
 
 
 def _median(outcomes: Sequence[Answer] | Sequence[Outcome], num_tokens: int) -> float:

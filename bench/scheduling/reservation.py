@@ -79,11 +79,11 @@ def run(fixture: Fixture, case: Case) -> Figures:
     limits = (f"--max-total-tokens={most}", f"--max-batch-total-tokens={CAPACITY * most}")
     with fixture.serving(*limits, *case.flags) as server:
         found = dict(asyncio.run(measure(server.url, asked)))
-        foretold = simulate(server.url, asked, folder=fixture.out)
+        predicted = simulate(server.url, asked, folder=fixture.out)
     return found | {
-        "simulated batch size": foretold["batch_size"],
-        "simulated tokens/s": foretold["tokens_per_second"],
-        "simulated preemptions": foretold["preemptions"],
+        "simulated batch size": predicted["batch_size"],
+        "simulated tokens/s": predicted["tokens_per_second"],
+        "simulated preemptions": predicted["preemptions"],
     }
 
 
@@ -93,9 +93,9 @@ def conclude(table: Table) -> Sequence[str]:
     lines = []
     for title in (BATCH, RATE):
         measured = grow[title].median / full[title].median
-        foretold = grow[f"simulated {title}"].median / full[f"simulated {title}"].median
+        predicted = grow[f"simulated {title}"].median / full[f"simulated {title}"].median
         lines.append(
-            f"{title}: growing gives {measured:.2f} times that of full reservation; the simulator says {foretold:.2f}."
+            f"{title}: growing gives {measured:.2f} times that of full reservation; the simulator says {predicted:.2f}."
         )
     return lines
 

@@ -88,7 +88,7 @@ def compared(said: Mapping[str, float]) -> Mapping[str, float]:
 def figures(
     answers: Sequence[Answer],
     at_router: Sequence[float],
-    foretold: Mapping[str, float],
+    predicted: Mapping[str, float],
     *,
     hindsight: Mapping[str, float],
 ) -> Figures:
@@ -98,8 +98,8 @@ def figures(
     found = {}
     for title in COMPARED:
         found[title] = measured[title]
-        found[f"simulated {title}"] = foretold[title]
-        found[f"{title}: ratio"] = foretold[title] / measured[title]
+        found[f"simulated {title}"] = predicted[title]
+        found[f"{title}: ratio"] = predicted[title] / measured[title]
         found[f"{title}: ratio in hindsight"] = hindsight[title] / measured[title]
     found |= zip(AT_CLIENTS, milliseconds(first_tokens(answers), 0.5, 0.9), strict=True)
     return found

@@ -32,7 +32,7 @@ LONGEST_PROMPT = 70
 MAX_TOKENS = 128
 CPU = torch.device("cpu")
 TOLERANCE = 1e-3
-"""Of a log probability; two tokens that are closer may change places."""
+"""Largest difference of a log probability; two tokens that are closer may change places."""
 SECONDS = 1.0
 
 

@@ -1,4 +1,4 @@
-"""What the device does in a step of decodes, by torch's profiler: idle share, launches, copies, sampling."""
+"""The device's work in a step of decodes, by torch's profiler: idle share, launches, copies, sampling."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
-from bench.harness.checkpoints import build_tokenizer
 from bench.harness.quiet import Quiet
 from bench.harness.repeats import Repeated, Sample
 from bench.parts.client import Request
@@ -21,11 +20,6 @@ from bench.policies.__main__ import PARTS, parse_arguments
 from bench.policies.experiment import CONTINUOUS, NAIVE, STATIC, Experiment, requests
 
 SVG = "{http://www.w3.org/2000/svg}"
-
-
-@pytest.fixture(scope="module")
-def texts() -> Texts:
-    return Texts(build_tokenizer(32768))
 
 
 def fixture(texts: Texts, *, most_positions: int = 8192) -> Fixture:
@@ -87,12 +81,12 @@ def test_each_cap_cuts_the_same_lengths_and_variance_grows_with_it(texts: Texts)
 def variance_table(rates: Figures, *, simulated: float = 1.0) -> Table:
     """The same rates at each cap; `transformers` is not simulated."""
     return {
-        variance.case_name(cap, who): row(
+        variance.case_name(cap, policy): row(
             {
                 "tokens/s": rate,
                 **(
                     {}
-                    if who == "transformers"
+                    if policy == "transformers"
                     else {
                         "simulated tokens/s": simulated * rate,
                         "tokens/s: ratio": simulated,
@@ -102,7 +96,7 @@ def variance_table(rates: Figures, *, simulated: float = 1.0) -> Table:
             }
         )
         for cap in variance.CAPS
-        for who, rate in rates.items()
+        for policy, rate in rates.items()
     }
 
 
@@ -143,9 +137,9 @@ def test_percentiles_of_latency_are_interpolated() -> None:
 
 
 def latency_table(continuous: Sequence[float], others: Sequence[float]) -> Table:
-    both = dict.fromkeys(latency.WHO, others) | {CONTINUOUS: continuous}
+    both = dict.fromkeys(latency.CONTENDERS, others) | {CONTINUOUS: continuous}
     return {
-        latency.case_name(share, who): row(
+        latency.case_name(share, policy): row(
             {
                 prefix + title: value
                 for title, value in latency.percentiles(outcomes(*seconds)).items()
@@ -153,7 +147,7 @@ def latency_table(continuous: Sequence[float], others: Sequence[float]) -> Table
             }
         )
         for share in latency.SHARES
-        for who, seconds in both.items()
+        for policy, seconds in both.items()
     }
 
 
@@ -185,19 +179,19 @@ def test_load_is_uniform_and_the_same_each_time(texts: Texts) -> None:
 
 def test_load_compares_both_at_the_highest_rate_and_draws_each_batch_size() -> None:
     table = {
-        load.case_name(size, share, who): row(
+        load.case_name(size, share, policy): row(
             {
                 f"{prefix}{title}": value
                 for prefix in ("", "simulated ")
                 for title, value in (
                     ("tokens/s", 100.0 * share),
-                    ("median ms a token", 20.0 if who == CONTINUOUS else 50.0),
+                    ("median ms a token", 20.0 if policy == CONTINUOUS else 50.0),
                 )
             }
         )
         for size in load.BATCH_SIZES
         for share in load.SHARES
-        for who in load.WHO
+        for policy in load.CONTENDERS
     }
     assert (
         "Batch size 4, 90 % of capacity: continuous takes 20.0 ms a token at 90 tokens/s,"

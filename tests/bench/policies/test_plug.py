@@ -5,32 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 from aiohttp import web
-from bench.harness.checkpoints import build_tokenizer
-from bench.harness.quiet import Quiet
 from bench.parts.client import Request, RequestsFailed
 from bench.parts.fixture import Fixture
-from bench.parts.texts import Texts
 from bench.policies.plug import plug_of, send_behind_plug
 
 from millrace_testing.router.sse import event, served_application
 
 ASKED = [Request(prompt=" ab", prompt_tokens=1, output_tokens=3, streams=False)] * 5
-
-
-@pytest.fixture(scope="module")
-def fixture() -> Fixture:
-    return Fixture(
-        model=Path("model"),
-        texts=Texts(build_tokenizer(32768)),
-        most_positions=8192,
-        quick=True,
-        quiet=Quiet(),
-        out=Path("out"),
-    )
 
 
 class FakeServer:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench.harness.checkpoints import build_tokenizer
 from bench.harness.quiet import Quiet
 from bench.harness.repeats import Repeated, Sample
 from bench.parts.client import Answer, Request
@@ -36,11 +35,6 @@ from millrace_router.scheduler.queue.waiting import WaitingQueue
 from millrace_router.simulator.trace import read_trace
 
 MANY = 8192
-
-
-@pytest.fixture(scope="module")
-def texts() -> Texts:
-    return Texts(build_tokenizer(32768))
 
 
 def fixture(texts: Texts, *, most_positions: int = MANY, quick: bool = True) -> Fixture:
@@ -235,8 +229,8 @@ def test_a_trace_is_what_the_simulator_reads(tmp_path: Path) -> None:
 def test_the_simulator_is_judged_by_its_ratios(simulated: float, line: str) -> None:
     answers = [answer(request(), 0.0, 0.6, 1.0)]
     measured = dict(zip(simulator.COMPARED, (3.0, 500.0, 500.0), strict=True))
-    foretold = {title: simulated * value for title, value in measured.items()}
-    found = simulator.figures(answers, [0.5], foretold, hindsight=measured)
+    predicted = {title: simulated * value for title, value in measured.items()}
+    found = simulator.figures(answers, [0.5], predicted, hindsight=measured)
     assert found["TTFT p50 at clients, ms"] == pytest.approx(600)
     for title in simulator.COMPARED:
         assert found[f"{title}: ratio"] == pytest.approx(simulated)

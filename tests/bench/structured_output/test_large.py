@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 from aiohttp import web
-from bench.harness.checkpoints import build_tokenizer
-from bench.harness.quiet import Quiet
 from bench.harness.repeats import Repeated, Sample
 from bench.parts.client import Answer, Request, RequestsFailed
 from bench.parts.fixture import Fixture
 from bench.parts.part import Table
-from bench.parts.texts import Texts
 from bench.structured_output import batch_composition, large, large_grammars
 from pydantic import BaseModel
 
@@ -30,18 +26,6 @@ PLAIN = [Request(prompt="x", prompt_tokens=1, output_tokens=20)] * 3
 CHATS = "/v1/chat/completions"
 MODELS: dict[str, type[BaseModel]] = {"/generate": GenerateRequest, CHATS: ChatCompletionRequest}
 FULL = {large.WIDE.name, large.DEEP.name, large.TOOLS.name}
-
-
-@pytest.fixture(scope="module")
-def fixture() -> Fixture:
-    return Fixture(
-        model=Path("model"),
-        texts=Texts(build_tokenizer(32768)),
-        most_positions=8192,
-        quick=True,
-        quiet=Quiet(),
-        out=Path("out"),
-    )
 
 
 @pytest.mark.parametrize("name", sorted(large.larges()))

@@ -199,7 +199,7 @@ def raising_second(error: Exception) -> Callable[[int], None]:
 
 @dataclass(frozen=True)
 class Obstacle:
-    """What keeps work from graphs, and what the settings say then."""
+    """The reasons to run without graphs, each with the settings that follow from it."""
 
     recorder: Callable[[], Recorder]
     words: str

@@ -28,7 +28,7 @@ class FakeStream:
 
 @dataclass
 class FakeCuda:
-    """What a capture uses of `torch.cuda`: streams, sync debug mode, graphs."""
+    """The part of `torch.cuda` that a capture uses: streams, sync debug mode, graphs."""
 
     calls: list[str] = field(default_factory=list)
     sync_debug_mode: str = "default"

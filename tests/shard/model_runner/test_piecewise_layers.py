@@ -35,7 +35,7 @@ from millrace_testing.models.models import prompt_of
 
 TOKEN_COUNTS = (16, 8)
 NUM_PIECES = 3
-"""Of a model of two layers."""
+"""Pieces of a model of two layers."""
 CPU = torch.device("cpu")
 
 

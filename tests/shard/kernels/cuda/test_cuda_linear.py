@@ -21,7 +21,7 @@ TOLERANCE = {BF16: 0.02, FP16: 0.002, FP32: 2e-6}
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LLAMA_8B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
 STREAMING_MULTIPROCESSORS = 132
-"""Of an H100."""
+"""An H100 has as many."""
 
 
 @pytest.fixture(params=[BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
