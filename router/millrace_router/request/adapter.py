@@ -50,7 +50,7 @@ class AdapterReference:
     """An adapter as a client names it."""
 
     name: str = ""
-    """A registered name, `name@sha256:…` for one version, or, with `source`, an id on the hub with an optional `@revision`."""
+    """A registered name, `name@sha256:…` for one version, or, with `source`, an id with an optional `@revision`."""
     source: AdapterSource | None = None
     """None: a registered name is meant first, and an id on the hub second."""
     merged: MergeRecipe | None = None
