@@ -5,6 +5,7 @@
 RouterError
 ├── ValidationError           422  validation
 │   ├── SizeError             422  validation         (well-formed, but too long)
+│   ├── AdapterInvalid        422  validation         (its files cannot be used with this model)
 │   └── BodyError             400  validation         (the body is not JSON)
 │       ├── BodyShapeError    422  validation         (JSON of another shape)
 │       ├── MediaTypeError    415  validation
@@ -14,6 +15,10 @@ RouterError
 ├── UnknownPath               404  not_found
 ├── UnknownModel              404  not_found          (`/v1/models/{id}`; no other route asks for a name)
 ├── NotStored                 404  not_found          (`/v1/responses/{id}`)
+├── AdapterNotFound           404  adapter_not_found  (or no right to know that it exists)
+├── AdapterForbidden          403  adapter_forbidden  (the token has no access)
+├── AdapterTooLarge           413  validation         (larger than a download, or all memory, may be)
+├── AdapterUnavailable        503  unavailable        (the hub or the disk failed)
 ├── WrongMethod               405  method_not_allowed
 ├── BatchSizeExceeded         422  batch size exceeded
 ├── SuffixNotSupported        422  suffix not supported
@@ -40,6 +45,13 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
+LONGEST_QUOTATION = 200
+
+
+def quoted(name: str) -> str:
+    """Quote a client's string for a message: on one line, without control characters, and short."""
+    return repr(name if len(name) <= LONGEST_QUOTATION else f"{name[:LONGEST_QUOTATION]}…")
+
 
 class RouterError(Exception):
     """A failure that the client gets as an answer; `str(error)` is the whole message."""
@@ -48,6 +60,10 @@ class RouterError(Exception):
     error_type: ClassVar[str] = "internal"
     failure_label: ClassVar[str | None] = None
     """Value of `err` in `tgi_request_failure`; None is not counted there."""
+    openai_code: ClassVar[str | None] = None
+    """`error.code` on OpenAI's routes."""
+    retry_after_seconds: int | None = None
+    """The header `Retry-After`; None: no header."""
 
 
 class ValidationError(RouterError):
@@ -68,6 +84,14 @@ class SizeError(ValidationError):
         super().__init__(message)
         self.num_prompt_tokens = num_prompt_tokens
         self.max_new_tokens = max_new_tokens
+
+
+class AdapterInvalid(ValidationError):
+    """The files of an adapter cannot be used; the message names the field or the tensor."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"the adapter {quoted(name)} cannot be used: {reason}")
+        self.reason = reason
 
 
 class BodyError(ValidationError):
@@ -149,6 +173,57 @@ class NotStored(RouterError):
 
     def __init__(self, id_: str) -> None:
         super().__init__(f"Response with id '{id_}' not found: responses are not stored")
+
+
+class AdapterNotFound(RouterError):
+    """There is no adapter of this name, or the client has no right to know that it exists."""
+
+    status = 404
+    error_type = "adapter_not_found"
+    failure_label = "validation"
+    openai_code = "model_not_found"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"The adapter {quoted(name)} does not exist")
+
+
+class AdapterForbidden(RouterError):
+    """The client's token has no access to the adapter."""
+
+    status = 403
+    error_type = "adapter_forbidden"
+    failure_label = "validation"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"The token has no access to the adapter {quoted(name)}")
+
+
+class AdapterTooLarge(RouterError):
+    """The adapter is larger than a download or the memory for adapters may be."""
+
+    status = 413
+    error_type = "validation"
+    failure_label = "validation"
+
+    def __init__(self, name: str, *, num_bytes: int, limit: int) -> None:
+        super().__init__(
+            f"The adapter {quoted(name)} has {num_bytes} bytes, and at most {limit} are allowed"
+        )
+        self.num_bytes = num_bytes
+        self.limit = limit
+
+
+class AdapterUnavailable(RouterError):
+    """The adapter cannot be fetched now, because the hub, the disk or the fetching process failed."""
+
+    status = 503
+    error_type = "unavailable"
+    failure_label = "generation"
+
+    def __init__(self, name: str, reason: str, *, retry_after_seconds: float = 0.0) -> None:
+        super().__init__(f"The adapter {quoted(name)} cannot be fetched now: {reason}")
+        self.reason = reason
+        self.retry_after_seconds = max(1, math.ceil(retry_after_seconds))
 
 
 class WrongMethod(RouterError):

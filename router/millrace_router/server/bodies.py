@@ -23,7 +23,6 @@ from millrace_router.errors import (
     BodyTimeout,
     EncodingError,
     MediaTypeError,
-    Overloaded,
     RouterError,
     Unhealthy,
 )
@@ -174,7 +173,7 @@ def error_response(error: RouterError) -> web.Response:
         body=error_body(error), status=error.status, content_type="application/json"
     )
     response[ERROR_TYPE] = error.error_type
-    if isinstance(error, Overloaded):
+    if error.retry_after_seconds is not None:
         response.headers["retry-after"] = str(error.retry_after_seconds)
     return response
 

@@ -31,6 +31,7 @@ NO_END: MessageEndJson = {"stop_reason": None, "stop_sequence": None}
 CLIENTS_FAULT = "invalid_request_error"
 ERROR_TYPES = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
     HTTPStatus.NOT_FOUND: "not_found_error",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",

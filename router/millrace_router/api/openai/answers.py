@@ -70,7 +70,7 @@ class ChunkTemplate:
 def error_answer(error: RouterError) -> OpenAIErrorResponseJson:
     """Render a failure before the first byte."""
     return {
-        "error": {**error_detail(error), "param": None, "code": None},
+        "error": {**error_detail(error), "param": None, "code": error.openai_code},
         "error_type": error.error_type,
     }
 

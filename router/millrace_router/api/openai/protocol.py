@@ -201,7 +201,7 @@ class FailureJson(StreamFailureJson):
     """Details of a failure, as OpenAI's clients read them."""
 
     param: None
-    code: None
+    code: str | None
 
 
 class OpenAIErrorResponseJson(TypedDict):
