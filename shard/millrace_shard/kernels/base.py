@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from millrace_shard.kernels.lora.lora_site import LoraSite
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.kernels.sampling_kernels import SamplingKernels
 from millrace_shard.kernels.stored_weight import StoredWeight
@@ -41,10 +42,12 @@ class Linear(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LinearWeights:
-    """A weight [out, in] and its bias [out]."""
+    """A weight [out, in], its bias [out], and the modules that adapters may change."""
 
     weight: StoredWeight
     bias: Tensor | None = None
+    lora: LoraSite | None = None
+    """None: there are no adapters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,9 +142,9 @@ class Kernels(Protocol):
         """A linear that takes over `weight` [out, in] and `bias` [out]; the caller drops its references."""
 
     def linear_from(self, weights: LinearWeights) -> Linear:
-        """A linear over a packed or copied weight; of `weights` only the bias is kept."""
+        """A linear over a packed or copied weight, with its adapters; of `weights` only bias and site are kept."""
 
-    def head(self, weight: Tensor) -> Linear:
+    def head(self, weight: Tensor, lora: LoraSite | None = None) -> Linear:
         """An output head that takes over `weight` [vocab, hidden]; its logits are float32."""
 
     def attention(self, weights: AttentionWeights) -> AttentionBlock:

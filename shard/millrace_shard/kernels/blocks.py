@@ -20,6 +20,8 @@ from millrace_shard.kernels.base import (
     MlpWeights,
     Reduce,
 )
+from millrace_shard.kernels.lora.adapted_linear import adapted
+from millrace_shard.kernels.lora.lora_site import LoraSite
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.kernels.sampling_kernels import SamplingKernels
 
@@ -30,12 +32,13 @@ class ComposedBlocks:
     sampling: SamplingKernels | None = None
 
     def linear_from(self: Kernels, weights: LinearWeights) -> Linear:
-        """A linear over a copy of the weight."""
-        return self.linear(weights.weight.copied(), weights.bias)
+        """A linear over a copy of the weight, with its adapters."""
+        linear = self.linear(weights.weight.copied(), weights.bias)
+        return adapted(linear, weights.lora, deterministic=self.deterministic)
 
-    def head(self: Kernels, weight: Tensor) -> Linear:
+    def head(self: Kernels, weight: Tensor, lora: LoraSite | None = None) -> Linear:
         """An output head that takes over `weight` [vocab, hidden]; its logits are float32."""
-        return _Head(self.linear(weight))
+        return adapted(_Head(self.linear(weight)), lora, deterministic=self.deterministic)
 
     def attention(self: Kernels, weights: AttentionWeights) -> AttentionBlock:
         """The first half of a layer, of single operators."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from millrace_shard.kernels.lora.adapter_rows import AdapterRows
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaggedBatch:
@@ -35,6 +37,8 @@ class RaggedBatch:
     """The number of queries of each sequence, on the host."""
     num_context: tuple[int, ...]
     """`context_lengths` on the host; during graph capture, the number of keys that the block tables can hold."""
+    adapters: AdapterRows | None = None
+    """The adapters of the tokens; None if no token has one."""
 
     def logit_states(self, x: Tensor) -> Tensor:
         """The rows of `x` [T, ...] whose logits are needed, [R, ...]."""

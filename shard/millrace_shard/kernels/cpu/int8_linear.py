@@ -17,6 +17,7 @@ from torch import Tensor
 from millrace_shard.kernels.base import Kernels, Linear
 from millrace_shard.kernels.blocks import ComposedBlocks
 from millrace_shard.kernels.build import operators_loaded
+from millrace_shard.kernels.lora.lora_site import LoraSite
 
 LARGEST = 127.0
 SMALLEST = 1e-30
@@ -44,9 +45,9 @@ class Int8Kernels(ComposedBlocks):
         kind = TiledInt8Linear if is_fast() else PlainInt8Linear
         return kind(weight, bias)
 
-    def head(self, weight: Tensor) -> Linear:
+    def head(self, weight: Tensor, lora: LoraSite | None = None) -> Linear:
         """The head of the wrapped kernels, over `weight` [vocab, hidden]."""
-        return self._kernels.head(weight)
+        return self._kernels.head(weight, lora)
 
 
 def is_fast() -> bool:

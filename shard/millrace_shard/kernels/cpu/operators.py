@@ -34,6 +34,8 @@ from millrace_shard.kernels.cpu.tile_blocks import (
     TiledLayers,
     TiledMlp,
 )
+from millrace_shard.kernels.lora.adapted_linear import adapted
+from millrace_shard.kernels.lora.lora_site import LoraSite
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.kernels.stored_weight import StoredWeight
 
@@ -62,24 +64,25 @@ class CpuKernels(ComposedBlocks):
     def linear_from(self, weights: LinearWeights) -> Linear:
         """Pack the weight, directly from the mapped file if tiles take it."""
         if self.tiles and weights.weight.dtype == torch.bfloat16:
-            return PanelLinear(weights)
+            return adapted(PanelLinear(weights), weights.lora, deterministic=self.deterministic)
         return super().linear_from(weights)
 
-    def head(self, weight: Tensor) -> Linear:
+    def head(self, weight: Tensor, lora: LoraSite | None = None) -> Linear:
         """Pack `weight` [vocab, hidden]; with tiles, the logits are not rounded to bfloat16."""
         if self.tiles and weight.dtype == torch.bfloat16:
-            return PanelLinear(_stored(weight, None), dtype=torch.float32)
-        return super().head(weight)
+            head = PanelLinear(_stored(weight, None), dtype=torch.float32)
+            return adapted(head, lora, deterministic=self.deterministic)
+        return super().head(weight, lora)
 
     def attention(self, weights: AttentionWeights) -> AttentionBlock:
         """Pack the weights of the first half of a layer."""
-        if self.tiles and tile_blocks.fits_attention(weights):
+        if self.tiles and tile_blocks.fits_attention(weights) and weights.qkv.lora is None:
             return TiledAttention(weights)
         return super().attention(weights)
 
     def mlp(self, weights: MlpWeights) -> MlpBlock:
         """Pack the weights of the second half of a layer."""
-        if self.tiles and tile_blocks.fits_mlp(weights):
+        if self.tiles and tile_blocks.fits_mlp(weights) and weights.down.lora is None:
             return TiledMlp(weights)
         return super().mlp(weights)
 

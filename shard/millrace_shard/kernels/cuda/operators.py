@@ -20,6 +20,8 @@ from millrace_shard.kernels.cuda import triton_rope, triton_rows
 from millrace_shard.kernels.cuda.cuda_attention import AttentionRule, PagedAttention
 from millrace_shard.kernels.cuda.triton_linear import FixedOrderLinear
 from millrace_shard.kernels.cuda.triton_sampling import TritonSampling
+from millrace_shard.kernels.lora.adapted_linear import adapted
+from millrace_shard.kernels.lora.lora_site import LoraSite
 from millrace_shard.kernels.plain import PlainLinear
 from millrace_shard.kernels.ragged import RaggedBatch
 
@@ -56,13 +58,17 @@ class CudaKernels(ComposedBlocks):
         """Keep `weight` [out, in] and `bias` [out] as they are."""
         return (FixedOrderLinear if self.deterministic else PlainLinear)(weight, bias)
 
-    def head(self, weight: Tensor) -> Linear:
+    def head(self, weight: Tensor, lora: LoraSite | None = None) -> Linear:
         """An output head that keeps `weight` [vocab, hidden]; its logits are the float32 sums."""
+        if not self.deterministic and (
+            weight.dtype == torch.float32 or weight.device.type != "cuda"
+        ):
+            return super().head(weight, lora)
         if self.deterministic:
-            return FixedOrderLinear(weight, None, out_dtype=torch.float32)
-        if weight.dtype == torch.float32 or weight.device.type != "cuda":
-            return super().head(weight)
-        return Float32Head(weight)
+            head: Linear = FixedOrderLinear(weight, None, out_dtype=torch.float32)
+        else:
+            head = Float32Head(weight)
+        return adapted(head, lora, deterministic=self.deterministic)
 
     def new_cache(
         self,

@@ -1,0 +1,105 @@
+"""The adapters of a model by slot, and the rows of the forward pass that is running."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from millrace_shard.kernels.lora.adapter_rows import AdapterRows
+from millrace_shard.kernels.lora.lora_site import LoraPart, LoraSite
+from millrace_shard.kernels.lora.packed_adapter import PackedAdapter, PackedPart
+
+ENTRY = 5
+"""Numbers of an entry of `lora_table`."""
+
+
+class AdapterTable:
+    """The adapters in slots 1 … `max_adapters` of one model; slot 0 stands for no adapter.
+
+    Only the engine thread changes it, between two steps, and only the engine thread runs forward passes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Without slots at first. The model adds its sites while it is loaded."""
+        self.device = device
+        self.parts: list[LoraPart] = []
+        """All modules, in order of execution."""
+        self.sites: list[LoraSite] = []
+        self.token_rows: AdapterRows | None = None
+        """The adapters of the tokens of the running pass."""
+        self.logit_rows: AdapterRows | None = None
+        """The adapters of the rows of the running head."""
+        self._adapters: dict[int, PackedAdapter] = {}
+        self.max_adapters = 0
+        self.lora_table = self._empty_table()
+        """[max_adapters + 1, number of parts, 5] int64 on the device, for the sites packed in tiles.
+
+        An entry holds the addresses of A, B, factors and bias, 0 for no bias, then the number of slices. An entry of
+        zeros is a module that the adapter does not change.
+        """
+        self.nothing = (
+            torch.empty(0, dtype=torch.int32, device=device),
+            torch.empty(0, 0, ENTRY, dtype=torch.int64, device=device),
+        )
+        """The operands of a step without adapters."""
+
+    def add_site(self, parts: Sequence[LoraPart], *, is_head: bool = False) -> LoraSite:
+        """A new site behind the others, in order of execution."""
+        site = LoraSite(table=self, parts=tuple(parts), first=len(self.parts), is_head=is_head)
+        self.parts += parts
+        self.sites.append(site)
+        return site
+
+    def resize(self, max_adapters: int) -> None:
+        """Drop all adapters, and have `max_adapters` slots."""
+        self._adapters.clear()
+        self.max_adapters = max_adapters
+        self.lora_table = self._empty_table()
+
+    def get(self, slot: int) -> PackedAdapter | None:
+        """The adapter in `slot`."""
+        return self._adapters.get(slot)
+
+    def part(self, slot: int, index: int) -> PackedPart | None:
+        """What the adapter in `slot` adds to part `index`; None if it does not change this module."""
+        return self._adapters[slot].parts.get(index)
+
+    def put(self, slot: int, adapter: PackedAdapter) -> None:
+        """Put `adapter` into `slot`, in place of another one."""
+        assert 1 <= slot <= self.max_adapters, "the slot is checked before"
+        self._adapters[slot] = adapter
+        row = torch.zeros(len(self.parts), ENTRY, dtype=torch.int64)
+        for site in self.sites:
+            for index in range(site.first, site.first + len(site.parts)):
+                part = adapter.parts.get(index)
+                if part is not None and site.packing == "tiles":
+                    row[index] = torch.tensor(_entry(part), dtype=torch.int64)
+        self.lora_table[slot] = row.to(self.device)
+
+    def remove(self, slot: int) -> None:
+        """Empty `slot`."""
+        if self._adapters.pop(slot, None) is not None:
+            self.lora_table[slot] = 0
+
+    @contextmanager
+    def running(
+        self, *, tokens: AdapterRows | None = None, logits: AdapterRows | None = None
+    ) -> Iterator[None]:
+        """Let the sites apply the adapters of these rows inside."""
+        self.token_rows, self.logit_rows = tokens, logits
+        try:
+            yield
+        finally:
+            self.token_rows = self.logit_rows = None
+
+    def _empty_table(self) -> Tensor:
+        shape = (self.max_adapters + 1, len(self.parts), ENTRY)
+        return torch.zeros(shape, dtype=torch.int64, device=self.device)
+
+
+def _entry(part: PackedPart) -> list[int]:
+    bias = 0 if part.bias is None else part.bias.data_ptr()
+    return [part.a.data_ptr(), part.b.data_ptr(), part.factors.data_ptr(), bias, part.num_slices]
