@@ -7,16 +7,26 @@ from __future__ import annotations
 
 import io
 import ipaddress
+import json
 import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    ByteSize,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -116,6 +126,10 @@ class RouterConfig(BaseSettings):
         default=9000, ge=0, le=65535, description="No effect: metrics are served on --port."
     )
     api_key: str | None = Field(default=None, description="Bearer token that clients must present.")
+    admin_key: str | None = Field(
+        default=None,
+        description="Bearer token of the routes that load, unload and list adapters; without it there are none.",
+    )
     cors_allow_origin: Annotated[tuple[str, ...], NoDecode] = Field(
         default=(), description="Origin that browsers may call from; repeatable; none means any."
     )
@@ -302,6 +316,74 @@ class RouterConfig(BaseSettings):
         description="No effect: no images are fetched; requests with one are refused.",
     )
 
+    lora_adapters: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(),
+        description="LoRA adapters that requests may name: ID, ID@REVISION, NAME=PATH or NAME=PATH@REVISION, or a JSON"
+        " object with `name`, `path` and `revision`; separated by commas. A path is a folder or an id on the hub.",
+    )
+    lora_modules: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(),
+        description="LoRA adapters in vLLM's form: NAME=PATH, or a JSON object with `name`, `path` and"
+        " `base_model_name`; repeatable.",
+    )
+    adapter_id: str | None = Field(
+        default=None,
+        description="LoRA adapter of requests that name no model; it is fetched at the start.",
+    )
+    adapter_source: Literal["hub", "local"] = Field(
+        default="hub",
+        description="Where an id of an adapter is looked up when nothing else says it: on the hub, or below"
+        " --adapter-root.",
+    )
+    preloaded_adapter_ids: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(),
+        description="LoRA adapter to fetch at the start; repeatable. Others are fetched at their first use.",
+    )
+    adapter_root: Path | None = Field(
+        default=None,
+        description="Folder below which clients may name folders of adapters, with `adapter_source` local.",
+    )
+    adapter_allow: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(),
+        description="Pattern of ids on the hub that clients may name, such as hub:org/*; repeatable. Without any,"
+        " clients may name registered adapters alone.",
+    )
+    adapter_cache: Path | None = Field(
+        default=None,
+        description="Folder for checked copies of adapters, which router and shards share; adapters in MILLRACE_CACHE"
+        " or the user's cache folder when absent.",
+    )
+    adapter_cache_size: ByteSize = Field(
+        default=ByteSize(20 << 30),
+        description="Bytes that those copies may take, such as 20GiB; copies that nothing uses are removed.",
+    )
+    max_loras: int | None = Field(
+        default=None,
+        ge=1,
+        description="Most LoRA adapters in the shards at a time, if their memory has room;"
+        " --max-active-adapters when absent.",
+    )
+    max_active_adapters: int = Field(
+        default=1024, ge=1, description="LoRAX's name of --max-loras, which beats it."
+    )
+    max_cpu_loras: int | None = Field(
+        default=None, ge=1, description="No effect: --adapter-cache-size bounds what is kept."
+    )
+    max_lora_rank: int = Field(
+        default=64, ge=1, description="Highest rank of a LoRA adapter; higher ones are refused."
+    )
+    adapter_cycle_time_s: float = Field(
+        default=2.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Seconds that a LoRA adapter is served before it makes room for waiting ones, when all are busy.",
+    )
+    unknown_model: Literal["base", "refuse"] | None = Field(
+        default=None,
+        description="Answer requests for a `model` that is not served with the base model (base) or with 404 (refuse);"
+        " refuse with --enable-lora, else base.",
+    )
+
     graceful_termination_timeout: int = Field(
         default=90, ge=0, description="Seconds that running requests get after SIGTERM."
     )
@@ -348,8 +430,11 @@ class RouterConfig(BaseSettings):
     def from_args(cls, argv: Sequence[str]) -> Self:
         """Read the command line and the environment; exit 2 with a message when one of them is wrong."""
         # Empty values count as absent everywhere else.
-        empty_key = "--api-key=" in argv or ("--api-key", "") in pairwise(argv)
-        values: dict[str, Any] = {"api_key": ""} if empty_key else {}
+        values: dict[str, Any] = {
+            name: ""
+            for name, flag in (("api_key", "--api-key"), ("admin_key", "--admin-key"))
+            if f"{flag}=" in argv or (flag, "") in pairwise(argv)
+        }
         try:
             with _printable_help():
                 return cls(_cli_parse_args=list(argv), **values)  # type: ignore[call-arg]
@@ -375,6 +460,28 @@ class RouterConfig(BaseSettings):
         return os.environ.get("MILLRACE_PROFILE")
 
     @property
+    def registered_adapters(self) -> tuple[AdapterSpec, ...]:
+        """The adapters of --lora-adapters and --lora-modules."""
+        return (
+            *(tgi_adapter(text) for text in self.lora_adapters),
+            *(vllm_adapter(text) for text in self.lora_modules),
+        )
+
+    @property
+    def adapter_cache_folder(self) -> Path:
+        """The folder of --adapter-cache, or its default."""
+        if self.adapter_cache is not None:
+            return self.adapter_cache
+        home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        folder = os.environ.get("MILLRACE_CACHE") or f"{home}/millrace"
+        return Path(folder).expanduser() / "adapters"
+
+    @property
+    def max_adapters(self) -> int:
+        """The most adapters in the shards at a time."""
+        return self.max_loras or self.max_active_adapters
+
+    @property
     def hub_cache(self) -> Path:
         """The hub's local cache, by the variables that its client and TGI read."""
         given = {name: value for name, value in os.environ.items() if value}
@@ -394,21 +501,56 @@ class RouterConfig(BaseSettings):
         if not filled.get("shard_addresses"):
             default = cls.model_fields["master_shard_uds_path"].default
             filled["shard_addresses"] = f"unix:{filled.get('master_shard_uds_path') or default}"
-        if filled.get("api_key") is None and os.environ.get("API_KEY") == "":
-            filled["api_key"] = ""
+        for key in ("api_key", "admin_key"):
+            if filled.get(key) is None and os.environ.get(key.upper()) == "":
+                filled[key] = ""
         return filled
 
-    @field_validator("shard_addresses", "cors_allow_origin", mode="before")
+    @field_validator(
+        "shard_addresses",
+        "cors_allow_origin",
+        "preloaded_adapter_ids",
+        "adapter_allow",
+        mode="before",
+    )
     @classmethod
     def _split_commas(cls, value: object) -> object:
         return split_commas(value)
 
-    @field_validator("api_key")
+    @field_validator("lora_adapters", "lora_modules", mode="before")
     @classmethod
-    def _refuse_empty_key(cls, value: str | None) -> str | None:
+    def _split_adapters(cls, value: object) -> object:
+        return split_adapters(value)
+
+    @field_validator("lora_adapters")
+    @classmethod
+    def _check_tgi_adapters(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for text in value:
+            tgi_adapter(text)
+        return value
+
+    @field_validator("lora_modules")
+    @classmethod
+    def _check_vllm_adapters(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for text in value:
+            vllm_adapter(text)
+        return value
+
+    @field_validator("adapter_allow")
+    @classmethod
+    def _check_patterns(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in value:
+            if re.fullmatch(r"hub:[^/:]+/[^/:]+", pattern) is None:
+                raise ValueError(f"must be patterns such as hub:org/*. Given: {pattern}")
+        return value
+
+    @field_validator("api_key", "admin_key")
+    @classmethod
+    def _refuse_empty_key(cls, value: str | None, info: ValidationInfo) -> str | None:
         """Refuse an empty key, which must not open the server to everyone."""
         if value is not None and not value.strip():
-            raise ValueError("is empty; give a key, or unset API_KEY to serve without one")
+            name = str(info.field_name).upper()
+            raise ValueError(f"is empty; give a key, or unset {name} to serve without one")
         return value
 
     @field_validator("log_level", mode="before")
@@ -424,6 +566,73 @@ def split_commas(value: object) -> object:
     if isinstance(value, list | tuple):
         return tuple(part for item in value for part in str(item).split(",") if part)
     return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSpec:
+    """An adapter as the operator names it; `path` is a folder or an id on the hub."""
+
+    name: str
+    path: str
+    revision: str | None = None
+
+
+_TGI_ADAPTER = re.compile(r"([^=@]+)(?:=([^=@]+))?(?:@([^=@]+))?")
+
+
+def tgi_adapter(text: str) -> AdapterSpec:
+    """Read ID, ID@REVISION, NAME=PATH, NAME=PATH@REVISION or a JSON object; raises ValueError with TGI's text."""
+    if text.startswith("{"):
+        return _json_adapter(text)
+    match = _TGI_ADAPTER.fullmatch(text)
+    if match is None:
+        raise ValueError(f"Invalid LoRA adapter format: {text}")
+    name, path, revision = match.groups()
+    return AdapterSpec(name=name, path=path or name, revision=revision)
+
+
+def vllm_adapter(text: str) -> AdapterSpec:
+    """Read NAME=PATH or a JSON object; raises ValueError."""
+    if text.startswith("{"):
+        return _json_adapter(text)
+    name, equals, path = text.partition("=")
+    if not (name and equals and path):
+        raise ValueError(f"Invalid LoRA adapter format: {text}")
+    return AdapterSpec(name=name, path=path)
+
+
+def _json_adapter(text: str) -> AdapterSpec:
+    """Read an object with `name`, `path` and perhaps `revision`; others are ignored. Raises ValueError."""
+    try:
+        given = json.loads(text)
+    except json.JSONDecodeError:
+        given = {}
+    name, path, revision = (given.get(key) for key in ("name", "path", "revision"))
+    texts = all(isinstance(value, str) and value for value in (name, path))
+    if not texts or not isinstance(revision, str | None):
+        raise ValueError(f"Invalid LoRA adapter format: {text}")
+    return AdapterSpec(name=name, path=path, revision=revision or None)
+
+
+_ITEM = re.compile(r'(?:"(?:[^"\\]|\\.)*"|\{(?:"(?:[^"\\]|\\.)*"|[^"{}])*\}|[^",{}])+')
+"""A part of a list without a comma outside of objects and texts."""
+
+
+def split_adapters(value: object) -> object:
+    """Break strings at their commas, except for commas in JSON objects; other values are left to pydantic."""
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list | tuple):
+        return value
+    parts: list[str] = []
+    for item in map(str, value):
+        text = item.strip()
+        listed = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+        found = [part.strip() for part in _ITEM.findall(listed)]
+        # A text that does not split without a rest is no list: its own check refuses it.
+        whole = _ITEM.sub("", listed).strip(", ") == ""
+        parts.extend(part for part in (found if whole else [text]) if part)
+    return tuple(parts)
 
 
 def listen_address(hostname: str) -> str:

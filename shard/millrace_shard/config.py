@@ -204,7 +204,14 @@ class ShardConfig(BaseSettings):
     max_grammar_bytes: ByteSize = Field(
         default=ByteSize(1 << 17), description="Longest grammar or JSON schema, such as 64KiB."
     )
-    lora_adapters: str | None = Field(default=None, description="Refused until it is supported.")
+    enable_lora: bool = Field(
+        default=False,
+        description="Let requests have LoRA adapters; every other flag about adapters implies it.",
+    )
+    adapter_cache: Path | None = Field(
+        default=None,
+        description="Folder of the adapters that the router has checked, which both share.",
+    )
     watermark_gamma: float = Field(
         default=0.5,
         ge=0,

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from millrace_router.config import RouterConfig, listen_address
+from millrace_router.config import (
+    AdapterSpec,
+    RouterConfig,
+    listen_address,
+    split_adapters,
+    tgi_adapter,
+    vllm_adapter,
+)
 
 ARGV = ["--model-folder=/m"]
 
@@ -80,3 +87,82 @@ def test_help_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
     words = " ".join(shown.split())
     assert all(f"millrace-router {command}" in words for command in ("replay", "print-schema"))
     assert shown.replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        ("org/a", AdapterSpec(name="org/a", path="org/a")),
+        ("org/a@v1", AdapterSpec(name="org/a", path="org/a", revision="v1")),
+        ("mine=/models/a", AdapterSpec(name="mine", path="/models/a")),
+        ("mine=org/a@v1", AdapterSpec(name="mine", path="org/a", revision="v1")),
+        (
+            '{"name": "mine", "path": "org/a@b", "revision": "v1", "else": 1}',
+            AdapterSpec(name="mine", path="org/a@b", revision="v1"),
+        ),
+    ],
+)
+def test_adapters_in_tgis_form(text: str, spec: AdapterSpec) -> None:
+    assert tgi_adapter(text) == spec
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "a=b=c", "a@b@c", "=b", "a=", "a@", "{", "{}", '{"name": 1, "path": "a"}', '{"name": ""}'],
+)
+def test_adapters_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError, match="Invalid LoRA adapter format") as error:
+        tgi_adapter(text)
+    assert str(error.value) == f"Invalid LoRA adapter format: {text}"
+
+
+def test_adapters_in_vllms_form() -> None:
+    assert vllm_adapter("a=/b=c@d") == AdapterSpec(name="a", path="/b=c@d")
+    given = '{"name": "a", "path": "/b", "base_model_name": "base"}'
+    assert vllm_adapter(given) == AdapterSpec(name="a", path="/b")
+    for text in ("a", "a=", "=b", '{"name": "a"}'):
+        with pytest.raises(ValueError, match="Invalid LoRA adapter format"):
+            vllm_adapter(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("a,b=c", ("a", "b=c")),
+        (" a , ,b ", ("a", "b")),
+        ('{"name": "a", "path": "b,c"},d=e', ('{"name": "a", "path": "b,c"}', "d=e")),
+        (
+            '[{"name": "}", "path": "b"}, {"name": "c"}]',
+            ('{"name": "}", "path": "b"}', '{"name": "c"}'),
+        ),
+        ("", ()),
+        ('{"name"', ('{"name"',)),
+    ],
+)
+def test_lists_of_adapters(text: str, parts: tuple[str, ...]) -> None:
+    assert split_adapters(text) == parts
+    assert split_adapters([text, "z"]) == (*parts, "z")
+
+
+def test_patterns_of_ids() -> None:
+    config = RouterConfig.from_args([*ARGV, "--adapter-allow=hub:org/*,hub:*/lora-*"])
+    assert config.adapter_allow == ("hub:org/*", "hub:*/lora-*")
+    for pattern in ("org/*", "hub:*", "s3:a/b"):
+        with pytest.raises(SystemExit):
+            RouterConfig.from_args([*ARGV, f"--adapter-allow={pattern}"])
+
+
+def test_the_folder_of_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MILLRACE_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert str(RouterConfig.from_args(ARGV).adapter_cache_folder) == "/xdg/millrace/adapters"
+    monkeypatch.setenv("MILLRACE_CACHE", "/millrace")
+    assert str(RouterConfig.from_args(ARGV).adapter_cache_folder) == "/millrace/adapters"
+    config = RouterConfig.from_args([*ARGV, "--adapter-cache=/own"])
+    assert str(config.adapter_cache_folder) == "/own"
+
+
+def test_an_empty_admin_key_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        RouterConfig.from_args([*ARGV, "--admin-key="])
+    assert "unset ADMIN_KEY" in capsys.readouterr().err

@@ -35,6 +35,23 @@ SHARD_LATER = {
     "otlp_service_name": None,
     "logger_level": None,
 }
+ADAPTER_FLAGS = frozenset(
+    {
+        "lora_adapters",
+        "lora_modules",
+        "adapter_id",
+        "preloaded_adapter_ids",
+        "adapter_root",
+        "adapter_allow",
+        "max_loras",
+        "max_active_adapters",
+        "max_cpu_loras",
+        "max_lora_rank",
+        "adapter_memory",
+        "adapter_memory_fraction",
+    }
+)
+"""Flags that imply --enable-lora."""
 GROUPS = {
     "launcher": "Model and processes (launcher)",
     "router": "Requests, batching and HTTP (router)",
@@ -59,6 +76,11 @@ class Settings:
     def chosen(self) -> frozenset[str]:
         """Fields from either."""
         return self.given | self.from_environment
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether requests may have LoRA adapters: a flag about adapters is set."""
+        return self.shard.enable_lora or bool(self.chosen & ADAPTER_FLAGS)
 
     def configured(self) -> list[tuple[str, str, str]]:
         """(field, value, origin) of every flag without secrets; the origin is flag, environment or default."""
@@ -153,8 +175,12 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
         group.add_argument(*options, dest=flag.name, action="store_const", const="true", help=text)
         return
     metavar = "WORD" if flag.choices else flag.type_word
-    action = "append" if flag.is_repeatable else "store"
-    group.add_argument(*options, dest=flag.name, action=action, metavar=metavar, help=text)
+    if flag.is_repeatable:
+        group.add_argument(
+            *options, dest=flag.name, action="extend", nargs="+", metavar=metavar, help=text
+        )
+        return
+    group.add_argument(*options, dest=flag.name, metavar=metavar, help=text)
 
 
 def _build(config: type[Config], given: Mapping[str, object], problems: list[str]) -> Config | None:

@@ -9,7 +9,7 @@ from millrace_launcher.errors import ArgumentValidation
 from millrace_launcher.settings.arguments import Settings
 from millrace_launcher.settings.flags import option_name
 
-UNSUPPORTED = ("quantize", "kv_cache_dtype", "lora_adapters")
+UNSUPPORTED = ("quantize", "kv_cache_dtype")
 SUPPORTED = (("quantize", "int8"),)
 WITHOUT_EFFECT = {
     "usage_stats": "no usage statistics are ever sent",
@@ -19,6 +19,7 @@ WITHOUT_EFFECT = {
     "ngrok_authtoken": "it is used with --ngrok only",
     "ngrok_edge": "it is used with --ngrok only",
     "max_image_fetch_size": "no images are fetched; requests with one are refused",
+    "max_cpu_loras": "--adapter-cache-size bounds the copies of adapters that are kept",
     "trust_remote_code": "code from a model repository is never run; a model that needs it is refused",
 }
 WITHOUT_EFFECT_WITH_CHUNKS = {

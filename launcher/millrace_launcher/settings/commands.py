@@ -72,6 +72,8 @@ class Commands:
                 "rank": rank,
                 "world_size": self.num_shard,
                 "draft_model": None if draft is None else str(draft),
+                "enable_lora": self.settings.has_adapters,
+                "adapter_cache": self._adapter_cache(),
                 "cpu_threads": self.threads.threads,
                 "max_total_tokens": self.settings.router.max_total_tokens,
                 "trust_remote_code": False,
@@ -100,6 +102,7 @@ class Commands:
                 "max_input_tokens": router.max_input_tokens or launcher.max_input_length,
                 "trust_remote_code": self.settings.shard.trust_remote_code,
                 "supervisor_fd": supervisor_fd,
+                "adapter_cache": self._adapter_cache(),
                 "json_output": True,
                 "log_level": launcher.log_level,
             }
@@ -128,6 +131,11 @@ class Commands:
     def socket_paths(self) -> list[Path]:
         """The paths of the shards' sockets by rank."""
         return socket_paths(self.shard_uds_path, self.num_shard)
+
+    def _adapter_cache(self) -> Path | None:
+        """The folder of adapters that router and shards share; None without adapters."""
+        router = self.settings.router
+        return router.adapter_cache_folder if self.settings.has_adapters else None
 
     def _environment(self) -> dict[str, str]:
         """The launcher's environment without forwarded flags, with the hub client's variables."""

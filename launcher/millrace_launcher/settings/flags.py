@@ -63,7 +63,7 @@ WIRING: Mapping[str, frozenset[str]] = {
     ),
 }
 SHORTS: Mapping[str, str] = {"port": "-p", "graceful_termination_timeout": "-g"}
-SECRETS = frozenset({"api_key", "ngrok_authtoken"})
+SECRETS = frozenset({"api_key", "admin_key", "ngrok_authtoken"})
 
 
 @dataclass(frozen=True, slots=True)

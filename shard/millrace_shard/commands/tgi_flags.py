@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from millrace_shard.config import ShardConfig
 from millrace_shard.errors import UnsupportedModel
 
-UNSUPPORTED = ("kv_cache_dtype", "lora_adapters")
+UNSUPPORTED = ("kv_cache_dtype",)
 WITHOUT_EFFECT = {
     "trust_remote_code": "code from a model repository is never run",
     "max_input_tokens": "the router limits prompts",

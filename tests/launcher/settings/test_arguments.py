@@ -59,7 +59,7 @@ TGI_FLAGS = [
     ("--ngrok-edge", "e", "router", "e"),
     ("--disable-grammar-support", "", "router", True),
     ("--max-client-batch-size", "9", "router", 9),
-    ("--lora-adapters", "a,b=c@d", "shard", "a,b=c@d"),
+    ("--lora-adapters", "a,b=c@d", "router", ("a", "b=c@d")),
     ("--usage-stats", "no-stack", "router", "no-stack"),
     ("--payload-limit", "1000", "router", 1000),
     ("--enable-prefill-logprobs", "", "shard", True),
@@ -72,6 +72,9 @@ PATH_FLAGS = [
     ("--tokenizer-config-path", "router"),
     ("--journal", "router"),
     ("--log-requests", "router"),
+    ("--adapter-root", "router"),
+    ("--adapter-cache", "router"),
+    ("--adapter-cache", "shard"),
 ]
 OURS = [
     ("--draft-model", "org/draft", "shard", "org/draft"),
@@ -110,6 +113,21 @@ OURS = [
     ("--journal-tokens", "", "router", True),
     ("--journal-max-bytes", "70000", "router", 70_000),
     ("--log-requests-max-bytes", "0", "router", 0),
+    ("--enable-lora", "", "shard", True),
+    ("--lora-modules", "a=/b,c=/d", "router", ("a=/b", "c=/d")),
+    ("--lora-modules", '{"name":"a","path":"/b"}', "router", ('{"name":"a","path":"/b"}',)),
+    ("--adapter-id", "org/voice", "router", "org/voice"),
+    ("--adapter-source", "local", "router", "local"),
+    ("--preloaded-adapter-ids", "a,b", "router", ("a", "b")),
+    ("--adapter-allow", "hub:org/*", "router", ("hub:org/*",)),
+    ("--adapter-cache-size", "2G", "router", 2_000_000_000),
+    ("--max-loras", "4", "router", 4),
+    ("--max-active-adapters", "5", "router", 5),
+    ("--max-cpu-loras", "6", "router", 6),
+    ("--max-lora-rank", "128", "router", 128),
+    ("--adapter-cycle-time-s", "1.5", "router", 1.5),
+    ("--unknown-model", "refuse", "router", "refuse"),
+    ("--admin-key", "k", "router", "k"),
 ]
 
 
@@ -200,6 +218,44 @@ def test_hostname_is_shown_as_given(origin: str, monkeypatch: pytest.MonkeyPatch
 def test_origins_are_repeatable_and_comma_separated() -> None:
     settings = read_settings(["--cors-allow-origin=a", "--cors-allow-origin", "b,c"])
     assert settings.router.cors_allow_origin == ("a", "b", "c")
+
+
+def test_adapters_may_follow_one_flag() -> None:
+    settings = read_settings(["--lora-modules", "a=/x", "b=/y", "--lora-modules=c=/z"])
+    assert settings.router.lora_modules == ("a=/x", "b=/y", "c=/z")
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--enable-lora",
+        "--lora-adapters=a",
+        "--lora-modules=a=b",
+        "--adapter-id=a",
+        "--preloaded-adapter-ids=a",
+        "--adapter-root=/a",
+        "--adapter-allow=hub:a/*",
+        "--max-loras=2",
+        "--max-lora-rank=8",
+    ],
+)
+def test_flags_about_adapters_turn_them_on(flag: str) -> None:
+    assert read_settings([flag]).has_adapters
+
+
+@pytest.mark.parametrize("flag", ["--unknown-model=base", "--admin-key=a", "--port=1"])
+def test_other_flags_do_not(flag: str) -> None:
+    assert not read_settings([flag]).has_adapters
+
+
+@pytest.mark.parametrize("text", ["a=b=c", "a@b@c", "=a", "a@", '{"name":"a"}'])
+def test_adapters_of_a_wrong_form_are_refused_in_tgis_words(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        read_settings([f"--lora-adapters=good,{text}"])
+    assert ended.value.code == 2
+    assert f"Invalid LoRA adapter format: {text}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("word", ["true", "TRUE", "1", "on", "On"])

@@ -50,7 +50,6 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--ngrok --ngrok-authtoken=a --ngrok-edge=b", "--ngrok is not supported"),
         ("--quantize=gptq", "--quantize gptq is not supported yet"),
         ("--kv-cache-dtype=fp8_e5m2", "--kv-cache-dtype fp8_e5m2 is not supported yet"),
-        ("--lora-adapters=a", "--lora-adapters a is not supported yet"),
         ("--port=0", "`port` must be > 0"),
         (
             "--prefill-chunking=off --max-batch-prefill-tokens=7 --max-input-tokens=8",

@@ -76,6 +76,30 @@ def test_shard_reads_back_what_it_was_given() -> None:
     assert command.environment["OMP_NUM_THREADS"] == "3"
 
 
+def test_both_planes_get_one_folder_of_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILLRACE_CACHE", "/cache")
+    for flags, folder in (
+        ("--lora-adapters=a,b=c", "/cache/adapters"),
+        ("--enable-lora --adapter-cache=/d", "/d"),
+    ):
+        given = commands(flags)
+        shard = ShardConfig.from_args(given.shard(0, FOLDER).argv[4:])
+        router = RouterConfig.from_args(given.router(FOLDER).argv[3:])
+        assert shard.enable_lora
+        assert (shard.adapter_cache, router.adapter_cache) == (Path(folder), Path(folder))
+    plain = commands("")
+    shard = ShardConfig.from_args(plain.shard(0, FOLDER).argv[4:])
+    assert (shard.enable_lora, shard.adapter_cache) == (False, None)
+
+
+def test_adapters_reach_the_router_as_they_were_given() -> None:
+    modules = '{"name":"a","path":"/b,c"}'
+    argv = commands(f"--lora-adapters=a,b=c@d --lora-modules {modules} e=/f").router(FOLDER).argv
+    config = RouterConfig.from_args(argv[3:])
+    assert config.lora_adapters == ("a", "b=c@d")
+    assert config.lora_modules == (modules, "e=/f")
+
+
 def test_children_use_the_sockets_and_the_port_that_were_claimed() -> None:
     claimed = replace(commands(""), shard_uds_path="/private/shard", master_port=4321)
     config = ShardConfig.from_args(claimed.shard(1, FOLDER).argv[4:])

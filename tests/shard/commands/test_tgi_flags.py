@@ -76,7 +76,7 @@ def test_nothing_is_said_of_flags_that_were_not_given() -> None:
     assert not list(notices(ShardConfig.from_args(["m"])))
 
 
-@pytest.mark.parametrize("flag", ["--kv-cache-dtype=fp8_e5m2", "--lora-adapters=a/b"])
+@pytest.mark.parametrize("flag", ["--kv-cache-dtype=fp8_e5m2"])
 def test_what_would_change_answers_is_refused(flag: str) -> None:
     name, _, value = flag.partition("=")
     with pytest.raises(UnsupportedModel, match=f"{name} {value} is not supported yet"):
