@@ -8,6 +8,7 @@ from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
 
+from millrace_router.telemetry.adapter_series import LoraRequestsInfo, RequestsByAdapter
 from millrace_router.telemetry.instruments import Counter, Family, Gauge, Histogram, Instrument
 
 DURATION_BUCKETS: tuple[float, ...] = tuple(
@@ -35,6 +36,7 @@ class Metrics:
         self._batches()
         self._additions()
         self._recoveries()
+        self._adapters()
 
     def _requests(self, *, inputs: Sequence[float], generated: Sequence[float]) -> None:
         counter, histogram, duration = self._counter, self._histogram, self._duration
@@ -172,6 +174,40 @@ class Metrics:
             "millrace_requests_quarantined_total",
             "Requests that ended because they break the shards",
         )
+
+    def _adapters(self) -> None:
+        counter, duration = self._counter, self._duration
+        self.adapter_loads = counter(
+            "millrace_adapter_loads_total", "Adapters that the shards loaded"
+        )
+        self.adapter_load_seconds = duration(
+            "millrace_adapter_load_duration_seconds", "Until all shards had loaded an adapter"
+        )
+        self.adapter_evictions = counter(
+            "millrace_adapter_evictions_total", "Adapters that made room for others in the shards"
+        )
+        self.adapter_waiting_seconds = duration(
+            "millrace_adapter_wait_duration_seconds", "Waits of requests for their adapter"
+        )
+        self.adapter_fetches = self._family(
+            "millrace_adapter_fetches_total", "Adapters that were fetched", Counter, "outcome"
+        )
+        self.adapter_fetched_bytes = counter(
+            "millrace_adapter_fetched_bytes_total", "Bytes of adapters that were fetched"
+        )
+        self.adapters_resident = self._gauge(
+            "millrace_adapters_resident", "Adapters in the shards' memory"
+        )
+        self.adapter_requests = RequestsByAdapter(
+            self._family(
+                "millrace_adapter_requests_total",
+                "Requests by adapter; those after the first hundred names are `other`",
+                Counter,
+                "adapter",
+            )
+        )
+        self.lora_requests_info = LoraRequestsInfo()
+        self.registry.register(self.lora_requests_info)
 
     def show_recoveries(self) -> None:
         """Show metrics of alerts at zero: to Prometheus a series that begins at 1 has not increased."""
