@@ -96,6 +96,22 @@ class BlankShard(pb_grpc.ShardServiceServicer):
         """Accept every grammar, and ignore it."""
         return pb.CompileGrammarResponse()
 
+    def LoadAdapter(  # noqa: N802
+        self,
+        _: pb.LoadAdapterRequest,
+        context: grpc.ServicerContext,  # noqa: ARG002
+    ) -> pb.LoadAdapterResponse:
+        """Accept every adapter, and ignore it."""
+        return pb.LoadAdapterResponse()
+
+    def UnloadAdapter(  # noqa: N802
+        self,
+        _: pb.UnloadAdapterRequest,
+        context: grpc.ServicerContext,  # noqa: ARG002
+    ) -> pb.UnloadAdapterResponse:
+        """Accept."""
+        return pb.UnloadAdapterResponse()
+
     def Steps(  # noqa: N802
         self,
         requests: Iterator[pb.StepRequest],

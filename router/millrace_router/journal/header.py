@@ -40,11 +40,13 @@ class Header:
 
 
 _adapter = TypeAdapter(Header)
+_OF_ADAPTERS = {"shard": {"adapter_modules"}, "capacity": {"adapter_pages"}}
 
 
 def header_to_json(header: Header) -> bytes:
-    """Write a header as JSON."""
-    return _adapter.dump_json(header, by_alias=True)
+    """Write a header as JSON; without fields of adapters if the shards take none."""
+    left_out = None if header.shard.adapter_modules else _OF_ADAPTERS
+    return _adapter.dump_json(header, by_alias=True, exclude=left_out)
 
 
 def header_from_json(data: bytes) -> Header:

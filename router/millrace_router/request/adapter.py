@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -59,6 +60,18 @@ class AdapterReference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterModule:
+    """A linear layer of the served model that adapters may change, over all ranks."""
+
+    name: str
+    """Its name in the class of `transformers`, such as `model.layers.0.self_attn.q_proj`."""
+    inputs: int
+    outputs: int
+    bytes_per_slice: int = field(compare=False)
+    """Memory on a rank for 16 ranks of an adapter, or for a bias; the most of all ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterVersion:
     """The checked weights and settings of an adapter; their digest is its identity everywhere but in names."""
 
@@ -71,7 +84,7 @@ class AdapterVersion:
     num_bytes: int = 0
     """Size of the canonical file."""
 
-    def num_pages(self, bytes_per_slice: dict[str, int]) -> int:
+    def num_pages(self, bytes_per_slice: Mapping[str, int]) -> int:
         """The pages that a rank needs, from the bytes that each module takes there for one slice."""
         size = sum(count * bytes_per_slice[module] for module, count in self.num_slices)
         return -(-size // PAGE_BYTES)

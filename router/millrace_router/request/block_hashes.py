@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from hashlib import sha256
 
 
-def root_key(adapter_id: str | None = None) -> bytes:
-    """Return the parent of a first block; it depends on the adapter, because the KV does."""
-    return sha256(b"root" if adapter_id is None else b"root " + adapter_id.encode()).digest()
+def root_key(adapter: str | None = None) -> bytes:
+    """Return the parent of a first block; it depends on the adapter's digest, because the KV does."""
+    return sha256(b"root" if adapter is None else b"root " + adapter.encode()).digest()
 
 
 def child_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
@@ -23,9 +23,10 @@ def child_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
 class BlockHashes:
     """The keys of the full blocks of one growing sequence, each computed once."""
 
-    def __init__(self, block_size: int, adapter_id: str | None = None) -> None:
+    def __init__(self, block_size: int, adapter: str | None = None) -> None:
+        """`adapter` is the digest of the adapter that computes the KV."""
         self._block_size = block_size
-        self._last = root_key(adapter_id)
+        self._last = root_key(adapter)
         self._keys: list[bytes] = []
 
     def first(self, count: int, prompt: Sequence[int], generated: Sequence[int]) -> Sequence[bytes]:

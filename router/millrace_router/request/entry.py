@@ -59,7 +59,10 @@ class Entry(SchedulableRequest):
         self._stop = StopMatcher(request.stop_sequences) if request.stop_sequences else None
         self._prompt_logprobs = array("f")
         self._prompt_candidates = array("I"), array("f")
-        self._block_keys = BlockHashes(block_size)
+        adapter = request.adapter
+        self._block_keys = BlockHashes(block_size, None if adapter is None else adapter.digest)
+        self.adapter_slot = 0
+        """The slot of its adapter on the shards; 0 without one, and while it waits for it."""
 
     @property
     def closed(self) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from millrace_router.request.adapter import AdapterVersion
+
 
 class FinishReason(StrEnum):
     """Why a generation ended, in TGI's words."""
@@ -94,4 +96,6 @@ class ValidRequest:
     prompt_top_n_tokens: int = 0
     """Candidates beside each token of the prompt."""
     grammar: Grammar | None = None
+    adapter: AdapterVersion | None = None
+    """The version that all its tokens are computed with; None for the base model."""
     scheduling: SchedulingParameters = SchedulingParameters()

@@ -42,6 +42,18 @@ class ShardClient:
         """Compile a grammar; waits until the shard listens."""
         return await self._stub.CompileGrammar(request, wait_for_ready=True)
 
+    async def load_adapter(
+        self, request: pb.LoadAdapterRequest, *, timeout: float
+    ) -> pb.LoadAdapterResponse:
+        """Read an adapter into a slot."""
+        return await self._stub.LoadAdapter(request, timeout=timeout)
+
+    async def unload_adapter(
+        self, request: pb.UnloadAdapterRequest, *, timeout: float
+    ) -> pb.UnloadAdapterResponse:
+        """Free a slot."""
+        return await self._stub.UnloadAdapter(request, timeout=timeout)
+
     async def warmup(self, request: pb.WarmupRequest) -> pb.WarmupResponse:
         """Allocate the KV cache and run the largest step."""
         return await self._stub.Warmup(request)

@@ -29,3 +29,7 @@ class ShardChanged(ShardError):  # noqa: N818
 
 class ShardBusy(ShardError):  # noqa: N818
     """The shards have no capacity for the call now; a later call may succeed."""
+
+
+class AdapterNotLoaded(ShardError):  # noqa: N818
+    """A shard cannot use the file of an adapter."""

@@ -11,7 +11,7 @@ import grpc
 from millrace_proto import generate_pb2 as pb
 from millrace_router.request.request import Grammar
 from millrace_router.shards.client import STREAM_ERRORS, ShardClient, from_grpc
-from millrace_router.shards.errors import ShardChanged, ShardError
+from millrace_router.shards.errors import AdapterNotLoaded, ShardChanged, ShardError
 from millrace_router.shards.wire import (
     Capacity,
     ShardInfo,
@@ -85,6 +85,27 @@ class ShardGroup:
         (answer,) = await self._all([self._shards[0].compile_grammar(request)])
         return answer.error if answer.HasField("error") else None
 
+    async def load_adapter(self, epoch: int, slot: int, digest: str, *, timeout: float) -> None:
+        """Have every rank read the adapter `digest` into `slot`; steps sent from then on may name it.
+
+        Raises:
+            AdapterNotLoaded: a rank cannot use it; others may have it.
+            ShardBusy: a rank lacks memory for it.
+
+        """
+        request = pb.LoadAdapterRequest(epoch=epoch, slot=slot, digest=digest)
+        answers = await self._each(
+            shard.load_adapter(request, timeout=timeout) for shard in self._shards
+        )
+        for answer in answers:
+            if answer.HasField("error"):
+                raise AdapterNotLoaded(answer.error)
+
+    async def unload_adapter(self, epoch: int, slot: int, *, timeout: float) -> None:
+        """Have every rank free `slot`, which no sequence of its batch uses."""
+        request = pb.UnloadAdapterRequest(epoch=epoch, slot=slot)
+        await self._each(shard.unload_adapter(request, timeout=timeout) for shard in self._shards)
+
     async def warm_up(self, **fields: int | None) -> Capacity:
         """Have every rank allocate its KV cache and run the largest step; `fields` are those of WarmupRequest."""
         given = {name: value for name, value in fields.items() if value is not None}
@@ -151,7 +172,7 @@ class ShardGroup:
         for rank, other in enumerate(others, start=1):
             if difference := other.difference(first):
                 raise ShardChanged(f"rank {rank} differs from rank 0: {difference}")
-        return first
+        return first.with_largest_slices(others)
 
     async def _warm_up(self, request: pb.WarmupRequest) -> Capacity:
         """Warm up all ranks at once; health checks detect a rank that is lost or hangs meanwhile."""
@@ -180,6 +201,8 @@ class ShardGroup:
         # Ranks with different kernels may wait for each other in a warm-up, so this call comes first.
         info = await self._ask_info(self.silence_seconds)
         request = pb.WarmupRequest(num_blocks=capacity.num_blocks)
+        if self._warmup.max_adapters:
+            request.adapter_pages = capacity.adapter_pages
         request.MergeFrom(self._warmup)
         if await self._warm_up(request) != capacity:
             raise ShardChanged("the shards came back with another KV capacity")
@@ -188,6 +211,16 @@ class ShardGroup:
             return
         if info.arithmetic != known.arithmetic:
             raise ShardChanged(f"the shards came back with {info.attention} attention")
+
+    async def _each(self, calls: Iterable[Awaitable[T]]) -> list[T]:
+        """As `_all`, but no call runs any more when one has failed."""
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        failed = next((result for result in results if isinstance(result, BaseException)), None)
+        if isinstance(failed, STREAM_ERRORS):
+            raise from_grpc(failed) from failed
+        if failed is not None:
+            raise failed
+        return [result for result in results if not isinstance(result, BaseException)]
 
     async def _all(self, calls: Iterable[Awaitable[T]]) -> list[T]:
         try:

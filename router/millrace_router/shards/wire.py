@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain, islice, repeat
 from typing import Annotated
 
 from pydantic import Field
 
 from millrace_proto import generate_pb2 as pb
+from millrace_router.request.adapter import AdapterModule
 from millrace_router.request.entry import entry_of
 from millrace_router.request.events import PromptChunk
 from millrace_router.request.request import Grammar, GrammarKind
@@ -42,6 +43,16 @@ class ShardInfo:
     max_draft_tokens: Annotated[int, Field(alias="speculate")] = 0
     """The largest number of draft tokens of one sequence in one step; `speculate` in JSON."""
     grammars: bool = False
+    adapter_modules: tuple[AdapterModule, ...] = ()
+    """The layers that adapters may change; none if the shards take no adapters."""
+
+    def with_largest_slices(self, others: Sequence[ShardInfo]) -> ShardInfo:
+        """The same, where a slice of each module takes as many bytes as on the rank where it takes most."""
+        if not self.adapter_modules:
+            return self
+        ranks = zip(*(info.adapter_modules for info in (self, *others)), strict=True)
+        largest = [max(same, key=lambda module: module.bytes_per_slice) for same in ranks]
+        return replace(self, adapter_modules=tuple(largest))
 
     @property
     def arithmetic(self) -> tuple[object, ...]:
@@ -63,6 +74,8 @@ class Capacity:
     max_input_tokens: int
     max_total_tokens: int
     kv_bytes_per_token: int
+    adapter_pages: int = 0
+    """Pages of 64 KiB for adapters on each rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +128,15 @@ def info_from_pb(message: pb.InfoResponse) -> ShardInfo:
         window_size=message.window_size if message.HasField("window_size") else None,
         max_draft_tokens=message.max_draft_tokens,
         grammars=message.grammars,
+        adapter_modules=tuple(
+            AdapterModule(
+                name=module.name,
+                inputs=module.inputs,
+                outputs=module.outputs,
+                bytes_per_slice=module.bytes_per_slice,
+            )
+            for module in message.adapter_modules
+        ),
     )
 
 
@@ -126,6 +148,7 @@ def capacity_from_pb(messages: Sequence[pb.WarmupResponse]) -> Capacity:
         max_input_tokens=min(message.max_input_tokens for message in messages),
         max_total_tokens=min(message.max_total_tokens for message in messages),
         kv_bytes_per_token=max(message.kv_bytes_per_token for message in messages),
+        adapter_pages=min(message.adapter_pages for message in messages),
     )
 
 
@@ -189,6 +212,7 @@ def _sequence_to_pb(row: Row) -> pb.Sequence:
         prefill_top_n_tokens=request.prompt_top_n_tokens if entry.wants_prompt_logprobs else 0,
         min_new_tokens=request.min_new_tokens,
         grammar=None if request.grammar is None else grammar_to_pb(request.grammar),
+        adapter_slot=entry.adapter_slot,
     )
 
 

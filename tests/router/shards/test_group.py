@@ -15,10 +15,17 @@ from millrace_proto import generate_pb2 as pb
 from millrace_router.checks import StartupError
 from millrace_router.config import RouterConfig
 from millrace_router.scheduler.step_plan import StepPlan
-from millrace_router.shards.errors import ShardChanged, ShardError, ShardLost
+from millrace_router.shards.errors import (
+    AdapterNotLoaded,
+    ShardBusy,
+    ShardChanged,
+    ShardError,
+    ShardLost,
+)
 from millrace_router.shards.group import ShardGroup
 from millrace_router.shards.step_channel import StepChannel
 from millrace_router.warm_up import warm_up
+from millrace_testing.adapters.fake_adapters import MODULE, FakeAdapters, version_of
 from millrace_testing.router.fake_router import collect, ids_of, new_batcher, request, running
 from millrace_testing.shards.fake_shard import FakeShard, continuation, serve_fake_shard
 
@@ -276,3 +283,46 @@ async def test_what_is_waited_for_is_forgotten_with_its_epoch(address: str) -> N
         await shards.open()
         await shards.send(StepPlan())
         assert (await shards.receive()).number == 1
+
+
+async def test_adapters_are_loaded_on_every_rank_and_named_by_sequences(tmp_path: Path) -> None:
+    addresses = [f"unix:{tmp_path}/{rank}" for rank in range(2)]
+    ranks = [FakeShard(adapters=FakeAdapters(max_adapters=2, num_pages=3)) for _ in range(2)]
+    version = version_of("one")
+    with (
+        serve_fake_shard(addresses[0], ranks[0], rank=0, world_size=2),
+        serve_fake_shard(addresses[1], ranks[1], rank=1, world_size=2),
+    ):
+        shards = StepChannel(ShardGroup(addresses))
+        info = await shards.group.info()
+        assert info.adapter_modules == (MODULE,)
+        assert info.adapter_modules[0].bytes_per_slice == MODULE.bytes_per_slice
+        await shards.open()
+        await shards.group.load_adapter(shards.epoch, 1, version.digest, timeout=SECONDS)
+        assert [rank.adapters.slots for rank in ranks] == [{1: version.digest}] * 2
+        ranks[1].adapters.errors["bad"] = "the file is gone"
+        with pytest.raises(AdapterNotLoaded, match="the file is gone"):
+            await shards.group.load_adapter(shards.epoch, 2, "bad", timeout=SECONDS)
+        with pytest.raises(ShardError, match="another epoch"):
+            await shards.group.load_adapter(1, 2, "other", timeout=SECONDS)
+        await shards.group.unload_adapter(shards.epoch, 2, timeout=SECONDS)
+        ranks[0].adapters.pages["large"] = 3
+        with pytest.raises(ShardBusy, match="no pages"):
+            await shards.group.load_adapter(shards.epoch, 2, "large", timeout=SECONDS)
+        await shards.group.unload_adapter(shards.epoch, 1, timeout=SECONDS)
+        await shards.close()
+    assert ranks[0].adapters.slots == {}
+
+
+async def test_restarted_shards_get_the_same_pages_for_adapters(address: str) -> None:
+    shards = StepChannel(ShardGroup([address]))
+    first = FakeShard(adapters=FakeAdapters(max_adapters=2, num_pages=7))
+    with serve_fake_shard(address, first):
+        capacity = await shards.group.warm_up(max_adapters=2)
+        await shards.open()
+    fresh = FakeShard(adapters=FakeAdapters(max_adapters=2, num_pages=9))
+    fresh.is_warm = False
+    with serve_fake_shard(address, fresh):
+        await shards.open()
+    await shards.close()
+    assert capacity.adapter_pages == fresh.adapters.num_pages == 7

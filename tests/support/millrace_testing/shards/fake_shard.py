@@ -15,25 +15,26 @@ import grpc
 
 from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
+from millrace_testing.adapters.fake_adapters import AdapterLoadError, FakeAdapters, seed_of
 from millrace_testing.shards.hash_choices import decode_limits
 
 VOCAB_SIZE = 97
 EOS_TOKEN_ID = 96
 
 
-def next_token(ids: list[int], seed: int = 0) -> int:
-    """The token after `ids`; never the end of sequence."""
-    value = seed + 17
+def next_token(ids: list[int], seed: int = 0, adapter: str = "") -> int:
+    """The token after `ids` with the adapter of this digest; never the end of sequence."""
+    value = seed + 17 + seed_of(adapter)
     for id_ in ids:
         value = (value * 31 + id_ + 7) % 1_000_003
     return value % (VOCAB_SIZE - 1)
 
 
-def continuation(ids: list[int], count: int, seed: int = 0) -> list[int]:
-    """The `count` tokens after `ids`."""
+def continuation(ids: list[int], count: int, seed: int = 0, adapter: str = "") -> list[int]:
+    """The `count` tokens after `ids` with the adapter of this digest."""
     sequence = list(ids)
     for _ in range(count):
-        sequence.append(next_token(sequence, seed))
+        sequence.append(next_token(sequence, seed, adapter))
     return sequence[len(ids) :]
 
 
@@ -51,8 +52,14 @@ class FakeShard:
     """Executes steps; raises AssertionError if the router breaks the rules of the wire."""
 
     def __init__(
-        self, *, num_blocks: int = 64, block_size: int = 4, max_batch_size: int = 16
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        max_batch_size: int = 16,
+        adapters: FakeAdapters | None = None,
     ) -> None:
+        self.adapters = adapters or FakeAdapters()
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.max_batch_size = max_batch_size
@@ -78,11 +85,18 @@ class FakeShard:
         self.attention = "none"
         self.deterministic = False
         self.stuck_seconds = 0.0
-        self._epoch = 0
+        self.epoch = 0
+        """The current epoch."""
         self._number = 0
         self._failed = False
         self._broken: set[int] = set()
-        self._contents: dict[int, list[int]] = {}
+        self._contents: dict[int, tuple[str, list[int]]] = {}
+        """The adapter and the tokens of full blocks."""
+
+    @property
+    def adapters_in_use(self) -> set[int]:
+        """Adapter slots of all sequences."""
+        return {sequence.pb.adapter_slot for sequence in self.sequences.values()}
 
     @property
     def blocks_in_use(self) -> int:
@@ -101,9 +115,9 @@ class FakeShard:
         if work == "open":
             self.sequences.clear()
             self._contents.clear()
-            self._epoch, self._number, self._failed = request.epoch, 0, False
+            self.epoch, self._number, self._failed = request.epoch, 0, False
             return response
-        assert (request.epoch, request.number) == (self._epoch, self._number + 1)
+        assert (request.epoch, request.number) == (self.epoch, self._number + 1)
         self._number += 1
         if self.gate is not None:
             assert self.gate.wait(30)
@@ -152,6 +166,10 @@ class FakeShard:
                 request.prefill.chunk_slots, request.prefill.chunk_tokens, strict=True
             ):
                 sequence = self.sequences[slot]
+                rows += 1
+                if slot in self._broken:
+                    response.failed_slots.append(slot)
+                    continue
                 assert 0 < count <= len(sequence.ids) - sequence.num_computed
                 start = sequence.num_computed
                 sequence.num_computed += count
@@ -169,7 +187,6 @@ class FakeShard:
                         response.prefill_top_logprobs.extend(-i - j / 2 for j in range(top))
                 if sequence.num_computed == len(sequence.ids):
                     self._sample(slot, sequence, response)
-                rows += 1
         limits = decode_limits(step, max_draft_tokens=self.max_draft_tokens)
         for slot, (allowed, draft_tokens) in zip(step.decode_slots, limits, strict=True):
             if slot in self._broken:
@@ -211,13 +228,16 @@ class FakeShard:
             self.sequences[admitted.slot] = FakeSequence(
                 admitted, list(admitted.input_ids), admitted.cached_tokens
             )
+            if not self.adapters.is_valid(admitted):
+                self._broken.add(admitted.slot)
         owned = {block for sequence in self.sequences.values() for block in sequence.blocks}
         for slot, block in zip(change.grown_slots, change.grown_blocks, strict=True):
             assert 0 < block < self.num_blocks
             sequence = self.sequences[slot]
             end = (len(sequence.blocks) + 1) * self.block_size
             if end <= sequence.pb.cached_tokens:
-                assert self._contents[block] == sequence.ids[:end], f"block {block} holds others"
+                expected = self._adapter_of(sequence), sequence.ids[:end]
+                assert self._contents[block] == expected, f"block {block} holds others"
             else:
                 assert block not in owned, f"block {block} has two owners"
                 self._contents.pop(block, None)
@@ -229,7 +249,13 @@ class FakeShard:
         size = self.block_size
         assert len(sequence.blocks) * size >= sequence.num_computed
         for i, block in enumerate(sequence.blocks[: sequence.num_computed // size]):
-            self._contents[block] = sequence.ids[: (i + 1) * size]
+            self._contents[block] = self._adapter_of(sequence), sequence.ids[: (i + 1) * size]
+
+    def _adapter_of(self, sequence: FakeSequence) -> str:
+        """The digest that is loaded in the adapter slot of a sequence."""
+        if sequence.pb.slot in self._broken:
+            return ""
+        return self.adapters.digest_for(sequence.pb)
 
     def _sample(
         self, slot: int, sequence: FakeSequence, response: pb.StepResponse, draft_tokens: int = 0
@@ -256,7 +282,7 @@ class FakeShard:
         num_prompt = len(sequence.pb.input_ids) - sequence.pb.generated_tokens
         if self.eos_after.get(sequence.pb.request_id) == len(sequence.ids) - num_prompt:
             return EOS_TOKEN_ID
-        return next_token(sequence.ids, sequence.pb.parameters.seed)
+        return next_token(sequence.ids, sequence.pb.parameters.seed, self._adapter_of(sequence))
 
 
 def _work(request: pb.StepRequest) -> pb.Prefill | pb.Decode:
@@ -293,6 +319,7 @@ class FakeShardService(pb_grpc.ShardServiceServicer):
             deterministic=self.shard.deterministic,
             prefill_logprobs=True,
             max_draft_tokens=self.shard.max_draft_tokens,
+            adapter_modules=self.shard.adapters.modules(),
         )
 
     def Health(self, request: pb.HealthRequest, context: grpc.ServicerContext) -> pb.HealthResponse:
@@ -306,12 +333,36 @@ class FakeShardService(pb_grpc.ShardServiceServicer):
     ) -> pb.CompileGrammarResponse:
         return pb.CompileGrammarResponse()
 
+    def LoadAdapter(
+        self, request: pb.LoadAdapterRequest, context: grpc.ServicerContext
+    ) -> pb.LoadAdapterResponse:
+        shard = self.shard
+        if (gate := shard.adapters.gates.get(request.digest)) is not None:
+            assert gate.wait(30)
+        if request.epoch != shard.epoch:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another epoch")
+        try:
+            error = shard.adapters.load(request.slot, request.digest, in_use=shard.adapters_in_use)
+        except AdapterLoadError as fault:
+            context.abort(fault.code, str(fault))
+        return pb.LoadAdapterResponse(error=error)
+
+    def UnloadAdapter(
+        self, request: pb.UnloadAdapterRequest, context: grpc.ServicerContext
+    ) -> pb.UnloadAdapterResponse:
+        if request.epoch != self.shard.epoch:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another epoch")
+        self.shard.adapters.unload(request.slot, in_use=self.shard.adapters_in_use)
+        return pb.UnloadAdapterResponse()
+
     def Warmup(self, request: pb.WarmupRequest, context: grpc.ServicerContext) -> pb.WarmupResponse:
         if self.shard.warmup_gate is not None:
             assert self.shard.warmup_gate.wait(30)
         if request.num_blocks > self.shard.num_blocks:
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "Not enough memory")
         self.shard.is_warm = True
+        adapters = self.shard.adapters
+        adapters.num_pages = request.adapter_pages or adapters.num_pages
         num_blocks = request.num_blocks or self.shard.num_blocks
         capacity = (num_blocks - 1) * self.shard.block_size
         total = request.max_total_tokens or min(capacity, 1024)
@@ -320,6 +371,7 @@ class FakeShardService(pb_grpc.ShardServiceServicer):
             max_batch_total_tokens=capacity,
             max_total_tokens=total,
             max_input_tokens=request.max_input_tokens or total - 1,
+            adapter_pages=adapters.num_pages,
         )
 
     def Steps(

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from millrace_proto import generate_pb2 as pb
+from millrace_testing.adapters.fake_adapters import FakeAdapters
 from millrace_testing.shards.hash_choices import Choices, decode_limits
 from millrace_testing.shards.hash_tokens import (
     POISON_TOKEN_ID,
@@ -20,6 +21,7 @@ from millrace_testing.shards.hash_tokens import (
     expected_tokens,
     extend,
     fold,
+    root,
     score,
 )
 
@@ -45,6 +47,10 @@ class Running:
     ids: list[int]
     num_computed: int
     table: list[int] = field(default_factory=list)
+    adapter: str = ""
+    """The digest in its adapter slot at its admission."""
+    is_invalid: bool = False
+    """Whether its adapter slot was empty then."""
     has_failed: bool = False
     next_logprob: float = float("nan")
 
@@ -61,7 +67,9 @@ class HashShard:
         eos_every: int = 0,
         max_draft_tokens: int = 0,
         choices: Choices | None = None,
+        adapters: FakeAdapters | None = None,
     ) -> None:
+        self.adapters = adapters or FakeAdapters()
         self.max_draft_tokens = max_draft_tokens
         self.choices = choices or Choices()
         self.num_blocks = num_blocks
@@ -81,7 +89,8 @@ class HashShard:
         """Computed prompt tokens."""
         self.num_hit = 0
         """Prompt tokens found in the cache."""
-        self._epoch = 0
+        self.epoch = 0
+        """The current epoch."""
         self._begin()
 
     def _begin(self) -> None:
@@ -94,6 +103,11 @@ class HashShard:
         self._owners: list[set[int]] = [set() for _ in range(self.num_blocks)]
         self._slot_named = [0] * self.max_batch_size
         self._block_named = [0] * self.num_blocks
+
+    @property
+    def adapters_in_use(self) -> set[int]:
+        """Adapter slots of all sequences."""
+        return {running.pb.adapter_slot for running in self.running.values()}
 
     def step(self, request: pb.StepRequest) -> pb.StepResponse:
         """Check and execute one step."""
@@ -109,11 +123,11 @@ class HashShard:
         work = request.WhichOneof("work")
         response = pb.StepResponse(epoch=request.epoch, number=request.number)
         if work == "open":
-            assert request.epoch > self._epoch, "an epoch is begun twice"
-            self._epoch = request.epoch
+            assert request.epoch > self.epoch, "an epoch is begun twice"
+            self.epoch = request.epoch
             self._begin()
             return response
-        assert request.epoch == self._epoch, "a step of another epoch"
+        assert request.epoch == self.epoch, "a step of another epoch"
         assert request.number == self._number + 1, "steps out of order"
         self._number += 1
         if self._failed or self.fail_next is not None:
@@ -144,6 +158,9 @@ class HashShard:
         assert len(set(named)) == len(named), f"a slot is named twice: {named}"
         for slot, count in chunks.items():
             running = self._named(slot)
+            if running.is_invalid:
+                response.failed_slots.append(slot)
+                continue
             left = running.pb.input_ids[running.num_computed :]
             assert 1 <= count <= len(left), f"a chunk of {count} tokens where {len(left)} are left"
             self._compute(running, count)
@@ -152,6 +169,9 @@ class HashShard:
         limits = decode_limits(work, max_draft_tokens=self.max_draft_tokens)
         for slot, (allowed, draft_tokens) in zip(work.decode_slots, limits, strict=True):
             running = self._named(slot)
+            if running.is_invalid:
+                response.failed_slots.append(slot)
+                continue
             assert running.num_computed >= len(running.pb.input_ids), "a decode before the prompt"
             self._decode(running, allowed, draft_tokens, response)
 
@@ -201,7 +221,14 @@ class HashShard:
         assert sequence.cached_tokens % self.block_size == 0, "cached tokens do not fill blocks"
         assert sequence.generated_tokens < size, "a sequence without a prompt"
         ids = list(sequence.input_ids)
-        self.running[slot] = Running(sequence, ids, sequence.cached_tokens)
+        is_valid = self.adapters.is_valid(sequence)
+        self.running[slot] = Running(
+            sequence,
+            ids,
+            sequence.cached_tokens,
+            adapter=self.adapters.digest_for(sequence) if is_valid else "",
+            is_invalid=not is_valid,
+        )
         self.num_hit += sequence.cached_tokens
 
     def _grow(self, change: pb.BatchChange) -> None:
@@ -227,7 +254,7 @@ class HashShard:
             assert held >= running.pb.cached_tokens, "cached tokens without their blocks"
 
     def _check_hit(self, running: Running, block: int, first: int) -> None:
-        digest = 0
+        digest = root(running.adapter)
         for position in range(first + self.block_size):
             digest = extend(digest, running.ids[position], position)
             if position < first:
@@ -242,6 +269,8 @@ class HashShard:
             )
 
     def _compute(self, running: Running, count: int) -> None:
+        adapter = self.adapters.digest_for(running.pb)
+        assert adapter == running.adapter, "the adapter of a sequence was replaced"
         start = running.num_computed
         running.num_computed += count
         held = len(running.table) * self.block_size
@@ -257,7 +286,7 @@ class HashShard:
             self._cells[block][offset] = Cell(
                 token_id=token_id,
                 position=position,
-                digest=extend(before.digest if before else 0, token_id, position),
+                digest=extend(before.digest if before else root(adapter), token_id, position),
                 is_finite=(before is None or before.is_finite)
                 and token_id != POISON_TOKEN_ID
                 and running.pb.request_id not in self.corrupt,
@@ -337,6 +366,7 @@ class HashShard:
         return expected_tokens(
             sequence.input_ids[:original],
             num_generated + self.choices.chain_length(),
+            adapter=running.adapter,
             seed=sequence.parameters.seed,
             eos_every=self.eos_every,
             min_new_tokens=sequence.min_new_tokens,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from millrace_testing.adapters.fake_adapters import seed_of
 from millrace_testing.shards.fake_shard import EOS_TOKEN_ID
 
 POISON_TOKEN_ID = 95
@@ -29,16 +30,22 @@ def choose(context: int, *, seed: int, num_prompt: int, eos_every: int, may_end:
     return value // 64 % POISON_TOKEN_ID
 
 
+def root(adapter: str) -> int:
+    """The digest of the empty context; it depends on the digest of the adapter, "" for the base model."""
+    return seed_of(adapter) % MODULUS
+
+
 def expected_tokens(
     prompt: Sequence[int],
     count: int,
     *,
+    adapter: str = "",
     seed: int = 0,
     eos_every: int = 0,
     min_new_tokens: int = 0,
 ) -> list[int]:
     """The tokens of a request that runs alone: `count`, or fewer if the end of sequence is among them."""
-    digest = folded = 0
+    digest, folded = root(adapter), 0
     generated: list[int] = []
     for position, token_id in enumerate(prompt):
         digest = extend(digest, token_id, position)
@@ -69,18 +76,20 @@ def candidates(digest: int, count: int) -> list[tuple[int, float]]:
     return [(digest % 997 + i, score(digest) - i / 4) for i in range(count)]
 
 
-def expected_prompt_candidates(prompt: Sequence[int], count: int) -> list[list[tuple[int, float]]]:
+def expected_prompt_candidates(
+    prompt: Sequence[int], count: int, adapter: str = ""
+) -> list[list[tuple[int, float]]]:
     """Candidates of every prompt token but the first."""
-    digest, found = 0, []
+    digest, found = root(adapter), []
     for position, token_id in enumerate(prompt[:-1]):
         digest = extend(digest, token_id, position)
         found.append(candidates(digest, count))
     return found
 
 
-def expected_prompt_logprobs(prompt: Sequence[int]) -> list[float]:
+def expected_prompt_logprobs(prompt: Sequence[int], adapter: str = "") -> list[float]:
     """Log probabilities of every prompt token but the first."""
-    digest, logprobs = 0, []
+    digest, logprobs = root(adapter), []
     for position, token_id in enumerate(prompt[:-1]):
         digest = extend(digest, token_id, position)
         logprobs.append(score(digest))
