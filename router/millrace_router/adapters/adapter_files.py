@@ -1,0 +1,10 @@
+"""Names in the folder of the adapter cache, `<cache>/<digest>/adapter.safetensors`."""
+
+from __future__ import annotations
+
+import re
+
+ADAPTER_FILE = "adapter.safetensors"
+PARTIAL_PREFIX = ".partial-"
+"""Of folders that are being written."""
+DIGEST = re.compile(r"[0-9a-f]{64}")

@@ -1,0 +1,161 @@
+"""The checked form of an adapter, by the names of the base's modules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from millrace_router.adapters.fetching.arrays import (
+    Float32,
+    all_finite,
+    from_float32,
+    to_float32,
+)
+from millrace_router.adapters.fetching.errors import Invalid
+from millrace_router.adapters.fetching.peft_config import CONFIG_FILE, PeftConfig
+from millrace_router.adapters.fetching.safetensors_file import SafetensorsFile, Tensor
+from millrace_router.adapters.fetching.tensor_names import Part, TensorName, base_module
+from millrace_router.adapters.module_shape import ModuleShape
+from millrace_router.errors import quoted
+
+TENSORS_PER_MODULE = 4
+PARTS: tuple[Part, ...] = ("lora_A", "lora_B", "bias")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraModule:
+    """One module of an adapter: delta = ((x Aᵀ) ∘ scales) Bᵀ + bias."""
+
+    name: str
+    a: Tensor
+    """[rank, inputs]."""
+    b: Tensor
+    """[outputs, rank]."""
+    scales: Float32
+    """[rank]: the factor of each rank."""
+    bias: Float32 | None = None
+    """[outputs], with its factor applied."""
+
+    @property
+    def rank(self) -> int:
+        """The number of ranks."""
+        return self.a.shape[0]
+
+    @property
+    def inputs(self) -> int:
+        """Inputs of the base's linear layer."""
+        return self.a.shape[1]
+
+    @property
+    def outputs(self) -> int:
+        """Outputs of the base's linear layer."""
+        return self.b.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    key: str
+    trained: str
+    tensor: Tensor
+
+
+def check_adapter(
+    config: PeftConfig, file: SafetensorsFile, *, modules: Sequence[ModuleShape], max_rank: int
+) -> list[LoraModule]:
+    """Check every tensor against the configuration and the base, and return the modules in the base's order.
+
+    Raises:
+        Invalid: with the field or the tensor, and both shapes.
+
+    """
+    shapes = {module.name: module for module in modules}
+    if len(file.tensors) > TENSORS_PER_MODULE * len(shapes):
+        raise Invalid(
+            f"the file has {len(file.tensors)} tensors, and the model {len(shapes)} modules for adapters"
+        )
+    if not file.tensors:
+        raise Invalid("the file has no tensors")
+    found = _by_module(file.tensors, shapes)
+    return [
+        _module(config, shapes[name], found[name], max_rank=max_rank)
+        for name in shapes
+        if name in found
+    ]
+
+
+def missing_targets(config: PeftConfig, file: SafetensorsFile) -> list[str]:
+    """Names in `target_modules` without tensors: allowed, but worth a note."""
+    return config.missing_targets({TensorName.parse(key).module for key in file.tensors})
+
+
+def check_finite(name: str, tensor: Tensor) -> None:
+    """Raise Invalid for a value that is not finite."""
+    if not all_finite(tensor):
+        raise Invalid(f"the tensor {quoted(name)} has a value that is not finite")
+
+
+def _by_module(
+    tensors: Mapping[str, Tensor], shapes: Mapping[str, ModuleShape]
+) -> dict[str, dict[Part, _Found]]:
+    found: dict[str, dict[Part, _Found]] = {}
+    for key, tensor in tensors.items():
+        name = TensorName.parse(key)
+        base = base_module(name.module, shapes)
+        if base is None:
+            raise Invalid(
+                f"the tensor {quoted(key)} is of a module that the model does not have, or that adapters cannot change"
+            )
+        parts = found.setdefault(base, {})
+        if name.part in parts:
+            raise Invalid(
+                f"the tensors {quoted(parts[name.part].key)} and {quoted(key)} are of the same module"
+            )
+        parts[name.part] = _Found(key, name.module, tensor)
+    return found
+
+
+def _module(
+    config: PeftConfig, shape: ModuleShape, parts: Mapping[Part, _Found], *, max_rank: int
+) -> LoraModule:
+    any_part = next(iter(parts.values()))
+    for wanted in PARTS if config.lora_bias else PARTS[:2]:
+        if wanted not in parts:
+            raise Invalid(f"the tensor {quoted(any_part.key)} has no {wanted} beside it")
+    if "bias" in parts and not config.lora_bias:
+        raise Invalid(
+            f"the tensor {quoted(parts['bias'].key)} is there, but lora_bias of {CONFIG_FILE} is not set"
+        )
+    rank = config.rank_of(any_part.trained)
+    if rank > max_rank:
+        raise Invalid(
+            f"the rank of the module {quoted(any_part.trained)} is {rank}, and at most {max_rank} is allowed"
+        )
+    _expect_shape(parts["lora_A"], (rank, shape.inputs), shape)
+    _expect_shape(parts["lora_B"], (shape.outputs, rank), shape)
+    scale = np.float32(config.scale_of(any_part.trained))
+    bias = None
+    if "bias" in parts:
+        _expect_shape(parts["bias"], (shape.outputs,), shape)
+    for part in parts.values():
+        check_finite(part.key, part.tensor)
+    if "bias" in parts:
+        with np.errstate(over="ignore"):
+            bias = to_float32(parts["bias"].tensor) * scale
+        check_finite(parts["bias"].key, from_float32(bias))
+    return LoraModule(
+        name=shape.name,
+        a=parts["lora_A"].tensor,
+        b=parts["lora_B"].tensor,
+        scales=np.full(rank, scale, dtype=np.float32),
+        bias=bias,
+    )
+
+
+def _expect_shape(found: _Found, expected: tuple[int, ...], shape: ModuleShape) -> None:
+    if found.tensor.shape != expected:
+        raise Invalid(
+            f"the tensor {quoted(found.key)} has the shape {list(found.tensor.shape)}, and the module {shape.name}"
+            f" of the model, with the rank of {CONFIG_FILE}, needs {list(expected)}"
+        )
