@@ -17,7 +17,6 @@ from millrace_router.adapters.cache import AdapterCache
 from millrace_router.adapters.child import COMMAND, ChildError, run_child
 from millrace_router.adapters.failures import Failures, Refusal
 from millrace_router.adapters.fetch_request import DEFAULT_ENDPOINT, FetchLimits, FetchSource
-from millrace_router.adapters.module_shape import ModuleShape
 from millrace_router.errors import (
     AdapterForbidden,
     AdapterInvalid,
@@ -28,6 +27,7 @@ from millrace_router.errors import (
 )
 from millrace_router.request.adapter import (
     RANKS_PER_SLICE,
+    AdapterModule,
     AdapterSource,
     AdapterVersion,
     MergeRecipe,
@@ -69,7 +69,7 @@ class Fetcher:
         self._merged: OrderedDict[str, AdapterVersion] = OrderedDict()
 
     async def fetch(
-        self, source: FetchSource, *, modules: Sequence[ModuleShape], limits: FetchLimits
+        self, source: FetchSource, *, modules: Sequence[AdapterModule], limits: FetchLimits
     ) -> AdapterVersion:
         """Fetch, check and keep the adapter as it is at its source now.
 

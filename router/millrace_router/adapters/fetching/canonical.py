@@ -17,8 +17,8 @@ from millrace_router.adapters.fetching.errors import Invalid
 from millrace_router.adapters.fetching.peft_config import CONFIG_FILE, PeftConfig
 from millrace_router.adapters.fetching.safetensors_file import SafetensorsFile, Tensor
 from millrace_router.adapters.fetching.tensor_names import Part, TensorName, base_module
-from millrace_router.adapters.module_shape import ModuleShape
 from millrace_router.errors import quoted
+from millrace_router.request.adapter import AdapterModule
 
 TENSORS_PER_MODULE = 4
 PARTS: tuple[Part, ...] = ("lora_A", "lora_B", "bias")
@@ -62,7 +62,7 @@ class _Found:
 
 
 def check_adapter(
-    config: PeftConfig, file: SafetensorsFile, *, modules: Sequence[ModuleShape], max_rank: int
+    config: PeftConfig, file: SafetensorsFile, *, modules: Sequence[AdapterModule], max_rank: int
 ) -> list[LoraModule]:
     """Check every tensor against the configuration and the base, and return the modules in the base's order.
 
@@ -97,7 +97,7 @@ def check_finite(name: str, tensor: Tensor) -> None:
 
 
 def _by_module(
-    tensors: Mapping[str, Tensor], shapes: Mapping[str, ModuleShape]
+    tensors: Mapping[str, Tensor], shapes: Mapping[str, AdapterModule]
 ) -> dict[str, dict[Part, _Found]]:
     found: dict[str, dict[Part, _Found]] = {}
     for key, tensor in tensors.items():
@@ -117,7 +117,7 @@ def _by_module(
 
 
 def _module(
-    config: PeftConfig, shape: ModuleShape, parts: Mapping[Part, _Found], *, max_rank: int
+    config: PeftConfig, shape: AdapterModule, parts: Mapping[Part, _Found], *, max_rank: int
 ) -> LoraModule:
     any_part = next(iter(parts.values()))
     for wanted in PARTS if config.lora_bias else PARTS[:2]:
@@ -138,8 +138,12 @@ def _module(
     bias = None
     if "bias" in parts:
         _expect_shape(parts["bias"], (shape.outputs,), shape)
-    for part in parts.values():
-        check_finite(part.key, part.tensor)
+    if "base_layer" in parts:
+        # A vocabulary that was resized in training has another shape.
+        _expect_shape(parts["base_layer"], (shape.outputs, shape.inputs), shape)
+    for part in PARTS:
+        if part in parts:
+            check_finite(parts[part].key, parts[part].tensor)
     if "bias" in parts:
         with np.errstate(over="ignore"):
             bias = to_float32(parts["bias"].tensor) * scale
@@ -153,7 +157,7 @@ def _module(
     )
 
 
-def _expect_shape(found: _Found, expected: tuple[int, ...], shape: ModuleShape) -> None:
+def _expect_shape(found: _Found, expected: tuple[int, ...], shape: AdapterModule) -> None:
     if found.tensor.shape != expected:
         raise Invalid(
             f"the tensor {quoted(found.key)} has the shape {list(found.tensor.shape)}, and the module {shape.name}"

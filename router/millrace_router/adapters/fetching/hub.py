@@ -12,7 +12,7 @@ import re
 import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import IO
 from urllib.parse import SplitResult, quote, urljoin, urlsplit
 
 from millrace_router.adapters.fetching.errors import (

@@ -15,9 +15,14 @@ from millrace_router.adapters.fetching.merging import merge
 from millrace_router.adapters.fetching.peft_config import CONFIG_FILE, PeftConfig
 from millrace_router.adapters.fetching.safetensors_file import parse_safetensors
 from millrace_router.adapters.fetching.source_files import SourceFiles
-from millrace_router.adapters.module_shape import ModuleShape
 from millrace_router.errors import quoted
-from millrace_router.request.adapter import AdapterSource, MergeRecipe, MergeStrategy, SignMethod
+from millrace_router.request.adapter import (
+    AdapterModule,
+    AdapterSource,
+    MergeRecipe,
+    MergeStrategy,
+    SignMethod,
+)
 
 JsonObject = dict[str, Any]
 MAX_NOTED = 8
@@ -63,7 +68,10 @@ def _unless_refused(
 def _checked(files: SourceFiles, request: JsonObject) -> JsonObject:
     config = PeftConfig.parse(bytes(files.config))
     file = parse_safetensors(files.weights)
-    shapes = [ModuleShape(*shape) for shape in request["modules"]]
+    shapes = [
+        AdapterModule(name=name, inputs=inputs, outputs=outputs, bytes_per_slice=0)
+        for name, inputs, outputs in request["modules"]
+    ]
     modules = check_adapter(config, file, modules=shapes, max_rank=request["limits"]["max_rank"])
     missing = missing_targets(config, file)
     note = (

@@ -1,4 +1,4 @@
-"""PEFT's `adapter_config.json`: each field is applied, or does not change the weights' meaning, or is refused by name."""
+"""PEFT's `adapter_config.json`: each field is applied, has no effect here, or is refused by name."""
 
 from __future__ import annotations
 

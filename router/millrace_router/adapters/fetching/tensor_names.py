@@ -12,9 +12,10 @@ from millrace_router.errors import quoted
 
 PREFIX = "base_model.model."
 MAX_NAME_LENGTH = 1024
-Part = Literal["lora_A", "lora_B", "bias"]
+Part = Literal["lora_A", "lora_B", "bias", "base_layer"]
 
 _KEY = re.compile(r"(?P<module>[^\x00]+)\.(?P<part>lora_[AB])(?:\.default)?\.(?P<leaf>weight|bias)")
+_COPY = ".base_layer.weight"
 _VISION_SEGMENT = "language_model"
 _WRAPPERS = ("model", "transformer")
 """Names of the decoder inside a model's class."""
@@ -29,16 +30,19 @@ class TensorName:
 
     @classmethod
     def parse(cls, key: str) -> TensorName:
-        """Read a key of the file; raises Invalid for everything but A, B and the bias of B."""
+        """Read a key of the file; raises Invalid for everything else.
+
+        `base_layer` is the base's own weight, which PEFT saves beside A and B of a head.
+        """
         if len(key) > MAX_NAME_LENGTH:
             raise Invalid(f"the name of the tensor {quoted(key)} is too long")
+        if key.endswith(_COPY):
+            return cls(_without_prefix(key.removesuffix(_COPY)), "base_layer")
         match = _KEY.fullmatch(key)
         is_bias = match is not None and match["leaf"] == "bias"
         if match is None or (is_bias and match["part"] == "lora_A"):
             raise Invalid(f"the tensor {quoted(key)} {_why_not(key)}")
-        module = match["module"]
-        while module.startswith(PREFIX):
-            module = module.removeprefix(PREFIX)
+        module = _without_prefix(match["module"])
         if is_bias:
             return cls(module, "bias")
         return cls(module, "lora_A" if match["part"] == "lora_A" else "lora_B")
@@ -50,6 +54,12 @@ def base_module(trained: str, modules: Collection[str]) -> str | None:
     Another class of the model may have given the name.
     """
     return next((name for name in _candidates(trained) if name in modules), None)
+
+
+def _without_prefix(module: str) -> str:
+    while module.startswith(PREFIX):
+        module = module.removeprefix(PREFIX)
+    return module
 
 
 def _candidates(trained: str) -> Iterator[str]:

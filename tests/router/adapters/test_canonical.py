@@ -1,0 +1,315 @@
+"""Adapters that PEFT saved become canonical files with PEFT's own arithmetic, or a refusal that names what is wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from millrace_router.request.adapter import AdapterModule
+from millrace_testing.adapters.fetch_jobs import fetch_folder
+from millrace_testing.adapters.peft_files import (
+    canonical_deltas,
+    deltas,
+    modules_of,
+    save_adapter,
+    tiny_gpt2,
+    tiny_llama,
+)
+
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+Q0 = "model.layers.0.self_attn.q_proj"
+Tensors = dict[str, torch.Tensor]
+LLAMA = modules_of(tiny_llama())
+
+CASES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "all-linear": {"target_modules": "all-linear", "r": 5},
+    "list": {"target_modules": ["o_proj", "gate_proj"], "lora_alpha": 3},
+    "regex": {"target_modules": r".*\.1\.mlp\.(up|down)_proj"},
+    "lm_head": {"target_modules": ["lm_head", "q_proj"]},
+    "some layers": {"target_modules": ["v_proj", "k_proj"], "layers_to_transform": [1]},
+    "excluded": {"target_modules": ["v_proj"], "exclude_modules": r".*\.0\..*"},
+    "rslora": {"use_rslora": True, "r": 3, "lora_alpha": 16},
+    "patterns": {
+        "target_modules": ["q_proj", "k_proj", "v_proj", "down_proj"],
+        "r": 4,
+        "rank_pattern": {r"layers\.0\.self_attn\.q_proj": 7, "k_proj": 2, "^model.*v_proj": 3},
+        "alpha_pattern": {"down_proj": 32, r"1\..*k_proj": 2.5, "_proj": 99},
+    },
+    "patterns and rslora": {"rank_pattern": {"v_proj": 2}, "use_rslora": True},
+    "gaussian": {"init_lora_weights": "gaussian"},
+}
+
+
+@pytest.mark.parametrize("fields", CASES.values(), ids=CASES)
+def test_the_change_of_each_weight_is_pefts(fields: dict[str, Any], tmp_path: Path) -> None:
+    model = save_adapter(tmp_path / "a", **fields)
+    answer = fetch_folder(tmp_path / "a", tmp_path / "cache", LLAMA)
+    path = tmp_path / "cache" / answer["digest"] / "adapter.safetensors"
+    ours, theirs = canonical_deltas(path), deltas(model)
+    assert theirs
+    assert ours.keys() == theirs.keys()
+    for name, delta in theirs.items():
+        torch.testing.assert_close(ours[name], delta, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("targets", [["c_attn"], ["c_attn", "c_proj", "c_fc"]])
+def test_fused_layers_of_the_class_conv1d(targets: list[str], tmp_path: Path) -> None:
+    model = save_adapter(
+        tmp_path / "a", model=tiny_gpt2(), target_modules=targets, fan_in_fan_out=True
+    )
+    answer = fetch_folder(tmp_path / "a", tmp_path, modules_of(tiny_gpt2()))
+    ours = canonical_deltas(tmp_path / answer["digest"] / "adapter.safetensors")
+    assert ours.keys() == deltas(model).keys()
+    for name, delta in deltas(model).items():
+        torch.testing.assert_close(ours[name], delta, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_values_keep_their_dtype_and_bits(dtype: torch.dtype, tmp_path: Path) -> None:
+    save_adapter(tmp_path / "a")
+    saved = {key: one.to(dtype) for key, one in load_file(tmp_path / "a" / WEIGHTS).items()}
+    save_file(saved, tmp_path / "a" / WEIGHTS)
+    answer = fetch_folder(tmp_path / "a", tmp_path, LLAMA)
+    ours = load_file(tmp_path / answer["digest"] / "adapter.safetensors")
+    for key, tensor in saved.items():
+        name, part = key.removeprefix("base_model.model.").removesuffix(".weight").rsplit(".", 1)
+        assert ours[f"{name}.{part}"].dtype == dtype
+        assert torch.equal(ours[f"{name}.{part}"], tensor)
+
+
+def test_biases_have_their_factor(tmp_path: Path) -> None:
+    model = save_adapter(tmp_path / "a", lora_bias=True, r=4, lora_alpha=2)
+    answer = fetch_folder(tmp_path / "a", tmp_path, LLAMA)
+    ours = load_file(tmp_path / answer["digest"] / "adapter.safetensors")
+    layer = model.base_model.model.get_submodule(Q0)
+    expected = layer.lora_B["default"].bias.detach() * layer.scaling["default"]
+    assert torch.equal(ours[f"{Q0}.bias"], expected)
+    assert [Q0, 4, True] in answer["modules"]
+
+
+def test_the_file_is_what_shards_expect(tmp_path: Path) -> None:
+    save_adapter(tmp_path / "a", r=3, target_modules=["k_proj"])
+    answer = fetch_folder(tmp_path / "a", tmp_path, LLAMA)
+    path = tmp_path / answer["digest"] / "adapter.safetensors"
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == answer["digest"]
+    assert path.stat().st_size == answer["num_bytes"]
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    assert metadata["format"] == "millrace-adapter-1"
+    names = [f"model.layers.{layer}.self_attn.k_proj" for layer in (0, 1)]
+    shape = {"rank": 3, "inputs": 16, "outputs": 8, "bias": False}
+    assert json.loads(metadata["modules"]) == dict.fromkeys(names, shape)
+    assert answer["modules"] == [[name, 3, False] for name in names]
+    assert answer["note"] is None
+
+
+def test_one_meaning_is_one_version(tmp_path: Path) -> None:
+    save_adapter(tmp_path / "a")
+    first = fetch_folder(tmp_path / "a", tmp_path, LLAMA)
+    path = tmp_path / first["digest"] / "adapter.safetensors"
+    right = path.read_bytes()
+    path.write_bytes(b"damaged")
+    saved = load_file(tmp_path / "a" / WEIGHTS)
+    odd = {key.replace(".weight", ".default.weight"): one for key, one in saved.items()}
+    save_file(odd, tmp_path / "a" / WEIGHTS, metadata={"format": "other"})
+    config = json.loads((tmp_path / "a" / CONFIG).read_text())
+    changed = config | {"lora_dropout": 0.5, "base_model_name_or_path": "x", "lora_alpha": 8.0}
+    (tmp_path / "a" / CONFIG).write_text(json.dumps(changed))
+    assert fetch_folder(tmp_path / "a", tmp_path, LLAMA) == first
+    assert path.read_bytes() == right
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["a", first["digest"]])
+    (tmp_path / "a" / CONFIG).write_text(json.dumps(changed | {"lora_alpha": 9}))
+    assert fetch_folder(tmp_path / "a", tmp_path, LLAMA)["digest"] != first["digest"]
+
+
+@pytest.mark.parametrize(
+    "rename",
+    [
+        lambda key: key.removeprefix("base_model.model."),
+        lambda key: f"base_model.model.{key}",
+        lambda key: key.replace("model.model.model", "model.model.language_model.model"),
+        lambda key: key.replace("model.model.model", "model.model.model.language_model"),
+        lambda key: key.replace("model.model.model", "model.model"),
+        lambda key: key.replace(".weight", ".default.weight"),
+    ],
+)
+def test_variants_of_keys(rename: Callable[[str], str], tmp_path: Path) -> None:
+    save_adapter(tmp_path / "a")
+    first = fetch_folder(tmp_path / "a", tmp_path, LLAMA)
+    saved = load_file(tmp_path / "a" / WEIGHTS)
+    renamed = {rename(key): one for key, one in saved.items()}
+    assert renamed.keys() != saved.keys()
+    save_file(renamed, tmp_path / "a" / WEIGHTS)
+    assert fetch_folder(tmp_path / "a", tmp_path, LLAMA) == first
+
+
+def test_targets_without_tensors_are_noted(tmp_path: Path) -> None:
+    save_adapter(tmp_path / "a")
+    edit_config(tmp_path / "a", target_modules=["q_proj", "v_proj", "mlp.x\n", "self_attn.v_proj"])
+    answer = fetch_folder(tmp_path / "a", tmp_path, LLAMA)
+    assert answer["note"] is not None
+    assert answer["note"].endswith(r"without tensors: 'mlp.x\n'")
+
+
+def edit_config(folder: Path, **fields: Any) -> None:
+    config = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(config | fields))
+
+
+A = f"base_model.model.{Q0}.lora_A.weight"
+B = f"base_model.model.{Q0}.lora_B.weight"
+
+
+def without(key: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {name: one for name, one in tensors.items() if name != key}
+
+
+def changed(key: str, value: torch.Tensor) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: tensors | {key: value}
+
+
+def spoilt(value: float, dtype: torch.dtype) -> torch.Tensor:
+    tensor = torch.zeros(8, 16, dtype=dtype)
+    tensor[-1, -1] = value
+    return tensor
+
+
+BROKEN: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
+    "no B": (without(B), f"'{A}' has no lora_B"),
+    "no A": (without(A), f"'{B}' has no lora_A"),
+    "inputs": (changed(A, torch.zeros(8, 15)), rf"'{A}' has the shape [8, 15], .* needs [8, 16]"),
+    "outputs": (changed(B, torch.zeros(17, 8)), rf"'{B}' has the shape [17, 8], .* needs [16, 8]"),
+    "rank of A": (
+        changed(A, torch.zeros(7, 16)),
+        rf"'{A}' has the shape [7, 16], .* needs [8, 16]",
+    ),
+    "rank of B": (
+        changed(B, torch.zeros(16, 9)),
+        rf"'{B}' has the shape [16, 9], .* needs [16, 8]",
+    ),
+    "transposed": (changed(A, torch.zeros(16, 8)), "[16, 8]"),
+    "dimensions": (changed(A, torch.zeros(8, 16, 1)), "[8, 16, 1]"),
+    "nan": (
+        changed(A, spoilt(float("nan"), torch.float32)),
+        f"'{A}' has a value that is not finite",
+    ),
+    "inf": (changed(A, spoilt(float("-inf"), torch.float32)), "not finite"),
+    "nan, half": (changed(A, spoilt(float("nan"), torch.float16)), "not finite"),
+    "inf, half": (changed(A, spoilt(float("inf"), torch.float16)), "not finite"),
+    "nan, bfloat16": (changed(A, spoilt(float("nan"), torch.bfloat16)), "not finite"),
+    "inf, bfloat16": (changed(A, spoilt(float("-inf"), torch.bfloat16)), "not finite"),
+    "inf as bfloat16": (changed(A, spoilt(3.4e38, torch.float32)), "not finite"),
+    "unknown module": (
+        changed(A.replace("q_proj", "z_proj"), torch.zeros(8, 16)),
+        "'base_model.model.model.layers.0.self_attn.z_proj.lora_A.weight' is of a module that",
+    ),
+    "unknown layer": (changed(A.replace(".0.", ".2."), torch.zeros(8, 16)), "is of a module that"),
+    "dora": (
+        changed(f"base_model.model.{Q0}.lora_magnitude_vector", torch.zeros(16)),
+        "lora_magnitude_vector' is of DoRA",
+    ),
+    "embedding": (
+        changed("base_model.model.model.embed_tokens.lora_embedding_A", torch.zeros(8, 40)),
+        "changes an embedding",
+    ),
+    "whole layer": (
+        changed("base_model.model.lm_head.weight", torch.zeros(40, 16)),
+        "'base_model.model.lm_head.weight' replaces a weight",
+    ),
+    "bias of A": (changed(A.replace("weight", "bias"), torch.zeros(8)), "is not of LoRA"),
+    "resized vocabulary": (
+        changed(A.replace("lora_A", "base_layer"), torch.zeros(20, 16)),
+        "has the shape [20, 16], .* needs [16, 16]",
+    ),
+    "copy alone": (
+        changed("base_model.model.lm_head.base_layer.weight", torch.zeros(40, 16)),
+        "has no lora_A beside it",
+    ),
+    "surplus": (changed("x", torch.zeros(1)), "'x' is not of LoRA"),
+    "bias": (
+        changed(B.replace("weight", "bias"), torch.zeros(16)),
+        "lora_bias of adapter_config.json",
+    ),
+    "twice": (
+        changed(A.replace("base_model.model.", ""), torch.zeros(8, 16)),
+        "are of the same module",
+    ),
+    "other dtype": (changed(A, torch.zeros(8, 16, dtype=torch.float64)), "the dtype 'F64'"),
+    "integers": (changed(A, torch.zeros(8, 16, dtype=torch.int8)), "the dtype 'I8'"),
+    "nothing": (lambda _: {}, "no tensors"),
+    "many": (
+        lambda tensors: (
+            tensors | {f"{key}.{n}": one.clone() for key, one in tensors.items() for n in range(9)}
+        ),
+        "tensors, and the model 15 modules",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), BROKEN.values(), ids=BROKEN)
+def test_what_is_wrong_is_named(
+    change: Callable[[Tensors], Tensors], message: str, tmp_path: Path
+) -> None:
+    save_adapter(tmp_path / "a")
+    save_file(change(load_file(tmp_path / "a" / WEIGHTS)), tmp_path / "a" / WEIGHTS)
+    answer = fetch_folder(tmp_path / "a", tmp_path / "cache", LLAMA)
+    assert answer["error"] == "invalid"
+    *before, after = message.split(".*")
+    assert all(part.strip() in answer["reason"] for part in [*before, after])
+    assert not (tmp_path / "cache").exists()
+    again = fetch_folder(tmp_path / "a", tmp_path / "cache", LLAMA, refused=answer["source_digest"])
+    assert again == {"error": "refused_before"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"r": 4}, "needs [4, 16]"),
+        ({"rank_pattern": {"q_proj": 9}}, "needs [9, 16]"),
+        ({"lora_bias": True}, "has no bias beside it"),
+        ({"lora_alpha": 1e300}, "lora_alpha"),
+    ],
+)
+def test_the_configuration_must_fit_the_tensors(
+    fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    save_adapter(tmp_path / "a")
+    edit_config(tmp_path / "a", **fields)
+    answer = fetch_folder(tmp_path / "a", tmp_path, LLAMA)
+    assert (answer["error"], message in answer["reason"]) == ("invalid", True)
+
+
+def test_the_limit_of_ranks(tmp_path: Path) -> None:
+    save_adapter(tmp_path / "a", r=17)
+    assert "digest" in fetch_folder(tmp_path / "a", tmp_path, LLAMA, max_rank=17)
+    answer = fetch_folder(tmp_path / "a", tmp_path, LLAMA, max_rank=16)
+    assert f"'{Q0}' is 17, and at most 16" in answer["reason"]
+
+
+def test_a_bias_that_overflows_with_its_factor(tmp_path: Path) -> None:
+    save_adapter(tmp_path / "a", lora_bias=True, lora_alpha=800, target_modules=["q_proj"])
+    saved = load_file(tmp_path / "a" / WEIGHTS)
+    bias = torch.full((16,), 3e37)
+    save_file(saved | {B.replace("weight", "bias"): bias}, tmp_path / "a" / WEIGHTS)
+    answer = fetch_folder(tmp_path / "a", tmp_path, LLAMA)
+    assert answer["error"] == "invalid"
+    assert "lora_B.bias' has a value that is not finite" in answer["reason"]
+
+
+def test_the_modules_come_in_the_models_order(tmp_path: Path) -> None:
+    save_adapter(tmp_path / "a", target_modules="all-linear", r=17)
+    answer = fetch_folder(tmp_path / "a", tmp_path, LLAMA)
+    names = [module.name for module in LLAMA if module.name != "lm_head"]
+    assert [name for name, *_ in answer["modules"]] == names
+    only = [AdapterModule(name=Q0, inputs=16, outputs=16, bytes_per_slice=1)]
+    assert fetch_folder(tmp_path / "a", tmp_path, only)["error"] == "invalid"

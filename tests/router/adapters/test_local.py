@@ -1,0 +1,201 @@
+"""Folders that clients name: below the root with every link resolved, or not found; and files that are no adapters."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace_testing.adapters.fetch_jobs import fetch_folder
+from millrace_testing.adapters.peft_files import modules_of, save_adapter, tiny_llama
+
+LLAMA = modules_of(tiny_llama())
+NOT_FOUND = {"error": "not_found", "reason": ""}
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """`root/team/good` is an adapter, and so is `secret` beside the root."""
+    save_adapter(tmp_path / "root" / "team" / "good")
+    save_adapter(tmp_path / "secret")
+    return tmp_path / "root"
+
+
+def fetch(root: Path, name: str, **options: Any) -> dict[str, Any]:
+    return fetch_folder(name, root.parent / "cache", LLAMA, root=root, **options)
+
+
+@pytest.mark.parametrize("name", ["team/good", "team/./good/", "team/../team/good"])
+def test_folders_below_the_root(root: Path, name: str) -> None:
+    assert "digest" in fetch(root, name)
+
+
+def test_an_absolute_path_below_the_root(root: Path) -> None:
+    assert "digest" in fetch(root, str(root / "team" / "good"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        ".",
+        "..",
+        "/",
+        "nothing",
+        "team/nothing",
+        "../secret",
+        "team/../../secret",
+        "team/good/../../../secret",
+        "../root2",
+        "team/good\0",
+        "team/good\n",
+        "team/g\x1bood",
+        "\ud800",
+        "~",
+        "team/good/adapter_config.json",
+        "x" * 300,
+        "x/" * 3000,
+        "/proc/self/cwd",
+    ],
+    ids=lambda name: repr(name[:20]),
+)
+def test_everything_else_is_not_found(root: Path, name: str) -> None:
+    save_adapter(root.parent / "root2")
+    assert fetch(root, name) == NOT_FOUND
+    assert fetch(root, f"{root.parent}/{name}") == NOT_FOUND
+
+
+def test_links_that_lead_out_are_not_followed(root: Path) -> None:
+    (root / "link").symlink_to(root.parent / "secret")
+    (root / "up").symlink_to("..")
+    (root / "loop").symlink_to("loop")
+    for name in ("link", "up/secret", "loop", "up/root/team/good/../../../secret"):
+        assert fetch(root, name) == NOT_FOUND
+    (root / "inner").symlink_to("team/good")
+    assert "digest" in fetch(root, "inner")
+
+
+def test_a_root_that_is_a_link(root: Path) -> None:
+    (root.parent / "alias").symlink_to(root)
+    assert "digest" in fetch(root.parent / "alias", "team/good")
+    assert fetch(root.parent / "alias", "../secret") == NOT_FOUND
+    assert fetch(root.parent / "nothing", "team/good") == NOT_FOUND
+
+
+@pytest.mark.parametrize("file", [CONFIG, WEIGHTS])
+def test_files_that_lead_out_are_not_read(root: Path, file: str) -> None:
+    path = root / "team" / "good" / file
+    path.unlink()
+    path.symlink_to(root.parent / "secret" / file)
+    answer = fetch(root, "team/good")
+    assert answer["error"] == "invalid"
+    assert answer["reason"] == f"there is no {file}"
+    # Files of the hub's own cache are links to blobs beside them.
+    (root / "blob").write_bytes((root.parent / "secret" / file).read_bytes())
+    path.unlink()
+    path.symlink_to(root / "blob")
+    assert "digest" in fetch(root, "team/good")
+
+
+def test_an_operators_folder_may_have_links(root: Path) -> None:
+    path = root / "team" / "good" / WEIGHTS
+    path.unlink()
+    path.symlink_to(root.parent / "secret" / WEIGHTS)
+    assert "digest" in fetch_folder(root / "team" / "good", root.parent / "cache", LLAMA)
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def device(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("change", [Path.unlink, pipe, folder, device])
+@pytest.mark.parametrize("file", [CONFIG, WEIGHTS])
+def test_what_is_no_file_is_missing(root: Path, file: str, change: Callable[[Path], None]) -> None:
+    change(root / "team" / "good" / file)
+    for answer in (
+        fetch(root, "team/good"),
+        fetch_folder(root / "team" / "good", root.parent / "cache", LLAMA),
+    ):
+        assert (answer["error"], answer["reason"]) == ("invalid", f"there is no {file}")
+
+
+@pytest.mark.parametrize("file", ["adapter_model.bin", "adapter_model.pt"])
+def test_a_pickle_is_never_read(root: Path, file: str) -> None:
+    (root / "team" / "good" / WEIGHTS).unlink()
+    (root / "team" / "good" / file).write_bytes(b"cos\nsystem\n(S'touch /tmp/x'\ntR.")
+    answer = fetch(root, "team/good")
+    assert answer["error"] == "invalid"
+    assert f"{file} is a pickle, which can run code and is never loaded" in answer["reason"]
+
+
+def test_sizes_are_checked_before_anything_is_read(root: Path) -> None:
+    path = root / "team" / "good" / WEIGHTS
+    with path.open("r+b") as file:
+        file.truncate(1 << 40)
+    assert fetch(root, "team/good", max_bytes=1 << 20) == {
+        "error": "too_large",
+        "reason": f"{1 << 40} bytes, and at most {1 << 20} are allowed",
+        "num_bytes": 1 << 40,
+        "limit": 1 << 20,
+    }
+    with (root / "team" / "good" / CONFIG).open("r+b") as file:
+        file.truncate((1 << 20) + 1)
+    assert "adapter_config.json has more than" in fetch(root, "team/good")["reason"]
+
+
+def test_a_file_that_cannot_be_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = os.open
+
+    def refuse(path: Any, flags: int, **options: Any) -> int:
+        if path == WEIGHTS:
+            raise PermissionError(13, "no")
+        return opened(path, flags, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    answer = fetch(root, "team/good")
+    assert answer["error"] == "unavailable"
+    assert answer["reason"] == f"{WEIGHTS} cannot be read: Permission denied"
+
+
+def test_folders_that_are_swapped_for_links_give_nothing_of_the_outside(root: Path) -> None:
+    """One thread swaps the folder and a link to the secret one, while another fetches."""
+    good = fetch(root, "team/good")["digest"]
+    secret = root.parent / "secret"
+    target = root / "team" / "good"
+    away, stop = root / "away", threading.Event()
+
+    def swap() -> None:
+        while not stop.is_set():
+            target.rename(away)
+            target.symlink_to(secret)
+            target.unlink()
+            away.rename(target)
+
+    (secret / CONFIG).write_text(
+        (secret / CONFIG).read_text().replace('"lora_alpha": 8', '"lora_alpha": 9')
+    )
+    thread = threading.Thread(target=swap)
+    thread.start()
+    try:
+        answers = [fetch(root, "team/good") for _ in range(200)]
+    finally:
+        stop.set()
+        thread.join()
+    assert {answer["digest"] for answer in answers if "digest" in answer} <= {good}
