@@ -13,9 +13,12 @@ RouterError
 │       ├── BodySizeError     413  validation
 │       └── BodyTimeout       408  validation         (the body did not arrive in time)
 ├── UnknownPath               404  not_found
-├── UnknownModel              404  not_found          (`/v1/models/{id}`; no other route asks for a name)
+├── UnknownModel              404  not_found          (no model and no adapter has this name)
 ├── NotStored                 404  not_found          (`/v1/responses/{id}`)
 ├── AdapterNotFound           404  adapter_not_found  (or no right to know that it exists)
+│   └── AdapterRemoved        404  adapter_not_found  (the operator has unloaded it)
+├── AdapterRefused            400  InvalidUserInput   (`/v1/load_lora_adapter`, and `/v1/unload_lora_adapter`)
+├── AdapterNotLoaded          404  NotFoundError      (the same routes)
 ├── AdapterForbidden          403  adapter_forbidden  (the token has no access)
 ├── AdapterTooLarge           413  validation         (larger than a download, or all memory, may be)
 ├── AdapterUnavailable        503  unavailable        (the hub or the disk failed)
@@ -160,6 +163,8 @@ class UnknownModel(RouterError):
 
     status = 404
     error_type = "not_found"
+    failure_label = "validation"
+    openai_code = "model_not_found"
 
     def __init__(self, name: str) -> None:
         super().__init__(f"The model '{name}' does not exist")
@@ -185,6 +190,27 @@ class AdapterNotFound(RouterError):
 
     def __init__(self, name: str) -> None:
         super().__init__(f"The adapter {quoted(name)} does not exist")
+
+
+class AdapterRemoved(AdapterNotFound):
+    """The operator has unloaded the adapter of this name."""
+
+    def __init__(self, name: str) -> None:
+        RouterError.__init__(self, f"The adapter {quoted(name)} has been unloaded")
+
+
+class AdapterRefused(RouterError):
+    """The operator's call to load or unload an adapter is wrong; status, type and texts are vLLM's."""
+
+    status = 400
+    error_type = "InvalidUserInput"
+
+
+class AdapterNotLoaded(RouterError):
+    """The operator's call names an adapter that is not there; status, type and texts are vLLM's."""
+
+    status = 404
+    error_type = "NotFoundError"
 
 
 class AdapterForbidden(RouterError):

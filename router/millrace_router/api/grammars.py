@@ -78,6 +78,18 @@ GrammarType = TypeAliasType(
 """`grammar` of the native routes."""
 
 
+class LoraxFormat(RequestModel):
+    """LoRAX's `response_format`: JSON, by a schema or any object."""
+
+    type: Literal["json_object", "json_schema"]
+    schema_: Any = Field(alias="schema", default=None)
+    """None stands for any object."""
+
+    def raw(self) -> RawGrammar:
+        """Translate."""
+        return raw_schema(self.schema_)
+
+
 class TextFormat(RequestModel):
     """Any text."""
 

@@ -8,10 +8,17 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Protocol
 
+from millrace_router.adapters.service import AdapterService
 from millrace_router.engine.generation import Collected, Generation
 from millrace_router.engine.permits import Permits
 from millrace_router.engine.request_record import RequestRecord
-from millrace_router.errors import RouterError, ShuttingDown, SizeError
+from millrace_router.errors import (
+    AdapterNotFound,
+    AdapterRemoved,
+    RouterError,
+    ShuttingDown,
+    SizeError,
+)
 from millrace_router.prediction.estimate import Appraisal, Estimate
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.request import ValidRequest
@@ -52,14 +59,19 @@ class Infer:
         validator: Validator,
         metrics: Metrics,
         *,
+        adapters: AdapterService | None = None,
         on_failure: Callable[[RouterError], None] = noop,
         on_token: Callable[[], None] = noop,
         on_entry: Callable[[float], None] = noop,
     ) -> None:
-        """`on_entry` receives the seconds from the arrival of a request until it was queued."""
+        """Without `adapters` there are none.
+
+        `on_entry` receives the seconds from the arrival of a request until it was queued.
+        """
         self._batcher = batcher
         self._validator = validator
         self._metrics = metrics
+        self._adapters = adapters
         self._on_failure = on_failure
         self._on_token = on_token
         self._on_entry = on_entry
@@ -97,7 +109,7 @@ class Infer:
             raise ShuttingDown
         check_best_of(request, self._validator.limits)
         try:
-            validated = await self._validator.check(request)
+            validated = await self._adapted(request, await self._validator.check(request))
         except SizeError as error:
             return Appraisal(
                 num_prompt_tokens=error.num_prompt_tokens,
@@ -175,7 +187,9 @@ class Infer:
         self.permits.take(count)
         with ExitStack() as undo:
             undo.callback(self.permits.give, count)
-            validated = await self._validator.validate(request)
+            validated = await self._adapted(request, await self._validator.validate(request))
+            if validated.request.adapter is not None:
+                self._metrics.adapter_requests.count(validated.request.adapter.name)
             samples = _samples_of(validated, count)
             streams = self._submit(samples)
             undo.pop_all()
@@ -191,6 +205,23 @@ class Infer:
             )
             for index, (sample, stream) in enumerate(zip(samples, streams, strict=True))
         )
+
+    async def _adapted(self, request: GenerationRequest, validated: Validated) -> Validated:
+        """Give a request the version of its adapter; raises RouterError."""
+        reference = request.adapter
+        if reference is None:
+            return validated
+        try:
+            if self._adapters is None:
+                raise AdapterNotFound(reference.name)
+            version = await self._adapters.resolve(reference, request.scheduling.tenant)
+        except AdapterRemoved:
+            raise
+        except AdapterNotFound:
+            if self._validator.limits.dialect.ignores_adapters:
+                return validated
+            raise
+        return replace(validated, request=replace(validated.request, adapter=version))
 
     def _submit(self, samples: Sequence[Validated]) -> list[TokenStream]:
         """Queue all of them, or none; raises RouterError."""

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+ADAPTER_TOKEN_HEADER = "x-adapter-token"  # noqa: S105
+"""Header with the client's own token for the hub."""
 PAGE_BYTES = 1 << 16
 RANKS_PER_SLICE = 16
 

@@ -12,7 +12,7 @@ class Dialect:
     clamps_new_tokens: bool = False
     """A request whose `max_new_tokens` do not fit gets as many as fit, instead of a refusal."""
     ignores_adapters: bool = False
-    """`adapter_id` has no effect, instead of a refusal."""
+    """A request for an unknown adapter is answered by the base model, instead of a refusal."""
     needs_properties: bool = False
     """A schema without `properties` at its top is refused."""
     refuses_full_top_p: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from millrace_router.request.adapter import AdapterReference
 from millrace_router.request.grammar import RawGrammar
 from millrace_router.request.request import Grammar, SchedulingParameters
 from millrace_router.request.scheduling import DEFAULT_SCHEDULING
@@ -57,7 +58,8 @@ class GenerationRequest:
     """(token id, what is added to its score), each id once."""
     watermark: bool = False
     grammar: RawGrammar | Grammar | None = None
-    adapter_id: str | None = None
+    adapter: AdapterReference | None = None
+    """None for the base model."""
     top_n_tokens: int | None = None
     decoder_input_details: bool = False
     """Whether the answer has the prompt's log probabilities, if the server allows them."""

@@ -22,6 +22,7 @@ from typing import Protocol
 import structlog
 
 from millrace_router.errors import RouterError, ShuttingDown, ValidationError
+from millrace_router.request.adapter import ADAPTER_TOKEN_HEADER
 from millrace_router.request.scheduling import presented_key
 from millrace_router.server.recording import Recording
 
@@ -48,7 +49,8 @@ def digest_of(*parts: str | bytes) -> bytes:
 def scope_of(headers: Mapping[str, str], path: str) -> bytes | None:
     """Hash the key of a request with its caller and its route; None without a key; raises ValidationError.
 
-    The same key of another caller or on another route has another hash. The caller is the pair of API key and tenant.
+    The same key of another caller or on another route has another hash. The caller is the triple of API key, tenant and
+    the token for adapters.
     """
     key = headers.get(KEY_HEADER)
     if key is None:
@@ -57,7 +59,13 @@ def scope_of(headers: Mapping[str, str], path: str) -> bytes | None:
         raise ValidationError(
             f"`{KEY_HEADER}` must have 1 to {MAX_KEY_LENGTH} characters. Given: {len(key)}"
         )
-    return digest_of(presented_key(headers), headers.get("x-tenant", ""), path, key)
+    return digest_of(
+        presented_key(headers),
+        headers.get("x-tenant", ""),
+        headers.get(ADAPTER_TOKEN_HEADER, ""),
+        path,
+        key,
+    )
 
 
 def last_event_of(headers: Mapping[str, str]) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
+from millrace_router.adapters.names.resolver import Resolver
 from millrace_router.config import RouterConfig
 from millrace_router.engine.health import Health
 from millrace_router.engine.infer import Infer
@@ -44,6 +45,8 @@ class Services:
     metrics: Metrics
     health: Health
     quarantine: Quarantine
+    adapters: Resolver | None = None
+    """None if the shards take no adapters."""
     request_log: RequestLog | None = None
     cost: CostModel | None = None
     late: LatePlanning | None = None

@@ -184,12 +184,6 @@ def least_tokens(request: GenerationRequest, max_new_tokens: int) -> int:
     return least
 
 
-def check_adapter(request: GenerationRequest, limits: Limits) -> None:
-    """Refuse an adapter, because there is none; raises ValidationError."""
-    if request.adapter_id is not None and not limits.dialect.ignores_adapters:
-        raise ValidationError(f"`adapter_id` is not known. Given: {request.adapter_id}")
-
-
 def sampling_from(request: GenerationRequest) -> SamplingParameters:
     """Resolve the defaults; a request without a seed gets a random one."""
     return SamplingParameters(

@@ -81,7 +81,6 @@ class Validator:
         """Check the rest, and resolve the defaults; raises ValidationError."""
         grammar = await self._read_grammar(request)
         least = rules.least_tokens(request, max_new_tokens)
-        rules.check_adapter(request, self.limits)
         allowed = request.decoder_input_details and self.limits.prefill_logprobs
         valid = ValidRequest(
             input_ids=input_ids,

@@ -283,8 +283,11 @@ PARAMETERS = [
         path="/generate",
         body=asked(adapter_id="mine"),
         default=Reply(
-            status=422,
-            body={"error": "Input validation error: `adapter_id` is not known. Given: mine"},
+            status=404,
+            body={
+                "error": "The adapter 'mine' does not exist",
+                "error_type": "adapter_not_found",
+            },
         ),
         strict=Reply(body={"generated_text": " x x"}),
         generates={},

@@ -23,7 +23,7 @@ from millrace_testing.router.edge import Edge, limits_with, serving
 SECONDS = 30.0
 TEMPLATE = "{% for turn in messages %}{{ turn.role }}: {{ turn.content }}\n{% endfor %}"
 LIMITS = limits_with(max_input_tokens=20, max_total_tokens=40)
-POSTS = [operation for operation in OPERATIONS if operation.method == "post"]
+POSTS = [one for one in OPERATIONS if one.method == "post" and not one.is_admin]
 ROUTES = {operation.path: operation for operation in POSTS}
 
 PARAMETERS: dict[str, Any] = {
@@ -48,6 +48,12 @@ PARAMETERS: dict[str, Any] = {
     "min_p": 0.1,
     "min_new_tokens": 1,
     "adapter_id": None,
+    "adapter_source": "hub",
+    "merged_adapters": None,
+    "api_token": None,
+    "return_k_alternatives": None,
+    "response_format": None,
+    "lora_path": "",
     "priority": 1,
     "ignore_eos": False,
 }

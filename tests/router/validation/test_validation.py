@@ -79,7 +79,6 @@ RULES: list[tuple[dict[str, Any], str]] = [
         {"min_new_tokens": 3, "max_new_tokens": 2},
         "`min_new_tokens` must be <= `max_new_tokens`. Given: 3 and 2",
     ),
-    ({"adapter_id": "mine"}, "`adapter_id` is not known. Given: mine"),
 ]
 
 
@@ -313,7 +312,7 @@ async def test_what_is_too_long_tells_how_long_it_is(
     [
         ({}, "a b", 1, 1),
         # TGI counts the length of whatever has a valid one.
-        ({"adapter_id": "mine"}, "a b", 1, 0),
+        ({"min_new_tokens": 3, "max_new_tokens": 2}, "a b", 1, 0),
         ({}, NINE, 0, 0),
     ],
 )
@@ -394,8 +393,8 @@ async def test_what_is_only_checked_is_not_compiled() -> None:
 
 async def test_what_is_refused_for_another_reason_is_not_compiled() -> None:
     compiler = FakeCompiler()
-    request = replace(guided(), adapter_id="mine")
-    with pytest.raises(ValidationError, match="adapter_id"):
+    request = replace(guided(), min_new_tokens=3, max_new_tokens=2)
+    with pytest.raises(ValidationError, match="min_new_tokens"):
         await new_validator(compiler=compiler).validate(request)
     assert compiler.asked == []
 

@@ -7,6 +7,7 @@ from functools import partial
 
 from aiohttp import web
 
+from millrace_router.api.adapters.naming import adapter_of_model
 from millrace_router.api.anthropic.answers import MessageHead, blocks_of, end_json
 from millrace_router.api.anthropic.errors import (
     COUNT_TOKENS,
@@ -56,9 +57,10 @@ async def messages(request: web.Request) -> web.StreamResponse:
     with counting_refusals(services.metrics):
         chat = await prepare_chat(services, chat_of(body, services.dialect))
         scheduling = scheduling_of(request, None)
+        adapter = adapter_of_model(request, body.model)
     head = MessageHead(model=model_name(services, body.model))
     async with await services.infer.start(
-        replace(chat.request, scheduling=scheduling)
+        replace(chat.request, scheduling=scheduling, adapter=adapter)
     ) as generation:
         watch(request, generation)
         if not body.stream:

@@ -45,7 +45,11 @@ async def completions(request: web.Request) -> web.StreamResponse:
         if len(body.prompts) > services.limits.max_client_batch_size:
             raise BatchSizeExceeded(services.limits.max_client_batch_size)
         asked = body.generation(services.dialect)
-        asked = replace(asked, scheduling=scheduling_of(request, body.priority))
+        asked = replace(
+            asked,
+            scheduling=scheduling_of(request, body.priority),
+            adapter=body.adapter(request),
+        )
     head = AnswerHead(
         "text_completion",
         "cmpl",

@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any
 
+from aiohttp import web
 from pydantic import Field
 
+from millrace_router.api.adapters.naming import adapter_of_model
 from millrace_router.api.chat.bias import biases_from
 from millrace_router.api.chat.sampling import SamplingFields, openai_generation
 from millrace_router.api.fields import Float32, RequestModel, UInt32
 from millrace_router.api.grammars import ResponseFormat
 from millrace_router.errors import ValidationError
+from millrace_router.request.adapter import AdapterReference
 from millrace_router.request.dialect import Dialect
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.limits import Limits
@@ -38,6 +41,12 @@ class CommonRequest(SamplingFields):
     response_format: ResponseFormat | None = None
     typical_p: Float32 | None = None
     """Not in OpenAI's; 1 is no restriction."""
+    adapter_source: str | None = None
+    """LoRAX's, like the field below: where `model` is, `hub` or `local`."""
+    api_token: str | None = Field(default=None, repr=False)
+    """The client's own token for the hub."""
+    lora_path: str | None = None
+    """SGLang's: the name of a registered adapter; an adapter in `model` beats it."""
 
     @property
     def includes_usage(self) -> bool:
@@ -53,6 +62,16 @@ class CommonRequest(SamplingFields):
     def num_choices(self) -> int:
         """Choices for each prompt."""
         return 1 if self.n is None else self.n
+
+    def adapter(self, request: web.Request) -> AdapterReference | None:
+        """Return the adapter that the body names; None for the base model. Raises RouterError."""
+        return adapter_of_model(
+            request,
+            self.model,
+            lora_path=self.lora_path,
+            source=self.adapter_source,
+            token=self.api_token,
+        )
 
     def check(self, limits: Limits) -> None:
         """Check the fields that TGI ignores; raises RouterError."""

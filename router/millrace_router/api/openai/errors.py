@@ -8,6 +8,7 @@ import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from millrace_router.api.adapters.naming import NO_NAMES
 from millrace_router.api.openai.answers import error_answer, error_detail
 from millrace_router.api.openai.choice import ChatDelta, ChoiceText
 from millrace_router.engine.generation import Generation
@@ -19,13 +20,10 @@ from millrace_router.server.services import SERVICES, Services
 from millrace_router.server.sse import DONE, event
 from millrace_router.version import VERSION
 
-OWN_NAME = "tgi"
-"""The model name of clients that have no preference."""
-
 
 def model_name(services: Services, asked: str | None) -> str:
     """Return the name of the model in the answer: the client's, whatever it is, or else that of the model."""
-    return services.config.model_id if asked in {None, "", OWN_NAME} else str(asked)
+    return services.config.model_id if asked in NO_NAMES else str(asked)
 
 
 def fingerprint(services: Services) -> str:

@@ -161,12 +161,16 @@ class ChatCompletionChunkJson(HeadJson):
 
 
 class ModelJson(TypedDict):
-    """The served model."""
+    """The served model, or an adapter of it."""
 
     id: str
     object: str
     created: int
     owned_by: str
+    root: NotRequired[str]
+    """Only adapters have it, and the field below: the id on the hub, or the name of the folder."""
+    parent: NotRequired[str]
+    """The served model."""
 
 
 class ModelInfoJson(TypedDict):

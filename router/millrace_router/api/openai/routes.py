@@ -9,6 +9,7 @@ from dataclasses import replace
 import orjson
 from aiohttp import web
 
+from millrace_router.api.openai.adapter_models import adapter_json, adapters_json
 from millrace_router.api.openai.answers import AnswerHead
 from millrace_router.api.openai.chat_answers import ChatAnswers
 from millrace_router.api.openai.chat_request import ChatCompletionRequest
@@ -44,17 +45,21 @@ def register(app: web.Application) -> None:
 
 
 async def models(request: web.Request) -> web.StreamResponse:
-    """`GET /v1/models`: the one that is served."""
-    answer: ModelInfoJson = {"object": "list", "data": [_model(request.app[SERVICES])]}
+    """`GET /v1/models`: the one that is served, and the adapters that the client may use."""
+    data = [_model(request.app[SERVICES]), *adapters_json(request)]
+    answer: ModelInfoJson = {"object": "list", "data": data}
     return json_response(answer)
 
 
 async def model(request: web.Request) -> web.StreamResponse:
-    """`GET /v1/models/{model}`: the one that is served, by its name."""
+    """`GET /v1/models/{model}`: the one that is served, or an adapter of it, by its name."""
     served, asked = _model(request.app[SERVICES]), request.match_info["model"]
-    if asked != served["id"]:
+    if asked == served["id"]:
+        return json_response(served)
+    found = adapter_json(request, asked)
+    if found is None:
         raise UnknownModel(asked)
-    return json_response(served)
+    return json_response(found)
 
 
 def _model(services: Services) -> ModelJson:
@@ -80,10 +85,11 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     with counting_refusals(services.metrics):
         chat = await prepare_chat(services, body.chat(services.limits))
         scheduling = scheduling_of(request, body.priority)
+        adapter = body.adapter(request)
     answers = _answers(services, body)
     with ExitStack() as cleanup:
         generations = await services.infer.start_samples(
-            replace(chat.request, scheduling=scheduling), body.num_choices
+            replace(chat.request, scheduling=scheduling, adapter=adapter), body.num_choices
         )
         for generation in generations:
             cleanup.callback(generation.close)

@@ -21,6 +21,7 @@ from millrace_router.api.openai.protocol import OpenAIErrorResponseJson, StreamE
 from millrace_router.api.openapi.operation import Operation
 from millrace_router.api.openapi.operations import OPERATIONS
 from millrace_router.api.tgi.info import ErrorResponseJson
+from millrace_router.request.adapter import ADAPTER_TOKEN_HEADER
 from millrace_router.request.scheduling import (
     API_KEY_HEADER,
     MAX_PRIORITY,
@@ -75,6 +76,10 @@ HEADERS: dict[str, dict[str, object]] = {
     MAX_QUEUE_HEADER: {
         "description": "Milliseconds that the request may wait in the queue before it is answered 429",
         "schema": {"type": "integer", "minimum": 1, "maximum": MAX_QUEUE_MS},
+    },
+    ADAPTER_TOKEN_HEADER: {
+        "description": "The client's own token for the hub, for adapters that are not public",
+        "schema": {"type": "string"},
     },
     KEY_HEADER: {
         "description": "Key of a request that may be repeated: repetitions get the answer of the first one",
@@ -223,6 +228,9 @@ class _Failures(NamedTuple):
 
 
 def _failures(operation: Operation) -> _Failures:
+    if operation.failure is not None:
+        whole = operation.failure | OpenAIErrorResponseJson
+        return _Failures(whole, whole)
     if operation.openai:
         return _Failures(OpenAIErrorResponseJson, StreamErrorJson)
     if operation.either:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
+from millrace_router.request.adapter import ADAPTER_TOKEN_HEADER
 from millrace_router.request.scheduling import MAX_QUEUE_HEADER, PRIORITY_HEADER, TENANT_HEADER
 from millrace_router.server.idempotency import KEY_HEADER, LAST_EVENT_HEADER
 
@@ -20,14 +21,17 @@ READING = (
 """Statuses of a refused body."""
 ADMITTING = (*READING, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 """Statuses of failures on routes that take a permit."""
+NAMING = (HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND)
+"""Statuses of a request for an adapter that the client may not use, or that is not there."""
 GENERATING = (
     *ADMITTING,
+    *NAMING,
     HTTPStatus.GONE,
     HTTPStatus.FAILED_DEPENDENCY,
     HTTPStatus.INTERNAL_SERVER_ERROR,
 )
 """Statuses of a failed generation."""
-PREDICTING = (*ADMITTING, HTTPStatus.FAILED_DEPENDENCY, HTTPStatus.INTERNAL_SERVER_ERROR)
+PREDICTING = (*ADMITTING, *NAMING, HTTPStatus.FAILED_DEPENDENCY, HTTPStatus.INTERNAL_SERVER_ERROR)
 """Statuses of a failed generation without an idempotency key, which cannot be resumed."""
 MESSAGING = (
     HTTPStatus.BAD_REQUEST,
@@ -41,8 +45,8 @@ MESSAGING = (
 
 SCHEDULING = (PRIORITY_HEADER, TENANT_HEADER, MAX_QUEUE_HEADER)
 """Headers of the scheduling parameters."""
-IDEMPOTENT = (*SCHEDULING, KEY_HEADER, LAST_EVENT_HEADER)
-"""Headers of the scheduling parameters and of idempotency."""
+IDEMPOTENT = (*SCHEDULING, ADAPTER_TOKEN_HEADER, KEY_HEADER, LAST_EVENT_HEADER)
+"""Headers of generating routes: of the scheduling parameters, of adapters and of idempotency."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +68,14 @@ class Operation:
     failures: tuple[HTTPStatus, ...] = ()
     is_open: bool = False
     """Needs no API key."""
+    is_admin: bool = False
+    """Needs the admin key in place of the API key, and does not exist without one."""
     openai: bool = False
     """Failures have OpenAI's envelope."""
     either: bool = False
     """Failures have TGI's envelope or OpenAI's, depending on the body."""
+    failure: Any = None
+    """The JSON of a failure that may have this form, too."""
     anthropic: bool = False
     """Failures have Anthropic's envelope."""
     headers: tuple[str, ...] = ()

@@ -23,11 +23,13 @@ from millrace_router.api.openai.protocol import (
     ModelInfoJson,
     ModelJson,
 )
+from millrace_router.api.openapi.adapter_operations import ADAPTER_OPERATIONS
 from millrace_router.api.openapi.operation import (
     ADMITTING,
     GENERATING,
     IDEMPOTENT,
     MESSAGING,
+    NAMING,
     READING,
     SCHEDULING,
     Operation,
@@ -46,6 +48,7 @@ from millrace_router.api.tgi.tokenizer_info import (
     TokenizePromptRequest,
     TokenizerInfoJson,
 )
+from millrace_router.request.adapter import ADAPTER_TOKEN_HEADER
 from millrace_router.text.tokenizer import TokenSpan
 
 TokenizeResponse = TypeAliasType("TokenizeResponse", list[TokenSpan])
@@ -181,7 +184,7 @@ OPERATIONS = (
         body=MessagesRequest,
         answer=MessagesAnswerJson,
         event=MessageEventJson,
-        failures=(*MESSAGING, HTTPStatus.GONE, HTTPStatus.INTERNAL_SERVER_ERROR),
+        failures=(*MESSAGING, *NAMING, HTTPStatus.GONE, HTTPStatus.INTERNAL_SERVER_ERROR),
         anthropic=True,
         headers=IDEMPOTENT,
     ),
@@ -202,22 +205,22 @@ OPERATIONS = (
         summary="What would become of a request, without running it",
         body=GenerateRequest | ChatCompletionRequest | CompletionRequest,
         answer=EstimateJson,
-        failures=(*READING, HTTPStatus.SERVICE_UNAVAILABLE),
-        headers=SCHEDULING,
+        failures=(*READING, *NAMING, HTTPStatus.SERVICE_UNAVAILABLE),
+        headers=(*SCHEDULING, ADAPTER_TOKEN_HEADER),
     ),
     Operation(
         method="get",
         is_open=True,
         path="/v1/models",
         id="openai_get_model_info",
-        summary="The model that is served",
+        summary="The model that is served, and the adapters that the client may use",
         answer=ModelInfoJson,
     ),
     Operation(
         method="get",
         path="/v1/models/{model}",
         id="get_model",
-        summary="The model that is served, by its name",
+        summary="The model that is served, or an adapter, by its name",
         answer=ModelJson,
         failures=(HTTPStatus.NOT_FOUND,),
         openai=True,
@@ -291,5 +294,6 @@ OPERATIONS = (
         )
         for path, id_ in (("/docs", "docs"), ("/docs/", "docs_alias"))
     ),
+    *ADAPTER_OPERATIONS,
     *PLATFORM_OPERATIONS,
 )

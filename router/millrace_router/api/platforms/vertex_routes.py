@@ -26,7 +26,6 @@ from millrace_router.api.tgi.probes import health
 from millrace_router.api.tgi.request import GenerateParameters, GenerateRequest
 from millrace_router.api.tgi.routes import generated
 from millrace_router.errors import RouterError, ValidationError
-from millrace_router.request.request import SchedulingParameters
 from millrace_router.server.access_log import watch
 from millrace_router.server.bodies import json_response, read_model
 from millrace_router.server.request_start import counting_refusals, scheduling_of
@@ -80,7 +79,9 @@ async def _predict(request: web.Request, instance: VertexInstance) -> str:
         with counting_refusals(services.metrics):
             chat = await prepare_chat(services, instance.chat(services.limits))
             scheduling = scheduling_of(request, instance.priority)
-        predicting = _chat(request, instance, chat, scheduling)
+            adapter = instance.adapter(request)
+        asked = replace(chat.request, scheduling=scheduling, adapter=adapter)
+        predicting = _chat(request, instance, replace(chat, request=asked))
     else:
         predicting = _text(request, instance)
     try:
@@ -103,17 +104,10 @@ async def _text(request: web.Request, instance: GenerateVertexInstance) -> str:
     return answer["generated_text"]
 
 
-async def _chat(
-    request: web.Request,
-    body: ChatCompletionRequest,
-    chat: PreparedChat,
-    scheduling: SchedulingParameters,
-) -> str:
+async def _chat(request: web.Request, body: ChatCompletionRequest, chat: PreparedChat) -> str:
     """Return the assistant's text; a message with tool calls becomes JSON, because the calls are not text."""
     services = request.app[SERVICES]
-    async with await services.infer.start(
-        replace(chat.request, scheduling=scheduling)
-    ) as generation:
+    async with await services.infer.start(chat.request) as generation:
         watch(request, generation)
         pieces = await deltas_of(generation, chat.text())
     head = AnswerHead(

@@ -7,6 +7,7 @@ from functools import partial
 
 from aiohttp import web
 
+from millrace_router.api.adapters.naming import adapter_of_model
 from millrace_router.api.openai.errors import deltas_of, model_name, openai_errors
 from millrace_router.api.openai.prepare import PreparedChat, prepare_chat
 from millrace_router.api.responses.answers import ResponseHead
@@ -62,9 +63,10 @@ async def responses(request: web.Request) -> web.StreamResponse:
     with counting_refusals(services.metrics):
         chat = await prepare_chat(services, chat_of(body, services.dialect))
         scheduling = scheduling_of(request, body.priority)
+        adapter = adapter_of_model(request, body.model)
     events = ResponseEvents(ResponseHead(body, model=model_name(services, body.model)))
     async with await services.infer.start(
-        replace(chat.request, scheduling=scheduling)
+        replace(chat.request, scheduling=scheduling, adapter=adapter)
     ) as generation:
         watch(request, generation)
         if not body.stream:

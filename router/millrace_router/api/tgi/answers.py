@@ -21,10 +21,21 @@ class PrefillTokenJson(TypedDict):
     logprob: float | None
 
 
+class AlternativeTokenJson(TypedDict):
+    """A candidate in the place of a token, in LoRAX's form."""
+
+    id: int
+    text: str
+    logprob: float | None
+
+
 class TokenJson(PrefillTokenJson):
     """A generated token."""
 
     special: bool
+    skipped: NotRequired[bool]
+    """Only LoRAX has it, and the field below."""
+    alternative_tokens: NotRequired[list[AlternativeTokenJson]]
 
 
 class SequenceJson(TypedDict):
@@ -38,6 +49,9 @@ class SequenceJson(TypedDict):
     top_tokens: NotRequired[list[list[TokenJson]]]
     cached_tokens: int
     """Not in TGI: tokens of the prompt found in the prefix cache."""
+    prompt_tokens: NotRequired[int]
+    """Only LoRAX has it, and the field below."""
+    skipped_tokens: NotRequired[int]
 
 
 class BestOfSequenceJson(SequenceJson):
@@ -68,6 +82,9 @@ class StreamDetailsJson(TypedDict):
     input_length: int
     cached_tokens: int
     """Not in TGI."""
+    prompt_tokens: NotRequired[int]
+    """Only LoRAX has it, and the field below."""
+    skipped_tokens: NotRequired[int]
 
 
 class StreamResponse(TypedDict):

@@ -10,12 +10,13 @@ from millrace_router.api.completions.request import CompletionRequest
 from millrace_router.api.openai.chat_request import ChatCompletionRequest
 from millrace_router.api.openai.prepare import prepare_chat
 from millrace_router.api.tgi.estimate import estimate_json
+from millrace_router.api.tgi.lorax import adapter_of
 from millrace_router.api.tgi.request import GenerateRequest
 from millrace_router.errors import BodyShapeError, ValidationError
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.server.bodies import json_response, read_json, to_model
 from millrace_router.server.request_start import scheduling_of
-from millrace_router.server.services import SERVICES, Services
+from millrace_router.server.services import SERVICES
 
 KEYS = ("inputs", "messages", "prompt")
 
@@ -28,22 +29,25 @@ def register(app: web.Application) -> None:
 async def estimate(request: web.Request) -> web.StreamResponse:
     """`POST /v1/estimate`: takes the body of `/generate`, of a chat or of a completion."""
     services = request.app[SERVICES]
-    asked, priority = await _read(services, await read_json(request))
+    asked, priority = await _read(request, await read_json(request))
     asked = replace(asked, scheduling=scheduling_of(request, priority))
     appraisal = await services.infer.estimate(asked)
     return json_response(estimate_json(appraisal))
 
 
-async def _read(services: Services, body: object) -> tuple[GenerationRequest, int | None]:
+async def _read(request: web.Request, body: object) -> tuple[GenerationRequest, int | None]:
     """Return the generation that a body asks for, and its priority; its keys determine the dialect."""
+    services = request.app[SERVICES]
     keys = [key for key in KEYS if isinstance(body, dict) and key in body]
     if keys == ["inputs"]:
         native = to_model(body, GenerateRequest)
-        return native.generation(), native.parameters.priority
+        adapter = adapter_of(request, native.parameters)
+        return replace(native.generation(), adapter=adapter), native.parameters.priority
     if keys == ["messages"]:
         conversation = to_model(body, ChatCompletionRequest)
         chat = await prepare_chat(services, conversation.chat(services.limits))
-        return chat.request, conversation.priority
+        adapter = conversation.adapter(request)
+        return replace(chat.request, adapter=adapter), conversation.priority
     if keys == ["prompt"]:
         completion = to_model(body, CompletionRequest)
         completion.check(services.limits)
@@ -52,7 +56,11 @@ async def _read(services: Services, body: object) -> tuple[GenerationRequest, in
                 f"`prompt` must be one prompt to be estimated. Given: {len(completion.prompts)}"
             )
         (prompt,) = completion.prompts
-        asked = replace(completion.generation(services.dialect), prompt=prompt)
+        asked = replace(
+            completion.generation(services.dialect),
+            prompt=prompt,
+            adapter=completion.adapter(request),
+        )
         return asked, completion.priority
     raise BodyShapeError(
         "Failed to deserialize the JSON body into the target type: "

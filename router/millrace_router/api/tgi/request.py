@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import AliasChoices, Field
 
+from millrace_router.api.adapters.merged import MergedAdapters
 from millrace_router.api.fields import (
     Float32,
     Int32,
@@ -15,8 +16,21 @@ from millrace_router.api.fields import (
     UInt32,
     UInt64,
 )
-from millrace_router.api.grammars import GrammarType
+from millrace_router.api.grammars import GrammarType, LoraxFormat
 from millrace_router.request.generation_request import GenerationRequest
+from millrace_router.request.grammar import RawGrammar
+
+LORAX_FIELDS = frozenset(
+    {
+        "adapter_source",
+        "merged_adapters",
+        "api_token",
+        "return_k_alternatives",
+        "response_format",
+        "apply_chat_template",
+    }
+)
+"""Fields that LoRAX has and TGI lacks."""
 
 
 class GenerateParameters(RequestModel):
@@ -41,6 +55,20 @@ class GenerateParameters(RequestModel):
     top_n_tokens: UInt32 | None = None
     grammar: GrammarType | None = None
     adapter_id: str | None = None
+    """The adapter of this request; none, as "", means the default one, or the base model."""
+    adapter_source: str | None = None
+    """LoRAX's, like the five fields below: `hub` or `local`."""
+    merged_adapters: MergedAdapters | None = None
+    api_token: str | None = Field(default=None, repr=False)
+    """The client's own token for the hub."""
+    return_k_alternatives: UInt32 | None = None
+    """The same as `top_n_tokens`, in LoRAX's form."""
+    response_format: LoraxFormat | None = None
+    """The same as `grammar`, for JSON."""
+    apply_chat_template: bool | None = None
+    """No effect, as in LoRAX."""
+    lora_path: str | None = None
+    """SGLang's: the name of a registered adapter."""
     priority: int | None = None
     """Not in TGI: requests of a higher priority are served first; beats the header `x-priority`."""
     ignore_eos: Switch = Field(
@@ -52,8 +80,13 @@ class GenerateParameters(RequestModel):
     min_p: Float32 | None = None
     """Not in TGI: tokens less likely than this share of the likeliest one are not drawn."""
 
+    @property
+    def is_lorax(self) -> bool:
+        """Whether a client of LoRAX sent them, which reads fields of answers that TGI lacks."""
+        return not LORAX_FIELDS.isdisjoint(self.model_fields_set)
+
     def generation(self, prompt: str) -> GenerationRequest:
-        """Return the request to continue `prompt`."""
+        """Return the request to continue `prompt`, without its adapter."""
         return GenerationRequest(
             prompt=prompt,
             truncate=self.truncate,
@@ -72,11 +105,16 @@ class GenerateParameters(RequestModel):
             repetition_penalty=self.repetition_penalty,
             frequency_penalty=self.frequency_penalty,
             watermark=self.watermark,
-            grammar=None if self.grammar is None else self.grammar.raw(),
-            adapter_id=self.adapter_id,
-            top_n_tokens=self.top_n_tokens,
+            grammar=self._grammar(),
+            top_n_tokens=self.return_k_alternatives
+            if self.top_n_tokens is None
+            else self.top_n_tokens,
             decoder_input_details=self.decoder_input_details,
         )
+
+    def _grammar(self) -> RawGrammar | None:
+        given = self.grammar or self.response_format
+        return None if given is None else given.raw()
 
 
 def sampling_parameters() -> GenerateParameters:

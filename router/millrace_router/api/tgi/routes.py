@@ -13,16 +13,25 @@ from millrace_router.api.tgi.answers import (
     BestOfSequenceJson,
     GenerateResponse,
     SequenceJson,
+    StreamDetailsJson,
     StreamResponse,
     plain_event,
     prefill_json,
     sequence_json,
     stream_json,
 )
+from millrace_router.api.tgi.lorax import (
+    adapter_of,
+    complete_details,
+    complete_sequence,
+    complete_token,
+    headers_of,
+)
 from millrace_router.api.tgi.request import CompatGenerateRequest, GenerateRequest
 from millrace_router.api.tgi.tokenizer_routes import names_prompt, tokenize_prompt
 from millrace_router.engine.generation import Collected, Generation
 from millrace_router.request.events import Finished, TokenEvent
+from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.server.access_log import watch
 from millrace_router.server.bodies import json_response, read_json, read_model, to_model
 from millrace_router.server.generation_stream import GenerationStream
@@ -48,7 +57,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     """`POST /generate`."""
     body = await read_model(request, GenerateRequest)
     answer, collected = await generated(request, body)
-    return json_response(answer, headers=_headers(request, collected))
+    return json_response(answer, headers=_headers(request, body, collected))
 
 
 async def generate_stream(request: web.Request) -> web.StreamResponse:
@@ -65,7 +74,7 @@ async def compat_generate(request: web.Request) -> web.StreamResponse:
     if body.stream:
         return await _stream(request, body)
     answer, collected = await generated(request, body)
-    return json_response([answer], headers=_headers(request, collected))
+    return json_response([answer], headers=_headers(request, body, collected))
 
 
 compat = with_errors_in_stream(idempotent(compat_generate), error_event, when=asks_for_stream)
@@ -88,14 +97,21 @@ async def generated(
 ) -> tuple[GenerateResponse, Collected]:
     """Generate to the end, as `/generate` does; raises RouterError."""
     services = request.app[SERVICES]
-    with counting_refusals(services.metrics):
-        scheduling = scheduling_of(request, body.parameters.priority)
-    collected = await services.infer.generate(replace(body.generation(), scheduling=scheduling))
+    collected = await services.infer.generate(_asked(request, body))
     watch(request, collected)
     answer: GenerateResponse = {"generated_text": _full_text(body, collected)}
     if body.parameters.details or body.parameters.decoder_input_details:
         answer["details"] = _details(services, body, collected)
     return answer, collected
+
+
+def _asked(request: web.Request, body: GenerateRequest) -> GenerationRequest:
+    """Return what a body and its headers ask for; raises RouterError."""
+    parameters = body.parameters
+    with counting_refusals(request.app[SERVICES].metrics):
+        scheduling = scheduling_of(request, parameters.priority)
+        adapter = adapter_of(request, parameters)
+    return replace(body.generation(), scheduling=scheduling, adapter=adapter)
 
 
 def _full_text(body: GenerateRequest, collected: Collected) -> str:
@@ -106,39 +122,44 @@ def _full_text(body: GenerateRequest, collected: Collected) -> str:
 def _details(
     services: Services, body: GenerateRequest, collected: Collected
 ) -> SequenceJson | BestOfDetailsJson:
-    sequence = _sequence(services, collected)
+    sequence = _sequence(services, body, collected)
     if not collected.others:
         return sequence
     others = [
-        BestOfSequenceJson(generated_text=_full_text(body, one), **_sequence(services, one))
+        BestOfSequenceJson(generated_text=_full_text(body, one), **_sequence(services, body, one))
         for one in collected.others
     ]
     return BestOfDetailsJson(**sequence, best_of_sequences=others)
 
 
-def _sequence(services: Services, collected: Collected) -> SequenceJson:
+def _sequence(services: Services, body: GenerateRequest, collected: Collected) -> SequenceJson:
     text_of = services.tokenizer.token_text
     prefill = prefill_json(collected.prompt, map(text_of, collected.valid.input_ids))
-    return sequence_json(
+    sequence = sequence_json(
         collected.tokens,
         collected.finished,
         prefill=prefill,
         cached_tokens=collected.cached_tokens,
     )
+    num_prompt_tokens = len(collected.valid.input_ids)
+    complete_sequence(
+        sequence, collected.tokens, body.parameters, num_prompt_tokens=num_prompt_tokens
+    )
+    return sequence
 
 
-def _headers(request: web.Request, collected: Collected) -> dict[str, str]:
-    return answer_headers(request.app[SERVICES], [collected], collected.usage)
+def _headers(request: web.Request, body: GenerateRequest, collected: Collected) -> dict[str, str]:
+    headers = answer_headers(request.app[SERVICES], [collected], collected.usage)
+    return headers | headers_of(request, body.parameters)
 
 
 async def _stream(request: web.Request, body: GenerateRequest) -> web.StreamResponse:
     services = request.app[SERVICES]
-    with counting_refusals(services.metrics):
-        scheduling = scheduling_of(request, body.parameters.priority)
-    asked = replace(body.generation(), scheduling=scheduling)
-    async with await services.infer.start(asked) as generation:
+    async with await services.infer.start(_asked(request, body)) as generation:
         watch(request, generation)
         options = sse_options(services, [generation], error_event)
+        headers = {**options.headers, **headers_of(request, body.parameters)}
+        options = replace(options, headers=headers)
         return await respond(request, [GenerateStream(generation, body)], options)
 
 
@@ -148,27 +169,36 @@ class GenerateStream(GenerationStream):
     def __init__(self, generation: Generation, body: GenerateRequest) -> None:
         super().__init__(generation)
         self._body = body
+        self._is_lorax = body.parameters.is_lorax
 
     def token(self, event: TokenEvent) -> None:
         """Frame the next token."""
         if event.finished is not None:
             self._sink.token(framed(orjson.dumps(self._last(event, event.finished))))
             self._finish()
-        elif event.top_tokens:
-            self._sink.token(framed(orjson.dumps(stream_json(event))))
+        elif event.top_tokens or self._is_lorax:
+            self._sink.token(framed(orjson.dumps(self._json(event))))
         else:
             self._sink.token(framed(plain_event(event)))
 
-    def _last(self, event: TokenEvent, finished: Finished) -> StreamResponse:
+    def _json(self, event: TokenEvent) -> StreamResponse:
         json = stream_json(event)
+        if self._is_lorax:
+            complete_token(json["token"], event, self._body.parameters)
+        return json
+
+    def _last(self, event: TokenEvent, finished: Finished) -> StreamResponse:
+        json = self._json(event)
         prefix = self._body.inputs if self._body.parameters.return_full_text else ""
         json["generated_text"] = prefix + finished.generated_text
         if self._body.parameters.details:
-            json["details"] = {
+            details: StreamDetailsJson = {
                 "finish_reason": finished.finish_reason,
                 "generated_tokens": finished.generated_tokens,
                 "seed": finished.seed,
                 "input_length": len(self._generation.valid.input_ids),
                 "cached_tokens": self._generation.cached_tokens,
             }
+            complete_details(details, self._body.parameters)
+            json["details"] = details
         return json

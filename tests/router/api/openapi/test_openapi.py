@@ -14,10 +14,19 @@ import orjson
 import pytest
 
 from millrace_router.__main__ import main
+from millrace_router.adapters.names.resolver import Resolver
 from millrace_router.api.anthropic.answers import STATUSES
 from millrace_router.api.openapi.operation import Operation
 from millrace_router.api.openapi.operations import OPERATIONS
-from millrace_router.errors import GenerationError, IncompleteGeneration, RouterError, ShardsGone
+from millrace_router.errors import (
+    AdapterForbidden,
+    AdapterNotFound,
+    AdapterUnavailable,
+    GenerationError,
+    IncompleteGeneration,
+    RouterError,
+    ShardsGone,
+)
 from millrace_router.prediction.cost import COEFFICIENTS, CostModel
 from millrace_router.prediction.estimate import Estimate
 from millrace_router.prediction.forecast import Prediction
@@ -25,6 +34,12 @@ from millrace_router.request.request import ValidRequest
 from millrace_router.request.scheduling import PRIORITY_HEADER
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.server import bodies
+from millrace_testing.adapters.fake_fetcher import (
+    FakeFetcher,
+    Repository,
+    registered,
+    resolver_of,
+)
 from millrace_testing.contract.openapi import (
     DOCUMENT,
     EVENTS,
@@ -40,8 +55,10 @@ from millrace_testing.contract.openapi import (
 from millrace_testing.router.edge import Edge, echo, limits_with, play, serving, token_event
 
 BY_NAME = {operation.id: operation for operation in OPERATIONS}
-GETS = [operation for operation in OPERATIONS if operation.method == "get"]
-POSTS = [operation for operation in OPERATIONS if operation.method == "post"]
+FOR_CLIENTS = [operation for operation in OPERATIONS if not operation.is_admin]
+FOR_ADMINS = [operation for operation in OPERATIONS if operation.is_admin]
+GETS = [operation for operation in FOR_CLIENTS if operation.method == "get"]
+POSTS = [operation for operation in FOR_CLIENTS if operation.method == "post"]
 HEALTH = (
     *("root", "health", "ping", "ready"),
     *("kserve_health_ready", "kserve_model_ready", "kserve_model_metadata_ready"),
@@ -49,6 +66,7 @@ HEALTH = (
 
 FEW = {"max_new_tokens": 2}
 EVERYTHING = {"details": True, "decoder_input_details": True, "seed": 2**64 - 1, **FEW}
+LORAX = {"details": True, "api_token": None, "return_k_alternatives": 2}
 NATIVE: dict[str, Any] = {"inputs": "hello world", "parameters": FEW}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
 COMPLETION: dict[str, Any] = {"prompt": ["hello", "world"], "max_tokens": 2}
@@ -93,6 +111,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("generate", NATIVE | {"parameters": EVERYTHING}),
     ("generate", NATIVE | {"parameters": FEW | {"details": True, "best_of": 2, "top_k": 2}}),
     ("generate_stream", NATIVE | {"parameters": FEW | {"details": True, "top_n_tokens": 2}}),
+    ("generate", NATIVE | {"parameters": FEW | LORAX}),
+    ("generate_stream", NATIVE | {"parameters": FEW | LORAX}),
     ("chat_completions", CHAT | LOGPROBS),
     ("chat_completions", CHAT | {"n": 2, "response_format": {"type": "json_object"}}),
     ("chat_completions", CHAT | STREAM | {"n": 2}),
@@ -178,11 +198,50 @@ def test_references_lead_to_components_and_every_component_is_used() -> None:
 
 async def test_a_key_is_asked_for_where_the_document_says_so() -> None:
     async with serving(api_key="secret") as edge:
-        for operation in OPERATIONS:
+        for operation in FOR_CLIENTS:
             status, media_type, body, _ = await ask(edge, operation, BODIES.get(operation.id))
             assert ("security" in described(operation)) == (status == 401), operation.path
             if status == 401:
                 check_documented(operation, status, media_type, body)
+
+
+ADMIN_BODIES = {
+    "load_lora_adapter": {"lora_name": "b", "lora_path": "org/b"},
+    "unload_lora_adapter": {"lora_name": "b"},
+    "sglang_load_lora_adapter": {"lora_name": "c", "lora_path": "org/b", "pinned": True},
+    "sglang_unload_lora_adapter": {"lora_name": "c"},
+}
+WITH_KEY = {"authorization": "Bearer boss"}
+
+
+async def test_answers_to_operators_are_as_documented() -> None:
+    resolver = resolver_of(FakeFetcher(hub={"org/b": Repository()}), registered("a", "org/a"))
+    async with serving(adapters=resolver, admin_key="boss", api_key="secret") as edge:
+        for operation in FOR_ADMINS:
+            body = ADMIN_BODIES.get(operation.id)
+            status, media_type, answer, _ = await ask(edge, operation, body)
+            assert status == 401
+            check_documented(operation, status, media_type, answer)
+            status, media_type, answer, _ = await ask(edge, operation, body, **WITH_KEY)
+            assert status == 200, answer
+            check_documented(operation, status, media_type, answer)
+
+
+@pytest.mark.parametrize("error", [AdapterNotFound("a"), AdapterUnavailable("a", "down")])
+async def test_refusals_of_operators_are_as_documented(error: RouterError) -> None:
+    resolver = resolver_of(FakeFetcher(error=error))
+    async with serving(adapters=resolver, admin_key="boss") as edge:
+        for operation in FOR_ADMINS:
+            for body in ({}, ADMIN_BODIES.get(operation.id), b"{", b"[]"):
+                if operation.method == "post":
+                    answer = await ask(edge, operation, body, **WITH_KEY)
+                    assert answer[0] in {400, 404, 422, 503}
+                    check_documented(operation, *answer[:3])
+    async with serving() as edge:
+        for operation in FOR_ADMINS:
+            status, media_type, answered, _ = await ask(edge, operation, **WITH_KEY)
+            assert status == 404
+            check_documented(operation, status, media_type, answered)
 
 
 @pytest.mark.parametrize("operation", GETS, ids=lambda operation: operation.id)
@@ -258,7 +317,18 @@ async def hangs() -> AsyncIterator[bytes]:
     await asyncio.Event().wait()
 
 
+def without_access(error: RouterError) -> Resolver:
+    """Adapters whose default cannot be used."""
+    return resolver_of(FakeFetcher(error=error), registered("a", "org/a"), default="a")
+
+
 REFUSALS = [
+    Refusal(
+        status=HTTPStatus.NOT_FOUND, options={"adapters": without_access(AdapterNotFound("a"))}
+    ),
+    Refusal(
+        status=HTTPStatus.FORBIDDEN, options={"adapters": without_access(AdapterForbidden("a"))}
+    ),
     Refusal(status=HTTPStatus.BAD_REQUEST, body=b"{"),
     Refusal(status=HTTPStatus.REQUEST_TIMEOUT, body=hangs),
     Refusal(status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE, options={"payload_limit": 10}),

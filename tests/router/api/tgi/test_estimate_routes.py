@@ -128,7 +128,7 @@ async def test_what_does_not_fit_is_an_answer(
     [
         ({"inputs": ""}, "`inputs` cannot be empty"),
         ({"inputs": "a", "parameters": {"top_k": 0}}, "`top_k` must be strictly positive"),
-        ({"inputs": "a", "parameters": {"adapter_id": "b"}}, "`adapter_id` is not known"),
+        ({"inputs": "a", "parameters": {"adapter_source": "s3"}}, "`adapter_source` s3"),
         ({"inputs": "a", "parameters": {"best_of": 3, "top_k": 1}}, "`best_of` must be > 0"),
         ({"inputs": "a", "parameters": {"priority": 11}}, "`priority` must be an integer"),
         ({"inputs": 5}, "inputs: "),

@@ -16,6 +16,7 @@ from aiohttp import web
 from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
+from millrace_router.adapters.names.resolver import Resolver
 from millrace_router.app import create_runner
 from millrace_router.config import RouterConfig
 from millrace_router.engine.health import Health
@@ -212,6 +213,7 @@ def services_over(
     cost: CostModel | None = None,
     request_log: RequestLog | None = None,
     tokenizer: Tokenizer | None = None,
+    adapters: Resolver | None = None,
     **config: Any,
 ) -> Services:
     """Everything an application is made of, over fakes."""
@@ -239,12 +241,14 @@ def services_over(
             batcher,
             validator,
             metrics,
+            adapters=adapters,
             on_failure=health.failed,
             on_token=health.generated,
         ),
         metrics=metrics,
         health=health,
         quarantine=batcher.quarantine,
+        adapters=adapters,
         request_log=request_log,
         cost=cost,
         compute_type="1-cpu",

@@ -1,0 +1,50 @@
+"""Who may use which repository: the hub's answers, each kept for a minute. Tokens are kept as hashes alone."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from hashlib import blake2b
+
+from millrace_router.adapters.names.recent import Recent
+
+ACCESS_SECONDS = 60.0
+"""A revoked token is refused after this time at the latest."""
+MAX_GRANTS = 16_384
+_SALT = secrets.token_bytes(16)
+
+Holder = bytes
+"""Hash of a token; that of no token is empty."""
+
+
+def holder_of(token: str | None) -> Holder:
+    """Hash a token with a salt of this process."""
+    if token is None:
+        return b""
+    return blake2b(token.encode(errors="surrogatepass"), key=_SALT, digest_size=16).digest()
+
+
+class Access:
+    """Remembers which holders of tokens the hub let read which repositories."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._grants: Recent[tuple[Holder, str, str | None], bool] = Recent(
+            MAX_GRANTS, seconds=ACCESS_SECONDS, clock=clock
+        )
+
+    def allow(self, holder: Holder, repository: str, revision: str | None) -> None:
+        """Let `holder` use a revision of a repository for a minute."""
+        self._grants.put((holder, repository, revision), value=True)
+
+    def forbid(self, holder: Holder, repository: str, revision: str | None) -> None:
+        """Forget that `holder` was allowed."""
+        self._grants.drop((holder, repository, revision))
+
+    def is_allowed(self, holder: Holder, repository: str, revision: str | None) -> bool:
+        """Return whether `holder` was allowed within the last minute."""
+        return self._grants.get((holder, repository, revision)) is not None
+
+    def allowed(self, holder: Holder) -> list[tuple[str, str | None]]:
+        """Return the (repository, revision) that `holder` may use now."""
+        return [(name, revision) for who, name, revision in self._grants.kept() if who == holder]

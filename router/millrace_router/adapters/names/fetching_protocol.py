@@ -1,0 +1,33 @@
+"""What names need of the process that fetches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from millrace_router.adapters.names.sources import NamedSource
+from millrace_router.request.adapter import AdapterVersion, MergeRecipe
+
+
+class Fetching(Protocol):
+    """Makes checked copies of adapters in the cache."""
+
+    async def fetch(
+        self, source: NamedSource, *, name: str, token: str | None, caller: str
+    ) -> AdapterVersion:
+        """Fetch and check the adapter at `source`; on the hub `token` alone counts, if a client named the source.
+
+        `caller` is the client that asks, so that none can fill the line of fetches.
+
+        Raises:
+            AdapterNotFound, AdapterForbidden, AdapterInvalid, AdapterTooLarge, AdapterUnavailable.
+
+        """
+
+    async def merge(
+        self, recipe: MergeRecipe, versions: Sequence[AdapterVersion]
+    ) -> AdapterVersion:
+        """Merge the versions of `recipe.ids`; raises as `fetch`."""
+
+    def is_cached(self, digest: str) -> bool:
+        """Return whether the copy of a version is in the cache."""

@@ -1,0 +1,73 @@
+"""What LoRAX's answers have beside TGI's: its client refuses answers without these fields."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aiohttp import web
+
+from millrace_router.api.adapters.headers import lorax_headers
+from millrace_router.api.adapters.naming import adapter_of_fields
+from millrace_router.api.tgi.answers import (
+    AlternativeTokenJson,
+    SequenceJson,
+    StreamDetailsJson,
+    TokenJson,
+)
+from millrace_router.api.tgi.request import GenerateParameters
+from millrace_router.request.adapter import AdapterReference
+from millrace_router.request.events import TokenEvent
+from millrace_router.request.float32 import shortest
+from millrace_router.server.services import SERVICES
+
+
+def adapter_of(request: web.Request, parameters: GenerateParameters) -> AdapterReference | None:
+    """Return the adapter of a request; None for the base model. Raises RouterError."""
+    return adapter_of_fields(
+        request,
+        adapter_id=parameters.adapter_id,
+        merged=parameters.merged_adapters,
+        lora_path=parameters.lora_path,
+        source=parameters.adapter_source,
+        token=parameters.api_token,
+    )
+
+
+def headers_of(request: web.Request, parameters: GenerateParameters) -> dict[str, str]:
+    """Return LoRAX's headers if the request has one of its fields."""
+    if not parameters.is_lorax:
+        return {}
+    return lorax_headers(request.app[SERVICES], adapter_of(request, parameters))
+
+
+def complete_sequence(
+    sequence: SequenceJson,
+    events: Sequence[TokenEvent],
+    parameters: GenerateParameters,
+    *,
+    num_prompt_tokens: int,
+) -> None:
+    """Add LoRAX's fields to the details of a sequence if the request has one of its own."""
+    if not parameters.is_lorax:
+        return
+    sequence["prompt_tokens"] = num_prompt_tokens
+    sequence["skipped_tokens"] = 0
+    for token, event in zip(sequence["tokens"], events, strict=True):
+        complete_token(token, event, parameters)
+
+
+def complete_details(details: StreamDetailsJson, parameters: GenerateParameters) -> None:
+    """Add LoRAX's fields to the details at the end of a stream if the request has one of its own."""
+    if parameters.is_lorax:
+        details["prompt_tokens"] = details["input_length"]
+        details["skipped_tokens"] = 0
+
+
+def complete_token(token: TokenJson, event: TokenEvent, parameters: GenerateParameters) -> None:
+    """Add LoRAX's fields to a token."""
+    token["skipped"] = False
+    if parameters.return_k_alternatives:
+        token["alternative_tokens"] = [
+            AlternativeTokenJson(id=one.id, text=one.text, logprob=shortest(one.logprob))
+            for one in event.top_tokens
+        ]

@@ -1,0 +1,352 @@
+"""Adapters on TGI's routes: LoRAX's and SGLang's fields, their refusals, and LoRAX's answers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from millrace_router.adapters.names.resolver import ClientRules, Resolver
+from millrace_router.errors import (
+    AdapterForbidden,
+    AdapterInvalid,
+    AdapterTooLarge,
+    AdapterUnavailable,
+    RouterError,
+)
+from millrace_router.request.adapter import MergeRecipe, MergeStrategy, SignMethod
+from millrace_router.request.request import ValidRequest
+from millrace_router.request.token_stream import TokenStream
+from millrace_testing.adapters.fake_fetcher import (
+    FakeFetcher,
+    Repository,
+    registered,
+    resolver_of,
+    version,
+)
+from millrace_testing.router.edge import Edge, echo, serving, token_event
+
+A, B = version("a", "A None"), version("b", "B None")
+PATHS = ["/generate", "/generate_stream", "/"]
+LORAX_CLIENT: dict[str, Any] = {
+    "adapter_id": "a",
+    "adapter_source": None,
+    "merged_adapters": None,
+    "api_token": None,
+    "best_of": None,
+    "decoder_input_details": False,
+    "details": True,
+    "do_sample": False,
+    "ignore_eos_token": False,
+    "max_new_tokens": 2,
+    "repetition_penalty": None,
+    "frequency_penalty": None,
+    "response_format": None,
+    "return_full_text": False,
+    "return_k_alternatives": None,
+    "seed": None,
+    "stop": [],
+    "temperature": None,
+    "top_k": None,
+    "top_p": None,
+    "truncate": None,
+    "typical_p": None,
+    "watermark": False,
+}
+"""What lorax-client 0.6 sends, nulls and all."""
+
+
+def adapters(fetcher: FakeFetcher | None = None, **options: Any) -> Resolver:
+    hub = {"org/a": Repository("A"), "org/b": Repository("B")}
+    known = registered("a", "org/a"), registered("b", "org/b")
+    return resolver_of(fetcher or FakeFetcher(hub=hub), *known, **options)
+
+
+def asked(**parameters: Any) -> dict[str, Any]:
+    return {"inputs": "hello", "parameters": {"max_new_tokens": 2, **parameters}}
+
+
+def digests(edge: Edge) -> list[str | None]:
+    return [one.adapter.digest if one.adapter else None for one in edge.batcher.requests]
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_request_gets_the_adapter_that_it_names(path: str) -> None:
+    async with serving(adapters=adapters()) as edge:
+        for fields in ({"adapter_id": "a"}, {"lora_path": "b"}, {}, {"adapter_id": ""}):
+            assert (await edge.post(path, asked(**fields)))[0] == 200
+        # The base's own name is no adapter.
+        assert (await edge.post(path, asked(adapter_id="org/tiny")))[0] == 200
+        assert digests(edge) == [A.digest, B.digest, None, None, None]
+        lines = await edge.exposition()
+    assert 'millrace_adapter_requests_total{adapter="a"} 1' in lines
+    assert 'millrace_adapter_requests_total{adapter="b"} 1' in lines
+
+
+async def test_best_of_shares_an_adapter() -> None:
+    async with serving(adapters=adapters()) as edge:
+        await edge.post("/generate", asked(adapter_id="a", best_of=2, do_sample=True))
+        assert digests(edge) == [A.digest, A.digest]
+
+
+async def test_the_default_adapter_answers_who_names_none() -> None:
+    async with serving(adapters=adapters(default="b")) as edge:
+        for fields in ({}, {"adapter_id": None}, {"adapter_id": "a"}, {"adapter_id": "org/tiny"}):
+            await edge.post("/generate", asked(**fields))
+        assert digests(edge) == [B.digest, B.digest, A.digest, None]
+
+
+async def test_an_estimate_is_for_the_adapter() -> None:
+    async with serving(adapters=adapters()) as edge:
+        assert (await edge.post("/v1/estimate", asked(adapter_id="a")))[0] == 200
+        assert [one.adapter for one in edge.batcher.estimated] == [A]
+        assert (await edge.post("/v1/estimate", asked(adapter_id="none")))[0] == 404
+
+
+FAILURES: list[tuple[RouterError, int, str]] = [
+    (AdapterForbidden("a"), 403, "adapter_forbidden"),
+    (AdapterInvalid("a", "use_dora"), 422, "validation"),
+    (AdapterTooLarge("a", num_bytes=2, limit=1), 413, "validation"),
+    (AdapterUnavailable("a", "down", retry_after_seconds=2.5), 503, "unavailable"),
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("error", "status", "kind"), FAILURES)
+async def test_failures_of_adapters(error: RouterError, status: int, kind: str, path: str) -> None:
+    async with serving(adapters=adapters(FakeFetcher(error=error))) as edge:
+        got, body, response = await edge.post(path, asked(adapter_id="a"))
+        assert (got, body) == (status, {"error": str(error), "error_type": kind})
+        assert response.headers.get("retry-after") == ("3" if status == 503 else None)
+        # Nobody else notices.
+        assert (await edge.post(path, asked()))[0] == 200
+        assert edge.services.infer.permits.taken == 0
+
+
+@pytest.mark.parametrize("with_lora", [True, False])
+async def test_an_unknown_adapter_is_not_the_base(*, with_lora: bool) -> None:
+    resolver = adapters() if with_lora else None
+    async with serving(adapters=resolver) as edge:
+        for fields in ({"adapter_id": "c"}, {"lora_path": "c"}, {"lora_path": "/models/a"}):
+            status, body, _ = await edge.post("/generate", asked(**fields))
+            assert (status, body["error_type"]) == (404, "adapter_not_found")
+        merged = {"ids": ["a", "c"], "merge_strategy": "cat"}
+        status, body, _ = await edge.post("/generate", asked(merged_adapters=merged))
+        assert status == 404
+        assert edge.batcher.requests == []
+
+
+async def test_with_strict_tgi_an_unknown_adapter_is_the_base_unless_it_was_one() -> None:
+    resolver = adapters()
+    resolver.registry.remove("b")
+    async with serving(adapters=resolver, strict_tgi=True) as edge:
+        assert (await edge.post("/generate", asked(adapter_id="c")))[0] == 200
+        assert (await edge.post("/generate", asked(adapter_id="a")))[0] == 200
+        assert (await edge.post("/generate", asked(adapter_id="b")))[0] == 404
+        assert digests(edge) == [None, A.digest]
+
+
+MERGED = {"ids": ["a", "b"], "weights": [0.25, 0.75]}
+
+
+@pytest.mark.parametrize(
+    ("given", "recipe"),
+    [
+        ({}, {}),
+        ({"weights": None}, {"weights": (1.0, 1.0)}),
+        # What lorax-client sends: nulls, and a density that linear does not read.
+        (
+            {"merge_strategy": None, "density": 0.0, "majority_sign_method": None},
+            {},
+        ),
+        ({"merge_strategy": "cat"}, {"strategy": MergeStrategy.CAT}),
+        (
+            {"merge_strategy": "ties", "density": 0.5, "majority_sign_method": "frequency"},
+            {
+                "strategy": MergeStrategy.TIES,
+                "density": 0.5,
+                "majority_sign_method": SignMethod.FREQUENCY,
+            },
+        ),
+        (
+            {"merge_strategy": "dare_linear", "density": 1.0},
+            {"strategy": MergeStrategy.DARE_LINEAR},
+        ),
+    ],
+)
+async def test_several_adapters_at_a_time(given: dict[str, Any], recipe: dict[str, Any]) -> None:
+    fetcher = FakeFetcher(hub={"org/a": Repository("A"), "org/b": Repository("B")})
+    async with serving(adapters=adapters(fetcher)) as edge:
+        status, body, _ = await edge.post("/generate", asked(merged_adapters=MERGED | given))
+        assert status == 200, body
+    usual: dict[str, Any] = {"ids": ("a", "b"), "weights": (0.25, 0.75)}
+    assert fetcher.merged == [(MergeRecipe(**usual | recipe), (A.digest, B.digest))]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"adapter_id": "a", "merged_adapters": MERGED},
+            "at most one of `adapter_id` or `adapters` may be provided",
+        ),
+        (
+            {"merged_adapters": {"ids": []}},
+            "at least one adapter ID must be provided when setting `adapters`",
+        ),
+        (
+            {"merged_adapters": {"ids": None, "weights": [1]}},
+            "at least one adapter ID must be provided when setting `adapters`",
+        ),
+        (
+            {"merged_adapters": {"ids": ["a"], "weights": [1, 2]}},
+            "number of adapter IDs must match number of adapter weights",
+        ),
+        ({"merged_adapters": {"ids": ["a"] * 33}}, "`ids` must be at most 32. Given: 33"),
+        (
+            {"merged_adapters": MERGED | {"merge_strategy": "svd"}},
+            "`merge_strategy` must be one of `cat`, `linear`, `ties`, `dare_linear`, `dare_ties`",
+        ),
+        (
+            {"merged_adapters": MERGED | {"merge_strategy": "ties"}},
+            "`density` must be > 0.0 and <= 1.0 with the strategy `ties`",
+        ),
+        (
+            {"merged_adapters": MERGED | {"merge_strategy": "dare_ties", "density": 0.0}},
+            "`density` must be > 0.0 and <= 1.0 with the strategy `dare_ties`",
+        ),
+        (
+            {"merged_adapters": MERGED | {"majority_sign_method": "most"}},
+            "`majority_sign_method` must be `total` or `frequency`",
+        ),
+        (
+            {"adapter_id": "a", "adapter_source": "s3"},
+            "`adapter_source` s3 is not supported: adapters come from `hub` or `local`",
+        ),
+        (
+            {"adapter_id": "a", "adapter_source": "pbase"},
+            "`adapter_source` pbase is not supported: adapters come from `hub` or `local`",
+        ),
+        ({"adapter_source": "ftp"}, "`adapter_source` must be `hub` or `local`"),
+        ({"adapter_id": "a\nb"}, "the name of an adapter must not have control characters"),
+        ({"merged_adapters": {"ids": ["a\x00"]}}, "the name of an adapter must not have control"),
+        ({"adapter_id": "a", "api_token": "a\nb"}, "the token for adapters is not a token"),
+    ],
+)
+@pytest.mark.parametrize("path", PATHS)
+async def test_wrong_fields(path: str, fields: dict[str, Any], message: str) -> None:
+    async with serving(adapters=adapters()) as edge:
+        status, body, _ = await edge.post(path, asked(**fields))
+        assert (status, body["error_type"]) == (422, "validation")
+        assert body["error"].startswith(f"Input validation error: {message}")
+        assert edge.batcher.requests == []
+        assert 'tgi_request_failure{err="validation"} 1' in await edge.exposition()
+
+
+def with_candidates(request: ValidRequest, stream: TokenStream) -> None:
+    if request.top_n_tokens:
+        stream.token(token_event(1, " x", y=-1.5))
+    echo(request, stream)
+
+
+async def test_answers_have_what_the_client_of_lorax_needs() -> None:
+    async with serving(adapters=adapters()) as edge:
+        body = {"inputs": "hello world", "parameters": LORAX_CLIENT}
+        status, (answer,), response = await edge.post("/", body | {"stream": False})
+        assert status == 200
+        details = answer["details"]
+        assert (details["prompt_tokens"], details["skipped_tokens"]) == (2, 0)
+        assert [token["skipped"] for token in details["tokens"]] == [False, False]
+        assert all("alternative_tokens" not in token for token in details["tokens"])
+        expected = {"x-adapter-id": "a", "x-adapter-source": "hub", "x-model-id": "org/tiny"}
+        assert {name: response.headers[name] for name in expected} == expected
+        status, text, response = await edge.post("/", body | {"stream": True})
+        events = [json.loads(line[5:]) for line in text.split("\n\n") if line]
+        assert [event["token"]["skipped"] for event in events] == [False, False]
+        assert events[-1]["details"]["prompt_tokens"] == 2
+        assert {name: response.headers[name] for name in expected} == expected
+        assert digests(edge) == [A.digest, A.digest]
+
+
+async def test_candidates_in_the_form_of_lorax() -> None:
+    async with serving(with_candidates, adapters=adapters()) as edge:
+        fields = {"return_k_alternatives": 1, "details": True}
+        _, body, _ = await edge.post("/generate", asked(**fields))
+        token = body["details"]["tokens"][0]
+        assert token["alternative_tokens"] == [{"id": 9, "text": "y", "logprob": -1.5}]
+        _, text, _ = await edge.post("/generate_stream", asked(**fields))
+        event = json.loads(text.split("\n\n")[0][5:])
+        assert event["token"]["alternative_tokens"] == [{"id": 9, "text": "y", "logprob": -1.5}]
+        assert [one.top_n_tokens for one in edge.batcher.requests] == [1, 1]
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_tgis_answers_are_as_they_were(path: str) -> None:
+    async with serving(adapters=adapters()) as edge:
+        _, body, response = await edge.post(path, asked(adapter_id="a", details=True))
+    assert "skipped" not in str(body)
+    assert "prompt_tokens" not in str(body)
+    assert not {"x-adapter-id", "x-adapter-source", "x-model-id"} & {*response.headers}
+
+
+async def test_headers_hold_any_name_and_all_names() -> None:
+    fetcher = FakeFetcher(hub={"org/a": Repository("A")})
+    name = "stimme, größer"
+    resolver = resolver_of(fetcher, registered(name, "org/a"), registered("b", "org/a"))
+    async with serving(adapters=resolver) as edge:
+        _, _, response = await edge.post("/generate", asked(adapter_id=name, api_token=None))
+        assert response.headers["x-adapter-id"] == "stimme%2C gr%C3%B6%C3%9Fer"
+        merged = {"ids": [name, "b"]}
+        _, _, response = await edge.post("/generate", asked(merged_adapters=merged))
+        assert response.headers["x-adapter-id"] == "stimme%2C gr%C3%B6%C3%9Fer,b"
+        _, _, response = await edge.post("/generate", asked(api_token=None))
+        assert "x-adapter-id" not in response.headers
+
+
+async def test_json_in_the_form_of_lorax() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    async with serving() as edge:
+        for given in (
+            {"response_format": {"type": "json_object", "schema": schema}},
+            {"grammar": {"type": "json", "value": schema}},
+        ):
+            assert (await edge.post("/generate", asked(**given)))[0] == 200
+    one, other = (request.grammar for request in edge.batcher.requests)
+    assert one is not None
+    assert one == other
+
+
+async def test_the_clients_own_token_opens_what_is_private() -> None:
+    fetcher = FakeFetcher(hub={"org/p": Repository(tokens=frozenset({"good"}))})
+    resolver = resolver_of(fetcher, rules=ClientRules(patterns=("hub:org/*",)))
+    async with serving(adapters=resolver, api_key="key") as edge:
+
+        async def ask(header: str | None = None, **fields: Any) -> tuple[int, str]:
+            headers = {"authorization": "Bearer key"}
+            if header is not None:
+                headers["x-adapter-token"] = header
+            body = asked(adapter_id="org/p", **fields)
+            status, answer, _ = await edge.post("/generate", body, headers=headers)
+            return status, answer.get("error_type", "")
+
+        # The server's own key is no token for the hub.
+        assert await ask() == (404, "adapter_not_found")
+        assert await ask("bad") == (403, "adapter_forbidden")
+        assert await ask("good") == (200, "")
+        assert await ask(api_token="good") == (200, "")
+        assert await ask("bad", api_token="good") == (200, "")
+        assert await ask() == (404, "adapter_not_found")
+    assert "key" not in {token for _, token in fetcher.fetched}
+
+
+async def test_a_repetition_with_another_token_is_another_request() -> None:
+    fetcher = FakeFetcher(hub={"org/p": Repository(tokens=frozenset({"good"}))})
+    resolver = resolver_of(fetcher, rules=ClientRules(patterns=("hub:org/*",)))
+    async with serving(adapters=resolver, resume_grace=60) as edge:
+        body = asked(adapter_id="org/p")
+        headers = {"idempotency-key": "k"}
+        first = await edge.post("/generate", body, headers=headers | {"x-adapter-token": "good"})
+        again = await edge.post("/generate", body, headers=headers | {"x-adapter-token": "good"})
+        assert (first[0], again[0], len(edge.batcher.requests)) == (200, 200, 1)
+        assert (await edge.post("/generate", body, headers=headers))[0] == 404

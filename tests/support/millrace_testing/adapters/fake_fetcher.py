@@ -1,0 +1,119 @@
+"""A fetcher without a hub: repositories with tokens, and folders whose weights are a text."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+
+from millrace_router.adapters.names.registry import Registration, Registry
+from millrace_router.adapters.names.resolver import ClientRules, Resolver
+from millrace_router.adapters.names.sources import FILES, NamedSource
+from millrace_router.errors import AdapterForbidden, AdapterNotFound, RouterError
+from millrace_router.request.adapter import (
+    AdapterReference,
+    AdapterSource,
+    AdapterVersion,
+    MergeRecipe,
+)
+from millrace_router.telemetry.metrics import Metrics
+
+SERVER_TOKEN = "server"
+
+
+@dataclass
+class Repository:
+    """A repository on the fake hub; without tokens it is public."""
+
+    weights: str = "weights"
+    tokens: frozenset[str] = frozenset()
+
+
+@dataclass
+class FakeFetcher:
+    """Keeps what it was asked for; `error` and `gate` decide what happens to every fetch."""
+
+    hub: dict[str, Repository] = field(default_factory=dict)
+    error: RouterError | None = None
+    gate: asyncio.Event | None = None
+    fetched: list[tuple[str, str | None]] = field(default_factory=list)
+    """(name, token) of each fetch."""
+    merged: list[tuple[MergeRecipe, tuple[str, ...]]] = field(default_factory=list)
+    missing: set[str] = field(default_factory=set)
+    """Digests that have left the cache."""
+
+    async def fetch(
+        self, source: NamedSource, *, name: str, token: str | None, caller: str
+    ) -> AdapterVersion:
+        self.fetched.append((name, token))
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        if source.kind is AdapterSource.HUB:
+            return self._from_hub(source, name, SERVER_TOKEN if source.by_operator else token)
+        try:
+            return version(name, (source.folder / FILES[1]).read_text())
+        except OSError:
+            raise AdapterNotFound(name) from None
+
+    def _from_hub(self, source: NamedSource, name: str, token: str | None) -> AdapterVersion:
+        repository = self.hub.get(source.location)
+        if repository is None:
+            raise AdapterNotFound(name)
+        if repository.tokens and token not in repository.tokens:
+            raise AdapterForbidden(name)
+        return version(name, f"{repository.weights} {source.revision}")
+
+    async def merge(
+        self, recipe: MergeRecipe, versions: Sequence[AdapterVersion]
+    ) -> AdapterVersion:
+        digests = tuple(one.digest for one in versions)
+        self.merged.append((recipe, digests))
+        return version("+".join(recipe.ids), f"{digests} {recipe.weights} {recipe.strategy}")
+
+    def is_cached(self, digest: str) -> bool:
+        return digest not in self.missing
+
+
+def version(name: str, weights: str) -> AdapterVersion:
+    """The version of these weights."""
+    digest = sha256(weights.encode()).hexdigest()
+    return AdapterVersion(digest=digest, name=name, num_slices=(("q", 1),), num_bytes=100)
+
+
+def write_adapter(folder: Path, weights: str) -> None:
+    """Write the files of an adapter, or write them anew."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in FILES:
+        part = folder / f"{name}.part"
+        part.write_text(weights)
+        part.rename(folder / name)
+
+
+def registered(name: str, location: str | Path) -> Registration:
+    """A name of the operator; a path is a folder, a text an id on the hub."""
+    kind = AdapterSource.LOCAL if isinstance(location, Path) else AdapterSource.HUB
+    return Registration(name, NamedSource(kind=kind, location=str(location), by_operator=True))
+
+
+def resolver_of(
+    fetcher: FakeFetcher,
+    *registrations: Registration,
+    rules: ClientRules | None = None,
+    default: str | None = None,
+    metrics: Metrics | None = None,
+) -> Resolver:
+    """Resolves these names with `fetcher`."""
+    registry = Registry()
+    for registration in registrations:
+        registry.add(registration)
+    return Resolver(
+        registry,
+        fetcher,
+        metrics or Metrics(max_input_tokens=8, max_total_tokens=16),
+        rules=rules or ClientRules(),
+        default=None if default is None else AdapterReference(name=default),
+    )
