@@ -489,6 +489,17 @@ class RouterConfig(BaseSettings):
         cache = given.get("HF_HUB_CACHE") or given.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
         return Path(cache).expanduser()
 
+    @property
+    def hub_token(self) -> str | None:
+        """The server's own token for the hub, by the variables that its client and TGI read."""
+        names = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_API_TOKEN")
+        return next((value for name in names if (value := os.environ.get(name))), None)
+
+    @property
+    def hub_endpoint(self) -> str:
+        """Address of the hub, from HF_ENDPOINT."""
+        return os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+
     @model_validator(mode="before")
     @classmethod
     def _fill_names(cls, values: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import structlog
 
+from millrace_router.adapter_start import OpenAdapters, open_adapters
+from millrace_router.adapters.names.resolver import Resolver
 from millrace_router.checks import StartupError, check_arguments
 from millrace_router.config import RouterConfig
 from millrace_router.engine.calibration import calibrate
@@ -51,6 +53,7 @@ class Running:
     launcher: LauncherChannel
     launcher_task: asyncio.Task[None]
     journal: Journal | None
+    adapters: OpenAdapters | None
 
     async def stop_batcher(self) -> None:
         """Stop the batcher, which ends every open stream."""
@@ -61,6 +64,8 @@ class Running:
     async def close(self) -> None:
         """Close files and channels; the shards keep their weights."""
         self.launcher_task.cancel()
+        if self.adapters is not None:
+            await self.adapters.close()
         if self.journal is not None:
             await self.journal.close()
         await self.channel.close()
@@ -95,13 +100,14 @@ async def start(config: RouterConfig) -> Running:
         raise StartupError(str(error)) from error
     try:
         deployment = await warm_up(config, channel.group)
+        metrics = metrics_of(deployment)
+        adapters = await open_adapters(deployment, metrics)
     except StartupError:
         await channel.close()
         raise
     cost, launcher = CostModel(), LauncherChannel(config.supervisor_fd)
     launcher_task = asyncio.create_task(launcher.run())
     await measure_steps(deployment, channel, files.tokenizer, cost=cost, launcher=launcher)
-    metrics = metrics_of(deployment)
     engine = new_engine(deployment, channel, files.tokenizer, metrics, cost=cost, launcher=launcher)
     services = services_of(
         deployment,
@@ -111,7 +117,10 @@ async def start(config: RouterConfig) -> Running:
         tokenizer=files.tokenizer,
         template=files.template,
         request_file=files.requests,
+        adapters=None if adapters is None else adapters.resolver,
     )
+    if adapters is not None:
+        adapters.in_use = services.infer.adapters_in_use
     journal = None
     if files.journal is not None:
         journal = open_journal(files.journal, services, channel.group.warmup_fields)
@@ -123,6 +132,7 @@ async def start(config: RouterConfig) -> Running:
         launcher=launcher,
         launcher_task=launcher_task,
         journal=journal,
+        adapters=adapters,
     )
 
 
@@ -199,7 +209,7 @@ def metrics_of(deployment: Deployment) -> Metrics:
     )
 
 
-def services_of(
+def services_of(  # noqa: PLR0913
     deployment: Deployment,
     engine: Engine,
     group: ShardGroup,
@@ -208,6 +218,7 @@ def services_of(
     tokenizer: Tokenizer,
     template: ChatTemplate,
     request_file: RequestFile | None = None,
+    adapters: Resolver | None = None,
 ) -> Services:
     """The services of the HTTP routes."""
     config, capacity = deployment.config, deployment.capacity
@@ -235,6 +246,7 @@ def services_of(
             engine.batcher,
             validator,
             metrics,
+            adapters=adapters,
             on_failure=health.failed,
             on_token=health.generated,
             on_entry=engine.cost.overhead.add_entry,
@@ -242,6 +254,7 @@ def services_of(
         metrics=metrics,
         health=health,
         quarantine=engine.quarantine,
+        adapters=adapters,
         request_log=RequestLog(request_file, log_dropped) if request_file else None,
         cost=engine.cost,
         late=engine.late,

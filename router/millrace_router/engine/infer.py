@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from millrace_router.adapters.service import AdapterService
@@ -20,6 +22,7 @@ from millrace_router.errors import (
     SizeError,
 )
 from millrace_router.prediction.estimate import Appraisal, Estimate
+from millrace_router.request.adapter import AdapterVersion
 from millrace_router.request.generation_request import GenerationRequest
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.seeds import seed_of_sample
@@ -76,7 +79,12 @@ class Infer:
         self._on_token = on_token
         self._on_entry = on_entry
         self._draining = False
+        self._digests: Counter[str] = Counter()
         self.permits = Permits(validator.limits.max_concurrent_requests, batcher.drain_seconds)
+
+    def adapters_in_use(self) -> frozenset[str]:
+        """Return the digests of the adapters of all requests that are not closed."""
+        return frozenset(self._digests)
 
     def drain(self) -> None:
         """Refuse new requests from now on; running ones continue."""
@@ -194,6 +202,9 @@ class Infer:
             streams = self._submit(samples)
             undo.pop_all()
         self._on_entry(streams[0].queued_at - record.arrived_at)
+        version = validated.request.adapter
+        if version is not None:
+            self._digests[version.digest] += count
         return tuple(
             Generation(
                 sample,
@@ -201,10 +212,18 @@ class Infer:
                 sample=index,
                 record=record.sibling() if counted and index else record,
                 counted=counted,
-                release=self.permits.give,
+                release=partial(self._release, version),
             )
             for index, (sample, stream) in enumerate(zip(samples, streams, strict=True))
         )
+
+    def _release(self, version: AdapterVersion | None) -> None:
+        """Give a permit back, and the use of an adapter."""
+        self.permits.give()
+        if version is not None:
+            self._digests[version.digest] -= 1
+            if not self._digests[version.digest]:
+                del self._digests[version.digest]
 
     async def _adapted(self, request: GenerationRequest, validated: Validated) -> Validated:
         """Give a request the version of its adapter; raises RouterError."""

@@ -29,21 +29,21 @@ class Access:
     """Remembers which holders of tokens the hub let read which repositories."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._grants: Recent[tuple[Holder, str, str | None], bool] = Recent(
+        self._grants: Recent[tuple[Holder, str, str | None], str] = Recent(
             MAX_GRANTS, seconds=ACCESS_SECONDS, clock=clock
         )
 
-    def allow(self, holder: Holder, repository: str, revision: str | None) -> None:
-        """Let `holder` use a revision of a repository for a minute."""
-        self._grants.put((holder, repository, revision), value=True)
+    def allow(self, holder: Holder, repository: str, revision: str | None, commit: str) -> None:
+        """Let `holder` use a revision of a repository, which is at `commit` now, for a minute."""
+        self._grants.put((holder, repository, revision), commit)
 
     def forbid(self, holder: Holder, repository: str, revision: str | None) -> None:
         """Forget that `holder` was allowed."""
         self._grants.drop((holder, repository, revision))
 
-    def is_allowed(self, holder: Holder, repository: str, revision: str | None) -> bool:
-        """Return whether `holder` was allowed within the last minute."""
-        return self._grants.get((holder, repository, revision)) is not None
+    def commit(self, holder: Holder, repository: str, revision: str | None) -> str | None:
+        """Return the commit that `holder` was allowed to use within the last minute; None: ask the hub."""
+        return self._grants.get((holder, repository, revision))
 
     def allowed(self, holder: Holder) -> list[tuple[str, str | None]]:
         """Return the (repository, revision) that `holder` may use now."""

@@ -24,6 +24,11 @@ class Fetching(Protocol):
 
         """
 
+    async def commit_of(
+        self, source: NamedSource, *, name: str, token: str | None, caller: str
+    ) -> str:
+        """Ask the hub which commit a revision is at, and so whether `token` may read it; raises as `fetch`."""
+
     async def merge(
         self, recipe: MergeRecipe, versions: Sequence[AdapterVersion]
     ) -> AdapterVersion:

@@ -76,9 +76,7 @@ class Resolver:
         if failures is None:
             failures = Recent(MAX_FAILURES, seconds=FAILURE_SECONDS)
         self._failures = failures
-        self._clients: Recent[tuple[NamedSource, Stamp | None], AdapterVersion] = Recent(
-            MAX_CLIENT_ADAPTERS
-        )
+        self._clients: Recent[Hashable, AdapterVersion] = Recent(MAX_CLIENT_ADAPTERS)
         self._merged: Recent[Hashable, AdapterVersion] = Recent(MAX_MERGED)
         self._shapes: Recent[Hashable, tuple[tuple[str, int], ...]] = Recent(MAX_SHAPES)
         self._work: SharedWork[Hashable, AdapterVersion] = SharedWork()
@@ -178,26 +176,37 @@ class Resolver:
         self, source: NamedSource, name: str, token: str | None, caller: str
     ) -> AdapterVersion:
         """Return the version of an id on the hub; the hub is asked again after a minute, for each token by itself."""
-        holder = holder_of(token)
-        place = (holder, source.location, source.revision)
-        if self._access.is_allowed(*place):
-            version = self._clients.get((source, None))
-            if version is not None and self._fetcher.is_cached(version.digest):
-                return version
-        try:
-            version = await self._fetch(source, name, caller=caller, token=token)
-        except AdapterForbidden:
-            self._access.forbid(*place)
-            if token is None:
-                # The name of a private repository is not confirmed.
-                raise AdapterNotFound(name) from None
-            raise
-        except AdapterNotFound:
-            self._access.forbid(*place)
-            raise
-        self._access.allow(*place)
-        self._clients.put((source, None), version)
+        place = (holder_of(token), source.location, source.revision)
+        commit = self._access.commit(*place)
+        if commit is None:
+            try:
+                commit = await self._commit_of(source, name, caller=caller, token=token)
+            except AdapterForbidden:
+                if token is None:
+                    # The name of a private repository is not confirmed.
+                    raise AdapterNotFound(name) from None
+                raise
+            self._access.allow(*place, commit)
+        version = self._clients.get((source.location, commit))
+        if version is None or not self._fetcher.is_cached(version.digest):
+            pinned = replace(source, revision=commit)
+            version = await self._fetch(pinned, name, caller=caller, token=token)
+            self._clients.put((source.location, commit), version)
         return version
+
+    async def _commit_of(
+        self, source: NamedSource, name: str, *, caller: str, token: str | None
+    ) -> str:
+        """Ask the hub; a refusal is remembered for a while."""
+        key = _key(source, name, token, None)
+        failure = self._failures.get(key)
+        if failure is not None:
+            raise _copy(failure)
+        try:
+            return await self._fetcher.commit_of(source, name=name, token=token, caller=caller)
+        except RouterError as error:
+            self._remember(key, error)
+            raise
 
     async def _from_folder(self, source: NamedSource, name: str, caller: str) -> AdapterVersion:
         """Return the version of a folder that a client named, as its files are now."""
@@ -233,12 +242,20 @@ class Resolver:
         except RouterError as error:
             outcome = "failed" if isinstance(error, AdapterUnavailable) else "refused"
             self._metrics.adapter_fetches.labels(outcome=outcome).inc()
-            if not isinstance(error, AdapterUnavailable):
-                self._failures.put(key, _copy(error))
+            self._remember(key, error)
             raise
         self._metrics.adapter_fetches.labels(outcome="fetched").inc()
         self._metrics.adapter_fetched_bytes.inc(version.num_bytes)
         return self._lean(version)
+
+    def _remember(self, key: Hashable, error: RouterError) -> None:
+        """Remember a refusal; the fetcher itself remembers outages."""
+        if not isinstance(error, AdapterUnavailable):
+            self._failures.put(key, _copy(error))
+
+    def digests(self) -> set[str]:
+        """Return the versions of registered names, whose copies are kept."""
+        return {one.current.digest for one in self.registry if one.current is not None}
 
     def _lean(self, version: AdapterVersion) -> AdapterVersion:
         """Let versions of the same shape share its description, which is the largest part of them."""

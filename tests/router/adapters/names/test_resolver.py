@@ -214,7 +214,7 @@ async def test_a_revoked_token_is_refused_after_a_minute() -> None:
     fetcher.hub["org/a"] = Repository(tokens=frozenset({"other"}))
     clock.now = 59.0
     await resolve(resolver, "org/a", token="good")
-    assert len(fetcher.fetched) == 1
+    assert len(fetcher.asked) == 1
     clock.now = 60.0
     with pytest.raises(AdapterForbidden):
         await resolve(resolver, "org/a", token="good")
@@ -228,6 +228,17 @@ async def test_a_hub_that_fails_opens_nothing() -> None:
     clock.now, fetcher.error = 61.0, AdapterUnavailable("org/a", "down")
     with pytest.raises(AdapterUnavailable):
         await resolve(resolver, "org/a", token="good")
+
+
+async def test_each_token_is_asked_about_and_the_weights_are_fetched_once() -> None:
+    fetcher, clock = FakeFetcher(hub={"org/a": PRIVATE}), Clock()
+    resolver = timed(fetcher, clock)
+    for token in ("good", "other", "good", "other"):
+        await resolve(resolver, "org/a", token=token)
+    clock.now = 61.0
+    await resolve(resolver, "org/a", token="good")
+    assert [token for _, token in fetcher.asked] == ["good", "other", "good"]
+    assert len(fetcher.fetched) == 1
 
 
 async def test_a_moved_branch_is_seen_within_a_minute() -> None:
@@ -245,12 +256,12 @@ async def test_failures_are_remembered_for_a_while_but_not_outages() -> None:
     for _ in range(3):
         with pytest.raises(AdapterInvalid, match="DoRA"):
             await resolve(resolver, "org/a")
-    assert len(fetcher.fetched) == 1
+    assert len(fetcher.asked) == 1
     clock.now, fetcher.error = FAILURE_SECONDS, AdapterUnavailable("org/a", "down")
     for _ in range(3):
         with pytest.raises(AdapterUnavailable):
             await resolve(resolver, "org/a")
-    assert len(fetcher.fetched) == 4
+    assert len(fetcher.asked) == 4
 
 
 async def test_a_corrected_folder_is_tried_at_once(tmp_path: Path) -> None:
@@ -313,7 +324,7 @@ async def test_made_up_names_leave_nothing_behind() -> None:
             for name in (f"name {number}", f"org/a{number}"):
                 with pytest.raises(AdapterNotFound):
                     await resolve(resolver, name)
-        fetcher.fetched.clear()
+        fetcher.asked.clear()
 
     await ask(0, MAX_FAILURES)
     tracemalloc.start()

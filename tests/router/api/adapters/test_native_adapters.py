@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -13,6 +14,7 @@ from millrace_router.errors import (
     AdapterInvalid,
     AdapterTooLarge,
     AdapterUnavailable,
+    GenerationError,
     RouterError,
 )
 from millrace_router.request.adapter import MergeRecipe, MergeStrategy, SignMethod
@@ -25,7 +27,7 @@ from millrace_testing.adapters.fake_fetcher import (
     resolver_of,
     version,
 )
-from millrace_testing.router.edge import Edge, echo, serving, token_event
+from millrace_testing.router.edge import Edge, echo, play, serving, token_event
 
 A, B = version("a", "A None"), version("b", "B None")
 PATHS = ["/generate", "/generate_stream", "/"]
@@ -337,7 +339,7 @@ async def test_the_clients_own_token_opens_what_is_private() -> None:
         assert await ask(api_token="good") == (200, "")
         assert await ask("bad", api_token="good") == (200, "")
         assert await ask() == (404, "adapter_not_found")
-    assert "key" not in {token for _, token in fetcher.fetched}
+    assert "key" not in {token for _, token in (*fetcher.fetched, *fetcher.asked)}
 
 
 async def test_a_repetition_with_another_token_is_another_request() -> None:
@@ -350,3 +352,27 @@ async def test_a_repetition_with_another_token_is_another_request() -> None:
         again = await edge.post("/generate", body, headers=headers | {"x-adapter-token": "good"})
         assert (first[0], again[0], len(edge.batcher.requests)) == (200, 200, 1)
         assert (await edge.post("/generate", body, headers=headers))[0] == 404
+
+
+async def test_an_adapter_is_in_use_until_its_requests_end() -> None:
+    async with serving(None, adapters=adapters()) as edge:
+        infer = edge.services.infer
+        asking = [
+            asyncio.create_task(edge.post("/generate", asked(adapter_id=name)))
+            for name in ("a", "a", "b")
+        ]
+        while len(edge.batcher.streams) < 3:
+            await asyncio.sleep(0)
+        assert infer.adapters_in_use() == {A.digest, B.digest}
+        by_digest = zip(digests(edge), edge.batcher.streams, strict=True)
+        first, *rest = [stream for digest, stream in by_digest if digest == A.digest]
+        play(first, " x")
+        await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+        assert infer.adapters_in_use() == {A.digest, B.digest}
+        play(rest[0], " x")
+        await asyncio.wait([one for one in asking if not one.done()], return_when="FIRST_COMPLETED")
+        assert infer.adapters_in_use() == {B.digest}
+        for stream in edge.batcher.streams:
+            stream.fail(GenerationError("no"))
+        await asyncio.gather(*asking)
+        assert infer.adapters_in_use() == frozenset()

@@ -40,6 +40,8 @@ class FakeFetcher:
     gate: asyncio.Event | None = None
     fetched: list[tuple[str, str | None]] = field(default_factory=list)
     """(name, token) of each fetch."""
+    asked: list[tuple[str, str | None]] = field(default_factory=list)
+    """(name, token) of each question about a commit."""
     merged: list[tuple[MergeRecipe, tuple[str, ...]]] = field(default_factory=list)
     missing: set[str] = field(default_factory=set)
     """Digests that have left the cache."""
@@ -53,19 +55,29 @@ class FakeFetcher:
         if self.error is not None:
             raise self.error
         if source.kind is AdapterSource.HUB:
-            return self._from_hub(source, name, SERVER_TOKEN if source.by_operator else token)
+            used = SERVER_TOKEN if source.by_operator else token
+            commit = self._commit(source, name, used)
+            return version(name, commit if source.by_operator else source.revision or "")
         try:
             return version(name, (source.folder / FILES[1]).read_text())
         except OSError:
             raise AdapterNotFound(name) from None
 
-    def _from_hub(self, source: NamedSource, name: str, token: str | None) -> AdapterVersion:
+    async def commit_of(
+        self, source: NamedSource, *, name: str, token: str | None, caller: str
+    ) -> str:
+        self.asked.append((name, token))
+        if self.error is not None:
+            raise self.error
+        return self._commit(source, name, token)
+
+    def _commit(self, source: NamedSource, name: str, token: str | None) -> str:
         repository = self.hub.get(source.location)
         if repository is None:
             raise AdapterNotFound(name)
         if repository.tokens and token not in repository.tokens:
             raise AdapterForbidden(name)
-        return version(name, f"{repository.weights} {source.revision}")
+        return f"{repository.weights} {source.revision}"
 
     async def merge(
         self, recipe: MergeRecipe, versions: Sequence[AdapterVersion]

@@ -1,0 +1,82 @@
+"""Fetches adapters for the served model: its layers, the operator's limits, and whose token counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from millrace_router.adapters.cache import AdapterCache
+from millrace_router.adapters.fetch_request import FetchLimits, FetchSource
+from millrace_router.adapters.fetcher import Fetcher
+from millrace_router.adapters.names.sources import NamedSource
+from millrace_router.errors import AdapterTooLarge
+from millrace_router.request.adapter import (
+    PAGE_BYTES,
+    AdapterModule,
+    AdapterVersion,
+    MergeRecipe,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFetcher:
+    """Checks adapters against the layers of the model, and against the memory of the shards."""
+
+    fetcher: Fetcher
+    cache: AdapterCache
+    modules: Sequence[AdapterModule]
+    limits: FetchLimits
+    num_pages: int
+    """Memory for adapters on each rank, in pages."""
+    server_token: Callable[[], str | None]
+    """Returns the server's own token for the hub, which counts for the operator's adapters alone."""
+
+    async def fetch(
+        self, source: NamedSource, *, name: str, token: str | None, caller: str
+    ) -> AdapterVersion:
+        """Fetch and check; raises RouterError."""
+        given = self._source(source, name=name, token=token, caller=caller)
+        return self._that_fits(
+            await self.fetcher.fetch(given, modules=self.modules, limits=self.limits)
+        )
+
+    async def commit_of(
+        self, source: NamedSource, *, name: str, token: str | None, caller: str
+    ) -> str:
+        """Ask the hub; raises RouterError."""
+        given = self._source(source, name=name, token=token, caller=caller)
+        return await self.fetcher.commit_of(given, limits=self.limits)
+
+    async def merge(
+        self, recipe: MergeRecipe, versions: Sequence[AdapterVersion]
+    ) -> AdapterVersion:
+        """Merge; raises RouterError."""
+        name = ",".join(recipe.ids)
+        merged = await self.fetcher.merge(recipe, versions, limits=self.limits, name=name)
+        return self._that_fits(merged)
+
+    def is_cached(self, digest: str) -> bool:
+        """Return whether the copy of a version is in the cache."""
+        return digest in self.cache
+
+    def _source(
+        self, source: NamedSource, *, name: str, token: str | None, caller: str
+    ) -> FetchSource:
+        return FetchSource(
+            kind=source.kind,
+            id=source.location,
+            name=name,
+            revision=source.revision,
+            root=source.root,
+            token=self.server_token() if source.by_operator else token,
+            caller=caller,
+        )
+
+    def _that_fits(self, version: AdapterVersion) -> AdapterVersion:
+        """Return `version`, unless it is larger than all memory for adapters; raises AdapterTooLarge."""
+        pages = version.num_pages({one.name: one.bytes_per_slice for one in self.modules})
+        if pages > self.num_pages:
+            raise AdapterTooLarge(
+                version.name, num_bytes=pages * PAGE_BYTES, limit=self.num_pages * PAGE_BYTES
+            )
+        return version

@@ -1,0 +1,160 @@
+"""The adapters of the flags at the start, with the real fetching process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from millrace_router.adapter_start import OpenAdapters, open_adapters
+from millrace_router.checks import StartupError
+from millrace_router.config import RouterConfig
+from millrace_router.errors import AdapterInvalid, AdapterNotFound, AdapterTooLarge
+from millrace_router.request.adapter import (
+    PAGE_BYTES,
+    AdapterReference,
+    AdapterSource,
+    MergeRecipe,
+    MergeStrategy,
+)
+from millrace_router.sizing import Deployment
+from millrace_router.startup import metrics_of
+from millrace_testing.adapters.fake_adapters import MODULE
+from millrace_testing.router.edge import FakeBatcher, services_over
+
+SERVICES = services_over(FakeBatcher())
+
+
+def write_peft(folder: Path, *, seed: int = 0, **config: Any) -> Path:
+    """Write an adapter of the only layer of the fake model, as PEFT does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    numbers = np.random.default_rng(seed)
+    prefix = f"base_model.model.{MODULE.name}"
+    tensors = {
+        f"{prefix}.lora_A.weight": numbers.normal(size=(4, 8)).astype(np.float32),
+        f"{prefix}.lora_B.weight": numbers.normal(size=(8, 4)).astype(np.float32),
+    }
+    save_file(tensors, folder / "adapter_model.safetensors")
+    fields = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(fields | config))
+    return folder
+
+
+def deployment_of(tmp_path: Path, *, pages: int = 4, lora: bool = True, **flags: Any) -> Deployment:
+    config = RouterConfig(
+        model_folder=tmp_path,
+        model_id="base",
+        adapter_cache=tmp_path / "cache",
+        **flags,
+    )
+    info = replace(SERVICES.shard, adapter_modules=(MODULE,) if lora else ())
+    capacity = replace(SERVICES.capacity, adapter_pages=pages)
+    return Deployment(config=config, info=info, capacity=capacity)
+
+
+@asynccontextmanager
+async def opened(tmp_path: Path, **options: Any) -> AsyncIterator[OpenAdapters]:
+    deployment = deployment_of(tmp_path, **options)
+    adapters = await open_adapters(deployment, metrics_of(deployment))
+    assert adapters is not None
+    try:
+        yield adapters
+    finally:
+        await adapters.close()
+
+
+async def test_adapters_of_all_flags(tmp_path: Path) -> None:
+    one, two = write_peft(tmp_path / "one"), write_peft(tmp_path / "two", seed=1)
+    flags: dict[str, Any] = {
+        "lora_adapters": f"a={one}",
+        "lora_modules": f'{{"name": "b", "path": "{two}"}}',
+        "adapter_id": "a",
+        "preloaded_adapter_ids": str(two),
+        "max_loras": 3,
+    }
+    async with opened(tmp_path, **flags) as adapters:
+        resolver = adapters.resolver
+        known = {one.name: one.current is not None for one in resolver.registry}
+        assert known == {"a": True, "b": False, str(two): True}
+        assert resolver.default == AdapterReference(name="a")
+        first = await resolver.resolve(AdapterReference(name="a"), "me")
+        other = await resolver.resolve(AdapterReference(name="b"), "me")
+        assert first.num_slices == ((MODULE.name, 1),)
+        assert first.digest != other.digest
+        assert resolver.digests() == {first.digest, other.digest}
+        assert (tmp_path / "cache" / first.digest / "adapter.safetensors").is_file()
+        recipe = MergeRecipe(ids=("a", "b"), weights=(1.0, 0.5), strategy=MergeStrategy.CAT)
+        merged = await resolver.resolve(AdapterReference(merged=recipe), "me")
+        assert merged.digest not in resolver.digests()
+
+
+async def test_folders_below_the_root_and_nothing_else(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    write_peft(root / "mine")
+    outside = write_peft(tmp_path / "outside")
+    (root / "link").symlink_to(outside)
+    async with opened(tmp_path, adapter_root=root) as adapters:
+
+        async def ask(name: str) -> str:
+            reference = AdapterReference(name=name, source=AdapterSource.LOCAL)
+            return (await adapters.resolver.resolve(reference, "me")).digest
+
+        first = await ask("mine")
+        for name in ("link", "../outside", str(outside), "none"):
+            with pytest.raises((AdapterNotFound, AdapterInvalid)):
+                await ask(name)
+        write_peft(root / "mine", seed=2)
+        assert await ask("mine") != first
+
+
+async def test_versions_that_are_registered_or_in_use_stay_in_the_cache(tmp_path: Path) -> None:
+    one = write_peft(tmp_path / "one")
+    async with opened(tmp_path, lora_modules=f"a={one}", adapter_id="a") as adapters:
+        adapters.in_use = lambda: {"used"}
+        assert adapters.fetcher._needed() == {*adapters.resolver.digests(), "used"}
+        assert len(adapters.resolver.digests()) == 1
+
+
+async def test_an_adapter_larger_than_all_memory(tmp_path: Path) -> None:
+    write_peft(tmp_path / "one")
+    flags = {"lora_modules": f"a={tmp_path / 'one'}"}
+    async with opened(tmp_path, pages=0, **flags) as adapters:
+        with pytest.raises(AdapterTooLarge, match=f"{PAGE_BYTES} bytes"):
+            await adapters.resolver.resolve(AdapterReference(name="a"), "me")
+    async with opened(tmp_path, max_lora_rank=3, **flags) as adapters:
+        with pytest.raises(AdapterInvalid, match="4"):
+            await adapters.resolver.resolve(AdapterReference(name="a"), "me")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"lora_modules": "a=/x,a=/y"}, "two LoRA adapters have the name a"),
+        ({"lora_modules": "base=/x"}, "the LoRA adapter base has the name of the model"),
+        ({"lora_modules": "a=neither"}, "'neither' is neither a folder nor an id on the hub"),
+        ({"lora_modules": "a=/x", "lora": False}, "start them with --enable-lora"),
+        ({"adapter_allow": "hub:a/*", "lora": False}, "start them with --enable-lora"),
+        ({"adapter_id": "/nowhere/a"}, "'/nowhere/a'"),
+        ({"adapter_cache": "/proc/none"}, "cannot use --adapter-cache"),
+    ],
+)
+async def test_starts_that_fail(tmp_path: Path, flags: dict[str, Any], message: str) -> None:
+    is_lora = flags.pop("lora", True)
+    usual: dict[str, Any] = {"model_folder": tmp_path, "model_id": "base"}
+    config = RouterConfig(**usual | {"adapter_cache": tmp_path} | flags)
+    deployment = replace(deployment_of(tmp_path, lora=is_lora), config=config)
+    with pytest.raises(StartupError, match=message):
+        await open_adapters(deployment, metrics_of(deployment))
+
+
+async def test_without_adapters_there_is_nothing(tmp_path: Path) -> None:
+    deployment = deployment_of(tmp_path, lora=False)
+    assert await open_adapters(deployment, metrics_of(deployment)) is None
+    assert not (tmp_path / "cache").exists()
