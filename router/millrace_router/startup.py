@@ -87,11 +87,7 @@ class _Files:
 async def start(config: RouterConfig) -> Running:
     """Start everything except the HTTP port; raises StartupError."""
     check_arguments(config)
-    if config.batching_policy != "continuous":
-        log.warning(
-            "--batching-policy is an experiment: requests wait for whole batches",
-            policy=config.batching_policy,
-        )
+    _warn(config)
     try:
         config = _with_model_folder(config)
         files = _open_files(config)
@@ -134,6 +130,14 @@ async def start(config: RouterConfig) -> Running:
         journal=journal,
         adapters=adapters,
     )
+
+
+def _warn(config: RouterConfig) -> None:
+    if config.batching_policy != "continuous":
+        log.warning(
+            "--batching-policy is an experiment: requests wait for whole batches",
+            policy=config.batching_policy,
+        )
 
 
 def _with_model_folder(config: RouterConfig) -> RouterConfig:
