@@ -27,6 +27,7 @@ from millrace_router.server.services import Services
 from millrace_router.shards.channels import TlsError, is_exposed, tls_from
 from millrace_router.shards.group import ShardGroup
 from millrace_router.shards.step_channel import StepChannel
+from millrace_router.shards.wire import Capacity
 from millrace_router.sizing import Deployment, batch_size
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.telemetry.request_file import RequestFile
@@ -226,14 +227,20 @@ def services_of(  # noqa: PLR0913
 ) -> Services:
     """The services of the HTTP routes."""
     config, capacity = deployment.config, deployment.capacity
-    metrics.batch_max_total_tokens.set(capacity.max_batch_total_tokens)
-    metrics.kv_blocks.set(capacity.num_blocks - 1)
-    metrics.show_recoveries()
+    _show(metrics, capacity)
     limits, health = deployment.limits(), Health(engine.status, engine.batcher)
     validator = Validator(
         tokenizer, limits, metrics, GrammarAdmission(group, engine.status, metrics)
     )
-    log_dropped = metrics.request_log_dropped_lines
+    infer = Infer(
+        engine.batcher,
+        validator,
+        metrics,
+        adapters=adapters,
+        on_failure=health.failed,
+        on_token=health.generated,
+        on_entry=engine.cost.overhead.add_entry,
+    )
     return Services(
         config=config,
         shard=deployment.info,
@@ -246,21 +253,24 @@ def services_of(  # noqa: PLR0913
             template.tool_source, config.tool_call_parser, special_ids=tokenizer.special_ids
         ),
         validator=validator,
-        infer=Infer(
-            engine.batcher,
-            validator,
-            metrics,
-            adapters=adapters,
-            on_failure=health.failed,
-            on_token=health.generated,
-            on_entry=engine.cost.overhead.add_entry,
-        ),
+        infer=infer,
         metrics=metrics,
         health=health,
         quarantine=engine.quarantine,
         adapters=adapters,
-        request_log=RequestLog(request_file, log_dropped) if request_file else None,
+        request_log=_request_log(request_file, metrics),
         cost=engine.cost,
         late=engine.late,
         compute_type=config.compute_type,
     )
+
+
+def _show(metrics: Metrics, capacity: Capacity) -> None:
+    """Show what is known before the first request."""
+    metrics.batch_max_total_tokens.set(capacity.max_batch_total_tokens)
+    metrics.kv_blocks.set(capacity.num_blocks - 1)
+    metrics.show_recoveries()
+
+
+def _request_log(file: RequestFile | None, metrics: Metrics) -> RequestLog | None:
+    return None if file is None else RequestLog(file, metrics.request_log_dropped_lines)
