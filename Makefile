@@ -25,7 +25,7 @@ GENERATED := proto/millrace_proto/generate_pb2.py
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 PIP_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help install serve test test-ecosystem test-json-schema check format verify bench bench-quick bench-curves bench-gpu bench-gpu-bundle chaos proto clean
+.PHONY: help install serve test test-ecosystem test-residency test-json-schema check format verify bench bench-quick bench-curves bench-gpu bench-gpu-bundle chaos proto clean
 .DEFAULT_GOAL := help
 
 help:
@@ -76,6 +76,10 @@ test-ecosystem: install
 	$(if $(TORCH_INDEX),PIP_EXTRA_INDEX_URL="$(TORCH_INDEX) $$PIP_EXTRA_INDEX_URL") $(BIN)/python -m tests.ecosystem.prepare
 	$(PYTEST) -m ecosystem tests/ecosystem tests/shard/kernels/cuda $(ARGS)
 	$(PYTEST) tests/shard/kernels --ignore=tests/shard/kernels/cuda $(ARGS)
+
+# A hundred thousand random histories of adapters in the shards' memory, where `make test` runs some hundreds.
+test-residency: install
+	MILLRACE_RESIDENCY_HISTORIES=100000 $(BIN)/python -m pytest tests/router/adapters/test_residency.py $(ARGS)
 
 # Its cases come with the source distribution of jsonschema, and only with that.
 test-json-schema: install

@@ -48,6 +48,7 @@ class Entry(SchedulableRequest):
             queued_at=self.stream.queued_at,
             max_jump_forward_tokens=0 if request.grammar is None else MAX_JUMP_FORWARD_TOKENS,
             wants_prompt_logprobs=request.prefill_logprobs,
+            adapter=request.adapter,
         )
         self.request = request
         self.accounted = False
@@ -61,8 +62,6 @@ class Entry(SchedulableRequest):
         self._prompt_candidates = array("I"), array("f")
         adapter = request.adapter
         self._block_keys = BlockHashes(block_size, None if adapter is None else adapter.digest)
-        self.adapter_slot = 0
-        """The slot of its adapter on the shards; 0 without one, and while it waits for it."""
 
     @property
     def closed(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from millrace_router.request.adapter import AdapterVersion
 from millrace_router.request.request import SchedulingParameters
 
 _NO_TERMS = SchedulingParameters()
@@ -44,6 +45,10 @@ class SchedulableRequest:
     """Tokens beyond one that its grammar may force in one step; 0 for free text."""
     wants_prompt_logprobs: bool = False
     """Whether every prompt token has to be computed, cached or not."""
+    adapter: AdapterVersion | None = None
+    """The version of its adapter; None for the base model."""
+    adapter_slot: int = 0
+    """The slot of its adapter on the shards; 0 without one, and while it waits for it."""
     acceptance: Acceptance = field(default_factory=Acceptance)
 
     @property
