@@ -102,6 +102,8 @@ def _line(request: web.Request, response: web.StreamResponse | None, seconds: fl
     generations = request[_GENERATIONS]
     if generations:
         line["model"] = request.app[SERVICES].config.model_id
+        if (adapter := generations[0].valid.adapter) is not None:
+            line["adapter"] = adapter.name
         if response is not None:
             line["stream"] = not isinstance(response, web.Response)
         line |= _counts_of(generations)

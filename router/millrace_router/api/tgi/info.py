@@ -81,6 +81,10 @@ class InfoJson(LimitsJson, SchedulerJson):
     deterministic: bool
     speculate: int
     grammars: bool
+    adapters: bool
+    max_loras: int
+    """The most adapters in the shards at a time; 0 without adapters."""
+    max_lora_rank: int
     num_shard: int
     router: str
     version: str
@@ -98,6 +102,9 @@ def info_json(services: Services) -> InfoJson:
         "deterministic": shard.deterministic,
         "speculate": shard.max_draft_tokens,
         "grammars": services.limits.grammars,
+        "adapters": services.adapters is not None,
+        "max_loras": 0 if services.adapters is None else services.config.max_adapters,
+        "max_lora_rank": services.config.max_lora_rank,
         "num_shard": shard.world_size,
         "router": "text-generation-router",
         "version": VERSION,
