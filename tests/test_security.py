@@ -122,6 +122,7 @@ BOUNDARIES = (
     "Launcher to children",
     "Model files",
     "Downloads",
+    "Adapters",
     "Disk",
     "Logs",
     "Dependencies",

@@ -1,4 +1,4 @@
-"""A client's token for the hub reaches the fetcher and nothing else: no log, error, page, metric or request of the batcher."""
+"""A client's token for the hub reaches the fetcher alone: no log, error, page, metric, or request of the batcher."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ async def test_a_token_goes_nowhere(error: RouterError | None, *, json_output: b
                     _, answer, response = await edge.post(path, body, headers=headers)
                     seen.append(f"{answer} {response.headers}")
             for page in PAGES:
-                _, content, response = await edge.get(page, headers=headers)
+                shown = {"x-adapter-token": TOKEN, "authorization": f"Bearer {ADMIN}"}
+                _, content, response = await edge.get(page, headers=shown)
                 seen.append(f"{content!r} {response.headers}")
             # All that the batcher, the journal and the shards ever know of a request.
             seen.extend(map(repr, [*edge.batcher.requests, *edge.batcher.estimated]))
