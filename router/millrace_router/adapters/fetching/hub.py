@@ -54,8 +54,19 @@ class Commit:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_: object) -> None:
-        """Leave the redirect to the caller, who decides about the host and the token."""
+    """Leaves redirects to the caller, which decides about the host and the token."""
+
+    def http_error_302(
+        self,
+        req: urllib.request.Request,
+        fp: IO[bytes],
+        code: int,
+        msg: str,
+        headers: http.client.HTTPMessage,
+    ) -> None:
+        """Make an error of the redirect."""
+
+    http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +150,8 @@ class Hub:
 
     def redirect(self, url: str, location: str) -> str:
         """The address that a redirect leads to; raises Unavailable for another host than the hub's."""
-        target = urljoin(url, location)
         try:
+            target = urljoin(url, location)
             parts, endpoint = urlsplit(target), urlsplit(self.endpoint)
             is_hub = _origin(parts) == _origin(endpoint)
         except ValueError:

@@ -25,6 +25,8 @@ def parse_object(data: bytes, *, what: str) -> JsonObject:
         for key, value in pairs:
             if key in found:
                 raise Invalid(f"{what} has the key {quoted(key)} twice")
+            if not all(map(_is_text, (key, value))):
+                raise Invalid(f"{what} has half of a character at the key {quoted(key)}")
             found[key] = value
         return found
 
@@ -40,3 +42,11 @@ def parse_object(data: bytes, *, what: str) -> JsonObject:
     if not isinstance(value, dict):
         raise Invalid(f"{what} is not a JSON object")
     return value
+
+
+def _is_text(value: object) -> bool:
+    """Whether a string has no lone surrogates, which UTF-8 cannot write."""
+    try:
+        return not isinstance(value, str) or value.encode() is not None
+    except UnicodeEncodeError:
+        return False

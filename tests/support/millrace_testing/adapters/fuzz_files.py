@@ -1,0 +1,202 @@
+"""Mutates the files of adapters: what the router takes, the format's own library reads alike, and the rest is refused.
+
+`python -m millrace_testing.adapters.fuzz_files COUNT SEED` tries COUNT mutations of each kind, and prints what it took.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import struct
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import safetensors
+
+from millrace_router.adapters.fetching.canonical import check_adapter
+from millrace_router.adapters.fetching.errors import Invalid
+from millrace_router.adapters.fetching.jobs import answer
+from millrace_router.adapters.fetching.peft_config import PeftConfig
+from millrace_router.adapters.fetching.safetensors_file import parse_safetensors
+from millrace_router.request.adapter import AdapterModule
+from millrace_testing.adapters.fetch_jobs import fetch_request
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+TEXTS = (b'"', b"{", b"}", b"[", b"]", b",", b":", b"\\u0000", b"\\ud800", b"null", b"true", b"NaN")
+NUMBERS = (b"-1", b"0", b"1e9", b"1e999", b"18446744073709551616", b"9223372036854775807", b"0.5")
+VALUES: tuple[Any, ...] = (
+    *(None, True, False, 0, 1, -1, 2**63, 2**64, 10**30, 0.5, "", "x", "\x00", "../x", [], {}),
+    *([1], [0, 8], {"a": 1}, "F32", "BF16", "F64", float("nan"), "pissa", "a\r\nb", "(", ".*"),
+)
+LONGEST_MESSAGE = 2000
+FOLDER_PERIOD = 50
+"""Mutations in memory for each one on disk."""
+
+
+def mutated_bytes(data: bytes, random_: random.Random) -> bytes:
+    """Change, insert or remove a few bytes."""
+    result = bytearray(data)
+    for _ in range(random_.randint(1, 4)):
+        at = random_.randrange(len(result) + 1)
+        match random_.randrange(5):
+            case 0:
+                result[at : at + 1] = bytes([random_.randrange(256)])
+            case 1:
+                result[at:at] = random_.choice(TEXTS + NUMBERS)
+            case 2:
+                del result[at : at + random_.choice((1, 1, 8, 64))]
+            case 3:
+                del result[at:]
+            case _:
+                result[at:at] = result[at : at + random_.choice((1, 8, 64))]
+    return bytes(result)
+
+
+def mutated_json(text: bytes, random_: random.Random) -> bytes:
+    """Change values and keys of a JSON text, and now and then its bytes."""
+    value = json.loads(text)
+    for _ in range(random_.randint(1, 3)):
+        place = value
+        while True:
+            keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+            if not keys:
+                break
+            key = random_.choice(keys)
+            inner = place[key]
+            if isinstance(inner, dict | list) and random_.random() < 0.7:
+                place = inner
+                continue
+            _change(place, key, random_)
+            break
+    result = json.dumps(value).encode()
+    return mutated_bytes(result, random_) if random_.random() < 0.1 else result
+
+
+def _change(place: Any, key: Any, random_: random.Random) -> None:
+    old = place[key]
+    match random_.randrange(4):
+        case 0 if type(old) is int:
+            place[key] = old + random_.choice((-8, -1, 1, 8, 2**32, 2**64))
+        case 1 if isinstance(place, dict):
+            place[random_.choice([*place, "new", "a\x1b", "r", "__metadata__"])] = old
+        case 2 if isinstance(place, dict):
+            del place[key]
+        case _:
+            place[key] = random_.choice(VALUES)
+
+
+def mutated_file(data: bytes, random_: random.Random) -> bytes:
+    """Mutate a safetensors file: its header, its length, or its end."""
+    (length,) = struct.unpack_from("<Q", data)
+    header, body = data[8 : 8 + length], data[8 + length :]
+    match random_.randrange(6):
+        case 0:
+            header = mutated_bytes(header, random_)
+        case 1:
+            body = body[: random_.randrange(len(body) + 1)] + bytes(random_.choice((0, 1, 4)))
+        case 2:
+            length = random_.choice((0, 1, length + 1, length - 1, 2**23 + 1, 2**63, 2**64 - 1))
+            return struct.pack("<Q", length) + header + body
+        case _:
+            header = mutated_json(header, random_)
+    return struct.pack("<Q", len(header)) + header + body
+
+
+def check_header(data: bytes) -> bool:
+    """Whether a file is taken; then the library must read the same tensors."""
+    try:
+        file = parse_safetensors(data)
+    except Invalid as error:
+        check_message(str(error))
+        return False
+    theirs = dict(safetensors.deserialize(data))  # type: ignore[no-untyped-call]
+    assert file.tensors.keys() == theirs.keys(), data
+    for name, tensor in file.tensors.items():
+        other = theirs[name]
+        ours = (tensor.dtype, list(tensor.shape), bytes(tensor.data))
+        assert ours == (other["dtype"], other["shape"], bytes(other["data"])), data
+    return True
+
+
+def check_message(message: str) -> None:
+    """A refusal says something, on one line, and not much."""
+    assert message
+    assert message.isprintable(), message
+    assert len(message) < LONGEST_MESSAGE, message
+
+
+class AdapterFuzz:
+    """Mutated adapters, checked as the process checks them; without its limits, so a hang or a crash is found here."""
+
+    def __init__(self, good: Path, modules: Sequence[AdapterModule], folder: Path) -> None:
+        self._folder = folder
+        self._modules = modules
+        self._good = {name: (good / name).read_bytes() for name in (CONFIG, WEIGHTS)}
+        self._request = fetch_request(folder / "a", folder / "cache", modules)
+
+    def check(self, random_: random.Random) -> str:
+        """Check one mutation in memory; returns the kind of the answer."""
+        files = self._mutated(random_)
+        try:
+            config = PeftConfig.parse(files[CONFIG])
+            file = parse_safetensors(files[WEIGHTS])
+            found = check_adapter(config, file, modules=self._modules, max_rank=64)
+        except Invalid as error:
+            check_message(str(error))
+            return "invalid"
+        shapes = {module.name: (module.inputs, module.outputs) for module in self._modules}
+        for module in found:
+            assert shapes[module.name] == (module.inputs, module.outputs)
+            assert module.a.shape[0] == module.b.shape[1] == len(module.scales) == module.rank
+        return "taken"
+
+    def fetch(self, random_: random.Random) -> str:
+        """Fetch one mutation from a folder; returns the kind of the answer."""
+        (self._folder / "a").mkdir(exist_ok=True)
+        for name, data in self._mutated(random_).items():
+            (self._folder / "a" / name).write_bytes(data)
+        answered = answer(self._request)
+        if "digest" in answered:
+            path = self._folder / "cache" / answered["digest"] / "adapter.safetensors"
+            assert check_header(path.read_bytes())
+            return "taken"
+        assert answered["error"] in ("invalid", "too_large"), answered
+        check_message(answered["reason"])
+        return str(answered["error"])
+
+    def _mutated(self, random_: random.Random) -> dict[str, bytes]:
+        if random_.random() < 0.6:
+            return self._good | {CONFIG: mutated_json(self._good[CONFIG], random_)}
+        return self._good | {WEIGHTS: mutated_file(self._good[WEIGHTS], random_)}
+
+
+def main() -> None:
+    """Run as a command."""
+    from millrace_testing.adapters.peft_files import modules_of, save_adapter, tiny_llama
+
+    count, seed = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    random_, began, taken = random.Random(seed), time.monotonic(), Counter[str]()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        save_adapter(folder / "good", target_modules=["q_proj"], r=2)
+        weights = (folder / "good" / WEIGHTS).read_bytes()
+        fuzz = AdapterFuzz(folder / "good", modules_of(tiny_llama()), folder)
+        for number in range(count):
+            taken["header taken"] += check_header(mutated_file(weights, random_))
+            taken[f"adapter {fuzz.check(random_)}"] += 1
+            if number % FOLDER_PERIOD == 0:
+                taken[f"folder {fuzz.fetch(random_)}"] += 1
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    seconds = time.monotonic() - began
+    sys.stdout.write(f"{count} of each in {seconds:.0f} s, {peak} MiB at most: {dict(taken)}\n")
+
+
+if __name__ == "__main__":
+    main()
