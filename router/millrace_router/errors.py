@@ -92,9 +92,10 @@ class SizeError(ValidationError):
 class AdapterInvalid(ValidationError):
     """The files of an adapter cannot be used; the message names the field or the tensor."""
 
-    def __init__(self, name: str, reason: str) -> None:
+    def __init__(self, name: str, reason: str, *, source_digest: str | None = None) -> None:
         super().__init__(f"the adapter {quoted(name)} cannot be used: {reason}")
         self.reason = reason
+        self.source_digest = source_digest
 
 
 class BodyError(ValidationError):

@@ -14,7 +14,7 @@ KEPT_SECONDS = 5.0
 
 
 class AdapterCache:
-    """Versions by digest, least recently used first; `open` and `delete` touch the disk, the rest only decides."""
+    """Versions by digest, least recently used first; `open`, `touch` and `delete` look at the disk."""
 
     def __init__(self, folder: Path, *, max_bytes: int, clock: Callable[[], float]) -> None:
         self.folder = folder
@@ -52,6 +52,15 @@ class AdapterCache:
         self._sizes[digest] = num_bytes
         self._sizes.move_to_end(digest)
         self._last_use[digest] = self._clock()
+
+    def touch(self, digest: str) -> bool:
+        """Whether the version is in the cache, which counts as a use; one whose file was removed is not."""
+        num_bytes = self._sizes.get(digest)
+        if num_bytes is None or not (self.folder / digest / ADAPTER_FILE).is_file():
+            self.forget(digest)
+            return False
+        self.use(digest, num_bytes)
+        return True
 
     def forget(self, digest: str) -> None:
         """Take a version out of the books."""

@@ -125,7 +125,9 @@ def test_one_meaning_is_one_version(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "a" / CONFIG).read_text())
     changed = config | {"lora_dropout": 0.5, "base_model_name_or_path": "x", "lora_alpha": 8.0}
     (tmp_path / "a" / CONFIG).write_text(json.dumps(changed))
-    assert fetch_folder(tmp_path / "a", tmp_path, LLAMA) == first
+    second = fetch_folder(tmp_path / "a", tmp_path, LLAMA)
+    assert second.pop("source_digest") != first.pop("source_digest")
+    assert second == first
     assert path.read_bytes() == right
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["a", first["digest"]])
     (tmp_path / "a" / CONFIG).write_text(json.dumps(changed | {"lora_alpha": 9}))
@@ -150,7 +152,7 @@ def test_variants_of_keys(rename: Callable[[str], str], tmp_path: Path) -> None:
     renamed = {rename(key): one for key, one in saved.items()}
     assert renamed.keys() != saved.keys()
     save_file(renamed, tmp_path / "a" / WEIGHTS)
-    assert fetch_folder(tmp_path / "a", tmp_path, LLAMA) == first
+    assert fetch_folder(tmp_path / "a", tmp_path, LLAMA)["digest"] == first["digest"]
 
 
 def test_targets_without_tensors_are_noted(tmp_path: Path) -> None:
@@ -267,8 +269,8 @@ def test_what_is_wrong_is_named(
     *before, after = message.split(".*")
     assert all(part.strip() in answer["reason"] for part in [*before, after])
     assert not (tmp_path / "cache").exists()
-    again = fetch_folder(tmp_path / "a", tmp_path / "cache", LLAMA, refused=answer["source_digest"])
-    assert again == {"error": "refused_before"}
+    again = fetch_folder(tmp_path / "a", tmp_path / "cache", LLAMA, known=answer["source_digest"])
+    assert again == {"is_known": True}
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,14 @@ from structlog.testing import capture_logs
 
 from millrace_router.adapters.cache import AdapterCache
 from millrace_router.adapters.child import COMMAND
-from millrace_router.adapters.fetch_request import FetchLimits, FetchSource
+from millrace_router.adapters.fetch_limits import FetchLimits
 from millrace_router.adapters.fetcher import (
+    MAX_OF_CLIENTS,
     MAX_PER_CALLER,
-    MAX_WAITING,
     Fetcher,
 )
+from millrace_router.adapters.names.fetching_protocol import Fetching
+from millrace_router.adapters.names.sources import NamedSource
 from millrace_router.errors import (
     AdapterInvalid,
     AdapterNotFound,
@@ -64,14 +68,23 @@ class Clock:
 
 def answer_of(digest: str, num_bytes: int = 10, **other: Any) -> str:
     return json.dumps(
-        {"digest": digest * 64, "num_bytes": num_bytes, "modules": [["m", 17, True]]} | other
+        {
+            "digest": digest * 64,
+            "num_bytes": num_bytes,
+            "modules": [["m", 17, True]],
+            "note": None,
+            "source_digest": "d",
+        }
+        | other
     )
 
 
 class Play:
     """A fetcher over programs that wait for their cue."""
 
-    def __init__(self, folder: Path, *, max_bytes: int, needed: Collection[str]) -> None:
+    def __init__(
+        self, folder: Path, *, max_bytes: int, needed: Collection[str], limits: FetchLimits
+    ) -> None:
         self.folder = folder
         self.clock = Clock()
         self.cache = AdapterCache(folder / "cache", max_bytes=max_bytes, clock=self.clock)
@@ -79,16 +92,19 @@ class Play:
         program = PROGRAM.format(folder=str(folder))
         self.fetcher = Fetcher(
             self.cache,
+            LLAMA,
+            limits=limits,
             needed=lambda: needed,
             clock=self.clock,
             command=(sys.executable, "-S", "-c", program),
         )
 
     def fetch(
-        self, id_: str, *, limits: FetchLimits = LIMITS, **fields: Any
+        self, id_: str, *, caller: str = "", by_operator: bool = False
     ) -> asyncio.Task[AdapterVersion]:
-        source = FetchSource(kind=AdapterSource.LOCAL, id=id_, name=f"name of {id_}", **fields)
-        return asyncio.create_task(self.fetcher.fetch(source, modules=LLAMA, limits=limits))
+        source = replace(local(id_), by_operator=by_operator)
+        fetch = self.fetcher.fetch(source, name=f"name of {id_}", token=None, caller=caller)
+        return asyncio.create_task(fetch)
 
     def go(self, id_: str, answer: str) -> None:
         (self.folder / "new").write_text(answer)
@@ -106,13 +122,21 @@ class Play:
 
 @asynccontextmanager
 async def playing(
-    folder: Path, *, max_bytes: int = 1000, needed: Collection[str] = ()
+    folder: Path,
+    *,
+    max_bytes: int = 1000,
+    needed: Collection[str] = (),
+    limits: FetchLimits = LIMITS,
 ) -> AsyncIterator[Play]:
-    play = Play(folder, max_bytes=max_bytes, needed=needed)
+    play = Play(folder, max_bytes=max_bytes, needed=needed, limits=limits)
+    before = asyncio.all_tasks()
     try:
         yield play
     finally:
-        await play.fetcher.close()
+        left = asyncio.all_tasks() - before
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
 
 async def test_versions_count_slices_and_biases(tmp_path: Path) -> None:
@@ -140,20 +164,17 @@ async def test_two_run_at_once(tmp_path: Path) -> None:
         assert [(await tasks[id_]).digest[0] for id_ in "ac"] == ["a", "c"]
 
 
-async def test_the_same_fetch_runs_once_and_outlives_who_leaves(tmp_path: Path) -> None:
+async def test_a_fetch_that_nobody_waits_for_is_killed(tmp_path: Path) -> None:
     async with playing(tmp_path) as play:
-        first, second = play.fetch("a"), play.fetch("a")
-        await play.started("a")
-        first.cancel()
+        task = play.fetch("a")
+        process = await play.started("a")
+        task.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await first
-        third = play.fetch("a", caller="other")
-        play.go("a", answer_of("a"))
-        assert (await second).digest == (await third).digest
-        # Another token is another question.
-        (tmp_path / "started-a").unlink()
-        assert (await play.fetch("a", token="x")).digest
-        assert play.running() == {"a"}
+            await task
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)
+        play.go("b", answer_of("b"))
+        assert (await play.fetch("b")).digest
 
 
 async def test_no_caller_fills_the_line(tmp_path: Path) -> None:
@@ -162,19 +183,19 @@ async def test_no_caller_fills_the_line(tmp_path: Path) -> None:
         await play.started("0")
         with pytest.raises(AdapterUnavailable, match="too many adapters"):
             await play.fetch("x", caller="greedy")
-        others = [play.fetch(f"y{n}", caller=str(n)) for n in range(MAX_WAITING + 2 - len(many))]
+        others = [play.fetch(f"y{n}") for n in range(MAX_OF_CLIENTS - len(many))]
         await asyncio.sleep(0)
         with pytest.raises(AdapterUnavailable, match="too many adapters"):
             await play.fetch("z", caller="late")
-        for task in (*many, *others):
-            task.cancel()
+        operators = play.fetch("o", by_operator=True)
+        await asyncio.sleep(0)
+        assert not any(task.done() for task in (*many, *others, operators))
 
 
 async def test_a_fetch_that_takes_too_long_is_killed(tmp_path: Path) -> None:
-    async with playing(tmp_path) as play:
-        limits = FetchLimits(timeout_seconds=0.5)
+    async with playing(tmp_path, limits=FetchLimits(timeout_seconds=0.5)) as play:
         with pytest.raises(AdapterUnavailable, match="took too long"):
-            await play.fetch("a", limits=limits)
+            await play.fetch("a")
         if "a" in play.running():
             with pytest.raises(ProcessLookupError):
                 os.kill(await play.started("a"), 0)
@@ -208,11 +229,9 @@ async def test_a_process_without_an_answer(answer: str, message: str, tmp_path: 
 
 
 async def test_a_program_that_does_not_start(tmp_path: Path) -> None:
-    cache = AdapterCache(tmp_path, max_bytes=1, clock=Clock())
-    fetcher = Fetcher(cache, needed=set, command=("/nothing",))
-    source = FetchSource(kind=AdapterSource.LOCAL, id="a", name="a")
+    fetcher = real(tmp_path, ("/nothing",))
     with pytest.raises(AdapterUnavailable, match="did not start"):
-        await fetcher.fetch(source, modules=LLAMA, limits=LIMITS)
+        await fetcher.fetch(local("a"), name="a", token=None, caller="")
 
 
 async def test_each_failure_doubles_the_wait_up_to_a_minute(tmp_path: Path) -> None:
@@ -242,11 +261,15 @@ async def test_what_is_broken_is_remembered_by_its_files(tmp_path: Path) -> None
         play.go("a", json.dumps(refusal))
         with pytest.raises(AdapterInvalid, match="because"):
             await play.fetch("a")
-        play.go("a", '{"error": "refused_before"}')
+        play.go("a", '{"is_known": true}')
         with pytest.raises(AdapterInvalid, match="because"):
             await play.fetch("a")
-        play.go("a", answer_of("a"))
-        assert (await play.fetch("a")).digest
+        (tmp_path / "cache" / ("a" * 64)).mkdir()
+        (tmp_path / "cache" / ("a" * 64) / "adapter.safetensors").touch()
+        play.go("a", answer_of("a", source_digest="d2"))
+        version = await play.fetch("a")
+        play.go("a", '{"is_known": true}')
+        assert await play.fetch("a") == version
         play.go("a", '{"error": "not_found", "reason": ""}')
         with pytest.raises(AdapterNotFound, match="'name of a' does not exist"):
             await play.fetch("a")
@@ -272,48 +295,39 @@ async def test_the_cache_makes_room_but_not_of_what_is_needed(tmp_path: Path) ->
         assert (refusal.value.num_bytes, refusal.value.limit) == (26, 25)
 
 
-@asynccontextmanager
-async def real(folder: Path, command: tuple[str, ...] = COMMAND) -> AsyncIterator[Fetcher]:
+def real(
+    folder: Path, command: tuple[str, ...] = COMMAND, *, limits: FetchLimits = LIMITS
+) -> Fetcher:
     cache = AdapterCache(folder / "cache", max_bytes=1 << 30, clock=time.monotonic)
     cache.open()
-    fetcher = Fetcher(cache, needed=set, command=command)
-    try:
-        yield fetcher
-    finally:
-        await fetcher.close()
+    return Fetcher(cache, LLAMA, limits=limits, needed=set, command=command)
 
 
-def local(path: Path | str, **fields: Any) -> FetchSource:
-    return FetchSource(kind=AdapterSource.LOCAL, id=str(path), name="mine", **fields)
+def local(path: Path | str, root: Path | None = None) -> NamedSource:
+    return NamedSource(kind=AdapterSource.LOCAL, location=str(path), root=root)
+
+
+async def fetch(
+    fetcher: Fetching, source: NamedSource, *, token: str | None = None
+) -> AdapterVersion:
+    return await fetcher.fetch(source, name="mine", token=token, caller="")
 
 
 async def test_the_real_process_fetches_and_merges(tmp_path: Path) -> None:
     save_adapter(tmp_path / "root" / "a")
     save_adapter(tmp_path / "root" / "b", seed=1, target_modules=["q_proj"])
-    async with real(tmp_path) as fetcher:
-        versions = [
-            await fetcher.fetch(local(id_, root=tmp_path / "root"), modules=LLAMA, limits=LIMITS)
-            for id_ in "ab"
-        ]
-        recipe = MergeRecipe(ids=("a", "b"), weights=(0.5, 2.0), strategy=MergeStrategy.CAT)
-        merged = await fetcher.merge(recipe, versions, limits=LIMITS, name="both")
-        assert (tmp_path / "cache" / merged.digest / "adapter.safetensors").is_file()
-        assert (merged.name, merged.num_bytes > versions[0].num_bytes) == ("both", True)
-        with pytest.raises(AdapterNotFound):
-            await fetcher.fetch(local("../x", root=tmp_path / "root"), modules=LLAMA, limits=LIMITS)
-
-
-async def test_a_merge_is_computed_once(tmp_path: Path) -> None:
-    save_adapter(tmp_path / "a")
-    async with real(tmp_path) as fetcher:
-        version = await fetcher.fetch(local(tmp_path / "a"), modules=LLAMA, limits=LIMITS)
-        recipe = MergeRecipe(ids=("a",), weights=(0.5,), strategy=MergeStrategy.LINEAR)
-        merged = await fetcher.merge(recipe, [version], limits=LIMITS, name="x")
-        path = tmp_path / "cache" / merged.digest / "adapter.safetensors"
-        before = path.stat()
-        again = await fetcher.merge(recipe, [version], limits=LIMITS, name="y")
-        assert (again.digest, again.name) == (merged.digest, "y")
-        assert path.stat().st_ino == before.st_ino
+    fetcher = real(tmp_path)
+    versions = [await fetch(fetcher, local(id_, tmp_path / "root")) for id_ in "ab"]
+    recipe = MergeRecipe(ids=("a", "b"), weights=(0.5, 2.0), strategy=MergeStrategy.CAT)
+    merged = await fetcher.merge(recipe, versions)
+    assert (tmp_path / "cache" / merged.digest / "adapter.safetensors").is_file()
+    assert (merged.name, merged.num_bytes > versions[0].num_bytes) == ("a+b", True)
+    assert fetcher.is_cached(merged.digest)
+    shutil.rmtree(tmp_path / "cache" / merged.digest)
+    assert not fetcher.is_cached(merged.digest)
+    assert (await fetcher.merge(recipe, versions)).digest == merged.digest
+    with pytest.raises(AdapterNotFound):
+        await fetch(fetcher, local("../x", tmp_path / "root"))
 
 
 async def test_a_pattern_that_never_ends_is_killed(tmp_path: Path) -> None:
@@ -321,10 +335,9 @@ async def test_a_pattern_that_never_ends_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "a" / "adapter_config.json"
     bomb = {"rank_pattern": {r"([a-z_.0-9]+)+!": 8}}
     path.write_text(json.dumps(json.loads(path.read_text()) | bomb))
-    async with real(tmp_path) as fetcher:
-        limits = FetchLimits(timeout_seconds=3.0)
-        with pytest.raises(AdapterUnavailable, match="took too long"):
-            await fetcher.fetch(local(tmp_path / "a"), modules=LLAMA, limits=limits)
+    fetcher = real(tmp_path, limits=FetchLimits(timeout_seconds=3.0))
+    with pytest.raises(AdapterUnavailable, match="took too long"):
+        await fetch(fetcher, local(tmp_path / "a"))
 
 
 async def test_memory_has_a_limit(tmp_path: Path) -> None:
@@ -334,9 +347,9 @@ async def test_memory_has_a_limit(tmp_path: Path) -> None:
         "main.answer = lambda request: bytearray(1 << 32)\n"
         "main.main()\n"
     )
-    async with real(tmp_path, (sys.executable, "-c", program)) as fetcher:
-        with pytest.raises(AdapterUnavailable, match="needs more memory"):
-            await fetcher.fetch(local(tmp_path), modules=LLAMA, limits=LIMITS)
+    fetcher = real(tmp_path, (sys.executable, "-c", program))
+    with pytest.raises(AdapterUnavailable, match="needs more memory"):
+        await fetch(fetcher, local(tmp_path))
 
 
 async def test_a_defect_is_told_without_the_values(tmp_path: Path) -> None:
@@ -347,8 +360,8 @@ async def test_a_defect_is_told_without_the_values(tmp_path: Path) -> None:
         "main.answer = answer\n"
         "main.main()\n"
     )
-    async with real(tmp_path, (sys.executable, "-c", program)) as fetcher:
-        source = local(tmp_path, token="hf_secret")
-        with pytest.raises(AdapterUnavailable, match="ValueError in line 3 of answer") as refusal:
-            await fetcher.fetch(source, modules=LLAMA, limits=LIMITS)
-        assert "hf_secret" not in str(refusal.value)
+    hub = NamedSource(kind=AdapterSource.HUB, location="org/a")
+    fetcher = real(tmp_path, (sys.executable, "-c", program))
+    with pytest.raises(AdapterUnavailable, match="ValueError in line 3 of answer") as refusal:
+        await fetch(fetcher, hub, token="hf_secret")
+    assert "hf_secret" not in str(refusal.value)

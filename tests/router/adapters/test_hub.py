@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,10 +14,11 @@ import pytest
 import structlog
 
 from millrace_router.adapters.cache import AdapterCache
-from millrace_router.adapters.fetch_request import FetchLimits, FetchSource
-from millrace_router.adapters.fetcher import Fetcher
+from millrace_router.adapters.fetch_limits import FetchLimits
+from millrace_router.adapters.fetcher import Fetcher, HubAccess
 from millrace_router.adapters.fetching.errors import Forbidden, NotFound, Unavailable
 from millrace_router.adapters.fetching.hub import Hub
+from millrace_router.adapters.names.sources import NamedSource
 from millrace_router.errors import (
     AdapterForbidden,
     AdapterInvalid,
@@ -32,6 +34,7 @@ from millrace_testing.adapters.peft_files import modules_of, save_adapter, tiny_
 LLAMA = modules_of(tiny_llama())
 LIMITS = FetchLimits(max_bytes=1 << 20, timeout_seconds=60)
 TOKEN = "hf_SecretOfTheClient"
+SERVER_TOKEN = "hf_ServersOwn"
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 
@@ -61,14 +64,20 @@ class Fetching:
         self.clock = Clock()
         self.cache = AdapterCache(folder, max_bytes=1 << 30, clock=self.clock)
         self.cache.open()
-        self.fetcher = Fetcher(self.cache, needed=set, endpoint=f"{stub.url}/", clock=self.clock)
+        self.fetcher = Fetcher(
+            self.cache,
+            LLAMA,
+            limits=LIMITS,
+            needed=set,
+            hub=HubAccess(endpoint=f"{stub.url}/", token=SERVER_TOKEN),
+            clock=self.clock,
+        )
 
-    def source(self, id_: str = "org/a", **fields: Any) -> FetchSource:
-        return FetchSource(**{"kind": AdapterSource.HUB, "id": id_, "name": "mine", **fields})
-
-    async def fetch(self, id_: str = "org/a", **fields: Any) -> AdapterVersion:
-        source = self.source(id_, **fields)
-        return await self.fetcher.fetch(source, modules=LLAMA, limits=LIMITS)
+    async def fetch(
+        self, id_: str = "org/a", *, token: str | None = None, **fields: Any
+    ) -> AdapterVersion:
+        source = NamedSource(kind=AdapterSource.HUB, location=id_, **fields)
+        return await self.fetcher.fetch(source, name="mine", token=token, caller="")
 
     async def refusal(self, id_: str = "org/a", **fields: Any) -> RouterError:
         with pytest.raises(RouterError) as refusal:
@@ -82,11 +91,7 @@ class Fetching:
 async def fetching(folder: Path, repository: Repository) -> AsyncIterator[Fetching]:
     async with hub_stub() as stub:
         stub.repositories["org/a"] = repository
-        both = Fetching(stub, folder / "cache")
-        try:
-            yield both
-        finally:
-            await both.fetcher.close()
+        yield Fetching(stub, folder / "cache")
 
 
 async def test_two_files_of_one_commit_are_fetched(files: dict[str, bytes], tmp_path: Path) -> None:
@@ -97,11 +102,9 @@ async def test_two_files_of_one_commit_are_fetched(files: dict[str, bytes], tmp_
         assert dict(version.num_slices)["model.layers.0.self_attn.q_proj"] == 1
         assert hub.stub.paths() == ["x", CONFIG, WEIGHTS]
         # A branch that moves is another version, and a commit stays.
-        first = hub.stub.repositories["org/a"].commit
         config = files[CONFIG].replace(b'"lora_alpha": 8', b'"lora_alpha": 9')
         hub.stub.repositories["org/a"] = Repository({**files, CONFIG: config})
         assert (await hub.fetch()).digest != version.digest
-        assert await hub.fetcher.commit_of(hub.source(), limits=LIMITS) != first
 
 
 async def test_who_may_not_read(files: dict[str, bytes], tmp_path: Path) -> None:
@@ -112,13 +115,35 @@ async def test_who_may_not_read(files: dict[str, bytes], tmp_path: Path) -> None
         assert type(await hub.refusal("org/nothing", token=TOKEN)) is AdapterNotFound
         assert type(await hub.refusal(revision="nothing")) is AdapterNotFound
         assert (await hub.fetch(token=TOKEN)).digest
-        assert await hub.fetcher.commit_of(hub.source(token=TOKEN), limits=LIMITS)
         hub.stub.repositories["org/a"].tokens = set()
         assert type(await hub.refusal(token=TOKEN)) is AdapterForbidden
-        with pytest.raises(AdapterForbidden):
-            await hub.fetcher.commit_of(hub.source(token=TOKEN), limits=LIMITS)
-        with pytest.raises(AdapterNotFound):
-            await hub.fetcher.commit_of(hub.source(), limits=LIMITS)
+        assert type(await hub.refusal()) is AdapterNotFound
+
+
+async def test_what_is_known_is_not_downloaded_again(
+    files: dict[str, bytes], tmp_path: Path
+) -> None:
+    """Another fetch asks the hub for the commit alone, with the token of its client."""
+    async with fetching(tmp_path, Repository(files, tokens={TOKEN})) as hub:
+        version = await hub.fetch(token=TOKEN)
+        del hub.stub.asked[:]
+        assert await hub.fetch(token=TOKEN) == version
+        assert hub.stub.asked == [("/api/models/org/a/revision/main", f"Bearer {TOKEN}")]
+        assert type(await hub.refusal()) is AdapterNotFound
+        # A version that left the cache is fetched anew.
+        shutil.rmtree(tmp_path / "cache" / version.digest)
+        assert await hub.fetch(token=TOKEN) == version
+        assert (tmp_path / "cache" / version.digest).is_dir()
+
+
+async def test_the_servers_token_is_for_sources_of_the_operator(
+    files: dict[str, bytes], tmp_path: Path
+) -> None:
+    async with fetching(tmp_path, Repository(files, tokens={SERVER_TOKEN})) as hub:
+        assert type(await hub.refusal()) is AdapterNotFound
+        assert type(await hub.refusal(token=TOKEN)) is AdapterForbidden
+        assert (await hub.fetch(by_operator=True)).digest
+        assert SERVER_TOKEN not in repr(HubAccess(token=SERVER_TOKEN))
 
 
 @pytest.mark.parametrize("token", ["two words", "line\r\nx-evil: 1", "", "\u2603", "x" * 600])
@@ -279,8 +304,8 @@ async def test_no_token_is_left_anywhere(
     files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client's token is in no argument, variable, log line or error, and the server's never reaches the process."""
-    monkeypatch.setenv("HF_TOKEN", "hf_ServersOwn")
-    monkeypatch.setenv("HUGGING_FACE_HUB_TOKEN", "hf_ServersOwn")
+    monkeypatch.setenv("HF_TOKEN", SERVER_TOKEN)
+    monkeypatch.setenv("HUGGING_FACE_HUB_TOKEN", SERVER_TOKEN)
     repository = Repository(files, tokens={TOKEN}, status=500)
     with structlog.testing.capture_logs() as logs:
         async with fetching(tmp_path, repository) as hub:
@@ -291,14 +316,13 @@ async def test_no_token_is_left_anywhere(
             for name in ("cmdline", "environ"):
                 text = (child / name).read_bytes()
                 assert TOKEN.encode() not in text
-                assert b"hf_ServersOwn" not in text
+                assert SERVER_TOKEN.encode() not in text
             hub.stub.gate.set()
             await running
             assert hub.stub.asked == [("/api/models/org/a/revision/main", f"Bearer {TOKEN}")]
             hub.clock.now += 60
             repository.status = 200
             await hub.fetch(token=TOKEN)
-            assert TOKEN not in repr(hub.source(token=TOKEN))
     assert logs
     assert TOKEN not in repr(logs)
     for folder, _, names in os.walk(tmp_path):

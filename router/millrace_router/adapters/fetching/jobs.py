@@ -30,17 +30,11 @@ MAX_NOTED = 8
 
 def answer(request: JsonObject) -> JsonObject:
     """Do the job of `request`; every FetchError is an answer too."""
-    job = {"fetch": _fetch, "merge": _merge, "commit": _commit}[request["job"]]
+    job = {"fetch": _fetch, "merge": _merge}[request["job"]]
     try:
         return job(request)
     except FetchError as error:
         return error.answer()
-
-
-def _commit(request: JsonObject) -> JsonObject:
-    source = request["source"]
-    commit = Hub(source["endpoint"], source["token"]).commit_of(source["id"], source["revision"])
-    return {"commit": commit.commit}
 
 
 def _fetch(request: JsonObject) -> JsonObject:
@@ -48,19 +42,19 @@ def _fetch(request: JsonObject) -> JsonObject:
     if source["kind"] == AdapterSource.HUB:
         hub = Hub(source["endpoint"], source["token"])
         commit = hub.commit_of(source["id"], source["revision"])
-        return _unless_refused(commit.digest(), lambda: hub.read(commit, max_bytes), request)
+        return _unless_known(commit.digest(), lambda: hub.read(commit, max_bytes), request)
     files = read_folder(source["id"], source["root"], max_bytes)
-    return _unless_refused(files.digest(), lambda: files, request)
+    return _unless_known(files.digest(), lambda: files, request)
 
 
-def _unless_refused(
+def _unless_known(
     source_digest: str, read: Callable[[], SourceFiles], request: JsonObject
 ) -> JsonObject:
-    """Check the files, but not those that were refused before."""
-    if source_digest == request["refused"]:
-        return {"error": "refused_before"}
+    """Check the files, but not those that the router knows the outcome of."""
+    if source_digest == request["known"]:
+        return {"is_known": True}
     try:
-        return _checked(read(), request)
+        return _checked(read(), request) | {"source_digest": source_digest}
     except Invalid as error:
         return error.answer() | {"source_digest": source_digest}
 

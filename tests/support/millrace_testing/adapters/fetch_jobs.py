@@ -20,7 +20,7 @@ def fetch_request(
     root: Path | None = None,
     max_rank: int = 64,
     max_bytes: int = MAX_BYTES,
-    refused: str | None = None,
+    known: str | None = None,
 ) -> dict[str, Any]:
     """Ask for an adapter in a folder."""
     return {
@@ -36,7 +36,7 @@ def fetch_request(
         "limits": {"max_rank": max_rank, "max_bytes": max_bytes, "timeout_seconds": 60.0},
         "cache": str(cache),
         "modules": [(module.name, module.inputs, module.outputs) for module in modules],
-        "refused": refused,
+        "known": known,
     }
 
 
