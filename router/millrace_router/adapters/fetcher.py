@@ -15,9 +15,8 @@ import structlog
 from millrace_router.adapters.back_off import BackOff
 from millrace_router.adapters.cache import AdapterCache
 from millrace_router.adapters.child import COMMAND, ChildError, run_child
-from millrace_router.adapters.fetch_limits import FetchLimits
+from millrace_router.adapters.fetch_request import DEFAULT_ENDPOINT, FetchLimits, FetchSource
 from millrace_router.adapters.names.recent import Recent
-from millrace_router.adapters.names.sources import NamedSource
 from millrace_router.errors import (
     AdapterForbidden,
     AdapterInvalid,
@@ -36,7 +35,6 @@ from millrace_router.request.adapter import (
 
 Answer = dict[str, Any]
 
-DEFAULT_ENDPOINT = "https://huggingface.co"
 MAX_AT_ONCE = 2
 MAX_OF_CLIENTS = 256
 """Fetches of sources that clients named, and merges, running or waiting."""
@@ -45,17 +43,6 @@ MAX_KNOWN = 4096
 BUSY_SECONDS = 1.0
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HubAccess:
-    """The hub, and the server's own token for the adapters that the operator named."""
-
-    endpoint: str = DEFAULT_ENDPOINT
-    token: str | None = None
-
-    def __repr__(self) -> str:
-        return f"HubAccess({self.endpoint!r})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,75 +59,72 @@ class Fetcher:
     def __init__(
         self,
         cache: AdapterCache,
-        modules: Sequence[AdapterModule],
         *,
-        limits: FetchLimits,
         needed: Callable[[], Collection[str]],
-        hub: HubAccess = HubAccess(),
+        endpoint: str = DEFAULT_ENDPOINT,
         clock: Callable[[], float] = time.monotonic,
         command: Sequence[str] = COMMAND,
     ) -> None:
-        """Check adapters against `modules`.
-
-        `needed` tells the digests that are registered or in use, which never leave the cache.
-        """
+        """Fetch into `cache`; `needed` tells the digests that are registered or in use, and never leave it."""
         self._cache = cache
-        self._modules = [(module.name, module.inputs, module.outputs) for module in modules]
-        self._limits = limits
         self._needed = needed
-        self._hub = hub
+        self._endpoint = endpoint.rstrip("/")
         self._command = command
         self._permits = asyncio.Semaphore(MAX_AT_ONCE)
+        self._running: set[asyncio.Task[Any] | None] = set()
         self._callers: Counter[str] = Counter()
         self._back_off = BackOff(clock)
-        self._known: Recent[NamedSource, _Known] = Recent(MAX_KNOWN, clock=clock)
+        self._known: Recent[Hashable, _Known] = Recent(MAX_KNOWN, clock=clock)
 
     async def fetch(
-        self, source: NamedSource, *, name: str, token: str | None, caller: str
+        self, source: FetchSource, *, modules: Sequence[AdapterModule], limits: FetchLimits
     ) -> AdapterVersion:
-        """Fetch, check and keep the adapter as it is at its source now; on the hub, access is checked each time.
-
-        The server's own token is for sources of the operator alone, and `token` for those of a client.
+        """Fetch, check and keep the adapter as it is at its source now; the hub checks the token each time.
 
         Raises:
             AdapterNotFound, AdapterForbidden, AdapterInvalid, AdapterTooLarge, AdapterUnavailable.
 
         """
-        known = self._known.get(source)
+        shapes = tuple((module.name, module.inputs, module.outputs) for module in modules)
+        key = source.place, shapes, limits
+        known = self._known.get(key)
         if known and isinstance(known.outcome, AdapterVersion):
-            known = known if self.is_cached(known.outcome.digest) else None
-        request = self._request("fetch") | {
-            "source": {
-                "kind": source.kind,
-                "id": source.location,
-                "revision": source.revision,
-                "root": None if source.root is None else str(source.root.absolute()),
-                "token": self._token(source, token),
-                "endpoint": self._hub.endpoint.rstrip("/"),
-            },
-            "modules": self._modules,
+            known = known if self._cache.touch(known.outcome.digest) else None
+        request = self._request("fetch", limits) | {
+            "source": self._source(source),
+            "modules": shapes,
             "known": known.source_digest if known else None,
         }
         try:
-            whose = None if source.by_operator else caller
-            answer = await self._ask(request, source, name=name, caller=whose)
+            answer = await self._ask(request, source, limits)
         except AdapterInvalid as error:
             if error.source_digest is not None:
-                self._known.put(source, _Known(error.source_digest, error.reason))
+                self._known.put(key, _Known(error.source_digest, error.reason))
             raise
         if not answer.get("is_known"):
             if note := answer["note"]:
-                log.warning("an adapter is used with a note", adapter=name, note=note)
-            version = await self._keep(answer, name)
-            self._known.put(source, _Known(answer["source_digest"], version))
+                log.warning("an adapter is used with a note", adapter=source.name, note=note)
+            version = await self._keep(answer, source.name)
+            self._known.put(key, _Known(answer["source_digest"], version))
             return version
         assert known is not None
         if isinstance(known.outcome, str):
-            raise AdapterInvalid(name, known.outcome)
-        return replace(known.outcome, name=name)
+            raise AdapterInvalid(source.name, known.outcome)
+        return replace(known.outcome, name=source.name)
+
+    async def commit_of(self, source: FetchSource, *, limits: FetchLimits) -> str:
+        """Ask the hub for the commit of the source's revision, and so check access to it; raises as `fetch`."""
+        request = self._request("commit", limits) | {"source": self._source(source)}
+        answer = await self._ask(request, source, limits)
+        return str(answer["commit"])
 
     async def merge(
-        self, recipe: MergeRecipe, versions: Sequence[AdapterVersion]
+        self,
+        recipe: MergeRecipe,
+        versions: Sequence[AdapterVersion],
+        *,
+        limits: FetchLimits,
+        name: str,
     ) -> AdapterVersion:
         """Merge `versions`, which are in the cache and in the recipe's order, into a version of its own.
 
@@ -149,29 +133,36 @@ class Fetcher:
             AdapterTooLarge, AdapterUnavailable.
 
         """
-        digests = tuple(version.digest for version in versions)
-        request = self._request("merge") | {
+        digests = [version.digest for version in versions]
+        request = self._request("merge", limits) | {
             "digests": digests,
             "weights": recipe.weights,
             "strategy": recipe.strategy,
             "density": recipe.density,
             "majority_sign_method": recipe.majority_sign_method,
         }
-        name = "+".join(recipe.ids)
-        key = digests, replace(recipe, ids=())
-        return await self._keep(await self._ask(request, key, name=name, caller=""), name)
+        place = " ".join([*digests, repr(replace(recipe, ids=()))])
+        source = FetchSource(kind=AdapterSource.LOCAL, id=place, name=name)
+        return await self._keep(await self._ask(request, source, limits), name)
 
-    def is_cached(self, digest: str) -> bool:
-        """Whether the copy of a version is in the cache; whoever asks is about to use it."""
-        return self._cache.touch(digest)
+    async def close(self) -> None:
+        """End all fetches, and their processes."""
+        tasks = [task for task in self._running if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _token(self, source: NamedSource, token: str | None) -> str | None:
-        if source.kind is AdapterSource.LOCAL:
-            return None
-        return self._hub.token if source.by_operator else token
+    def _source(self, source: FetchSource) -> Answer:
+        return {
+            "kind": source.kind,
+            "id": source.id,
+            "revision": source.revision,
+            "root": None if source.root is None else str(source.root.absolute()),
+            "token": source.token if source.kind is AdapterSource.HUB else None,
+            "endpoint": self._endpoint,
+        }
 
-    def _request(self, job: str) -> Answer:
-        limits = self._limits
+    def _request(self, job: str, limits: FetchLimits) -> Answer:
         return {
             "job": job,
             "cache": str(self._cache.folder.absolute()),
@@ -182,17 +173,16 @@ class Fetcher:
             },
         }
 
-    async def _ask(
-        self, request: Answer, key: Hashable, *, name: str, caller: str | None
-    ) -> Answer:
+    async def _ask(self, request: Answer, source: FetchSource, limits: FetchLimits) -> Answer:
         """Run the process when its turn has come; raises what it answers."""
+        name, key = source.name, source.place
         if rest := self._back_off.rest(key):
             raise AdapterUnavailable(name, rest[0], retry_after_seconds=rest[1])
         try:
-            with self._place_in_line(name, caller):
+            with self._place_in_line(source):
                 async with self._permits:
                     answer = await run_child(
-                        request, timeout_seconds=self._limits.timeout_seconds, command=self._command
+                        request, timeout_seconds=limits.timeout_seconds, command=self._command
                     )
         except ChildError as error:
             answer = {"error": "unavailable", "reason": str(error)}
@@ -207,22 +197,23 @@ class Fetcher:
         return answer
 
     @contextmanager
-    def _place_in_line(self, name: str, caller: str | None) -> Iterator[None]:
-        """Count a client's fetch, running or waiting; None is the operator, whose adapters are not without number."""
-        if caller is None:
-            yield
-            return
-        is_greedy = caller != "" and self._callers[caller] >= MAX_PER_CALLER
-        if is_greedy or self._callers.total() >= MAX_OF_CLIENTS:
+    def _place_in_line(self, source: FetchSource) -> Iterator[None]:
+        """Count a fetch, running or waiting; raises AdapterUnavailable when clients ask for too many."""
+        callers = self._callers if not source.by_operator else Counter[str]()
+        is_greedy = source.caller != "" and callers[source.caller] >= MAX_PER_CALLER
+        if is_greedy or callers.total() >= MAX_OF_CLIENTS:
             reason = "too many adapters are being fetched"
-            raise AdapterUnavailable(name, reason, retry_after_seconds=BUSY_SECONDS)
-        self._callers[caller] += 1
+            raise AdapterUnavailable(source.name, reason, retry_after_seconds=BUSY_SECONDS)
+        task = asyncio.current_task()
+        self._running.add(task)
+        callers[source.caller] += 1
         try:
             yield
         finally:
-            self._callers[caller] -= 1
-            if not self._callers[caller]:
-                del self._callers[caller]
+            self._running.discard(task)
+            callers[source.caller] -= 1
+            if not callers[source.caller]:
+                del callers[source.caller]
 
     async def _keep(self, answer: Answer, name: str) -> AdapterVersion:
         """Enter a version into the cache, and make room for it."""

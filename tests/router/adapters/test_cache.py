@@ -51,6 +51,17 @@ def test_an_earlier_process_left_versions_and_rests(tmp_path: Path) -> None:
     assert left == {"f" * 32, digest(9), digest(3), "notes.txt"}
 
 
+def test_a_version_whose_file_was_removed_is_not_there(tmp_path: Path) -> None:
+    put(tmp_path, 1, 10)
+    cache = AdapterCache(tmp_path, max_bytes=35, clock=Clock())
+    assert not cache.touch(digest(1))
+    cache.open()
+    assert cache.touch(digest(1))
+    (tmp_path / digest(1) / "adapter.safetensors").unlink()
+    assert not cache.touch(digest(1))
+    assert cache.num_bytes == 0
+
+
 def test_a_folder_is_made(tmp_path: Path) -> None:
     cache = AdapterCache(tmp_path / "a" / "b", max_bytes=1, clock=Clock())
     cache.open()

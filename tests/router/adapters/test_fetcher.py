@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +18,12 @@ from structlog.testing import capture_logs
 
 from millrace_router.adapters.cache import AdapterCache
 from millrace_router.adapters.child import COMMAND
-from millrace_router.adapters.fetch_limits import FetchLimits
+from millrace_router.adapters.fetch_request import FetchLimits, FetchSource
 from millrace_router.adapters.fetcher import (
     MAX_OF_CLIENTS,
     MAX_PER_CALLER,
     Fetcher,
 )
-from millrace_router.adapters.names.fetching_protocol import Fetching
-from millrace_router.adapters.names.sources import NamedSource
 from millrace_router.errors import (
     AdapterInvalid,
     AdapterNotFound,
@@ -87,13 +83,12 @@ class Play:
     ) -> None:
         self.folder = folder
         self.clock = Clock()
+        self.limits = limits
         self.cache = AdapterCache(folder / "cache", max_bytes=max_bytes, clock=self.clock)
         self.cache.open()
         program = PROGRAM.format(folder=str(folder))
         self.fetcher = Fetcher(
             self.cache,
-            LLAMA,
-            limits=limits,
             needed=lambda: needed,
             clock=self.clock,
             command=(sys.executable, "-S", "-c", program),
@@ -102,8 +97,14 @@ class Play:
     def fetch(
         self, id_: str, *, caller: str = "", by_operator: bool = False
     ) -> asyncio.Task[AdapterVersion]:
-        source = replace(local(id_), by_operator=by_operator)
-        fetch = self.fetcher.fetch(source, name=f"name of {id_}", token=None, caller=caller)
+        source = FetchSource(
+            kind=AdapterSource.LOCAL,
+            id=id_,
+            name=f"name of {id_}",
+            caller=caller,
+            by_operator=by_operator,
+        )
+        fetch = self.fetcher.fetch(source, modules=LLAMA, limits=self.limits)
         return asyncio.create_task(fetch)
 
     def go(self, id_: str, answer: str) -> None:
@@ -129,14 +130,10 @@ async def playing(
     limits: FetchLimits = LIMITS,
 ) -> AsyncIterator[Play]:
     play = Play(folder, max_bytes=max_bytes, needed=needed, limits=limits)
-    before = asyncio.all_tasks()
     try:
         yield play
     finally:
-        left = asyncio.all_tasks() - before
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        await play.fetcher.close()
 
 
 async def test_versions_count_slices_and_biases(tmp_path: Path) -> None:
@@ -231,7 +228,7 @@ async def test_a_process_without_an_answer(answer: str, message: str, tmp_path: 
 async def test_a_program_that_does_not_start(tmp_path: Path) -> None:
     fetcher = real(tmp_path, ("/nothing",))
     with pytest.raises(AdapterUnavailable, match="did not start"):
-        await fetcher.fetch(local("a"), name="a", token=None, caller="")
+        await fetch(fetcher, local("a"))
 
 
 async def test_each_failure_doubles_the_wait_up_to_a_minute(tmp_path: Path) -> None:
@@ -295,22 +292,20 @@ async def test_the_cache_makes_room_but_not_of_what_is_needed(tmp_path: Path) ->
         assert (refusal.value.num_bytes, refusal.value.limit) == (26, 25)
 
 
-def real(
-    folder: Path, command: tuple[str, ...] = COMMAND, *, limits: FetchLimits = LIMITS
-) -> Fetcher:
+def real(folder: Path, command: tuple[str, ...] = COMMAND) -> Fetcher:
     cache = AdapterCache(folder / "cache", max_bytes=1 << 30, clock=time.monotonic)
     cache.open()
-    return Fetcher(cache, LLAMA, limits=limits, needed=set, command=command)
+    return Fetcher(cache, needed=set, command=command)
 
 
-def local(path: Path | str, root: Path | None = None) -> NamedSource:
-    return NamedSource(kind=AdapterSource.LOCAL, location=str(path), root=root)
+def local(path: Path | str, root: Path | None = None) -> FetchSource:
+    return FetchSource(kind=AdapterSource.LOCAL, id=str(path), name="mine", root=root)
 
 
 async def fetch(
-    fetcher: Fetching, source: NamedSource, *, token: str | None = None
+    fetcher: Fetcher, source: FetchSource, *, limits: FetchLimits = LIMITS
 ) -> AdapterVersion:
-    return await fetcher.fetch(source, name="mine", token=token, caller="")
+    return await fetcher.fetch(source, modules=LLAMA, limits=limits)
 
 
 async def test_the_real_process_fetches_and_merges(tmp_path: Path) -> None:
@@ -319,13 +314,9 @@ async def test_the_real_process_fetches_and_merges(tmp_path: Path) -> None:
     fetcher = real(tmp_path)
     versions = [await fetch(fetcher, local(id_, tmp_path / "root")) for id_ in "ab"]
     recipe = MergeRecipe(ids=("a", "b"), weights=(0.5, 2.0), strategy=MergeStrategy.CAT)
-    merged = await fetcher.merge(recipe, versions)
+    merged = await fetcher.merge(recipe, versions, limits=LIMITS, name="both")
     assert (tmp_path / "cache" / merged.digest / "adapter.safetensors").is_file()
-    assert (merged.name, merged.num_bytes > versions[0].num_bytes) == ("a+b", True)
-    assert fetcher.is_cached(merged.digest)
-    shutil.rmtree(tmp_path / "cache" / merged.digest)
-    assert not fetcher.is_cached(merged.digest)
-    assert (await fetcher.merge(recipe, versions)).digest == merged.digest
+    assert (merged.name, merged.num_bytes > versions[0].num_bytes) == ("both", True)
     with pytest.raises(AdapterNotFound):
         await fetch(fetcher, local("../x", tmp_path / "root"))
 
@@ -335,9 +326,9 @@ async def test_a_pattern_that_never_ends_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "a" / "adapter_config.json"
     bomb = {"rank_pattern": {r"([a-z_.0-9]+)+!": 8}}
     path.write_text(json.dumps(json.loads(path.read_text()) | bomb))
-    fetcher = real(tmp_path, limits=FetchLimits(timeout_seconds=3.0))
+    limits = FetchLimits(timeout_seconds=3.0)
     with pytest.raises(AdapterUnavailable, match="took too long"):
-        await fetch(fetcher, local(tmp_path / "a"))
+        await fetch(real(tmp_path), local(tmp_path / "a"), limits=limits)
 
 
 async def test_memory_has_a_limit(tmp_path: Path) -> None:
@@ -360,8 +351,8 @@ async def test_a_defect_is_told_without_the_values(tmp_path: Path) -> None:
         "main.answer = answer\n"
         "main.main()\n"
     )
-    hub = NamedSource(kind=AdapterSource.HUB, location="org/a")
+    hub = FetchSource(kind=AdapterSource.HUB, id="org/a", name="mine", token="hf_secret")
     fetcher = real(tmp_path, (sys.executable, "-c", program))
     with pytest.raises(AdapterUnavailable, match="ValueError in line 3 of answer") as refusal:
-        await fetch(fetcher, hub, token="hf_secret")
+        await fetch(fetcher, hub)
     assert "hf_secret" not in str(refusal.value)

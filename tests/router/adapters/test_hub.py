@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,10 @@ import pytest
 import structlog
 
 from millrace_router.adapters.cache import AdapterCache
-from millrace_router.adapters.fetch_limits import FetchLimits
-from millrace_router.adapters.fetcher import Fetcher, HubAccess
+from millrace_router.adapters.fetch_request import FetchLimits, FetchSource
+from millrace_router.adapters.fetcher import Fetcher
 from millrace_router.adapters.fetching.errors import Forbidden, NotFound, Unavailable
 from millrace_router.adapters.fetching.hub import Hub
-from millrace_router.adapters.names.sources import NamedSource
 from millrace_router.errors import (
     AdapterForbidden,
     AdapterInvalid,
@@ -64,20 +64,14 @@ class Fetching:
         self.clock = Clock()
         self.cache = AdapterCache(folder, max_bytes=1 << 30, clock=self.clock)
         self.cache.open()
-        self.fetcher = Fetcher(
-            self.cache,
-            LLAMA,
-            limits=LIMITS,
-            needed=set,
-            hub=HubAccess(endpoint=f"{stub.url}/", token=SERVER_TOKEN),
-            clock=self.clock,
-        )
+        self.fetcher = Fetcher(self.cache, needed=set, endpoint=f"{stub.url}/", clock=self.clock)
 
-    async def fetch(
-        self, id_: str = "org/a", *, token: str | None = None, **fields: Any
-    ) -> AdapterVersion:
-        source = NamedSource(kind=AdapterSource.HUB, location=id_, **fields)
-        return await self.fetcher.fetch(source, name="mine", token=token, caller="")
+    def source(self, id_: str = "org/a", **fields: Any) -> FetchSource:
+        return FetchSource(kind=AdapterSource.HUB, id=id_, name="mine", **fields)
+
+    async def fetch(self, id_: str = "org/a", **fields: Any) -> AdapterVersion:
+        source = self.source(id_, **fields)
+        return await self.fetcher.fetch(source, modules=LLAMA, limits=LIMITS)
 
     async def refusal(self, id_: str = "org/a", **fields: Any) -> RouterError:
         with pytest.raises(RouterError) as refusal:
@@ -91,7 +85,11 @@ class Fetching:
 async def fetching(folder: Path, repository: Repository) -> AsyncIterator[Fetching]:
     async with hub_stub() as stub:
         stub.repositories["org/a"] = repository
-        yield Fetching(stub, folder / "cache")
+        both = Fetching(stub, folder / "cache")
+        try:
+            yield both
+        finally:
+            await both.fetcher.close()
 
 
 async def test_two_files_of_one_commit_are_fetched(files: dict[str, bytes], tmp_path: Path) -> None:
@@ -136,14 +134,18 @@ async def test_what_is_known_is_not_downloaded_again(
         assert (tmp_path / "cache" / version.digest).is_dir()
 
 
-async def test_the_servers_token_is_for_sources_of_the_operator(
-    files: dict[str, bytes], tmp_path: Path
-) -> None:
-    async with fetching(tmp_path, Repository(files, tokens={SERVER_TOKEN})) as hub:
-        assert type(await hub.refusal()) is AdapterNotFound
-        assert type(await hub.refusal(token=TOKEN)) is AdapterForbidden
-        assert (await hub.fetch(by_operator=True)).digest
-        assert SERVER_TOKEN not in repr(HubAccess(token=SERVER_TOKEN))
+async def test_the_commit_alone_tells_who_may_read(files: dict[str, bytes], tmp_path: Path) -> None:
+    repository = Repository(files, tokens={TOKEN})
+    async with fetching(tmp_path, repository) as hub:
+        ask = partial(hub.fetcher.commit_of, limits=LIMITS)
+        assert await ask(hub.source(token=TOKEN)) == repository.commit
+        assert await ask(hub.source(token=TOKEN, revision="v1/x")) == repository.commit
+        assert hub.stub.paths() == ["main", "x"]
+        with pytest.raises(AdapterNotFound):
+            await ask(hub.source())
+        repository.tokens = set()
+        with pytest.raises(AdapterForbidden):
+            await ask(hub.source(token=TOKEN))
 
 
 @pytest.mark.parametrize("token", ["two words", "line\r\nx-evil: 1", "", "\u2603", "x" * 600])
@@ -324,6 +326,7 @@ async def test_no_token_is_left_anywhere(
             repository.status = 200
             await hub.fetch(token=TOKEN)
     assert logs
+    assert TOKEN not in repr(FetchSource(kind=AdapterSource.HUB, id="", name="", token=TOKEN))
     assert TOKEN not in repr(logs)
     for folder, _, names in os.walk(tmp_path):
         for name in names:

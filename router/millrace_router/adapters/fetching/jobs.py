@@ -30,11 +30,17 @@ MAX_NOTED = 8
 
 def answer(request: JsonObject) -> JsonObject:
     """Do the job of `request`; every FetchError is an answer too."""
-    job = {"fetch": _fetch, "merge": _merge}[request["job"]]
+    job = {"fetch": _fetch, "merge": _merge, "commit": _commit}[request["job"]]
     try:
         return job(request)
     except FetchError as error:
         return error.answer()
+
+
+def _commit(request: JsonObject) -> JsonObject:
+    source = request["source"]
+    hub = Hub(source["endpoint"], source["token"])
+    return {"commit": hub.commit_of(source["id"], source["revision"]).commit}
 
 
 def _fetch(request: JsonObject) -> JsonObject:

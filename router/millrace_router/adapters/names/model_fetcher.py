@@ -57,7 +57,7 @@ class ModelFetcher:
 
     def is_cached(self, digest: str) -> bool:
         """Return whether the copy of a version is in the cache."""
-        return digest in self.cache
+        return self.cache.touch(digest)
 
     def _source(
         self, source: NamedSource, *, name: str, token: str | None, caller: str
@@ -70,6 +70,7 @@ class ModelFetcher:
             root=source.root,
             token=self.server_token() if source.by_operator else token,
             caller=caller,
+            by_operator=source.by_operator,
         )
 
     def _that_fits(self, version: AdapterVersion) -> AdapterVersion:
