@@ -17,6 +17,10 @@ namespace millrace::amx {
 
 using namespace tiles;
 
+struct Nothing {
+  void operator()() const {}
+};
+
 struct alignas(64) Config {
   uint8_t palette = 1, start = 0, reserved[14] = {};
   uint16_t bytes[16] = {};
@@ -30,12 +34,13 @@ inline bool granted() {
   return result;
 }
 
-// Configures the tiles until `release`: 0 to 3 hold sums, 4 a left operand of `rows` rows, and 5 a right operand.
+// Configures the tiles until `release`: 0 to 3 hold sums, 4 a left operand of `rows` rows, and 5 a right operand; 6 and 7
+// hold a left and a right operand of half the depth.
 inline void configure(int64_t rows) {
   Config config;
   for (int i = 0; i < 8; i++) {
-    config.bytes[i] = kTileStride;
-    config.rows[i] = i < 5 ? static_cast<uint8_t>(rows) : kRows;
+    config.bytes[i] = i == 6 ? kTileStride / 2 : kTileStride;
+    config.rows[i] = i < 5 || i == 6 ? static_cast<uint8_t>(rows) : i == 7 ? kRows / 2 : kRows;
   }
   // Assembly, since some compilers treat only the first bytes as the input of the intrinsic.
   asm volatile("ldtilecfg %0" ::"m"(config) : "memory");
@@ -54,13 +59,14 @@ inline void order_stores() { asm volatile("" ::: "memory"); }
     _tile_dpbf16ps(sums, left, right);                  \
   }
 
-// Six tiles are in use, and one is loaded twice. On a core whose other hardware thread is busy, a step for 32 rows
+// Six tiles are in use in the loops, and one is loaded twice. On a core whose other hardware thread is busy, a step for 32 rows
 // takes 2.2 times as long as alone with six tiles, and 3.3 times with eight.
 
-// sums (+)= left [rows, K] x right [K, 32]. `meanwhile()` is called kPauses times per step.
-template <Format kFormat = Format::kBFloat16, typename RightOperand, typename Meanwhile>
+// sums (+)= left [rows, K] x right [K, 32]. `meanwhile()` is called kPauses times per step, and `after()` when tiles 0
+// and 1 hold the left and the right sums.
+template <Format kFormat = Format::kBFloat16, typename RightOperand, typename Meanwhile, typename After = Nothing>
 void multiply_one(const BFloat16* left, const RightOperand& right, const Sums& sums, bool add,
-                  const Meanwhile& meanwhile) {
+                  const Meanwhile& meanwhile, const After& after = {}) {
   order_stores();
   if (add) {
     _tile_loadd(0, sums.data, sums.stride);
@@ -84,14 +90,15 @@ void multiply_one(const BFloat16* left, const RightOperand& right, const Sums& s
       MILLRACE_MULTIPLY(1, 4, 5);
     }
   }
+  after();
   _tile_stored(0, sums.data, sums.stride);
   _tile_stored(1, sums.data + sums.second, sums.stride);
 }
 
-// The same for 32 rows, whose second half has its left tiles at `left_low` and its sums at `low`.
-template <Format kFormat = Format::kBFloat16, typename RightOperand, typename Meanwhile>
+// The same for 32 rows, whose second half has its left tiles at `left_low`, and its sums at `low` and in tiles 2 and 3.
+template <Format kFormat = Format::kBFloat16, typename RightOperand, typename Meanwhile, typename After = Nothing>
 void multiply_two(const BFloat16* left, const BFloat16* left_low, const RightOperand& right, const Sums& sums,
-                  float* low, bool add, const Meanwhile& meanwhile) {
+                  float* low, bool add, const Meanwhile& meanwhile, const After& after = {}) {
   order_stores();
   if (add) {
     _tile_loadd(0, sums.data, sums.stride);
@@ -123,10 +130,35 @@ void multiply_two(const BFloat16* left, const BFloat16* left_low, const RightOpe
       MILLRACE_MULTIPLY(2, 4, 5);
     }
   }
+  after();
   _tile_stored(0, sums.data, sums.stride);
   _tile_stored(1, sums.data + sums.second, sums.stride);
   _tile_stored(2, low, sums.stride);
   _tile_stored(3, low + sums.second, sums.stride);
+}
+
+// sums [rows, 16] = left [rows, K] x right [K, 16] over `steps` steps of K, of contiguous right tiles.
+inline void multiply_column(const BFloat16* left, const BFloat16* right, int64_t steps, float* sums) {
+  order_stores();
+  _tile_zero(0);
+  for (int64_t step = 0; step < steps; step++, left += kTile, right += kTile) {
+    _tile_loadd(4, left, kTileStride);
+    _tile_loadd(5, right, kTileStride);
+    _tile_dpbf16ps(0, 4, 5);
+  }
+  _tile_stored(0, sums, kColumns * sizeof(float));
+}
+
+// Adds left [rows, 16] x right [16, 16] to tile `sums`, 0 to 3; the right operand is stored in pairs, [8, 16, 2].
+inline void add_ranks(int64_t sums, const BFloat16* left, const BFloat16* right) {
+  _tile_loadd(6, left, kTileStride / 2);
+  _tile_loadd(7, right, kTileStride);
+  switch (sums) {
+    case 0: _tile_dpbf16ps(0, 6, 7); break;
+    case 1: _tile_dpbf16ps(1, 6, 7); break;
+    case 2: _tile_dpbf16ps(2, 6, 7); break;
+    default: _tile_dpbf16ps(3, 6, 7);
+  }
 }
 
 }  // namespace millrace::amx

@@ -2,8 +2,8 @@
 // step of few tokens would pass between operators.
 #pragma once
 
+#include "lora_panels.h"
 #include "norms.h"
-#include "panels.h"
 #include "tile_attention.h"
 
 namespace millrace {
@@ -57,6 +57,9 @@ struct NormInput {
   }
 };
 
+// The modules of each half that adapters may target: q, k, v and o; gate, up and down.
+constexpr int64_t kAttentionModules = 4, kMlpModules = 3;
+
 // y = down(silu(gate(h)) * up(h)) with h = norm(residual += x). x may be empty, or y. All are [rows, hidden] bfloat16.
 //
 // The instances of a thread share one working memory, so instances that live at the same time must have equal sizes.
@@ -64,7 +67,7 @@ class MlpHalf {
  public:
   MlpHalf(const at::Tensor& y, const at::Tensor& x, const at::Tensor& residual, const at::Tensor& norm, double eps,
           const at::Tensor& gate_up, const at::Tensor& gate_up_bias, const at::Tensor& down,
-          const at::Tensor& down_bias)
+          const at::Tensor& down_bias, const Adapters& adapters, int64_t lora_first)
       : input_(x, residual, norm, eps),
         out_(y),
         inner_(gate_up.size(0) * tiles::kColumns),
@@ -78,6 +81,9 @@ class MlpHalf {
     normed_ = {normed_scratch.reserve(tiles::Tiled::bytes(at_once, input_.residual.width)), input_.residual.width};
     gated_ = {gated_scratch.reserve(bytes), inner_};
     if (inner_ % tiles::kDepth != 0) std::memset(gated_.data, 0, bytes);
+    if (!adapters.any()) return;
+    gates_ups_ = LoraSite(adapters, lora_first, {0, inner_}, first_, 2 * inner_, true);
+    downs_ = LoraSite(adapters, lora_first + 2, {0}, second_, out_.width);
   }
 
   // On every thread of a team.
@@ -88,7 +94,7 @@ class MlpHalf {
       const int64_t count = std::min(kRowsAtOnce, rows - begin);
       team.share(count, shared_grain(team, count, width),
                  [&](int64_t from, int64_t to) { input_(normed_, begin, begin + from, begin + to); });
-      multiply_panels(team, first_, normed_, count,
+      multiply_panels(team, first_, normed_, count, gates_ups_, begin,
                       [&](int64_t panel, int64_t row, const float* gates, const float* ups) {
                         const int64_t first = panel * tiles::kColumns;
                         for (int64_t i = 0; i < tiles::kColumns; i += kLanes) {
@@ -100,7 +106,7 @@ class MlpHalf {
                           save(gated_.at(row, first + i), silu<BFloat16>(gate) * up);
                         }
                       });
-      multiply_panels(team, second_, gated_, count,
+      multiply_panels(team, second_, gated_, count, downs_, begin,
                       SaveSums<BFloat16>{out_.data + begin * out_.width, out_.width, second_.bias});
     }
     tiles::release();
@@ -112,12 +118,16 @@ class MlpHalf {
   int64_t inner_;
   Panels first_, second_;
   tiles::Tiled normed_, gated_;
+  LoraSite gates_ups_, downs_;
 };
 
+// Rows have adapters as in Adapters, whose modules from `lora_first` on are gate, up and down.
 void mlp_block(at::Tensor y, const at::Tensor& x, const at::Tensor& residual, const at::Tensor& norm, double eps,
                const at::Tensor& gate_up, const at::Tensor& gate_up_bias, const at::Tensor& down,
-               const at::Tensor& down_bias) {
-  const MlpHalf half(y, x, residual, norm, eps, gate_up, gate_up_bias, down, down_bias);
+               const at::Tensor& down_bias, const std::optional<at::Tensor>& lora_rows,
+               const std::optional<at::Tensor>& lora_table, int64_t lora_first) {
+  const Adapters adapters(lora_rows, lora_table, lora_first, kMlpModules, y.size(0));
+  const MlpHalf half(y, x, residual, norm, eps, gate_up, gate_up_bias, down, down_bias, adapters, lora_first);
   if (y.size(0) != 0) run_team(half);
 }
 
@@ -155,7 +165,8 @@ class AttentionHalf {
   AttentionHalf(const at::Tensor& y, const at::Tensor& x, const at::Tensor& residual, const at::Tensor& norm,
                 double eps, const at::Tensor& qkv, const at::Tensor& qkv_bias, const at::Tensor& query_norm,
                 const at::Tensor& key_norm, const at::Tensor& out, const at::Tensor& out_bias, const Places& places,
-                const at::Tensor& keys, const at::Tensor& values, int64_t num_heads, double scale, int64_t window)
+                const at::Tensor& keys, const at::Tensor& values, int64_t num_heads, double scale, int64_t window,
+                const Adapters& adapters, int64_t lora_first)
       : input_(x, residual, norm, eps),
         result_(y),
         pages_(keys, values),
@@ -186,6 +197,10 @@ class AttentionHalf {
                   places.starts.const_data_ptr<int32_t>(), places.contexts.const_data_ptr<int32_t>(), pages_,
                   places.contexts.numel(), num_heads, width, places.tables.stride(0), window,
                   static_cast<float>(scale), 0.f};
+    if (!adapters.any()) return;
+    const int64_t key_start = attended_width, value_start = key_start + pages_.heads * pages_.dim;
+    qkvs_ = LoraSite(adapters, lora_first, {0, key_start, value_start}, first_, width);
+    outs_ = LoraSite(adapters, lora_first + 3, {0}, second_, result_.width);
   }
 
   // Plans the tiles of queries, which are the same for every layer whose cache has the same size.
@@ -198,7 +213,8 @@ class AttentionHalf {
     team.share(rows, shared_grain(team, rows, width),
                [&](int64_t begin, int64_t end) { input_(normed_, 0, begin, end); });
     tiles::configure(std::min(rows, tiles::kRows));
-    multiply_panels(team, first_, normed_, rows, SaveSums<BFloat16>{projected_, heads_.width(), first_.bias});
+    multiply_panels(team, first_, normed_, rows, qkvs_, 0,
+                    SaveSums<BFloat16>{projected_, heads_.width(), first_.bias});
     if (!alone)
       team.share(rows, shared_grain(team, rows, heads_.width()),
                  [&](int64_t begin, int64_t end) { prepare(begin, end, {0, pages_.heads}); });
@@ -209,7 +225,8 @@ class AttentionHalf {
           if (alone) prepare(start + tile.first, start + tile.last, {tile.head, tile.head + 1});
         });
     tiles::configure(std::min(rows, tiles::kRows));
-    multiply_panels(team, second_, attended_, rows, SaveSums<BFloat16>{result_.data, result_.width, second_.bias});
+    multiply_panels(team, second_, attended_, rows, outs_, 0,
+                    SaveSums<BFloat16>{result_.data, result_.width, second_.bias});
     tiles::release();
   }
 
@@ -260,19 +277,23 @@ class AttentionHalf {
   const int64_t *position_, *cache_row_;
   BFloat16 *key_pages_, *value_pages_, *projected_ = nullptr;
   tiles::Tiled normed_, attended_;
+  LoraSite qkvs_, outs_;
   Attention<BFloat16> attention_{nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, pages_};
 };
 
+// Rows have adapters as in Adapters, whose modules from `lora_first` on are q, k, v and o.
 void attention_block(at::Tensor y, const at::Tensor& x, const at::Tensor& residual, const at::Tensor& norm, double eps,
                      const at::Tensor& qkv, const at::Tensor& qkv_bias, const at::Tensor& query_norm,
                      const at::Tensor& key_norm, const at::Tensor& out, const at::Tensor& out_bias,
                      const at::Tensor& rope, const at::Tensor& positions, const at::Tensor& cache_rows,
                      const at::Tensor& keys, const at::Tensor& values, const at::Tensor& tables,
                      const at::Tensor& starts, const at::Tensor& contexts, int64_t num_heads, double scale,
-                     int64_t window) {
+                     int64_t window, const std::optional<at::Tensor>& lora_rows,
+                     const std::optional<at::Tensor>& lora_table, int64_t lora_first) {
+  const Adapters adapters(lora_rows, lora_table, lora_first, kAttentionModules, y.size(0));
   const Places places{rope, positions, cache_rows, tables, starts, contexts};
   const AttentionHalf half(y, x, residual, norm, eps, qkv, qkv_bias, query_norm, key_norm, out, out_bias, places, keys,
-                           values, num_heads, scale, window);
+                           values, num_heads, scale, window, adapters, lora_first);
   static thread_local std::vector<Tile> planned;
   half.plan(planned);
   const std::vector<Tile>& tiles = planned;

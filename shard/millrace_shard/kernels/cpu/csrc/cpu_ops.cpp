@@ -6,9 +6,11 @@
 #include "int8_panels.h"
 #include "layers.h"
 #include "linear.h"
+#include "lora_weights.h"
 #include "masks.h"
 #include "norms.h"
 #include "pages.h"
+#include "panel_linear.h"
 
 TORCH_LIBRARY(millrace, library) {
   library.def("rms_norm(Tensor(a!) out, Tensor x, Tensor weight, float eps) -> ()");
@@ -28,19 +30,26 @@ TORCH_LIBRARY(millrace, library) {
   library.def("tile_unit() -> str", millrace::tiles::name);
   library.def("use_amx(bool wanted) -> bool", millrace::tiles::use_amx);
   library.def("pack_panels(Tensor[] parts, bool gated) -> Tensor");
-  library.def("panel_linear(Tensor(a!) y, Tensor x, Tensor packed, Tensor bias) -> ()");
+  library.def(
+      "panel_linear(Tensor(a!) y, Tensor x, Tensor packed, Tensor bias, Tensor? lora_rows=None, Tensor? lora_table=None, int lora_first=0, "
+      "int[] lora_starts=[0]) -> ()");
   library.def(
       "mlp_block(Tensor(a!) y, Tensor x, Tensor(b!) residual, Tensor norm, float eps, Tensor gate_up, "
-      "Tensor gate_up_bias, Tensor down, Tensor down_bias) -> ()");
+      "Tensor gate_up_bias, Tensor down, Tensor down_bias, Tensor? lora_rows=None, Tensor? lora_table=None, int lora_first=0) "
+      "-> ()");
   library.def(
       "attention_block(Tensor(a!) y, Tensor x, Tensor(b!) residual, Tensor norm, float eps, Tensor qkv, "
       "Tensor qkv_bias, Tensor query_norm, Tensor key_norm, Tensor out, Tensor out_bias, Tensor rope, "
       "Tensor positions, Tensor cache_rows, Tensor(c!) keys, Tensor(d!) values, Tensor tables, Tensor starts, "
-      "Tensor contexts, int num_heads, float scale, int window) -> ()");
+      "Tensor contexts, int num_heads, float scale, int window, Tensor? lora_rows=None, Tensor? lora_table=None, "
+      "int lora_first=0) -> ()");
   library.def(
       "decoder_layers(Tensor(a!) y, Tensor(b!) residual, Tensor[] weights, Tensor(c!)[] caches, float eps, "
       "Tensor rope, Tensor positions, Tensor cache_rows, Tensor tables, Tensor starts, Tensor contexts, "
-      "int num_heads, float scale, int[] windows) -> ()");
+      "int num_heads, float scale, int[] windows, Tensor? lora_rows=None, Tensor? lora_table=None, int lora_first=0) "
+      "-> ()");
+  library.def("pack_lora_a(Tensor a) -> Tensor");
+  library.def("pack_lora_b(Tensor b) -> Tensor");
   library.def("pack_int8(Tensor weight) -> Tensor");
   library.def("int8_linear(Tensor(a!) y, Tensor x, Tensor packed, Tensor scales, Tensor bias) -> ()");
 }
@@ -61,6 +70,8 @@ TORCH_LIBRARY_IMPL(millrace, CPU, library) {
   library.impl("mlp_block", millrace::mlp_block);
   library.impl("attention_block", millrace::attention_block);
   library.impl("decoder_layers", millrace::decoder_layers);
+  library.impl("pack_lora_a", millrace::pack_lora_a);
+  library.impl("pack_lora_b", millrace::pack_lora_b);
   library.impl("pack_int8", millrace::pack_int8);
   library.impl("int8_linear", millrace::int8_linear);
 }

@@ -111,7 +111,8 @@ inline at::Tensor pack_panels(at::TensorList parts, bool gated) {
   return packed;
 }
 
-// One thread's loop over panels. It calls emit(panel, row, left 16 sums, right 16 sums) for every row of every panel.
+// One thread's loop over panels. It calls emit(panel, row, left 16 sums, right 16 sums) for every row of every panel, and
+// on AMX, if there is one, emit.expand_block(panel, row, count) while the tiles hold the sums of `count` rows.
 //
 // On AMX the sums of a block of 32 rows are emitted, and the next weights prefetched, between the products of the next
 // block: to read the sums at once would stall both the core and the tile unit.
@@ -200,7 +201,11 @@ class PanelLoop {
     const tiles::Sums to{sums, tiles::kSums, tiles::kColumns * sizeof(float)};
     const BFloat16* left = x_.rows(row) + part.begin * tiles::kTile;
     tiles::multiply<kFormat>(left, left + x_.stride * tiles::kTile, count, right, to, sums + 2 * tiles::kSums,
-                             part.begin > 0, fetch, [&] { emit_until(done_ + each); });
+                             part.begin > 0, fetch, [&] { emit_until(done_ + each); },
+                             [&] {
+                               if constexpr (requires { emit_.expand_block(row, row, count); })
+                                 if (part.end == w_.steps) emit_.expand_block(part.panel, row, count);
+                             });
     finish();
   }
 
@@ -264,37 +269,5 @@ struct SaveSums {
     }
   }
 };
-
-// Copies rows [begin, end) of x [rows, in] into tiles; columns past `in` become zero.
-inline void tile_rows(const tiles::Tiled& tiled, const BFloat16* x, int64_t in, int64_t begin, int64_t end) {
-  for (int64_t row = begin; row < end; row++)
-    for (int64_t column = 0; column < in; column += tiles::kDepth) {
-      BFloat16* to = tiled.at(row, column);
-      const int64_t count = std::min(tiles::kDepth, in - column);
-      std::memcpy(to, x + row * in + column, count * sizeof(BFloat16));
-      std::fill(to + count, to + tiles::kDepth, BFloat16(0));
-    }
-}
-
-// y [rows, out] = x [rows, in] @ weight.T + bias; x bfloat16, y bfloat16 or float32, contiguous. An empty bias: none.
-void panel_linear(at::Tensor y, const at::Tensor& x, const at::Tensor& packed, const at::Tensor& bias) {
-  const int64_t rows = x.size(0), in = x.size(1), out = y.size(1);
-  const Panels w(packed, bias, in, out);
-  TORCH_CHECK(x.is_contiguous() && y.is_contiguous() && y.size(0) == rows && x.scalar_type() == at::kBFloat16);
-  if (rows == 0) return;
-  static thread_local Scratch scratch;
-  const tiles::Tiled tiled(scratch.reserve(tiles::Tiled::bytes(rows, in)), in);
-  const BFloat16* from = x.const_data_ptr<BFloat16>();
-  dispatch(y, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    const SaveSums<T> emit{y.mutable_data_ptr<T>(), out, w.bias};
-    run_team([&](Team& team) {
-      team.share(rows, 16, [&](int64_t begin, int64_t end) { tile_rows(tiled, from, in, begin, end); });
-      tiles::configure(std::min(rows, tiles::kRows));
-      multiply_panels(team, w, tiled, rows, emit);
-      tiles::release();
-    });
-  });
-}
 
 }  // namespace millrace

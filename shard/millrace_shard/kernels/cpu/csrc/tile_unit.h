@@ -57,10 +57,12 @@ inline int64_t passes(int64_t rows) {
 
 // sums (+)= left x right for 1 to 32 rows. Rows from the 16th on have their tiles at `left_low` and their sums at
 // `low`. In each step of each pass, `fetch()` is called kPauses times; on AMX, where products leave the vector
-// registers free, `meanwhile()` is called with it.
-template <Format kFormat = Format::kBFloat16, typename RightOperand, typename Fetch, typename Meanwhile>
+// registers free, `meanwhile()` is called with it, and `after()` at the end, while the sums are in its tiles.
+template <Format kFormat = Format::kBFloat16, typename RightOperand, typename Fetch, typename Meanwhile,
+          typename After>
 void multiply(const BFloat16* left, const BFloat16* left_low, int64_t rows, const RightOperand& right, const Sums& sums,
-              float* low, bool add, const Fetch& fetch, [[maybe_unused]] const Meanwhile& meanwhile) {
+              float* low, bool add, const Fetch& fetch, [[maybe_unused]] const Meanwhile& meanwhile,
+              [[maybe_unused]] const After& after) {
 #ifdef MILLRACE_AMX
   if (on_amx()) {
     const auto both = [&] {
@@ -68,9 +70,9 @@ void multiply(const BFloat16* left, const BFloat16* left_low, int64_t rows, cons
       meanwhile();
     };
     if (rows <= kRows) {
-      amx::multiply_one<kFormat>(left, right, sums, add, both);
+      amx::multiply_one<kFormat>(left, right, sums, add, both, after);
     } else {
-      amx::multiply_two<kFormat>(left, left_low, right, sums, low, add, both);
+      amx::multiply_two<kFormat>(left, left_low, right, sums, low, add, both, after);
     }
     return;
   }
@@ -87,7 +89,7 @@ template <typename Fetch>
 void multiply_pages(const BFloat16* left, const BFloat16* left_low, int64_t rows, int64_t width, const Right& right,
                     const Sums& sums, float* low, bool add, const Fetch& fetch) {
   if (width > 2) return vectors::multiply_wide(left, rows, right, sums, add, fetch);
-  multiply(left, left_low, rows, right, sums, low, add, fetch, [] {});
+  multiply(left, left_low, rows, right, sums, low, add, fetch, [] {}, [] {});
 }
 
 }  // namespace millrace::tiles
