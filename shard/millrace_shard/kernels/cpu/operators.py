@@ -9,6 +9,7 @@ the number of threads of a call.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -64,25 +65,30 @@ class CpuKernels(ComposedBlocks):
     def linear_from(self, weights: LinearWeights) -> Linear:
         """Pack the weight, directly from the mapped file if tiles take it."""
         if self.tiles and weights.weight.dtype == torch.bfloat16:
-            return adapted(PanelLinear(weights), weights.lora, deterministic=self.deterministic)
+            return self._panels(weights, torch.bfloat16)
         return super().linear_from(weights)
 
     def head(self, weight: Tensor, lora: LoraSite | None = None) -> Linear:
         """Pack `weight` [vocab, hidden]; with tiles, the logits are not rounded to bfloat16."""
         if self.tiles and weight.dtype == torch.bfloat16:
-            head = PanelLinear(_stored(weight, None), dtype=torch.float32)
-            return adapted(head, lora, deterministic=self.deterministic)
+            return self._panels(replace(_stored(weight, None), lora=lora), torch.float32)
         return super().head(weight, lora)
+
+    def _panels(self, weights: LinearWeights, dtype: torch.dtype) -> Linear:
+        if tile_blocks.fits_site(weights):
+            return PanelLinear(weights, dtype=dtype)
+        linear = PanelLinear(replace(weights, lora=None), dtype=dtype)
+        return adapted(linear, weights.lora, deterministic=self.deterministic)
 
     def attention(self, weights: AttentionWeights) -> AttentionBlock:
         """Pack the weights of the first half of a layer."""
-        if self.tiles and tile_blocks.fits_attention(weights) and weights.qkv.lora is None:
+        if self.tiles and tile_blocks.fits_attention(weights):
             return TiledAttention(weights)
         return super().attention(weights)
 
     def mlp(self, weights: MlpWeights) -> MlpBlock:
         """Pack the weights of the second half of a layer."""
-        if self.tiles and tile_blocks.fits_mlp(weights) and weights.down.lora is None:
+        if self.tiles and tile_blocks.fits_mlp(weights):
             return TiledMlp(weights)
         return super().mlp(weights)
 

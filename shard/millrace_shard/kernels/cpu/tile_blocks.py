@@ -17,12 +17,17 @@ from millrace_shard.kernels.base import (
     LinearWeights,
     MlpWeights,
 )
+from millrace_shard.kernels.lora.lora_site import LoraSite
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.kernels.stored_weight import StoredWeight
 
 TILE_DEPTH = 32
 """Inputs per tile; widths that are read as tiles are multiples of it."""
 TILE_COLUMNS = 16
+MOST_PARTS = 3
+"""Modules of one linear that may have adapters."""
+ATTENTION_PARTS, MLP_PARTS = (3, 1), (2, 1)
+"""Modules of the linears of each half, all of which may have adapters."""
 
 
 def fits_attention(weights: AttentionWeights) -> bool:
@@ -32,6 +37,7 @@ def fits_attention(weights: AttentionWeights) -> bool:
         weight.dtype == torch.bfloat16
         and weight.shape[1] % TILE_DEPTH == 0
         and weights.head_dim % TILE_DEPTH == 0
+        and _fit_sites(weights.qkv, weights.out, ATTENTION_PARTS)
     )
 
 
@@ -42,7 +48,29 @@ def fits_mlp(weights: MlpWeights) -> bool:
         weight.dtype == torch.bfloat16
         and weight.shape[1] % TILE_DEPTH == 0
         and weight.shape[0] % (2 * TILE_COLUMNS) == 0
+        and _fit_sites(weights.gate_up, weights.down, MLP_PARTS)
     )
+
+
+def fits_site(weights: LinearWeights) -> bool:
+    """Whether PanelLinear takes the adapters of these weights: its modules start at tiles and leave no output out."""
+    if weights.lora is None:
+        return True
+    end = 0
+    for part in weights.lora.parts:
+        if part.first_output != end or end % TILE_COLUMNS:
+            return False
+        end += part.num_outputs
+    return end == weights.weight.shape[0] and len(weights.lora.parts) <= MOST_PARTS
+
+
+def _fit_sites(first: LinearWeights, second: LinearWeights, num_parts: tuple[int, int]) -> bool:
+    """Whether both linears of a half have no adapters, or those of modules that follow each other."""
+    if first.lora is None or second.lora is None:
+        return first.lora is second.lora
+    counts = len(first.lora.parts), len(second.lora.parts)
+    is_in_order = second.lora.first == first.lora.first + counts[0]
+    return counts == num_parts and is_in_order and fits_site(first) and fits_site(second)
 
 
 class PanelLinear:
@@ -52,12 +80,21 @@ class PanelLinear:
         self._out = weights.weight.shape[0]
         self._dtype = dtype
         self._packed, self._bias = _packed(weights)
+        self._lora = _site(weights)
+        parts = () if self._lora is None else self._lora.parts
+        self._lora_starts = [part.first_output for part in parts]
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in] to [T, out]."""
         y = x.new_empty(*x.shape[:-1], self._out, dtype=self._dtype)
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        torch.ops.millrace.panel_linear(y.view(-1, self._out), rows, self._packed, self._bias)
+        operands = y.view(-1, self._out), rows, self._packed, self._bias
+        if self._lora is None:
+            torch.ops.millrace.panel_linear(*operands)
+        else:
+            torch.ops.millrace.panel_linear(
+                *operands, *_adapters(self._lora), lora_starts=self._lora_starts
+            )
         return y
 
 
@@ -74,6 +111,8 @@ class TiledAttention:
         self.num_heads = weights.num_heads
         self.scale = weights.head_dim**-0.5
         self.window = weights.window or 0
+        self.lora = _site(weights.qkv)
+        _site(weights.out)
         self._nothing = _or_empty(None)
 
     def __call__(
@@ -100,6 +139,7 @@ class TiledAttention:
             self.num_heads,
             self.scale,
             self.window,
+            *_adapters(self.lora),
         )
         return y
 
@@ -112,11 +152,14 @@ class TiledMlp:
         gate_up, down = _packed(weights.gate_up, gated=True), _packed(weights.down)
         self.weights = (weights.norm, *gate_up, *down)
         """In the operators' order."""
+        self.lora = _site(weights.gate_up)
+        _site(weights.down)
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         """[T, hidden], in the memory of `x`; `residual` is changed in place."""
         norm, *others = self.weights
-        torch.ops.millrace.mlp_block(x, x, residual, norm, self.eps, *others)
+        adapters = _adapters(self.lora)
+        torch.ops.millrace.mlp_block(x, x, residual, norm, self.eps, *others, *adapters)
         return x
 
 
@@ -130,6 +173,7 @@ class TiledLayers:
         self._eps, self._rope = first.eps, first.rope
         self._num_heads, self._scale = first.num_heads, first.scale
         self._windows = [attention.window for attention, _ in halves]
+        self._lora = first.lora
 
     def __call__(
         self, residual: Tensor, batch: RaggedBatch, caches: Sequence[LayerCache]
@@ -151,6 +195,7 @@ class TiledLayers:
             self._num_heads,
             self._scale,
             self._windows,
+            *_adapters(self._lora),
         )
         return y
 
@@ -164,7 +209,20 @@ def tiled_halves(layers: Sequence[Layer]) -> list[tuple[TiledAttention, TiledMlp
     ]
     if len(halves) < len(layers) or len({_kind(*pair) for pair in halves}) > 1:
         return None
-    return halves
+    return halves if _are_in_order(halves) else None
+
+
+def _are_in_order(halves: Sequence[tuple[TiledAttention, TiledMlp]]) -> bool:
+    """Whether the modules with adapters, if any, follow each other as the operator numbers them."""
+    sites = [half.lora for pair in halves for half in pair]
+    if all(site is None for site in sites):
+        return True
+    expected = 0 if sites[0] is None else sites[0].first
+    for site, num_parts in zip(sites, (ATTENTION_PARTS, MLP_PARTS) * len(halves), strict=True):
+        if site is None or site.first != expected:
+            return False
+        expected += sum(num_parts)
+    return True
 
 
 def _kind(attention: TiledAttention, mlp: TiledMlp) -> tuple[object, ...]:
@@ -172,6 +230,18 @@ def _kind(attention: TiledAttention, mlp: TiledMlp) -> tuple[object, ...]:
     shapes = tuple(weight.shape for half in (attention, mlp) for weight in half.weights)
     settings = attention.num_heads, attention.scale, attention.eps, mlp.eps
     return *settings, id(attention.rope), shapes
+
+
+def _site(weights: LinearWeights) -> LoraSite | None:
+    """The site of the weights, whose adapters are packed for tiles from here on."""
+    if weights.lora is not None:
+        weights.lora.packing = "tiles"
+    return weights.lora
+
+
+def _adapters(site: LoraSite | None) -> tuple[()] | tuple[Tensor, Tensor, int]:
+    """What operators take for the adapters of the running rows, or nothing."""
+    return () if site is None else (*site.operands, site.first)
 
 
 def _packed(weights: LinearWeights, *, gated: bool = False) -> tuple[Tensor, Tensor]:

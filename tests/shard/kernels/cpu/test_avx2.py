@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[4]
 TESTS = (
     "kernels/cpu/test_cpu_kernels.py",
     "kernels/cpu/test_int8_linear.py",
+    "kernels/cpu/test_lora_tiles.py",
     "kernels/cpu/test_operator_edges.py",
     "kernels/cpu/test_tile_blocks.py",
     "invariance/test_invariance.py",
