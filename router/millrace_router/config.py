@@ -221,9 +221,10 @@ class RouterConfig(BaseSettings):
         description="Milliseconds that a step with running requests should not exceed for the sake "
         "of prompts.",
     )
-    fairness: Literal["none", "tenant"] = Field(
+    fairness: Literal["none", "tenant", "adapter"] = Field(
         default="none",
-        description="Share tokens equally between API keys, or values of x-tenant (tenant), or not.",
+        description="Share tokens equally between API keys, or values of x-tenant (tenant), between LoRA adapters and"
+        " the base model (adapter), or not.",
     )
     priority_ageing: float = Field(
         default=10.0,

@@ -237,6 +237,7 @@ def services_of(  # noqa: PLR0913
         validator,
         metrics,
         adapters=adapters,
+        by_adapter=config.fairness == "adapter",
         on_failure=health.failed,
         on_token=health.generated,
         on_entry=engine.cost.overhead.add_entry,

@@ -56,18 +56,19 @@ def noop(*_: object) -> None:
 class Infer:
     """Starts generations. Every permit is released when its generation closes."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         batcher: Batcher,
         validator: Validator,
         metrics: Metrics,
         *,
         adapters: AdapterService | None = None,
+        by_adapter: bool = False,
         on_failure: Callable[[RouterError], None] = noop,
         on_token: Callable[[], None] = noop,
         on_entry: Callable[[float], None] = noop,
     ) -> None:
-        """Without `adapters` there are none.
+        """Without `adapters` there are none; with `by_adapter` each is a tenant of its own.
 
         `on_entry` receives the seconds from the arrival of a request until it was queued.
         """
@@ -75,6 +76,7 @@ class Infer:
         self._validator = validator
         self._metrics = metrics
         self._adapters = adapters
+        self._by_adapter = by_adapter
         self._on_failure = on_failure
         self._on_token = on_token
         self._on_entry = on_entry
@@ -240,7 +242,11 @@ class Infer:
             if self._validator.limits.dialect.ignores_adapters:
                 return validated
             raise
-        return replace(validated, request=replace(validated.request, adapter=version))
+        adapted = replace(validated.request, adapter=version)
+        if self._by_adapter:
+            scheduling = replace(adapted.scheduling, tenant=version.name)
+            adapted = replace(adapted, scheduling=scheduling)
+        return replace(validated, request=adapted)
 
     def _submit(self, samples: Sequence[Validated]) -> list[TokenStream]:
         """Queue all of them, or none; raises RouterError."""

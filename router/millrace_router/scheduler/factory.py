@@ -41,14 +41,14 @@ def budgets_from(
         waiting_served_ratio=flags.waiting_served_ratio,
         max_waiting_tokens=flags.max_waiting_tokens,
         batching_policy=flags.batching_policy,
-        share_slots=flags.fairness == "tenant" and flags.batching_policy == "continuous",
+        share_slots=flags.fairness != "none" and flags.batching_policy == "continuous",
         max_draft_tokens=max_draft_tokens,
     )
 
 
 def queue_from(flags: RouterConfig) -> RequestQueue:
     """The queue with the order of service of the flags."""
-    if flags.fairness == "tenant":
+    if flags.fairness != "none":
         return TenantQueue(
             quantum=QUANTUM,
             ageing_seconds=flags.priority_ageing,

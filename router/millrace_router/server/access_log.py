@@ -107,7 +107,8 @@ def _line(request: web.Request, response: web.StreamResponse | None, seconds: fl
         if response is not None:
             line["stream"] = not isinstance(response, web.Response)
         line |= _counts_of(generations)
-        if tenant := _tenant(request, generations[0]):
+        by_tenant = request.app[SERVICES].config.fairness == "tenant"
+        if by_tenant and (tenant := _tenant(request, generations[0])):
             line["tenant"] = tenant
     return line
 

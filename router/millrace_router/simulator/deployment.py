@@ -73,7 +73,7 @@ class Deployment(BaseModel):
         "batching_policy"
     )
     target_inter_token_latency: float | None = _flag("target_inter_token_latency")
-    fairness: Literal["none", "tenant"] = _flag("fairness")
+    fairness: Literal["none", "tenant", "adapter"] = _flag("fairness")
     priority_ageing: float = _flag("priority_ageing")
     max_queue_size: int | None = _flag("max_queue_size")
     max_queue_wait: float | None = _flag("max_queue_wait")

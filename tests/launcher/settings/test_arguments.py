@@ -99,6 +99,7 @@ OURS = [
     ("--batching-policy", "static-naive", "router", "static-naive"),
     ("--target-inter-token-latency", "12.5", "router", 12.5),
     ("--fairness", "tenant", "router", "tenant"),
+    ("--fairness", "adapter", "router", "adapter"),
     ("--priority-ageing", "2.5", "router", 2.5),
     ("--max-queue-size", "40", "router", 40),
     ("--max-queue-wait", "1.5", "router", 1.5),

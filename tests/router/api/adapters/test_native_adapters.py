@@ -376,3 +376,14 @@ async def test_an_adapter_is_in_use_until_its_requests_end() -> None:
             stream.fail(GenerationError("no"))
         await asyncio.gather(*asking)
         assert infer.adapters_in_use() == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("fairness", "tenants"),
+    [("none", ["", "", ""]), ("adapter", ["a", "b", ""]), ("tenant", ["me", "me", "me"])],
+)
+async def test_adapters_may_share_the_server_equally(fairness: str, tenants: list[str]) -> None:
+    async with serving(adapters=adapters(), fairness=fairness) as edge:
+        for fields in ({"adapter_id": "a"}, {"adapter_id": "b"}, {}):
+            await edge.post("/generate", asked(**fields), headers={"x-tenant": "me"})
+        assert [one.scheduling.tenant for one in edge.batcher.requests] == tenants

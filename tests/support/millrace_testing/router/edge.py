@@ -226,9 +226,7 @@ def services_over(
     grammars = GrammarAdmission(batcher.compiler, batcher.status, metrics)
     validator = Validator(tokenizer, limits, metrics, grammars)
     return Services(
-        config=RouterConfig(
-            **{"model_folder": Path("model"), "model_id": "org/tiny", "revision": "abc", **config}
-        ),
+        config=_config(**config),
         shard=_shard_info(limits),
         capacity=_capacity(limits),
         limits=limits,
@@ -242,6 +240,7 @@ def services_over(
             validator,
             metrics,
             adapters=adapters,
+            by_adapter=config.get("fairness") == "adapter",
             on_failure=health.failed,
             on_token=health.generated,
         ),
@@ -254,6 +253,11 @@ def services_over(
         compute_type="1-cpu",
         keep_alive_seconds=keep_alive_seconds,
     )
+
+
+def _config(**given: Any) -> RouterConfig:
+    usual: dict[str, Any] = {"model_folder": Path("model"), "model_id": "org/tiny"}
+    return RouterConfig(**usual | {"revision": "abc"} | given)
 
 
 def _shard_info(limits: Limits) -> ShardInfo:
