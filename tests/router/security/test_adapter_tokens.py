@@ -84,7 +84,11 @@ async def test_what_is_remembered_has_no_token() -> None:
     fetcher = FakeFetcher(hub={NAME: Repository(tokens=frozenset({TOKEN}))})
     resolver = resolver_of(fetcher, rules=ClientRules(patterns=("hub:org/*",)))
     await resolver.resolve(AdapterReference(name=NAME, token=TOKEN), "me")
-    kept = [resolver._access.__dict__, resolver._failures.__dict__, resolver._clients.__dict__]
+    kept = [
+        resolver._access.__dict__,
+        resolver._once._failures.__dict__,
+        resolver._clients.__dict__,
+    ]
     grants = [resolver._access._grants._values, resolver._clients._values]
     assert TOKEN not in f"{kept} {grants}"
     assert grants[0]

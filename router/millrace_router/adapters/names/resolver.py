@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from millrace_router.adapters.names.access import Access, holder_of
+from millrace_router.adapters.names.fetch_once import FAILURE_SECONDS, MAX_FAILURES, FetchOnce
 from millrace_router.adapters.names.fetching_protocol import Fetching
 from millrace_router.adapters.names.recent import Recent
 from millrace_router.adapters.names.registry import Registration, Registry
-from millrace_router.adapters.names.shared_work import SharedWork
 from millrace_router.adapters.names.sources import (
     NamedSource,
     Stamp,
@@ -27,7 +26,6 @@ from millrace_router.errors import (
     AdapterForbidden,
     AdapterNotFound,
     AdapterRemoved,
-    AdapterUnavailable,
     RouterError,
 )
 from millrace_router.request.adapter import AdapterReference, AdapterSource, AdapterVersion
@@ -36,10 +34,6 @@ from millrace_router.telemetry.metrics import Metrics
 MAX_CLIENT_ADAPTERS = 4096
 """Adapters that clients named, whose versions are remembered."""
 MAX_MERGED = 1024
-MAX_SHAPES = 1024
-MAX_FAILURES = 1024
-FAILURE_SECONDS = 30.0
-"""A failed fetch is not tried again for so long, unless the files change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,16 +64,13 @@ class Resolver:
         self.registry = registry
         self.default = default
         self._fetcher = fetcher
-        self._metrics = metrics
         self._rules = rules
         self._access = Access() if access is None else access
         if failures is None:
             failures = Recent(MAX_FAILURES, seconds=FAILURE_SECONDS)
-        self._failures = failures
+        self._once = FetchOnce(fetcher, metrics, failures)
         self._clients: Recent[Hashable, AdapterVersion] = Recent(MAX_CLIENT_ADAPTERS)
         self._merged: Recent[Hashable, AdapterVersion] = Recent(MAX_MERGED)
-        self._shapes: Recent[Hashable, tuple[tuple[str, int], ...]] = Recent(MAX_SHAPES)
-        self._work: SharedWork[Hashable, AdapterVersion] = SharedWork()
 
     async def resolve(self, reference: AdapterReference, caller: str) -> AdapterVersion:
         """Return the version that a request gets; raises RouterError."""
@@ -125,15 +116,15 @@ class Resolver:
         is_same = stamp is None or stamp == registration.stamp
         if version is not None and is_same and self._fetcher.is_cached(version.digest):
             return version
-        version = await self._fetch(registration.source, registration.name, stamp=stamp)
+        version = await self._once.fetch(registration.source, registration.name, stamp=stamp)
         registration.update(version, stamp)
         return version
 
     async def reload(self, registration: Registration) -> AdapterVersion:
         """Fetch a registered name anew, whatever is known of it; raises RouterError."""
         stamp = await self._stamp(registration.source)
-        self._failures.drop(_key(registration.source, registration.name, None, stamp))
-        version = await self._fetch(registration.source, registration.name, stamp=stamp)
+        self._once.forget(registration.source, registration.name, stamp)
+        version = await self._once.fetch(registration.source, registration.name, stamp=stamp)
         registration.update(version, stamp)
         return version
 
@@ -180,7 +171,7 @@ class Resolver:
         commit = self._access.commit(*place)
         if commit is None:
             try:
-                commit = await self._commit_of(source, name, caller=caller, token=token)
+                commit = await self._once.commit_of(source, name, caller=caller, token=token)
             except AdapterForbidden:
                 if token is None:
                     # The name of a private repository is not confirmed.
@@ -190,80 +181,22 @@ class Resolver:
         version = self._clients.get((source.location, commit))
         if version is None or not self._fetcher.is_cached(version.digest):
             pinned = replace(source, revision=commit)
-            version = await self._fetch(pinned, name, caller=caller, token=token)
+            version = await self._once.fetch(pinned, name, caller=caller, token=token)
             self._clients.put((source.location, commit), version)
         return version
-
-    async def _commit_of(
-        self, source: NamedSource, name: str, *, caller: str, token: str | None
-    ) -> str:
-        """Ask the hub; a refusal is remembered for a while."""
-        key = _key(source, name, token, None)
-        failure = self._failures.get(key)
-        if failure is not None:
-            raise _copy(failure)
-        try:
-            return await self._fetcher.commit_of(source, name=name, token=token, caller=caller)
-        except RouterError as error:
-            self._remember(key, error)
-            raise
 
     async def _from_folder(self, source: NamedSource, name: str, caller: str) -> AdapterVersion:
         """Return the version of a folder that a client named, as its files are now."""
         stamp = await self._stamp(source)
         version = self._clients.get((source, stamp))
         if stamp is None or version is None or not self._fetcher.is_cached(version.digest):
-            version = await self._fetch(source, name, caller=caller, stamp=stamp)
+            version = await self._once.fetch(source, name, caller=caller, stamp=stamp)
             self._clients.put((source, stamp), version)
         return version
-
-    async def _fetch(
-        self,
-        source: NamedSource,
-        name: str,
-        *,
-        caller: str = "",
-        token: str | None = None,
-        stamp: Stamp | None = None,
-    ) -> AdapterVersion:
-        """Fetch once for all requests with the same token; a failure is remembered for a while."""
-        key = _key(source, name, token, stamp)
-        failure = self._failures.get(key)
-        if failure is not None:
-            raise _copy(failure)
-        fetch = partial(self._fetcher.fetch, source, name=name, token=token, caller=caller)
-        return await self._work.run(key, partial(self._counted, key, fetch))
-
-    async def _counted(
-        self, key: Hashable, fetch: Callable[[], Awaitable[AdapterVersion]]
-    ) -> AdapterVersion:
-        try:
-            version = await fetch()
-        except RouterError as error:
-            outcome = "failed" if isinstance(error, AdapterUnavailable) else "refused"
-            self._metrics.adapter_fetches.labels(outcome=outcome).inc()
-            self._remember(key, error)
-            raise
-        self._metrics.adapter_fetches.labels(outcome="fetched").inc()
-        self._metrics.adapter_fetched_bytes.inc(version.num_bytes)
-        return self._lean(version)
-
-    def _remember(self, key: Hashable, error: RouterError) -> None:
-        """Remember a refusal; the fetcher itself remembers outages."""
-        if not isinstance(error, AdapterUnavailable):
-            self._failures.put(key, _copy(error))
 
     def digests(self) -> set[str]:
         """Return the versions of registered names, whose copies are kept."""
         return {one.current.digest for one in self.registry if one.current is not None}
-
-    def _lean(self, version: AdapterVersion) -> AdapterVersion:
-        """Let versions of the same shape share its description, which is the largest part of them."""
-        shape = self._shapes.get(version.num_slices)
-        if shape is None:
-            self._shapes.put(version.num_slices, version.num_slices)
-            return version
-        return replace(version, num_slices=shape)
 
     async def _merge(self, reference: AdapterReference, caller: str) -> AdapterVersion:
         recipe = reference.merged
@@ -276,22 +209,6 @@ class Resolver:
         key = (digests, replace(recipe, ids=()))
         merged = self._merged.get(key)
         if merged is None or not self._fetcher.is_cached(merged.digest):
-            merge = partial(self._fetcher.merge, recipe, versions)
-            merged = await self._work.run(key, partial(self._counted, key, merge))
+            merged = await self._once.merge(key, recipe, versions)
             self._merged.put(key, merged)
         return merged
-
-
-def _key(
-    source: NamedSource, name: str, token: str | None, stamp: Stamp | None
-) -> tuple[Hashable, ...]:
-    """Name one fetch: requests with another token, or after a change of the files, need their own."""
-    return source, name, holder_of(token), stamp
-
-
-def _copy(error: RouterError) -> RouterError:
-    """Return the same error without its traceback, whose frames would be kept with it."""
-    kind = type(error)
-    copied = kind.__new__(kind, *error.args)
-    copied.__dict__.update(error.__dict__)
-    return copied

@@ -10,14 +10,10 @@ from pathlib import Path
 import pytest
 
 from millrace_router.adapters.names.access import Access
+from millrace_router.adapters.names.fetch_once import FAILURE_SECONDS, MAX_FAILURES
 from millrace_router.adapters.names.recent import Recent
 from millrace_router.adapters.names.registry import MAX_OLDER, Registry
-from millrace_router.adapters.names.resolver import (
-    FAILURE_SECONDS,
-    MAX_FAILURES,
-    ClientRules,
-    Resolver,
-)
+from millrace_router.adapters.names.resolver import ClientRules, Resolver
 from millrace_router.errors import (
     AdapterForbidden,
     AdapterInvalid,
@@ -135,6 +131,18 @@ async def test_first_uses_at_the_same_time_fetch_once_and_survive_the_one_that_l
     assert len({one.digest for one in found}) == len(fetcher.fetched) == 1
     assert metrics.adapter_fetches.labels(outcome="fetched").value == 1
     assert metrics.adapter_fetched_bytes.value == 100
+
+
+async def test_first_uses_of_an_id_on_the_hub_ask_and_fetch_once() -> None:
+    fetcher = FakeFetcher(hub={"org/a": Repository()}, gate=asyncio.Event())
+    resolver = resolver_of(fetcher, rules=OPEN)
+    waiting = [asyncio.create_task(resolve(resolver, "org/a")) for _ in range(5)]
+    while not fetcher.asked:
+        await asyncio.sleep(0)
+    assert fetcher.gate is not None
+    fetcher.gate.set()
+    await asyncio.gather(*waiting)
+    assert (len(fetcher.asked), len(fetcher.fetched)) == (1, 1)
 
 
 async def test_names_that_nobody_registered_are_unknown_by_default(tmp_path: Path) -> None:

@@ -67,6 +67,8 @@ class FakeFetcher:
         self, source: NamedSource, *, name: str, token: str | None, caller: str
     ) -> str:
         self.asked.append((name, token))
+        if self.gate is not None:
+            await self.gate.wait()
         if self.error is not None:
             raise self.error
         return self._commit(source, name, token)
