@@ -98,8 +98,13 @@ class Resolver:
     def is_adapter(self, name: str) -> bool:
         """Return whether `name` is one of an adapter, was one, or may become one by a client's request."""
         bare, _ = split_digest(name)
-        known = self.registry.get(bare) is not None or self.registry.was(bare)
-        return known or self._clients_source(bare, None) is not None
+        if self.registry.get(bare) is not None or self.registry.was(bare):
+            return True
+        source = self._clients_source(bare, None)
+        if source is None:
+            return False
+        # Any word may be the name of a folder.
+        return source.kind is AdapterSource.HUB or source.folder.is_dir()
 
     def named_by(self, token: str | None) -> list[str]:
         """Return the ids that nobody registered and that the holder of `token` may use now."""

@@ -187,6 +187,14 @@ async def test_clients_name_folders_below_the_root_alone(tmp_path: Path) -> None
     assert len(fetcher.fetched) == 2
 
 
+def test_a_folder_below_the_root_is_an_adapter_where_ids_are_folders(tmp_path: Path) -> None:
+    write_adapter(tmp_path / "mine", "one")
+    rules = ClientRules(source=AdapterSource.LOCAL, root=tmp_path)
+    resolver = resolver_of(FakeFetcher(), rules=rules)
+    assert resolver.is_adapter("mine")
+    assert not resolver.is_adapter("gpt-4o")
+
+
 async def test_the_source_is_part_of_a_name(tmp_path: Path) -> None:
     write_adapter(tmp_path, "one")
     resolver = resolver_of(FakeFetcher(), registered("mine", tmp_path))
