@@ -113,6 +113,29 @@ def test_the_file_is_what_shards_expect(tmp_path: Path) -> None:
     assert answer["note"] is None
 
 
+def test_tensors_lie_where_their_values_are_aligned(tmp_path: Path) -> None:
+    """Half of the values are of two bytes, and each tensor has an odd number of them."""
+    only = [AdapterModule(name=Q0, inputs=5, outputs=3, bytes_per_slice=1)]
+    save_adapter(tmp_path / "a", r=1, target_modules=["q_proj"])
+    tensors = {A: torch.ones(1, 5, dtype=torch.bfloat16), B: torch.ones(3, 1)}
+    save_file(tensors, tmp_path / "a" / WEIGHTS)
+    answer = fetch_folder(tmp_path / "a", tmp_path, only)
+    data = (tmp_path / answer["digest"] / "adapter.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    assert length % 8 == 0
+    sizes = {"BF16": 2, "F32": 4}
+    assert {
+        name: one["data_offsets"][0] % sizes[one["dtype"]]
+        for name, one in header.items()
+        if name[0] != "_"
+    } == {
+        f"{Q0}.lora_A": 0,
+        f"{Q0}.lora_B": 0,
+        f"{Q0}.scales": 0,
+    }
+
+
 def test_one_meaning_is_one_version(tmp_path: Path) -> None:
     save_adapter(tmp_path / "a")
     first = fetch_folder(tmp_path / "a", tmp_path, LLAMA)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -174,28 +173,37 @@ def test_a_file_that_cannot_be_read(root: Path, monkeypatch: pytest.MonkeyPatch)
     assert answer["reason"] == f"{WEIGHTS} cannot be read: Permission denied"
 
 
-def test_folders_that_are_swapped_for_links_give_nothing_of_the_outside(root: Path) -> None:
-    """One thread swaps the folder and a link to the secret one, while another fetches."""
-    good = fetch(root, "team/good")["digest"]
-    secret = root.parent / "secret"
-    target = root / "team" / "good"
-    away, stop = root / "away", threading.Event()
+def test_a_folder_that_becomes_a_link_after_it_was_resolved(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, good = os.open, root / "team" / "good"
 
-    def swap() -> None:
-        while not stop.is_set():
-            target.rename(away)
-            target.symlink_to(secret)
-            target.unlink()
-            away.rename(target)
+    def swap(path: Any, flags: int, **options: Any) -> int:
+        if path == "/" and not good.is_symlink():
+            good.rename(root / "away")
+            good.symlink_to(root.parent / "secret")
+        return opened(path, flags, **options)
 
-    (secret / CONFIG).write_text(
-        (secret / CONFIG).read_text().replace('"lora_alpha": 8', '"lora_alpha": 9')
-    )
-    thread = threading.Thread(target=swap)
-    thread.start()
-    try:
-        answers = [fetch(root, "team/good") for _ in range(200)]
-    finally:
-        stop.set()
-        thread.join()
-    assert {answer["digest"] for answer in answers if "digest" in answer} <= {good}
+    monkeypatch.setattr(os, "open", swap)
+    assert fetch(root, "team/good")["error"] == "unavailable"
+    assert good.is_symlink()
+
+
+def test_a_file_that_becomes_a_link_after_it_was_resolved(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, path = os.open, root / "team" / "good" / WEIGHTS
+
+    def swap(name: Any, flags: int, **options: Any) -> int:
+        if name == WEIGHTS:
+            path.unlink()
+            path.symlink_to(root.parent / "secret" / WEIGHTS)
+        return opened(name, flags, **options)
+
+    monkeypatch.setattr(os, "open", swap)
+    assert fetch(root, "team/good")["error"] == "unavailable"
+
+
+def test_a_name_with_control_characters_is_none(root: Path) -> None:
+    save_adapter(root / "go\nod")
+    assert fetch(root, "go\nod") == NOT_FOUND

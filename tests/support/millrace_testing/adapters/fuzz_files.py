@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,8 @@ def mutated_json(text: bytes, random_: random.Random) -> bytes:
 
 
 def _change(place: Any, key: Any, random_: random.Random) -> None:
-    old = place[key]
+    # A value in two places of one text could be put into itself.
+    old = deepcopy(place[key])
     match random_.randrange(4):
         case 0 if type(old) is int:
             place[key] = old + random_.choice((-8, -1, 1, 8, 2**32, 2**64))
@@ -89,7 +91,7 @@ def _change(place: Any, key: Any, random_: random.Random) -> None:
         case 2 if isinstance(place, dict):
             del place[key]
         case _:
-            place[key] = random_.choice(VALUES)
+            place[key] = deepcopy(random_.choice(VALUES))
 
 
 def mutated_file(data: bytes, random_: random.Random) -> bytes:
