@@ -137,11 +137,14 @@ void multiply_two(const BFloat16* left, const BFloat16* left_low, const RightOpe
   _tile_stored(3, low + sums.second, sums.stride);
 }
 
-// sums [rows, 16] = left [rows, K] x right [K, 16] over `steps` steps of K, of contiguous right tiles.
-inline void multiply_column(const BFloat16* left, const BFloat16* right, int64_t steps, float* sums) {
+// sums [rows, 16] = left [rows, K] x right [K, 16] over `steps` steps of K, of contiguous right tiles. `fetch(tile)` is
+// called for each right tile.
+template <typename Fetch>
+void multiply_column(const BFloat16* left, const BFloat16* right, int64_t steps, float* sums, const Fetch& fetch) {
   order_stores();
   _tile_zero(0);
   for (int64_t step = 0; step < steps; step++, left += kTile, right += kTile) {
+    fetch(right);
     _tile_loadd(4, left, kTileStride);
     _tile_loadd(5, right, kTileStride);
     _tile_dpbf16ps(0, 4, 5);

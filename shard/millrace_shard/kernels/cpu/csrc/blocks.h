@@ -67,7 +67,7 @@ class MlpHalf {
  public:
   MlpHalf(const at::Tensor& y, const at::Tensor& x, const at::Tensor& residual, const at::Tensor& norm, double eps,
           const at::Tensor& gate_up, const at::Tensor& gate_up_bias, const at::Tensor& down,
-          const at::Tensor& down_bias, const Adapters& adapters, int64_t lora_first)
+          const at::Tensor& down_bias, Adapters& adapters, int64_t lora_first)
       : input_(x, residual, norm, eps),
         out_(y),
         inner_(gate_up.size(0) * tiles::kColumns),
@@ -126,7 +126,7 @@ void mlp_block(at::Tensor y, const at::Tensor& x, const at::Tensor& residual, co
                const at::Tensor& gate_up, const at::Tensor& gate_up_bias, const at::Tensor& down,
                const at::Tensor& down_bias, const std::optional<at::Tensor>& lora_rows,
                const std::optional<at::Tensor>& lora_table, int64_t lora_first) {
-  const Adapters adapters(lora_rows, lora_table, lora_first, kMlpModules, y.size(0));
+  Adapters adapters(lora_rows, lora_table, lora_first, kMlpModules, y.size(0));
   const MlpHalf half(y, x, residual, norm, eps, gate_up, gate_up_bias, down, down_bias, adapters, lora_first);
   if (y.size(0) != 0) run_team(half);
 }
@@ -166,7 +166,7 @@ class AttentionHalf {
                 double eps, const at::Tensor& qkv, const at::Tensor& qkv_bias, const at::Tensor& query_norm,
                 const at::Tensor& key_norm, const at::Tensor& out, const at::Tensor& out_bias, const Places& places,
                 const at::Tensor& keys, const at::Tensor& values, int64_t num_heads, double scale, int64_t window,
-                const Adapters& adapters, int64_t lora_first)
+                Adapters& adapters, int64_t lora_first)
       : input_(x, residual, norm, eps),
         result_(y),
         pages_(keys, values),
@@ -290,7 +290,7 @@ void attention_block(at::Tensor y, const at::Tensor& x, const at::Tensor& residu
                      const at::Tensor& starts, const at::Tensor& contexts, int64_t num_heads, double scale,
                      int64_t window, const std::optional<at::Tensor>& lora_rows,
                      const std::optional<at::Tensor>& lora_table, int64_t lora_first) {
-  const Adapters adapters(lora_rows, lora_table, lora_first, kAttentionModules, y.size(0));
+  Adapters adapters(lora_rows, lora_table, lora_first, kAttentionModules, y.size(0));
   const Places places{rope, positions, cache_rows, tables, starts, contexts};
   const AttentionHalf half(y, x, residual, norm, eps, qkv, qkv_bias, query_norm, key_norm, out, out_bias, places, keys,
                            values, num_heads, scale, window, adapters, lora_first);

@@ -23,7 +23,7 @@ void decoder_layers(at::Tensor y, const at::Tensor& residual, at::TensorList wei
   TORCH_CHECK(static_cast<int64_t>(caches.size()) == 2 * count);
   const Places places{rope, positions, cache_rows, tables, starts, contexts};
   constexpr int64_t kModules = kAttentionModules + kMlpModules;
-  const Adapters adapters(lora_rows, lora_table, lora_first, kModules * count, residual.size(0));
+  Adapters adapters(lora_rows, lora_table, lora_first, kModules * count, residual.size(0));
   const at::Tensor nothing = residual.narrow(0, 0, 0);
   std::vector<AttentionHalf> attention;
   std::vector<MlpHalf> mlp;

@@ -41,9 +41,10 @@ class Adapters {
     int32_t slot;
   };
   static constexpr int32_t kMixed = -1;
+  static constexpr int64_t kMostLines = 64;
 
-  // `rows` [count] int32 holds the adapter slot of each row, 0 for none; `table` [slots, modules, 5] int64 the fields of
-  // LoraModule. Modules [first, first + used) are read. Without `rows`, no row has an adapter.
+  // `rows` [count] int32 holds the adapter slot of each row, 0 for none; `table` [slots, modules, 5] int64 holds the
+  // fields of LoraModule. Modules [first, first + used) are read. Without `rows`, no row has an adapter.
   Adapters(const std::optional<at::Tensor>& rows, const std::optional<at::Tensor>& table, int64_t first, int64_t used,
            int64_t count) {
     if (!rows.has_value() || rows->numel() == 0) return;
@@ -59,10 +60,14 @@ class Adapters {
     table_ = reinterpret_cast<const LoraModule*>(table->const_data_ptr<int64_t>());
     plan(count, table->size(0));
     const int64_t slices = check(first, used);
-    late_.assign(slots_, slots_ + count);
-    for (int64_t tile = 0; tiles::on_amx() && tile < static_cast<int64_t>(common_.size()); tile++)
-      if (common_[tile] > 0 && !has_bias(common_[tile], first, used))
-        for (int64_t row = tile * tiles::kRows; row < std::min(count, (tile + 1) * tiles::kRows); row++) late_[row] = 0;
+    for (int64_t row = 0; row < count; row++) {
+      const bool is_early = is_early_tile(row / tiles::kRows);
+      const bool is_biased = has_bias(slots_[row], first, used);
+      any_bias_ = any_bias_ || is_biased;
+      late_.push_back(is_early && !is_biased ? 0 : slots_[row]);
+      line_.push_back(lines_);
+      if (slots_[row] != 0 && !is_early) lines_++;
+    }
     count_ = round_up(count, tiles::kRows);
     slices_ = slices;
     if (slices == 0) slots_ = nullptr;
@@ -91,8 +96,24 @@ class Adapters {
   Range jobs(int64_t begin, int64_t end) const { return {first_job_[begin], first_job_[end]}; }
   // The slot of all rows of a tile, or kMixed.
   int32_t common_slot(int64_t tile) const { return common_[tile]; }
+  // Whether the tile unit adds the deltas of a tile.
+  bool is_early_tile(int64_t tile) const { return tiles::on_amx() && common_[tile] > 0; }
   // The slot of a row if its sums change after they have left the tile unit, else 0.
-  int32_t late_slot(int64_t row) const { return late_[row]; }
+  const int32_t* late_slots() const { return late_.data(); }
+
+  // Makes room for the deltas of a linear with `width` outputs, if few rows need it. Their weights are then read once,
+  // from end to end, and not with each panel, in as many places as there are adapters.
+  void reserve_deltas(int64_t width) {
+    if (lines_ > kMostLines) return;
+    static thread_local Scratch scratch;
+    width_ = std::max(width_, round_up(width, kPanelColumns));
+    deltas_ = reinterpret_cast<float*>(scratch.reserve(slices_ * lines_ * width_ * sizeof(float)));
+  }
+  bool keeps_deltas() const { return deltas_ != nullptr; }
+  bool any_bias() const { return any_bias_; }
+  int64_t slices() const { return slices_; }
+  // The deltas of one slice for a row of a tile that is not early; -0 where there is none, which changes no sum.
+  float* deltas(int64_t slice, int64_t row) const { return deltas_ + (slice * lines_ + line_[row]) * width_; }
 
   // Where the result of the shrink of one row and slice is, in bfloat16 and, of equal value, in float32.
   int64_t place(int64_t part, int64_t slice, int64_t row) const {
@@ -123,9 +144,11 @@ class Adapters {
     used_.erase(std::unique(used_.begin(), used_.end()), used_.end());
   }
 
-  bool has_bias(int64_t slot, int64_t first, int64_t used) const {
+  bool has_bias(int64_t slot, int64_t first, int64_t used) {
+    if (slot == biased_slot_) return is_biased_;
+    biased_slot_ = slot;
     const LoraModule* const begin = &module(slot, first);
-    return std::any_of(begin, begin + used, [](const LoraModule& each) { return each.bias != nullptr; });
+    return is_biased_ = std::any_of(begin, begin + used, [](const LoraModule& each) { return each.bias != nullptr; });
   }
 
   // Checks the modules of all slots in use; returns the largest number of slices.
@@ -148,6 +171,10 @@ class Adapters {
   std::vector<Job> jobs_;
   std::vector<int64_t> first_job_;
   std::vector<int32_t> common_, late_, used_;  // used: the slots of the step
+  std::vector<int64_t> line_;
+  int64_t lines_ = 0, width_ = 0, biased_slot_ = -1;
+  bool is_biased_ = false, any_bias_ = false;
+  float* deltas_ = nullptr;
   BFloat16* states_ = nullptr;
   float* wide_ = nullptr;
 };
@@ -198,20 +225,28 @@ inline void shrink_row(float* result, const BFloat16* x, const BFloat16* a, int6
 #endif
 }
 
-// sums [16] += the deltas of `slices` slices, one after the other. `states` [16] are `stride` values apart.
-inline void expand_row(float* sums, const float* states, int64_t stride, const BFloat16* b, int64_t slices) {
-  for (int64_t slice = 0; slice < slices; slice++, states += stride, b += kExpandTile)
-#pragma GCC unroll 2
-    for (int64_t i = 0; i < tiles::kColumns; i += kLanes) {
-      Vec even(0.f), odd(0.f);
+// kLanes columns of B of one slice.
+class ExpandTile {
+ public:
+  explicit ExpandTile(const BFloat16* b) {
 #pragma GCC unroll 8
-      for (int64_t pair = 0; pair < kRanks / 2; pair++) {
-        const Widened values = widen(b + 2 * (pair * tiles::kColumns + i));
-        even = at::vec::fmadd(Vec(states[2 * pair]), values.even, even);
-        odd = at::vec::fmadd(Vec(states[2 * pair + 1]), values.odd, odd);
-      }
-      save(sums + i, load(sums + i) + (even + odd));
+    for (int64_t pair = 0; pair < kPairs; pair++) values_[pair] = widen(b + 2 * pair * tiles::kColumns);
+  }
+
+  // The deltas of a row, from its `states` [16].
+  Vec operator()(const float* states) const {
+    Vec even(0.f), odd(0.f);
+#pragma GCC unroll 8
+    for (int64_t pair = 0; pair < kPairs; pair++) {
+      even = at::vec::fmadd(Vec(states[2 * pair]), values_[pair].even, even);
+      odd = at::vec::fmadd(Vec(states[2 * pair + 1]), values_[pair].odd, odd);
     }
-}
+    return even + odd;
+  }
+
+ private:
+  static constexpr int64_t kPairs = kRanks / 2;
+  Widened values_[kPairs];
+};
 
 }  // namespace millrace

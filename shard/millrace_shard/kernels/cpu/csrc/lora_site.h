@@ -10,8 +10,8 @@ namespace millrace {
 class LoraSite {
  public:
   LoraSite() = default;
-  // `starts` are the first outputs of the modules, multiples of 16; `w` has `out` outputs.
-  LoraSite(const Adapters& adapters, int64_t first_module, at::IntArrayRef starts, const Panels& w, int64_t out,
+  // `starts` are the first outputs of the modules, multiples of 16; the linear has weights `w` and `out` outputs.
+  LoraSite(Adapters& adapters, int64_t first_module, at::IntArrayRef starts, const Panels& w, int64_t out,
            bool gated = false)
       : adapters_(&adapters),
         first_(first_module),
@@ -25,18 +25,24 @@ class LoraSite {
       ends_[part] = end / tiles::kColumns;
     }
     any_ = adapters.target(first_, parts_);
+    if (any_) adapters.reserve_deltas(ends_[parts_ - 1] * tiles::kColumns);
   }
 
   // Whether any row has an adapter for one of the modules.
   bool any() const { return any_; }
 
-  // Shrinks rows [begin, begin + rows) on the team; row `begin`, a multiple of 16, is the first of `x`.
+  const int32_t* late_slots() const { return adapters_->late_slots(); }
+
+  // Shrinks rows [begin, begin + rows) on the team, and expands them where deltas are kept. Row `begin`, a multiple of
+  // 16, is the first of `x`.
   void shrink(Team& team, const tiles::Tiled& x, int64_t begin, int64_t rows) const {
     const Range jobs = jobs_of(begin, rows);
     team.share((jobs.high - jobs.low) * parts_, 1, [&](int64_t unit, int64_t) {
       const Adapters::Job& job = adapters_->job(jobs.low + unit / parts_);
       const int64_t first = job.tile * tiles::kRows, end = std::min(begin + rows, first + tiles::kRows);
       shrink_tile(x.rows(first - begin), {first, end}, job.slot, unit % parts_);
+      if (adapters_->keeps_deltas() && !adapters_->is_early_tile(job.tile))
+        expand_tile({first, end}, job.slot, unit % parts_);
     });
   }
 
@@ -60,39 +66,21 @@ class LoraSite {
 #endif
   }
 
-  // Adds what the tile unit has not added of a row's delta to two tiles of sums, and writes them to `to` [2, 16].
-  // Returns whether it did; else the sums are complete.
-  bool expand(int64_t panel, int64_t row, const float* left, const float* right, float* to) const {
-    const int32_t slot = adapters_->late_slot(row);
-    if (slot == 0) return false;
-    const bool is_added = tiles::on_amx() && adapters_->common_slot(row / tiles::kRows) == slot;
-    const Tile both[] = {tile_of(slot, panel, 0), tile_of(slot, panel, 1)};
-    bool changes = false;
-    for (const Tile& tile : both) changes = changes || (tile.slices() > 0 && (!is_added || tile.module->bias != nullptr));
-    if (!changes) return false;
-    std::memcpy(to, left, tiles::kColumns * sizeof(float));
-    std::memcpy(to + tiles::kColumns, right, tiles::kColumns * sizeof(float));
-    for (int64_t side = 0; side < 2; side++) {
-      const Tile& tile = both[side];
-      if (tile.slices() == 0) continue;
-      float* sums = to + side * tiles::kColumns;
-      if (!is_added) {
-        expand_row(sums, adapters_->wide() + adapters_->place(tile.part, 0, row), adapters_->slice_stride(), tile.b,
-                   tile.slices());
-        prefetch(tile);
+  // Adds what the tile unit has not added of a late row's delta to `sums` of two tiles [2, 16].
+  void expand(int64_t panel, int64_t row, float* sums) const {
+    if (!adapters_->keeps_deltas() || adapters_->any_bias()) return expand_any(panel, row, sums);
+    const int64_t left = gated_ ? panel * tiles::kColumns : panel * kPanelColumns;
+    const int64_t right = left + (gated_ ? ends_[0] : 1) * tiles::kColumns;
+    for (int64_t slice = 0; slice < adapters_->slices(); slice++) {
+      const float* deltas = adapters_->deltas(slice, row);
+      for (int64_t i = 0; i < tiles::kColumns; i += kLanes) {
+        save(sums + i, load(sums + i) + load(deltas + left + i));
+        save(sums + tiles::kColumns + i, load(sums + tiles::kColumns + i) + load(deltas + right + i));
       }
-      if (const float* bias = tile.module->bias; bias != nullptr)
-        for (int64_t i = 0; i < tiles::kColumns; i += kLanes)
-          save(sums + i, load(sums + i) + load(bias + tile.index * tiles::kColumns + i));
     }
-    return true;
   }
 
  private:
-  Range jobs_of(int64_t begin, int64_t rows) const {
-    return adapters_->jobs(begin / tiles::kRows, (begin + rows + tiles::kRows - 1) / tiles::kRows);
-  }
-
   // 16 outputs of one adapter's module.
   struct Tile {
     const LoraModule* module;  // or null, past the last output
@@ -101,6 +89,25 @@ class LoraSite {
 
     int64_t slices() const { return module == nullptr ? 0 : module->slices; }
   };
+
+  // expand() of rows of any kind.
+  void expand_any(int64_t panel, int64_t row, float* sums) const {
+    const int32_t slot = adapters_->slot(row);
+    const bool is_added = adapters_->is_early_tile(row / tiles::kRows);
+    for (int64_t side = 0; side < 2; side++, sums += tiles::kColumns) {
+      const Tile tile = tile_of(slot, panel, side);
+      for (int64_t slice = 0; slice < tile.slices() && !is_added; slice++)
+        for (int64_t i = 0; i < tiles::kColumns; i += kLanes)
+          save(sums + i, load(sums + i) + delta(tile, slice, row, i));
+      if (const float* bias = tile.slices() > 0 ? tile.module->bias : nullptr; bias != nullptr)
+        for (int64_t i = 0; i < tiles::kColumns; i += kLanes)
+          save(sums + i, load(sums + i) + load(bias + tile.index * tiles::kColumns + i));
+    }
+  }
+
+  Range jobs_of(int64_t begin, int64_t rows) const {
+    return adapters_->jobs(begin / tiles::kRows, (begin + rows + tiles::kRows - 1) / tiles::kRows);
+  }
 
   Tile tile_of(int64_t slot, int64_t panel, int64_t side) const {
     int64_t part = side, index = panel;
@@ -113,6 +120,45 @@ class LoraSite {
     }
     const LoraModule& module = adapters_->module(slot, first_ + part);
     return {&module, part, index, module.b + index * module.slices * kExpandTile};
+  }
+
+  // The first tile of a module among those of the linear.
+  int64_t start_of(int64_t part) const { return part == 0 ? 0 : ends_[part - 1]; }
+
+  // The delta of kLanes outputs of a tile from the i-th on.
+  Vec delta(const Tile& tile, int64_t slice, int64_t row, int64_t i) const {
+    const int64_t output = (start_of(tile.part) + tile.index) * tiles::kColumns + i;
+    if (adapters_->keeps_deltas()) return load(adapters_->deltas(slice, row) + output);
+    const ExpandTile b(tile.b + slice * kExpandTile + 2 * i);
+    return b(adapters_->wide() + adapters_->place(tile.part, slice, row));
+  }
+
+  // Keeps the deltas of all outputs of a module for the rows of one adapter.
+  void expand_tile(Range rows, int32_t slot, int64_t part) const {
+    const LoraModule& module = adapters_->module(slot, first_ + part);
+    for (int64_t slice = module.slices; slice < adapters_->slices(); slice++)
+      for (int64_t row = rows.low; row < rows.high; row++)
+        if (adapters_->slot(row) == slot)
+          std::fill_n(adapters_->deltas(slice, row) + start_of(part) * tiles::kColumns,
+                      (ends_[part] - start_of(part)) * tiles::kColumns, -0.f);
+    const BFloat16* b = module.b;
+    for (int64_t tile = start_of(part); tile < ends_[part]; tile++)
+      for (int64_t slice = 0; slice < module.slices; slice++, b += kExpandTile)
+        for (int64_t i = 0; i < tiles::kColumns; i += kLanes) {
+          if (i == 0) fetch_after(b, kExpandTile);
+          const ExpandTile columns(b + 2 * i);
+          for (int64_t row = rows.low; row < rows.high; row++)
+            if (adapters_->slot(row) == slot)
+              save(adapters_->deltas(slice, row) + tile * tiles::kColumns + i,
+                   columns(adapters_->wide() + adapters_->place(part, slice, row)));
+        }
+  }
+
+  // Fetches as many values as `size`, a short distance ahead of `from`.
+  static void fetch_after(const BFloat16* from, int64_t size) {
+    constexpr int64_t kAhead = 8192 / sizeof(BFloat16);
+    for (int64_t i = 0; i < size; i += 64 / sizeof(BFloat16))
+      _mm_prefetch(reinterpret_cast<const char*>(from + kAhead + i), _MM_HINT_T1);
   }
 
   // Fetches the tile of the same side of the next panel.
@@ -129,7 +175,8 @@ class LoraSite {
     for (int64_t slice = 0; slice < module.slices; slice++) {
       const BFloat16* a = module.a + slice * steps_ * tiles::kTile;
 #ifdef MILLRACE_AMX
-      if (tiles::on_amx()) amx::multiply_column(x, a, steps_, sums);
+      const auto fetch = [](const BFloat16* tile) { fetch_after(tile, tiles::kTile); };
+      if (tiles::on_amx()) amx::multiply_column(x, a, steps_, sums, fetch);
 #endif
       for (int64_t row = rows.low; row < rows.high; row++) {
         if (adapters_->slot(row) != slot) continue;

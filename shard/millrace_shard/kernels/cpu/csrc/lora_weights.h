@@ -22,11 +22,12 @@ inline at::Tensor pack_lora_a(const at::Tensor& a) {
   const int64_t ranks = a.size(0), in = a.size(1);
   const int64_t slices = (ranks + kRanks - 1) / kRanks, steps = (in + tiles::kDepth - 1) / tiles::kDepth;
   at::Tensor packed = at::empty({slices, steps, tiles::kDepth / 2, kRanks, 2}, a.options());
+  const BFloat16* from = a.const_data_ptr<BFloat16>();
   BFloat16* to = packed.mutable_data_ptr<BFloat16>();
   for (int64_t slice = 0; slice < slices; slice++) {
     const int64_t given = std::min(kRanks, ranks - slice * kRanks);
     const BFloat16* rows[kRanks];
-    for (int64_t rank = 0; rank < given; rank++) rows[rank] = a.const_data_ptr<BFloat16>() + (slice * kRanks + rank) * in;
+    for (int64_t rank = 0; rank < given; rank++) rows[rank] = from + (slice * kRanks + rank) * in;
     for (int64_t step = 0; step < steps; step++, to += tiles::kTile)
       pack_tile(to, rows, given, step * tiles::kDepth, std::min(tiles::kDepth, in - step * tiles::kDepth));
   }
