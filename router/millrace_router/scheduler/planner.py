@@ -15,9 +15,8 @@ from millrace_router.scheduler.block_manager import BlockManager, advance, grow
 from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.chunked_prefill import ChunkedPrefill
 from millrace_router.scheduler.draft_length import DraftPolicy, FixedDraftLength
-from millrace_router.scheduler.expulsion import Expulsion
 from millrace_router.scheduler.multi_token import MultiTokenRows, Progress
-from millrace_router.scheduler.preemption import row_to_yield, rows_to_preempt
+from millrace_router.scheduler.preemption import Expulsion, row_to_yield, rows_to_preempt
 from millrace_router.scheduler.prefill import WholePrefill
 from millrace_router.scheduler.queue.tenants import RequestQueue
 from millrace_router.scheduler.row import Row

@@ -220,7 +220,7 @@ async def test_a_wait_ends_at_its_deadline_and_frees_what_it_waited_for() -> Non
         )
         with pytest.raises(QueueExpired) as caught:
             await collect(stream)
-        assert caught.value.retry_after_seconds >= 1
+        assert caught.value.retry_after_seconds
         assert is_empty(batcher)
 
 
@@ -235,7 +235,7 @@ async def test_a_predicted_wait_for_a_busy_adapter_refuses_at_once() -> None:
             batcher.submit(
                 ValidRequest(input_ids=(1,), max_new_tokens=1, adapter=TWO, scheduling=hasty)
             )
-        assert caught.value.retry_after_seconds > 30
+        assert (caught.value.retry_after_seconds or 0) > 30
         busy.close()
 
 

@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import cast
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
@@ -181,10 +182,7 @@ def new_batcher(
     late: LatePlanning | None = None,
     cycle_seconds: float = 2.0,
 ) -> Batcher:
-    """A batcher over `shard`'s blocks; `budgets` take the place of the two numbers before them.
-
-    Adapters make room for others after `cycle_seconds`.
-    """
+    """A batcher over `shard`'s blocks; `budgets` take the place of the two numbers before them."""
     budgets = budgets or Budgets(
         max_batch_prefill_tokens=max_batch_prefill_tokens,
         max_batch_size=max_batch_size or shard.max_batch_size,
@@ -201,21 +199,25 @@ def new_batcher(
     launcher, status = launcher or LauncherChannel(None), ShardStatus(grace_seconds)
     epochs = EpochManager(channel, launcher, status, cost, metrics, oldest=in_flight.oldest)
 
-    def new_planner() -> Planner:
-        cache = PrefixCache() if prefix_caching else None
-        return Planner(budgets, BlockManager(shard.num_blocks, shard.block_size, cache), cost)
-
+    planners = partial(_new_planner, shard, budgets, cost, prefix_caching=prefix_caching)
     waiting = WaitingQueue() if waiting is None else waiting
     return Batcher(
         in_flight,
         epochs,
-        RecoveryPolicy(new_planner, Quarantine()),
+        RecoveryPolicy(planners, Quarantine()),
         waiting=waiting,
         predictor=predictor_of(budgets, shard, cost, metrics, max_queue_size=max_queue_size),
         new_entry=entries_of(tiny_tokenizer(), EOS_TOKEN_IDS, block_size=shard.block_size),
         metrics=BatchMetrics(metrics),
         adapters=_adapters(channel, shard.adapters, waiting, metrics, cycle_seconds),
     )
+
+
+def _new_planner(
+    shard: FakeShard | HashShard, budgets: Budgets, cost: CostModel, *, prefix_caching: bool
+) -> Planner:
+    cache = PrefixCache() if prefix_caching else None
+    return Planner(budgets, BlockManager(shard.num_blocks, shard.block_size, cache), cost)
 
 
 def _adapters(
