@@ -19,8 +19,8 @@ TABLES = {
     "demo/concepts.py": "the demo model's facts about terms",
     "demo/interface.py": "the demo model's facts about flags, routes and metrics",
     "router/millrace_router/config.py": "each flag of the router is declared once, here",
-    "shard/millrace_shard/config.py": "each flag of the shard is declared once, here",
     "router/millrace_router/errors.py": "each error of the router with its status and text",
+    "shard/millrace_shard/config.py": "each flag of the shard is declared once, here",
 }
 """Files that may be longer, since they are one table."""
 KERNELS = {

@@ -212,6 +212,15 @@ class ShardConfig(BaseSettings):
         default=None,
         description="Folder of the adapters that the router has checked, which both share.",
     )
+    adapter_memory: ByteSize | None = Field(
+        default=None, description="Bytes for adapters on this shard, such as 512MiB."
+    )
+    adapter_memory_fraction: float = Field(
+        default=0.1,
+        gt=0,
+        lt=1,
+        description="Part of the free memory of the device that adapters may fill, without --adapter-memory.",
+    )
     watermark_gamma: float = Field(
         default=0.5,
         ge=0,

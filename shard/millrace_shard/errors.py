@@ -15,6 +15,18 @@ class WeightsError(ModelError):
     """The weights are missing or damaged, or do not fit the config."""
 
 
+class AdapterInvalid(ValueError):  # noqa: N818
+    """An adapter's file is missing or damaged, or does not fit the model."""
+
+
+class AdapterMemoryFull(Exception):  # noqa: N818
+    """An adapter needs more pages than are free."""
+
+
+class WrongEpoch(Exception):  # noqa: N818
+    """A call is for another epoch than the one that is open."""
+
+
 class EngineEnded(Exception):  # noqa: N818
     """The thread that runs the model has ended."""
 

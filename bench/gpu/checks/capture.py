@@ -18,6 +18,7 @@ from bench.harness.checkpoints import Shape
 from millrace_shard.batch.step import StepResult
 from millrace_shard.device.failures import is_out_of_memory
 from millrace_shard.kernels.base import LayerCache
+from millrace_shard.kernels.lora.adapter_rows import AdapterRows
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.model_runner.graph_settings import GraphSettings
 from millrace_shard.models.interface import CausalModel, MakeLayers
@@ -45,9 +46,9 @@ class WaitingModel:
         """As the model."""
         return self._model.states(batch, cache)
 
-    def logits(self, states: Tensor) -> Tensor:
+    def logits(self, states: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """As the model."""
-        return self._model.logits(states)
+        return self._model.logits(states, adapters)
 
     def first_layers(self, count: int) -> WaitingModel:
         """The same over fewer layers."""

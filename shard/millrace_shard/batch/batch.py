@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millrace_shard.adapters.sequence_adapters import SequenceAdapters
 from millrace_shard.arrays import Ints, no_ints
 from millrace_shard.batch.batch_limits import BatchLimits
 from millrace_shard.batch.block_tables import BlockTables
@@ -25,6 +26,7 @@ from millrace_shard.batch.step_layout import StepLayout, spread
 from millrace_shard.batch.token_table import TokenTable
 from millrace_shard.device.transfers import upload, upload_columns
 from millrace_shard.errors import StepInvalid
+from millrace_shard.kernels.lora.adapter_table import AdapterTable
 from millrace_shard.kernels.ragged import RaggedBatch
 
 logger = logging.getLogger(__name__)
@@ -33,7 +35,10 @@ logger = logging.getLogger(__name__)
 class Batch:
     """At most `max_batch_size` sequences. Methods raise StepInvalid for a step that contradicts the batch."""
 
-    def __init__(self, limits: BatchLimits, device: torch.device) -> None:
+    def __init__(
+        self, limits: BatchLimits, device: torch.device, adapters: AdapterTable | None = None
+    ) -> None:
+        """Without `adapters`, a sequence with an adapter is invalid."""
         size = limits.max_batch_size
         self.limits = limits
         self.device = device
@@ -43,6 +48,7 @@ class Batch:
         self.blocks = BlockTables(limits, device)
         self.slots = Slots(size)
         self.sequences = SequenceTable(limits, self.slots, self.blocks)
+        self.adapters = SequenceAdapters(size, adapters, device)
         self.failed = FailedSequences(size, device)
         self._rows = torch.arange(size + 1, device=device)
         self._starts = self._rows.to(torch.int32)
@@ -99,6 +105,7 @@ class Batch:
                 max_tokens=limits.max_tokens,
                 block_size=limits.block_size,
             )
+            self.adapters.check(sequence.adapter_slot)
         except StepInvalid as error:
             return error
         return None
@@ -108,6 +115,7 @@ class Batch:
         self.sequences.admit(sequence)
         self.token_table.begin(slot, sequence.input_ids)
         self.failed.admit(slot)
+        self.adapters.admit(slot, sequence.adapter_slot)
         if sequence.prefill_logprobs:
             num_candidates = min(sequence.prefill_top_n_tokens, self.limits.vocab_size)
             self.pending_scores.admit(slot, num_candidates)
@@ -154,6 +162,7 @@ class Batch:
             logit_rows=device_logit_rows,
             num_queries=tuple(counts.tolist()),
             num_context=tuple(context.tolist()),
+            adapters=self.adapters.rows(slots, counts, logit_rows),
         )
 
     def ragged_decodes(self, slots: Ints, starts: Ints) -> RaggedBatch:
@@ -173,6 +182,7 @@ class Batch:
             all_logits=True,
             num_queries=(1,) * size,
             num_context=tuple(context.tolist()),
+            adapters=self.adapters.rows(slots, None, None),
         )
 
     def put(self, layout: StepLayout, ids: Tensor, failed: Tensor) -> Tensor:

@@ -105,6 +105,8 @@ class Sequence:
     prefill_top_n_tokens: int = 0
     min_new_tokens: int = 0
     grammar: Grammar | None = None
+    adapter_slot: int = 0
+    """0: no adapter."""
 
     @property
     def num_inputs(self) -> int:

@@ -16,6 +16,8 @@ from typing import NoReturn
 
 import torch
 
+from millrace_shard.adapters.adapter_store import AdapterStore
+from millrace_shard.commands.chosen_kernels import chosen_kernels
 from millrace_shard.commands.device_settings import (
     choose_device,
     choose_dtype,
@@ -27,19 +29,17 @@ from millrace_shard.config import ShardConfig
 from millrace_shard.device.one_shot import SymmetricMemory
 from millrace_shard.device.process_group import GroupError, ProcessGroup
 from millrace_shard.device.resources import usable_cores
+from millrace_shard.engine.adapter_memory import AdapterMemory
 from millrace_shard.engine.engine import Engine
 from millrace_shard.engine.loaded_model import LoadedModel
 from millrace_shard.engine.warmup import MemoryLimits
 from millrace_shard.errors import EngineEnded, ModelError, UnsupportedModel
-from millrace_shard.kernels.base import Kernels
-from millrace_shard.kernels.choose import choose_kernels
-from millrace_shard.kernels.cpu.int8_linear import is_fast, with_int8
-from millrace_shard.kernels.layer_shape import LayerShape
+from millrace_shard.kernels.lora.adapter_table import AdapterTable
 from millrace_shard.logs import configure
 from millrace_shard.model_loader.hub import HubSettings
 from millrace_shard.model_loader.load_progress import readable_size
 from millrace_shard.models.interface import ModelInfo
-from millrace_shard.models.load import RopeOverride, layer_shape, load_model
+from millrace_shard.models.load import RopeOverride, load_model
 from millrace_shard.process import die_with_parent
 from millrace_shard.sampling.watermark import Watermark
 from millrace_shard.server.credentials import server_credentials
@@ -144,6 +144,9 @@ def _engine(config: ShardConfig, device: torch.device) -> Engine:
         limits=MemoryLimits(
             kv_memory=config.kv_memory,
             cuda_memory_fraction=config.cuda_memory_fraction,
+            adapters=AdapterMemory(
+                bytes=config.adapter_memory, fraction=config.adapter_memory_fraction
+            ),
         ),
         device=device,
         cpu_threads=threads if device.type == "cpu" else None,
@@ -174,38 +177,13 @@ def _connect(config: ShardConfig, device: torch.device) -> ProcessGroup:
     return group
 
 
-def _kernels(config: ShardConfig, device: torch.device, dtype: torch.dtype) -> Kernels:
-    kernels = choose_kernels(
-        device,
-        dtype,
-        deterministic=is_deterministic(config, device),
-        shapes=_layer_shapes(config),
-        custom=not config.disable_custom_kernels,
-    )
-    if config.quantize is None:
-        return kernels
-    return _quantized(kernels, config.quantize, device, dtype)
-
-
-def _quantized(kernels: Kernels, kind: str, device: torch.device, dtype: torch.dtype) -> Kernels:
-    if kind != "int8":
-        raise UnsupportedModel(f"--quantize {kind} is not supported yet")
-    if device.type != "cpu" or dtype != torch.bfloat16:
-        raise UnsupportedModel(f"--quantize int8 is for bfloat16 on CPU, not {dtype} on {device}")
-    logger.info("all linears but the output head run in int8")
-    if not is_fast():
-        logger.warning(
-            "int8 is slower than bfloat16 here: its operator needs x86 with AVX2, and a compiler"
-        )
-    return with_int8(kernels)
-
-
 def load(config: ShardConfig, device: torch.device) -> LoadedModel:
     """Connect the ranks, then read this rank's weights."""
     config = with_folders(config)
     group = _connect(config, device)
     dtype = choose_dtype(config, device)
-    kernels = _kernels(config, device, dtype)
+    kernels = chosen_kernels(config, device, dtype)
+    adapters = AdapterTable(device) if config.enable_lora else None
     started = time.monotonic()
     model = load_model(
         config.model_folder,
@@ -215,6 +193,7 @@ def load(config: ShardConfig, device: torch.device) -> LoadedModel:
         device=device,
         rope_override=_rope_override(config),
         max_total_tokens=config.max_total_tokens,
+        adapters=adapters,
     )
     draft_folder = None if config.draft_model is None else Path(config.draft_model)
     loader = SpeculationLoader(
@@ -240,6 +219,7 @@ def load(config: ShardConfig, device: torch.device) -> LoadedModel:
         grammars=_grammars(config, model.info, device),
         speculation=speculation,
         watermark=Watermark(config.watermark_gamma, config.watermark_delta),
+        adapters=_adapter_store(config, adapters, dtype),
     )
 
 
@@ -270,15 +250,17 @@ def _grammars(config: ShardConfig, info: ModelInfo, device: torch.device) -> Gra
     return GrammarManager(compiler, info.vocab_size, overlap=device.type != "cpu")
 
 
+def _adapter_store(
+    config: ShardConfig, table: AdapterTable | None, dtype: torch.dtype
+) -> AdapterStore | None:
+    if table is None:
+        return None
+    if config.adapter_cache is None:
+        raise UnsupportedModel("--enable-lora needs --adapter-cache")
+    return AdapterStore(table, config.adapter_cache, dtype)
+
+
 def _rope_override(config: ShardConfig) -> RopeOverride | None:
     if config.rope_scaling is None and config.rope_factor is None:
         return None
     return RopeOverride(config.rope_scaling or "linear", config.rope_factor or 1.0)
-
-
-def _layer_shapes(config: ShardConfig) -> tuple[LayerShape, ...]:
-    """The shapes of the model and of the draft model, which share the kernels."""
-    folders = [config.model_folder]
-    if config.draft_model is not None and not is_medusa(Path(config.draft_model)):
-        folders.append(Path(config.draft_model))
-    return tuple(layer_shape(folder, config.world_size) for folder in folders)

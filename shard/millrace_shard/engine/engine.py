@@ -35,7 +35,7 @@ from millrace_shard.engine.kv_capacity import Capacity, WarmupRequest
 from millrace_shard.engine.loaded_model import LoadedModel
 from millrace_shard.engine.threads import EngineThreads
 from millrace_shard.engine.warmup import MemoryLimits, WarmedUp, warm_up
-from millrace_shard.errors import EngineEnded, StepInvalid
+from millrace_shard.errors import EngineEnded, StepInvalid, WrongEpoch
 from millrace_shard.model_runner.graph_settings import GraphSettings, empty_cache
 from millrace_shard.model_runner.launched_step import LaunchedStep
 
@@ -133,6 +133,20 @@ class Engine:
             self._pending_steps += 1
         self._threads.work(lambda: self._execute(step, future))
         return future
+
+    def between_steps(self, epoch: int, call: Callable[[], T]) -> Future[T]:
+        """Run `call` after all earlier work, if `epoch` is open then; else the future raises WrongEpoch."""
+
+        def checked() -> T:
+            self.check_epoch(epoch)
+            return call()
+
+        return self.submit(checked)
+
+    def check_epoch(self, epoch: int) -> None:
+        """Raise WrongEpoch unless `epoch` is open; any thread may ask, and another one may open meanwhile."""
+        if not self._epoch.is_current(epoch):
+            raise WrongEpoch(f"epoch {epoch} is not open")
 
     def end_epoch(self, epoch: int) -> Future[None]:
         """Drop the sequences of `epoch`, unless another epoch has begun."""

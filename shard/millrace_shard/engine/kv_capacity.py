@@ -25,6 +25,10 @@ class WarmupRequest:
     max_batch_total_tokens: int | None = None
     num_blocks: int | None = field(default=None, compare=False)
     """Blocks of the previous group, which the new group must have too; they do not count in comparisons of requests."""
+    max_adapters: int = 0
+    """Adapters that may be loaded at a time."""
+    adapter_pages: int | None = field(default=None, compare=False)
+    """Pages for adapters of the previous group, which the new group must have too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +65,8 @@ class Capacity:
     max_input_tokens: int
     max_total_tokens: int
     kv_bytes_per_token: int
+    adapter_pages: int = 0
+    """Pages for adapters."""
 
     @property
     def max_batch_total_tokens(self) -> int:

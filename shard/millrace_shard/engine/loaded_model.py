@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from millrace_shard.adapters.adapter_store import AdapterStore
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.engine.kv_capacity import CacheShape
 from millrace_shard.kernels.base import Kernels
@@ -29,6 +30,8 @@ class LoadedModel:
     grammars: GrammarManager | None = None
     """None: a sequence with a grammar fails."""
     watermark: Watermark | None = None
+    adapters: AdapterStore | None = None
+    """None: a sequence with an adapter fails."""
 
     @property
     def max_draft_tokens(self) -> int:

@@ -6,15 +6,17 @@ import gc
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from millrace_shard.adapters.pages import PAGE_BYTES
 from millrace_shard.batch.batch import Batch
 from millrace_shard.batch.batch_limits import BatchLimits
 from millrace_shard.batch.forced_token_budget import CPU_TILE
 from millrace_shard.device.failures import is_out_of_memory
 from millrace_shard.device.resources import available_memory, free_cuda_memory
+from millrace_shard.engine.adapter_memory import AdapterMemory, reserve_adapter_pages
 from millrace_shard.engine.kv_capacity import (
     Capacity,
     CapacityError,
@@ -56,6 +58,7 @@ class MemoryLimits:
 
     kv_memory: int | None = None
     cuda_memory_fraction: float = 1.0
+    adapters: AdapterMemory = field(default_factory=AdapterMemory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +90,18 @@ def warm_up(
     if profile is None:
         profile = loaded.device.type == "cuda"
     graphs = _usable(graphs, loaded)
+    adapter_pages = reserve_adapter_pages(loaded, request, limits.adapters)
+    adapter_bytes = adapter_pages * PAGE_BYTES
     memory = (
-        _memory_after_profile_run(loaded, request, limits, graphs)
+        _memory_after_profile_run(loaded, request, limits, graphs, adapter_bytes)
         if profile
-        else _kv_memory(loaded.device, limits, trial_bytes=0)
+        else _kv_memory(loaded.device, limits, -adapter_bytes)
     )
     fitting = loaded.group.minimum(blocks_in(memory.for_request(request), shape))
     gc.collect()
     empty_cache(loaded.device, graphs)
     capacity = plan_capacity(request, shape, fitting_blocks=fitting, is_budget=memory.is_budget)
+    capacity = replace(capacity, adapter_pages=adapter_pages)
     with _memory_or(cache_too_large(capacity.max_batch_total_tokens)):
         runner = _new_runner(
             loaded,
@@ -128,16 +134,18 @@ def _run_largest_prefill(loaded: LoadedModel, request: WarmupRequest, capacity: 
         run_largest(runner, lengths)
 
 
-def _kv_memory(device: torch.device, limits: MemoryLimits, trial_bytes: int) -> KVMemory:
+def _kv_memory(device: torch.device, limits: MemoryLimits, extra_bytes: int) -> KVMemory:
+    """The memory for the KV cache, if `extra_bytes` are free beside those that are, or fewer for a negative number."""
     if device.type == "cuda":
         free, total = free_cuda_memory(device)
         return cuda_memory(
-            free=free + trial_bytes,
+            free=max(0, free + extra_bytes),
             total=total,
             fraction=limits.cuda_memory_fraction,
             kv_memory=limits.kv_memory,
         )
-    return cpu_memory(available=available_memory(), kv_memory=limits.kv_memory)
+    available = max(0, available_memory() + extra_bytes)
+    return cpu_memory(available=available, kv_memory=limits.kv_memory)
 
 
 def _usable(graphs: GraphSettings | None, loaded: LoadedModel) -> GraphSettings | None:
@@ -161,6 +169,7 @@ def _memory_after_profile_run(
     request: WarmupRequest,
     limits: MemoryLimits,
     graphs: GraphSettings | None,
+    adapter_bytes: int,
 ) -> KVMemory:
     """Memory for the KV cache beside that of graphs, the largest prefill and the largest decodes, which run here.
 
@@ -202,7 +211,7 @@ def _memory_after_profile_run(
         longest_decode.run(runner)
     holds_cache = graphs is not None and graphs.holds_cache
     trial_bytes = 0 if holds_cache else num_blocks * shape.block_size * shape.bytes_per_token
-    return _kv_memory(loaded.device, limits, trial_bytes)
+    return _kv_memory(loaded.device, limits, trial_bytes - adapter_bytes)
 
 
 @contextmanager
@@ -238,7 +247,8 @@ def _new_runner(
         max_draft_tokens=loaded.max_draft_tokens,
         row_tile=CPU_TILE if loaded.device.type == "cpu" else 1,
     )
-    batch = Batch(limits, loaded.device)
+    adapters = None if loaded.adapters is None else loaded.adapters.table
+    batch = Batch(limits, loaded.device, adapters)
     own = len(loaded.model.geometry.layers)
     cache, draft_cache = cache[:own], cache[own:]
     model, captured = loaded.model, None

@@ -40,6 +40,11 @@ class RaggedBatch:
     adapters: AdapterRows | None = None
     """The adapters of the tokens; None if no token has one."""
 
+    @property
+    def logit_adapters(self) -> AdapterRows | None:
+        """The adapters of the rows whose logits are needed."""
+        return None if self.adapters is None else self.adapters.logits
+
     def logit_states(self, x: Tensor) -> Tensor:
         """The rows of `x` [T, ...] whose logits are needed, [R, ...]."""
         return x if self.all_logits else x[self.logit_rows]

@@ -130,7 +130,7 @@ class PiecewiseLayers:
         """[T, hidden], valid until the next step; `residual` is changed in place."""
         count, counts = len(residual), tuple(self._pieces)
         place = bisect_left(counts, count)
-        if place == len(counts):
+        if place == len(counts) or batch.adapters is not None:
             return self._eager(residual, batch, caches)
         buffers, size = self._buffers, counts[place]
         buffers.load(residual, batch, size)

@@ -18,6 +18,7 @@ from millrace_shard.arrays import Ints
 from millrace_shard.batch.batch import Batch
 from millrace_shard.batch.step import StepResult
 from millrace_shard.batch.step_layout import StepLayout
+from millrace_shard.kernels.lora.adapter_rows import AdapterRows
 from millrace_shard.kernels.row_alignment import aligned
 from millrace_shard.models.interface import CausalModel
 
@@ -59,11 +60,15 @@ class PromptLogprobs:
 
 
 def prompt_logprobs(
-    states: Tensor, model: CausalModel, layout: StepLayout, batch: Batch
+    states: Tensor,
+    model: CausalModel,
+    layout: StepLayout,
+    batch: Batch,
+    adapters: AdapterRows | None = None,
 ) -> PromptLogprobs:
     """Score the prompts of `layout.prompt_rows`, at least one; every rank calls this with the same step.
 
-    `states` [S, hidden] are the hidden states of `layout.state_rows`.
+    `states` [S, hidden] are the hidden states of `layout.state_rows`, which have these `adapters`.
     """
     rows = layout.prompt_rows
     slots, counts = layout.slots[rows], layout.counts[rows]
@@ -73,11 +78,13 @@ def prompt_logprobs(
     targets = batch.token_table.table[index[0], index[1]].long()
     width = int(num_candidates.max())
     height = max(1, SLICE_ELEMENTS // batch.limits.vocab_size)
+
+    def logits(part: slice) -> Tensor:
+        own = None if adapters is None else adapters.select(layout.prompt_states[part])
+        return model.logits(states[index[2, part]], own)
+
     scores = torch.cat(
-        [
-            _score(model.logits(states[index[2, part]]), targets[part], width)
-            for part in _slices(len(targets), height)
-        ]
+        [_score(logits(part), targets[part], width) for part in _slices(len(targets), height)]
     )
     ends = counts.cumsum()
     slot, first, last = batch.to_device(np.stack([slots, ends - counts, ends - 1]))

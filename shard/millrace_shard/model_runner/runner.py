@@ -163,7 +163,13 @@ class StepRunner:
     ) -> tuple[Tensor, PromptLogprobs | None]:
         """Logits of `layout.logit_rows`, and the prompt scores that the step requests."""
         graphs = self._graphs
-        if graphs is not None and layout.is_plain and graphs.fits(len(layout.slots)):
+        adapted = self.batch.adapters.are_used(layout.slots)
+        if (
+            graphs is not None
+            and layout.is_plain
+            and not adapted
+            and graphs.fits(len(layout.slots))
+        ):
             on_ready()
             return graphs.logits(layout.slots, layout.starts), None
         if layout.is_plain:
@@ -181,8 +187,12 @@ class StepRunner:
         if not scores:
             return self._model.forward(ragged, self._cache), None
         states = self._model.states(ragged, self._cache)
-        logits = self._model.logits(states[self.batch.to_device(layout.logit_states)])
-        return logits, prompt_logprobs(states, self._model, layout, self.batch)
+        adapters = ragged.logit_adapters
+        logits = self._model.logits(
+            states[self.batch.to_device(layout.logit_states)],
+            None if adapters is None else adapters.select(layout.logit_states),
+        )
+        return logits, prompt_logprobs(states, self._model, layout, self.batch, adapters)
 
     def _clear_blocks(self, blocks: Ints) -> None:
         if not len(blocks):

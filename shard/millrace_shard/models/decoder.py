@@ -23,6 +23,9 @@ from millrace_shard.kernels.base import (
     MlpWeights,
     Reduce,
 )
+from millrace_shard.kernels.lora.adapter_rows import AdapterRows
+from millrace_shard.kernels.lora.adapter_table import AdapterTable, running
+from millrace_shard.kernels.lora.lora_site import LoraPart, LoraSite
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.model_loader.weights import Columns, Weights
 from millrace_shard.models.architecture import Architecture
@@ -41,17 +44,22 @@ class Decoder:
         weights: Weights,
         kernels: Kernels,
         group: ProcessGroup,
+        adapters: AdapterTable | None = None,
     ) -> None:
-        """Load this rank's weights; `rope` is the table of `rope_table` on the model's device."""
+        """Load this rank's weights; `rope` is the table of `rope_table` on the model's device.
+
+        The linears become sites of `adapters`.
+        """
         self.info = info
         self.hidden_size = arch.hidden_size
         self._arch = arch
         self._kernels = kernels
         self._group = group
+        self._adapters = adapters
         num_kv_heads = arch.kv_heads_per_rank(group.world_size)
         self.geometry = KVGeometry(((num_kv_heads, arch.head_dim),) * arch.num_layers)
 
-        loader = LayerLoader(arch, rope, weights, kernels, group)
+        loader = LayerLoader(arch, rope, weights, kernels, group, adapters)
         self._embedding = loader.vocabulary("model.embed_tokens.weight")
         self._layers = [loader.layer(i) for i in range(arch.num_layers)]
         self.run_layers = self._runner_of(self._layers)
@@ -60,22 +68,25 @@ class Decoder:
 
     def forward(self, batch: RaggedBatch, cache: Sequence[LayerCache]) -> Tensor:
         """Logits of `batch.logit_rows` over the whole vocabulary, [R, vocab] float32, on every rank."""
-        return self.logits(self.states(batch, cache))
+        return self.logits(self.states(batch, cache), batch.logit_adapters)
 
     def states(self, batch: RaggedBatch, cache: Sequence[LayerCache]) -> Tensor:
         """Hidden states of `batch.logit_rows` after the last norm, [R, hidden], on every rank."""
         residual = self._embed(batch.ids)
-        x = self.run_layers(residual, batch, cache)
+        with running(self._adapters, tokens=batch.adapters):
+            x = self.run_layers(residual, batch, cache)
         x, residual = batch.logit_states(x), batch.logit_states(residual)
         if x.shape[0] == 0:
             return x
         return self._kernels.add_rms_norm(x, residual, self._norm, self._arch.norm_eps)
 
-    def logits(self, states: Tensor) -> Tensor:
+    def logits(self, states: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """Logits [R, vocab] float32 of `states` [R, hidden]."""
         if states.shape[0] == 0:
             return states.new_empty(0, self.info.vocab_size, dtype=torch.float32)
-        return self._group.all_gather_logits(self._head(states), self.info.vocab_size)
+        with running(self._adapters, logits=adapters):
+            logits = self._head(states)
+        return self._group.all_gather_logits(logits, self.info.vocab_size)
 
     def first_layers(self, count: int) -> Decoder:
         """See CausalModel."""
@@ -117,12 +128,14 @@ class LayerLoader:
         weights: Weights,
         kernels: Kernels,
         group: ProcessGroup,
+        adapters: AdapterTable | None = None,
     ) -> None:
         self._arch = arch
         self._rope = rope
         self._weights = weights
         self._kernels = kernels
         self._group = group
+        self._adapters = adapters
 
     def vocabulary(self, name: str) -> Tensor:
         """The rank's rows of the embedding or the head."""
@@ -130,8 +143,8 @@ class LayerLoader:
 
     def head(self, embedding: Tensor) -> Linear:
         """The output head, which is the embedding if the config ties them."""
-        tied = self._arch.tied_head
-        return self._kernels.head(embedding if tied else self.vocabulary("lm_head.weight"))
+        weight = embedding if self._arch.tied_head else self.vocabulary("lm_head.weight")
+        return self._kernels.head(weight, self._head_site(len(weight)))
 
     def layer(self, index: int) -> Layer:
         """Load layer `index`."""
@@ -196,6 +209,7 @@ class LayerLoader:
         return LinearWeights(
             self._weights.columns(named("weight"), self._arch.hidden_size),
             self._weights.biases(named("bias")) if bias else None,
+            self._column_site(parts),
         )
 
     def _rows(self, name: str, inputs: int, *, bias: bool) -> LinearWeights:
@@ -205,4 +219,53 @@ class LayerLoader:
         return LinearWeights(
             self._weights.rows(f"{name}.weight", hidden, inputs),
             self._weights.replicated(f"{name}.bias", hidden) if adds else None,
+            self._row_site(name, inputs),
         )
+
+    def _column_site(self, parts: Sequence[Columns]) -> LoraSite | None:
+        if self._adapters is None:
+            return None
+        inputs, found, first = self._arch.hidden_size, list[LoraPart](), 0
+        for part in parts:
+            start, end = part.span(self._group.rank, self._group.world_size)
+            found.append(
+                LoraPart(
+                    name=part.name,
+                    inputs=inputs,
+                    outputs=part.size,
+                    input_range=(0, inputs),
+                    output_range=(start, end),
+                    first_output=first,
+                )
+            )
+            first += end - start
+        return self._adapters.add_site(found)
+
+    def _row_site(self, name: str, inputs: int) -> LoraSite | None:
+        if self._adapters is None:
+            return None
+        hidden, rank = self._arch.hidden_size, self._group.rank
+        share = inputs // self._group.world_size
+        part = LoraPart(
+            name=name,
+            inputs=inputs,
+            outputs=hidden,
+            input_range=(rank * share, (rank + 1) * share),
+            output_range=(0, hidden),
+            adds_bias=rank == 0,
+        )
+        return self._adapters.add_site([part])
+
+    def _head_site(self, share: int) -> LoraSite | None:
+        if self._adapters is None:
+            return None
+        hidden, vocab_size = self._arch.hidden_size, self._arch.vocab_size
+        start = min(self._group.rank * share, vocab_size)
+        part = LoraPart(
+            name="lm_head",
+            inputs=hidden,
+            outputs=vocab_size,
+            input_range=(0, hidden),
+            output_range=(start, min(start + share, vocab_size)),
+        )
+        return self._adapters.add_site([part], is_head=True)

@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from millrace_shard.kernels.base import Layer, LayerCache, Layers, Reduce
+from millrace_shard.kernels.lora.adapter_rows import AdapterRows
 from millrace_shard.kernels.ragged import RaggedBatch
 
 
@@ -51,8 +52,11 @@ class CausalModel(Protocol):
     def states(self, batch: RaggedBatch, cache: Sequence[LayerCache]) -> Tensor:
         """The inputs of the head for `batch.logit_rows`, [R, hidden], on every rank."""
 
-    def logits(self, states: Tensor) -> Tensor:
-        """Logits of any rows of these states [R, hidden], with the same bits as from `forward`."""
+    def logits(self, states: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+        """Logits of any rows of these states [R, hidden], with the same bits as from `forward`.
+
+        `adapters` are those of the rows.
+        """
 
     def first_layers(self, count: int) -> CausalModel:
         """A model over the same weights with the first `count` layers, or with all if layers cannot be separated.

@@ -16,6 +16,7 @@ from millrace_shard.errors import ModelError, UnsupportedModel
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.cpu.int8_linear import Int8Kernels
 from millrace_shard.kernels.layer_shape import LayerShape
+from millrace_shard.kernels.lora.adapter_table import AdapterTable
 from millrace_shard.model_loader.weights import Weights
 from millrace_shard.models.architecture import FAMILY, Architecture
 from millrace_shard.models.decoder import Decoder
@@ -36,7 +37,7 @@ class RopeOverride:
     factor: float = 1.0
 
 
-def load_model(
+def load_model(  # noqa: PLR0913
     folder: Path,
     *,
     dtype: torch.dtype,
@@ -45,11 +46,14 @@ def load_model(
     device: torch.device,
     rope_override: RopeOverride | None = None,
     max_total_tokens: int | None = None,
+    adapters: AdapterTable | None = None,
 ) -> CausalModel:
     """Read this rank's part of the checkpoint in `folder` (config.json and safetensors) onto `device`.
 
     `max_total_tokens` is the length of the longest sequence, if known: it bounds the RoPE table and selects longrope's
-    factors. Raises UnsupportedModel, WeightsError or, for a folder without a readable config, ModelError.
+    factors. The linears of the model become sites of `adapters`.
+
+    Raises UnsupportedModel, WeightsError or, for a folder without a readable config, ModelError.
     """
     config = read_config(folder) if rope_override is None else read_any_config(folder)
     if rope_override is not None:
@@ -60,14 +64,7 @@ def load_model(
         from millrace_shard.models.transformers_backend import TransformersModel, check_supported  # noqa: PLC0415
 
         check_supported(config)
-        if isinstance(kernels, Int8Kernels):
-            raise UnsupportedModel(
-                f"{config.model_type} runs without --quantize; int8 is for {', '.join(FAMILY)}"
-            )
-        if group.world_size > 1:
-            raise UnsupportedModel(
-                f"{config.model_type} runs on one shard only; split over several are: {', '.join(FAMILY)}"
-            )
+        _check_alone(config.model_type, kernels, group)
         return TransformersModel.load(
             folder,
             config,
@@ -76,13 +73,28 @@ def load_model(
             kernels=kernels,
             device=device,
             max_total_tokens=max_total_tokens,
+            adapters=adapters,
         )
     arch = Architecture.from_config(config)
     arch.check_split(group.world_size)
     with closing(Weights(folder, dtype=dtype, device=device, group=group)) as weights:
         rope = model_rope_table(config, max_total_tokens).to(device)
         info = model_info(folder, config)
-        return Decoder(arch, info, rope, weights=weights, kernels=kernels, group=group)
+        return Decoder(
+            arch, info, rope, weights=weights, kernels=kernels, group=group, adapters=adapters
+        )
+
+
+def _check_alone(model_type: str, kernels: Kernels, group: ProcessGroup) -> None:
+    """Raise UnsupportedModel for what only models of the family have."""
+    if isinstance(kernels, Int8Kernels):
+        raise UnsupportedModel(
+            f"{model_type} runs without --quantize; int8 is for {', '.join(FAMILY)}"
+        )
+    if group.world_size > 1:
+        raise UnsupportedModel(
+            f"{model_type} runs on one shard only; split over several are: {', '.join(FAMILY)}"
+        )
 
 
 def read_config(folder: Path) -> PlainConfig | PretrainedConfig:

@@ -13,18 +13,19 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
-from transformers.pytorch_utils import Conv1D
 from transformers.utils.logging import disable_progress_bar
 
 from millrace_shard.errors import UnsupportedModel, WeightsError
-from millrace_shard.kernels.base import Kernels, LayerCache, Linear, LinearWeights
+from millrace_shard.kernels.base import Kernels, LayerCache
+from millrace_shard.kernels.lora.adapter_rows import AdapterRows
+from millrace_shard.kernels.lora.adapter_table import AdapterTable, running
 from millrace_shard.kernels.ragged import RaggedBatch
-from millrace_shard.kernels.stored_weight import StoredWeight
 from millrace_shard.model_loader.read_ahead import ReadAhead
 from millrace_shard.model_loader.safetensor_files import SafetensorFiles
 from millrace_shard.model_loader.unmapped_tensors import TensorUnmapper
 from millrace_shard.models.batch_invariant import has_own_products, make_batch_invariant
 from millrace_shard.models.interface import KVGeometry, MakeLayers, ModelInfo
+from millrace_shard.models.kernel_linear import ProjectionReplacement
 from millrace_shard.models.paged_attention import NAME, PagedAttention, ShapeProbe, attending
 from millrace_shard.models.rope import rope_kind
 from millrace_shard.models.table_rotary import rope_depends_on_length, use_rotary_table
@@ -66,10 +67,20 @@ class TransformersModel:
     that are not batch invariant are replaced; elsewhere the model is not batch invariant.
     """
 
-    def __init__(self, model: PreTrainedModel, info: ModelInfo, kernels: Kernels) -> None:
-        """Take over `model`, which must have been built with attention implementation NAME. Raises UnsupportedModel."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        info: ModelInfo,
+        kernels: Kernels,
+        adapters: AdapterTable | None = None,
+    ) -> None:
+        """Take over `model`, which must have been built with attention implementation NAME. Raises UnsupportedModel.
+
+        Its projections are sites of `adapters`.
+        """
         self._model = model.eval().requires_grad_(requires_grad=False)
         self._kernels = kernels
+        self._adapters = adapters
         shapes = self._probe()
         _check_windows(model, shapes.windows)
         windows = set(shapes.windows.values())
@@ -83,7 +94,7 @@ class TransformersModel:
         self.geometry = KVGeometry(tuple(shapes.layers[i] for i in range(len(shapes.layers))))
 
     @classmethod
-    def load(
+    def load(  # noqa: PLR0913
         cls,
         folder: Path,
         config: PretrainedConfig,
@@ -93,6 +104,7 @@ class TransformersModel:
         kernels: Kernels,
         device: torch.device,
         max_total_tokens: int | None = None,
+        adapters: AdapterTable | None = None,
     ) -> TransformersModel:
         """Read the checkpoint in `folder` tensor by tensor. Raises UnsupportedModel or WeightsError."""
         check_supported(config)
@@ -104,24 +116,31 @@ class TransformersModel:
             if device.type != "cpu":
                 # Only CPU packs weights; elsewhere a tied head shares memory with the embeddings.
                 unmapper.unmap_rest()
-            _use_linears(model, kernels, unmapper)
+            head = model.get_output_embeddings()
+            ProjectionReplacement(kernels, unmapper, adapters, head).apply(model)
             unmapper.unmap_rest()
         use_rotary_table(model, info.max_position_embeddings, max_total_tokens)
         if _wants_invariance(kernels, device):
             make_batch_invariant(model, kernels)
-        return cls(model, info, kernels)
+        return cls(model, info, kernels, adapters)
 
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch, cache: Sequence[LayerCache]) -> Tensor:
         """Logits of `batch.logit_rows` over the whole vocabulary, [R, vocab] float32."""
-        with attending(PagedAttention(self._kernels, batch, cache)):
+        with (
+            attending(PagedAttention(self._kernels, batch, cache)),
+            running(self._adapters, tokens=batch.adapters, logits=batch.logit_adapters),
+        ):
             wanted = 0 if batch.all_logits else batch.logit_rows
             return self._run(batch.ids, batch.positions, wanted).float()
 
     @torch.inference_mode()
     def states(self, batch: RaggedBatch, cache: Sequence[LayerCache]) -> Tensor:
         """The inputs of the head for `batch.logit_rows`, [R, hidden]."""
-        with attending(PagedAttention(self._kernels, batch, cache)):
+        with (
+            attending(PagedAttention(self._kernels, batch, cache)),
+            running(self._adapters, tokens=batch.adapters),
+        ):
             output = self._model.get_decoder()(
                 input_ids=batch.ids.unsqueeze(0),
                 position_ids=batch.positions.unsqueeze(0),
@@ -130,9 +149,12 @@ class TransformersModel:
         return batch.logit_states(output.last_hidden_state[0])
 
     @torch.inference_mode()
-    def logits(self, states: Tensor) -> Tensor:
+    def logits(self, states: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """Logits [R, vocab] float32 of `states` [R, hidden], by the class's code, which may scale or cap them."""
-        with _bypassing(self._model.get_decoder(), states.unsqueeze(0)):
+        with (
+            _bypassing(self._model.get_decoder(), states.unsqueeze(0)),
+            running(self._adapters, logits=adapters),
+        ):
             output = self._model(inputs_embeds=states.unsqueeze(0), use_cache=False)
         logits: Tensor = output.logits[0]
         return logits.float()
@@ -205,18 +227,6 @@ def _check_windows(model: PreTrainedModel, windows: dict[int, int | None]) -> No
             )
 
 
-class KernelLinear(nn.Module):
-    """A projection of a class, computed by our kernels."""
-
-    def __init__(self, linear: Linear) -> None:
-        super().__init__()
-        self._linear = linear
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[…, in] to […, out]."""
-        return self._linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
-
-
 def _wants_invariance(kernels: Kernels, device: torch.device) -> bool:
     """Only on CPU: on CUDA the order of a class's own sums depends on the number of rows."""
     return kernels.deterministic and device.type == "cpu"
@@ -247,22 +257,3 @@ def _read(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrai
         raise WeightsError(f"tensor {name} is missing from the checkpoint")
     found_model: PreTrainedModel = model
     return found_model
-
-
-def _use_linears(module: nn.Module, kernels: Kernels, unmapper: TensorUnmapper) -> None:
-    """Replace every plain projection below `module` by the kernels' linear."""
-    for name, child in list(module.named_children()):
-        if type(child) not in {nn.Linear, Conv1D}:
-            _use_linears(child, kernels, unmapper)
-            continue
-        own = dict(child.named_parameters(recurse=False))
-        weight = own["weight"].detach()
-        bias = own["bias"].detach().to(unmapper.device, copy=True) if "bias" in own else None
-        with unmapper.releasing(weight):
-            out_first = weight if type(child) is nn.Linear else weight.t().contiguous()
-            if unmapper.is_unmapped(out_first):
-                linear = kernels.linear(out_first, bias)
-            else:
-                stored = StoredWeight((out_first,), out_first.dtype, unmapper.device, unmapper.copy)
-                linear = kernels.linear_from(LinearWeights(stored, bias))
-        setattr(module, name, KernelLinear(linear))

@@ -15,9 +15,10 @@ from grpc_reflection.v1alpha import reflection
 from millrace_proto import generate_pb2 as pb
 from millrace_proto import generate_pb2_grpc as pb_grpc
 from millrace_shard.batch.step import StepReply
+from millrace_shard.engine.adapter_loading import AdapterLoading
 from millrace_shard.engine.engine import Engine
 from millrace_shard.engine.kv_capacity import CapacityError
-from millrace_shard.errors import EngineEnded
+from millrace_shard.errors import AdapterInvalid, AdapterMemoryFull, EngineEnded, WrongEpoch
 from millrace_shard.server.wire import (
     capacity_to_pb,
     grammar_from_pb,
@@ -95,6 +96,36 @@ class ShardService(pb_grpc.ShardServiceServicer):
         except CompilerBusy as error:
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         return pb.CompileGrammarResponse()
+
+    def LoadAdapter(
+        self, request: pb.LoadAdapterRequest, context: grpc.ServicerContext
+    ) -> pb.LoadAdapterResponse:
+        """Read an adapter on this thread, then put it into its slot between two steps."""
+        try:
+            self._adapters(context).load(request.epoch, request.slot, request.digest)
+        except AdapterInvalid as error:
+            return pb.LoadAdapterResponse(error=str(error))
+        except AdapterMemoryFull as error:
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        except WrongEpoch as error:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        return pb.LoadAdapterResponse()
+
+    def UnloadAdapter(
+        self, request: pb.UnloadAdapterRequest, context: grpc.ServicerContext
+    ) -> pb.UnloadAdapterResponse:
+        """Empty a slot between two steps."""
+        try:
+            self._adapters(context).unload(request.epoch, request.slot)
+        except WrongEpoch as error:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        return pb.UnloadAdapterResponse()
+
+    def _adapters(self, context: grpc.ServicerContext) -> AdapterLoading:
+        store = self.engine.loaded.adapters
+        if store is None:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the shard has no --enable-lora")
+        return AdapterLoading(self.engine, store)
 
     def Steps(
         self, request_iterator: Iterator[pb.StepRequest], context: grpc.ServicerContext

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from millrace_proto import generate_pb2 as pb
+from millrace_shard.adapters.adapter_store import AdapterStore
 from millrace_shard.arrays import Ints
 from millrace_shard.batch.sequence import Grammar, GrammarKind, SamplingParameters, Sequence
 from millrace_shard.batch.step import (
@@ -49,6 +50,8 @@ def warmup_from_pb(message: pb.WarmupRequest) -> WarmupRequest:
         max_total_tokens=_optional(message, "max_total_tokens"),
         max_batch_total_tokens=_optional(message, "max_batch_total_tokens"),
         num_blocks=_optional(message, "num_blocks"),
+        max_adapters=message.max_adapters,
+        adapter_pages=_optional(message, "adapter_pages"),
     )
 
 
@@ -60,6 +63,7 @@ def capacity_to_pb(capacity: Capacity) -> pb.WarmupResponse:
         max_input_tokens=capacity.max_input_tokens,
         max_total_tokens=capacity.max_total_tokens,
         kv_bytes_per_token=capacity.kv_bytes_per_token,
+        adapter_pages=capacity.adapter_pages,
     )
 
 
@@ -84,7 +88,20 @@ def info_to_pb(
         window_size=info.window_size,
         max_draft_tokens=loaded.max_draft_tokens,
         grammars=loaded.grammars is not None and loaded.grammars.compiler is not None,
+        adapter_modules=_adapter_modules(loaded.adapters),
     )
+
+
+def _adapter_modules(store: AdapterStore | None) -> list[pb.AdapterModule]:
+    return [
+        pb.AdapterModule(
+            name=part.name,
+            inputs=part.inputs,
+            outputs=part.outputs,
+            bytes_per_slice=bytes_per_slice,
+        )
+        for part, bytes_per_slice in (() if store is None else store.modules())
+    ]
 
 
 def progress_to_pb(progress: Progress) -> pb.HealthResponse:
@@ -150,6 +167,7 @@ def _sequence(message: pb.Sequence) -> Sequence:
         prefill_top_n_tokens=message.prefill_top_n_tokens,
         min_new_tokens=message.min_new_tokens,
         grammar=grammar_from_pb(message.grammar) if message.HasField("grammar") else None,
+        adapter_slot=message.adapter_slot,
     )
 
 

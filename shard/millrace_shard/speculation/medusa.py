@@ -24,6 +24,7 @@ from millrace_shard.batch.step_layout import StepLayout, StepRows
 from millrace_shard.batch.step_tokens import ForcedTokens
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.base import Kernels, LayerCache, Linear
+from millrace_shard.kernels.lora.adapter_rows import AdapterRows
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.model_loader.weights import Weights
 from millrace_shard.models.decoder import Decoder
@@ -94,15 +95,15 @@ class MedusaModel:
     def forward(self, batch: RaggedBatch, cache: Many[LayerCache]) -> Tensor:
         """The decoder's logits."""
         self.last_states = self.decoder.states(batch, cache)
-        return self.decoder.logits(self.last_states)
+        return self.decoder.logits(self.last_states, batch.logit_adapters)
 
     def states(self, batch: RaggedBatch, cache: Many[LayerCache]) -> Tensor:
         """The decoder's."""
         return self.decoder.states(batch, cache)
 
-    def logits(self, states: Tensor) -> Tensor:
+    def logits(self, states: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """The decoder's."""
-        return self.decoder.logits(states)
+        return self.decoder.logits(states, adapters)
 
     def first_layers(self, count: int) -> MedusaModel:
         """As CausalModel says, with all heads."""

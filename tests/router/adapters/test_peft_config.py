@@ -27,7 +27,7 @@ def parse(**fields: Any) -> PeftConfig:
 
 
 def written_by_peft(**fields: Any) -> dict[str, Any]:
-    config: dict[str, Any] = LoraConfig(**fields).to_dict()  # type: ignore[no-untyped-call]
+    config: dict[str, Any] = LoraConfig(**fields).to_dict()
     return config | {"peft_type": "LORA", "target_modules": sorted(config["target_modules"])}
 
 

@@ -24,6 +24,7 @@ from millrace_shard.kernels.base import (
 )
 from millrace_shard.kernels.greedy import Best, choose_greedy
 from millrace_shard.kernels.layer_shape import LayerShape
+from millrace_shard.kernels.lora.lora_site import LoraSite
 from millrace_shard.kernels.masks import MaskTable, RowMasks
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
@@ -75,8 +76,8 @@ class OffInOneOutput(PlainKernels):
         block = super().mlp(weights)
         return lambda x, residual: self._spoilt("mlp", block(x, residual))
 
-    def head(self, weight: Tensor) -> Linear:
-        linear = super().head(weight)
+    def head(self, weight: Tensor, lora: LoraSite | None = None) -> Linear:
+        linear = super().head(weight, lora)
         return lambda x: self._spoilt("head", linear(x))
 
     def layers(self, layers: Sequence[Layer], reduce: Reduce | None) -> Layers:

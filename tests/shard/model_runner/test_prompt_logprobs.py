@@ -14,6 +14,7 @@ from torch import Tensor
 from millrace_shard.arrays import Floats, Ints
 from millrace_shard.batch.step import BatchChange, Forward, StepResult
 from millrace_shard.device.process_group import ProcessGroup
+from millrace_shard.kernels.lora.adapter_rows import AdapterRows
 from millrace_shard.model_runner import prompt_logprobs
 from millrace_shard.models.load import load_model
 from millrace_testing.engines.kernels import KERNELS, make_kernels
@@ -150,9 +151,9 @@ def test_no_more_logits_exist_than_a_slice_has(
     sizes: list[int] = []
     logits = model.logits
 
-    def counted(states: Tensor) -> Tensor:
+    def counted(states: Tensor, adapters: AdapterRows | None) -> Tensor:
         sizes.append(len(states))
-        return logits(states)
+        return logits(states, adapters)
 
     monkeypatch.setattr(prompt_logprobs, "SLICE_ELEMENTS", 16 * VOCAB + VOCAB // 2)
     monkeypatch.setattr(model, "logits", counted)

@@ -12,6 +12,7 @@ from torch import Tensor
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.errors import UnsupportedModel
 from millrace_shard.kernels.base import LayerCache, Linear
+from millrace_shard.kernels.lora.lora_site import LoraSite
 from millrace_shard.kernels.plain import PlainKernels
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.models.architecture import FAMILY
@@ -38,8 +39,8 @@ class Recording(PlainKernels):
         self.weights.append(tuple(weight.shape))
         return super().linear(weight, bias)
 
-    def head(self, weight: Tensor) -> Linear:
-        head = super().head(weight)
+    def head(self, weight: Tensor, lora: LoraSite | None = None) -> Linear:
+        head = super().head(weight, lora)
         self.head_weights.append(self.weights.pop())
         return head
 

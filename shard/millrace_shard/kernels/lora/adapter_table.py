@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from millrace_shard.arrays import Ints
 from millrace_shard.kernels.lora.adapter_rows import AdapterRows
 from millrace_shard.kernels.lora.lora_site import LoraPart, LoraSite
 from millrace_shard.kernels.lora.packed_adapter import PackedAdapter, PackedPart
@@ -34,6 +36,10 @@ class AdapterTable:
         """The adapters of the rows of the running head."""
         self._adapters: dict[int, PackedAdapter] = {}
         self.max_adapters = 0
+        self.num_changes = 0
+        """Adapters that were put into a slot or removed."""
+        self.versions: Ints = np.zeros(1, dtype=np.int64)
+        """[max_adapters + 1], a number that grows when a slot gets or loses an adapter."""
         self.lora_table = self._empty_table()
         """[max_adapters + 1, number of parts, 5] int64 on the device, for the sites packed in tiles.
 
@@ -57,6 +63,7 @@ class AdapterTable:
         """Drop all adapters, and have `max_adapters` slots."""
         self._adapters.clear()
         self.max_adapters = max_adapters
+        self.versions = np.zeros(max_adapters + 1, dtype=np.int64)
         self.lora_table = self._empty_table()
 
     def get(self, slot: int) -> PackedAdapter | None:
@@ -78,26 +85,39 @@ class AdapterTable:
                 if part is not None and site.packing == "tiles":
                     row[index] = torch.tensor(_entry(part), dtype=torch.int64)
         self.lora_table[slot] = row.to(self.device)
+        self._changed(slot)
 
     def remove(self, slot: int) -> None:
         """Empty `slot`."""
         if self._adapters.pop(slot, None) is not None:
             self.lora_table[slot] = 0
+            self._changed(slot)
 
-    @contextmanager
-    def running(
-        self, *, tokens: AdapterRows | None = None, logits: AdapterRows | None = None
-    ) -> Iterator[None]:
-        """Let the sites apply the adapters of these rows inside."""
-        self.token_rows, self.logit_rows = tokens, logits
-        try:
-            yield
-        finally:
-            self.token_rows = self.logit_rows = None
+    def _changed(self, slot: int) -> None:
+        self.num_changes += 1
+        self.versions[slot] = self.num_changes
 
     def _empty_table(self) -> Tensor:
         shape = (self.max_adapters + 1, len(self.parts), ENTRY)
         return torch.zeros(shape, dtype=torch.int64, device=self.device)
+
+
+@contextmanager
+def running(
+    table: AdapterTable | None,
+    *,
+    tokens: AdapterRows | None = None,
+    logits: AdapterRows | None = None,
+) -> Iterator[None]:
+    """Let the sites of `table` apply the adapters of these rows inside."""
+    if table is None:
+        yield
+        return
+    table.token_rows, table.logit_rows = tokens, logits
+    try:
+        yield
+    finally:
+        table.token_rows = table.logit_rows = None
 
 
 def _entry(part: PackedPart) -> list[int]:

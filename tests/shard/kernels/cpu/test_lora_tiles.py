@@ -31,7 +31,7 @@ from millrace_shard.kernels.cpu.tile_blocks import (
 )
 from millrace_shard.kernels.lora.adapted_linear import AdaptedLinear
 from millrace_shard.kernels.lora.adapter_rows import AdapterRows
-from millrace_shard.kernels.lora.adapter_table import AdapterTable
+from millrace_shard.kernels.lora.adapter_table import AdapterTable, running
 from millrace_shard.kernels.lora.lora_site import LoraPart, LoraSite
 from millrace_shard.kernels.lora.packed_adapter import PackedAdapter, PackedPart
 from millrace_shard.kernels.stored_weight import StoredWeight
@@ -218,7 +218,7 @@ def test_a_linear_adds_each_rows_own_adapter(
     base = PanelLinear(replace(weights, lora=None), dtype=dtype)
     model.load(mixed_ranks(range(len(outputs))), bias=bias)
     x, slots = torch.randn(600, inputs).to(BF16), random_slots(600, len(model.loras))
-    with model.table.running(tokens=of_slots(slots)):
+    with running(model.table, tokens=of_slots(slots)):
         whole = linear(x)
     assert torch.equal(linear(x), base(x))
     assert torch.equal(whole[slots == 0], base(x)[slots == 0])
@@ -228,7 +228,7 @@ def test_a_linear_adds_each_rows_own_adapter(
         for start in (0, 64, 161, 600 - rows):
             part = slice(start, start + rows)
             torch.set_num_threads(1 + rows % 3)
-            with model.table.running(tokens=of_slots(slots[part])):
+            with running(model.table, tokens=of_slots(slots[part])):
                 assert torch.equal(linear(x[part]), whole[part])
     torch.set_num_threads(2)
 
@@ -243,10 +243,10 @@ def test_rows_have_the_same_bits_in_any_order() -> None:
     model.load([{0: 16}, {0: 33}])
     x = (torch.randn(48, 64) * 2.0 ** torch.randint(-60, 3, (48, 1))).to(BF16)
     slots = torch.tensor([1] * 48)
-    with model.table.running(tokens=of_slots(slots)):
+    with running(model.table, tokens=of_slots(slots)):
         alike = linear(x)
     mixed = torch.where(torch.arange(48) % 3 == 0, slots, torch.randint(0, 3, (48,)))
-    with model.table.running(tokens=of_slots(mixed)):
+    with running(model.table, tokens=of_slots(mixed)):
         company = linear(x)
     same = mixed == 1
     assert same.sum() > 16
@@ -265,7 +265,7 @@ def test_an_mlp_adds_adapters_before_its_activation(bias: bool) -> None:
     slots = random_slots(600, len(model.loras))
 
     def run(part: slice) -> Tensor:
-        with model.table.running(tokens=of_slots(slots[part])):
+        with running(model.table, tokens=of_slots(slots[part])):
             return block(x[part].clone(), residual[part].clone())
 
     whole, base = run(slice(600)), block(x.clone(), residual.clone())
@@ -327,7 +327,7 @@ def test_attention_adds_each_sequences_own_adapter(bias: bool) -> None:
     of_sequences = [5, 0, 6, 2, 8]
     slots = torch.tensor(of_sequences).repeat_interleave(torch.tensor(CONTEXTS))
     whole = ragged_batch(CONTEXTS, CONTEXTS, block_size=64)
-    with model.table.running(tokens=of_slots(slots)):
+    with running(model.table, tokens=of_slots(slots)):
         y = block(None, residual.clone(), whole, new_cache())
     base = block(None, residual.clone(), whole, new_cache())
     assert torch.equal(y[slots == 0], base[slots == 0])
@@ -342,7 +342,7 @@ def test_attention_adds_each_sequences_own_adapter(bias: bool) -> None:
     for part, slot, found in zip(parts, of_sequences, torch.split(y, CONTEXTS), strict=True):
         count = len(part)
         batch = ragged_batch([count], [count], block_size=64)
-        with model.table.running(tokens=of_slots(torch.full((count,), slot))):
+        with running(model.table, tokens=of_slots(torch.full((count,), slot))):
             assert torch.equal(block(None, part.clone(), batch, new_cache()), found)
 
 
@@ -365,7 +365,7 @@ def test_all_layers_at_once_are_one_after_the_other() -> None:
     batch, found = ragged_batch(CONTEXTS, CONTEXTS, block_size=64), []
     for run_layers in (together, apart):
         caches, changed = [new_cache() for _ in range(3)], residual.clone()
-        with model.table.running(tokens=of_slots(slots)):
+        with running(model.table, tokens=of_slots(slots)):
             y = run_layers(changed, batch, caches)
         found.append(
             [y, changed, *(pages for cache in caches for pages in (cache.keys, cache.values))]
@@ -380,7 +380,7 @@ def test_a_row_that_is_not_finite_spoils_no_other() -> None:
     model.load([{0: 16}, {0: 16}])
     x = torch.randn(40, 64).to(BF16)
     for slots in (torch.ones(40, dtype=torch.int64), torch.randint(0, 3, (40,))):
-        with model.table.running(tokens=of_slots(slots)):
+        with running(model.table, tokens=of_slots(slots)):
             expected, spoilt = linear(x), x.clone()
             spoilt[7], spoilt[9] = math.nan, math.inf
             y = linear(spoilt)

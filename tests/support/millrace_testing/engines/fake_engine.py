@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from millrace_shard.kernels.base import Kernels, LayerCache
+from millrace_shard.kernels.lora.adapter_rows import AdapterRows
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.kernels.sampling_kernels import SamplingKernels
 from millrace_shard.models.interface import KVGeometry, MakeLayers, ModelInfo
@@ -142,7 +143,7 @@ class FakeModel:
         """The logits themselves."""
         return self.forward(batch, cache)
 
-    def logits(self, states: Tensor) -> Tensor:
+    def logits(self, states: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """Remember how many there are at a time."""
         self.num_logits.append(len(states))
         return states.clone()

@@ -17,6 +17,7 @@ from millrace_shard.batch.sequence import SamplingParameters, Sequence
 from millrace_shard.batch.step import BatchChange, Forward, StepResult
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.kernels.base import Kernels, LayerCache
+from millrace_shard.kernels.lora.adapter_table import AdapterTable
 from millrace_shard.model_runner.decode_graphs import DecodeGraphs
 from millrace_shard.model_runner.graph_settings import GraphSettings
 from millrace_shard.model_runner.piecewise_layers import with_pieces
@@ -118,6 +119,7 @@ class Stepper:
         grammars: GrammarManager | None = None,
         max_draft_tokens: int = 0,
         row_tile: int = 1,
+        adapters: AdapterTable | None = None,
     ) -> None:
         """`max_draft_tokens` for a proposer that `use` sets; `pieces` for steps that are no plain decodes."""
         self.device = torch.device(device)
@@ -130,7 +132,7 @@ class Stepper:
         if speculation is not None:
             max_draft_tokens = speculation.max_draft_tokens
         limits = _limits(kernels, model.info.vocab_size, max_draft_tokens, row_tile)
-        self.batch = Batch(limits, self.device)
+        self.batch = Batch(limits, self.device, adapters)
         own = len(model.geometry.layers)
         self.cache, self.draft_cache = self.cache[:own], self.cache[own:]
         if pieces is not None:
@@ -166,6 +168,7 @@ class Stepper:
         prefill_logprobs = fields.pop("prefill_logprobs", False)
         prefill_top = fields.pop("prefill_top_n_tokens", 0)
         grammar = fields.pop("grammar", None)
+        adapter_slot = fields.pop("adapter_slot", 0)
         sequence = Sequence(
             slot=slot,
             request_id=slot,
@@ -175,6 +178,7 @@ class Stepper:
             prefill_logprobs=prefill_logprobs,  # type: ignore[arg-type]
             prefill_top_n_tokens=prefill_top,  # type: ignore[arg-type]
             grammar=grammar,  # type: ignore[arg-type]
+            adapter_slot=adapter_slot,  # type: ignore[arg-type]
         )
         count = -(-(sequence.num_inputs + 16) // self.block_size)
         blocks = [self.free.pop(0) for _ in range(count)]

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from millrace_shard.kernels.base import Kernels
+from millrace_shard.kernels.lora.adapter_rows import AdapterRows
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.models.interface import CausalModel
 
@@ -130,6 +132,8 @@ class Run:
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     logits: list[Tensor] = field(default_factory=list)
+    adapter: int = 0
+    """Its adapter slot."""
 
 
 class Driver:
@@ -177,13 +181,23 @@ class Driver:
         return logits
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], num_tokens: int, *, chunk: int | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_tokens: int,
+        *,
+        chunk: int | None = None,
+        adapters: Sequence[int] | None = None,
     ) -> list[Run]:
         """All prompts together, each computed `chunk` tokens at a time (default: at once), then decoded.
 
+        `adapters` are their adapter slots.
+
         With chunks of different prompts ending at different steps, most steps mix prefill and decode.
         """
-        runs = [Run(list(prompt)) for prompt in prompts]
+        slots = adapters or [0] * len(prompts)
+        runs = [
+            Run(list(prompt), adapter=slot) for prompt, slot in zip(prompts, slots, strict=True)
+        ]
         while any(len(run.logits) < num_tokens for run in runs):
             live = [run for run in runs if len(run.logits) < num_tokens]
             rows = [(run, min(len(run.ids) - run.computed, chunk or len(run.ids))) for run in live]
@@ -229,6 +243,11 @@ class Driver:
             logit_rows=(starts[1:].long() - 1).to(device),
             num_queries=counts,
             num_context=contexts,
+            adapters=AdapterRows.of(
+                np.repeat([run.adapter for run, _ in rows], counts),
+                device,
+                logit_rows=np.cumsum(counts) - 1,
+            ),
         )
 
 

@@ -1,0 +1,5 @@
+"""LoRA adapters of this shard: reads them from the cache folder, packs them for the linears of a rank, holds them.
+
+Entry points: `adapter_store.AdapterStore`, `sequence_adapters.SequenceAdapters`.
+May import: kernels.
+"""

@@ -1,0 +1,55 @@
+"""The kernels that the flags ask for."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+
+from millrace_shard.commands.device_settings import is_deterministic
+from millrace_shard.config import ShardConfig
+from millrace_shard.errors import UnsupportedModel
+from millrace_shard.kernels.base import Kernels
+from millrace_shard.kernels.choose import choose_kernels
+from millrace_shard.kernels.cpu.int8_linear import is_fast, with_int8
+from millrace_shard.kernels.layer_shape import LayerShape
+from millrace_shard.models.load import layer_shape
+from millrace_shard.speculation.medusa_config import is_medusa
+
+logger = logging.getLogger(__name__)
+
+
+def chosen_kernels(config: ShardConfig, device: torch.device, dtype: torch.dtype) -> Kernels:
+    """The kernels for the model and the draft model, whose folders are local. Raises UnsupportedModel."""
+    kernels = choose_kernels(
+        device,
+        dtype,
+        deterministic=is_deterministic(config, device),
+        shapes=_layer_shapes(config),
+        custom=not config.disable_custom_kernels,
+    )
+    if config.quantize is None:
+        return kernels
+    return _quantized(kernels, config.quantize, device, dtype)
+
+
+def _quantized(kernels: Kernels, kind: str, device: torch.device, dtype: torch.dtype) -> Kernels:
+    if kind != "int8":
+        raise UnsupportedModel(f"--quantize {kind} is not supported yet")
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        raise UnsupportedModel(f"--quantize int8 is for bfloat16 on CPU, not {dtype} on {device}")
+    logger.info("all linears but the output head run in int8")
+    if not is_fast():
+        logger.warning(
+            "int8 is slower than bfloat16 here: its operator needs x86 with AVX2, and a compiler"
+        )
+    return with_int8(kernels)
+
+
+def _layer_shapes(config: ShardConfig) -> tuple[LayerShape, ...]:
+    """The shapes of the model and of the draft model, which share the kernels."""
+    folders = [config.model_folder]
+    if config.draft_model is not None and not is_medusa(Path(config.draft_model)):
+        folders.append(Path(config.draft_model))
+    return tuple(layer_shape(folder, config.world_size) for folder in folders)
