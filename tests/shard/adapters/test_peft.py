@@ -1,0 +1,152 @@
+"""Adapters of every architecture against `transformers` with PEFT in float32, and against PEFT's merged weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from millrace_testing.engines.kernels import KERNELS, make_kernels
+from millrace_testing.models.adapters import (
+    AdaptedModel,
+    load_adapted,
+    make_adapter,
+    merged,
+    write_canonical,
+)
+from millrace_testing.models.models import CONFIGS, Run, logprobs, prompt_of, save_tiny
+
+NUM_TOKENS = 4
+LENGTHS = (5, 41, 18, 7)
+PROMPTS = [prompt_of(length, seed=length) for length in LENGTHS]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def projections(model: PreTrainedModel) -> list[str]:
+    """The last names of all plain projections but the head, each once."""
+    names = [
+        name.rsplit(".", 1)[-1]
+        for name, module in model.named_modules()
+        if type(module) in {nn.Linear, Conv1D}
+    ]
+    return [name for name in dict.fromkeys(names) if name not in {"lm_head", "embed_out"}]
+
+
+def scores_of(model: nn.Module, run: Run, prompt: Sequence[int]) -> Tensor:
+    """The log probabilities at each generated token, by one pass over the whole sequence."""
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=torch.tensor([run.ids[:-1]])).logits[0]
+    return logits[len(prompt) - 1 :].float().log_softmax(-1)
+
+
+def assert_equal_to(
+    adapted: AdaptedModel,
+    oracles: Sequence[nn.Module],
+    *,
+    chunk: int | None = None,
+) -> None:
+    """Row i has adapter i modulo their number + 1, where the first of `oracles` is the base."""
+    slots = [i % len(oracles) for i in range(len(PROMPTS))]
+    runs = adapted.driver.generate(PROMPTS, NUM_TOKENS, chunk=chunk, adapters=slots)
+    for run, slot, prompt in zip(runs, slots, PROMPTS, strict=True):
+        expected = scores_of(oracles[slot], run, prompt)
+        torch.testing.assert_close(logprobs(run), expected, atol=1e-4, rtol=0)
+
+
+@dataclass
+class Bench:
+    """A checkpoint with some adapters in a cache folder."""
+
+    folder: Path
+    cache: Path
+    base: PreTrainedModel
+
+    @classmethod
+    def make(cls, root: Path, model_type: str, **overrides: Any) -> Bench:
+        return cls(
+            root / "model", root / "cache", save_tiny(root / "model", model_type, **overrides)
+        )
+
+    def check(
+        self, *adapters: PeftModel, kernels: str = "plain", deterministic: bool = False
+    ) -> AdaptedModel:
+        """Compare whole and chunked prompts with PEFT and with its merged weights."""
+        made = make_kernels(kernels, deterministic=deterministic)
+        digests = [write_canonical(each, self.cache) for each in adapters]
+        adapted = load_adapted(self.folder, self.cache, made, digests=digests)
+        assert_equal_to(adapted, [self.base, *adapters])
+        assert_equal_to(adapted, [self.base, *map(merged, adapters)], chunk=7)
+        return adapted
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_all_projections_of_every_architecture(
+    model_type: str, kernels: str, tmp_path: Path
+) -> None:
+    bench = Bench.make(tmp_path, model_type)
+    targets = projections(bench.base)
+    adapters = [
+        make_adapter(bench.base, seed=1, r=4, lora_alpha=8, target_modules=targets),
+        make_adapter(bench.base, seed=2, r=17, lora_alpha=9, target_modules=targets),
+    ]
+    bench.check(*adapters, kernels=kernels, deterministic=kernels == "cpu")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "phi3"])
+def test_targets_one_by_one(model_type: str, tmp_path: Path) -> None:
+    bench = Bench.make(tmp_path, model_type)
+    names = [*projections(bench.base), "lm_head"]
+    adapters = [make_adapter(bench.base, seed=3, r=4, target_modules=[name]) for name in names]
+    for first in range(0, len(adapters), 3):
+        bench.check(*adapters[first : first + 3])
+
+
+VARIATIONS: dict[str, dict[str, Any]] = {
+    "patterns": {
+        "r": 4,
+        "lora_alpha": 4,
+        "target_modules": ["q_proj", "v_proj", "down_proj"],
+        "rank_pattern": {"v_proj": 24, "layers.1.mlp.down_proj": 2},
+        "alpha_pattern": {"q_proj": 12},
+    },
+    "rslora": {"r": 9, "lora_alpha": 6, "use_rslora": True, "target_modules": "all-linear"},
+    "some-layers": {"r": 4, "target_modules": ["k_proj", "up_proj"], "layers_to_transform": [1]},
+    "regular-expression": {
+        "r": 4,
+        "target_modules": r".*layers\.0\.(self_attn\.[qo]|mlp\.(gate|down))_proj",
+    },
+    "bias": {
+        "r": 4,
+        "lora_bias": True,
+        "target_modules": ["q_proj", "v_proj", "o_proj", "gate_proj", "lm_head"],
+    },
+}
+
+
+@pytest.mark.parametrize("name", VARIATIONS)
+def test_variations_of_the_config(name: str, tmp_path: Path) -> None:
+    bench = Bench.make(tmp_path, "llama", attention_bias=True, mlp_bias=True)
+    bench.check(make_adapter(bench.base, seed=4, **VARIATIONS[name]))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head(tied: bool, tmp_path: Path) -> None:
+    for model_type in ("llama", "gemma2"):
+        bench = Bench.make(tmp_path / model_type, model_type, tie_word_embeddings=tied)
+        targets = ["lm_head", "o_proj"]
+        adapters = [make_adapter(bench.base, seed=n, r=4, target_modules=targets) for n in (5, 6)]
+        with torch.no_grad():
+            bench.check(*adapters)
