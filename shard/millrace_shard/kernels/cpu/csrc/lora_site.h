@@ -136,22 +136,30 @@ class LoraSite {
   // Keeps the deltas of all outputs of a module for the rows of one adapter.
   void expand_tile(Range rows, int32_t slot, int64_t part) const {
     const LoraModule& module = adapters_->module(slot, first_ + part);
-    for (int64_t slice = module.slices; slice < adapters_->slices(); slice++)
-      for (int64_t row = rows.low; row < rows.high; row++)
-        if (adapters_->slot(row) == slot)
-          std::fill_n(adapters_->deltas(slice, row) + start_of(part) * tiles::kColumns,
-                      (ends_[part] - start_of(part)) * tiles::kColumns, -0.f);
-    const BFloat16* b = module.b;
-    for (int64_t tile = start_of(part); tile < ends_[part]; tile++)
-      for (int64_t slice = 0; slice < module.slices; slice++, b += kExpandTile)
-        for (int64_t i = 0; i < tiles::kColumns; i += kLanes) {
-          if (i == 0) fetch_after(b, kExpandTile);
-          const ExpandTile columns(b + 2 * i);
-          for (int64_t row = rows.low; row < rows.high; row++)
-            if (adapters_->slot(row) == slot)
-              save(adapters_->deltas(slice, row) + tile * tiles::kColumns + i,
-                   columns(adapters_->wide() + adapters_->place(part, slice, row)));
+    int64_t own[tiles::kRows], count = 0;
+    for (int64_t row = rows.low; row < rows.high; row++)
+      if (adapters_->slot(row) == slot) own[count++] = row;
+    for (int64_t slice = 0; slice < adapters_->slices(); slice++) {
+      const float* states[tiles::kRows];
+      float* deltas[tiles::kRows];
+      for (int64_t i = 0; i < count; i++) {
+        states[i] = adapters_->wide() + adapters_->place(part, slice, own[i]);
+        deltas[i] = adapters_->deltas(slice, own[i]) + start_of(part) * tiles::kColumns;
+      }
+      const int64_t outputs = (ends_[part] - start_of(part)) * tiles::kColumns;
+      if (slice >= module.slices) {
+        for (int64_t i = 0; i < count; i++) std::fill_n(deltas[i], outputs, -0.f);
+        continue;
+      }
+      const BFloat16* b = module.b + slice * kExpandTile;
+      for (int64_t output = 0; output < outputs; output += tiles::kColumns, b += module.slices * kExpandTile) {
+        fetch_after(b, kExpandTile);
+        for (int64_t column = 0; column < tiles::kColumns; column += kLanes) {
+          const ExpandTile columns(b + 2 * column);
+          for (int64_t i = 0; i < count; i++) save(deltas[i] + output + column, columns(states[i]));
         }
+      }
+    }
   }
 
   // Fetches as many values as `size`, a short distance ahead of `from`.
