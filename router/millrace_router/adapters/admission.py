@@ -43,6 +43,11 @@ class AdapterAdmission:
         self._retiring: deque[tuple[int, Place]] = deque()
         """(step that drops a sequence, place)."""
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether every sequence that was dropped is gone."""
+        return not self._retiring
+
     def num_pages(self, version: AdapterVersion) -> int:
         """The pages that it takes on each rank."""
         return version.num_pages(self._bytes_per_slice)

@@ -8,6 +8,7 @@ from millrace_router.prediction.cost import CostModel
 from millrace_router.prediction.late_planning import LatePlanning
 from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.queue.tenants import RequestQueue
+from millrace_router.simulator.adapters import SimulatedAdapters
 from millrace_router.simulator.deployment import Deployment
 from millrace_router.simulator.pipeline import Pipeline
 from millrace_router.simulator.simulated_request import SimulatedRequest
@@ -35,7 +36,13 @@ class AdmissionControl:
         self._predicts = deployment.max_queue_wait is not None
 
     def refusal(
-        self, request: SimulatedRequest, *, num_present: int, pipeline: Pipeline, now: float
+        self,
+        request: SimulatedRequest,
+        *,
+        num_present: int,
+        pipeline: Pipeline,
+        now: float,
+        adapters: SimulatedAdapters,
     ) -> str | None:
         """Why the router refuses `request` while it has `num_present` others; None if it accepts it.
 
@@ -48,9 +55,13 @@ class AdmissionControl:
             return "too long"
         if arrival.prompt_tokens + (arrival.max_new_tokens or 1) > limits.max_total_tokens:
             return "too long"
-        if self._is_hopeless(request, pipeline, now):
+        if request.adapter is not None and not adapters.fits(request.adapter):
+            return "adapter too large"
+        adapter_seconds = adapters.expected_seconds(request.adapter, now)
+        if self._is_hopeless(request, pipeline, now, adapter_seconds):
             return "would wait too long"
-        if limits.max_queue_size is not None and len(self._waiting) >= limits.max_queue_size:
+        num_waiting = len(self._waiting) + adapters.num_waiting
+        if limits.max_queue_size is not None and num_waiting >= limits.max_queue_size:
             return "queue full"
         return None
 
@@ -64,7 +75,9 @@ class AdmissionControl:
                 num_cached=num_cached,
             )
 
-    def _is_hopeless(self, request: SimulatedRequest, pipeline: Pipeline, now: float) -> bool:
+    def _is_hopeless(
+        self, request: SimulatedRequest, pipeline: Pipeline, now: float, adapter_seconds: float
+    ) -> bool:
         allowed = min(
             self._deployment.max_queue_wait or math.inf,
             request.scheduling.max_queue_seconds or math.inf,
@@ -81,4 +94,5 @@ class AdmissionControl:
             now_in_step=now - pipeline.began_at(now),
             in_flight=[flight.plan.load for flight in pipeline.flights],
         )
-        return prediction is not None and prediction.queue_seconds > allowed
+        seconds = 0.0 if prediction is None else prediction.queue_seconds
+        return max(seconds, adapter_seconds) > allowed

@@ -20,6 +20,7 @@ from millrace_router.scheduler.factory import (
 )
 from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.queue.tenants import RequestQueue
+from millrace_router.simulator.simulated_request import Arrival, PrefixNames, SimulatedRequest
 
 
 def _flag(name: str) -> Any:  # noqa: ANN401
@@ -74,6 +75,14 @@ class Deployment(BaseModel):
     )
     target_inter_token_latency: float | None = _flag("target_inter_token_latency")
     fairness: Literal["none", "tenant", "adapter"] = _flag("fairness")
+    max_active_adapters: int = _flag("max_active_adapters")
+    adapter_cycle_time_s: float = _flag("adapter_cycle_time_s")
+    adapter_memory_pages: int = Field(
+        default=1024, ge=0, description="Pages of 64 KiB for LoRA adapters on each shard."
+    )
+    adapter_load_seconds: float = Field(
+        default=0.05, ge=0.0, description="What a load of an adapter takes."
+    )
     priority_ageing: float = _flag("priority_ageing")
     max_queue_size: int | None = _flag("max_queue_size")
     max_queue_wait: float | None = _flag("max_queue_wait")
@@ -144,4 +153,19 @@ class Deployment(BaseModel):
             late,
             block_size=self.block_size,
             num_blocks=self.num_blocks - 1,
+        )
+
+    def new_request(
+        self, request_id: int, arrival: Arrival, prefixes: PrefixNames
+    ) -> SimulatedRequest:
+        """A request of this arrival."""
+        if self.fairness == "adapter":
+            arrival = arrival._replace(tenant=arrival.adapter)
+        room = self.max_total_tokens - arrival.prompt_tokens
+        return SimulatedRequest(
+            request_id,
+            arrival,
+            max_new_tokens=min(room, arrival.max_new_tokens or room),
+            block_size=self.block_size,
+            prefixes=prefixes,
         )

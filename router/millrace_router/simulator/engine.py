@@ -6,19 +6,20 @@ import math
 from itertools import count
 
 from millrace_router.prediction.cost import CostModel
-from millrace_router.prediction.step_load import StepLoad
 from millrace_router.scheduler.factory import late_planning_from
 from millrace_router.scheduler.row import Row
 from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.simulator.adapters import SimulatedAdapters
 from millrace_router.simulator.admission import AdmissionControl
 from millrace_router.simulator.deployment import Deployment
 from millrace_router.simulator.fast_forward import (
-    blocks_grown,
+    count_steps,
     decode_all,
     last_alike,
     num_uneventful_steps,
+    waiting_matters,
 )
-from millrace_router.simulator.metrics import Distribution, InterTokenLatencies, SimulationMetrics
+from millrace_router.simulator.metrics import InterTokenLatencies, SimulationMetrics
 from millrace_router.simulator.pipeline import Flight, Pipeline
 from millrace_router.simulator.simulated_request import (
     Arrival,
@@ -60,6 +61,7 @@ class Engine:
             waiting=self._waiting,
             late=late,
         )
+        self._adapters = SimulatedAdapters(deployment, self._waiting)
         self._prefixes = PrefixNames()
         self._inter_token = InterTokenLatencies(self.metrics.between_tokens)
         self._decoded_at = 0.0
@@ -74,9 +76,10 @@ class Engine:
     @property
     def next_event(self) -> float:
         """The time of the next `step`; infinity if there is none."""
+        due = max(self.now, self._adapters.next_event)
         if self._pipeline.flights:
-            return self._pipeline.next_event
-        return self.now if self._num_present else math.inf
+            return min(due, self._pipeline.next_event)
+        return self.now if self._num_present > self._adapters.num_waiting else due
 
     def run_until(self, time: float) -> None:
         """Let the clock run up to `time`; events at exactly that time are still to come.
@@ -94,16 +97,20 @@ class Engine:
         self.now = arrival.arrived_at
         self.metrics.offered += 1
         self.metrics.started_at = min(self.metrics.started_at, self.now)
-        request = self._new_request(arrival)
+        request = self._deployment.new_request(next(self._request_ids), arrival, self._prefixes)
         reason = self._admission.refusal(
-            request, num_present=self._num_present, pipeline=self._pipeline, now=self.now
+            request,
+            num_present=self._num_present,
+            pipeline=self._pipeline,
+            now=self.now,
+            adapters=self._adapters,
         )
         if reason is not None:
             self.metrics.rejected[reason] += 1
             return False
         self._num_present += 1
         self._may_expire |= request.scheduling.max_queue_seconds is not None
-        self._waiting.append(request)
+        self._adapters.submit(request, self.now)
         return True
 
     def step(self) -> int:
@@ -115,12 +122,18 @@ class Engine:
         """
         num_present, pipeline = self._num_present, self._pipeline
         self.now = self.next_event
-        flight = pipeline.take_event()
-        if flight is not None:
+        if self._adapters.next_event <= self.now:
+            self._adapters.go_on(self.now)
+        elif (flight := pipeline.take_event()) is not None:
             self._answer(flight)
         self._expire()
         self._plan()
-        if self._num_present and not pipeline.flights:
+        num_stuck = self._num_present - self._adapters.num_waiting
+        if (
+            (num_stuck or self.next_event == math.inf)
+            and self._num_present
+            and not pipeline.flights
+        ):
             raise StuckError(f"{self._num_present} requests wait for ever")
         return num_present - self._num_present
 
@@ -130,19 +143,22 @@ class Engine:
         No request joins, every row decodes in each step, and no row ends, so the planner counts all steps at once.
         """
         pipeline, planner = self._pipeline, self._planner
-        if not pipeline.flights:
+        if not pipeline.flights or not self._adapters.is_settled:
             return False
+        until = min(until, self._adapters.next_event)
         if until - self.now < _LEAST_FAST_FORWARD * pipeline.flights[-1].predicted:
             return False
         ends_at, depth = min(self._may_end, default=0), self._deployment.steps_in_flight
         most = last_alike(self._may_end, planner, pipeline.last_sent, depth) - pipeline.last_sent
         if most >= _LEAST_FAST_FORWARD:
             most = min(most, num_uneventful_steps(planner, pipeline.flights))
-        if most < _LEAST_FAST_FORWARD or self._waiting_matter():
+        if most < _LEAST_FAST_FORWARD or waiting_matters(
+            self._waiting, planner, pipeline.flights, may_expire=self._may_expire
+        ):
             return False
         plan, before = decode_all(planner), list(pipeline.flights)
         sent, answered = pipeline.repeat(plan, most=most, until=until)
-        self._count(sent, plan.load)
+        count_steps(self.metrics, planner, sent, plan.load)
         for flight, self.now in zip(before, answered, strict=False):
             self._answer(flight)
         later = answered[len(before) :]
@@ -156,36 +172,11 @@ class Engine:
             flight.sort_ended()
         return bool(sent or answered)
 
-    def _waiting_matter(self) -> bool:
-        """Whether waiting requests may change a plan before a row ends."""
-        if not len(self._waiting):
-            return False
-        if self._planner.budgets.share_slots or self._may_expire:
-            return True
-        # The head of the queue may wait for blocks of a prompt in flight.
-        is_computing = any(flight.plan.chunks for flight in self._pipeline.flights)
-        return is_computing or not self._planner.lacks_room(self._waiting)
-
-    def _count(self, sent: list[float], load: StepLoad) -> None:
-        """Count steps of these durations that decode every row."""
-        blocks = self._planner.blocks
-        num_owned = blocks.num_owned
-        for seconds, grown in zip(sent, blocks_grown(self._planner, len(sent)), strict=True):
-            num_owned += grown
-            self.metrics.took(seconds, load, num_owned / blocks.num_blocks)
-
-    def _new_request(self, arrival: Arrival) -> SimulatedRequest:
-        room = self._deployment.max_total_tokens - arrival.prompt_tokens
-        return SimulatedRequest(
-            next(self._request_ids),
-            arrival,
-            max_new_tokens=min(room, arrival.max_new_tokens or room),
-            block_size=self._deployment.block_size,
-            prefixes=self._prefixes,
-        )
-
     def _expire(self) -> None:
-        for request in self._waiting.expired(self.now):
+        expired = self._waiting.expired(self.now)
+        for request in expired:
+            self._adapters.ended(request, self.now)
+        for request in expired + self._adapters.expired(self.now):
             self.metrics.rejected["waited too long"] += 1
             self._waiting.served(request, 0)
             self._num_present -= 1
@@ -194,8 +185,12 @@ class Engine:
         pipeline = self._pipeline
         last_answered = pipeline.last_answered
         while pipeline.wants_step(self.now):
-            plan = self._planner.plan(
-                self._waiting, last_sent=pipeline.last_sent, last_answered=last_answered
+            plan = self._adapters.plan(
+                self._planner,
+                self._waiting,
+                now=self.now,
+                last_sent=pipeline.last_sent,
+                last_answered=last_answered,
             )
             if plan is None:
                 return
@@ -261,16 +256,14 @@ class Engine:
             self._decoded_at = self.now
         self._count_preempted([row for row in flight.preempted if planner.row(row.slot) is row])
         planner.answered(flight.number)
+        self._adapters.answered(flight.number, self.now)
 
     def _first_token(self, request: SimulatedRequest) -> None:
         if request.last_token_at is not None:
             self.metrics.between_tokens.add(self.now - request.last_token_at)
         else:
             seconds = self.now - request.queued_at + self._deployment.entry_seconds
-            self.metrics.first_token.add(seconds)
-            if request.tenant:
-                of_tenant = self.metrics.first_token_of.setdefault(request.tenant, Distribution())
-                of_tenant.add(seconds)
+            self.metrics.began(request, seconds)
         request.last_token_at = self.now
 
     def _finish(self, row: Row) -> None:
@@ -286,6 +279,8 @@ class Engine:
         metrics.ended_at = self.now
         self._waiting.served(request, request.output_tokens)
         self._admission.ended(request, num_cached=row.num_cached)
+        self._adapters.ended(request, self.now)
+        metrics.adapter_loads = self._adapters.num_loads
 
     def _count_preempted(self, preempted: list[Row]) -> None:
         """Count all tokens of preempted rows, once no step in flight names them."""

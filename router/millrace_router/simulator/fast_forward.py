@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from millrace_router.prediction.step_load import StepLoad
 from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.preemption import LOOKAHEAD
+from millrace_router.scheduler.queue.tenants import RequestQueue
 from millrace_router.scheduler.row import Row
 from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.simulator.metrics import SimulationMetrics
 from millrace_router.simulator.pipeline import Flight
 from millrace_router.simulator.simulated_request import request_of
 
@@ -63,3 +65,27 @@ def blocks_grown(planner: Planner, num_steps: int) -> list[int]:
         for step in range(row.num_kv_owned - row.num_kv_tokens, num_steps, size):
             grown[step] += 1
     return grown
+
+
+def count_steps(
+    metrics: SimulationMetrics, planner: Planner, sent: Sequence[float], load: StepLoad
+) -> None:
+    """Count steps of these durations that decode every row."""
+    blocks = planner.blocks
+    num_owned = blocks.num_owned
+    for seconds, grown in zip(sent, blocks_grown(planner, len(sent)), strict=True):
+        num_owned += grown
+        metrics.took(seconds, load, num_owned / blocks.num_blocks)
+
+
+def waiting_matters(
+    waiting: RequestQueue, planner: Planner, flights: Iterable[Flight], *, may_expire: bool
+) -> bool:
+    """Whether waiting requests may change a plan before a row ends."""
+    if not len(waiting):
+        return False
+    if planner.budgets.share_slots or may_expire:
+        return True
+    # The head of the queue may wait for blocks of a prompt in flight.
+    is_computing = any(flight.plan.chunks for flight in flights)
+    return is_computing or not planner.lacks_room(waiting)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 
 from millrace_router.prediction.step_load import StepLoad
+from millrace_router.request.schedulable import SchedulableRequest
 
 
 class InterTokenLatencies:
@@ -126,6 +127,7 @@ class SimulationMetrics:
     rejected: Counter[str] = field(default_factory=Counter)
     """Requests without an answer, by reason."""
     preemptions: int = 0
+    adapter_loads: int = 0
     cached_tokens: int = 0
     """Input tokens found in the prefix cache."""
     prefill_tokens: int = 0
@@ -153,6 +155,12 @@ class SimulationMetrics:
     between_tokens: Distribution = field(default_factory=Distribution)
     latency: Distribution = field(default_factory=Distribution)
     """From arrival to the last token."""
+
+    def began(self, request: SchedulableRequest, seconds: float) -> None:
+        """Count the first token of `request`, which came after `seconds`."""
+        self.first_token.add(seconds)
+        if request.tenant:
+            self.first_token_of.setdefault(request.tenant, Distribution()).add(seconds)
 
     def took(self, seconds: float, load: StepLoad, kv_use: float) -> None:
         """Count a step of `seconds`; sequences held the share `kv_use` of the KV blocks."""

@@ -54,6 +54,7 @@ FIGURES = (
     Figure("cache_hit_share", "cache hits, share", _hit_share),
     Figure("prefill_tokens", "prefill tokens", lambda t: float(t.prefill_tokens)),
     Figure("preemptions", "preemptions", lambda t: float(t.preemptions)),
+    Figure("adapter_loads", "adapter loads", lambda t: float(t.adapter_loads)),
     Figure("finished", "finished", lambda t: float(t.finished)),
     Figure("rejected", "rejected", lambda t: float(sum(t.rejected.values()))),
 )

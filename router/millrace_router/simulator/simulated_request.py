@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from millrace_router.request.adapter import AdapterVersion
 from millrace_router.request.request import SchedulingParameters
 from millrace_router.request.schedulable import SchedulableRequest
 from millrace_router.scheduler.row import Row
 
+ADAPTER_MODULE = "adapter"
+"""The only layer of simulated adapters; a slice of it is a page."""
 _NUMBERS = [b"%d" % number for number in range(1000)]
 
 
@@ -31,6 +34,7 @@ class SimulatedRequest(SchedulableRequest):
     """A request in the simulated router. Its client never leaves."""
 
     __slots__ = (
+        "_group",
         "_keys",
         "_num_shared",
         "_prefixes",
@@ -60,12 +64,15 @@ class SimulatedRequest(SchedulableRequest):
                 max_queue_seconds=arrival.max_queue_seconds,
             ),
             queued_at=arrival.arrived_at,
+            adapter=_version_of(arrival),
         )
         self.arrival = arrival
         self.output_tokens = min(arrival.output_tokens, max_new_tokens)
         self.last_token_at: float | None = None
         """When its first token since its admission came; after a preemption, when its last token came."""
         self._prefixes = prefixes
+        # Adapters share no blocks; a slash is in no name of theirs that is left as it is.
+        self._group = f"{arrival.adapter}/{arrival.group}" if arrival.adapter else arrival.group
         self._num_shared = arrival.prefix_tokens // block_size
         self._keys: list[bytes] = []
 
@@ -84,7 +91,7 @@ class SimulatedRequest(SchedulableRequest):
         keys = self._keys
         if len(keys) < count:
             if len(keys) < self._num_shared:
-                shared = self._prefixes.first(self.arrival.group, min(count, self._num_shared))
+                shared = self._prefixes.first(self._group, min(count, self._num_shared))
                 keys += shared[len(keys) :]
             own = b"%d." % self.request_id
             keys += [own + index for index in _NUMBERS[len(keys) : count]]
@@ -109,6 +116,19 @@ class Arrival(NamedTuple):
     priority: int = 0
     tenant: str = ""
     max_queue_seconds: float | None = None
+    adapter: str = ""
+    """The name of its LoRA adapter; empty for the base model."""
+    adapter_pages: int = 1
+    """Pages of 64 KiB of that adapter."""
+
+
+def _version_of(arrival: Arrival) -> AdapterVersion | None:
+    """The version of its adapter, whose name stands for its digest."""
+    name = arrival.adapter
+    if not name:
+        return None
+    pages = ((ADAPTER_MODULE, arrival.adapter_pages),)
+    return AdapterVersion(digest=name, name=name, num_slices=pages)
 
 
 def request_of(row: Row) -> SimulatedRequest:

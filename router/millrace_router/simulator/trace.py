@@ -116,4 +116,6 @@ _FIELDS: Mapping[str, tuple[Callable[[Any], Any], Callable[[Any], bool], str]] =
     "priority": (_integer, lambda value: -10 <= value <= 10, "an integer from -10 to 10"),
     "tenant": _NAME,
     "max_queue_seconds": _TIME,
+    "adapter": _NAME,
+    "adapter_pages": (_integer, lambda value: value >= 0, "a number of pages"),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from random import Random
 from typing import Annotated, Self
@@ -142,6 +143,12 @@ class Workload(BaseModel):
     tenant_weights: Annotated[tuple[float, ...], BeforeValidator(_split)] = Field(
         default=(), description="How much each tenant sends, such as 50,1."
     )
+    adapters: int = Field(
+        default=0, ge=0, description="LoRA adapters, the nth of which has 1/n of the first's share."
+    )
+    adapter_pages: int = Field(
+        default=16, ge=0, description="Pages of 64 KiB that each of them takes on a shard."
+    )
     seed: int = Field(default=0, description="Of all random choices.")
 
     @model_validator(mode="after")
@@ -185,6 +192,10 @@ class Requester:
     def __init__(self, workload: Workload, random: Random) -> None:
         self._workload = workload
         self._random = random
+        self._adapters = [str(number) for number in range(1, workload.adapters + 1)]
+        self._adapter_weights = list(
+            accumulate(1 / number for number in range(1, workload.adapters + 1))
+        )
         self._tenants = [str(number) for number in range(1, len(workload.tenant_weights) + 1)]
 
     def request(self, now: float) -> Arrival:
@@ -198,6 +209,9 @@ class Requester:
             prefix_tokens = workload.prefix_tokens
         if self._tenants:
             tenant = random.choices(self._tenants, workload.tenant_weights)[0]
+        adapter = ""
+        if self._adapters:
+            (adapter,) = random.choices(self._adapters, cum_weights=self._adapter_weights)
         return Arrival(
             now,
             prompt_tokens + prefix_tokens,
@@ -206,4 +220,6 @@ class Requester:
             group,
             prefix_tokens,
             tenant=tenant,
+            adapter=adapter,
+            adapter_pages=workload.adapter_pages,
         )
