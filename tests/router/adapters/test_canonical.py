@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -329,6 +331,27 @@ def test_a_bias_that_overflows_with_its_factor(tmp_path: Path) -> None:
     answer = fetch_folder(tmp_path / "a", tmp_path, LLAMA)
     assert answer["error"] == "invalid"
     assert "lora_B.bias' has a value that is not finite" in answer["reason"]
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (errno.ENOSPC, "the disk of the adapter cache is full"),
+        (errno.EDQUOT, "the disk of the adapter cache is full"),
+        (errno.EIO, "the adapter cache cannot be written: Input/output error"),
+    ],
+)
+def test_a_disk_that_fails_leaves_nothing_behind(
+    number: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: int) -> None:
+        raise OSError(number, "no")
+
+    save_adapter(tmp_path / "a")
+    monkeypatch.setattr(os, "fsync", fail)
+    answer = fetch_folder(tmp_path / "a", tmp_path / "cache", LLAMA)
+    assert (answer["error"], answer["reason"]) == ("unavailable", message)
+    assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_the_modules_come_in_the_models_order(tmp_path: Path) -> None:

@@ -69,16 +69,16 @@ def test_a_busy_place_is_closed_after_its_cycle_and_expelled_after_another() -> 
     young = resident(residency, "b", 1.0)
     residency.request(version_of("c"), 1, 1.5)
     residency.advance(1.5)
-    assert old.is_open
+    assert [old.is_open, young.is_open] == [True, True]
     assert residency.next_event(1.5) == 2.0
     residency.advance(2.0)
-    assert not old.is_open
-    assert young.is_open
+    assert [old.is_open, young.is_open] == [False, True]
     assert residency.request(old.version, 1, 3.0) is None, "a closed place takes no request"
-    residency.advance(3.9)
-    assert not old.is_expelled
-    residency.advance(4.0)
-    assert old.is_expelled
+    states = []
+    for now in (3.9, 4.0):
+        residency.advance(now)
+        states.append(old.is_expelled)
+    assert states == [False, True]
     residency.release(old)
     assert residency.advance(4.1).unloads == [old]
 

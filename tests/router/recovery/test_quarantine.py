@@ -19,6 +19,7 @@ from millrace_router.request.request import (
     SchedulingParameters,
     ValidRequest,
 )
+from millrace_testing.adapters.fake_adapters import version_of
 from millrace_testing.router.edge import serving
 
 SAMPLED = SamplingParameters(do_sample=True, temperature=0.7, seed=7, bias=((70009, 1.0),))
@@ -40,6 +41,7 @@ OTHER_VALUES: dict[str, Any] = {
     "prefill_logprobs": True,
     "prompt_top_n_tokens": 1,
     "grammar": Grammar(GrammarKind.REGEX, "secrets"),
+    "adapter": version_of("secrets", number=2),
 }
 
 
@@ -85,6 +87,14 @@ def test_the_same_request_is_refused_on_whatever_terms() -> None:
 )
 def test_a_request_that_differs_in_anything_is_not(name: str) -> None:
     assert not holding().refuses(replace(POISON, **{name: OTHER_VALUES[name]}))
+
+
+def test_the_version_of_an_adapter_counts_and_its_name_does_not() -> None:
+    version = version_of("a")
+    quarantine = holding(replace(POISON, adapter=version))
+    assert quarantine.refuses(replace(POISON, adapter=replace(version, name="another")))
+    assert not quarantine.refuses(replace(POISON, adapter=version_of("a", number=1)))
+    assert not quarantine.refuses(POISON)
 
 
 @pytest.mark.parametrize(
@@ -167,6 +177,7 @@ async def test_the_route_shows_no_text_and_no_ids() -> None:
             "min_p": 0.0,
             "watermark": False,
             "bias": 1,
+            "adapter_sha256": None,
             "grammar": "regex",
             "max_new_tokens": 20,
             "min_new_tokens": 0,

@@ -18,8 +18,14 @@ from hypothesis.stateful import (
 
 from millrace_router.prediction.cost import COEFFICIENTS, CostModel
 from millrace_router.scheduler.budgets import Budgets
+from millrace_testing.adapters.fake_adapters import adapters_for
 from millrace_testing.schedules.driver import ScheduleDriver
-from millrace_testing.schedules.requests import MAX_PROMPT, policies, valid_requests
+from millrace_testing.schedules.requests import (
+    MAX_PROMPT,
+    VERSIONS,
+    policies,
+    valid_requests,
+)
 from millrace_testing.shards.hash_choices import Choices, RandomLengths
 from millrace_testing.shards.hash_shard import HashShard
 
@@ -60,6 +66,7 @@ class SchedulingMachine(RuleBasedStateMachine):
             eos_every=eos_every,
             max_draft_tokens=budgets.max_draft_tokens,
             choices=Choices(seed),
+            adapters=adapters_for(VERSIONS, max_adapters=2, num_pages=2),
         )
         self.driver = ScheduleDriver(
             budgets,
@@ -84,6 +91,7 @@ class SchedulingMachine(RuleBasedStateMachine):
                 longest=self.longest,
                 capacity=self.capacity,
                 eos_every=self.driver.shard.eos_every,
+                adapters=True,
             )
         )
         for _ in range(copies):
@@ -111,9 +119,14 @@ class SchedulingMachine(RuleBasedStateMachine):
         number = data.draw(st.sampled_from(self.driver.unended()))
         self.driver.clients[number].leave()
 
-    @rule()
-    def fail_a_step(self) -> None:
+    @rule(answers=st.booleans())
+    def let_adapters_go_on(self, *, answers: bool) -> None:
+        self.driver.let_adapters_go_on(answers=answers)
+
+    @rule(loses_adapters=st.booleans())
+    def fail_a_step(self, *, loses_adapters: bool) -> None:
         self.driver.shard.fail_next = "the device caught fire"
+        self.driver.loses_adapters = loses_adapters
 
     @precondition(lambda self: self.driver.unended())
     @rule(data=st.data())
@@ -130,7 +143,7 @@ class SchedulingMachine(RuleBasedStateMachine):
         driver.shard.fail_next = None
         live = [driver.clients[number].request for number in driver.unended()]
         work = sum(len(request.input_ids) + request.max_new_tokens + 6 for request in live)
-        driver.run(most=20 + 6 * work)
+        driver.run(most=200 + 20 * work)
         driver.check_idle()
 
     @invariant()

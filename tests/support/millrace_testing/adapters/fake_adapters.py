@@ -100,3 +100,13 @@ class FakeAdapters:
     def digest_for(self, sequence: pb.Sequence) -> str:
         """The digest in the adapter slot of `sequence`; "" without one."""
         return self.slots[sequence.adapter_slot] if sequence.adapter_slot else ""
+
+
+def adapters_for(
+    versions: Iterable[AdapterVersion], *, max_adapters: int, num_pages: int
+) -> FakeAdapters:
+    """The slots and pages of a shard, on which `versions` take as many pages as in the router."""
+    adapters = FakeAdapters(max_adapters=max_adapters, num_pages=num_pages)
+    for version in versions:
+        adapters.pages[version.digest] = version.num_pages({MODULE.name: MODULE.bytes_per_slice})
+    return adapters

@@ -6,12 +6,16 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import cast
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
 from millrace_proto import generate_pb2 as pb
+from millrace_router.adapters.admission import AdapterAdmission
+from millrace_router.adapters.residency import Residency
+from millrace_router.engine.adapter_loading import AdapterLoading
 from millrace_router.engine.batch_metrics import BatchMetrics
 from millrace_router.engine.batcher import Batcher
 from millrace_router.engine.in_flight import InFlight
@@ -25,6 +29,7 @@ from millrace_router.recovery.launcher_channel import LauncherChannel
 from millrace_router.recovery.quarantine import Quarantine
 from millrace_router.recovery.recovery_policy import RecoveryPolicy
 from millrace_router.recovery.shard_status import ShardStatus
+from millrace_router.request.adapter import AdapterVersion
 from millrace_router.request.events import Finished, TokenEvent
 from millrace_router.request.request import ValidRequest
 from millrace_router.request.token_stream import TokenStream
@@ -35,11 +40,18 @@ from millrace_router.scheduler.prefix_cache import PrefixCache
 from millrace_router.scheduler.queue.tenants import RequestQueue
 from millrace_router.scheduler.queue.waiting import WaitingQueue
 from millrace_router.scheduler.step_plan import StepPlan
-from millrace_router.shards.errors import ShardError, StepFailed
+from millrace_router.shards.errors import (
+    AdapterNotLoaded,
+    ShardBusy,
+    ShardError,
+    ShardLost,
+    StepFailed,
+)
 from millrace_router.shards.step_channel import StepChannel
 from millrace_router.shards.wire import StepResult, open_to_pb, plan_to_pb, result_from_pb
 from millrace_router.telemetry.metrics import Metrics
 from millrace_router.text.tokenizer import Tokenizer
+from millrace_testing.adapters.fake_adapters import MODULE, AdapterLoadError, FakeAdapters
 from millrace_testing.shards.fake_shard import EOS_TOKEN_ID, VOCAB_SIZE, FakeShard
 from millrace_testing.shards.hash_shard import HashShard
 
@@ -63,7 +75,11 @@ class DirectShards:
         self.shard = shard
         self.group = self
         self.last_sent = 0
-        self._epoch = 0
+        self.epoch = 0
+        self.held_loads: dict[str, asyncio.Event] = {}
+        """Loads of a digest wait for its event."""
+        self.lost = False
+        """Whether the calls of adapters find no shard."""
         self._answers: deque[StepResult | ShardError] = deque()
 
     def __len__(self) -> int:
@@ -73,17 +89,42 @@ class DirectShards:
         return True
 
     async def open(self) -> None:
-        self._epoch += 1
+        self.epoch += 1
         self.last_sent = 0
         self._answers.clear()
-        self.shard.step(open_to_pb(self._epoch))
+        self.shard.step(open_to_pb(self.epoch))
+
+    async def load_adapter(self, slot: int, digest: str, *, timeout: float) -> None:
+        epoch = self.epoch
+        await asyncio.sleep(0)
+        if digest in self.held_loads:
+            await self.held_loads[digest].wait()
+        self._check_call(epoch)
+        adapters = self.shard.adapters
+        try:
+            error = adapters.load(slot, digest, in_use=self.shard.adapters_in_use)
+        except AdapterLoadError as refused:
+            raise ShardBusy(str(refused)) from None
+        if error is not None:
+            raise AdapterNotLoaded(error)
+
+    async def unload_adapter(self, slot: int, *, timeout: float) -> None:
+        epoch = self.epoch
+        await asyncio.sleep(0)
+        self._check_call(epoch)
+        self.shard.adapters.unload(slot, in_use=self.shard.adapters_in_use)
+
+    def _check_call(self, epoch: int) -> None:
+        if self.lost:
+            raise ShardLost("the shard is gone")
+        assert epoch == self.epoch, "a call of an epoch that has ended"
 
     def report_failure(self, kind: str, error: ShardError) -> None:
         pass
 
     async def send(self, plan: StepPlan) -> None:
         self.last_sent += 1
-        message = plan_to_pb(plan, epoch=self._epoch, number=self.last_sent)
+        message = plan_to_pb(plan, epoch=self.epoch, number=self.last_sent)
         answer = self.shard.step(message)
         failed = answer.HasField("error")
         self._answers.append(
@@ -139,6 +180,7 @@ def new_batcher(
     grace_seconds: float = 300.0,
     depth: int = 2,
     late: LatePlanning | None = None,
+    cycle_seconds: float = 2.0,
 ) -> Batcher:
     """A batcher over `shard`'s blocks; `budgets` take the place of the two numbers before them."""
     budgets = budgets or Budgets(
@@ -157,19 +199,45 @@ def new_batcher(
     launcher, status = launcher or LauncherChannel(None), ShardStatus(grace_seconds)
     epochs = EpochManager(channel, launcher, status, cost, metrics, oldest=in_flight.oldest)
 
-    def new_planner() -> Planner:
-        cache = PrefixCache() if prefix_caching else None
-        return Planner(budgets, BlockManager(shard.num_blocks, shard.block_size, cache), cost)
-
+    planners = partial(_new_planner, shard, budgets, cost, prefix_caching=prefix_caching)
+    waiting = WaitingQueue() if waiting is None else waiting
     return Batcher(
         in_flight,
         epochs,
-        RecoveryPolicy(new_planner, Quarantine()),
-        waiting=waiting or WaitingQueue(),
+        RecoveryPolicy(planners, Quarantine()),
+        waiting=waiting,
         predictor=predictor_of(budgets, shard, cost, metrics, max_queue_size=max_queue_size),
         new_entry=entries_of(tiny_tokenizer(), EOS_TOKEN_IDS, block_size=shard.block_size),
         metrics=BatchMetrics(metrics),
+        adapters=_adapters(channel, shard.adapters, waiting, metrics, cycle_seconds),
     )
+
+
+def _new_planner(
+    shard: FakeShard | HashShard, budgets: Budgets, cost: CostModel, *, prefix_caching: bool
+) -> Planner:
+    cache = PrefixCache() if prefix_caching else None
+    return Planner(budgets, BlockManager(shard.num_blocks, shard.block_size, cache), cost)
+
+
+def _adapters(
+    channel: StepChannel,
+    adapters: FakeAdapters,
+    waiting: RequestQueue,
+    metrics: Metrics,
+    cycle_seconds: float,
+) -> AdapterLoading | None:
+    if not adapters.max_adapters:
+        return None
+    residency = Residency(
+        max_adapters=adapters.max_adapters,
+        num_pages=adapters.num_pages,
+        cycle_seconds=cycle_seconds,
+    )
+    admission = AdapterAdmission(
+        residency, waiting, bytes_per_slice={MODULE.name: MODULE.bytes_per_slice}
+    )
+    return AdapterLoading(admission, channel, metrics)
 
 
 @asynccontextmanager
@@ -237,6 +305,8 @@ def end_of(events: list[TokenEvent]) -> Finished:
     return last.finished
 
 
-def request(ids: list[int], max_new_tokens: int) -> ValidRequest:
+def request(
+    ids: list[int], max_new_tokens: int, adapter: AdapterVersion | None = None
+) -> ValidRequest:
     """A greedy request."""
-    return ValidRequest(input_ids=tuple(ids), max_new_tokens=max_new_tokens)
+    return ValidRequest(input_ids=tuple(ids), max_new_tokens=max_new_tokens, adapter=adapter)

@@ -9,6 +9,7 @@ from random import Random
 from typing import cast
 
 from millrace_proto import generate_pb2 as pb
+from millrace_router.adapters.place import Place, PlaceState
 from millrace_router.journal.header import Header
 from millrace_router.journal.journal import Journal
 from millrace_router.journal.reader import read_epochs
@@ -22,7 +23,9 @@ from millrace_router.shards.errors import StepFailed
 from millrace_router.shards.step_channel import StepChannel
 from millrace_router.shards.wire import Capacity, ShardInfo, open_to_pb
 from millrace_router.telemetry.instruments import Counter
+from millrace_testing.adapters.fake_adapters import MODULE, adapters_for, version_of
 from millrace_testing.schedules.driver import ScheduleDriver
+from millrace_testing.schedules.requests import VERSIONS
 from millrace_testing.shards.fake_shard import VOCAB_SIZE
 from millrace_testing.shards.hash_choices import Choices, RandomLengths
 from millrace_testing.shards.hash_shard import HashShard
@@ -59,6 +62,7 @@ def info_of(shard: HashShard, *, deterministic: bool = True) -> ShardInfo:
         prefill_logprobs=True,
         window_size=None,
         max_draft_tokens=shard.max_draft_tokens,
+        adapter_modules=(MODULE,) if shard.adapters.max_adapters else (),
     )
 
 
@@ -70,6 +74,7 @@ def capacity_of(shard: HashShard) -> Capacity:
         max_input_tokens=room - 1,
         max_total_tokens=room,
         kv_bytes_per_token=1,
+        adapter_pages=shard.adapters.num_pages if shard.adapters.max_adapters else 0,
     )
 
 
@@ -121,6 +126,11 @@ class RecordedDriver(ScheduleDriver):
             self.journal.sent(self.shard.steps[-1])
         return plan
 
+    def _end_call(self, place: Place) -> None:
+        digest = None if place.state is PlaceState.LEAVING else place.digest
+        super()._end_call(place)
+        self.journal.adapter_changed(self._epoch, place.slot, digest)
+
     def receive(self) -> None:
         answer = self.flights[0].answer
         if answer.HasField("error"):
@@ -153,6 +163,12 @@ class ReplayShards:
         self._answers.clear()
         self.shard.step(open_to_pb(self.epoch))
 
+    async def load_adapter(self, slot: int, digest: str, *, timeout: float) -> None:
+        assert self.shard.adapters.load(slot, digest, in_use=self.shard.adapters_in_use) is None
+
+    async def unload_adapter(self, slot: int, *, timeout: float) -> None:
+        self.shard.adapters.unload(slot, in_use=self.shard.adapters_in_use)
+
     async def write(self, message: pb.StepRequest) -> None:
         self._answers.append(self.shard.step(message))
 
@@ -172,9 +188,13 @@ async def replayed(path: Path, shard: HashShard, **info: object) -> list[Outcome
     return [await player.play(epoch) for epoch in read_epochs(path)]
 
 
-def requests(count: int, *, seed: int = 0) -> list[ValidRequest]:
-    """Requests of which some share beginnings, are sampled, or ask for their prompts' log probabilities."""
+def requests(count: int, *, seed: int = 0, adapters: bool = False) -> list[ValidRequest]:
+    """Requests of which some share beginnings, are sampled, or ask for their prompts' log probabilities.
+
+    With `adapters`, two of three have one.
+    """
     random = Random(seed)
+    versions = [None, *VERSIONS, version_of("c"), version_of("d")]
     return [
         ValidRequest(
             input_ids=(*([1 + random.randrange(2)] * random.choice((0, 4, 9, 13))), number % 90),
@@ -183,12 +203,13 @@ def requests(count: int, *, seed: int = 0) -> list[ValidRequest]:
             sampling=SamplingParameters(seed=number % 3, do_sample=number % 3 > 0),
             prefill_logprobs=number % 5 == 0,
             prompt_top_n_tokens=number % 2 * 2,
+            adapter=versions[number % len(versions)] if adapters else None,
         )
         for number in range(count)
     ]
 
 
-def new_shard(*, max_draft_tokens: int = 0, choices: int = 0) -> HashShard:
+def new_shard(*, max_draft_tokens: int = 0, choices: int = 0, max_adapters: int = 0) -> HashShard:
     """Little room, so that blocks are reused and rows preempted."""
     return HashShard(
         num_blocks=20,
@@ -196,6 +217,7 @@ def new_shard(*, max_draft_tokens: int = 0, choices: int = 0) -> HashShard:
         max_batch_size=8,
         max_draft_tokens=max_draft_tokens,
         choices=Choices(choices),
+        adapters=adapters_for(VERSIONS, max_adapters=max_adapters, num_pages=3),
     )
 
 

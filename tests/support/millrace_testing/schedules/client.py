@@ -26,6 +26,7 @@ def expected_end(request: ValidRequest, *, eos_every: int) -> tuple[list[int], F
         seed=request.sampling.seed,
         eos_every=eos_every,
         min_new_tokens=request.min_new_tokens,
+        adapter=_adapter_of(request),
     )
     text = ""
     for number, token_id in enumerate(tokens, 1):
@@ -37,6 +38,10 @@ def expected_end(request: ValidRequest, *, eos_every: int) -> tuple[list[int], F
         if any(stop in text for stop in request.stop_sequences):
             return tokens[:number], FinishReason.STOP_SEQUENCE
     raise AssertionError("a generation without an end")
+
+
+def _adapter_of(request: ValidRequest) -> str:
+    return "" if request.adapter is None else request.adapter.digest
 
 
 @dataclass(eq=False)
@@ -116,13 +121,14 @@ class Client:
             return
         self._expect(prompt.ids == self.request.input_ids, "of another prompt")
         first, *others = prompt.logprobs
+        adapter = _adapter_of(self.request)
         self._expect(math.isnan(first), "the first token has a log probability")
         if not self.is_poisoned and not self.may_fail:
-            expected = expected_prompt_logprobs(self.request.input_ids)
+            expected = expected_prompt_logprobs(self.request.input_ids, adapter)
             self._expect(others == expected, f"log probabilities {others}, not {expected}")
             count = self.request.prompt_top_n_tokens
             told = [list(prompt.candidates(i)) for i in range(1, len(prompt.ids))]
-            named = expected_prompt_candidates(self.request.input_ids, count)
+            named = expected_prompt_candidates(self.request.input_ids, count, adapter)
             self._expect(told == named, f"candidates {told}, not {named}")
 
     def _expect(self, condition: bool, message: str) -> None:

@@ -7,6 +7,9 @@ from collections import deque
 from dataclasses import dataclass
 
 from millrace_proto import generate_pb2 as pb
+from millrace_router.adapters.admission import AdapterAdmission
+from millrace_router.adapters.place import Place, PlaceState
+from millrace_router.adapters.residency import Residency
 from millrace_router.errors import NonFiniteOutput
 from millrace_router.prediction.cost import CostModel
 from millrace_router.request.entry import Entry, entry_of
@@ -21,11 +24,14 @@ from millrace_router.scheduler.queue.waiting import WaitingQueue
 from millrace_router.scheduler.row import Row
 from millrace_router.scheduler.step_plan import StepPlan
 from millrace_router.shards.wire import open_to_pb, plan_to_pb, result_from_pb
+from millrace_testing.adapters.fake_adapters import MODULE
 from millrace_testing.router.fake_router import tiny_tokenizer
 from millrace_testing.schedules.client import Client
 from millrace_testing.shards.fake_shard import EOS_TOKEN_ID
 from millrace_testing.shards.hash_shard import HashShard
 
+CYCLE_TURNS = 6.0
+"""Turns after which an adapter makes room."""
 TOKENIZER = tiny_tokenizer()
 
 
@@ -50,6 +56,7 @@ class ScheduleDriver:
         drafts: DraftPolicy | None = None,
         cost: CostModel | None = None,
     ) -> None:
+        """Adapters of the shard are loaded by `let_adapters_go_on`, with the number of turns as the time."""
         self.budgets = budgets
         self.cost = cost
         self.drafts = drafts
@@ -60,12 +67,27 @@ class ScheduleDriver:
         self.waiting: RequestQueue = (
             TenantQueue(quantum=8) if budgets.share_slots else WaitingQueue()
         )
+        residency = Residency(
+            max_adapters=shard.adapters.max_adapters,
+            num_pages=shard.adapters.num_pages,
+            cycle_seconds=CYCLE_TURNS,
+        )
+        self.adapters = AdapterAdmission(
+            residency, self.waiting, bytes_per_slice={MODULE.name: MODULE.bytes_per_slice}
+        )
+        self._calls: list[Place] = []
+        """Loads and unloads under way."""
+        self._now = 0.0
         self.flights: deque[Flight] = deque()
         self.clients: dict[int, Client] = {}
         self.entries: dict[int, Entry] = {}
         self.plans: list[StepPlan] = []
         """All plans that were sent."""
         self.planner = self._new_planner()
+        self.loses_adapters = False
+        """Whether the shard has lost its adapters when an epoch begins."""
+        self.num_expelled = 0
+        """Requests that left the batch for an adapter."""
         self._epoch = 0
         self._num_stalled = 0
         self._open()
@@ -94,23 +116,52 @@ class ScheduleDriver:
         self.entries[request_id] = entry
         client = Client(request, entry.stream, self.shard.eos_every)
         self.clients[request_id] = client
-        self.waiting.append(entry)
+        self.adapters.submit(entry, self._now)
         return client
 
     def _close(self, entry: Entry) -> None:
         self.waiting.discard(entry)
+        self._ended(entry)
+
+    def _ended(self, entry: Entry) -> None:
+        if entry.adapter is not None:
+            self.adapters.ended(entry)
+
+    def let_adapters_go_on(self, *, answers: bool = True) -> bool:
+        """Begin the loads and unloads that are due; with `answers`, end those under way. Whether anything happened."""
+        self._now += 1.0
+        ending, self._calls = (self._calls, []) if answers else ([], self._calls)
+        for place in ending:
+            self._end_call(place)
+        changes = self.adapters.advance(self._now)
+        self._calls += [*changes.loads, *changes.unloads]
+        return bool(ending or self._calls or changes.opened)
+
+    def _end_call(self, place: Place) -> None:
+        in_use = self.shard.adapters_in_use
+        if place.state is PlaceState.LEAVING:
+            self.shard.adapters.unload(place.slot, in_use=in_use)
+            self.adapters.residency.unloaded(place)
+            return
+        assert self.shard.adapters.load(place.slot, place.digest, in_use=in_use) is None
+        self.adapters.loaded(place, self._now)
 
     def send(self) -> StepPlan | None:
         """Plan a step and send it; None if there is no work."""
         assert len(self.flights) < self.depth
+        self.planner.expulsion.digests = self.adapters.expelled
         plan = self.planner.plan(
             self.waiting, last_sent=self.last_sent, last_answered=self.last_answered
         )
+        for request in self.planner.expulsion.take():
+            self.num_expelled += 1
+            self.adapters.wait_again(request, self._now)
         if plan is None:
             return None
         for row in plan.admitted:
             entry_of(row.entry).admitted(0.0, row.num_cached)
         self.last_sent += 1
+        self.adapters.sent(plan, self.last_sent)
         message = plan_to_pb(plan, epoch=self._epoch, number=self.last_sent)
         self.plans.append(plan)
         self.flights.append(Flight(plan, self.shard.step(message)))
@@ -203,25 +254,36 @@ class ScheduleDriver:
             if (row := planner.row(slot)) is not None:
                 entry_of(row.entry).stream.fail(NonFiniteOutput())
                 planner.drop(row)
+                self._ended(entry_of(row.entry))
         for slot, token_id, logprob, top in result.tokens:
             row = planner.row(slot)
             if row is not None and entry_of(row.entry).accept(token_id, logprob, top):
                 planner.end(row)
                 self.waiting.served(row.entry, row.entry.num_generated)
+                self._ended(entry_of(row.entry))
         planner.answered(result.number)
+        self.adapters.answered(result.number)
 
     def _recover(self) -> None:
         failed, self.planner = self.planner, self._new_planner()
         self.planner.take_over(failed, failed.take_all())
         self.flights.clear()
         self._open()
+        if self.loses_adapters:
+            self.shard.adapters.slots.clear()
+        for place in self.adapters.restarted():
+            self._end_call(place)
+        places = self.adapters.residency
+        self._calls = [place for place in places if place.state is PlaceState.LEAVING]
 
     def turn(self) -> bool:
         """Fill the pipeline and receive one answer; whether there was any work."""
+        is_busy = self.let_adapters_go_on()
         while len(self.flights) < self.depth and self.send() is not None:
             pass
         if not self.flights:
-            return False
+            # Requests may have left the batch without a step.
+            return is_busy or self.let_adapters_go_on()
         self.receive()
         return True
 
@@ -241,7 +303,8 @@ class ScheduleDriver:
         for client in self.clients.values():
             client.check()
         for entry in self.entries.values():
-            assert entry.num_preemptions <= self.budgets.max_preemptions
+            if entry.adapter is None:
+                assert entry.num_preemptions <= self.budgets.max_preemptions
         check_blocks(self.planner.blocks)
         for row in self.planner.rows.values():
             self._check_row(row)
@@ -267,6 +330,8 @@ class ScheduleDriver:
         assert not self.planner.rows
         assert not self.planner.running
         assert not self.shard.running
+        assert not len(self.adapters.waiting)
+        assert not any(place.num_users for place in self.adapters.residency)
         assert blocks.num_free + blocks.num_cached == blocks.num_blocks
         assert blocks.num_reserved == 0
         self.check()

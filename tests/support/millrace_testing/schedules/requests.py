@@ -14,10 +14,13 @@ from millrace_router.request.request import (
     ValidRequest,
 )
 from millrace_router.scheduler.budgets import Budgets
+from millrace_testing.adapters.fake_adapters import version_of
 from millrace_testing.shards.hash_tokens import POISON_TOKEN_ID, expected_tokens
 
 MAX_PROMPT = 24
 MAX_NEW = 20
+VERSIONS = [version_of("a"), version_of("a", number=1), version_of("b", num_pages=2)]
+"""Two versions of one adapter, and another one."""
 ANY_TEXT = Grammar(GrammarKind.REGEX, ".*")
 """A fake shard only needs that there is a grammar."""
 
@@ -50,13 +53,17 @@ def prompts(draw: st.DrawFn, longest: int) -> tuple[int, ...]:
 
 
 @st.composite
-def valid_requests(draw: st.DrawFn, *, longest: int, capacity: int, eos_every: int) -> ValidRequest:
-    """A valid request: its KV fits if it runs alone."""
+def valid_requests(
+    draw: st.DrawFn, *, longest: int, capacity: int, eos_every: int, adapters: bool = False
+) -> ValidRequest:
+    """A valid request: its KV fits if it runs alone. With `adapters` it may have one of `VERSIONS`."""
     prompt = draw(prompts(longest))
     most = max(1, min(MAX_NEW, capacity + 1 - len(prompt)))
     count = draw(st.integers(1, most) | st.just(most))
     seed = draw(st.sampled_from([0, 0, 0, 7]))
-    tokens = expected_tokens(prompt, count, seed=seed, eos_every=eos_every)
+    adapter = draw(st.sampled_from([None, *VERSIONS])) if adapters else None
+    digest = "" if adapter is None else adapter.digest
+    tokens = expected_tokens(prompt, count, adapter=digest, seed=seed, eos_every=eos_every)
     stops = [f"w{a} w{b}" for a, b in pairwise(tokens[1:])]
     return ValidRequest(
         input_ids=prompt,
@@ -69,6 +76,7 @@ def valid_requests(draw: st.DrawFn, *, longest: int, capacity: int, eos_every: i
         prompt_top_n_tokens=draw(st.integers(0, 2)),
         min_new_tokens=draw(st.sampled_from([0, 0, 3])),
         grammar=draw(st.sampled_from([None, None, None, ANY_TEXT])),
+        adapter=adapter,
         scheduling=SchedulingParameters(
             priority=draw(st.sampled_from([-10, 0, 0, 10])),
             tenant=draw(st.sampled_from(["", "", "other"])),
