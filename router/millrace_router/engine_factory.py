@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
+from millrace_router.adapters.admission import AdapterAdmission
+from millrace_router.adapters.residency import Residency
+from millrace_router.engine.adapter_loading import AdapterLoading
 from millrace_router.engine.batch_metrics import BatchMetrics
 from millrace_router.engine.batcher import Batcher
 from millrace_router.engine.in_flight import InFlight
@@ -27,6 +30,7 @@ from millrace_router.scheduler.factory import (
     planner_from,
     queue_from,
 )
+from millrace_router.scheduler.queue.tenants import RequestQueue
 from millrace_router.shards.step_channel import StepChannel
 from millrace_router.sizing import Deployment
 from millrace_router.telemetry.metrics import Metrics
@@ -71,6 +75,7 @@ def new_engine(
         block_size=info.block_size,
         num_blocks=capacity.num_blocks - 1,
     )
+    waiting = queue_from(config)
     batcher = Batcher(
         in_flight,
         EpochManager(
@@ -83,10 +88,11 @@ def new_engine(
             step_seconds=config.step_timeout,
         ),
         RecoveryPolicy(_planners(deployment, cost), quarantine),
-        waiting=queue_from(config),
+        waiting=waiting,
         predictor=LatencyPredictor(cost, forecaster, metrics, max_queue_size=config.max_queue_size),
         new_entry=entries_of(tokenizer, info.eos_token_ids, block_size=info.block_size),
         metrics=BatchMetrics(metrics),
+        adapters=_adapters(deployment, channel, waiting, metrics),
     )
     return Engine(batcher=batcher, status=status, quarantine=quarantine, cost=cost, late=late)
 
@@ -99,6 +105,27 @@ def entries_of(
     return lambda request: Entry(
         next(ids), request, tokenizer, eos_token_ids, block_size=block_size
     )
+
+
+def _adapters(
+    deployment: Deployment, channel: StepChannel, waiting: RequestQueue, metrics: Metrics
+) -> AdapterLoading | None:
+    """The adapters of shards that take them."""
+    config, modules = deployment.config, deployment.info.adapter_modules
+    if not modules:
+        return None
+    residency = Residency(
+        max_adapters=config.max_adapters,
+        num_pages=deployment.capacity.adapter_pages,
+        cycle_seconds=config.adapter_cycle_time_s,
+    )
+    admission = AdapterAdmission(
+        residency,
+        waiting,
+        bytes_per_slice={module.name: module.bytes_per_slice for module in modules},
+        max_wait_seconds=config.max_queue_wait,
+    )
+    return AdapterLoading(admission, channel, metrics)
 
 
 def _planners(deployment: Deployment, cost: CostModel) -> PlannerFactory:

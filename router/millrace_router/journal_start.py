@@ -30,6 +30,7 @@ SETTINGS = (
     "steps_in_flight",
     "late_planning",
     "step_timeout",
+    "adapter_cycle_time_s",
 )
 """Flags that affect the schedule."""
 

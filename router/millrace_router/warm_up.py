@@ -53,6 +53,7 @@ async def _warm_up(config: RouterConfig, group: ShardGroup) -> Deployment:
             max_input_tokens=config.max_input_tokens,
             max_total_tokens=config.max_total_tokens,
             max_batch_total_tokens=config.max_batch_total_tokens,
+            max_adapters=config.max_adapters if info.adapter_modules else None,
         )
     except (ShardLost, ShardHung):
         raise

@@ -92,10 +92,10 @@ class AdapterAdmission:
         self._release(request)
         self.submit(request, now)
 
-    def loaded(self, place: Place, now: float) -> None:
-        """Let the waiting requests of a place join the queue, since all ranks have loaded it."""
+    def loaded(self, place: Place, now: float) -> list[SchedulableRequest]:
+        """All ranks have loaded a place: its waiting requests join the queue, and are returned."""
         self.residency.loaded(place, now)
-        self._join(place)
+        return self._join(place)
 
     def failed(self, place: Place) -> list[SchedulableRequest]:
         """Return the requests that end because a load failed; after a restart, queued and admitted ones too."""
@@ -135,10 +135,12 @@ class AdapterAdmission:
         self.expelled = set()
         return self.residency.restarted()
 
-    def _join(self, place: Place) -> None:
-        for request in self.waiting.take(place.digest):
+    def _join(self, place: Place) -> list[SchedulableRequest]:
+        joining = self.waiting.take(place.digest)
+        for request in joining:
             self._use(request, place)
             self._queue.append(request)
+        return joining
 
     def _use(self, request: SchedulableRequest, place: Place) -> None:
         self._users[request.request_id] = request, place

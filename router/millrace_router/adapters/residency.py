@@ -68,10 +68,9 @@ class Residency:
         """All places."""
         return iter(self._places.values())
 
-    @property
-    def num_waiting(self) -> int:
-        """Versions that wait for a place."""
-        return len(self._demands)
+    def waiting_names(self) -> set[str]:
+        """Names of the versions that wait for a place."""
+        return {demand.version.name for demand in self._demands.values()}
 
     def turn_seconds(self, *, load_seconds: float, leave_seconds: float) -> float:
         """The longest turn, if a load takes `load_seconds` and rows leave and are unloaded in `leave_seconds`."""

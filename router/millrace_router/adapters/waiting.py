@@ -25,6 +25,11 @@ class AdapterWaiting:
         for requests in self._requests.values():
             yield from requests.values()
 
+    @property
+    def next_deadline(self) -> float | None:
+        """When the first of them has waited for too long."""
+        return self._deadlines.next
+
     def park(self, request: SchedulableRequest) -> None:
         """Add a request with an adapter."""
         self._requests.setdefault(_digest(request), {})[request.request_id] = request

@@ -9,8 +9,11 @@ from collections.abc import Callable
 import structlog
 
 from millrace_router.engine.batch_metrics import BatchMetrics
+from millrace_router.engine.forecasts import Forecasts
 from millrace_router.engine.in_flight import AnsweredStep, InFlight
-from millrace_router.engine.predictor import LatencyPredictor, SchedulerSnapshot
+from millrace_router.engine.learning import learn_from
+from millrace_router.engine.no_adapters import NoAdapters
+from millrace_router.engine.predictor import LatencyPredictor
 from millrace_router.errors import (
     GenerationError,
     GrammarFailed,
@@ -24,7 +27,7 @@ from millrace_router.prediction.estimate import Estimate
 from millrace_router.recovery.epochs import EpochManager
 from millrace_router.recovery.recovery_policy import RecoveryPolicy
 from millrace_router.request.entry import Entry, entry_of
-from millrace_router.request.request import SchedulingParameters, ValidRequest
+from millrace_router.request.request import ValidRequest
 from millrace_router.request.schedulable import SchedulableRequest
 from millrace_router.request.token_stream import TokenStream
 from millrace_router.scheduler.planner import Planner
@@ -47,7 +50,7 @@ class Batcher:
     stream goes on where it was.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         in_flight: InFlight,
         epochs: EpochManager,
@@ -57,8 +60,12 @@ class Batcher:
         predictor: LatencyPredictor,
         new_entry: Callable[[ValidRequest], Entry],
         metrics: BatchMetrics,
+        adapters: NoAdapters | None = None,
     ) -> None:
-        """`in_flight` and `epochs` use the same channel; `new_entry` makes an entry with an id of its own."""
+        """`in_flight`, `epochs` and `adapters` use the same channel; `new_entry` makes an entry with an id of its own.
+
+        `adapters` is for shards that take them.
+        """
         self._in_flight = in_flight
         self._epochs = epochs
         self._recovery = recovery
@@ -69,6 +76,12 @@ class Batcher:
         metrics.show(lambda: recovery.planner, waiting)
         self._wake = asyncio.Event()
         self._stopped = False
+        self._adapters = adapters or NoAdapters()
+        self._adapters.connect(end=self._end, drop_ended=recovery.drop_ended, wake=self._wake.set)
+        epochs.prepare = self._adapters.prepare
+        self._forecasts = Forecasts(
+            predictor, in_flight, recovery, waiting=waiting, adapters=self._adapters
+        )
 
     @property
     def _planner(self) -> Planner:
@@ -82,6 +95,8 @@ class Batcher:
             ShardsGone: the shards are down, and not expected back in time.
             Quarantined: an equal request broke the shards a while ago.
             Overloaded: the queue is full, or the predicted wait exceeds the request's limit.
+            AdapterTooLarge: its adapter is larger than the memory for adapters.
+            AdapterUnavailable: its adapter could not be loaded just now.
 
         """
         if self._stopped:
@@ -90,44 +105,25 @@ class Batcher:
             raise refusal
         if self._recovery.quarantine.refuses(request):
             raise Quarantined
+        if request.adapter is not None:
+            self._adapters.check(request.adapter)
         entry = self._new_entry(request)
-        num_cached = self._planner.num_cached(entry)
-        self._predictor.accept(entry, self._snapshot(request.scheduling), num_cached=num_cached)
+        self._forecasts.accept(entry)
         entry.stream.when_closed(lambda: self._on_close(entry))
-        self._waiting.append(entry)
+        if request.adapter is None:
+            self._waiting.append(entry)
+        else:
+            self._adapters.submit(entry)
         self._wake.set()
         return entry.stream
 
     def estimate(self, request: ValidRequest) -> Estimate:
         """Predict the times of `request` if it arrived now. Queues nothing."""
-        entry = self._new_entry(request)
-        num_cached = self._planner.num_cached(entry)
-        prediction = self._predictor.predict(
-            entry, self._snapshot(request.scheduling), num_cached=num_cached
-        )
-        return Estimate(
-            prediction=prediction,
-            num_cached=num_cached,
-            num_waiting=len(self._waiting) + self._planner.num_paused + self._recovery.num_held,
-            num_running=len(self._planner.rows),
-        )
+        return self._forecasts.estimate(self._new_entry(request))
 
     def drain_seconds(self) -> float:
         """Predicted seconds until one more request fits."""
-        return self._predictor.drain_seconds(self._snapshot(SchedulingParameters()))
-
-    def _snapshot(self, scheduling: SchedulingParameters) -> SchedulerSnapshot:
-        planner, recovery = self._planner, self._recovery
-        num_ahead, tokens_ahead = self._waiting.ahead(scheduling, time.monotonic())
-        num_ahead += planner.num_paused + recovery.num_held
-        tokens_ahead += planner.num_paused_tokens + recovery.num_held_tokens
-        return SchedulerSnapshot(
-            rows=planner.rows.values(),
-            num_waiting=len(self._waiting),
-            ahead=(num_ahead, tokens_ahead),
-            now_in_step=self._in_flight.seconds_in_step(),
-            in_flight=[plan.load for plan in self._in_flight.plans],
-        )
+        return self._forecasts.drain_seconds()
 
     async def run(self) -> None:
         """Serve until cancelled. Every stream has ended when it returns."""
@@ -149,6 +145,7 @@ class Batcher:
         finally:
             self._stopped = True
             watching.cancel()
+            self._adapters.close_epoch()
             self._fail_admitted(GenerationError("the server is shutting down"))
             self._fail_all(ShuttingDown())
 
@@ -176,11 +173,14 @@ class Batcher:
         # The last suspect of a group may have ended during the wait.
         if recovery.must_regroup:
             return None
-        return recovery.planner.plan(
+        self._adapters.before_plan(recovery.planner)
+        plan = recovery.planner.plan(
             EMPTY_QUEUE if recovery.is_searching else self._waiting,
             last_sent=in_flight.last_sent,
             last_answered=in_flight.last_answered,
         )
+        self._adapters.after_plan(recovery.planner)
+        return plan
 
     async def _send(self, plan: StepPlan) -> None:
         now = time.monotonic()
@@ -189,11 +189,14 @@ class Batcher:
             entry.admitted(now, row.num_cached)
             self._predictor.admitted(entry)
         self._metrics.sent(plan)
+        self._adapters.sent(plan, self._in_flight.last_sent + 1)
         await self._in_flight.send(plan)
 
     def _deliver(self, step: AnsweredStep) -> None:
         """Deliver the tokens of a step to their streams, and drop the rows that ended with it."""
-        self._learn(step)
+        learn_from(step, self._planner, self._predictor, self._metrics)
+        if step.plan.has_forward:
+            self._epochs.step_computed()
         self._recovery.computed(step.plan)
         planner, result = self._planner, step.result
         for slot, logprobs in result.prompt_logprobs:
@@ -214,22 +217,8 @@ class Batcher:
                 planner.end(row)
                 self._end(entry)
         planner.answered(result.number)
+        self._adapters.answered(result.number)
         self._metrics.answered(step, skipped)
-
-    def _learn(self, step: AnsweredStep) -> None:
-        """Record the positions that a step computed, and its duration."""
-        plan, result = step.plan, step.result
-        progress = self._planner.computed(
-            plan, result.failed_slots, counts=result.counts, computed=result.computed
-        )
-        if progress is not None:
-            self._metrics.speculated(progress)
-            self._predictor.yielded(progress)
-        if plan.has_forward:
-            if progress is not None:
-                self._planner.step_took(progress, step.seconds)
-            self._predictor.observe(plan.load if progress is None else progress.load, step.seconds)
-            self._epochs.step_computed()
 
     def _drop_failed(self, result: StepResult) -> None:
         for slot in result.failed_slots:
@@ -247,6 +236,8 @@ class Batcher:
             self._predictor.ended(entry)
             self._waiting.served(entry, entry.num_generated)
             self._recovery.ended(entry)
+            if entry.adapter is not None:
+                self._adapters.ended(entry)
         if error is not None:
             entry.stream.fail(error)
 
@@ -269,6 +260,7 @@ class Batcher:
 
     async def _next_epoch(self) -> None:
         self._in_flight.clear()
+        self._adapters.close_epoch()
         self._metrics.replayed(self._recovery.next_epoch())
         await self._epochs.open(self._wait_for_shards)
 
@@ -279,15 +271,18 @@ class Batcher:
             self._fail_all(error)
 
     def _expire(self) -> None:
-        if not len(self._waiting):
-            return
-        for entry in self._waiting.expired(time.monotonic()):
+        expired = self._waiting.expired(time.monotonic()) if len(self._waiting) else []
+        if self._adapters is not None:
+            expired += self._adapters.expired()
+        for entry in expired:
             self._end(entry, QueueExpired(retry_after_seconds=self.drain_seconds()))
 
     def _fail_all(self, error: RouterError) -> None:
         self._fail_admitted(error)
         while len(self._waiting):
             self._end(self._waiting.pop(), error)
+        for entry in self._adapters.waiting():
+            self._end(entry, error)
 
     def _fail_admitted(self, error: RouterError) -> None:
         for entry in self._recovery.take_all():

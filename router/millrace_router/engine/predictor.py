@@ -31,6 +31,8 @@ class SchedulerSnapshot:
     """Seconds that the oldest step in flight has run."""
     in_flight: Sequence[StepLoad] = ()
     """The loads of the steps in flight, the oldest first."""
+    adapter_seconds: float = 0.0
+    """How long the request waits for its adapter before it joins the queue."""
 
 
 class LatencyPredictor:
@@ -58,7 +60,7 @@ class LatencyPredictor:
         self, entry: Entry, snapshot: SchedulerSnapshot, *, num_cached: int
     ) -> Prediction | None:
         """Predict the latencies of `entry` if it joins the queue now; None while nothing is known."""
-        return self._forecaster.predict(
+        prediction = self._forecaster.predict(
             snapshot.rows,
             ahead=snapshot.ahead,
             num_prompt_tokens=entry.num_prompt_tokens,
@@ -67,6 +69,8 @@ class LatencyPredictor:
             now_in_step=snapshot.now_in_step,
             in_flight=snapshot.in_flight,
         )
+        # It keeps its place in the queue by age, so it does not wait for its turn again after that.
+        return None if prediction is None else prediction.after(snapshot.adapter_seconds)
 
     def drain_seconds(self, snapshot: SchedulerSnapshot) -> float:
         """Predict the seconds until a request ahead has left the queue, or a running one has ended.
@@ -90,7 +94,7 @@ class LatencyPredictor:
 
         """
         prediction = self.predict(entry, snapshot, num_cached=num_cached)
-        wait = 0.0 if prediction is None else prediction.queue_seconds
+        wait = snapshot.adapter_seconds if prediction is None else prediction.queue_seconds
         allowed = entry.scheduling.max_queue_seconds
         if allowed is not None and wait > allowed:
             raise QueueTooLong(predicted_seconds=wait, allowed_seconds=allowed)

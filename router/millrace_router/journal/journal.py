@@ -54,6 +54,10 @@ class Journal:
         """Record the failure of the epoch."""
         self._note(self._failed, {"kind": kind, "reason": reason})
 
+    def adapter_changed(self, epoch: int, slot: int, digest: str | None) -> None:
+        """Record the adapter in a slot of the shards."""
+        self._note(self._adapter_changed, {"epoch": epoch, "slot": slot, "digest": digest})
+
     async def close(self) -> None:
         """Write the remaining records."""
         if not await asyncio.to_thread(self._writer.close):
@@ -79,6 +83,11 @@ class Journal:
         self._prepare()
         content = {"epoch": state.epoch, **failure, "unanswered": state.unanswered}
         self._put(Item(Kind.FAILURE, time.time_ns(), content))
+
+    def _adapter_changed(self, change: Mapping[str, Any]) -> None:
+        self._prepare()
+        self._state.adapter_changed(change["slot"], change["digest"])
+        self._put(Item(Kind.ADAPTER, time.time_ns(), change))
 
     def _prepare(self) -> None:
         """Begin a new file if necessary, before the state changes."""

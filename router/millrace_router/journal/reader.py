@@ -60,7 +60,19 @@ class Resumed:
     num_dropped: int = 0
 
 
-Event = Sent | Answered | Failed | Resumed
+@dataclass(frozen=True, slots=True)
+class AdapterChanged:
+    """All ranks have an adapter in a slot, or have freed it."""
+
+    time_ns: int
+    epoch: int
+    slot: int
+    digest: str | None
+    """None: the slot is free."""
+
+
+Happened = Sent | Answered | Failed | AdapterChanged
+Event = Happened | Resumed
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +85,7 @@ class Epoch:
     began_ns: int
     snapshot: pb.StepRequest | None
     """The state of the shards at the first event; None when the record begins with the epoch."""
-    events: Iterator[Sent | Answered | Failed] = field(repr=False, compare=False)
+    events: Iterator[Happened] = field(repr=False, compare=False)
     """Events in order; valid until the next epoch is read."""
 
     @property
@@ -149,7 +161,7 @@ class _Events:
             self.take()
         return None
 
-    def rest(self) -> Iterator[Sent | Answered | Failed]:
+    def rest(self) -> Iterator[Happened]:
         """The events up to the next epoch."""
         while (event := self.peek()) is not None and not isinstance(event, Resumed):
             if _begins(event):
@@ -197,6 +209,8 @@ class _Joiner:
         self._last_sent = -1
         self._last_answered = -1
         self._acknowledgements: list[pb.StepResponse] = []
+        self._adapters: dict[int, str | None] = {}
+        """Digests by adapter slot in this epoch."""
 
     def begin_file(self, header: Header) -> None:
         """Begin a file."""
@@ -224,6 +238,8 @@ class _Joiner:
                 self._acknowledgements.append(pb.StepResponse.FromString(record.payload))
             case Kind.ANSWER:
                 yield self._answer(record)
+            case Kind.ADAPTER:
+                yield from self._adapter(record)
             case Kind.FAILURE:
                 yield _failure(record)
             case _:
@@ -239,18 +255,28 @@ class _Joiner:
         if not is_known:
             self._epoch = snapshot.epoch
             self._last_sent = self._last_answered = snapshot.number
+            self._adapters.clear()
             yield Resumed(record.time_ns, snapshot, self._num_dropped)
 
     def _request(self, record: Record) -> Iterator[Event]:
         message = pb.StepRequest.FromString(record.payload)
         if message.HasField("open"):
             self._epoch, self._last_sent, self._last_answered = message.epoch, -1, -1
+            self._adapters.clear()
         elif message.epoch == self._epoch and message.number <= self._last_sent:
             # The file before has this request too, without an answer.
             return
         self._check(message.epoch, message.number, self._last_sent)
         self._last_sent = message.number
         yield Sent(record.time_ns, message)
+
+    def _adapter(self, record: Record) -> Iterator[Event]:
+        content = json.loads(record.payload)
+        epoch, slot, digest = (content[name] for name in ("epoch", "slot", "digest"))
+        # The records after a snapshot repeat what the file before has.
+        if epoch == self._epoch and self._adapters.get(slot) != digest:
+            self._adapters[slot] = digest
+            yield AdapterChanged(record.time_ns, epoch, slot, digest)
 
     def _answer(self, record: Record) -> Answered:
         answer = pb.StepResponse.FromString(record.payload)

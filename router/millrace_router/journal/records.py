@@ -34,6 +34,8 @@ class Kind(IntEnum):
     """JSON: the number of records that were dropped before this file."""
     END = 9
     """Empty: the router stopped in an orderly way."""
+    ADAPTER = 10
+    """JSON: the digest that all ranks have in an adapter slot from now on, or null."""
 
 
 class Record(NamedTuple):

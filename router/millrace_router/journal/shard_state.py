@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -51,6 +51,8 @@ class Snapshot:
     """Number of the last answered step."""
     sequences: tuple[LiveSequence, ...]
     pending: tuple[pb.StepRequest, ...]
+    adapters: Mapping[int, str] = field(default_factory=dict)
+    """Digests by adapter slot."""
 
     def message(self) -> pb.StepRequest:
         """The StepRequest described above; takes milliseconds for long texts."""
@@ -85,6 +87,7 @@ class ShardState:
         """Functions that append a token to the emitted tokens of a slot."""
         self._pending: deque[pb.StepRequest] = deque()
         self._failed: set[int] = set()
+        self._adapters: dict[int, str] = {}
 
     @property
     def unanswered(self) -> list[int]:
@@ -107,6 +110,13 @@ class ShardState:
         self._append.clear()
         self._pending.clear()
         self._failed.clear()
+        self._adapters.clear()
+
+    def adapter_changed(self, slot: int, digest: str | None) -> None:
+        """Record the adapter that the shards have in a slot of theirs; None: none."""
+        self._adapters.pop(slot, None)
+        if digest is not None:
+            self._adapters[slot] = digest
 
     def sent(self, message: pb.StepRequest) -> None:
         """Record a message to the shards."""
@@ -148,7 +158,13 @@ class ShardState:
             LiveSequence(live.sequence, live.num_pending, live.emitted[:], live.blocks[:])
             for live in self._live.values()
         )
-        return Snapshot(self.epoch, self.number, tuple(sequences), tuple(self._pending))
+        return Snapshot(
+            self.epoch,
+            self.number,
+            tuple(sequences),
+            tuple(self._pending),
+            dict(self._adapters),
+        )
 
     def _drop(self, slots: Iterable[int]) -> None:
         for slot in slots:

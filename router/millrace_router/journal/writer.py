@@ -161,6 +161,9 @@ class JournalWriter:
         if new.snapshot is not None:
             state = self._redaction.request(new.snapshot.message())
             self._add(pack(Kind.SNAPSHOT, time_ns, state), counts=False)
+            for slot, digest in new.snapshot.adapters.items():
+                content = {"epoch": new.snapshot.epoch, "slot": slot, "digest": digest}
+                self._write(Item(Kind.ADAPTER, time_ns, content))
             for message in new.snapshot.pending:
                 self._write(Item(Kind.REQUEST, time_ns, message))
         self._flush()

@@ -29,6 +29,13 @@ class Prediction:
     first_token_seconds: float
     finish_seconds: float
 
+    def after(self, seconds: float) -> Prediction:
+        """The prediction for a request that may be admitted no sooner than after `seconds`."""
+        late = max(0.0, seconds - self.queue_seconds)
+        return Prediction(
+            self.queue_seconds + late, self.first_token_seconds + late, self.finish_seconds + late
+        )
+
 
 class Forecaster:
     """Predicts queue time, first token and end of a request from the running batch.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import structlog
 
@@ -43,6 +43,8 @@ class EpochManager:
         """
         self.interrupt = Interrupt()
         """The batcher waits inside this context; failures detected elsewhere interrupt it."""
+        self.prepare: Callable[[], Awaitable[None]] | None = None
+        """Awaited in each new epoch before its first step; a ShardError of it ends the epoch."""
         self._channel = channel
         self._launcher = launcher
         self.status = status
@@ -81,6 +83,8 @@ class EpochManager:
             try:
                 async with self.interrupt:
                     await self._channel.open()
+                    if self.prepare is not None:
+                        await self.prepare()
             except ShardError as error:
                 if str(error) != self.status.reason:
                     log.warning("cannot open a stream to the shards", error=str(error))

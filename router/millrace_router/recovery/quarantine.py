@@ -73,6 +73,7 @@ def _describe(request: ValidRequest, *, num_generated: int, reason: str) -> dict
         "parameters": {
             **asdict(request.sampling),
             "bias": len(request.sampling.bias),
+            "adapter_sha256": None if request.adapter is None else request.adapter.digest,
             "grammar": None if request.grammar is None else request.grammar.kind,
             "max_new_tokens": request.max_new_tokens,
             "min_new_tokens": request.min_new_tokens,
@@ -93,10 +94,13 @@ def _prompt_hash(request: ValidRequest) -> bytes:
 def _key(request: ValidRequest, *, has_seed: bool) -> bytes:
     """A hash of prompt and parameters; the seed is one of them with `has_seed`, if the request samples."""
     seed = request.sampling.seed if has_seed and request.sampling.samples else None
+    adapter = None if request.adapter is None else request.adapter.digest
     parameters = replace(
         request,
         input_ids=(),
         scheduling=SchedulingParameters(),
+        # The name of an adapter does not matter, its digest does.
+        adapter=None,
         sampling=replace(request.sampling, seed=0),
     )
-    return sha256(_prompt_hash(request) + repr((parameters, seed)).encode()).digest()
+    return sha256(_prompt_hash(request) + repr((parameters, seed, adapter)).encode()).digest()

@@ -117,6 +117,12 @@ class RecoveryPolicy:
         self._held.clear()
         return entries
 
+    def drop_ended(self) -> None:
+        """Forget the entries that ended after `next_epoch`, before the first step of the epoch."""
+        entries = [held for held in self.planner.take_all() if not entry_of(held[1]).stream.ended]
+        self.planner.readmit(entries)
+        self._held = [held for held in self._held if not entry_of(held[1]).stream.ended]
+
     def _go_on(self) -> None:
         """Run the next group, or all entries once the search has ended."""
         if self._search:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
-from heapq import heappop, heappush
+from collections.abc import Callable, Collection, Iterable, Sequence
+from heapq import heapify, heappop, heappush
 from itertools import chain, count
 
 from millrace_router.request.schedulable import SchedulableRequest
@@ -48,6 +48,14 @@ class Admission:
     def readmit(self, seniority: int, request: SchedulableRequest) -> None:
         """Queue a request that was admitted before, with the same seniority."""
         heappush(self._paused, (seniority, request.request_id, request))
+
+    def withdraw(self, leaves: Callable[[SchedulableRequest], bool]) -> list[SchedulableRequest]:
+        """Remove and return the preempted requests for which `leaves` is true."""
+        found = [request for _, _, request in self._paused if leaves(request)]
+        if found:
+            self._paused = [item for item in self._paused if not leaves(item[2])]
+            heapify(self._paused)
+        return found
 
     def take_over(self, other: Admission) -> None:
         """Make all future admissions junior to those of `other`."""

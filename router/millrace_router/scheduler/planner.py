@@ -16,7 +16,7 @@ from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.chunked_prefill import ChunkedPrefill
 from millrace_router.scheduler.draft_length import DraftPolicy, FixedDraftLength
 from millrace_router.scheduler.multi_token import MultiTokenRows, Progress
-from millrace_router.scheduler.preemption import row_to_yield, rows_to_preempt
+from millrace_router.scheduler.preemption import Expulsion, row_to_yield, rows_to_preempt
 from millrace_router.scheduler.prefill import WholePrefill
 from millrace_router.scheduler.queue.tenants import RequestQueue
 from millrace_router.scheduler.row import Row
@@ -51,10 +51,11 @@ class Planner:
         self._preempted: dict[int, Row] = {}
         """Rows that were preempted and are in steps in flight, by slot."""
         self._yielded: list[Row] = []
-        """Rows that were preempted for another tenant, and go back into the waiting queue."""
+        """Rows preempted for another tenant or adapter, whose requests go back into the queue."""
         self._to_drop: list[Row] = []
         self._retired: deque[tuple[int, int]] = deque()
         """(last step that may name it, slot)."""
+        self.expulsion = Expulsion()
         self._padding: set[int] = set()
         """Slots of rows that have ended and are decoded until their batch ends."""
         self._batching = batching_policy(budgets.batching_policy)
@@ -232,10 +233,9 @@ class Planner:
         self._drop_closed()
         self._retire(plan, last_sent)
         self.answered(last_answered)
-        for row in self._yielded:
-            if not row.entry.closed:
-                waiting.append(row.entry)
-        self._yielded.clear()
+        self.expulsion.requeue(self._yielded, waiting)
+        if self.expulsion.digests:
+            self._expel(plan)
         if not self.budgets.reserve_all:
             retired = (slot for _, slot in self._retired)
             for row in rows_to_preempt(self.rows.values(), self.blocks, retired):
@@ -267,6 +267,11 @@ class Planner:
         plan.dropped.extend(row.slot for row in self._to_drop)
         self._retired.extend((last_sent, row.slot) for row in self._to_drop)
         self._to_drop.clear()
+
+    def _expel(self, plan: StepPlan) -> None:
+        self.expulsion.withdraw(self._admission.withdraw(self.expulsion.names))
+        for row in self.expulsion.take_rows(self.rows.values(), self._padding):
+            self._preempt(row, plan)
 
     def _preempt_for_tenants(self, waiting: RequestQueue, plan: StepPlan) -> None:
         """Preempt a row of another tenant if the head of the queue finds no room and its tenant has fewer rows."""

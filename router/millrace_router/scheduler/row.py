@@ -40,7 +40,7 @@ class Row:
     promised: bool = False
     """Whether all blocks that it can ever need are promised, so that it is never preempted."""
     has_yielded: bool = False
-    """Whether it was preempted for another tenant, and goes back into the waiting queue."""
+    """Whether it was preempted for another tenant or adapter, and goes back into the waiting queue."""
     is_early: bool = False
     """Whether its prompt is computed ahead of its turn."""
     is_multi_token: bool = False

@@ -26,6 +26,9 @@ class StepObserver(Protocol):
     def failed(self, kind: str, reason: str) -> None:
         """The epoch failed."""
 
+    def adapter_changed(self, epoch: int, slot: int, digest: str | None) -> None:
+        """All ranks have the adapter `digest` in `slot`, or none there."""
+
 
 class StepChannel:
     """Sends each step to every rank of a group; rank 0's tokens count.
@@ -97,6 +100,20 @@ class StepChannel:
         if self.observer is not None:
             self.observer.answered(answers)
         return answers
+
+    async def load_adapter(self, slot: int, digest: str, *, timeout: float) -> None:
+        """Have every rank load an adapter in this epoch; raises as `ShardGroup.load_adapter`."""
+        epoch = self.epoch
+        await self.group.load_adapter(epoch, slot, digest, timeout=timeout)
+        if self.observer is not None:
+            self.observer.adapter_changed(epoch, slot, digest)
+
+    async def unload_adapter(self, slot: int, *, timeout: float) -> None:
+        """Have every rank free an adapter slot in this epoch."""
+        epoch = self.epoch
+        await self.group.unload_adapter(epoch, slot, timeout=timeout)
+        if self.observer is not None:
+            self.observer.adapter_changed(epoch, slot, None)
 
     def report_failure(self, kind: str, error: ShardError) -> None:
         """Pass the reason of the epoch's end to the observer."""

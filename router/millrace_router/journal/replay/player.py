@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from millrace_proto import generate_pb2 as pb
 from millrace_router.journal.errors import JournalUnusable
 from millrace_router.journal.header import Header
-from millrace_router.journal.reader import Answered, Epoch, Failed, Sent
+from millrace_router.journal.reader import AdapterChanged, Answered, Epoch, Failed, Happened, Sent
 from millrace_router.journal.replay.comparison import Comparison, Difference
 from millrace_router.journal.replay.rebuild import Rebuild, sequences_of
 from millrace_router.journal.replay.synthetic import fill_in
@@ -103,7 +103,9 @@ class Player:
         room = dict(header.warmup), header.capacity.num_blocks
         if room != self._room:
             capacity = await self._shards.group.warm_up(
-                **header.warmup, num_blocks=header.capacity.num_blocks
+                **header.warmup,
+                num_blocks=header.capacity.num_blocks,
+                adapter_pages=header.capacity.adapter_pages or None,
             )
             if capacity.num_blocks != header.capacity.num_blocks:
                 raise JournalUnusable(
@@ -138,9 +140,15 @@ class _Run:
     async def play(self) -> None:
         outcome = self.outcome
         snapshot = outcome.epoch.snapshot
-        if snapshot is not None:
-            await self._restore(snapshot)
+        self.step = 0 if snapshot is None else snapshot.number
         for event in settled(outcome.epoch.events, after=-1 if snapshot is None else self.step):
+            if isinstance(event, AdapterChanged):
+                await self._change_adapter(event)
+                continue
+            if snapshot is not None:
+                # The adapters of its sequences have come by now.
+                await self._restore(snapshot)
+                snapshot = None
             if isinstance(event, Failed):
                 outcome.failure = event
             elif isinstance(event, Unanswered):
@@ -151,10 +159,18 @@ class _Run:
                 await self._send(event.message)
             else:
                 await self._compare(event.answer)
+        if snapshot is not None:
+            await self._restore(snapshot)
         outcome.largest_gap = self._comparison.largest_gap
 
+    async def _change_adapter(self, event: AdapterChanged) -> None:
+        shards, timeout = self._shards, self._step_seconds
+        if event.digest is None:
+            await shards.unload_adapter(event.slot, timeout=timeout)
+        else:
+            await shards.load_adapter(event.slot, event.digest, timeout=timeout)
+
     async def _restore(self, snapshot: pb.StepRequest) -> None:
-        self.step = snapshot.number
         header = self._header
         self._rebuild = rebuild = Rebuild(
             block_size=header.shard.block_size,
@@ -226,15 +242,13 @@ class Unanswered:
     numbers: tuple[int, ...]
 
 
-def settled(
-    events: Iterable[Sent | Answered | Failed], *, after: int
-) -> Iterator[Sent | Answered | Failed | Unanswered]:
+def settled(events: Iterable[Happened], *, after: int) -> Iterator[Happened | Unanswered]:
     """`events` in order, without unanswered messages; their numbers come last.
 
     `after` is the number of the last answer before `events`, or -1. At most the events between a message and its
     answer are held back.
     """
-    held: deque[Sent | Answered | Failed] = deque()
+    held: deque[Happened] = deque()
     for event in events:
         held.append(event)
         if isinstance(event, Answered):
@@ -249,7 +263,7 @@ def settled(
         yield Unanswered(numbers)
 
 
-def _waits(event: Sent | Answered | Failed, answered: int) -> bool:
+def _waits(event: Happened, answered: int) -> bool:
     return isinstance(event, Sent) and event.message.number > answered
 
 

@@ -96,6 +96,7 @@ class Rebuild:
                 input_ids=sequence.input_ids[: end * self._block_size + 1],
                 cached_tokens=start * self._block_size,
                 parameters=sequence.parameters,
+                adapter_slot=sequence.adapter_slot,
             )
             yield from self._steps(filler, blocks[:end], end * self._block_size, dropped)
             dropped[:] = [sequence.slot]

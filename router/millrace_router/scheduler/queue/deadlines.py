@@ -27,6 +27,11 @@ class Deadlines:
         """(deadline, request id)."""
         self._requests: dict[int, SchedulableRequest] = {}
 
+    @property
+    def next(self) -> float | None:
+        """The soonest deadline."""
+        return self._order[0][0] if self._order else None
+
     def add(self, request: SchedulableRequest) -> None:
         """Watch `request`, if it has a deadline."""
         deadline = self._deadline(request)

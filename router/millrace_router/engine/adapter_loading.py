@@ -1,0 +1,274 @@
+"""Loads adapters into the shards and frees their slots, beside the steps of the batch."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+
+import structlog
+
+from millrace_router.adapters.admission import AdapterAdmission
+from millrace_router.adapters.place import Place, PlaceState
+from millrace_router.adapters.residency import MAX_LOADS
+from millrace_router.engine.no_adapters import NoAdapters
+from millrace_router.errors import AdapterTooLarge, AdapterUnavailable, RouterError
+from millrace_router.request.adapter import PAGE_BYTES, AdapterVersion
+from millrace_router.request.entry import Entry, entry_of
+from millrace_router.request.schedulable import SchedulableRequest
+from millrace_router.scheduler.planner import Planner
+from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.shards.errors import ShardError, ShardHung, ShardLost
+from millrace_router.shards.step_channel import StepChannel
+from millrace_router.telemetry.metrics import Metrics
+
+CALL_SECONDS = 60.0
+"""A load or unload of this length counts as failed."""
+REPEAT_SECONDS = 0.5
+"""Pause before a call is repeated in the same epoch."""
+LEAST_PAUSE = 0.02
+"""Seconds between two checks of cycles and deadlines."""
+REFUSED_SECONDS = 5.0
+"""How long requests for an adapter are refused after its load failed."""
+FIRST_LOAD_SECONDS = 0.1
+"""Assumed duration of a load before the first one."""
+_LOAD_RATE = 1 / 8
+"""Weight of one load in the mean duration."""
+
+log = structlog.get_logger(__name__)
+
+
+class AdapterLoading(NoAdapters):
+    """Calls the shards for an `AdapterAdmission`.
+
+    A failed load ends the requests for that adapter alone. A lost shard ends the epoch, and the load is repeated in the
+    next one.
+    """
+
+    def __init__(self, admission: AdapterAdmission, channel: StepChannel, metrics: Metrics) -> None:
+        self._admission = admission
+        self._channel = channel
+        self._metrics = metrics
+        metrics.lora_requests_info.max_lora = admission.residency.max_adapters
+        self._end: Callable[[Entry, RouterError], None] = lambda _, __: None
+        self._drop_ended: Callable[[], None] = lambda: None
+        self._wake: Callable[[], None] = lambda: None
+        self._calls: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_open = False
+        """Whether an epoch is open."""
+        self._refusals: dict[str, tuple[float, RouterError]] = {}
+        """By digest: until when requests are refused, and their error."""
+        self.mean_load_seconds = FIRST_LOAD_SECONDS
+
+    def connect(
+        self,
+        *,
+        end: Callable[[Entry, RouterError], None],
+        drop_ended: Callable[[], None],
+        wake: Callable[[], None],
+    ) -> None:
+        """As `NoAdapters`."""
+        self._end, self._drop_ended, self._wake = end, drop_ended, wake
+        self.prepare = self._restore
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for their adapter."""
+        return len(self._admission.waiting)
+
+    def expected_seconds(self, version: AdapterVersion) -> float:
+        """Predict how long a request that comes now waits for its adapter."""
+        return self._admission.residency.expected_seconds(
+            version, time.monotonic(), self.mean_load_seconds
+        )
+
+    def check(self, version: AdapterVersion) -> None:
+        """Raise the error of a request whose adapter does not fit, or could not be loaded just now."""
+        residency, num_pages = self._admission.residency, self._admission.num_pages(version)
+        if num_pages > residency.num_pages:
+            raise AdapterTooLarge(
+                version.name,
+                num_bytes=num_pages * PAGE_BYTES,
+                limit=residency.num_pages * PAGE_BYTES,
+            )
+        until, error = self._refusals.get(version.digest, (0.0, None))
+        if error is not None and time.monotonic() < until:
+            raise error
+
+    def submit(self, entry: Entry) -> None:
+        """Queue an entry once its adapter is resident."""
+        if not self._admission.submit(entry, time.monotonic()):
+            self._advance()
+
+    def ended(self, entry: Entry) -> None:
+        """Forget an entry with an adapter, which has ended."""
+        self._admission.ended(entry)
+        self._advance()
+
+    def expired(self) -> list[SchedulableRequest]:
+        """The requests that have waited for too long; the caller ends them."""
+        return self._admission.waiting.expired(time.monotonic())
+
+    def waiting(self) -> list[SchedulableRequest]:
+        """All requests that wait for their adapter; the caller ends them."""
+        return list(self._admission.waiting)
+
+    def before_plan(self, planner: Planner) -> None:
+        """Tell the planner which adapters have to make room."""
+        planner.expulsion.digests = self._admission.expelled
+
+    def after_plan(self, planner: Planner) -> None:
+        """Let the requests that have left the batch wait for their adapters again."""
+        withdrawn = planner.expulsion.take()
+        for request in withdrawn:
+            self._admission.wait_again(request, time.monotonic())
+        if withdrawn:
+            self._advance()
+
+    def sent(self, plan: StepPlan, number: int) -> None:
+        """Record the step that is sent with this number."""
+        self._admission.sent(plan, number)
+
+    def answered(self, number: int) -> None:
+        """Record the answer to a step."""
+        if self._admission.answered(number):
+            self._advance()
+
+    def close_epoch(self) -> None:
+        """End all calls, since the epoch has ended."""
+        self._is_open = False
+        for call in self._calls:
+            call.cancel()
+        self._calls.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    async def _restore(self) -> None:
+        """Load the adapters of queued and admitted requests in a new epoch, and go on with other loads.
+
+        Raises:
+            ShardLost: the shards were lost meanwhile.
+            ShardHung: they do not answer.
+
+        """
+        self.close_epoch()
+        places = self._admission.restarted()
+        for start in range(0, len(places), MAX_LOADS):
+            some = places[start : start + MAX_LOADS]
+            results = await asyncio.gather(*map(self._try_load, some), return_exceptions=True)
+            for result in results:
+                if isinstance(result, BaseException):
+                    raise result
+            if not all(results):
+                self._drop_ended()
+        self._is_open = True
+        for place in self._admission.residency:
+            if place.state is PlaceState.LEAVING:
+                self._start(self._unload(place))
+        self._advance()
+
+    def _tick(self) -> None:
+        """A cycle or a deadline is over."""
+        self._wake()
+        self._advance()
+
+    def _advance(self) -> None:
+        """Start what is due; while no epoch is open, `restore` does that later."""
+        if not self._is_open:
+            return
+        now, residency = time.monotonic(), self._admission.residency
+        changes = self._admission.advance(now)
+        for place in changes.loads:
+            self._start(self._load(place))
+        for place in changes.unloads:
+            self._metrics.adapter_evictions.inc()
+            self._start(self._unload(place))
+        if changes.opened or self._admission.expelled:
+            self._wake()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        times = (residency.next_event(now), self._admission.waiting.next_deadline)
+        due = min((time for time in times if time is not None), default=None)
+        if due is not None:
+            self._timer = asyncio.get_running_loop().call_later(
+                max(LEAST_PAUSE, due - now), self._tick
+            )
+        self._show()
+
+    def _show(self) -> None:
+        residency = self._admission.residency
+        places = list(residency)
+        self._metrics.adapters_resident.set(
+            sum(place.state is PlaceState.RESIDENT for place in places)
+        )
+        self._metrics.lora_requests_info.update(
+            running={place.version.name for place in places if place.num_users},
+            waiting=residency.waiting_names(),
+        )
+
+    def _start(self, call: Coroutine[object, object, None]) -> None:
+        task = asyncio.create_task(call)
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+
+    async def _load(self, place: Place) -> None:
+        while True:
+            try:
+                await self._try_load(place)
+            except ShardLost:
+                # The steps fail as well, which ends the epoch and this call.
+                await asyncio.sleep(REPEAT_SECONDS)
+                continue
+            except ShardHung as error:
+                self._failed(place, error)
+            break
+        self._wake()
+        self._advance()
+
+    async def _try_load(self, place: Place) -> bool:
+        """Load a place; False if its requests ended with an error. Raises ShardLost or ShardHung."""
+        began = time.monotonic()
+        try:
+            await self._channel.load_adapter(place.slot, place.digest, timeout=CALL_SECONDS)
+        except (ShardLost, ShardHung):
+            raise
+        except ShardError as error:
+            self._failed(place, error)
+            return False
+        now = time.monotonic()
+        self.mean_load_seconds += _LOAD_RATE * (now - began - self.mean_load_seconds)
+        self._metrics.adapter_loads.inc()
+        self._metrics.adapter_load_seconds.observe(now - began)
+        for request in self._admission.loaded(place, now):
+            self._metrics.adapter_waiting_seconds.observe(now - request.queued_at)
+        return True
+
+    def _failed(self, place: Place, error: ShardError) -> None:
+        version, now = place.version, time.monotonic()
+        log.error("an adapter cannot be loaded", digest=version.digest, error=str(error))
+        failure = AdapterUnavailable(
+            version.name, "the shards cannot load it", retry_after_seconds=REFUSED_SECONDS
+        )
+        self._refusals = {
+            digest: known for digest, known in self._refusals.items() if known[0] > now
+        }
+        self._refusals[version.digest] = now + REFUSED_SECONDS, failure
+        for request in self._admission.failed(place):
+            self._end(entry_of(request), failure)
+        if self._is_open:
+            self._start(self._unload(place))
+
+    async def _unload(self, place: Place) -> None:
+        while True:
+            try:
+                await self._channel.unload_adapter(place.slot, timeout=CALL_SECONDS)
+            except ShardError as error:
+                log.warning("an adapter slot cannot be freed", error=str(error))
+                await asyncio.sleep(REPEAT_SECONDS)
+            else:
+                break
+        self._admission.residency.unloaded(place)
+        self._advance()

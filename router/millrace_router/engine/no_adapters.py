@@ -1,0 +1,74 @@
+"""The engine's view of adapters where the shards take none."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from millrace_router.errors import RouterError
+from millrace_router.request.adapter import AdapterVersion
+from millrace_router.request.entry import Entry
+from millrace_router.request.schedulable import SchedulableRequest
+from millrace_router.scheduler.planner import Planner
+from millrace_router.scheduler.step_plan import StepPlan
+
+
+class NoAdapters:
+    """Does nothing, because no request has an adapter. `AdapterLoading` extends it."""
+
+    prepare: Callable[[], Awaitable[None]] | None = None
+    """Awaited in a new epoch before its first step."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for their adapter."""
+        return 0
+
+    def connect(
+        self,
+        *,
+        end: Callable[[Entry, RouterError], None],
+        drop_ended: Callable[[], None],
+        wake: Callable[[], None],
+    ) -> None:
+        """Set the callbacks.
+
+        `end` ends an entry with an error; `drop_ended` makes the scheduler forget such entries before the first step of
+        an epoch; `wake` is called when there may be work for the next step.
+        """
+
+    def expected_seconds(self, version: AdapterVersion) -> float:  # noqa: ARG002
+        """Predict how long a request that comes now waits for its adapter."""
+        return 0.0
+
+    def check(self, version: AdapterVersion) -> None:
+        """Raise the error of a request whose adapter does not fit, or could not be loaded just now."""
+        raise AssertionError(f"the shards take no adapters, and so not {version.digest}")
+
+    def submit(self, entry: Entry) -> None:
+        """Queue an entry once its adapter is resident."""
+
+    def ended(self, entry: Entry) -> None:
+        """Forget an entry with an adapter, which has ended."""
+
+    def expired(self) -> list[SchedulableRequest]:
+        """Return the requests that have waited for too long; the caller ends them."""
+        return []
+
+    def waiting(self) -> list[SchedulableRequest]:
+        """Return all requests that wait for their adapter."""
+        return []
+
+    def before_plan(self, planner: Planner) -> None:
+        """Tell the planner which adapters have to make room."""
+
+    def after_plan(self, planner: Planner) -> None:
+        """Let the requests that have left the batch wait for their adapters again."""
+
+    def sent(self, plan: StepPlan, number: int) -> None:
+        """Record the step that is sent with this number."""
+
+    def answered(self, number: int) -> None:
+        """Record the answer to a step."""
+
+    def close_epoch(self) -> None:
+        """End all calls, since the epoch has ended."""
