@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from itertools import chain, repeat
 
 from millrace_router.adapters.place import Place
 from millrace_router.adapters.residency import Changes, Residency
 from millrace_router.adapters.waiting import AdapterWaiting
-from millrace_router.request.adapter import AdapterVersion
+from millrace_router.request.adapter import PAGE_BYTES, AdapterVersion
 from millrace_router.request.schedulable import SchedulableRequest
 from millrace_router.scheduler.queue.tenants import RequestQueue
 from millrace_router.scheduler.step_plan import StepPlan
@@ -117,6 +118,18 @@ class AdapterAdmission:
                 _, place = self._users[row.entry.request_id]
                 self.residency.hold(place)
                 self._sequences[row.slot] = place
+        if self._sequences:
+            self.count_load(plan)
+
+    def count_load(self, plan: StepPlan) -> None:
+        """Count the adapters of a step in its load."""
+        sequences, load, used = self._sequences, plan.load, set[Place]()
+        for slot, num_tokens in chain(plan.chunks, zip(plan.decodes, repeat(1), strict=False)):
+            place = sequences.get(slot)
+            if place is not None:
+                used.add(place)
+                load.adapter_slices += num_tokens * place.num_slices
+        load.adapter_bytes = PAGE_BYTES * sum(place.num_pages for place in used)
 
     def answered(self, number: int) -> bool:
         """Release the places of sequences that are gone; whether there were any."""

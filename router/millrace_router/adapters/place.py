@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from millrace_router.request.adapter import AdapterVersion
@@ -36,6 +36,11 @@ class Place:
     """When it was closed to new requests; None while it is open."""
     is_expelled: bool = False
     """Whether its requests are taken out of the batch, so that it becomes idle."""
+    num_slices: int = field(init=False)
+    """Slices of 16 ranks of all its layers."""
+
+    def __post_init__(self) -> None:
+        self.num_slices = sum(count for _, count in self.version.num_slices)
 
     @property
     def digest(self) -> str:

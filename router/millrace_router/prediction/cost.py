@@ -6,7 +6,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from millrace_router.prediction.extra_costs import ExtraCosts
+from millrace_router.prediction.extra_costs import (
+    ADAPTER_COEFFICIENTS,
+    AdapterCosts,
+    ExtraCosts,
+)
 from millrace_router.prediction.jitter import StepJitter
 from millrace_router.prediction.least_squares import NormalEquations, solve_nonnegative
 from millrace_router.prediction.overhead import RouterOverhead
@@ -77,6 +81,7 @@ class CostModel:
         self._decode_steps = NormalEquations(3)
         self._prefill_steps = NormalEquations(6)
         self._extra = ExtraCosts()
+        self._adapters = AdapterCosts()
         self._last_with_extra: _StepWithExtra | None = None
         """The last step, if it had extra positions."""
         self._num_observed = 0
@@ -86,13 +91,14 @@ class CostModel:
     def fixed(cls, coefficients: Mapping[str, float]) -> CostModel:
         """A model with given coefficients, by the names of `COEFFICIENTS`, that learns nothing.
 
-        Those of `EXTRA_COEFFICIENTS` may be absent: an extra position then costs as much as a row.
+        Those of `EXTRA_COEFFICIENTS` may be absent: an extra position then costs as much as a row. Without those of
+        `ADAPTER_COEFFICIENTS` adapters cost nothing.
 
         Raises:
             ValueError: one is missing, unknown, negative or not finite.
 
         """
-        if set(coefficients) - set(EXTRA_COEFFICIENTS) != set(COEFFICIENTS):
+        if set(coefficients) - {*EXTRA_COEFFICIENTS, *ADAPTER_COEFFICIENTS} != set(COEFFICIENTS):
             raise ValueError(f"a cost model has the coefficients {', '.join(COEFFICIENTS)}")
         if not all(0.0 <= value < math.inf for value in coefficients.values()):
             raise ValueError(f"costs are finite and not negative: {dict(coefficients)}")
@@ -102,6 +108,7 @@ class CostModel:
             once=coefficients.get("extra_step", 0.0),
             each=coefficients.get("extra_position", coefficients["decode_row"]),
         )
+        model._adapters = AdapterCosts(coefficients)
         model._frozen = True
         return model
 
@@ -116,7 +123,7 @@ class CostModel:
         return cls.fixed(coefficients) if coefficients else cls()
 
     def to_json(self) -> dict[str, float]:
-        """All coefficients, those of extra positions included; empty before the first fit.
+        """All coefficients, also those of extra positions and of adapters; empty before the first fit.
 
         They describe the last hundreds of steps. The pace of the last seconds is left out: it may vary by a tenth and
         more, and does not predict the next hour.
@@ -124,7 +131,8 @@ class CostModel:
         if not self._coefficients:
             return {}
         costs = [*self._coefficients, self._extra.once, self._extra.each]
-        return dict(zip(COEFFICIENTS + EXTRA_COEFFICIENTS, costs, strict=True))
+        named = dict(zip(COEFFICIENTS + EXTRA_COEFFICIENTS, costs, strict=True))
+        return named | self._adapters.to_json()
 
     def observe(self, load: StepLoad, seconds: float) -> None:
         """Learn from an answered step; one without a forward pass or without a duration does not count."""
@@ -133,6 +141,8 @@ class CostModel:
             return
         features = _features(load)
         plain = self._pace * sum(map(float.__mul__, self._coefficients, features))
+        if load.adapter_slices and plain:
+            seconds = self._without_adapters(load, seconds, plain)
         if (last := self._last_with_extra) is not None:
             # Verification of draft tokens runs in the next step, which therefore is no observation of a plain step.
             after = 0.0 if load.extra_positions else seconds - plain
@@ -162,7 +172,8 @@ class CostModel:
         if not self._coefficients:
             return None
         seconds = sum(map(float.__mul__, self._coefficients, _features(load)))
-        return self._pace * (seconds + self._extra.seconds(load.extra_positions))
+        seconds += self._extra.seconds(load.extra_positions) + self._adapters.seconds(load)
+        return self._pace * seconds
 
     def extra_prices(self) -> tuple[float, float, float] | None:
         """Seconds for decodes of more than one position; None before the first fit.
@@ -223,6 +234,16 @@ class CostModel:
         pairs = num_tokens * start + num_tokens * (num_tokens + 1) / 2
         return self._pace * (token * num_tokens + pair * pairs)
 
+    def _without_adapters(self, load: StepLoad, seconds: float, plain: float) -> float:
+        """Learn the cost of a step's adapters; return the duration that is left for the rest of the step.
+
+        Adapters and the rest are fitted in turns, each to what the other leaves.
+        """
+        expected = plain + self._pace * self._adapters.seconds(load)
+        weight = self._pace * self._pace / (expected * max(expected, seconds))
+        self._adapters.add(load, (seconds - plain) / self._pace, weight=weight)
+        return max(seconds - self._pace * self._adapters.seconds(load), plain / 2)
+
     def _fit(self) -> None:
         """Solve the normal equations in units of `_PRIOR`, scaled by the one number that fits the observations best."""
         change = 1.0 if 1 / _NEW_MACHINE < self._pace < _NEW_MACHINE else self._pace
@@ -230,6 +251,7 @@ class CostModel:
         for memory in (self._decode_steps, self._prefill_steps):
             memory.rescale(change)
         self._extra.rescale(change)
+        self._adapters.rescale(change)
         gram, moment = self._prefill_steps.plus(self._decode_steps)
         size = range(len(_PRIOR))
         moment = [moment[i] * _SCALE[i] for i in size]

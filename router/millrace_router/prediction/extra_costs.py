@@ -1,6 +1,11 @@
-"""The cost of decodes that fill more than one KV position, learned from few steps."""
+"""The costs of what few steps have: decodes that fill more than one KV position, and adapters."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+
+from millrace_router.prediction.least_squares import solve_nonnegative
+from millrace_router.prediction.step_load import StepLoad
 
 _TRUST = 4.0
 """Weight of the assumed costs, in steps of `_TYPICAL` extra positions."""
@@ -10,6 +15,13 @@ _MEMORY = 128
 """Steps with extra positions after which an observation has faded by 1/e."""
 _IDLE_MEMORY = 2048
 """Steps without extra positions after which the observations have faded by 1/e, so that one bad step does not last."""
+ADAPTER_COEFFICIENTS = ("adapter_byte", "adapter_slice")
+"""Seconds for: each byte of the adapters in a step; each slice of 16 ranks that a position is multiplied with."""
+_UNITS = (1e6, 1e3)
+_ADAPTER_RIDGE = 1e-3
+"""Share by which the costs are drawn to 0, where bytes and slices always come together."""
+_ADAPTER_MEMORY = 256
+"""Steps with adapters after which an observation has faded by 1/e."""
 
 
 class ExtraCosts:
@@ -90,3 +102,60 @@ class ExtraCosts:
             self.once, self.each = 0.0, max(0.0, second / square)
         elif self.each < 0.0:
             self.once, self.each = max(0.0, first / one), 0.0
+
+
+class AdapterCosts:
+    """Seconds for the two counts of `StepLoad`, none of them negative; 0 without observations.
+
+    The time beyond the expected duration of a step without adapters is fitted by weighted least squares.
+    """
+
+    def __init__(self, coefficients: Mapping[str, float] | None = None) -> None:
+        """`coefficients` are by the names of `ADAPTER_COEFFICIENTS`; absent ones are 0."""
+        given = coefficients or {}
+        self._costs = [
+            given.get(name, 0.0) * unit
+            for name, unit in zip(ADAPTER_COEFFICIENTS, _UNITS, strict=True)
+        ]
+        self._gram = [[0.0, 0.0], [0.0, 0.0]]
+        self._moment = [0.0, 0.0]
+
+    def seconds(self, load: StepLoad) -> float:
+        """The cost of the adapters of a step."""
+        if not load.adapter_slices:
+            return 0.0
+        return sum(map(float.__mul__, self._costs, _features(load)))
+
+    def add(self, load: StepLoad, seconds: float, *, weight: float) -> None:
+        """Learn from a step that took `seconds` more than expected without adapters."""
+        features = _features(load)
+        for i in range(2):
+            self._moment[i] = (1 - 1 / _ADAPTER_MEMORY) * self._moment[i] + weight * features[
+                i
+            ] * seconds
+            for j in range(2):
+                product = weight * features[i] * features[j]
+                self._gram[i][j] = (1 - 1 / _ADAPTER_MEMORY) * self._gram[i][j] + product
+        if all(self._gram[i][i] for i in range(2)):
+            ridged = [
+                [value * (1 + _ADAPTER_RIDGE * (i == j)) for j, value in enumerate(row)]
+                for i, row in enumerate(self._gram)
+            ]
+            self._costs = solve_nonnegative(ridged, self._moment)
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the observed and the fitted seconds by `factor`; relative weights stay."""
+        self._costs = [cost * factor for cost in self._costs]
+        self._gram = [[value / factor**2 for value in row] for row in self._gram]
+        self._moment = [value / factor for value in self._moment]
+
+    def to_json(self) -> dict[str, float]:
+        """The coefficients; empty without observations."""
+        if not any(self._costs):
+            return {}
+        pairs = zip(ADAPTER_COEFFICIENTS, self._costs, _UNITS, strict=True)
+        return {name: cost / unit for name, cost, unit in pairs}
+
+
+def _features(load: StepLoad) -> tuple[float, float]:
+    return load.adapter_bytes / _UNITS[0], load.adapter_slices / _UNITS[1]

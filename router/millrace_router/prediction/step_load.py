@@ -21,6 +21,10 @@ class StepLoad:
     """Sum over the KV positions that they fill of the positions that each attends to."""
     extra_positions: int = 0
     """KV positions beyond the first of each decode: forced tokens and draft tokens."""
+    adapter_bytes: int = 0
+    """Bytes of the adapters of its rows on a rank, each adapter once."""
+    adapter_slices: int = 0
+    """Sum over its positions of the slices of 16 ranks, of all layers, that each is multiplied with."""
 
     def with_extra(self, num_extra: int) -> StepLoad:
         """The load with another number of extra positions, which attend to as much as the others."""
@@ -36,4 +40,6 @@ class StepLoad:
             decodes=self.decodes,
             context=context,
             extra_positions=num_extra,
+            adapter_bytes=self.adapter_bytes,
+            adapter_slices=self.adapter_slices,
         )

@@ -104,6 +104,10 @@ class SimulatedAdapters:
             self._admission.sent(plan, last_sent + 1)
         return plan
 
+    def count_load(self, plan: StepPlan) -> None:
+        """Count the adapters of a step that was not planned by `plan`."""
+        self._admission.count_load(plan)
+
     def answered(self, number: int, now: float) -> None:
         """Record the answer to a step."""
         if self._admission.answered(number):

@@ -157,6 +157,7 @@ class Engine:
         ):
             return False
         plan, before = decode_all(planner), list(pipeline.flights)
+        self._adapters.count_load(plan)
         sent, answered = pipeline.repeat(plan, most=most, until=until)
         count_steps(self.metrics, planner, sent, plan.load)
         for flight, self.now in zip(before, answered, strict=False):
