@@ -22,7 +22,7 @@ from millrace_shard.kernels.base import AttentionWeights, Layer, Layers, LinearW
 from millrace_shard.kernels.build import load_operators
 from millrace_shard.kernels.cpu.operators import CpuKernels
 from millrace_shard.kernels.lora.adapter_rows import AdapterRows
-from millrace_shard.kernels.lora.adapter_table import AdapterTable
+from millrace_shard.kernels.lora.adapter_table import AdapterTable, running
 from millrace_shard.kernels.lora.lora_site import LoraPart
 from millrace_shard.kernels.lora.packed_adapter import PackedAdapter, PackedPart
 from millrace_shard.kernels.stored_weight import StoredWeight
@@ -69,7 +69,7 @@ class Model:
         tokens = AdapterRows.of(np.array(case.slots, dtype=np.int64), CPU)
 
         def forward() -> None:
-            with self.table.running(tokens=tokens):
+            with running(self.table, tokens=tokens):
                 y = self.layers(residual.clone(), batch, self.caches)
             self.head(y[batch.logit_rows])
 
