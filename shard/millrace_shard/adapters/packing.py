@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F  # noqa: N812
-from torch import Tensor
 
 from millrace_shard.adapters.canonical_file import CanonicalModule
-from millrace_shard.adapters.pages import SLICE, num_pages, num_slices
+from millrace_shard.adapters.pages import num_pages, num_slices
 from millrace_shard.errors import AdapterInvalid
 from millrace_shard.kernels.lora.adapter_table import AdapterTable
 from millrace_shard.kernels.lora.lora_site import LoraPart, Packing
-from millrace_shard.kernels.lora.packed_adapter import PackedPart
+from millrace_shard.kernels.lora.packed_adapter import PackedPart, pack_part
 
 Modules = Mapping[str, CanonicalModule]
 
@@ -58,26 +56,14 @@ class AdapterPacker:
         return part
 
     def _pack(self, part: LoraPart, module: CanonicalModule) -> PackedPart:
-        a = module.a[:, slice(*part.input_range)].to(self._dtype)
-        b = module.b[slice(*part.output_range)].to(self._dtype)
         bias = None
         if module.bias is not None and part.adds_bias:
             bias = module.bias[slice(*part.output_range)]
-        padding = -module.rank % SLICE
-        if self._packing[self._places[part.name]] == "tiles":
-            a = torch.ops.millrace.pack_lora_a(a.contiguous())
-            b = torch.ops.millrace.pack_lora_b(b.contiguous())
-            bias = None if bias is None else F.pad(bias, (0, -len(bias) % SLICE))
-        else:
-            a, b = F.pad(a, (0, 0, 0, padding)), F.pad(b, (0, padding))
-        return PackedPart(
-            a=self._own(a),
-            b=self._own(b),
-            factors=self._own(F.pad(module.scales, (0, padding))),
-            bias=None if bias is None else self._own(bias),
-            num_slices=num_slices(module.rank),
+        return pack_part(
+            module.a[:, slice(*part.input_range)].to(self._dtype),
+            module.b[slice(*part.output_range)].to(self._dtype),
+            module.scales,
+            bias,
+            self._packing[self._places[part.name]],
+            self._table.device,
         )
-
-    def _own(self, values: Tensor) -> Tensor:
-        """A copy on the device, so that the memory of the file can be freed."""
-        return values.to(self._table.device, copy=True).contiguous()

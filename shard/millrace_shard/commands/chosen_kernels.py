@@ -28,6 +28,7 @@ def chosen_kernels(config: ShardConfig, device: torch.device, dtype: torch.dtype
         deterministic=is_deterministic(config, device),
         shapes=_layer_shapes(config),
         custom=not config.disable_custom_kernels,
+        adapters=config.enable_lora,
     )
     if config.quantize is None:
         return kernels

@@ -188,8 +188,8 @@ def _halves_of_a_layer(kernels: Kernels, random: Random, *, head_dim: int) -> li
     small = LayerShape.small(head_dim)
     batch, cache = _batch(kernels, random), filled_cache(kernels, random, small, CONTEXT)
     for optional in (False, True):
-        attention = kernels.attention(_attention_weights(random, head_dim, optional=optional))
-        mlp = kernels.mlp(_mlp_weights(random, optional=optional))
+        attention = kernels.attention(attention_weights(random, head_dim, optional=optional))
+        mlp = kernels.mlp(mlp_weights(random, optional=optional))
         residual = random(rows, HIDDEN)
         outputs.append(
             attention(random(rows, HIDDEN) if optional else None, residual, batch, cache)
@@ -201,7 +201,8 @@ def _halves_of_a_layer(kernels: Kernels, random: Random, *, head_dim: int) -> li
     return outputs
 
 
-def _attention_weights(random: Random, head_dim: int, *, optional: bool) -> AttentionWeights:
+def attention_weights(random: Random, head_dim: int, *, optional: bool) -> AttentionWeights:
+    """Random weights, with biases, norms of heads and a window if `optional`."""
     return AttentionWeights(
         norm=1 + random(HIDDEN) / 8,
         eps=EPS,
@@ -217,7 +218,8 @@ def _attention_weights(random: Random, head_dim: int, *, optional: bool) -> Atte
     )
 
 
-def _mlp_weights(random: Random, *, optional: bool) -> MlpWeights:
+def mlp_weights(random: Random, *, optional: bool) -> MlpWeights:
+    """Random weights, with biases if `optional`."""
     return MlpWeights(
         norm=1 + random(HIDDEN) / 8,
         eps=EPS,

@@ -16,6 +16,7 @@ from millrace_shard.kernels.cpu.operators import DTYPES, HEAD_DIM_STEP, CpuKerne
 from millrace_shard.kernels.cuda.served_agreement import differing_bits, served_difference
 from millrace_shard.kernels.cuda.triton_cache import use_triton_cache
 from millrace_shard.kernels.layer_shape import LayerShape
+from millrace_shard.kernels.lora.lora_agreement import adapter_difference
 from millrace_shard.kernels.plain import PlainKernels
 
 FLASH_PACKAGE = "flash_attn_interface"
@@ -34,13 +35,14 @@ def choose_kernels(
     deterministic: bool,
     shapes: Sequence[LayerShape],
     custom: bool = True,
+    adapters: bool = False,
 ) -> Kernels:
     """Compiled kernels, if they build, fit and agree with plain torch on this machine; plain torch if not `custom`.
 
     Where they cannot be used, plain torch runs on CPU, with a warning, and UnsupportedModel is raised on CUDA: there a
     server on plain torch is several times slower and has no CUDA graphs, which the operator has to choose. The first
     call on a machine compiles, which takes up to a minute. Out-of-memory errors are raised, since they do not mean that
-    the kernels are wrong.
+    the kernels are wrong. With `adapters`, kernels must apply LoRA adapters as plain torch does, too.
     """
     if device.type == "cuda":
         _sum_in_float32()
@@ -49,7 +51,9 @@ def choose_kernels(
     if not custom or candidate is None:
         return plain
     try:
-        return candidate(device, dtype, shapes, deterministic=deterministic)
+        kernels = candidate(device, dtype, shapes, deterministic=deterministic)
+        if adapters:
+            _check_adapters(kernels, device, dtype, shapes)
     except _UnfitError as reason:
         if device.type == "cuda":
             raise UnsupportedModel(
@@ -58,6 +62,7 @@ def choose_kernels(
             ) from reason
         logger.warning("running on plain torch, slower than compiled kernels: %s", reason)
         return plain
+    return kernels
 
 
 def _sum_in_float32() -> None:
@@ -153,6 +158,26 @@ def _check_small_shape(
     difference = largest_difference(kernels, oracle, dtype=dtype, shape=shape, device=device)
     if difference > TOLERANCE[dtype]:
         raise _UnfitError(f"they differ by {difference:.2g} here with head_dim {head_dim}")
+
+
+def _check_adapters(
+    kernels: Kernels, device: torch.device, dtype: torch.dtype, shapes: Sequence[LayerShape]
+) -> None:
+    """Raise _UnfitError if `kernels` apply adapters otherwise than plain torch, or change rows without one."""
+    oracle = PlainKernels(deterministic=False)
+    for size in {shape.head_dim for shape in shapes}:
+        try:
+            difference = adapter_difference(
+                kernels, oracle, dtype=dtype, head_dim=size, device=device
+            )
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            raise _UnfitError(f"they fail with adapters: {error}") from error
+        if difference > TOLERANCE[dtype]:
+            if device.type == "cpu":
+                disable_operators()
+            raise _UnfitError(f"with adapters they differ by {difference:.2g} here")
 
 
 def _check_served_shapes(

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+
+from millrace_shard.kernels.lora.lora_site import Packing
+
+SLICE = 16
+"""Ranks of a slice, and the multiple to which the outputs of a bias are rounded up with tiles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -21,6 +28,38 @@ class PackedPart:
     bias: Tensor | None
     """[outputs of this rank] float32, with tiles rounded up to a multiple of 16; None if this rank adds none."""
     num_slices: int
+
+
+def pack_part(
+    a: Tensor,
+    b: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    packing: Packing,
+    device: torch.device,
+) -> PackedPart:
+    """Pack one module: `a` [r, in] and `b` [out, r] in the model's dtype, `scales` [r] and `bias` [out] float32.
+
+    The result has memory of its own on `device`.
+    """
+    rank, padding = len(scales), -len(scales) % SLICE
+    if packing == "tiles":
+        a = torch.ops.millrace.pack_lora_a(a.contiguous())
+        b = torch.ops.millrace.pack_lora_b(b.contiguous())
+        bias = None if bias is None else F.pad(bias, (0, -len(bias) % SLICE))
+    else:
+        a, b = F.pad(a, (0, 0, 0, padding)), F.pad(b, (0, padding))
+
+    def own(values: Tensor) -> Tensor:
+        return values.to(device, copy=True).contiguous()
+
+    return PackedPart(
+        a=own(a),
+        b=own(b),
+        factors=own(F.pad(scales, (0, padding))),
+        bias=None if bias is None else own(bias),
+        num_slices=-(-rank // SLICE),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
