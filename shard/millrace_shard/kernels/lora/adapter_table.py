@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from millrace_shard.arrays import Ints
+from millrace_shard.device.transfers import upload
 from millrace_shard.kernels.lora.adapter_rows import AdapterRows
 from millrace_shard.kernels.lora.lora_site import LoraPart, LoraSite
 from millrace_shard.kernels.lora.packed_adapter import PackedAdapter, PackedPart
@@ -78,13 +79,13 @@ class AdapterTable:
         """Put `adapter` into `slot`, in place of another one."""
         assert 1 <= slot <= self.max_adapters, "the slot is checked before"
         self._adapters[slot] = adapter
-        row = torch.zeros(len(self.parts), ENTRY, dtype=torch.int64)
+        row = np.zeros((len(self.parts), ENTRY), dtype=np.int64)
         for site in self.sites:
             for index in range(site.first, site.first + len(site.parts)):
                 part = adapter.parts.get(index)
                 if part is not None and site.packing == "tiles":
-                    row[index] = torch.tensor(_entry(part), dtype=torch.int64)
-        self.lora_table[slot] = row.to(self.device)
+                    row[index] = _entry(part)
+        self.lora_table[slot] = upload(row, self.device)
         self._changed(slot)
 
     def remove(self, slot: int) -> None:
