@@ -69,8 +69,12 @@ def download_on_side_stream(values: Tensor) -> NDArray[Any]:
     if values.device.type == "cpu":
         return values.numpy()
     stream = torch.cuda.Stream(values.device)  # type: ignore[no-untyped-call]
+    done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
-        return values.cpu().numpy()
+        host = start_download(values)
+        done.record()
+    done.synchronize()
+    return host.numpy()
 
 
 def is_synchronous(device: torch.device) -> bool:

@@ -18,7 +18,7 @@ from millrace_shard.batch.sequence import Sequence
 from millrace_shard.batch.step import BatchChange, Forward
 from millrace_shard.batch.step_layout import StepLayout
 from millrace_shard.batch.step_tokens import StepTokens, expected
-from millrace_shard.device.stopwatch import Stopwatch
+from millrace_shard.device.stopwatch import DeviceProgress, Stopwatch
 from millrace_shard.kernels.base import Kernels, LayerCache
 from millrace_shard.model_runner.decode_graphs import DecodeGraphs
 from millrace_shard.model_runner.launched_step import LaunchedStep
@@ -76,6 +76,9 @@ class StepRunner:
         self._step_masks = StepMasks(features.grammars)
         self._proposer = features.proposer
         self._planner = StepPlanner(batch, features.proposer)
+        self._progress = DeviceProgress()
+        self.times_device = False
+        """Whether steps are timed on the device rather than by the host's clock; see Stopwatch."""
         self.batch = batch
 
     def clear(self) -> None:
@@ -99,7 +102,7 @@ class StepRunner:
 
         Raises StepInvalid, or any error of the device; the sequences have not advanced then.
         """
-        watch = Stopwatch(self.batch.device)
+        watch = Stopwatch(self.batch.device, self._progress, by_device=self.times_device)
         if step.change:
             self._change(step.change)
         if step.change.admitted:
