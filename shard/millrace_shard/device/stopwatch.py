@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol, Self
 
 import torch
 
@@ -24,7 +24,7 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """Wait until the device reaches the point, without the interpreter lock."""
 
-    def elapsed_time(self, end_event: Any) -> float:
+    def elapsed_time(self, end_event: Self) -> float:
         """Milliseconds on the device from this point to that of another event; both must have been reached."""
 
 

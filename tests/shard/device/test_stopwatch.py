@@ -34,8 +34,7 @@ class FakeEvent:
         self.waits += 1
         self.clock.now_ns = max(self.clock.now_ns, int(self.milliseconds * 1e6))
 
-    def elapsed_time(self, end_event: Event) -> float:
-        assert isinstance(end_event, FakeEvent)
+    def elapsed_time(self, end_event: FakeEvent) -> float:
         assert self.has_time
         assert end_event.has_time
         return end_event.milliseconds - self.milliseconds
