@@ -133,18 +133,18 @@ class Stepper:
         self.batch = Batch(limits, self.device)
         own = len(model.geometry.layers)
         self.cache, self.draft_cache = self.cache[:own], self.cache[own:]
-        if pieces is not None:
-            single = ProcessGroup.single()
-            with torch.inference_mode():
-                model = with_pieces(model, kernels, self.cache, self.batch, pieces, single)
-        proposer = None
-        if speculation is not None:
-            proposer = speculation.proposer(model, kernels, self.draft_cache, self.batch, dtype)
+        single = ProcessGroup.single()
         self.graphs: DecodeGraphs | None = None
         with torch.inference_mode():
             if graphs is not None:
                 self.graphs = DecodeGraphs(model, kernels, self.cache, self.batch)
-                self.graphs.capture(graphs, ProcessGroup.single())
+                self.graphs.capture(graphs, single)
+            if pieces is not None:
+                model = with_pieces(model, kernels, self.cache, self.batch, pieces, single)
+        proposer = None
+        if speculation is not None:
+            proposer = speculation.proposer(model, kernels, self.draft_cache, self.batch, dtype)
+        with torch.inference_mode():
             self.runner = StepRunner(
                 model,
                 kernels,
