@@ -20,9 +20,9 @@ SHARE = {"on": 0.6, "off": 0.8}
 """The share of the time that is left, by mode; servers need the rest to end."""
 STOP_SECONDS = 10.0
 SERVER_FLAGS = (
-    "--max-total-tokens=64",
-    "--max-input-tokens=40",
-    "--max-batch-prefill-tokens=64",
+    "--max-total-tokens=48",
+    "--max-input-tokens=32",
+    "--max-batch-prefill-tokens=48",
     "--max-batch-total-tokens=1024",
 )
 """Prompts and answers of a few blocks, since the interpreter takes long for each token."""

@@ -144,7 +144,7 @@ SCALES = {
     ),
     "tiny": Scale(
         model=TINY,
-        small=TINY,
+        small=ONE_LAYER,
         batches=(1, 2, 4),
         context=24,
         small_batch=2,
@@ -167,7 +167,7 @@ SCALES = {
         contexts=(70,),
         random_steps=60,
         verified=ONE_LAYER,
-        verify_flags=("--cases=batched", "--requests=6", "--max-new-tokens=16"),
+        verify_flags=("--cases=batched", "--requests=5", "--max-new-tokens=16"),
         tests=("tests/shard/kernels/cuda/test_cuda_decoder.py",),
     ),
 }
