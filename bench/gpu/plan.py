@@ -43,7 +43,7 @@ STAGES = (
         25,
         8,
     ),
-    Stage("bench.gpu.checks.agreement", "Do the kernels agree with plain torch?", 30, 15),
+    Stage("bench.gpu.checks.agreement", "Do the kernels agree with plain torch?", 30, 25),
     Stage(
         "bench.gpu.checks.bits",
         "Has a row the same bits alone, in company, in a prompt and in a chunk?",
@@ -60,29 +60,29 @@ STAGES = (
         "bench.gpu.checks.verify",
         "Does `millrace-verify` hold, deterministic mode on and off?",
         60,
-        250,
+        200,
     ),
-    Stage("bench.gpu.checks.steps", "Do random steps yield the tokens of a shard on CPU?", 25, 15),
+    Stage("bench.gpu.checks.steps", "Do random steps yield the tokens of a shard on CPU?", 25, 25),
     Stage(
-        "bench.gpu.checks.sanitizer", "Does compute-sanitizer find a bad access or a race?", 35, 12
+        "bench.gpu.checks.sanitizer", "Does compute-sanitizer find a bad access or a race?", 35, 20
     ),
     Stage(
         "bench.gpu.speed.decode",
         "How close to the memory's rate is a decode, and where does a step go?",
         75,
-        50,
+        60,
     ),
-    Stage("bench.gpu.speed.prefill", "How close to the matrix rate is a prefill?", 20, 12),
+    Stage("bench.gpu.speed.prefill", "How close to the matrix rate is a prefill?", 20, 30),
     Stage("bench.gpu.speed.small", "What does a step cost in which the CPU's work shows?", 20, 10),
     Stage(
-        "bench.gpu.speed.server", "What does serving over HTTP leave of the engine's rate?", 75, 50
+        "bench.gpu.speed.server", "What does serving over HTTP leave of the engine's rate?", 75, 60
     ),
     Stage(
-        "bench.gpu.speed.transformers", "How fast is `transformers`' continuous batching?", 50, 10
+        "bench.gpu.speed.transformers", "How fast is `transformers`' continuous batching?", 50, 15
     ),
-    Stage("bench.gpu.checks.memory", "Does a full cache with every part of sampling fit?", 40, 25),
-    Stage("bench.gpu.checks.faults", "Are planted faults told apart and survived?", 20, 8),
-    Stage("bench.gpu.checks.tests", "Do the tests that need a device pass?", 15, 30),
+    Stage("bench.gpu.checks.memory", "Does a full cache with every part of sampling fit?", 40, 35),
+    Stage("bench.gpu.checks.faults", "Are planted faults told apart and survived?", 20, 10),
+    Stage("bench.gpu.checks.tests", "Do the tests that need a device pass?", 15, 25),
 )
 """In the order of the checks for a first run on a device. The tests are last, since they take what time is left."""
 

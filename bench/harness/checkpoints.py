@@ -160,8 +160,9 @@ def build_tokenizer(vocab_size: int) -> Tokenizer:
     """A byte-level BPE tokenizer of exactly `vocab_size` tokens.
 
     After the end token and the 256 bytes, each token is a space and one to four lower-case letters,
-    merged letter by letter, so that a word of up to three letters is one token. ValueError when the
-    size leaves no room for every word of three letters.
+    merged letter by letter, short words first. A word of up to two letters is one token, and from
+    18 535 tokens on also each word of three. ValueError when the size leaves no room for every word
+    of two letters.
     """
     vocab: dict[str, int] = {END_TOKEN: 0}
     for byte in sorted(pre_tokenizers.ByteLevel.alphabet()):
@@ -172,7 +173,7 @@ def build_tokenizer(vocab_size: int) -> Tokenizer:
             break
         merges.append((stem, letter))
         vocab[stem + letter] = len(vocab)
-    if len(vocab) < vocab_size or "Ġzzz" not in vocab:
+    if len(vocab) < vocab_size or "Ġzz" not in vocab:
         raise ValueError(f"no such tokenizer of {vocab_size} tokens")
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu.engine.compare import largest_distance, other_tokens
-from bench.gpu.engine.kernels import RefusingCapture, graphs_for
+from bench.gpu.engine.kernels import RefusingCapture, few_pieces, graphs_for
 from bench.gpu.engine.opened import Opened, opened
 from bench.gpu.engine.session import Session, start
 from bench.gpu.figures import Figure, check
@@ -62,13 +62,14 @@ class WaitingModel:
 def run(setting: Setting, emit: Emit) -> None:
     """Replays first, since a capture that fails may leave this process without captures."""
     scale = setting.scale
-    for mode in ("on", "off"):
-        emit(replayed(setting, "small model", scale.small, mode))
-    for mode in ("off", "on"):
-        if setting.is_cuda and setting.has_time_for(SECONDS):
-            emit(replayed(setting, "model", scale.model, mode))
-    with opened(scale.small, scale, setting.device, setting.flags) as model:
-        emit(survived(model, setting))
+    with few_pieces(setting.device):
+        for mode in ("on", "off"):
+            emit(replayed(setting, "small model", scale.small, mode))
+        for mode in ("off", "on"):
+            if setting.is_cuda and setting.has_time_for(SECONDS):
+                emit(replayed(setting, "model", scale.model, mode))
+        with opened(scale.small, scale, setting.device, setting.flags) as model:
+            emit(survived(model, setting))
 
 
 def replayed(setting: Setting, name: str, shape: Shape, mode: str) -> Figure:

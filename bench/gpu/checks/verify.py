@@ -20,12 +20,12 @@ SHARE = {"on": 0.6, "off": 0.8}
 """The share of the time that is left, by mode; servers need the rest to end."""
 STOP_SECONDS = 10.0
 SERVER_FLAGS = (
-    "--max-total-tokens=512",
-    "--max-input-tokens=256",
-    "--max-batch-prefill-tokens=256",
-    "--max-batch-total-tokens=4096",
+    "--max-total-tokens=48",
+    "--max-input-tokens=32",
+    "--max-batch-prefill-tokens=48",
+    "--max-batch-total-tokens=1024",
 )
-"""A prompt of a warm-up takes long in the interpreter."""
+"""Prompts and answers of a few blocks, since the interpreter takes long for each token."""
 
 
 def run(setting: Setting, emit: Emit) -> None:

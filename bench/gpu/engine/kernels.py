@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -13,10 +14,13 @@ from millrace_shard.config import ShardConfig
 from millrace_shard.kernels.base import Kernels
 from millrace_shard.kernels.choose import choose_kernels
 from millrace_shard.kernels.layer_shape import LayerShape
+from millrace_shard.model_runner import piecewise_layers
 from millrace_shard.model_runner.graph_capture import Captured, CaptureError
 from millrace_shard.model_runner.graph_settings import GraphSettings
 
 CUDA = torch.device("cuda")
+INTERPRETED_TOKEN_COUNTS = (64,)
+"""The largest pieces of layers take minutes in the interpreter."""
 
 
 def kernels_for(
@@ -48,6 +52,18 @@ def graphs_for(config: ShardConfig, device: torch.device) -> GraphSettings | Non
     if device.type == "cuda":
         return graph_settings(config, device)
     return GraphSettings(config.cuda_graphs, RepeatingCapture)
+
+
+@contextmanager
+def few_pieces(device: torch.device) -> Iterator[None]:
+    """On CPU, layers have pieces of INTERPRETED_TOKEN_COUNTS alone for the length of the block."""
+    before = piecewise_layers.TOKEN_COUNTS
+    if device.type == "cpu":
+        vars(piecewise_layers)["TOKEN_COUNTS"] = INTERPRETED_TOKEN_COUNTS
+    try:
+        yield
+    finally:
+        vars(piecewise_layers)["TOKEN_COUNTS"] = before
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,6 +104,7 @@ class Session:
 
     def __init__(self, runner: StepRunner, device: torch.device, max_prefill_tokens: int) -> None:
         self._runner = runner
+        runner.times_device = True
         self._device = device
         self._max_prefill_tokens = max_prefill_tokens
         self._random = np.random.default_rng(SEED)

@@ -5,6 +5,7 @@ It writes a line after the first sum, and ends with 0 after a CollectiveError.
 
 from __future__ import annotations
 
+import os
 import sys
 from datetime import timedelta
 
@@ -37,4 +38,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    # gloo's threads of a broken group may abort the process while the interpreter shuts down.
+    os._exit(status)

@@ -7,6 +7,7 @@ can lay out a step before it has read the tokens of the previous step.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence as Many
 
 import numpy as np
 import torch
@@ -24,10 +25,12 @@ from millrace_shard.batch.slots import Slots
 from millrace_shard.batch.step import BatchChange, Forward
 from millrace_shard.batch.step_layout import StepLayout, spread
 from millrace_shard.batch.token_table import TokenTable
+from millrace_shard.device import transfers
 from millrace_shard.device.transfers import upload, upload_columns
 from millrace_shard.errors import StepInvalid
 from millrace_shard.kernels.lora.adapter_table import AdapterTable
 from millrace_shard.kernels.ragged import RaggedBatch
+from millrace_shard.sampling.slot_parameters import DeviceRows, SlotParameters
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +53,8 @@ class Batch:
         self.sequences = SequenceTable(limits, self.slots, self.blocks)
         self.adapters = SequenceAdapters(size, adapters, device)
         self.failed = FailedSequences(size, device)
+        self.parameters = SlotParameters(size, device)
+        """Sampling parameters on the device, where it computes while the host goes on."""
         self._rows = torch.arange(size + 1, device=device)
         self._starts = self._rows.to(torch.int32)
         self.pending_scores = PendingScores(size, device)
@@ -78,6 +83,7 @@ class Batch:
                 self._admit(sequence)
             else:
                 logger.error("a sequence is invalid and fails: %s", fault)
+        self._upload_parameters(change.admitted)
         return self._grow(change.grown_slots, change.grown_blocks)
 
     def drop(self, slots: Ints) -> None:
@@ -120,6 +126,12 @@ class Batch:
             num_candidates = min(sequence.prefill_top_n_tokens, self.limits.vocab_size)
             self.pending_scores.admit(slot, num_candidates)
 
+    def _upload_parameters(self, admitted: tuple[Sequence, ...]) -> None:
+        valid = [each.slot for each in admitted if self.slots.is_valid(each.slot)]
+        if valid and not transfers.is_synchronous(self.device):
+            slots = np.array(valid)
+            self.parameters.admit(slots, self.sequences.parameters(slots))
+
     def _grow(self, slots: Ints, blocks: Ints) -> Ints:
         if len(slots) != len(blocks):
             raise StepInvalid(f"{len(slots)} slots are to grow by {len(blocks)} blocks")
@@ -143,17 +155,33 @@ class Batch:
 
         The model returns the logits of `logit_rows` [L] among these tokens.
         """
+        return self.ragged_with(slots, starts, counts, logit_rows, ())[0]
+
+    def ragged_with(
+        self, slots: Ints, starts: Ints, counts: Ints, logit_rows: Ints, others: Many[Ints]
+    ) -> tuple[RaggedBatch, tuple[Tensor, ...]]:
+        """As `ragged`, and `others` on the device by the same copy."""
         token_rows, positions = spread(starts, counts)
         token_slots = slots[token_rows]
         context = starts + counts
         cache_rows = self.blocks.cache_rows(token_slots, positions)
         bounds = np.concatenate([[0], counts.cumsum(), context])
-        columns = [positions, cache_rows, slots, logit_rows, bounds]
-        token_positions, rows, slot, device_logit_rows, bound = upload_columns(columns, self.device)
+        is_synchronous = transfers.is_synchronous(self.device)
+        # The host reads ids itself where it can.
+        read = no_ints() if is_synchronous else token_slots
+        changes = self.blocks.take_changes()
+        columns = [positions, cache_rows, slots, logit_rows, bounds, read, changes, *others]
+        uploaded = upload_columns(columns, self.device)
+        token_positions, rows, slot, device_logit_rows, bound, token_slot, change = uploaded[:7]
+        self.blocks.change(change)
         narrow = bound.to(torch.int32)
         width = -(-int(context.max()) // self.limits.block_size)
-        return RaggedBatch(
-            ids=self.token_table.read(token_slots, positions),
+        if is_synchronous:
+            ids = self.token_table.read(token_slots, positions)
+        else:
+            ids = self.token_table.take(token_slot, token_positions)
+        ragged = RaggedBatch(
+            ids=ids,
             positions=token_positions,
             cache_rows=rows,
             query_starts=narrow[: len(slots) + 1],
@@ -164,6 +192,7 @@ class Batch:
             num_context=tuple(context.tolist()),
             adapters=self.adapters.rows(slots, counts, logit_rows),
         )
+        return ragged, uploaded[7:]
 
     def ragged_decodes(self, slots: Ints, starts: Ints) -> RaggedBatch:
         """As `ragged`, for rows of one token each, with the logits of every row."""
@@ -185,14 +214,20 @@ class Batch:
             adapters=self.adapters.rows(slots, None, None),
         )
 
-    def put(self, layout: StepLayout, ids: Tensor, failed: Tensor) -> Tensor:
+    def put(
+        self, layout: StepLayout, ids: Tensor, failed: Tensor, rows: DeviceRows | None = None
+    ) -> Tensor:
         """Write the sampled `ids` [R] to the token table, where the next step reads them.
 
         Ids after a rejected draft token lie past the end of their sequence. `failed` [R] bool is stored by sequence;
-        the result also has the samples of sequences that failed earlier.
+        the result also has the samples of sequences that failed earlier. `rows` are the sampled rows, if they are on
+        the device already.
         """
-        self.token_table.write(layout.sampled, layout.sampling.positions, ids)
-        return self.failed.with_earlier(layout, failed)
+        if rows is None:
+            self.token_table.write(layout.sampled, layout.sampling.positions, ids)
+            return self.failed.with_earlier(layout, failed)
+        self.token_table.put(rows.slots, rows.positions, ids)
+        return self.failed.with_earlier(layout, failed, rows.slots)
 
     def to_device(self, values: Ints) -> Tensor:
         """A copy of a host column on the device, int64."""

@@ -5,11 +5,15 @@ from __future__ import annotations
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from millrace_shard.arrays import Ints
 from millrace_shard.batch.batch_limits import BatchLimits
+from millrace_shard.device import transfers
 from millrace_shard.device.transfers import upload
 from millrace_shard.errors import StepInvalid
+
+_NO_CHANGES: Ints = np.empty((3, 0), dtype=np.int64)
 
 
 class BlockTables:
@@ -21,12 +25,32 @@ class BlockTables:
         self._counts = np.zeros(size, dtype=np.int64)
         self._blocks = np.zeros((size, width), dtype=np.int32)
         self._num_owners = np.zeros(limits.num_blocks, dtype=np.int32)
-        self.tables = torch.zeros(size + 1, width, dtype=torch.int32, device=device)
-        """[slots + 1, width] on the device; the last row has the padding block only."""
-        self.tables[size, 0] = limits.padding_block
+        self._changes = _NO_CHANGES
+        """[3, n], slot, column and block of the entries that the device lacks."""
+        self._tables = torch.zeros(size + 1, width, dtype=torch.int32, device=device)
+        self._tables[size, 0] = limits.padding_block
+
+    @property
+    def tables(self) -> Tensor:
+        """[slots + 1, width] int32 on the device, up to date; the last row has the padding block only."""
+        if self._changes.size:
+            self.change(upload(self.take_changes(), self._tables.device))
+        return self._tables
+
+    def take_changes(self) -> Ints:
+        """[3 * n], the entries that the device lacks. The caller passes them to `change`."""
+        changes, self._changes = self._changes, _NO_CHANGES
+        return changes.ravel()
+
+    def change(self, changes: Tensor) -> None:
+        """Write `changes` [3 * n] int64, a copy on the device of what `take_changes` returned."""
+        if len(changes):
+            slots, columns, blocks = changes.view(3, -1)
+            self._tables[slots, columns] = blocks.to(torch.int32)
 
     def clear(self) -> None:
         """Take back all blocks."""
+        self._changes = _NO_CHANGES
         self._counts[:] = 0
         self._num_owners[:] = 0
 
@@ -61,6 +85,8 @@ class BlockTables:
     def grow(self, slots: Ints, blocks: Ints, num_cached: Ints) -> Ints:
         """Append `blocks[i]` to the table of `slots[i]`, whose first `num_cached[i]` positions have KV already.
 
+        Only the host's tables change, so that the changes can go to the device with other columns.
+
         Returns the blocks that their sequence will write to. Raises StepInvalid if such a block has another owner.
         """
         if not len(slots):
@@ -78,8 +104,11 @@ class BlockTables:
         self._num_owners[distinct] = num_owners
         self._blocks[slots, columns] = blocks
         np.add.at(self._counts, slots, 1)
-        index = upload(np.stack([slots, columns, blocks]), self.tables.device)
-        self.tables[index[0], index[1]] = index[2].to(torch.int32)
+        # The order of writes to one entry is undefined, so changes of an earlier step are written first.
+        device = self.tables.device
+        self._changes = np.stack([slots, columns, blocks])
+        if transfers.is_synchronous(device):
+            self.change(upload(self.take_changes(), device))
         return blocks[private]
 
 

@@ -16,7 +16,8 @@ class FailedSequences:
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._device = device
-        self._flags = torch.zeros(size, dtype=torch.bool, device=device)
+        self._flags = torch.zeros(size + 1, dtype=torch.bool, device=device)
+        """[slots + 1]; the last one is for padding."""
         self._may_have_some = False
 
     def clear(self) -> None:
@@ -31,16 +32,26 @@ class FailedSequences:
         """Set the flags of those of `slots` [n] that have `failed` [n] bool."""
         self._add(upload(slots, self._device), failed)
 
-    def with_earlier(self, layout: StepLayout, failed: Tensor) -> Tensor:
-        """Set the flags of samples that have `failed` [R] bool; the result has earlier failures too."""
+    def with_earlier(
+        self, layout: StepLayout, failed: Tensor, slots: Tensor | None = None
+    ) -> Tensor:
+        """Set the flags of samples that have `failed` [R] bool; the result has earlier failures too.
+
+        `slots` [R] are those of the samples, if they are on the device already.
+        """
         if transfers.is_synchronous(self._device) and not (
             self._may_have_some or failed.numpy().any()
         ):
             return failed
-        slots = upload(layout.sampled, self._device)
+        if slots is None:
+            slots = upload(layout.sampled, self._device)
         if len(layout.sampled) > len(layout.yields):
             self._add(slots, failed)
             return self._flags[slots]
+        return self.merge(slots, failed)
+
+    def merge(self, slots: Tensor, failed: Tensor) -> Tensor:
+        """As `with_earlier`, for one sample of each of `slots` [R] on the device."""
         self._may_have_some = True
         failed = self._flags[slots].logical_or_(failed)
         self._flags[slots] = failed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from millrace_shard.arrays import Flags, Ints
 from millrace_shard.batch.batch_limits import BatchLimits
@@ -40,6 +41,10 @@ class SequenceTable:
         self._num_computed[slot] = self._num_cached[slot] = sequence.cached_tokens
         self._prompt_logprobs[slot] = sequence.prefill_logprobs
         self._parameters[slot] = sequence.columns()
+
+    def parameters(self, slots: Ints) -> NDArray[np.void]:
+        """[n] of PARAMETERS, of `slots` [n]."""
+        return self._parameters[slots]
 
     def forget_last_step(self) -> None:
         """A sequence has left, so that no step may repeat the last one."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from millrace_shard.arrays import Flags, Floats, Ints, no_ints
 from millrace_shard.batch.step_layout import StepLayout
 from millrace_shard.device.stopwatch import Stopwatch
-from millrace_shard.device.transfers import start_downloads, upload
+from millrace_shard.device.transfers import start_download_of_words, start_downloads, upload
 from millrace_shard.sampling.sampler import Sampled
 
 ForcedTokens = Mapping[int, tuple[int, ...]]
@@ -69,6 +69,9 @@ class StepTokens:
         """The reason for each slot whose grammar no token can follow."""
         self._watch = watch
         self._has_drafts = expected is not None
+        if sampled.words is not None and expected is None:
+            self._columns = start_download_of_words(sampled.words)
+            return
         columns = [sampled.ids, sampled.logprobs, sampled.failed]
         if expected is not None:
             columns.append(expected)

@@ -41,8 +41,15 @@ class TokenTable:
         """The ids at `positions` [n] of `slots` [n]: [n] int64 on the device."""
         if self._host is not None and transfers.is_synchronous(self._device):
             return torch.from_numpy(self._host[slots, positions].astype(np.int64))
-        slot, position = upload_columns([slots, positions], self._device)
-        return self.table[slot, position].long()
+        return self.take(*upload_columns([slots, positions], self._device))
+
+    def take(self, slots: Tensor, positions: Tensor) -> Tensor:
+        """As `read`, with columns on the device."""
+        return self.table[slots, positions].long()
+
+    def put(self, slots: Tensor, positions: Tensor, ids: Tensor) -> None:
+        """As `write`, with columns on the device."""
+        self.table[slots, positions] = ids.to(torch.int32)
 
     def write(self, slots: Ints, positions: Ints, ids: Tensor) -> None:
         """Write `ids` [n], a tensor on the device, to `positions` [n] of `slots` [n]."""
@@ -50,4 +57,4 @@ class TokenTable:
             self._host[slots, positions] = ids.numpy()
             return
         slot, position = upload_columns([slots, positions], self._device)
-        self.table[slot, position] = ids.to(torch.int32)
+        self.put(slot, position, ids)

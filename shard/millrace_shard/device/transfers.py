@@ -17,28 +17,42 @@ from torch import Tensor
 from millrace_shard.arrays import Ints
 
 
+def pinned(host: Tensor, device: torch.device) -> Tensor:
+    """A copy of `host` that `device` reads at any time; every copy to the device starts with one."""
+    return host if device.type == "cpu" else host.pin_memory()
+
+
 def upload(values: NDArray[Any], device: torch.device) -> Tensor:
     """`values` on the device, ready for work that is submitted later."""
     # A copy is needed, since numpy calls a field of one row contiguous whatever its stride is.
     host = torch.from_numpy(values.copy())
-    if device.type == "cpu":
+    if is_synchronous(device):
         return host
-    return host.pin_memory().to(device, non_blocking=True)
+    return pinned(host, device).to(device, non_blocking=True)
 
 
-def upload_columns(columns: list[Ints], device: torch.device) -> tuple[Tensor, ...]:
+def upload_columns(columns: Sequence[Ints], device: torch.device) -> tuple[Tensor, ...]:
     """Columns int64 of any lengths, by one copy; on CPU the tensors share the memory of `columns`."""
-    if device.type == "cpu":
+    if is_synchronous(device):
         return tuple(torch.from_numpy(column) for column in columns)
-    whole = upload(np.concatenate(columns), device)
-    return torch.split(whole, [len(column) for column in columns])
+    whole = pinned(torch.from_numpy(np.concatenate(columns)), device)
+    return _split(whole.to(device, non_blocking=True), columns)
 
 
 def upload_into(buffer: Tensor, values: NDArray[Any]) -> None:
     """Overwrite `buffer`, contiguous and of the shape and dtype of `values`, after the work submitted so far."""
-    host = torch.from_numpy(values)
-    pinned = host if buffer.device.type == "cpu" else host.pin_memory()
-    buffer.copy_(pinned, non_blocking=True)
+    buffer.copy_(pinned(torch.from_numpy(values), buffer.device), non_blocking=True)
+
+
+def upload_columns_into(buffer: Tensor, columns: Sequence[Ints]) -> tuple[Tensor, ...]:
+    """Overwrite the beginning of `buffer` [n] int64 with columns of any lengths, by one copy; the columns there."""
+    whole = np.concatenate(columns)
+    upload_into(buffer[: len(whole)], whole)
+    return _split(buffer[: len(whole)], columns)
+
+
+def _split(whole: Tensor, columns: Sequence[Ints]) -> tuple[Tensor, ...]:
+    return torch.split(whole, [len(column) for column in columns])
 
 
 def start_download(values: Tensor) -> Tensor:
@@ -54,14 +68,26 @@ def start_downloads(columns: Sequence[Tensor]) -> list[Tensor]:
 
     On CUDA, integers, which must fit, and flags become int32.
     """
-    if columns[0].device.type == "cpu":
+    if is_synchronous(columns[0].device):
         return list(columns)
-    words = [each.view(torch.int32) if each.is_floating_point() else each.int() for each in columns]
-    rows = start_download(torch.stack(words)).unbind()
+    rows = start_download(as_words(columns)).unbind()
     return [
         row.view(torch.float32) if column.is_floating_point() else row
         for row, column in zip(rows, columns, strict=True)
     ]
+
+
+def start_download_of_words(words: Tensor) -> list[Tensor]:
+    """As `start_downloads` of ids, log probabilities and flags, from `as_words`, which may be overwritten later."""
+    host = words.clone() if words.device.type == "cpu" else start_download(words)
+    ids, logprobs, flags = host.unbind()
+    return [ids, logprobs.view(torch.float32), flags]
+
+
+def as_words(columns: Sequence[Tensor]) -> Tensor:
+    """Columns [n] int64, float32 or bool as [columns, n] int32; integers must fit."""
+    words = [each.view(torch.int32) if each.is_floating_point() else each.int() for each in columns]
+    return torch.stack(words)
 
 
 def download_on_side_stream(values: Tensor) -> NDArray[Any]:
@@ -69,8 +95,12 @@ def download_on_side_stream(values: Tensor) -> NDArray[Any]:
     if values.device.type == "cpu":
         return values.numpy()
     stream = torch.cuda.Stream(values.device)  # type: ignore[no-untyped-call]
+    done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
-        return values.cpu().numpy()
+        host = start_download(values)
+        done.record()
+    done.synchronize()
+    return host.numpy()
 
 
 def is_synchronous(device: torch.device) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from millrace_shard.kernels.base import (
     AttentionWeights,
+    HeadNorms,
     Kernels,
     Layer,
     LayerCache,
@@ -134,23 +135,31 @@ class Random:
 
 
 def _attention(kernels: Kernels, random: Random, shape: LayerShape) -> list[Tensor]:
-    """Rotated queries, and every kind of attention."""
-    num_heads, num_kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    """Queries that are rotated, without and with norms of heads, and every kind of attention."""
+    head_dim, outputs = shape.head_dim, []
     cache = filled_cache(kernels, random, shape, CONTEXT)
     batch = _batch(kernels, random)
-    queries = kernels.rope_store(
-        random(sum(QUERIES), (num_heads + 2 * num_kv_heads) * head_dim),
-        rope_table(head_dim, max(CONTEXT)).to(random.device),
-        batch,
-        cache,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-    )
-    scale = head_dim**-0.5
-    return [queries] + [
-        kernels.attend(queries, batch, cache, scale=scale, window=window, softcap=softcap)
-        for window, softcap in shape.kinds
-    ]
+    width = (shape.num_heads + 2 * shape.num_kv_heads) * head_dim
+    rope = rope_table(head_dim, max(CONTEXT)).to(random.device)
+    query, key = (1 + random(head_dim) / 8 for _ in range(2))
+    for norms, kinds in ((None, shape.kinds), (HeadNorms(query, key, EPS), shape.kinds[:1])):
+        queries = kernels.rope_store(
+            random(sum(QUERIES), width),
+            rope,
+            batch,
+            cache,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            norms=norms,
+        )
+        outputs.append(queries)
+        outputs += [
+            kernels.attend(
+                queries, batch, cache, scale=head_dim**-0.5, window=window, softcap=softcap
+            )
+            for window, softcap in kinds
+        ]
+    return outputs
 
 
 def _batch(kernels: Kernels, random: Random) -> RaggedBatch:

@@ -1,7 +1,8 @@
 """Forward passes of decodes as graphs, one for each of a few batch sizes; a smaller batch is padded.
 
-The input of a graph is two columns, the slots and positions of its rows. The graph reads the ids and block tables of
-these slots itself, so that a step is one small copy and one launch. Padding rows have a slot and a block of their own.
+The input of a graph is a few columns, such as the slots and positions of its rows. The graph reads the ids and block
+tables of these slots itself, and a second graph chooses the tokens of most steps, so that a step is one small copy and
+two launches. Padding rows have a slot and a block of their own.
 """
 
 from __future__ import annotations
@@ -18,16 +19,30 @@ from torch import Tensor
 from millrace_shard.arrays import Ints, no_ints
 from millrace_shard.batch.batch import Batch
 from millrace_shard.device.process_group import ProcessGroup
-from millrace_shard.device.transfers import upload_into
+from millrace_shard.device.transfers import upload_columns, upload_columns_into, upload_into
 from millrace_shard.kernels.base import Kernels, LayerCache
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.model_runner.capture_run import Candidate, CaptureRun, check_equal
 from millrace_shard.model_runner.graph_capture import Capture, Captured
 from millrace_shard.model_runner.graph_settings import GraphSettings
+from millrace_shard.model_runner.token_graphs import NUM_INPUTS, Choice, TokenGraphs
 from millrace_shard.model_runner.trial_sequence import TrialSequence, trial_sequence
 from millrace_shard.models.interface import CausalModel
 
 KIND = "CUDA graphs of decodes"
+OTHERS_PER_ROW = 8
+"""Room for other columns of an upload. A new block takes four places: three of its table and one to clear it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeColumns:
+    """Rows of one token each."""
+
+    slots: Ints
+    starts: Ints
+    """The position that each row computes."""
+    uniforms: Ints
+    """See DeviceRows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +50,7 @@ class _Bucket:
     """The graph of one batch size."""
 
     inputs: Tensor
-    """[2, size] int64 on the device, slots and positions, which the graph reads."""
+    """[4, size] int64 on the device, which the graphs read; see TokenGraphs."""
     captured: Captured
 
 
@@ -54,6 +69,11 @@ class DecodeGraphs:
         self._starts = self._rows.to(torch.int32)
         self._sizes: list[int] = []
         self._buckets: list[_Bucket] = []
+        self._tokens = TokenGraphs(batch)
+        most = batch.limits.max_batch_size
+        num_places = most * (NUM_INPUTS + OTHERS_PER_ROW)
+        self._buffer = torch.zeros(num_places, dtype=torch.int64, device=device)
+        """The inputs of every size at its beginning, then columns that go up with them."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -73,33 +93,55 @@ class DecodeGraphs:
             buckets = run.capture(sizes, partial(self._candidate, trial))
         self._sizes = sorted(buckets)
         self._buckets = [buckets[size] for size in self._sizes]
+        works = {size: (each.inputs, each.captured.output) for size, each in buckets.items()}
+        self._tokens.capture(settings, group, works)
 
     def fits(self, num_rows: int) -> bool:
         """Whether there is a graph for `num_rows` rows."""
         return bool(self._sizes) and num_rows <= self._sizes[-1]
 
-    def logits(self, slots: Ints, positions: Ints) -> Tensor:
-        """Replay for the tokens at `positions` of `slots`, one for each row, which must fit: [rows, vocab] float32.
+    def upload(self, columns: DecodeColumns, others: Sequence[Ints]) -> tuple[Tensor, ...]:
+        """Copy the inputs of rows, which must fit, and `others`, by one copy if there is room.
+
+        Returns the four columns of the rows and `others` on the device, which are valid until the next call.
+        """
+        bucket = self._bucket(len(columns.slots))
+        size, num_rows = bucket.inputs.shape[1], len(columns.slots)
+        inputs = self._padded(columns, size).ravel()
+        if len(inputs) + sum(map(len, others)) <= len(self._buffer):
+            _, *uploaded = upload_columns_into(self._buffer, [inputs, *others])
+        else:
+            upload_columns_into(self._buffer, [inputs])
+            uploaded = list(upload_columns(others, self._batch.device))
+        return (*bucket.inputs[:, :num_rows], *uploaded)
+
+    def logits(self, num_rows: int) -> Tensor:
+        """Replay for the `num_rows` rows of the last upload: [rows, vocab] float32.
 
         The logits are valid until the next replay, and the caller may overwrite them.
         """
-        place = bisect_left(self._sizes, len(slots))
-        return self._replay(self._buckets[place], slots, positions)
+        return self._bucket(num_rows).captured.replay()[:num_rows]
 
-    def _replay(self, bucket: _Bucket, slots: Ints, positions: Ints) -> Tensor:
-        upload_into(bucket.inputs, self._padded(slots, positions, bucket.inputs.shape[1]))
-        return bucket.captured.replay()[: len(slots)]
+    def tokens(self, choice: Choice, num_rows: int) -> Tensor | None:
+        """Choose and store tokens from the logits of the last replay, see TokenGraphs; None if there is no graph."""
+        return self._tokens.replay(choice, self._bucket(num_rows).inputs.shape[1], num_rows)
 
-    def _padded(self, slots: Ints, positions: Ints, size: int) -> Ints:
-        inputs = np.empty((2, size), dtype=np.int64)
-        inputs[:, len(slots) :] = [[self._batch.padding_slot], [0]]
-        inputs[0, : len(slots)] = slots
-        inputs[1, : len(slots)] = positions
+    def _bucket(self, num_rows: int) -> _Bucket:
+        return self._buckets[bisect_left(self._sizes, num_rows)]
+
+    def _padded(self, columns: DecodeColumns, size: int) -> Ints:
+        num_rows = len(columns.slots)
+        inputs = np.empty((NUM_INPUTS, size), dtype=np.int64)
+        inputs[:, num_rows:] = [[self._batch.padding_slot], [0], [1], [0]]
+        inputs[0, :num_rows] = columns.slots
+        inputs[1, :num_rows] = columns.starts
+        inputs[2, :num_rows] = columns.starts + 1
+        inputs[3, :num_rows] = columns.uniforms
         return inputs
 
     def _candidate(self, trial: TrialSequence, capture: Capture, size: int) -> Candidate[_Bucket]:
-        padding = torch.from_numpy(self._padded(no_ints(), no_ints(), size))
-        inputs = padding.to(self._batch.device)
+        inputs = self._buffer[: NUM_INPUTS * size].view(NUM_INPUTS, size)
+        upload_into(inputs, self._padded(DecodeColumns(no_ints(), no_ints(), no_ints()), size))
         compute = partial(self._forward, inputs)
         return Candidate(
             warm_up=lambda: capture.warm_up(compute),
@@ -111,14 +153,16 @@ class DecodeGraphs:
         """Raise RuntimeError if a replay differs from the eager pass over other tables and contexts than captured."""
         slots, positions = trial.rows(bucket.inputs.shape[1])
         eager = self._model.forward(self._batch.ragged_decodes(slots, positions), self._cache)
-        replayed = self._replay(bucket, slots, positions)
+        columns = DecodeColumns(slots, positions, np.zeros_like(slots))
+        upload_into(bucket.inputs, self._padded(columns, len(slots)))
+        replayed = bucket.captured.replay()
         check_equal(replayed, eager, deterministic=self._kernels.deterministic)
 
     def _forward(self, inputs: Tensor) -> Tensor:
         """The recorded work: from the slots and positions of the rows to their logits."""
         batch, size = self._batch, inputs.shape[1]
         block_size = batch.limits.block_size
-        slots, positions = inputs
+        slots, positions, _, _ = inputs
         tables = batch.blocks.tables.index_select(0, slots)
         blocks = tables.gather(1, (positions // block_size).unsqueeze(1)).squeeze(1).long()
         ragged = RaggedBatch(

@@ -17,6 +17,10 @@ class CaptureError(RuntimeError):
 class Captured(Protocol):
     """Recorded work."""
 
+    @property
+    def output(self) -> Tensor:
+        """The output of every replay, which never moves."""
+
     def replay(self) -> Tensor:
         """Submit the work again; the next replay of any work of the same capture may overwrite the output."""
 
@@ -85,12 +89,12 @@ class CudaGraph:
 
     def __init__(self, graph: torch.cuda.CUDAGraph, output: Tensor) -> None:
         self._graph = graph
-        self._output = output
+        self.output = output
 
     def replay(self) -> Tensor:
         """Submit the graph to the current stream."""
         self._graph.replay()
-        return self._output
+        return self.output
 
 
 @contextmanager

@@ -18,14 +18,17 @@ from millrace_shard.batch.sequence import Sequence
 from millrace_shard.batch.step import BatchChange, Forward
 from millrace_shard.batch.step_layout import StepLayout
 from millrace_shard.batch.step_tokens import StepTokens, expected
-from millrace_shard.device.stopwatch import Stopwatch
+from millrace_shard.device.stopwatch import DeviceProgress, Stopwatch
 from millrace_shard.kernels.base import Kernels, LayerCache
 from millrace_shard.model_runner.decode_graphs import DecodeGraphs
 from millrace_shard.model_runner.launched_step import LaunchedStep
 from millrace_shard.model_runner.prompt_logprobs import PromptLogprobs, prompt_logprobs
+from millrace_shard.model_runner.step_inputs import StepInputs, upload_inputs
 from millrace_shard.model_runner.step_planner import StepPlan, StepPlanner
+from millrace_shard.model_runner.token_graphs import Choice
 from millrace_shard.models.interface import CausalModel
 from millrace_shard.sampling.sampler import Sampled, Sampler
+from millrace_shard.sampling.sampling_rows import SamplingRows
 from millrace_shard.sampling.watermark import Watermark
 from millrace_shard.speculation.proposer import Proposer
 from millrace_shard.structured_output.manager import GrammarManager
@@ -76,6 +79,11 @@ class StepRunner:
         self._step_masks = StepMasks(features.grammars)
         self._proposer = features.proposer
         self._planner = StepPlanner(batch, features.proposer)
+        self._progress = DeviceProgress()
+        self.times_device = False
+        """Whether steps are timed on the device rather than by the host's clock; see Stopwatch."""
+        self._uncleared = no_ints()
+        """Blocks to clear before the next forward pass."""
         self.batch = batch
 
     def clear(self) -> None:
@@ -84,6 +92,7 @@ class StepRunner:
         self._step_masks.clear()
         self._sampler.clear()
         self._planner.clear()
+        self._uncleared = no_ints()
 
     def drop(self, slots: Ints) -> None:
         """Drop the sequences in `slots`. Raises StepInvalid."""
@@ -99,7 +108,7 @@ class StepRunner:
 
         Raises StepInvalid, or any error of the device; the sequences have not advanced then.
         """
-        watch = Stopwatch(self.batch.device)
+        watch = Stopwatch(self.batch.device, self._progress, by_device=self.times_device)
         if step.change:
             self._change(step.change)
         if step.change.admitted:
@@ -117,10 +126,18 @@ class StepRunner:
         self, plan: StepPlan, layout: StepLayout, watch: Stopwatch, on_ready: Callable[[], None]
     ) -> LaunchedStep:
         pending = self._step_masks.start(layout, plan.drafts)
-        logits, prompts = self._forward(layout, on_ready)
+        inputs = upload_inputs(self.batch, layout, self._uncleared, self._graphs)
+        self._uncleared = no_ints()
+        self._clear_blocks(inputs.cleared)
+        on_ready()
+        logits, prompts = self._forward(layout, inputs)
         watch.mark()
         constraints = None if pending is None else pending.result(self.batch.device)
-        sampled = self._sample(logits, layout, constraints) if len(layout.sampled) else None
+        sampled = None
+        if len(layout.sampled):
+            sampled = self._sample_by_graph(inputs, constraints) or self._sample(
+                logits, layout, inputs.rows, constraints
+            )
         tokens = None
         if sampled is not None:
             tokens = self._tokens_of(layout, sampled, watch, plan.drafts, constraints)
@@ -143,7 +160,11 @@ class StepRunner:
         for sequence in change.admitted:
             if self.batch.slots.is_valid(sequence.slot):
                 self._admit(sequence)
-        self._clear_blocks(blocks)
+        if self._proposer is None:
+            self._uncleared = np.concatenate([self._uncleared, blocks])
+        else:
+            # The draft model may write to them before the forward pass.
+            self._clear_blocks(self.batch.to_device(blocks))
 
     def _admit(self, sequence: Sequence) -> None:
         self._sampler.admit(sequence.slot, sequence.parameters.bias)
@@ -159,45 +180,25 @@ class StepRunner:
         self.batch.failed.add(slots, ones)
 
     def _forward(
-        self, layout: StepLayout, on_ready: Callable[[], None]
+        self, layout: StepLayout, inputs: StepInputs
     ) -> tuple[Tensor, PromptLogprobs | None]:
         """Logits of `layout.logit_rows`, and the prompt scores that the step requests."""
-        graphs = self._graphs
-        adapted = self.batch.adapters.are_used(layout.slots)
-        if (
-            graphs is not None
-            and layout.is_plain
-            and not adapted
-            and graphs.fits(len(layout.slots))
-        ):
-            on_ready()
-            return graphs.logits(layout.slots, layout.starts), None
-        if layout.is_plain:
-            decodes = self.batch.ragged_decodes(layout.slots, layout.starts)
-            on_ready()
-            return self._model.forward(decodes, self._cache), None
-        scores = len(layout.prompt_rows) > 0
-        ragged = self.batch.ragged(
-            layout.slots,
-            layout.starts,
-            layout.counts,
-            layout.state_rows if scores else layout.logit_rows,
-        )
-        on_ready()
-        if not scores:
-            return self._model.forward(ragged, self._cache), None
-        states = self._model.states(ragged, self._cache)
-        adapters = ragged.logit_adapters
+        if inputs.ragged is None:
+            assert self._graphs is not None
+            return self._graphs.logits(len(layout.slots)), None
+        if not len(layout.prompt_rows):
+            return self._model.forward(inputs.ragged, self._cache), None
+        states = self._model.states(inputs.ragged, self._cache)
+        adapters = inputs.ragged.logit_adapters
         logits = self._model.logits(
             states[self.batch.to_device(layout.logit_states)],
             None if adapters is None else adapters.select(layout.logit_states),
         )
         return logits, prompt_logprobs(states, self._model, layout, self.batch, adapters)
 
-    def _clear_blocks(self, blocks: Ints) -> None:
-        if not len(blocks):
+    def _clear_blocks(self, index: Tensor) -> None:
+        if not len(index):
             return
-        index = self.batch.to_device(blocks)
         for layer in self._cache:
             self._kernels.zero_blocks(layer, index)
         if self._proposer is not None:
@@ -211,14 +212,31 @@ class StepRunner:
         self.batch.failed.add(layout.unfinished, failed)
         return layout.unfinished, failed
 
+    def _sample_by_graph(
+        self, inputs: StepInputs, constraints: GrammarConstraints | None
+    ) -> Sampled | None:
+        """The tokens, stored as by `Batch.put`, if a graph can choose them."""
+        if inputs.ragged is not None or constraints is not None or self._graphs is None:
+            return None
+        groups = self._sampler.groups_of(inputs.rows.parameters)
+        if not groups.all_plain:
+            return None
+        choice = Choice.GREEDY if groups.all_greedy else Choice.PLAIN
+        words = self._graphs.tokens(choice, len(inputs.rows.positions))
+        return None if words is None else Sampled.of_words(words)
+
     def _sample(
-        self, logits: Tensor, layout: StepLayout, constraints: GrammarConstraints | None
+        self,
+        logits: Tensor,
+        layout: StepLayout,
+        rows: SamplingRows,
+        constraints: GrammarConstraints | None,
     ) -> Sampled:
         masks = None if constraints is None else constraints.masks
-        sampled = self._sampler.sample(logits[: len(layout.sampled)], layout.sampling, masks)
+        sampled = self._sampler.sample(logits[: len(layout.sampled)], rows, masks)
         if constraints is not None and constraints.failed:
             self._fail(np.array(list(constraints.failed), dtype=np.int64))
-        failed = self.batch.put(layout, sampled.ids, sampled.failed)
+        failed = self.batch.put(layout, sampled.ids, sampled.failed, rows.device)
         if constraints is not None and constraints.forced:
             self._force(layout, constraints)
         return replace(sampled, failed=failed)

@@ -43,6 +43,11 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     return (block * BLOCK + inside).clamp_(max=size - 1)
 
 
+def draw_from(scores: Tensor, size: int, uniforms: Tensor) -> Tensor:
+    """One of the first `size` ids of each row of `scores` [n, W] float32, drawn by probability; see `draw`."""
+    return draw(fixed_point(scores.softmax(-1)[:, :size]), uniforms)
+
+
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 UNIFORM_BITS = 24
 

@@ -25,6 +25,7 @@ from millrace_shard.sampling.penalties import (
     forbid_if_others,
     penalise,
 )
+from millrace_shard.sampling.row_indexes import RowIndexes
 from millrace_shard.sampling.sampling_rows import RowGroups, SamplingRows, is_counted, is_too_short
 from millrace_shard.sampling.token_counts import TokenCounts
 from millrace_shard.sampling.watermark import Watermark
@@ -57,6 +58,7 @@ class Processors:
         self._watermark = watermark
         self._token_table = token_table
         self._device = token_table.device
+        self._index = RowIndexes(token_table.device)
         self.counts = None if kernels is None else TokenCounts(token_table, kernels)
         """None: every step counts the tokens of whole sequences."""
         self._eos = torch.tensor(eos_token_ids, dtype=torch.int64, device=token_table.device)
@@ -79,11 +81,15 @@ class Processors:
 
     def _apply_watermark(self, logits: Tensor, rows: SamplingRows, chosen: Ints) -> None:
         for some in self._tiles(chosen, logits.shape[1]):
-            mine = rows.select(some)
-            places = (self._upload(mine.table_rows), self._upload(mine.positions - 1))
-            previous = self._token_table[places].long()
-            index = self._upload(some)
+            previous = self._token_table[self._last_places(rows.select(some))].long()
+            index = self._index(some)
             logits.index_copy_(0, index, self._watermark.apply(logits[index], previous))
+
+    def _last_places(self, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+        """The places of the rows' last tokens in the token table."""
+        if rows.device is not None:
+            return rows.device.slots, rows.device.positions - 1
+        return self._upload(rows.table_rows), self._upload(rows.positions - 1)
 
     def _penalise(self, logits: Tensor, rows: SamplingRows, chosen: Ints) -> None:
         if self.counts is not None:
@@ -92,32 +98,35 @@ class Processors:
         width = max(logits.shape[1], int(rows.positions[chosen].max()))
         for some in self._tiles(chosen, width):
             mine = rows.select(some)
-            p = mine.parameters
             penalties = Penalties(
-                repetition=self._column(p["repetition_penalty"]),
-                frequency=self._column(p["frequency_penalty"]),
-                presence=self._column(p["presence_penalty"]),
-                openai_frequency=self._column(p["openai_frequency_penalty"]),
-                uses_counts=bool(is_counted(p).any()),
+                repetition=self._column(mine, "repetition_penalty"),
+                frequency=self._column(mine, "frequency_penalty"),
+                presence=self._column(mine, "presence_penalty"),
+                openai_frequency=self._column(mine, "openai_frequency_penalty"),
+                uses_counts=bool(is_counted(mine.parameters).any()),
             )
-            penalise(logits, self._upload(some), self._past_tokens(mine), penalties)
+            penalise(logits, self._index(some), self._past_tokens(mine), penalties)
 
     def _past_tokens(self, rows: SamplingRows) -> PastTokens:
         longest = int(rows.positions.max())
-        ids = self._token_table[:, :longest].index_select(0, self._upload(rows.table_rows))
+        if rows.device is None:
+            slots, positions = self._upload(rows.table_rows), self._upload(rows.positions)
+        else:
+            slots, positions = rows.device.slots, rows.device.positions
+        ids = self._token_table[:, :longest].index_select(0, slots)
         return PastTokens(
             ids=ids.long(),
-            lengths=self._column(rows.positions),
-            num_prompt=self._column(rows.parameters["num_prompt"]),
+            lengths=positions[:, None],
+            num_prompt=self._column(rows, "num_prompt"),
         )
 
     def _forbid_ending(self, logits: Tensor, chosen: Ints, masks: RowMasks | None) -> None:
         """Forbid the end-of-sequence ids, except where a mask allows nothing else."""
         is_masked = np.isin(chosen, masks.rows if masks is not None else ())
         if len(free := chosen[~is_masked]):
-            forbid(logits, self._upload(free), self._eos)
+            forbid(logits, self._index(free), self._eos)
         if len(masked := chosen[is_masked]):
-            forbid_if_others(logits, self._upload(masked), self._eos)
+            forbid_if_others(logits, self._index(masked), self._eos)
 
     def _tiles(self, rows: Ints, width: int) -> Iterator[Ints]:
         """Split `rows`, of `width` elements each, into parts that are processed together."""
@@ -127,5 +136,8 @@ class Processors:
     def _upload(self, values: NDArray[Any]) -> Tensor:
         return upload(values, self._device)
 
-    def _column(self, values: NDArray[Any]) -> Tensor:
-        return upload(values, self._device)[:, None]
+    def _column(self, rows: SamplingRows, name: str) -> Tensor:
+        """One parameter of the rows, [n, 1] on the device."""
+        if rows.device is not None:
+            return rows.device.column(name)
+        return self._upload(rows.parameters[name])[:, None]

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,8 +31,9 @@ from millrace_shard.sampling.candidates import (
     find_candidates,
     join_candidates,
 )
-from millrace_shard.sampling.fixed_point import draw, fixed_point, uniforms
+from millrace_shard.sampling.fixed_point import draw_from, uniforms
 from millrace_shard.sampling.processors import Processors, tile_height
+from millrace_shard.sampling.row_indexes import RowIndexes
 from millrace_shard.sampling.sampling_rows import RowGroups
 from millrace_shard.sampling.sampling_rows import SamplingRows as SamplingRows
 from millrace_shard.sampling.thresholds import find_threshold
@@ -60,6 +60,16 @@ class Sampled:
     """[R] bool: the logits, or the processed scores, were not finite."""
     top: tuple[TopTokens, ...]
     """Top tokens of the rows that request them."""
+    words: Tensor | None = None
+    """[3, R] int32: ids, bits of log probabilities and failures side by side, if they are."""
+
+    @classmethod
+    def of_words(cls, words: Tensor) -> Sampled:
+        """Without top tokens."""
+        ids, logprobs, failed = words
+        return cls(
+            ids=ids, logprobs=logprobs.view(torch.float32), failed=failed, top=(), words=words
+        )
 
 
 class Sampler:
@@ -74,6 +84,7 @@ class Sampler:
     ) -> None:
         """Without `kernels`, everything runs on plain torch."""
         self._device = token_table.device
+        self._index = RowIndexes(token_table.device)
         self._find_threshold = None if kernels is None else kernels.find_threshold
         self.biases = BiasTable(token_table.device)
         """Biases by slot."""
@@ -98,7 +109,7 @@ class Sampler:
 
     def sample(self, logits: Tensor, rows: SamplingRows, masks: RowMasks | None = None) -> Sampled:
         """Choose one token per row from `logits` [R, V] float32, contiguous, which are overwritten."""
-        groups = self._groups_of(rows.parameters)
+        groups = self.groups_of(rows.parameters)
         self._processors.apply(logits, rows, groups, masks)
         if groups.all_greedy and transfers.is_synchronous(self._device):
             return _choose_best(logits)
@@ -117,9 +128,9 @@ class Sampler:
             (tile, self._sample_whole(self._select_rows(logits, tile), rows.select(tile)))
             for tile in self._tiles(np.flatnonzero(is_left), size)
         ]
-        return _join(parts, self._device)
+        return _join(parts, self._index)
 
-    def _groups_of(self, parameters: NDArray[np.void]) -> RowGroups:
+    def groups_of(self, parameters: NDArray[np.void]) -> RowGroups:
         """The groups of the rows; cached, since a step with the same rows has the same `parameters` object."""
         if self._last is None or self._last[0] is not parameters:
             self._last = (parameters, RowGroups.of(parameters, num_candidates=NUM_CANDIDATES))
@@ -167,18 +178,18 @@ class Sampler:
     def _sample_whole(self, scores: Tensor, rows: SamplingRows) -> Sampled:
         """Sample from the scores [n, V] of rows that may keep any number of tokens."""
         p, size = rows.parameters, scores.shape[1]
-        scores = apply_temperature(aligned(scores), self._column(p["temperature"]))
-        scores = self._warp(scores, p)
+        scores = apply_temperature(aligned(scores), self._column(rows, "temperature"))
+        scores = self._warp(scores, rows)
         logprobs = scores.log_softmax(-1)
         drawn = np.flatnonzero(p["do_sample"])
-        ids = torch.zeros(len(p), dtype=torch.int64, device=self._device)
-        if len(drawn) < len(p):
+        if len(drawn) == len(p):
+            ids = draw_from(scores, size, self._uniforms(rows))
+        else:
             ids = scores.max(-1).indices
-        if len(drawn):
-            chosen = scores if len(drawn) == len(p) else scores[self._index(drawn)]
-            weights = fixed_point(chosen.softmax(-1)[:, :size])
-            picked = draw(weights, self._uniforms(rows.select(drawn)))
-            ids = ids.index_copy(0, self._index(drawn), picked)
+            if len(drawn):
+                index = self._index(drawn)
+                picked = draw_from(scores[index], size, self._uniforms(rows.select(drawn)))
+                ids = ids.index_copy(0, index, picked)
         chosen_logprobs = logprobs.gather(1, ids[:, None]).squeeze(1)
         top: tuple[TopTokens, ...] = ()
         if len(top_rows := np.flatnonzero(p["top_n_tokens"] > 0)):
@@ -187,11 +198,12 @@ class Sampler:
         failed = ~chosen_logprobs.isfinite()
         return Sampled(ids=ids, logprobs=chosen_logprobs, failed=failed, top=top)
 
-    def _warp(self, scores: Tensor, p: NDArray[np.void]) -> Tensor:
+    def _warp(self, scores: Tensor, rows: SamplingRows) -> Tensor:
         """Scores [n, V], with dropped tokens at minus infinity."""
+        p = rows.parameters
         if len(chosen := np.flatnonzero(p["top_k"] > 0)):
-            k = p["top_k"][chosen]
-            ks, largest = self._column(k), int(k.max())
+            ks = self._column(rows, "top_k", chosen)
+            largest = int(p["top_k"].max())
             scores = self._change_rows(
                 scores, chosen, lambda some: keep_top_k(some, ks, largest, self._find_threshold)
             )
@@ -202,7 +214,7 @@ class Sampler:
             ("min_p", 0.0, keep_min_p),
         ):
             if len(chosen := np.flatnonzero(p[name] != off)):
-                keep = partial(_keep, keep_part, self._column(p[name][chosen]))
+                keep = partial(_keep, keep_part, self._column(rows, name, chosen))
                 scores = self._change_rows(scores, chosen, keep)
         return scores
 
@@ -228,27 +240,31 @@ class Sampler:
         return (rows[start : start + height] for start in range(0, len(rows), height))
 
     def _uniforms(self, rows: SamplingRows) -> Tensor:
+        if rows.device is not None:
+            return rows.device.uniforms
         return upload(uniforms(rows.parameters["seed"], rows.positions), self._device)
 
-    def _index(self, values: Ints) -> Tensor:
-        return upload(values, self._device)
-
-    def _column(self, values: NDArray[Any]) -> Tensor:
-        return upload(values, self._device)[:, None]
+    def _column(self, rows: SamplingRows, name: str, chosen: Ints | None = None) -> Tensor:
+        """One parameter of the rows, or of those that are `chosen`, [n, 1] on the device."""
+        if rows.device is not None:
+            some = rows.device if chosen is None else rows.device.select(chosen)
+            return some.column(name)
+        values = rows.parameters[name]
+        return upload(values if chosen is None else values[chosen], self._device)[:, None]
 
 
 def _keep(keep: Callable[[Tensor, Tensor], Tensor], column: Tensor, scores: Tensor) -> Tensor:
     return keep(scores, column)
 
 
-def _join(parts: list[tuple[Ints, Sampled]], device: torch.device) -> Sampled:
+def _join(parts: list[tuple[Ints, Sampled]], index: RowIndexes) -> Sampled:
     """Concatenate the tokens of `parts` in the order of the rows."""
     sampled = [part for _, part in parts]
     # The row numbers of top tokens become those of the whole step.
     tops = tuple(replace(top, rows=rows[top.rows]) for rows, part in parts for top in part.top)
     if len(parts) == 1:
         return replace(sampled[0], top=tops)
-    order = upload(np.argsort(np.concatenate([rows for rows, _ in parts])), device)
+    order = index(np.argsort(np.concatenate([rows for rows, _ in parts])))
     return Sampled(
         ids=torch.cat([part.ids for part in sampled])[order],
         logprobs=torch.cat([part.logprobs for part in sampled])[order],

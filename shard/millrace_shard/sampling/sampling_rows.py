@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace_shard.arrays import Ints
+from millrace_shard.sampling.slot_parameters import DeviceRows
 
 Mask = NDArray[np.bool_]
 
@@ -22,6 +23,8 @@ class SamplingRows:
     """[R], index in its sequence of the token to be sampled, which is the number of tokens before it."""
     table_rows: Ints
     """[R], row of the token table, which is the sequence's slot."""
+    device: DeviceRows | None = None
+    """The same on the device, if it is there already."""
 
     def select(self, rows: Ints) -> SamplingRows:
         """Some of the rows."""
@@ -29,20 +32,25 @@ class SamplingRows:
             parameters=self.parameters[rows],
             positions=self.positions[rows],
             table_rows=self.table_rows[rows],
+            device=None if self.device is None else self.device.select(rows),
         )
 
 
-def is_greedy(p: NDArray[np.void]) -> Mask:
-    """Which rows take the best token and report nothing but its log probability; `p` has dtype PARAMETERS."""
-    greedy: Mask = (
-        ~p["do_sample"]
-        & (p["temperature"] == 1)
-        & (p["top_k"] == 0)
+def is_unfiltered(p: NDArray[np.void]) -> Mask:
+    """Which rows keep all tokens and report nothing but a log probability; `p` has dtype PARAMETERS."""
+    unfiltered: Mask = (
+        (p["top_k"] == 0)
         & (p["top_p"] >= 1)
         & (p["typical_p"] >= 1)
         & (p["min_p"] == 0)
         & (p["top_n_tokens"] == 0)
     )
+    return unfiltered
+
+
+def is_greedy(p: NDArray[np.void]) -> Mask:
+    """Which rows take the best token and report nothing but its log probability."""
+    greedy: Mask = ~p["do_sample"] & (p["temperature"] == 1) & is_unfiltered(p)
     return greedy
 
 
@@ -91,6 +99,8 @@ class RowGroups:
     is_greedy: Mask
     """[R]."""
     all_greedy: bool
+    all_plain: bool
+    """Whether every row is greedy, or draws at its temperature from all tokens, and none has a processor."""
     narrow_by_top_k: Ints
     """Rows that keep few tokens by a top-k."""
     narrow_by_probability: Ints
@@ -100,13 +110,17 @@ class RowGroups:
     def of(cls, p: NDArray[np.void], *, num_candidates: int) -> RowGroups:
         """Group rows by their parameters `p` [R], of dtype PARAMETERS; a top-k below `num_candidates` is narrow."""
         greedy, narrow = is_greedy(p), is_narrow(p, num_candidates)
+        penalised = is_penalised(p)
+        is_processed = p["watermark"] | penalised | p["is_biased"] | (p["min_new_tokens"] > 0)
+        is_plain = (greedy | (p["do_sample"] & is_unfiltered(p))) & ~is_processed
         return cls(
             watermarked=np.flatnonzero(p["watermark"]),
-            penalised=np.flatnonzero(is_penalised(p)),
+            penalised=np.flatnonzero(penalised),
             biased=np.flatnonzero(p["is_biased"]),
             has_minimum=bool((p["min_new_tokens"] > 0).any()),
             is_greedy=greedy,
             all_greedy=bool(greedy.all()),
+            all_plain=bool(is_plain.all()),
             narrow_by_top_k=np.flatnonzero(narrow & (p["top_k"] > 0)),
             narrow_by_probability=np.flatnonzero(narrow & (p["top_k"] == 0)),
         )

@@ -10,13 +10,7 @@ from millrace_shard.arrays import Ints
 from millrace_shard.device.transfers import upload
 from millrace_shard.kernels.sampling_kernels import SamplingKernels
 from millrace_shard.sampling.sampling_rows import SamplingRows
-
-PENALTIES = (
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-    "openai_frequency_penalty",
-)
+from millrace_shard.sampling.slot_parameters import PENALTIES
 
 
 class TokenCounts:
@@ -48,13 +42,8 @@ class TokenCounts:
         num_prompt[places] = prompts
         counts = self._count(slots, ends, num_prompt, scores.shape[1])
         columns = np.stack([chosen, rows.table_rows, ends[places], rows.positions, prompts])
-        penalties = np.stack([rows.parameters[name] for name in PENALTIES])
         self._kernels.penalise(
-            scores,
-            counts,
-            self._table,
-            upload(columns, scores.device),
-            upload(penalties, scores.device),
+            scores, counts, self._table, upload(columns, scores.device), _penalties(rows, scores)
         )
 
     def _count(self, slots: Ints, ends: Ints, num_prompt: Ints, size: int) -> Tensor:
@@ -72,3 +61,10 @@ class TokenCounts:
             self._kernels.count_tokens(self._counts, self._table, upload(spans, device), longest)
         self._num_counted[slots] = ends
         return self._counts
+
+
+def _penalties(rows: SamplingRows, scores: Tensor) -> Tensor:
+    """[4, n] float32 on the device of `scores`."""
+    if rows.device is not None:
+        return rows.device.penalties()
+    return upload(np.stack([rows.parameters[name] for name in PENALTIES]), scores.device)

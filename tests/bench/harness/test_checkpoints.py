@@ -49,14 +49,19 @@ def test_any_text_goes_through_the_tokenizer_and_back(checkpoint: Path) -> None:
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
-def test_the_vocabulary_has_the_asked_size_and_no_hole() -> None:
-    tokenizer = build_tokenizer(VOCAB_SIZE)
-    assert tokenizer.get_vocab_size() == VOCAB_SIZE
-    assert sorted(tokenizer.get_vocab().values()) == list(range(VOCAB_SIZE))
+@pytest.mark.parametrize(("size", "letters"), [(959, 2), (18_534, 2), (18_535, 3), (VOCAB_SIZE, 3)])
+def test_the_vocabulary_has_the_asked_size_and_no_hole(size: int, letters: int) -> None:
+    tokenizer = build_tokenizer(size)
+    assert tokenizer.get_vocab_size() == size
+    assert sorted(tokenizer.get_vocab().values()) == list(range(size))
+    words = [" " + "z" * length for length in range(1, 4)]
+    assert [len(tokenizer.encode(word).ids) == 1 for word in words] == [
+        length <= letters for length in range(1, 4)
+    ]
     assert tokenizer.token_to_id(END_TOKEN) == 0
 
 
-@pytest.mark.parametrize("size", [300, 10_000_000])
+@pytest.mark.parametrize("size", [958, 10_000_000])
 def test_a_size_that_cannot_be_is_refused(size: int) -> None:
     with pytest.raises(ValueError, match="no such tokenizer"):
         build_tokenizer(size)

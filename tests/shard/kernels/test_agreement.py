@@ -14,6 +14,7 @@ from millrace_shard.kernels.agreement import TOLERANCE, largest_difference
 from millrace_shard.kernels.base import (
     AttentionBlock,
     AttentionWeights,
+    HeadNorms,
     Layer,
     LayerCache,
     Layers,
@@ -40,6 +41,17 @@ class BlindToWindow(PlainKernels):
         return super().attend(queries, batch, cache, scale=scale, softcap=softcap)
 
 
+class WithoutHeadNorms(PlainKernels):
+    def rope_store(self, *tensors, norms=None, **heads):  # type: ignore[no-untyped-def]
+        return super().rope_store(*tensors, **heads)
+
+
+class WithSwappedHeadNorms(PlainKernels):
+    def rope_store(self, *tensors, norms=None, **heads):  # type: ignore[no-untyped-def]
+        swapped = norms and HeadNorms(norms.key, norms.query, norms.eps)
+        return super().rope_store(*tensors, norms=swapped, **heads)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_agreement_tells_right_from_wrong(dtype: torch.dtype) -> None:
     oracle = PlainKernels(deterministic=False)
@@ -47,7 +59,7 @@ def test_agreement_tells_right_from_wrong(dtype: torch.dtype) -> None:
     assert (
         largest_difference(same, oracle, dtype=dtype, shape=LayerShape.small(32)) < TOLERANCE[dtype]
     )
-    for kind in (Broken, BlindToWindow):
+    for kind in (Broken, BlindToWindow, WithoutHeadNorms, WithSwappedHeadNorms):
         wrong = kind(deterministic=False)
         assert (
             largest_difference(wrong, oracle, dtype=dtype, shape=LayerShape.small(32))

@@ -22,6 +22,7 @@ from millrace_shard.kernels.agreement import (
     rope_table,
 )
 from millrace_shard.kernels.base import Kernels, Linear
+from millrace_shard.kernels.cuda import sampling_agreement
 from millrace_shard.kernels.layer_shape import AttentionKind, LayerShape
 
 PROMPT = 70
@@ -55,6 +56,10 @@ def served_difference(
             for each in (kernels, oracle)
         )
         differences.append(distance(ours, theirs))
+    if kernels.sampling is not None:
+        vocab_size = sampling_agreement.UNEVEN_VOCAB if shape.head is None else shape.head[0]
+        pairs = sampling_agreement.outputs(kernels.sampling, vocab_size, device)
+        differences.append(distance(*zip(*pairs, strict=True)))
     return max(differences)
 
 

@@ -22,6 +22,11 @@ class Recording:
     replays: int = -1
     """Steps; the comparison with the eager pass does not count."""
 
+    @property
+    def chooses_tokens(self) -> bool:
+        """Whether the output are tokens, and not logits or states."""
+        return not self.output.is_floating_point()
+
     def replay(self) -> Tensor:
         """Into the memory of the first output."""
         self.replays += 1
@@ -64,12 +69,17 @@ class Recorder:
 
     @property
     def sizes(self) -> list[int]:
-        """Rows of each recording, in the order of capture."""
-        return [len(recording.output) for recording in self.recordings]
+        """Rows of each recording but those that choose tokens, in the order of capture."""
+        return [len(each.output) for each in self.recordings if not each.chooses_tokens]
 
     def replays(self) -> dict[int, int]:
-        """The number of replays of each recording by steps, by its rows."""
-        return {len(r.output): r.replays for r in self.recordings if r.replays > 0}
+        """The number of replays by steps of each recording but those that choose tokens, by its rows."""
+        recordings = [r for r in self.recordings if not r.chooses_tokens]
+        return {len(r.output): r.replays for r in recordings if r.replays > 0}
+
+    def num_choices(self) -> int:
+        """The number of steps whose tokens a recording chose."""
+        return sum(max(0, r.replays) for r in self.recordings if r.chooses_tokens)
 
 
 def out_of_memory() -> None:

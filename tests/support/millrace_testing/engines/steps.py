@@ -73,25 +73,33 @@ def tiny_llama(
         )
 
 
-def _limits(kernels: Kernels, vocab_size: int, max_draft_tokens: int, row_tile: int) -> BatchLimits:
+def _limits(
+    kernels: Kernels, vocab_size: int, max_batch_size: int, max_draft_tokens: int, row_tile: int
+) -> BatchLimits:
+    num_blocks = NUM_BLOCKS * max_batch_size // MAX_BATCH_SIZE
     return BatchLimits(
-        max_batch_size=MAX_BATCH_SIZE,
+        max_batch_size=max_batch_size,
         max_tokens=MAX_TOKENS,
-        num_blocks=NUM_BLOCKS,
+        num_blocks=num_blocks,
         block_size=kernels.block_size,
         vocab_size=vocab_size,
-        padding_block=NUM_BLOCKS,
+        padding_block=num_blocks,
         max_draft_tokens=max_draft_tokens,
         row_tile=row_tile,
     )
 
 
 def _poisoned_cache(
-    kernels: Kernels, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    kernels: Kernels,
+    heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_blocks: int,
 ) -> LayerCache:
     """A layer's cache full of NaN, but for the reserved blocks."""
     layer = kernels.new_cache(
-        num_blocks=NUM_BLOCKS + 1,
+        num_blocks=num_blocks + 1,
         num_kv_heads=heads,
         head_dim=head_dim,
         dtype=dtype,
@@ -99,7 +107,7 @@ def _poisoned_cache(
     )
     layer.keys.fill_(torch.nan)
     layer.values.fill_(torch.nan)
-    kernels.zero_blocks(layer, torch.tensor([0, NUM_BLOCKS], device=device))
+    kernels.zero_blocks(layer, torch.tensor([0, num_blocks], device=device))
     return layer
 
 
@@ -119,43 +127,39 @@ class Stepper:
         grammars: GrammarManager | None = None,
         max_draft_tokens: int = 0,
         row_tile: int = 1,
+        max_batch_size: int = MAX_BATCH_SIZE,
         adapters: AdapterTable | None = None,
     ) -> None:
         """`max_draft_tokens` for a proposer that `use` sets; `pieces` for steps that are no plain decodes."""
         self.device = torch.device(device)
         self.block_size = kernels.block_size
-        layers = (*model.geometry.layers, *(speculation.layers if speculation else ()))
+        layers = model.geometry.layers
+        if speculation is not None:
+            layers = (*layers, *speculation.layers)
+            max_draft_tokens = speculation.max_draft_tokens
+        size = model.info.vocab_size
+        limits = _limits(kernels, size, max_batch_size, max_draft_tokens, row_tile)
         self.cache = [
-            _poisoned_cache(kernels, heads, head_dim, dtype, self.device)
+            _poisoned_cache(kernels, heads, head_dim, dtype, self.device, limits.num_blocks)
             for heads, head_dim in layers
         ]
-        if speculation is not None:
-            max_draft_tokens = speculation.max_draft_tokens
-        limits = _limits(kernels, model.info.vocab_size, max_draft_tokens, row_tile)
         self.batch = Batch(limits, self.device, adapters)
         own = len(model.geometry.layers)
         self.cache, self.draft_cache = self.cache[:own], self.cache[own:]
-        if pieces is not None:
-            single = ProcessGroup.single()
-            with torch.inference_mode():
-                model = with_pieces(model, kernels, self.cache, self.batch, pieces, single)
-        proposer = None
-        if speculation is not None:
-            proposer = speculation.proposer(model, kernels, self.draft_cache, self.batch, dtype)
-        self.graphs: DecodeGraphs | None = None
+        single, proposer = ProcessGroup.single(), None
+        self.graphs = None
         with torch.inference_mode():
             if graphs is not None:
                 self.graphs = DecodeGraphs(model, kernels, self.cache, self.batch)
-                self.graphs.capture(graphs, ProcessGroup.single())
-            self.runner = StepRunner(
-                model,
-                kernels,
-                self.cache,
-                self.batch,
-                self.graphs,
-                DecodingFeatures(grammars=grammars, proposer=proposer),
-            )
-        self.free = list(range(1, NUM_BLOCKS))
+                self.graphs.capture(graphs, single)
+            if pieces is not None:
+                model = with_pieces(model, kernels, self.cache, self.batch, pieces, single)
+        if speculation is not None:
+            proposer = speculation.proposer(model, kernels, self.draft_cache, self.batch, dtype)
+        with torch.inference_mode():
+            features = DecodingFeatures(grammars=grammars, proposer=proposer)
+            self.runner = StepRunner(model, kernels, self.cache, self.batch, self.graphs, features)
+        self.free = list(range(1, limits.num_blocks))
 
     def use(self, proposer: Proposer) -> None:
         """Draft with `proposer` from now on."""

@@ -29,6 +29,7 @@ from millrace_shard.engine.warmup import WarmedUp
 from millrace_shard.model_runner.launched_step import LaunchedStep
 from millrace_shard.model_runner.prompt_logprobs import PromptLogprobs
 from millrace_shard.model_runner.runner import StepRunner, noop
+from millrace_shard.model_runner.step_inputs import StepInputs
 
 OUT_OF_MEMORY = "CUDA out of memory, as a test asked for"
 
@@ -102,15 +103,14 @@ def install(poison: Poison) -> None:
         return launch(self, step, on_ready)
 
     def poisoned_forward(
-        self: StepRunner, layout: StepLayout, on_ready: Callable[[], None]
+        self: StepRunner, layout: StepLayout, inputs: StepInputs
     ) -> tuple[Tensor, PromptLogprobs | None]:
         if not warming:
-            on_ready()
             if poison.is_too_large(len(layout.slots), int(layout.counts.sum())):
                 raise torch.OutOfMemoryError(OUT_OF_MEMORY)
             if not carriers.isdisjoint(layout.slots.tolist()):
                 poison.act()
-        return forward(self, layout, on_ready)
+        return forward(self, layout, inputs)
 
     def quiet_warm_up(*args: Any, **kwargs: Any) -> WarmedUp:
         warming.append(True)

@@ -1,0 +1,89 @@
+"""The columns that a step reads on the device, which go up by one copy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from torch import Tensor
+
+from millrace_shard.arrays import Ints
+from millrace_shard.batch.batch import Batch
+from millrace_shard.batch.step_layout import StepLayout
+from millrace_shard.device import transfers
+from millrace_shard.kernels.ragged import RaggedBatch
+from millrace_shard.model_runner.decode_graphs import DecodeColumns, DecodeGraphs
+from millrace_shard.sampling.fixed_point import uniforms
+from millrace_shard.sampling.sampling_rows import SamplingRows
+from millrace_shard.sampling.slot_parameters import DeviceRows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInputs:
+    """A step on the device."""
+
+    ragged: RaggedBatch | None
+    """The model's input; None if the graphs have it."""
+    rows: SamplingRows
+    cleared: Tensor
+    """Blocks to clear before the forward pass."""
+
+
+def upload_inputs(
+    batch: Batch, layout: StepLayout, cleared: Ints, graphs: DecodeGraphs | None
+) -> StepInputs:
+    """The inputs of the step, for one of `graphs` if it is a plain step that fits; `cleared` are block numbers.
+
+    Steps with adapters run without graphs. Raises StepInvalid, see SequenceAdapters.
+    """
+    is_plain = layout.is_plain and not batch.adapters.are_used(layout.slots)
+    if graphs is not None and is_plain and graphs.fits(len(layout.slots)):
+        return _inputs_of_graph(batch, layout, cleared, graphs)
+    if not transfers.is_synchronous(batch.device):
+        return _packed_inputs(batch, layout, cleared)
+    if layout.is_plain:
+        ragged = batch.ragged_decodes(layout.slots, layout.starts)
+    else:
+        ragged = batch.ragged(layout.slots, layout.starts, layout.counts, _logit_rows(layout))
+    return StepInputs(ragged=ragged, rows=layout.sampling, cleared=batch.to_device(cleared))
+
+
+def _inputs_of_graph(
+    batch: Batch, layout: StepLayout, cleared: Ints, graphs: DecodeGraphs
+) -> StepInputs:
+    rows = layout.sampling
+    columns = DecodeColumns(layout.slots, layout.starts, _uniforms(rows))
+    slots, _, positions, drawn, changes, index = graphs.upload(
+        columns, [batch.blocks.take_changes(), cleared]
+    )
+    batch.blocks.change(changes)
+    if not transfers.is_synchronous(batch.device):
+        rows = replace(rows, device=DeviceRows(slots, positions, drawn, batch.parameters))
+    return StepInputs(ragged=None, rows=rows, cleared=index)
+
+
+def _packed_inputs(batch: Batch, layout: StepLayout, cleared: Ints) -> StepInputs:
+    rows = layout.sampling
+    ragged, (slots, positions, drawn, index) = batch.ragged_with(
+        layout.slots,
+        layout.starts,
+        layout.counts,
+        _logit_rows(layout),
+        [layout.sampled, rows.positions, _uniforms(rows), cleared],
+    )
+    return StepInputs(
+        ragged=replace(ragged, all_logits=layout.is_plain),
+        rows=replace(rows, device=DeviceRows(slots, positions, drawn, batch.parameters)),
+        cleared=index,
+    )
+
+
+def _logit_rows(layout: StepLayout) -> Ints:
+    """The tokens whose logits, or hidden states where prompts are scored, are needed."""
+    return layout.state_rows if len(layout.prompt_rows) else layout.logit_rows
+
+
+def _uniforms(rows: SamplingRows) -> Ints:
+    if not rows.parameters["do_sample"].any():
+        return np.zeros(len(rows.positions), dtype=np.int64)
+    return uniforms(rows.parameters["seed"], rows.positions)
