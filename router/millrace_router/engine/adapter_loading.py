@@ -53,6 +53,7 @@ class AdapterLoading(NoAdapters):
         self._end: Callable[[Entry, RouterError], None] = lambda _, __: None
         self._drop_ended: Callable[[], None] = lambda: None
         self._wake: Callable[[], None] = lambda: None
+        self._report: Callable[[ShardError], None] = lambda _: None
         self._calls: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._is_open = False
@@ -67,9 +68,10 @@ class AdapterLoading(NoAdapters):
         end: Callable[[Entry, RouterError], None],
         drop_ended: Callable[[], None],
         wake: Callable[[], None],
+        report: Callable[[ShardError], None],
     ) -> None:
         """As `NoAdapters`."""
-        self._end, self._drop_ended, self._wake = end, drop_ended, wake
+        self._end, self._drop_ended, self._wake, self._report = end, drop_ended, wake, report
         self.prepare = self._restore
 
     @property
@@ -215,16 +217,14 @@ class AdapterLoading(NoAdapters):
         task.add_done_callback(self._calls.discard)
 
     async def _load(self, place: Place) -> None:
-        while True:
-            try:
-                await self._try_load(place)
-            except ShardLost:
-                # The steps fail as well, which ends the epoch and this call.
-                await asyncio.sleep(REPEAT_SECONDS)
-                continue
-            except ShardHung as error:
-                self._failed(place, error)
-            break
+        try:
+            await self._try_load(place)
+        except ShardLost as error:
+            # No step may be in flight that would notice it. The next epoch repeats the load.
+            self._report(error)
+            return
+        except ShardHung as error:
+            self._failed(place, error)
         self._wake()
         self._advance()
 
@@ -265,6 +265,9 @@ class AdapterLoading(NoAdapters):
         while True:
             try:
                 await self._channel.unload_adapter(place.slot, timeout=CALL_SECONDS)
+            except ShardLost as error:
+                self._report(error)
+                return
             except ShardError as error:
                 log.warning("an adapter slot cannot be freed", error=str(error))
                 await asyncio.sleep(REPEAT_SECONDS)

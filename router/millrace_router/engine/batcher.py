@@ -77,7 +77,12 @@ class Batcher:
         self._wake = asyncio.Event()
         self._stopped = False
         self._adapters = adapters or NoAdapters()
-        self._adapters.connect(end=self._end, drop_ended=recovery.drop_ended, wake=self._wake.set)
+        self._adapters.connect(
+            end=self._end,
+            drop_ended=recovery.drop_ended,
+            wake=self._wake.set,
+            report=epochs.interrupt.trigger,
+        )
         epochs.prepare = self._adapters.prepare
         self._forecasts = Forecasts(
             predictor, in_flight, recovery, waiting=waiting, adapters=self._adapters

@@ -10,6 +10,7 @@ from millrace_router.request.entry import Entry
 from millrace_router.request.schedulable import SchedulableRequest
 from millrace_router.scheduler.planner import Planner
 from millrace_router.scheduler.step_plan import StepPlan
+from millrace_router.shards.errors import ShardError
 
 
 class NoAdapters:
@@ -29,11 +30,12 @@ class NoAdapters:
         end: Callable[[Entry, RouterError], None],
         drop_ended: Callable[[], None],
         wake: Callable[[], None],
+        report: Callable[[ShardError], None],
     ) -> None:
         """Set the callbacks.
 
         `end` ends an entry with an error; `drop_ended` makes the scheduler forget such entries before the first step of
-        an epoch; `wake` is called when there may be work for the next step.
+        an epoch; `wake` is called when there may be work for the next step; `report` ends the epoch.
         """
 
     def expected_seconds(self, version: AdapterVersion) -> float:  # noqa: ARG002

@@ -310,6 +310,8 @@ async def test_a_file_that_is_gone_after_a_restart_ends_its_requests_alone() -> 
                 [1, 2], 40, version
             )[-5:]
         await until(lambda: is_empty(batcher))
+    num_epochs = sum(step.HasField("open") for step in shard.steps)
+    assert num_epochs == 2, "a request that has ended broke a step"
 
 
 async def test_no_block_is_shared_between_adapters_versions_and_the_base() -> None:

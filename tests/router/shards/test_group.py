@@ -326,3 +326,28 @@ async def test_restarted_shards_get_the_same_pages_for_adapters(address: str) ->
         await shards.open()
     await shards.close()
     assert capacity.adapter_pages == fresh.adapters.num_pages == 7
+
+
+async def test_a_shard_killed_while_it_loads_is_followed_by_one_that_loads_again(
+    address: str,
+) -> None:
+    version = version_of("one")
+    shard = FakeShard(adapters=FakeAdapters(max_adapters=2, num_pages=3))
+    gate = shard.adapters.gates[version.digest] = Event()
+    shards = StepChannel(ShardGroup([address]))
+    with serve_fake_shard(address, shard) as server:
+        async with running(new_batcher(shards, shard)) as batcher:
+            base = batcher.submit(request([4, 5], 5))
+            assert ids_of(await collect(base)) == continuation([4, 5], 5)
+            stream = batcher.submit(request([1, 2, 3], 5, version))
+            while not shard.adapters.num_asked:
+                await asyncio.sleep(0.01)
+            stopped = server.stop(grace=None)
+            gate.set()
+            await asyncio.to_thread(stopped.wait)
+            fresh = FakeShard(adapters=FakeAdapters(max_adapters=2, num_pages=3))
+            with serve_fake_shard(address, fresh):
+                events = await collect(stream)
+            assert ids_of(events) == continuation([1, 2, 3], 5, adapter=version.digest)
+            assert fresh.adapters.loads == [version.digest]
+    await shards.close()

@@ -54,6 +54,8 @@ class FakeAdapters:
         """Loads of a digest wait for its event."""
         self.on_load: Callable[[str], None] = lambda _: None
         """Called at the start of every load."""
+        self.num_asked = 0
+        """Calls of `LoadAdapter` so far."""
         self.loads: list[str] = []
         """Digests in order of their loads, those that were there already included."""
         self.num_read = Counter[str]()

@@ -337,6 +337,7 @@ class FakeShardService(pb_grpc.ShardServiceServicer):
         self, request: pb.LoadAdapterRequest, context: grpc.ServicerContext
     ) -> pb.LoadAdapterResponse:
         shard = self.shard
+        shard.adapters.num_asked += 1
         if (gate := shard.adapters.gates.get(request.digest)) is not None:
             assert gate.wait(30)
         if request.epoch != shard.epoch:
