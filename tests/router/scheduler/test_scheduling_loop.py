@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
+from typing import TypeVar
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -14,6 +16,7 @@ from millrace_router.request.entry import entry_of
 from millrace_router.scheduler.budgets import Budgets
 from millrace_router.scheduler.queue.tenants import RequestQueue, TenantQueue
 from millrace_router.scheduler.queue.waiting import WaitingQueue
+from millrace_testing.adapters.fake_adapters import adapters_for
 from millrace_testing.router.fake_router import (
     DirectShards,
     collect,
@@ -24,12 +27,19 @@ from millrace_testing.router.fake_router import (
 )
 from millrace_testing.schedules.client import Client
 from millrace_testing.schedules.driver import check_blocks
-from millrace_testing.schedules.requests import MAX_PROMPT, policies, valid_requests
+from millrace_testing.schedules.requests import (
+    MAX_PROMPT,
+    VERSIONS,
+    policies,
+    valid_requests,
+)
 from millrace_testing.shards.hash_choices import Choices
 from millrace_testing.shards.hash_shard import HashShard
 from millrace_testing.shards.hash_tokens import expected_tokens
 from millrace_testing.shards.held_shards import HeldShards
 from millrace_testing.shards.open_steps import NUM_TURNS, AlwaysOpen
+
+T = TypeVar("T")
 
 
 class LoopMachine(RuleBasedStateMachine):
@@ -66,6 +76,7 @@ class LoopMachine(RuleBasedStateMachine):
             eos_every=eos_every,
             max_draft_tokens=budgets.max_draft_tokens,
             choices=Choices(seed),
+            adapters=adapters_for(VERSIONS, max_adapters=2, num_pages=2),
         )
         self.shards = HeldShards(self.shard, on_error=self.count_failures)
         waiting: RequestQueue = TenantQueue(quantum=8) if budgets.share_slots else WaitingQueue()
@@ -91,6 +102,14 @@ class LoopMachine(RuleBasedStateMachine):
         for client in self.clients:
             client.num_failures += client.stream in streams
 
+    def in_loop(self, call: Callable[[], T]) -> T:
+        """Call a function on the event loop; adapters set timers there."""
+
+        async def called() -> T:
+            return call()
+
+        return self.loop.run_until_complete(called())
+
     def let_it_work(self) -> None:
         async def turn() -> None:
             for _ in range(NUM_TURNS):
@@ -103,12 +122,15 @@ class LoopMachine(RuleBasedStateMachine):
     def submit(self, data: st.DataObject, copies: int) -> None:
         request = data.draw(
             valid_requests(
-                longest=self.longest, capacity=self.capacity, eos_every=self.shard.eos_every
+                longest=self.longest,
+                capacity=self.capacity,
+                eos_every=self.shard.eos_every,
+                adapters=True,
             )
         )
         for _ in range(copies):
             try:
-                stream = self.batcher.submit(request)
+                stream = self.in_loop(lambda: self.batcher.submit(request))
             except Quarantined:
                 ids = [c.request.input_ids for c in self.clients if c.num_failures > 1]
                 assert request.input_ids in ids, "refused without a reason"
@@ -133,20 +155,24 @@ class LoopMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live())
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
-        data.draw(st.sampled_from(self.live())).leave()
+        client = data.draw(st.sampled_from(self.live()))
+        self.in_loop(client.leave)
         self.let_it_work()
 
-    @rule()
-    def fail_a_step(self) -> None:
+    @rule(loses_adapters=st.booleans())
+    def fail_a_step(self, *, loses_adapters: bool) -> None:
         self.shard.fail_next = "the device caught fire"
+        self.shard.loses_adapters = loses_adapters
 
     @rule()
     def run_to_idle(self) -> None:
         """Everything ends without another request to wake the batcher, within a bound of steps."""
         self.shard.fail_next = None
         work = sum(len(c.request.input_ids) + c.request.max_new_tokens + 6 for c in self.live())
-        for _ in range(30 + 6 * work):
-            self.let_it_work()
+        for _ in range(60 + 12 * work):
+            # A load takes some turns, and an unload before it.
+            for _ in range(4):
+                self.let_it_work()
             if not self.shards.num_held:
                 break
             self.shards.release()

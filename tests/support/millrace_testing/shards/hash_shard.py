@@ -91,6 +91,8 @@ class HashShard:
         """Prompt tokens found in the cache."""
         self.epoch = 0
         """The current epoch."""
+        self.loses_adapters = False
+        """Whether it has lost its adapters when an epoch begins."""
         self._begin()
 
     def _begin(self) -> None:
@@ -125,6 +127,8 @@ class HashShard:
         if work == "open":
             assert request.epoch > self.epoch, "an epoch is begun twice"
             self.epoch = request.epoch
+            if self.loses_adapters:
+                self.adapters.slots.clear()
             self._begin()
             return response
         assert request.epoch == self.epoch, "a step of another epoch"
