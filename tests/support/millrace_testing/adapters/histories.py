@@ -166,9 +166,13 @@ class History:
     def _restart(self, _: None) -> None:
         """The shards lose everything. Running requests are computed again; the first loads precede all steps."""
         self.num_restarts += 1
-        for users in self.running.values():
+        for place, users in self.running.items():
             for user in users:
-                user.is_leaving = False
+                if user.is_leaving:
+                    # Its end may have come while it was leaving.
+                    user.is_leaving = False
+                    ends_at = (user.began_at or 0.0) + user.seconds
+                    self._at(max(self.now, ends_at), "finish", (place, user))
         for place in self.residency.restarted():
             assert self.running[place]
             self._load(place)
