@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import orjson
@@ -38,21 +39,22 @@ async def run_child(
     # Each thread of numpy's linear algebra, which is not used, would reserve memory.
     environment |= {"OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     try:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            env=environment,
-            cwd="/",
-        )
+        with _memory(orjson.dumps(request)) as stdin:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=stdin,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
+                env=environment,
+                cwd="/",
+            )
     except OSError as error:
         raise ChildError(
             f"the fetching process did not start: {os.strerror(error.errno or 0)}"
         ) from None
     try:
         async with asyncio.timeout(timeout_seconds):
-            text, _ = await process.communicate(orjson.dumps(request))
+            text, _ = await process.communicate()
     except TimeoutError:
         raise ChildError("the fetch took too long") from None
     finally:
@@ -68,3 +70,19 @@ async def run_child(
     if answer.get("error") == "broken":
         raise ChildError(f"the fetching process failed: {answer['reason']}")
     return dict(answer)
+
+
+@contextmanager
+def _memory(content: bytes) -> Iterator[int]:
+    """A file in memory, at its beginning.
+
+    uvloop raises RuntimeError from `communicate` when the other end of a pipe for stdin is closed early.
+    """
+    file = os.memfd_create("request")
+    try:
+        with open(file, "wb", closefd=False) as writer:
+            writer.write(content)
+        os.lseek(file, 0, os.SEEK_SET)
+        yield file
+    finally:
+        os.close(file)
