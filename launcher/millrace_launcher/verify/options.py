@@ -21,6 +21,7 @@ CASES: Mapping[str, str] = {
     "restarted": "undisturbed against a shard killed mid-stream",
     "speculated": "without speculation against with it",
     "tensor-parallel": "one shard against several, and those alone against batched",
+    "adapters": "LoRA adapters and the base, alone against mixed, and against a shard killed mid-stream",
     "transformers": f"plain transformers in float32: greedy tokens, logprobs within {REFERENCE_TOLERANCE:g}",
 }
 DESCRIPTION = """\

@@ -20,6 +20,8 @@ class Question:
     max_new_tokens: int
     parameters: Mapping[str, Any]
     route: str = GENERATE
+    adapter: str | None = None
+    """The name of a LoRA adapter; the base model if None."""
 
     @property
     def is_greedy(self) -> bool:
@@ -39,12 +41,14 @@ class Question:
         if self.route == COMPLETIONS:
             return {
                 **self.parameters,
+                **({} if self.adapter is None else {"model": self.adapter}),
                 "prompt": self.input_ids,
                 "max_tokens": self.max_new_tokens,
                 "stream": True,
             }
         parameters = {
             **self.parameters,
+            **({} if self.adapter is None else {"adapter_id": self.adapter}),
             "details": True,
             "max_new_tokens": self.max_new_tokens,
             "truncate": len(self.input_ids),

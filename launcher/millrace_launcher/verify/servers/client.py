@@ -60,6 +60,12 @@ class Client:
             raise ServerError(f"{self.url}/info is no object")
         return found
 
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the server's LoRA adapters, from `/v1/models`. Raises ServerError."""
+        with self._asked("GET", "/v1/models") as response:
+            models = _json(response)["data"]
+        return tuple(model["id"] for model in models if model.get("parent") is not None)
+
     def token_ids(self, text: str) -> tuple[int, ...]:
         """The token ids of a text from `/tokenize`. Raises ServerError."""
         with self._asked("POST", "/tokenize", {"inputs": text}) as response:

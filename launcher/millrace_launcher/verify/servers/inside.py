@@ -10,6 +10,7 @@ from itertools import groupby
 
 from millrace_launcher.demo import demo_folder
 from millrace_launcher.verify import cases
+from millrace_launcher.verify.adapters import adapter_flags, adapters
 from millrace_launcher.verify.options import CASES, Options
 from millrace_launcher.verify.report import Report
 from millrace_launcher.verify.requests.prompts import PROMPTS, read_prompts
@@ -71,8 +72,9 @@ def verify_model(options: Options, deployer: Deployer) -> Report:
 
 def plan(options: Options, deployer: Deployer) -> list[Case]:
     """The requested cases, in groups that share a server."""
+    model = deployer.model or str(demo_folder())
     reference = Reference(
-        model=deployer.model or str(demo_folder()),
+        model=model,
         max_new_tokens=options.max_new_tokens,
         revision=options.revision,
     )
@@ -100,6 +102,13 @@ def plan(options: Options, deployer: Deployer) -> list[Case]:
             flags=_fixed(*cases.ALONE, f"--num-shard={options.num_shard}"),
             check=cases.tensor_parallel,
             refusals=("one shard only", "shards cannot share", "NotEnoughCUDADevices"),
+        ),
+        Case(
+            name="adapters",
+            server="adapters",
+            flags=lambda _: adapter_flags(deployer, model),
+            check=adapters,
+            refusals=("no linear layers of known names", "--enable-lora"),
         ),
         Case(
             name="transformers",

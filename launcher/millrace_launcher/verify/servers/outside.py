@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 
+from millrace_launcher.verify.adapters import adapters_outside
 from millrace_launcher.verify.comparison import compare
 from millrace_launcher.verify.options import CASES, Options
 from millrace_launcher.verify.report import Report
@@ -20,13 +21,14 @@ from millrace_launcher.verify.requests.suite import (
 from millrace_launcher.verify.servers.client import Client, ServerError
 from millrace_launcher.verify.servers.inside import NoServer, log_progress
 
+MOST_ADAPTERS = 3
 NEEDS_SERVERS = "needs servers of its own: name the model in place of the URL"
-CHECKED = ("batched", "cached")
 
 
 def verify_server(options: Options) -> Report:
-    """Ask requests alone, batched, beside traffic, and with a cold and a warm cache. Raises NoServer or PromptsError.
+    """Ask requests alone, batched, beside traffic, with a cold and a warm cache, and with adapters.
 
+    Raises NoServer or PromptsError.
     Other clients may use the server meanwhile; alone means that this program asks one request at a time.
     """
     assert options.target is not None
@@ -59,7 +61,7 @@ def _rows(name: str, client: Client, suite: Suite, options: Options) -> Iterator
         yield unchecked(name, name, NEEDS_SERVERS, asked_for=options.chosen)
         return
     log_progress(f"checking: {CASES[name]}")
-    yield from (_batched if name == "batched" else _cached)(client, suite)
+    yield from CHECKED[name](client, suite)
 
 
 def _batched(client: Client, suite: Suite) -> Iterator[Row]:
@@ -88,3 +90,14 @@ def _cached(client: Client, suite: Suite) -> Iterator[Row]:
         exercised=after > before,
         note=f"{after} prompt tokens found cached, {before} before",
     )
+
+
+def _adapters(client: Client, suite: Suite) -> Iterator[Row]:
+    names = client.adapters()
+    if names:
+        yield adapters_outside(client, suite, names[:MOST_ADAPTERS])
+    else:
+        yield unchecked("adapters", "adapters", "the server has no adapters", asked_for=False)
+
+
+CHECKED = {"batched": _batched, "cached": _cached, "adapters": _adapters}

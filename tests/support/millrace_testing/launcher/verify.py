@@ -50,7 +50,11 @@ class FakeServer:
     draft_tokens: tuple[int, int] = (0, 0)
     """Draft tokens of each answer, and accepted ones."""
     num_answers: int = 0
-    seen: set[tuple[int, ...]] = field(default_factory=set)
+    adapters: tuple[str, ...] = ()
+    repeats_lose_adapters: bool = False
+    """A fault: a repeated request for an adapter gets the base's answer."""
+    ignores_adapters: bool = False
+    seen: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
     url: str = ""
     keys: list[str | None] = field(default_factory=list)
 
@@ -73,6 +77,10 @@ class FakeServer:
             "max_top_n_tokens": 5,
         }
 
+    def models(self) -> dict[str, Any]:
+        base: dict[str, Any] = {"id": "fake/model", "parent": None}
+        return {"data": [base, *({"id": name, "parent": "fake/model"} for name in self.adapters)]}
+
     def metrics(self) -> str:
         drafted, accepted = (self.num_answers * number for number in self.draft_tokens)
         return (
@@ -86,7 +94,7 @@ class FakeServer:
         parameters = body["parameters"]
         ids = tuple(tokens_of(body["inputs"])[-parameters["truncate"] :])
         count = parameters["max_new_tokens"]
-        drawn = self._draw(ids, count, parameters.get("seed", 0))
+        drawn = self._draw(ids, count, parameters.get("seed", 0), parameters.get("adapter_id", ""))
         for index, (id_, logprob) in enumerate(drawn.tokens, start=1):
             if self.fails and index == 2:
                 yield {"error": "it broke", "error_type": "generation"}
@@ -108,7 +116,7 @@ class FakeServer:
     def chunks(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The chunks of `/v1/completions`."""
         ids, count = tuple(body["prompt"]), body["max_tokens"]
-        drawn = self._draw(ids, count, body.get("seed", 0))
+        drawn = self._draw(ids, count, body.get("seed", 0), body.get("model", ""))
         prompt = [(id_, -0.25) for id_ in ids]
         if drawn.prompt_adds and len(ids) > 2:
             prompt[2] = (ids[2], -0.25 + drawn.prompt_adds)
@@ -128,11 +136,13 @@ class FakeServer:
             }
             yield {"choices": [{**choice, "finish_reason": "length"}], "usage": usage}
 
-    def _draw(self, ids: tuple[int, ...], count: int, seed: int) -> Drawn:
-        is_again = ids in self.seen
-        self.seen.add(ids)
+    def _draw(self, ids: tuple[int, ...], count: int, seed: int, adapter: str) -> Drawn:
+        is_again = (adapter, ids) in self.seen
+        self.seen.add((adapter, ids))
+        if self.ignores_adapters or (is_again and self.repeats_lose_adapters):
+            adapter = ""
         self.num_answers += 1
-        found = generated(ids, count, seed)
+        found = generated(ids, count, seed + sum(adapter.encode()))
         added = self.again_adds if is_again else 0.0
         if count > 2 and self.again_adds_to == "token":
             found[2] = (found[2][0], found[2][1] + added)
@@ -188,6 +198,7 @@ class Handler(BaseHTTPRequestHandler):
         answers = {
             "/info": json.dumps(self.fake.info()),
             "/metrics": self.fake.metrics(),
+            "/v1/models": json.dumps(self.fake.models()),
             "/readyz": "",
         }
         known = self.path in answers
