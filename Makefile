@@ -35,6 +35,7 @@ help:
 	@echo "make test             the tests that need Python alone"
 	@echo "make test-ecosystem   the tests against Prometheus, real clients and a C++ compiler"
 	@echo "make test-json-schema the official JSON-Schema-Test-Suite, from the package index"
+	@echo "make test-residency   a hundred thousand random histories of adapters in the shards' memory"
 	@echo "make fuzz-adapters    mutate the files of LoRA adapters a hundred thousand times; some minutes"
 	@echo "make verify           output does not depend on the batch composition: demo model, every architecture"
 	@echo "make bench            all cases and load levels beside the installed peers, to bench/out"

@@ -37,7 +37,7 @@ from millrace_router.telemetry.metrics import Metrics
 from millrace_router.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Engine:
     """A batcher that does not run yet, and its parts that other components read."""
 
@@ -46,6 +46,7 @@ class Engine:
     quarantine: Quarantine
     cost: CostModel
     late: LatePlanning
+    adapters: AdapterLoading | None
 
 
 def new_engine(
@@ -76,6 +77,7 @@ def new_engine(
         num_blocks=capacity.num_blocks - 1,
     )
     waiting = queue_from(config)
+    adapters = _adapters(deployment, channel, waiting, metrics)
     batcher = Batcher(
         in_flight,
         EpochManager(
@@ -92,9 +94,9 @@ def new_engine(
         predictor=LatencyPredictor(cost, forecaster, metrics, max_queue_size=config.max_queue_size),
         new_entry=entries_of(tokenizer, info.eos_token_ids, block_size=info.block_size),
         metrics=BatchMetrics(metrics),
-        adapters=_adapters(deployment, channel, waiting, metrics),
+        adapters=adapters,
     )
-    return Engine(batcher=batcher, status=status, quarantine=quarantine, cost=cost, late=late)
+    return Engine(batcher, status, quarantine, cost, late, adapters)
 
 
 def entries_of(

@@ -229,9 +229,8 @@ def services_of(  # noqa: PLR0913
     config, capacity = deployment.config, deployment.capacity
     _show(metrics, capacity)
     limits, health = deployment.limits(), Health(engine.status, engine.batcher)
-    validator = Validator(
-        tokenizer, limits, metrics, GrammarAdmission(group, engine.status, metrics)
-    )
+    grammars = GrammarAdmission(group, engine.status, metrics)
+    validator = Validator(tokenizer, limits, metrics, grammars)
     infer = Infer(
         engine.batcher,
         validator,
@@ -262,6 +261,7 @@ def services_of(  # noqa: PLR0913
         request_log=_request_log(request_file, metrics),
         cost=engine.cost,
         late=engine.late,
+        loading=engine.adapters,
         compute_type=config.compute_type,
     )
 

@@ -8,6 +8,7 @@ from aiohttp import web
 
 from millrace_router.adapters.names.resolver import Resolver
 from millrace_router.config import RouterConfig
+from millrace_router.engine.adapter_loading import AdapterLoading
 from millrace_router.engine.health import Health
 from millrace_router.engine.infer import Infer
 from millrace_router.prediction.cost import CostModel
@@ -47,6 +48,8 @@ class Services:
     quarantine: Quarantine
     adapters: Resolver | None = None
     """None if the shards take no adapters."""
+    loading: AdapterLoading | None = None
+    """The adapters in the shards; None as above."""
     request_log: RequestLog | None = None
     cost: CostModel | None = None
     late: LatePlanning | None = None

@@ -115,6 +115,8 @@ OURS = [
     ("--journal-max-bytes", "70000", "router", 70_000),
     ("--log-requests-max-bytes", "0", "router", 0),
     ("--enable-lora", "", "shard", True),
+    ("--adapter-memory", "512MiB", "shard", 512 << 20),
+    ("--adapter-memory-fraction", "0.2", "shard", 0.2),
     ("--lora-modules", "a=/b,c=/d", "router", ("a=/b", "c=/d")),
     ("--lora-modules", '{"name":"a","path":"/b"}', "router", ('{"name":"a","path":"/b"}',)),
     ("--adapter-id", "org/voice", "router", "org/voice"),

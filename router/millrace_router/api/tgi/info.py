@@ -6,6 +6,7 @@ from typing import NotRequired
 
 from typing_extensions import TypedDict
 
+from millrace_router.engine.adapter_loading import FIRST_LOAD_SECONDS
 from millrace_router.server.services import Services
 from millrace_router.version import VERSION
 
@@ -66,6 +67,12 @@ class SchedulerJson(TypedDict):
     steps_in_flight: int
     late_planning: str
     late_planning_share: float
+    max_active_adapters: int
+    adapter_cycle_time_s: float
+    adapter_memory_pages: int
+    """Pages of 64 KiB for adapters on each shard."""
+    adapter_load_seconds: float
+    """The mean of late loads of adapters."""
     block_size: int
     num_blocks: int
     cost_model: dict[str, float]
@@ -140,7 +147,7 @@ def _limits(services: Services) -> LimitsJson:
 
 
 def _scheduler(services: Services) -> SchedulerJson:
-    config, cost = services.config, services.cost
+    config, cost, loading = services.config, services.cost, services.loading
     return {
         "prefill_chunking": config.prefill_chunking,
         "prefill_order": config.prefill_order,
@@ -155,6 +162,12 @@ def _scheduler(services: Services) -> SchedulerJson:
         "steps_in_flight": config.steps_in_flight,
         "late_planning": config.late_planning,
         "late_planning_share": 0.0 if services.late is None else round(services.late.share, 4),
+        "max_active_adapters": config.max_adapters,
+        "adapter_cycle_time_s": config.adapter_cycle_time_s,
+        "adapter_memory_pages": services.capacity.adapter_pages,
+        "adapter_load_seconds": FIRST_LOAD_SECONDS
+        if loading is None
+        else loading.mean_load_seconds,
         "block_size": services.shard.block_size,
         "num_blocks": services.capacity.num_blocks,
         "cost_model": {} if cost is None else cost.to_json(),
