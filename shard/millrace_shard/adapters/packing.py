@@ -19,8 +19,11 @@ Modules = Mapping[str, CanonicalModule]
 class AdapterPacker:
     """Packs adapters for the sites of one table, in the dtype of the model."""
 
-    def __init__(self, table: AdapterTable, dtype: torch.dtype) -> None:
-        """The table has all its sites."""
+    def __init__(
+        self, table: AdapterTable, dtype: torch.dtype, device: torch.device | None = None
+    ) -> None:
+        """The table has all its sites; results are on `device`, by default that of the table."""
+        self._device = device or table.device
         self._table = table
         self._dtype = dtype
         self._places = {part.name: index for index, part in enumerate(table.parts)}
@@ -65,5 +68,5 @@ class AdapterPacker:
             module.scales,
             bias,
             self._packing[self._places[part.name]],
-            self._table.device,
+            self._device,
         )

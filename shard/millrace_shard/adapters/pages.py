@@ -7,11 +7,9 @@ from collections.abc import Iterable
 import torch
 
 from millrace_shard.kernels.lora.lora_site import LoraPart
-from millrace_shard.kernels.lora.packed_adapter import SLICE
+from millrace_shard.kernels.lora.packed_adapter import DEPTH, SLICE
 
 PAGE_BYTES = 1 << 16
-DEPTH = 32
-"""The multiple to which inputs are rounded up."""
 FACTOR_BYTES = 4
 
 

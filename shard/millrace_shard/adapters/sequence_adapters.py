@@ -16,7 +16,7 @@ class SequenceAdapters:
 
     def __init__(self, size: int, table: AdapterTable | None, device: torch.device) -> None:
         """For sequences in slots 0 … `size` - 1; without a table no sequence may have an adapter."""
-        self._table = table
+        self.table = table
         self._device = device
         self._slots = np.zeros(size, dtype=np.int64)
         self._versions = np.zeros(size, dtype=np.int64)
@@ -26,18 +26,18 @@ class SequenceAdapters:
 
     def check(self, adapter_slot: int) -> None:
         """Raise StepInvalid if a new sequence cannot have the adapter in this slot."""
-        if adapter_slot and (self._table is None or self._table.get(adapter_slot) is None):
+        if adapter_slot and (self.table is None or self.table.get(adapter_slot) is None):
             raise StepInvalid(f"there is no adapter in adapter slot {adapter_slot}")
 
     def admit(self, slot: int, adapter_slot: int) -> None:
         """The sequence in `slot` has the adapter in `adapter_slot`, or none if it is 0."""
         self._slots[slot] = adapter_slot
-        if self._table is not None:
-            self._versions[slot] = self._table.versions[adapter_slot]
+        if self.table is not None:
+            self._versions[slot] = self.table.versions[adapter_slot]
 
     def are_used(self, slots: Ints) -> bool:
         """Whether a sequence in `slots` has an adapter."""
-        return self._table is not None and bool(self._slots[slots].any())
+        return self.table is not None and bool(self._slots[slots].any())
 
     def rows(self, slots: Ints, counts: Ints | None, logit_rows: Ints | None) -> AdapterRows | None:
         """The adapters of a step with `counts` [B] tokens of `slots` [B], by default one each.
@@ -45,7 +45,7 @@ class SequenceAdapters:
         The logits of `logit_rows` are needed, or those of all. Raises StepInvalid if the adapter of a sequence has left
         its slot.
         """
-        table = self._table
+        table = self.table
         if table is None or not self.are_used(slots):
             return None
         adapter_slots = self._slots[slots]

@@ -144,6 +144,9 @@ class Kernels(Protocol):
     def linear_from(self, weights: LinearWeights) -> Linear:
         """A linear over a packed or copied weight, with its adapters; of `weights` only bias and site are kept."""
 
+    def adapted(self, linear: Linear, site: LoraSite | None) -> Linear:
+        """`linear` with the adapters of `site`, which are added to its results; `linear` itself without a site."""
+
     def head(self, weight: Tensor, lora: LoraSite | None = None) -> Linear:
         """An output head that takes over `weight` [vocab, hidden]; its logits are float32."""
 

@@ -34,11 +34,15 @@ class ComposedBlocks:
     def linear_from(self: Kernels, weights: LinearWeights) -> Linear:
         """A linear over a copy of the weight, with its adapters."""
         linear = self.linear(weights.weight.copied(), weights.bias)
-        return adapted(linear, weights.lora, deterministic=self.deterministic)
+        return self.adapted(linear, weights.lora)
+
+    def adapted(self: Kernels, linear: Linear, site: LoraSite | None) -> Linear:
+        """`linear` with the adapters of `site`, in plain torch; `linear` itself without a site."""
+        return adapted(linear, site, deterministic=self.deterministic)
 
     def head(self: Kernels, weight: Tensor, lora: LoraSite | None = None) -> Linear:
         """An output head that takes over `weight` [vocab, hidden]; its logits are float32."""
-        return adapted(_Head(self.linear(weight)), lora, deterministic=self.deterministic)
+        return self.adapted(_Head(self.linear(weight)), lora)
 
     def attention(self: Kernels, weights: AttentionWeights) -> AttentionBlock:
         """The first half of a layer, of single operators."""

@@ -21,7 +21,9 @@ from millrace_shard.batch.batch import Batch
 from millrace_shard.device.process_group import ProcessGroup
 from millrace_shard.device.transfers import upload_columns, upload_columns_into, upload_into
 from millrace_shard.kernels.base import Kernels, LayerCache
+from millrace_shard.kernels.lora.adapter_rows import AdapterRows
 from millrace_shard.kernels.ragged import RaggedBatch
+from millrace_shard.model_runner.adapter_graphs import AdaptedWork, AdapterGraphs
 from millrace_shard.model_runner.capture_run import Candidate, CaptureRun, check_equal
 from millrace_shard.model_runner.graph_capture import Capture, Captured
 from millrace_shard.model_runner.graph_settings import GraphSettings
@@ -70,6 +72,7 @@ class DecodeGraphs:
         self._sizes: list[int] = []
         self._buckets: list[_Bucket] = []
         self._tokens = TokenGraphs(batch)
+        self._adapters = AdapterGraphs(batch.adapters.table, batch.limits.max_batch_size)
         most = batch.limits.max_batch_size
         num_places = most * (NUM_INPUTS + OTHERS_PER_ROW)
         self._buffer = torch.zeros(num_places, dtype=torch.int64, device=device)
@@ -91,14 +94,18 @@ class DecodeGraphs:
         run = CaptureRun(KIND, settings, group, self._batch.device)
         with trial_sequence(self._model, self._kernels, self._cache, self._batch) as trial:
             buckets = run.capture(sizes, partial(self._candidate, trial))
+            adapted = {size: self._adapted(each, trial) for size, each in buckets.items()}
+            self._adapters.capture(settings, group, adapted)
         self._sizes = sorted(buckets)
         self._buckets = [buckets[size] for size in self._sizes]
         works = {size: (each.inputs, each.captured.output) for size, each in buckets.items()}
         self._tokens.capture(settings, group, works)
 
-    def fits(self, num_rows: int) -> bool:
-        """Whether there is a graph for `num_rows` rows."""
-        return bool(self._sizes) and num_rows <= self._sizes[-1]
+    def fits(self, num_rows: int, adapters: AdapterRows | None) -> bool:
+        """Whether there is a graph for `num_rows` rows with these adapters."""
+        if not self._sizes or num_rows > self._sizes[-1]:
+            return False
+        return adapters is None or self._adapters.fits(self._size(num_rows), adapters)
 
     def upload(self, columns: DecodeColumns, others: Sequence[Ints]) -> tuple[Tensor, ...]:
         """Copy the inputs of rows, which must fit, and `others`, by one copy if there is room.
@@ -115,16 +122,21 @@ class DecodeGraphs:
             uploaded = list(upload_columns(others, self._batch.device))
         return (*bucket.inputs[:, :num_rows], *uploaded)
 
-    def logits(self, num_rows: int) -> Tensor:
-        """Replay for the `num_rows` rows of the last upload: [rows, vocab] float32.
+    def logits(self, num_rows: int, adapters: AdapterRows | None) -> Tensor:
+        """Replay for the `num_rows` rows of the last upload, which have `adapters`: [rows, vocab] float32.
 
         The logits are valid until the next replay, and the caller may overwrite them.
         """
+        if adapters is not None:
+            return self._adapters.replay(self._size(num_rows), adapters)[:num_rows]
         return self._bucket(num_rows).captured.replay()[:num_rows]
 
     def tokens(self, choice: Choice, num_rows: int) -> Tensor | None:
         """Choose and store tokens from the logits of the last replay, see TokenGraphs; None if there is no graph."""
-        return self._tokens.replay(choice, self._bucket(num_rows).inputs.shape[1], num_rows)
+        return self._tokens.replay(choice, self._size(num_rows), num_rows)
+
+    def _size(self, num_rows: int) -> int:
+        return self._sizes[bisect_left(self._sizes, num_rows)]
 
     def _bucket(self, num_rows: int) -> _Bucket:
         return self._buckets[bisect_left(self._sizes, num_rows)]
@@ -141,24 +153,38 @@ class DecodeGraphs:
 
     def _candidate(self, trial: TrialSequence, capture: Capture, size: int) -> Candidate[_Bucket]:
         inputs = self._buffer[: NUM_INPUTS * size].view(NUM_INPUTS, size)
-        upload_into(inputs, self._padded(DecodeColumns(no_ints(), no_ints(), no_ints()), size))
+        self._pad(inputs)
         compute = partial(self._forward, inputs)
         return Candidate(
             warm_up=lambda: capture.warm_up(compute),
             record=lambda: _Bucket(inputs, capture.record(compute)),
-            compare=lambda bucket: self._compare(bucket, trial),
+            compare=lambda bucket: self._compare(inputs, trial, bucket.captured),
         )
 
-    def _compare(self, bucket: _Bucket, trial: TrialSequence) -> None:
+    def _adapted(self, bucket: _Bucket, trial: TrialSequence) -> AdaptedWork:
+        """The work of `bucket` for rows with adapters."""
+        return AdaptedWork(
+            pad=partial(self._pad, bucket.inputs),
+            forward=partial(self._forward, bucket.inputs),
+            logits=bucket.captured.output,
+            compare=partial(self._compare, bucket.inputs, trial),
+        )
+
+    def _pad(self, inputs: Tensor) -> None:
+        """Let all rows be padding."""
+        nothing = DecodeColumns(no_ints(), no_ints(), no_ints())
+        upload_into(inputs, self._padded(nothing, inputs.shape[1]))
+
+    def _compare(self, inputs: Tensor, trial: TrialSequence, captured: Captured) -> None:
         """Raise RuntimeError if a replay differs from the eager pass over other tables and contexts than captured."""
-        slots, positions = trial.rows(bucket.inputs.shape[1])
+        slots, positions = trial.rows(inputs.shape[1])
         eager = self._model.forward(self._batch.ragged_decodes(slots, positions), self._cache)
         columns = DecodeColumns(slots, positions, np.zeros_like(slots))
-        upload_into(bucket.inputs, self._padded(columns, len(slots)))
-        replayed = bucket.captured.replay()
+        upload_into(inputs, self._padded(columns, len(slots)))
+        replayed = captured.replay()
         check_equal(replayed, eager, deterministic=self._kernels.deterministic)
 
-    def _forward(self, inputs: Tensor) -> Tensor:
+    def _forward(self, inputs: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """The recorded work: from the slots and positions of the rows to their logits."""
         batch, size = self._batch, inputs.shape[1]
         block_size = batch.limits.block_size
@@ -176,5 +202,6 @@ class DecodeGraphs:
             all_logits=True,
             num_queries=(1,) * size,
             num_context=(tables.shape[1] * block_size,) * size,
+            adapters=adapters,
         )
         return self._model.forward(ragged, self._cache)

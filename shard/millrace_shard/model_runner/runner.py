@@ -185,7 +185,7 @@ class StepRunner:
         """Logits of `layout.logit_rows`, and the prompt scores that the step requests."""
         if inputs.ragged is None:
             assert self._graphs is not None
-            return self._graphs.logits(len(layout.slots)), None
+            return self._graphs.logits(len(layout.slots), inputs.adapters), None
         if not len(layout.prompt_rows):
             return self._model.forward(inputs.ragged, self._cache), None
         states = self._model.states(inputs.ragged, self._cache)

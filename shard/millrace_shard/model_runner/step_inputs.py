@@ -11,6 +11,7 @@ from millrace_shard.arrays import Ints
 from millrace_shard.batch.batch import Batch
 from millrace_shard.batch.step_layout import StepLayout
 from millrace_shard.device import transfers
+from millrace_shard.kernels.lora.adapter_rows import AdapterRows
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.model_runner.decode_graphs import DecodeColumns, DecodeGraphs
 from millrace_shard.sampling.fixed_point import uniforms
@@ -24,6 +25,8 @@ class StepInputs:
 
     ragged: RaggedBatch | None
     """The model's input; None if the graphs have it."""
+    adapters: AdapterRows | None = None
+    """Those of the rows, if the graphs have the model's input."""
     rows: SamplingRows
     cleared: Tensor
     """Blocks to clear before the forward pass."""
@@ -34,11 +37,12 @@ def upload_inputs(
 ) -> StepInputs:
     """The inputs of the step, for one of `graphs` if it is a plain step that fits; `cleared` are block numbers.
 
-    Steps with adapters run without graphs. Raises StepInvalid, see SequenceAdapters.
+    Raises StepInvalid, see SequenceAdapters.
     """
-    is_plain = layout.is_plain and not batch.adapters.are_used(layout.slots)
-    if graphs is not None and is_plain and graphs.fits(len(layout.slots)):
-        return _inputs_of_graph(batch, layout, cleared, graphs)
+    if graphs is not None and layout.is_plain:
+        adapters = batch.adapters.rows(layout.slots, None, None)
+        if graphs.fits(len(layout.slots), adapters):
+            return _inputs_of_graph(batch, layout, cleared, graphs, adapters)
     if not transfers.is_synchronous(batch.device):
         return _packed_inputs(batch, layout, cleared)
     if layout.is_plain:
@@ -49,7 +53,11 @@ def upload_inputs(
 
 
 def _inputs_of_graph(
-    batch: Batch, layout: StepLayout, cleared: Ints, graphs: DecodeGraphs
+    batch: Batch,
+    layout: StepLayout,
+    cleared: Ints,
+    graphs: DecodeGraphs,
+    adapters: AdapterRows | None,
 ) -> StepInputs:
     rows = layout.sampling
     columns = DecodeColumns(layout.slots, layout.starts, _uniforms(rows))
@@ -59,7 +67,7 @@ def _inputs_of_graph(
     batch.blocks.change(changes)
     if not transfers.is_synchronous(batch.device):
         rows = replace(rows, device=DeviceRows(slots, positions, drawn, batch.parameters))
-    return StepInputs(ragged=None, rows=rows, cleared=index)
+    return StepInputs(ragged=None, adapters=adapters, rows=rows, cleared=index)
 
 
 def _packed_inputs(batch: Batch, layout: StepLayout, cleared: Ints) -> StepInputs:

@@ -6,7 +6,6 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from millrace_shard.kernels.base import Kernels, Linear, LinearWeights
-from millrace_shard.kernels.lora.adapted_linear import adapted
 from millrace_shard.kernels.lora.adapter_table import AdapterTable
 from millrace_shard.kernels.lora.lora_site import LoraPart, LoraSite
 from millrace_shard.kernels.stored_weight import StoredWeight
@@ -58,8 +57,7 @@ class ProjectionReplacement:
             out_first = weight if type(projection) is nn.Linear else weight.t().contiguous()
             site = self._site(name, *out_first.shape, is_head=projection is self._head)
             if unmapper.is_unmapped(out_first):
-                linear = kernels.linear(out_first, bias)
-                return adapted(linear, site, deterministic=kernels.deterministic)
+                return kernels.adapted(kernels.linear(out_first, bias), site)
             stored = StoredWeight((out_first,), out_first.dtype, unmapper.device, unmapper.copy)
             return kernels.linear_from(LinearWeights(stored, bias, site))
 

@@ -35,7 +35,6 @@ from millrace_shard.kernels.cpu.tile_blocks import (
     TiledLayers,
     TiledMlp,
 )
-from millrace_shard.kernels.lora.adapted_linear import adapted
 from millrace_shard.kernels.lora.lora_site import LoraSite
 from millrace_shard.kernels.ragged import RaggedBatch
 from millrace_shard.kernels.stored_weight import StoredWeight
@@ -78,7 +77,7 @@ class CpuKernels(ComposedBlocks):
         if tile_blocks.fits_site(weights):
             return PanelLinear(weights, dtype=dtype)
         linear = PanelLinear(replace(weights, lora=None), dtype=dtype)
-        return adapted(linear, weights.lora, deterministic=self.deterministic)
+        return self.adapted(linear, weights.lora)
 
     def attention(self, weights: AttentionWeights) -> AttentionBlock:
         """Pack the weights of the first half of a layer."""

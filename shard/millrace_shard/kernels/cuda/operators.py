@@ -20,8 +20,8 @@ from millrace_shard.kernels.cuda import triton_rope, triton_rows
 from millrace_shard.kernels.cuda.cuda_attention import AttentionRule, PagedAttention
 from millrace_shard.kernels.cuda.triton_linear import FixedOrderLinear
 from millrace_shard.kernels.cuda.triton_sampling import TritonSampling
-from millrace_shard.kernels.lora.adapted_linear import adapted
 from millrace_shard.kernels.lora.lora_site import LoraSite
+from millrace_shard.kernels.lora.triton_lora import TritonAdaptedLinear
 from millrace_shard.kernels.plain import PlainLinear
 from millrace_shard.kernels.ragged import RaggedBatch
 
@@ -58,6 +58,10 @@ class CudaKernels(ComposedBlocks):
         """Keep `weight` [out, in] and `bias` [out] as they are."""
         return (FixedOrderLinear if self.deterministic else PlainLinear)(weight, bias)
 
+    def adapted(self, linear: Linear, site: LoraSite | None) -> Linear:
+        """`linear` with the adapters of `site`, by Triton; `linear` itself without a site."""
+        return linear if site is None else TritonAdaptedLinear(linear, site)
+
     def head(self, weight: Tensor, lora: LoraSite | None = None) -> Linear:
         """An output head that keeps `weight` [vocab, hidden]; its logits are the float32 sums."""
         if not self.deterministic and (
@@ -68,7 +72,7 @@ class CudaKernels(ComposedBlocks):
             head: Linear = FixedOrderLinear(weight, None, out_dtype=torch.float32)
         else:
             head = Float32Head(weight)
-        return adapted(head, lora, deterministic=self.deterministic)
+        return self.adapted(head, lora)
 
     def new_cache(
         self,

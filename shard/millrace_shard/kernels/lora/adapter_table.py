@@ -17,6 +17,8 @@ from millrace_shard.kernels.lora.packed_adapter import PackedAdapter, PackedPart
 
 ENTRY = 5
 """Numbers of an entry of `lora_table`."""
+LEAST_GRID_SLICES = 4
+"""Slices of the launches in graphs, which are captured without adapters: ranks up to 64."""
 
 
 class AdapterTable:
@@ -42,7 +44,7 @@ class AdapterTable:
         self.versions: Ints = np.zeros(1, dtype=np.int64)
         """[max_adapters + 1], a number that grows when a slot gets or loses an adapter."""
         self.lora_table = self._empty_table()
-        """[max_adapters + 1, number of parts, 5] int64 on the device, for the sites packed in tiles.
+        """[max_adapters + 1, number of parts, 5] int64 on the device, for the sites that are not plain.
 
         An entry holds the addresses of A, B, factors and bias, 0 for no bias, then the number of slices. An entry of
         zeros is a module that the adapter does not change.
@@ -67,9 +69,23 @@ class AdapterTable:
         self.versions = np.zeros(max_adapters + 1, dtype=np.int64)
         self.lora_table = self._empty_table()
 
+    @property
+    def grid_slices(self) -> int:
+        """Slices that launches have programs for: as many as a module of any adapter has, or more."""
+        return max(LEAST_GRID_SLICES, *(each.most_slices for each in self._adapters.values()), 0)
+
+    @property
+    def reads_on_device(self) -> bool:
+        """Whether every linear reads on the device which adapters its rows have."""
+        return all(site.packing == "slices" for site in self.sites)
+
     def get(self, slot: int) -> PackedAdapter | None:
         """The adapter in `slot`."""
         return self._adapters.get(slot)
+
+    def adapters(self) -> dict[int, PackedAdapter]:
+        """All adapters, by slot."""
+        return dict(self._adapters)
 
     def part(self, slot: int, index: int) -> PackedPart | None:
         """What the adapter in `slot` adds to part `index`; None if it does not change this module."""
@@ -78,15 +94,19 @@ class AdapterTable:
     def put(self, slot: int, adapter: PackedAdapter) -> None:
         """Put `adapter` into `slot`, in place of another one."""
         assert 1 <= slot <= self.max_adapters, "the slot is checked before"
+        self.move(slot, adapter)
+        self._changed(slot)
+
+    def move(self, slot: int, adapter: PackedAdapter) -> None:
+        """Replace the adapter in `slot` by itself at other addresses."""
         self._adapters[slot] = adapter
         row = np.zeros((len(self.parts), ENTRY), dtype=np.int64)
         for site in self.sites:
             for index in range(site.first, site.first + len(site.parts)):
                 part = adapter.parts.get(index)
-                if part is not None and site.packing == "tiles":
+                if part is not None and site.packing != "plain":
                     row[index] = _entry(part)
         self.lora_table[slot] = upload(row, self.device)
-        self._changed(slot)
 
     def remove(self, slot: int) -> None:
         """Empty `slot`."""

@@ -12,7 +12,7 @@ from millrace_shard.kernels.lora.adapter_rows import AdapterRows
 if TYPE_CHECKING:
     from millrace_shard.kernels.lora.adapter_table import AdapterTable
 
-Packing = Literal["plain", "tiles"]
+Packing = Literal["plain", "tiles", "slices"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,8 @@ class LoraSite:
     packing: Packing = "plain"
     """The layout of adapters for this linear, set by the kernels that make the linear.
 
-    With "tiles", A and B are packed by `pack_lora_a` and `pack_lora_b`, and `lora_table` holds their addresses.
+    With "tiles", A and B are packed by `pack_lora_a` and `pack_lora_b`; with "slices", they lie
+    slice by slice, see PackedPart. `lora_table` holds the addresses of both.
     """
 
     @property

@@ -58,6 +58,7 @@ def test_kernels_compile_and_fit(tmp_path: Path) -> None:
     compiled = compile_kernels(tmp_path, [])
     names = {each["name"] for each in compiled}
     assert names >= {"attend_tiles", "attend_spans", "fold_spans", "_multiply", "_add_parts"}
+    assert names >= {"_shrink", "_expand"}
     assert [each for each in compiled if not each["fits"]] == []
 
 

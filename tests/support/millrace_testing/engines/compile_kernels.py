@@ -30,6 +30,7 @@ from millrace_shard.kernels.cuda.cuda_attention import (
     tile_tiling,
 )
 from millrace_shard.kernels.cuda.linear_tilings import RowTiling
+from millrace_shard.kernels.lora import triton_lora
 from millrace_testing.engines.triton_compiler import SHARED_BYTES, Compiled, compile_kernel
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -82,6 +83,33 @@ def linear(dtype: torch.dtype, capability: int) -> Iterator[Compiled]:
             )
 
 
+def adapters(dtype: torch.dtype, capability: int) -> Iterator[Compiled]:
+    """Compile shrink and expand as they are launched: with a program for each part, and with one for all; of a head."""
+    shrink, expand = triton_lora._shrink, triton_lora._expand
+    for parts, in_grid in ((1, 8), (8, 1)):
+        yield compile_kernel(
+            shrink,
+            dtype,
+            capability,
+            parts=parts,
+            inputs=triton_lora.INPUTS,
+            num_warps=4,
+            num_stages=4,
+        )
+        for modules, out_dtype in ((3, dtype), (1, FP32)):
+            yield compile_kernel(
+                expand,
+                dtype,
+                capability,
+                out_dtype=out_dtype,
+                modules=modules,
+                parts=in_grid,
+                outputs=triton_lora.OUTPUTS,
+                num_warps=4,
+                num_stages=2,
+            )
+
+
 def rows(capability: int) -> Iterator[Compiled]:
     """Compile the kernels without matrix products at the widths of a common model."""
     shared: dict[str, Any] = {"num_kv_heads": 8, "head_dim": 128, "heads": 8}
@@ -105,6 +133,8 @@ def a_few() -> Iterator[Compiled]:
     yield from rows(90)
     yield from linear(BF16, 90)
     yield from linear(FP32, 90)
+    yield from adapters(BF16, 90)
+    yield from adapters(FP32, 80)
     for heads, dtype, capability in (((4, 128), BF16, 90), ((3, 64), FP32, 90), ((2, 256), BF16, 86)):  # fmt: skip
         for fixed in (False, True):
             yield from attention(heads, dtype, capability, fixed=fixed)
@@ -130,6 +160,8 @@ def served(first: int, step: int) -> Iterator[tuple[dict[str, object], Compiled]
     dtypes = itertools.product(CAPABILITIES, (BF16, FP16, FP32))
     for capability, dtype in itertools.islice(dtypes, first, None, step):
         for compiled in linear(dtype, capability):
+            yield {"dtype": str(dtype)}, compiled
+        for compiled in adapters(dtype, capability):
             yield {"dtype": str(dtype)}, compiled
     shapes = itertools.product(CAPABILITIES, served_attention(), (True, False))
     for capability, shape, fixed in itertools.islice(shapes, first, None, step):

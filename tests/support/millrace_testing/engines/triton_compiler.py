@@ -21,6 +21,9 @@ FLOATS = ("scale", "softcap", "eps")
 INTEGERS = {"tables": "i32", "starts": "i32", "contexts": "i32"} | {
     "positions": "i64",
     "cache_rows": "i64",
+    "blocks": "i32",
+    "spans": "i32",
+    "table": "i64",
 }
 ALWAYS_FLOAT32 = ("partials", "tops", "totals", "rope")
 POINTERS = (
@@ -28,7 +31,7 @@ POINTERS = (
     *("gate_up", "qkv", "keys", "values", "new_keys", "new_values", "bias"),
     *("query_norm", "key_norm"),
 )
-_SIZES = ("stride", "num_inputs", "num_outputs", "part")
+_SIZES = ("stride", "num_inputs", "num_outputs", "padded_inputs", "part")
 """Ends of the names of integers that are multiples of 16 in common models."""
 _ENCODING = re.compile(r"^(#\w+) = (.+)$", re.MULTILINE)
 _DOT = re.compile(r"(?:warp_group_dot|tt\.dot) .*-> tensor<([\dx]+)xf32, (#\w+)>")
