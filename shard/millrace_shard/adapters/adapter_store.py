@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from threading import Lock
 
 import torch
 
+from millrace_shard.adapters.arena import AdapterArena, run_of
 from millrace_shard.adapters.canonical_file import read_canonical
 from millrace_shard.adapters.packing import AdapterPacker
 from millrace_shard.adapters.pages import bytes_per_slice
@@ -17,17 +19,36 @@ from millrace_shard.kernels.lora.adapter_table import AdapterTable
 from millrace_shard.kernels.lora.lora_site import LoraPart
 from millrace_shard.kernels.lora.packed_adapter import PackedAdapter
 
+CPU = torch.device("cpu")
+BetweenSteps = Callable[[Callable[[], None]], None]
+"""Runs a function on the engine thread, between two steps, and waits for it."""
+
+
+def _at_once(function: Callable[[], None]) -> None:
+    function()
+
 
 class AdapterStore:
     """Reads adapters on any thread; the engine thread puts them into their slots and removes them."""
 
-    def __init__(self, table: AdapterTable, cache: Path, dtype: torch.dtype) -> None:
-        """`cache` has a folder for each digest; a model that computes in `dtype` has added its sites to `table`."""
+    def __init__(
+        self, table: AdapterTable, cache: Path, dtype: torch.dtype, *, reserves: bool | None = None
+    ) -> None:
+        """`cache` has a folder for each digest; a model that computes in `dtype` has added its sites to `table`.
+
+        `reserves`: whether the memory of all pages is reserved by `resize`, which is the default on a GPU. Otherwise
+        every adapter is allocated for itself.
+        """
         self.table = table
         self.num_pages = 0
+        self.reserves = table.device.type != "cpu" if reserves is None else reserves
         self._cache = cache
         self._dtype = dtype
-        self._packer = AdapterPacker(table, dtype)
+        self._packer = AdapterPacker(table, dtype, CPU if self.reserves else None)
+        self._arena: AdapterArena | None = None
+        self._written: AdapterArena | None = None
+        """The memory of the last adapter that was read; another warm-up reserves memory anew."""
+        self._loading = Lock()
         self._lock = Lock()
         self._pages: dict[int, int] = {}
         """Pages of each slot, of adapters that are being read too."""
@@ -42,16 +63,27 @@ class AdapterStore:
             self._pages.clear()
             self.num_pages = num_pages
         self.table.resize(max_adapters)
+        if self.reserves:
+            self._arena = None
+            self._arena = AdapterArena(num_pages, self.table.device)
 
     def holds(self, slot: int, digest: str) -> bool:
         """Whether `slot` holds this adapter."""
         adapter = self.table.get(slot)
         return adapter is not None and adapter.digest == digest
 
-    def read(self, slot: int, digest: str) -> PackedAdapter:
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """From `read` to `put` or `discard` inside; one at a time if memory is reserved, as adapters may move."""
+        with self._loading if self.reserves else nullcontext():
+            yield
+
+    def read(self, slot: int, digest: str, between_steps: BetweenSteps = _at_once) -> PackedAdapter:
         """Read an adapter for `slot`, which keeps the pages for it until `put` or `discard`.
 
-        Raises AdapterInvalid, or AdapterMemoryFull if it does not fit beside the adapters in other slots.
+        `between_steps` runs a function on the engine thread. If the reserved memory has no room beside the adapter that
+        is in `slot`, this one is removed. Raises AdapterInvalid, or AdapterMemoryFull if the new adapter does not fit
+        beside the adapters in other slots.
         """
         if not 1 <= slot <= self.table.max_adapters:
             raise AdapterInvalid(f"adapter slot {slot} is not one of {self.table.max_adapters}")
@@ -59,21 +91,60 @@ class AdapterStore:
         pages = self._packer.num_pages(modules)
         with self._reserved(slot, pages):
             parts = self._packer.pack(modules)
-        return PackedAdapter(digest=digest, parts=parts, num_pages=pages)
+            adapter = PackedAdapter(digest=digest, parts=parts, num_pages=pages)
+            if self._arena is None:
+                return adapter
+            return self._write(self._arena, slot, adapter, between_steps)
 
     def put(self, slot: int, adapter: PackedAdapter) -> None:
         """Put an adapter of `read` into its slot; on the engine thread."""
+        before = self.table.get(slot)
         self.table.put(slot, adapter)
+        self._release(before)
 
-    def discard(self, slot: int) -> None:
+    def discard(self, slot: int, adapter: PackedAdapter) -> None:
         """Give up an adapter of `read` that is not put into its slot."""
-        held = self.table.get(slot)
-        self._set_pages(slot, 0 if held is None else held.num_pages)
+        if self._written is not None:
+            self._written.runs.free(run_of(adapter))
+        self._count_held(slot)
 
     def remove(self, slot: int) -> None:
         """Empty `slot`; on the engine thread."""
+        before = self.table.get(slot)
         self.table.remove(slot)
+        self._release(before)
         self._set_pages(slot, 0)
+
+    def _write(
+        self, arena: AdapterArena, slot: int, adapter: PackedAdapter, between_steps: BetweenSteps
+    ) -> PackedAdapter:
+        """Copy `adapter` into the reserved memory, in which its pages are counted."""
+        run = arena.runs.allocate(adapter.num_pages)
+        if run is None:
+            between_steps(partial(self._make_room, arena, slot, adapter.num_pages))
+            run = arena.runs.allocate(adapter.num_pages)
+        assert run is not None, "the pages are counted, and loads wait for each other"
+        self._written = arena
+        try:
+            return arena.write(run, adapter)
+        except BaseException:
+            arena.runs.free(run)
+            raise
+
+    def _make_room(self, arena: AdapterArena, slot: int, pages: int) -> None:
+        """Make a run of `pages` for `slot`; on the engine thread."""
+        before = self.table.get(slot)
+        if before is not None and arena.runs.num_free < pages:
+            self.table.remove(slot)
+            self._release(before)
+        adapters = self.table.adapters()
+        moved = arena.compact(adapters.values())
+        for other, adapter in zip(adapters, moved, strict=True):
+            self.table.move(other, adapter)
+
+    def _release(self, adapter: PackedAdapter | None) -> None:
+        if self._arena is not None and adapter is not None:
+            self._arena.release(adapter)
 
     @contextmanager
     def _reserved(self, slot: int, pages: int) -> Iterator[None]:
@@ -88,8 +159,13 @@ class AdapterStore:
         try:
             yield
         except BaseException:
-            self.discard(slot)
+            self._count_held(slot)
             raise
+
+    def _count_held(self, slot: int) -> None:
+        """Count the adapter in `slot` alone."""
+        held = self.table.get(slot)
+        self._set_pages(slot, 0 if held is None else held.num_pages)
 
     def _set_pages(self, slot: int, pages: int) -> None:
         with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from millrace_shard.adapters.adapter_store import AdapterStore
@@ -21,17 +22,20 @@ class AdapterLoading:
         Raises AdapterInvalid and AdapterMemoryFull, and then the slot is as before.
         """
         self._engine.check_epoch(epoch)
-        if self._store.holds(slot, digest):
-            return
-        adapter = self._store.read(slot, digest)
-        try:
-            put = partial(self._store.put, slot, adapter)
-            self._engine.between_steps(epoch, put).result()
-        except BaseException:
-            self._store.discard(slot)
-            raise
+        with self._store.loading():
+            if self._store.holds(slot, digest):
+                return
+            adapter = self._store.read(slot, digest, partial(self._between_steps, epoch))
+            try:
+                self._between_steps(epoch, partial(self._store.put, slot, adapter))
+            except BaseException:
+                self._store.discard(slot, adapter)
+                raise
 
     def unload(self, epoch: int, slot: int) -> None:
         """Empty `slot`; returns when it is empty."""
-        remove = partial(self._store.remove, slot)
-        self._engine.between_steps(epoch, remove).result()
+        self._between_steps(epoch, partial(self._store.remove, slot))
+
+    def _between_steps(self, epoch: int, change: Callable[[], None]) -> None:
+        """Run `change` on the engine thread, and wait for it."""
+        self._engine.between_steps(epoch, change).result()

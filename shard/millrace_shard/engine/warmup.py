@@ -90,8 +90,9 @@ def warm_up(
     if profile is None:
         profile = loaded.device.type == "cuda"
     graphs = _usable(graphs, loaded)
-    adapter_pages = reserve_adapter_pages(loaded, request, limits.adapters)
-    adapter_bytes = adapter_pages * PAGE_BYTES
+    adapter_pages = reserve_adapter_pages(loaded, request, limits.adapters, graphs)
+    is_reserved = loaded.adapters is not None and loaded.adapters.reserves
+    adapter_bytes = 0 if is_reserved else adapter_pages * PAGE_BYTES
     memory = (
         _memory_after_profile_run(loaded, request, limits, graphs, adapter_bytes)
         if profile

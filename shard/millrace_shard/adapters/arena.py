@@ -1,0 +1,135 @@
+"""The memory of adapters on a GPU: one tensor, reserved before the KV capacity is measured, which never moves.
+
+An adapter has a run of consecutive pages, so that kernels add an offset to one address and look up no page. A load that
+finds no run that is long enough moves the adapters together, between two steps: a copy within the device, whose end
+later steps wait for as they do for any work before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from millrace_shard.adapters.page_runs import PageRuns, Run
+from millrace_shard.adapters.pages import PAGE_BYTES, rounded_up
+from millrace_shard.kernels.lora.packed_adapter import PackedAdapter, PackedPart
+
+ALIGNMENT = 64
+"""Bytes to which addresses of tensors are aligned, as loads of 16 bytes need it."""
+
+
+class AdapterArena:
+    """`num_pages` pages on `device`; packed tensors are copied into it on a stream of their own."""
+
+    def __init__(self, num_pages: int, device: torch.device) -> None:
+        self.runs = PageRuns(num_pages)
+        self._memory = torch.empty(num_pages * PAGE_BYTES, dtype=torch.uint8, device=device)
+        self._stream: torch.cuda.Stream | None = None
+        self._released: torch.cuda.Event | None = None
+        """The end of the steps that may have read pages that are free, and of copies out of them."""
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._record()
+
+    def write(self, run: Run, adapter: PackedAdapter) -> PackedAdapter:
+        """`adapter`, packed in host memory, in the pages of `run`; returns when it is there. For any one thread."""
+        host = torch.zeros(run.size * PAGE_BYTES, dtype=torch.uint8)
+        if self._stream is not None:
+            host = host.pin_memory()
+        start = run.first * PAGE_BYTES
+        end, parts = 0, dict[int, PackedPart]()
+        for index, part in adapter.parts.items():
+            placed: list[Tensor | None] = []
+            for tensor in _tensors(part):
+                view = None
+                if tensor is not None:
+                    values = tensor.contiguous().flatten().view(torch.uint8)
+                    host[end : end + len(values)] = values
+                    view = self._view(start + end, tensor)
+                    end = rounded_up(end + len(values), ALIGNMENT)
+                placed.append(view)
+            parts[index] = _with_tensors(part, placed)
+        self._copy(start, host)
+        return replace(adapter, parts=parts, first_page=run.first)
+
+    def release(self, adapter: PackedAdapter) -> None:
+        """Free the pages of an adapter that has left its slot; on the engine thread, whose steps may have read them."""
+        self._record()
+        self.runs.free(run_of(adapter))
+
+    def compact(self, adapters: Iterable[PackedAdapter]) -> list[PackedAdapter]:
+        """Move all `adapters` together, and return them; on the engine thread, while none is being written."""
+        moves = self.runs.compact()
+        for source, target in moves.items():
+            self._move(source, target)
+        self._record()
+        return [self._moved(adapter, moves.get(run_of(adapter))) for adapter in adapters]
+
+    def _copy(self, start: int, host: Tensor) -> None:
+        target = self._memory[start : start + len(host)]
+        stream = self._stream
+        if stream is None:
+            target.copy_(host)
+            return
+        if self._released is not None:
+            stream.wait_event(self._released)
+        with torch.cuda.stream(stream):
+            target.copy_(host, non_blocking=True)
+        stream.synchronize()
+
+    def _move(self, source: Run, target: Run) -> None:
+        """Copy in pieces that do not overlap their targets."""
+        step = (source.first - target.first) * PAGE_BYTES
+        begin, end = source.first * PAGE_BYTES, source.end * PAGE_BYTES
+        for start in range(begin, end, step):
+            piece = self._memory[start : min(start + step, end)]
+            self._memory[start - step : start - step + len(piece)].copy_(piece)
+
+    def _moved(self, adapter: PackedAdapter, target: Run | None) -> PackedAdapter:
+        if target is None:
+            return adapter
+        shift = (target.first - run_of(adapter).first) * PAGE_BYTES
+        origin = self._memory.data_ptr()
+        parts = {
+            index: _with_tensors(
+                part,
+                [
+                    None if each is None else self._view(each.data_ptr() - origin + shift, each)
+                    for each in _tensors(part)
+                ],
+            )
+            for index, part in adapter.parts.items()
+        }
+        return replace(adapter, parts=parts, first_page=target.first)
+
+    def _view(self, start: int, like: Tensor) -> Tensor:
+        """A tensor of the dtype and shape of `like` at a byte of the arena."""
+        end = start + like.numel() * like.itemsize
+        return self._memory[start:end].view(like.dtype).view(like.shape)
+
+    def _record(self) -> None:
+        if self._stream is not None:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self._memory.device))
+            self._released = event
+
+
+def run_of(adapter: PackedAdapter) -> Run:
+    """The pages of an adapter in the arena."""
+    assert adapter.first_page is not None, "it is in the arena"
+    return Run(adapter.first_page, adapter.num_pages)
+
+
+def _tensors(part: PackedPart) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    return part.a, part.b, part.factors, part.bias
+
+
+def _with_tensors(part: PackedPart, tensors: list[Tensor | None]) -> PackedPart:
+    a, b, factors, bias = tensors
+    assert a is not None, "only a bias is optional"
+    assert b is not None
+    assert factors is not None
+    return replace(part, a=a, b=b, factors=factors, bias=bias)
