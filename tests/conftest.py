@@ -22,6 +22,9 @@ for name in [
 if metadata.version("torch").endswith("+cpu") or not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# gRPC reads this once, see millrace_router/__init__.py.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
 # A machine that does something else meanwhile is no reason to fail.
 settings.register_profile("unhurried", parent=settings.default, deadline=None)
 settings.load_profile("unhurried")
