@@ -62,7 +62,7 @@ async def run_child(
             process.kill()
             await process.wait()
     if process.returncode != 0:
-        raise ChildError(f"the fetching process ended with status {process.returncode}")
+        raise ChildError(f"the fetching process was killed, status {process.returncode}")
     try:
         answer = orjson.loads(text)
     except orjson.JSONDecodeError:
