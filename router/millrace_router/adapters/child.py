@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -74,14 +75,17 @@ async def run_child(
 
 @contextmanager
 def _memory(content: bytes) -> Iterator[int]:
-    """A file in memory, at its beginning.
+    """A file in memory, at its beginning; elsewhere than on Linux a file without a name.
 
     uvloop raises RuntimeError from `communicate` when the other end of a pipe for stdin is closed early.
     """
-    file = os.memfd_create("request")
+    if sys.platform == "linux":
+        file = os.memfd_create("request")
+    else:
+        with tempfile.TemporaryFile() as unnamed:
+            file = os.dup(unnamed.fileno())
     try:
-        with open(file, "wb", closefd=False) as writer:
-            writer.write(content)
+        os.write(file, content)
         os.lseek(file, 0, os.SEEK_SET)
         yield file
     finally:
