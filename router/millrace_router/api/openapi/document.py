@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 from typing_extensions import TypeAliasType, TypeForm
 
+from millrace_router.api.adapters.naming import MAX_TOKEN_LENGTH
 from millrace_router.api.anthropic.protocol import MessagesErrorResponseJson
 from millrace_router.api.openai.protocol import OpenAIErrorResponseJson, StreamErrorJson
 from millrace_router.api.openapi.operation import Operation
@@ -36,6 +37,7 @@ from millrace_router.server.idempotency import (
     MAX_KEY_LENGTH,
     MAX_LAST_EVENT,
 )
+from millrace_router.server.services import SERVICES
 from millrace_router.version import VERSION
 
 JSON = "application/json"
@@ -79,7 +81,7 @@ HEADERS: dict[str, dict[str, object]] = {
     },
     ADAPTER_TOKEN_HEADER: {
         "description": "The client's own token for the hub, for adapters that are not public",
-        "schema": {"type": "string"},
+        "schema": {"type": "string", "maxLength": MAX_TOKEN_LENGTH, "pattern": "^[ -~]*$"},
     },
     KEY_HEADER: {
         "description": "Key of a request that may be repeated: repetitions get the answer of the first one",
@@ -103,16 +105,18 @@ RETRY_AFTER: dict[str, object] = {
 
 
 @cache
-def openapi_json() -> bytes:
-    """Render the document."""
-    return orjson.dumps(openapi(), option=orjson.OPT_INDENT_2)
+def openapi_json(*, admin: bool = True) -> bytes:
+    """Render the document, with the routes of the operator or without."""
+    return orjson.dumps(openapi(admin=admin), option=orjson.OPT_INDENT_2)
 
 
-def openapi() -> dict[str, Any]:
+def openapi(*, admin: bool = True) -> dict[str, Any]:
     """Make the document."""
     schemas = _Schemas()
     paths: dict[str, dict[str, Any]] = {}
     for operation in OPERATIONS:
+        if operation.is_admin and not admin:
+            continue
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation, schemas)
     return {
         "openapi": "3.1.0",
@@ -259,6 +263,7 @@ def register(app: web.Application) -> None:
         app.router.add_get(path, schema)
 
 
-async def schema(_: web.Request) -> web.Response:
-    """`GET /openapi.json`."""
-    return web.Response(body=openapi_json(), content_type="application/json")
+async def schema(request: web.Request) -> web.Response:
+    """`GET /openapi.json`: the routes that this server has."""
+    has_admins = request.app[SERVICES].config.admin_key is not None
+    return web.Response(body=openapi_json(admin=has_admins), content_type="application/json")

@@ -184,10 +184,17 @@ async def test_the_document_is_served_and_printed(capsys: pytest.CaptureFixture[
     assert main(["print-schema"]) == 0
     printed = capsys.readouterr().out
     assert json.loads(printed) == DOCUMENT
-    async with serving() as edge:
+    async with serving(admin_key="key") as edge:
         for name in ("openapi", "openapi_alias"):
             _, _, body, _ = await ask(edge, BY_NAME[name])
             assert body.decode() + "\n" == printed
+
+
+async def test_the_operator_s_routes_are_told_where_they_are_served() -> None:
+    async with serving() as edge:
+        _, _, body, _ = await ask(edge, BY_NAME["openapi"])
+    served = set(json.loads(body)["paths"])
+    assert DOCUMENT["paths"].keys() - served == {each.path for each in OPERATIONS if each.is_admin}
 
 
 def test_references_lead_to_components_and_every_component_is_used() -> None:
