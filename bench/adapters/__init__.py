@@ -1,1 +1,1 @@
-"""What adapters cost."""
+"""The cost of LoRA adapters on CPU."""

@@ -1,4 +1,4 @@
-"""What the fetching process is asked for, and the limits that it keeps."""
+"""Requests to the fetching process, and the limits that it keeps."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class FetchSource:
 
     @property
     def place(self) -> Hashable:
-        """What sources with the same files have in common."""
+        """The key that sources with the same files share."""
         return self.kind, self.id, self.revision, self.root
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchLimits:
-    """What an adapter, and the process that fetches it, may have."""
+    """Limits of an adapter, and of the process that fetches it."""
 
     max_rank: int = 64
     max_bytes: int = 2 << 30
-    """Of the file of weights."""
+    """Size of the file of weights."""
     timeout_seconds: float = 300.0

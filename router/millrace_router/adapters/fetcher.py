@@ -47,7 +47,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What the files of a source last were: a version, or why they cannot be used."""
+    """The last result for the files of a source: a version, or why they cannot be used."""
 
     source_digest: str
     outcome: AdapterVersion | str

@@ -9,7 +9,7 @@ from millrace_router.request.adapter import AdapterVersion
 
 
 class PlaceState(Enum):
-    """What the shards have in a slot."""
+    """The state of a slot on the shards."""
 
     LOADING = auto()
     """They are loading the adapter."""

@@ -18,7 +18,7 @@ LEAST_CYCLE_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What follows from an event."""
+    """The consequences of an event."""
 
     loads: list[Place] = field(default_factory=list)
     """Places to load now; `loaded` or `failed` reports the end."""

@@ -1,4 +1,4 @@
-"""What the engine learns from an answered step."""
+"""Records the positions that a step computed, and its duration."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ DIGEST = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CanonicalModule:
-    """What an adapter adds to one module over all ranks: `((x Aᵀ) * scales) Bᵀ + bias`."""
+    """The summand of an adapter for one module over all ranks: `((x Aᵀ) * scales) Bᵀ + bias`."""
 
     a: Tensor
     """[rank, inputs] in the dtype of the file, as is `b`."""

@@ -45,7 +45,7 @@ def new_cuda_event(*, enable_timing: bool) -> Event:
 
 @dataclass(slots=True)
 class DeviceProgress:
-    """What the host knows of the progress of a device over several steps."""
+    """The progress of a device over several steps, as far as the host knows it."""
 
     done_ns: int = 0
     """By the host's clock, when the device was done with the last step that was waited for."""

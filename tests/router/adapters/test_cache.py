@@ -1,4 +1,4 @@
-"""What leaves the adapter cache, and what a new process finds in it."""
+"""Evictions from the adapter cache, and its state for a new process."""
 
 from __future__ import annotations
 

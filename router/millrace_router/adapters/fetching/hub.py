@@ -46,10 +46,10 @@ class Commit:
     commit: str
     sizes: dict[str, int]
     sha256: dict[str, str]
-    """Of the files that the hub keeps by their hash."""
+    """SHA-256 of the files that the hub keeps by their hash."""
 
     def digest(self) -> str:
-        """What a refusal of this commit is remembered by."""
+        """The key under which a refusal of this commit is remembered."""
         return hashlib.sha256(f"{self.repository}@{self.commit}".encode()).hexdigest()
 
 

@@ -76,7 +76,7 @@ class Pattern:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeftConfig:
-    """What the fields say about the weights."""
+    """The meaning of the fields for the weights."""
 
     rank: int
     alpha: float

@@ -20,7 +20,7 @@ class SourceFiles:
     weights: bytearray
 
     def digest(self) -> str:
-        """What a refusal of these files is remembered by."""
+        """The key under which a refusal of these files is remembered."""
         parts = [hashlib.sha256(part).hexdigest() for part in (self.config, self.weights)]
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 

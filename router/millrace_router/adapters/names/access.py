@@ -1,4 +1,4 @@
-"""Who may use which repository: the hub's answers, each kept for a minute. Tokens are kept as hashes alone."""
+"""Access to repositories: the hub's answers, each kept for a minute. Tokens are kept as hashes alone."""
 
 from __future__ import annotations
 

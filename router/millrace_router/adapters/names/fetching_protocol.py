@@ -1,4 +1,4 @@
-"""What names need of the process that fetches."""
+"""The calls to the fetching process that names need."""
 
 from __future__ import annotations
 

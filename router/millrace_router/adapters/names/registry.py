@@ -23,7 +23,7 @@ class Registration:
     current: AdapterVersion | None = None
     """The version of new requests; None before the first use."""
     stamp: Stamp | None = None
-    """What the files of a local folder looked like when `current` was fetched."""
+    """Inode, size and time of each file of a local folder when `current` was fetched."""
     older: tuple[AdapterVersion, ...] = ()
 
     def update(self, version: AdapterVersion, stamp: Stamp | None = None) -> None:

@@ -38,7 +38,7 @@ MAX_MERGED = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientRules:
-    """What clients may name that nobody registered."""
+    """The unregistered adapters that clients may name."""
 
     source: AdapterSource = AdapterSource.HUB
     """Where an id is looked up if the request does not say it."""

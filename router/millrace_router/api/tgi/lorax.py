@@ -1,4 +1,4 @@
-"""What LoRAX's answers have beside TGI's: its client refuses answers without these fields."""
+"""The fields that LoRAX's answers have beside TGI's: its client refuses answers without them."""
 
 from __future__ import annotations
 

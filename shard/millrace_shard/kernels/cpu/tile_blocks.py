@@ -240,7 +240,7 @@ def _site(weights: LinearWeights) -> LoraSite | None:
 
 
 def _adapters(site: LoraSite | None) -> tuple[()] | tuple[Tensor, Tensor, int]:
-    """What operators take for the adapters of the running rows, or nothing."""
+    """The arguments of operators for the adapters of the running rows; empty without adapters."""
     return () if site is None else (*site.operands, site.first)
 
 

@@ -88,7 +88,7 @@ class AdapterTable:
         return dict(self._adapters)
 
     def part(self, slot: int, index: int) -> PackedPart | None:
-        """What the adapter in `slot` adds to part `index`; None if it does not change this module."""
+        """The weights of the adapter in `slot` for part `index`; None if it does not change this module."""
         return self._adapters[slot].parts.get(index)
 
     def put(self, slot: int, adapter: PackedAdapter) -> None:

@@ -22,7 +22,7 @@ class LoraPart:
     name: str
     """Such as "model.layers.0.self_attn.q_proj"."""
     inputs: int
-    """Of the whole module, as is `outputs`."""
+    """Inputs of the whole module; `outputs` likewise."""
     outputs: int
     input_range: tuple[int, int]
     """The inputs that this rank multiplies."""

@@ -19,7 +19,7 @@ DEPTH = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedPart:
-    """What an adapter adds to one module: `((x Aᵀ) * factors) Bᵀ + bias`, with ranks padded to slices of 16."""
+    """The summand of an adapter for one module: `((x Aᵀ) * factors) Bᵀ + bias`, with ranks padded to slices of 16."""
 
     a: Tensor
     """Plain: [16 * slices, inputs of this rank] in the model's dtype; tiles: as `pack_lora_a` returns it.

@@ -56,7 +56,7 @@ LORAX_CLIENT: dict[str, Any] = {
     "typical_p": None,
     "watermark": False,
 }
-"""What lorax-client 0.6 sends, nulls and all."""
+"""The fields that lorax-client 0.6 sends, nulls included."""
 
 
 def adapters(fetcher: FakeFetcher | None = None, **options: Any) -> Resolver:

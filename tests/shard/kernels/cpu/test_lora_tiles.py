@@ -62,7 +62,7 @@ def seed() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:
-    """What an adapter adds to one module, as its file has it."""
+    """The weights of an adapter for one module, as its file has them."""
 
     a: Tensor
     b: Tensor

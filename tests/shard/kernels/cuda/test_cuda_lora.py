@@ -37,7 +37,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 INPUTS = 1100
 OUTPUTS = (70, 33, 16)
 RANKS = (1, 8, 16, 17, 40, 96)
-"""Of the adapters in slots 1, 2, …; the modules of an adapter have other ranks."""
+"""Ranks of the adapters in slots 1, 2, …; the modules of an adapter have other ranks."""
 
 
 @pytest.fixture(params=[BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])

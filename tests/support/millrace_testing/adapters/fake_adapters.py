@@ -49,7 +49,7 @@ class FakeAdapters:
         self.slots: dict[int, str] = {}
         """The digest in each full slot."""
         self.errors: dict[str, str] = {}
-        """What loads of a digest answer instead of loading it."""
+        """Errors that answer loads of a digest."""
         self.gates: dict[str, Event] = {}
         """Loads of a digest wait for its event."""
         self.on_load: Callable[[str], None] = lambda _: None

@@ -25,9 +25,9 @@ class Repository:
     redirects: dict[str, str] = field(default_factory=dict)
     """Where requests of a file are sent."""
     status: int = 200
-    """Of the listing, in place of 200."""
+    """Status of the listing, in place of 200."""
     headers: dict[str, str] = field(default_factory=dict)
-    """Of the listing."""
+    """Headers of the listing."""
     listing: bytes | None = None
     """The listing itself, in place of the true one."""
     hash_suffix: str = ""
