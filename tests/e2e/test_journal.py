@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 from bench.faults.streams import Answer, Clients, mixed_bodies
 
+from millrace_launcher.verify.servers.adapter_files import linears, write_adapter
+from millrace_router.journal.reader import AdapterChanged, read_events
 from millrace_router.journal.rotation import journal_files
 from millrace_testing.launcher.e2e import END_SECONDS, ROOT, Server, launch
 
@@ -38,15 +40,16 @@ BODIES = [*mixed_bodies(5, longest=60), GUIDED]
 NUM_LONG = 3
 """At least this number of bodies generate more than 60 tokens."""
 FLAGS = ("--deterministic=on", "--speculate=3")
+ADAPTERS = ("narrow", "wide", "wider")
 
 
-async def ask_and_kill(server: Server) -> None:
+async def ask_and_kill(server: Server, bodies: Sequence[dict[str, Any]]) -> None:
     """Streams in whose middle the shard is killed; each is whole."""
     async with Clients(server.url) as clients:
 
         def send() -> Coroutine[Any, Any, list[Answer]]:
             clients.answers = []
-            return clients.send_all(BODIES)
+            return clients.send_all(bodies)
 
         streams, stopped = await server.caught(
             send, is_time=lambda: clients.num_tokens >= 60, num_running=NUM_LONG
@@ -109,9 +112,9 @@ def replay(journal: Path, address: str, *flags: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def serve_and_stop(journal: Path, *flags: str) -> None:
+def serve_and_stop(journal: Path, *flags: str, bodies: Sequence[dict[str, Any]] = BODIES) -> None:
     with launch(*FLAGS, f"--journal={journal}", *flags) as server:
-        asyncio.run(ask_and_kill(server))
+        asyncio.run(ask_and_kill(server, bodies))
         assert server.metrics()["millrace_journal_dropped_records_total"] == 0
         assert server.end() == 0
 
@@ -169,3 +172,46 @@ def test_without_token_ids_the_schedule_alone_is_replayed(tmp_path: Path, addres
     report, epochs = reports(output)
     assert (status, report["compared"]) == (0, False)
     assert all(epoch["steps"] > 10 and epoch["replayed_seconds"] > 0 for epoch in epochs)
+
+
+def with_adapters(bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Requests of the base and of each adapter in turn."""
+    names = (*ADAPTERS, "")
+    return [
+        {**body, "parameters": {**body["parameters"], "adapter_id": names[number % len(names)]}}
+        for number, body in enumerate(bodies)
+    ]
+
+
+def write_adapters(folder: Path) -> list[str]:
+    """Write adapters of different ranks, and return flags that register them; memory has room for two at a time."""
+    shapes = linears(MODEL)
+    folders = [
+        write_adapter(folder / name, shapes, rank=rank)
+        for name, rank in zip(ADAPTERS, (4, 16, 20), strict=True)
+    ]
+    modules = [f"--lora-modules={one.name}={one}" for one in folders]
+    return [*modules, "--max-loras=2", "--adapter-cycle-time-s=0.2"]
+
+
+def loads(journal: Path) -> list[str | None]:
+    """Digests of the adapters that the shard loaded; None for a slot that was freed."""
+    events = (event for _, event in read_events(journal))
+    return [event.digest for event in events if isinstance(event, AdapterChanged)]
+
+
+def test_an_incident_with_adapters_is_replayed_bit_for_bit(tmp_path: Path) -> None:
+    journal, cache = tmp_path / "journal", f"--adapter-cache={tmp_path / 'cache'}"
+    flags = write_adapters(tmp_path)
+    bodies = with_adapters(BODIES)
+    serve_and_stop(journal, "--journal-tokens", cache, *flags, bodies=bodies)
+    loaded = loads(journal)
+    assert len(set(loaded) - {None}) == len(ADAPTERS)
+    assert None in loaded, "no adapter made room for another one"
+    address = f"unix:{tmp_path}/shard"
+    with shard(address, *FLAGS, "--enable-lora", cache):
+        status, output = replay(journal, address, "--json")
+    report, epochs = reports(output)
+    assert (status, report["equal"], report["compared"], report["notes"]) == (0, True, True, [])
+    assert epochs[0]["failure"]["kind"] == "lost"
+    assert sum(epoch["tokens"] for epoch in epochs) >= 60
