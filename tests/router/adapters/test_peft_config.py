@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from peft.utils.other import get_pattern_key
 
 from millrace_router.adapters.fetching.errors import Invalid
 from millrace_router.adapters.fetching.peft_config import (
     APPLIED,
+    CONFIG_FILE,
     REFUSED,
     WITHOUT_EFFECT,
     PeftConfig,
@@ -23,7 +26,7 @@ from millrace_router.adapters.fetching.peft_config import (
 
 
 def parse(**fields: Any) -> PeftConfig:
-    return PeftConfig.parse(json.dumps(fields).encode())
+    return PeftConfig.parse(json.dumps({"peft_type": "LORA"} | fields).encode())
 
 
 def written_by_peft(**fields: Any) -> dict[str, Any]:
@@ -68,6 +71,17 @@ def test_what_peft_writes_by_itself_is_taken() -> None:
 )
 def test_fields_that_change_nothing(fields: dict[str, Any]) -> None:
     assert parse(**fields) == PeftConfig(rank=8, alpha=8.0)
+
+
+@pytest.mark.parametrize("fields", [{}, {"r": 8}, {"peft_type": None, "r": 8}], ids=str)
+def test_a_file_without_a_method_is_refused_as_by_peft(
+    fields: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(fields))
+    with pytest.raises((KeyError, TypeError)):
+        PeftModel.from_pretrained(torch.nn.Linear(1, 1), tmp_path)
+    with pytest.raises(Invalid, match="field peft_type of"):
+        PeftConfig.parse(json.dumps(fields).encode())
 
 
 RANKS: list[Any] = [0, -1, 1.5, True, "8", None, 1 << 20]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from millrace_router.adapters.fetching.errors import Invalid
@@ -91,7 +91,9 @@ class PeftConfig:
     def parse(cls, data: bytes) -> PeftConfig:
         """Read the file's text; raises Invalid, naming the field."""
         config = parse_object(data, what=CONFIG_FILE)
-        _expect(config, "peft_type", {None, "LORA"}, "is another method than LoRA")
+        if config.get("peft_type") is None:
+            raise Invalid(f"the field peft_type of {CONFIG_FILE} is missing")
+        _expect(config, "peft_type", {"LORA"}, "is another method than LoRA")
         _expect(config, "task_type", {None, "CAUSAL_LM"}, "is another task than CAUSAL_LM")
         _expect(
             config, "bias", {None, "none"}, "replaces biases of the model, which is not supported"
@@ -140,7 +142,9 @@ def _is_nothing(value: object) -> bool:
     return value is None or value is False or (isinstance(value, str | list | dict) and not value)
 
 
-def _expect(config: JsonObject, field: str, allowed: set[str | None], otherwise: str) -> None:
+def _expect(
+    config: JsonObject, field: str, allowed: Collection[str | None], otherwise: str
+) -> None:
     value = config.get(field)
     if not isinstance(value, str | None) or value not in allowed:
         raise Invalid(f"the field {field} of {CONFIG_FILE}, {quoted(str(value))}, {otherwise}")
