@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from http import HTTPStatus
 
 from millrace_router.api.admin.protocol import (
@@ -12,54 +13,45 @@ from millrace_router.api.admin.protocol import (
 )
 from millrace_router.api.openapi.operation import READING, Operation
 
-CHANGING = (*READING, HTTPStatus.NOT_FOUND, HTTPStatus.SERVICE_UNAVAILABLE)
+CHANGING = (*READING, HTTPStatus.NOT_FOUND)
+
+_vllm = partial(Operation, method="post", is_admin=True, openai=True, answer=bytes)
+_sglang = partial(
+    Operation,
+    method="post",
+    is_admin=True,
+    openai=True,
+    answer=LoadedAdaptersJson,
+    failures=CHANGING,
+    failure=LoadedAdaptersJson,
+)
 
 ADAPTER_OPERATIONS = (
-    Operation(
-        method="post",
-        is_admin=True,
+    _vllm(
         path="/v1/load_lora_adapter",
         id="load_lora_adapter",
         summary="Let requests name a LoRA adapter, or give a name new files",
         body=LoadLoraAdapterRequest,
-        answer=bytes,
-        failures=CHANGING,
-        openai=True,
+        failures=(*CHANGING, HTTPStatus.SERVICE_UNAVAILABLE),
     ),
-    Operation(
-        method="post",
-        is_admin=True,
+    _vllm(
         path="/v1/unload_lora_adapter",
         id="unload_lora_adapter",
         summary="Take the name of a LoRA adapter away",
         body=UnloadLoraAdapterRequest,
-        answer=bytes,
         failures=CHANGING,
-        openai=True,
     ),
-    Operation(
-        method="post",
-        is_admin=True,
+    _sglang(
         path="/load_lora_adapter",
         id="sglang_load_lora_adapter",
         summary="The same as `/v1/load_lora_adapter`, in SGLang's form",
         body=LoadLoraAdapterRequest,
-        answer=LoadedAdaptersJson,
-        failures=CHANGING,
-        failure=LoadedAdaptersJson,
-        openai=True,
     ),
-    Operation(
-        method="post",
-        is_admin=True,
+    _sglang(
         path="/unload_lora_adapter",
         id="sglang_unload_lora_adapter",
         summary="The same as `/v1/unload_lora_adapter`, in SGLang's form",
         body=UnloadLoraAdapterRequest,
-        answer=LoadedAdaptersJson,
-        failures=CHANGING,
-        failure=LoadedAdaptersJson,
-        openai=True,
     ),
     Operation(
         method="get",

@@ -93,15 +93,6 @@ HEADERS: dict[str, dict[str, object]] = {
         "schema": {"type": "string"},
     },
 }
-RETRY_AFTER: dict[str, object] = {
-    "headers": {
-        "retry-after": {
-            "description": "Seconds until there may be room",
-            "required": True,
-            "schema": {"type": "integer", "minimum": 1},
-        }
-    }
-}
 
 
 @cache
@@ -210,7 +201,7 @@ def _responses(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
     for status in sorted(operation.failures):
         responses[str(status.value)] = {
             "description": status.phrase,
-            **(RETRY_AFTER if status is HTTPStatus.TOO_MANY_REQUESTS else {}),
+            **_retry_after(operation, status),
             "content": {JSON: {"schema": failure}},
         }
     if not operation.is_open:
@@ -220,6 +211,19 @@ def _responses(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
             **({"content": {JSON: {"schema": failure}}} if operation.anthropic else {}),
         }
     return responses
+
+
+def _retry_after(operation: Operation, status: HTTPStatus) -> dict[str, object]:
+    """Describe the header of answers after which a client may try again."""
+    schema = {"type": "integer", "minimum": 1}
+    if status is HTTPStatus.TOO_MANY_REQUESTS:
+        header = {"description": "Seconds until there may be room", "required": True}
+    elif status is HTTPStatus.SERVICE_UNAVAILABLE and operation.fetches:
+        # The server itself may be down, too, and cannot say for how long.
+        header = {"description": "Seconds until the adapter may be fetched again"}
+    else:
+        return {}
+    return {"headers": {"retry-after": {**header, "schema": schema}}}
 
 
 class _Failures(NamedTuple):

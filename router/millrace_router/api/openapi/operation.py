@@ -80,3 +80,8 @@ class Operation:
     """Failures have Anthropic's envelope."""
     headers: tuple[str, ...] = ()
     """Request headers that the route reads."""
+
+    @property
+    def fetches(self) -> bool:
+        """Whether the route may fetch an adapter."""
+        return self.is_admin or HTTPStatus.FORBIDDEN in self.failures
